@@ -1,0 +1,53 @@
+# Everything starts here: `make demo` and `make test` each do what they need, from an empty folder.
+#
+#   PYTHON=python3.11      the interpreter to build the environment with
+#   PIP_ARGS=...           passed to pip, such as another package index
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS)
+WORKERS ?= 2
+
+.PHONY: demo test check lint types imports unit bench format clean
+
+demo: $(VENV)/runtime
+	$(BIN)/swarm demo
+
+test: check unit
+
+check: lint types imports
+
+lint: $(VENV)/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/dev
+	$(BIN)/mypy
+
+imports: $(VENV)/dev
+	$(BIN)/lint-imports
+
+unit: $(VENV)/dev
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
+
+bench: $(VENV)/dev
+	$(BIN)/python -m benchmarks.chain
+
+format: $(VENV)/dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# torch comes first: its version in constraints.txt decides which build everything else is resolved against.
+$(VENV)/runtime: setup.cfg pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	$(PIP) --editable .
+	touch $@
+
+$(VENV)/dev: $(VENV)/runtime
+	$(PIP) --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,1 @@
+"""Measurements. Every figure is taken in one run, next to what it is compared with."""

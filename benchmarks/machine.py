@@ -1,0 +1,29 @@
+"""What a figure was measured on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+
+PACKAGES = ("torch", "transformers", "hivemind", "bitsandbytes")
+
+
+def describe() -> dict[str, str]:
+    """Processor, cores and versions."""
+    return {
+        "processor": _processor(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "python": platform.python_version(),
+        **{package: version(package) for package in PACKAGES},
+    }
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            name = line.partition(":")[2].strip()
+            if name:
+                return name
+    return platform.machine()

@@ -1,0 +1,38 @@
+"""Random models of fixed shapes, the same for every run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+SHAPES = {
+    "tiny": LlamaConfig(
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=1024,
+        max_position_embeddings=2048,
+    ),
+    "small": LlamaConfig(
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=16,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        vocab_size=8192,
+        max_position_embeddings=2048,
+    ),
+}
+
+
+def make_model(shape: str, folder: Path) -> Path:
+    """Save a model of the shape with random weights, fp32, that never ends a text by itself."""
+    torch.manual_seed(0)
+    config = SHAPES[shape]
+    config.eos_token_id = config.bos_token_id = config.pad_token_id = None
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / shape)
+    return folder / shape

@@ -1,0 +1,1 @@
+"""The console script `swarm`: thin commands over the rooms below. Nobody imports this room."""

@@ -1,0 +1,39 @@
+"""`swarm COMMAND`. Commands are imported when they are called, so that `swarm --help` is quick."""
+
+from __future__ import annotations
+
+import importlib
+
+import click
+
+from swarm.version import VERSION
+
+COMMANDS = {
+    "server": "swarm.server.__main__",
+    "dht": "swarm.dht.__main__",
+    "demo": "swarm.cli.demo",
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are modules with a `main`."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command = importlib.import_module(COMMANDS[cmd_name]).main
+        assert isinstance(command, click.Command)
+        return command
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(VERSION, prog_name="swarm")
+def main() -> None:
+    """Run large language models together: many people's machines, one swarm."""
+
+
+if __name__ == "__main__":
+    main(prog_name="swarm")

@@ -1,0 +1,227 @@
+"""`AutoDistributedModelForCausalLM`: the transformers model itself, with the swarm in the place of its blocks."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from swarm.client.config import ClientConfig
+from swarm.client.connection import SwarmConnection
+from swarm.client.remote_sequential import Call, RemoteLayer, RemoteSequential
+from swarm.client.session import InferenceSession
+from swarm.data_structures import Span, WireFormat
+from swarm.errors import InvalidOption, UsageError
+from swarm.models import families
+from swarm.models.checkpoint import Checkpoint, open_checkpoint
+from swarm.models.heads import layer_outputs, load_heads
+from swarm.models.loading import resolve_dtype
+from swarm.models.sequence_cache import SequenceCache
+from swarm.models.span import layers_path
+from swarm.transport.addresses import parse_peers
+
+
+class AutoDistributedModelForCausalLM:
+    """Makes distributed models; see `from_pretrained`."""
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | Path | None = None,
+        *,
+        initial_peers: Sequence[str] | None = None,
+        revision: str | None = None,
+        dtype: str | torch.dtype = "auto",
+        wire: str | WireFormat = WireFormat.NONE,
+        cache_dir: str | Path | None = None,
+        show_route: bool = False,
+        request_timeout: float = 60.0,
+    ) -> Any:
+        """The transformers model with embeddings, final norm and head here and all blocks in the swarm.
+
+        Args:
+            model: local folder or hub id; None for the demo model.
+            initial_peers: addresses of peers; the environment variable SWARM_INITIAL_PEERS stands in for it.
+            revision: branch, tag or commit of a hub model.
+            dtype: of the local part: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
+            wire: how hidden states travel: "none" (as computed), "float16", "bfloat16" or "blockwise8".
+            cache_dir: where files from the hub are kept.
+            show_route: print every route that is taken.
+            request_timeout: seconds to wait for one server's answer.
+
+        Returns:
+            an instance of the family's own class (such as `LlamaForCausalLM`), with the additions of
+            `DistributedMixin`.
+
+        Raises:
+            UsageError: of the fitting kind; see `swarm.errors`.
+        """
+        config = ClientConfig(
+            initial_peers=_initial_peers(initial_peers),
+            wire=_wire_format(wire),
+            request_timeout=request_timeout,
+            show_route=show_route,
+        )
+        checkpoint = open_checkpoint(model, revision=revision, cache_dir=cache_dir)
+        resolved = resolve_dtype(dtype, checkpoint.config)
+        connection = _connect(config, checkpoint)
+        try:
+            return _build(checkpoint, connection, resolved)
+        except BaseException:
+            connection.close()
+            raise
+
+
+class DistributedMixin:
+    """What a distributed model has beyond its transformers class.
+
+    Attributes:
+        swarm: the connection; `swarm.close()` disconnects.
+        remote_blocks: the blocks as a module; slices of it run some of them.
+    """
+
+    swarm: SwarmConnection
+    remote_blocks: RemoteSequential
+
+    @property
+    def word_embeddings(self) -> nn.Module:
+        """Token ids to the hidden states that `session.step` takes."""
+        return self.get_input_embeddings()  # type: ignore[attr-defined, no-any-return]
+
+    def inference_session(self, *, max_length: int) -> InferenceSession:
+        """Open a session for up to `max_length` tokens a row; servers reserve room for them at the first step.
+
+        As a context manager it is used by every `generate` inside, which then computes only what is new: a prompt
+        that begins with tokens of an earlier call continues there.
+        """
+        return InferenceSession(self, self.swarm, max_length)
+
+    def generate(self, inputs: Any = None, *args: Any, session: InferenceSession | None = None, **kwargs: Any) -> Any:
+        """transformers' `generate`, with everything it takes.
+
+        Args:
+            session: the session to use; else the one whose `with` block this is in; else one for this call alone.
+        """
+        session = session or self._active.session
+        if session is not None and kwargs.get("past_key_values") is None:
+            tokens = inputs if inputs is not None else kwargs.get("input_ids")
+            _continue_session(session, tokens, kwargs.get("attention_mask"))
+            kwargs["past_key_values"] = session.cache
+        try:
+            return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            own, self._active.own = self._active.own, None
+            if own is not None:
+                own.close()
+
+    def enter_session(self, session: InferenceSession) -> None:
+        """Make `session` the one that `generate` uses in this thread."""
+        self._active.session = session
+
+    def leave_session(self, session: InferenceSession) -> None:
+        """End the effect of `enter_session`."""
+        if self._active.session is session:
+            self._active.session = None
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int, length: int
+    ) -> None:
+        """transformers' hook: the cache of a `generate` that was given none is a session of its own."""
+        given = model_kwargs.get("past_key_values")
+        if given is None and generation_config.use_cache is not False:
+            self._active.own = self.inference_session(max_length=max(1, length))
+            model_kwargs["past_key_values"] = self._active.own.cache
+
+    _active: _Active
+
+
+class _Active(threading.local):
+    """Sessions in use by the current thread."""
+
+    session: InferenceSession | None = None
+    own: InferenceSession | None = None
+
+
+def _build(checkpoint: Checkpoint, connection: SwarmConnection, dtype: torch.dtype) -> Any:
+    blocks = RemoteSequential(connection, Span(0, connection.blocks))
+    layer = RemoteLayer(blocks, layer_outputs(checkpoint))
+    model = load_heads(checkpoint, layer, DistributedMixin, dtype=dtype)
+    # Past nn.Module's bookkeeping: neither is a part of the model's weights.
+    object.__setattr__(model, "remote_blocks", blocks)
+    object.__setattr__(model, "swarm", connection)
+    object.__setattr__(model, "_active", _Active())
+    if not hasattr(model, "lm_head"):
+        object.__setattr__(model, "lm_head", model.get_output_embeddings())
+    _watch_calls(model, layer)
+    return model
+
+
+def _watch_calls(model: Any, layer: RemoteLayer) -> None:
+    """Before every forward of the base model, tell the remote layer what it is for."""
+    base = model.base_model
+    signature = inspect.signature(base.forward)
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            kwargs = {**signature.bind_partial(*args).arguments, **kwargs}
+        cache = kwargs.get("past_key_values")
+        if cache is None and kwargs.get("use_cache"):
+            # A hand-written loop: out = model(ids, use_cache=True), then model(next, past_key_values=out...).
+            limit = getattr(model.config, "max_position_embeddings", None) or 2048
+            cache = model.inference_session(max_length=min(limit, 2048)).cache
+            kwargs = {**kwargs, "past_key_values": cache}
+        if cache is not None and not isinstance(cache, SequenceCache):
+            raise UsageError(
+                f"a {type(cache).__name__} cannot hold what remote servers compute; leave past_key_values out, or "
+                "use model.inference_session()"
+            )
+        mask = kwargs.get("attention_mask")
+        if mask is not None and getattr(mask, "ndim", 0) != 2:
+            raise UsageError("the swarm takes attention masks of shape [rows, tokens] only")
+        layer.expect(Call(cache.session if cache is not None else None, mask, kwargs.get("input_ids")))
+        return (), kwargs
+
+    base.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def _continue_session(session: InferenceSession, tokens: Any, mask: torch.Tensor | None) -> None:
+    """Roll a session back to where it agrees with the prompt of a new `generate`."""
+    if not isinstance(tokens, torch.Tensor) or tokens.ndim != 2:
+        session.position = 0
+        return
+    known = session.cache.common_prefix(tokens, mask)
+    # At least one token has to be computed, or there would be no logits to go on from.
+    session.position = min(known, tokens.shape[1] - 1)
+
+
+def _connect(config: ClientConfig, checkpoint: Checkpoint) -> SwarmConnection:
+    blocks = families.number_of_blocks(checkpoint.config)
+    digests = checkpoint.digests(layers_path(checkpoint), 0, blocks)
+    return SwarmConnection(config, checkpoint.name, checkpoint.revision, blocks, digests)
+
+
+def _initial_peers(given: Sequence[str] | None) -> tuple[str, ...]:
+    addresses: Sequence[str]
+    if given is None:
+        addresses = os.environ.get("SWARM_INITIAL_PEERS", "").replace(",", " ").split()
+    else:
+        addresses = [given] if isinstance(given, str) else given
+    peers = parse_peers(addresses)
+    if not peers:
+        raise InvalidOption(
+            "say which swarm to use: initial_peers=[ADDRESS], or the environment variable SWARM_INITIAL_PEERS"
+        )
+    return peers
+
+
+def _wire_format(wire: str | WireFormat) -> WireFormat:
+    try:
+        return WireFormat(wire)
+    except ValueError:
+        raise InvalidOption(f"wire={wire!r} is not one of {', '.join(WireFormat)}") from None

@@ -1,0 +1,125 @@
+"""`with model.inference_session(max_length=...) as session`: one open generation on the swarm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from swarm.client.chain import Chain, Packed
+from swarm.client.connection import SwarmConnection
+from swarm.data_structures import Route, StepLayout
+from swarm.errors import SessionClosed, TooLong
+from swarm.models.sequence_cache import SequenceCache
+from swarm.protocol.compression import dtype_name, pack, unpack
+
+
+class InferenceSession:
+    """The servers of a route keep this session's attention keys and values; the client keeps its place.
+
+    A session is used by one thread at a time. `generate` within the `with` block uses it by itself.
+
+    Args:
+        model: the distributed model.
+        connection: its connection to the swarm.
+        max_length: tokens that each row may have at most; servers reserve room for them.
+    """
+
+    def __init__(self, model: Any, connection: SwarmConnection, max_length: int) -> None:
+        if max_length < 1:
+            raise ValueError(f"max_length is {max_length}; a session needs room for at least one token")
+        self.max_length = max_length
+        self.cache = SequenceCache(self)
+        self._model = model
+        self._connection = connection
+        self._chain: Chain | None = None
+        self._closed = False
+
+    def step(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Run the next tokens through all blocks and the family's final norm.
+
+        Args:
+            hidden: `[rows, tokens, hidden_size]` from `model.word_embeddings`, any number of tokens.
+
+        Returns:
+            final representations of the same shape, ready for `model.lm_head`.
+        """
+        with torch.inference_mode():
+            output = self._model.base_model(inputs_embeds=hidden, past_key_values=self.cache, use_cache=True)
+        final: torch.Tensor = output.last_hidden_state
+        return final
+
+    @property
+    def position(self) -> int:
+        """Tokens computed so far, the same for all rows. Set it back to take tokens back."""
+        return self.cache.length
+
+    @position.setter
+    def position(self, position: int) -> None:
+        self.cache.set_length(position)
+
+    @property
+    def route(self) -> Route | None:
+        """The servers in use, once the first step was made."""
+        return self._chain.route if self._chain is not None else None
+
+    def compute(self, hidden: torch.Tensor, mask: torch.Tensor | None, tokens: torch.Tensor | None) -> torch.Tensor:
+        """Run the hidden states of new slots through the remote blocks and remember them.
+
+        Args:
+            hidden: `[rows, new, hidden_size]`.
+            mask: attention mask `[rows, position + new]`, or None if nothing is padded.
+            tokens: ids `[rows, new]`, if known.
+        """
+        if self._closed:
+            raise SessionClosed("this inference session is closed; open another one")
+        rows, new, _ = hidden.shape
+        layout, fresh = self.cache.layout(rows, new, mask)
+        longest = max(start + count for start, count in zip(layout.starts, layout.counts, strict=True))
+        if longest > self.max_length:
+            raise TooLong(
+                f"the session would be {longest} tokens long; it was opened with max_length={self.max_length}"
+            )
+        result = hidden
+        if layout.tokens:
+            result = unpack_rows(self._send(pack_rows(hidden, fresh, self._connection), layout), hidden, fresh)
+        self.cache.commit(rows, new, fresh, tokens)
+        return result
+
+    def _send(self, packed: Packed, layout: StepLayout) -> Packed:
+        if self._chain is None:
+            self._chain = self._connection.open_chain(self.max_length)
+        return self._connection.step(self._chain, packed, layout)
+
+    def close(self) -> None:
+        """Free the session on all servers. A closed session cannot be used again."""
+        self._closed = True
+        if self._chain is not None:
+            chain, self._chain = self._chain, None
+            self._connection.close_chain(chain)
+
+    def __enter__(self) -> InferenceSession:
+        self._model.enter_session(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._model.leave_session(self)
+        self.close()
+
+
+def pack_rows(hidden: torch.Tensor, real: torch.Tensor | None, connection: SwarmConnection) -> Packed:
+    """The real slots of `[rows, slots, hidden_size]`, row after row, encoded for the wire."""
+    flat = hidden.flatten(0, 1) if real is None else hidden[real.to(hidden.device)]
+    wire = connection.config.wire
+    return Packed(pack(flat, wire), flat.shape[0], flat.shape[1], wire, dtype_name(hidden.dtype))
+
+
+def unpack_rows(packed: Packed, like: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+    """The inverse of `pack_rows`, in shape, dtype and device of `like`; padded slots are zero."""
+    flat = unpack(packed.payload, packed.tokens, packed.hidden_size, packed.wire, packed.dtype, like.device)
+    flat = flat.to(like.dtype)
+    if real is None:
+        return flat.view(like.shape)
+    result = torch.zeros_like(like)
+    result[real.to(like.device)] = flat
+    return result

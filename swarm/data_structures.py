@@ -1,0 +1,119 @@
+"""The nouns that every room shares. Frozen dataclasses, standard library only."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from swarm.errors import InvalidSpan
+
+
+class ServerState(enum.IntEnum):
+    """Life of a server as it is announced. Only ONLINE servers are routed to."""
+
+    OFFLINE = 0
+    JOINING = 1
+    ONLINE = 2
+
+
+class WireFormat(enum.StrEnum):
+    """How hidden states travel. NONE sends them in the dtype the server computes in, which loses nothing."""
+
+    NONE = "none"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    BLOCKWISE8 = "blockwise8"
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Span:
+    """The contiguous blocks `[start, end)`."""
+
+    start: int
+    end: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.end:
+            raise InvalidSpan(f"{self.start}:{self.end} is not a range of blocks: use START:END with START < END")
+
+    @property
+    def length(self) -> int:
+        return self.end - self.start
+
+    def __contains__(self, block: int) -> bool:
+        return self.start <= block < self.end
+
+    def __str__(self) -> str:
+        return f"{self.start}:{self.end}"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """What one server announces about itself, checked (see `swarm.dht.records`).
+
+    Attributes:
+        peer_id: base58 libp2p peer id; also the owner of the announcement's signature.
+        span: the blocks it holds.
+        throughput: blocks that it computes for one token, per second (a span of n blocks does throughput / n tokens/s).
+        cache_tokens_free: how many more tokens its attention cache can hold (one token = one row position, all blocks).
+        revision: which version of the checkpoint it loaded.
+        digests: one digest a block, in order, of the weights it loaded (see `swarm.models.digest`).
+        compute_dtype: name of the torch dtype it computes in, such as "bfloat16".
+        quantization: "none", "int8" or "nf4".
+    """
+
+    peer_id: str
+    span: Span
+    state: ServerState
+    throughput: float
+    cache_tokens_free: int
+    revision: str
+    digests: tuple[str, ...]
+    compute_dtype: str
+    quantization: str
+    version: str
+    name: str = ""
+
+    @property
+    def short_id(self) -> str:
+        return "…" + self.peer_id[-6:]
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """One server's part of a route: it computes the blocks of `span`, which lie inside what it holds."""
+
+    server: ServerInfo
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The ordered hops that cover all blocks of a request exactly once."""
+
+    hops: tuple[Hop, ...] = field(default_factory=tuple)
+
+    def __str__(self) -> str:
+        return "route: " + " → ".join(f"{hop.span} {hop.server.short_id}" for hop in self.hops)
+
+
+@dataclass(frozen=True, slots=True)
+class StepLayout:
+    """Which tokens a step carries: packed rows, never a padded rectangle.
+
+    Row `r` brings `counts[r]` new tokens, the first at position `starts[r]` of its sequence. A start below what the
+    server has for that row is a rollback. With `sources`, row `r` first becomes a copy of the former row `sources[r]`
+    (beam search).
+    """
+
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
+    sources: tuple[int, ...] | None = None
+
+    @property
+    def rows(self) -> int:
+        return len(self.counts)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.counts)

@@ -1,0 +1,98 @@
+"""The announcement of a server, as it lies in the DHT.
+
+A server stores exactly one record, under the key of its first block: `swarm1/<model>/<first block>`, a DHT dictionary
+with one subkey an owner. A reader that wants the whole model asks for the keys of all blocks at once. (Petals stores a
+copy under every block of the span; one copy carries the same knowledge.)
+
+The subkey contains the owner's public key, so hivemind's signature validator accepts changes from the owner alone.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from swarm.data_structures import ServerInfo, ServerState, Span
+from swarm.errors import ProtocolViolation, SwarmError
+
+MAX_BLOCKS = 2048
+MAX_RECORD = 64 * 1024
+MAX_LIFETIME = 600.0
+"""Seconds that an announcement may be valid at most."""
+
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+Block = Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCKS)]
+Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{12}$")]
+
+
+class ServerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Wire form of `ServerInfo`; the types and ranges are the schema."""
+
+    peer_id: Name
+    start: Block
+    end: Block
+    state: ServerState
+    throughput: Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+    cache_tokens_free: Annotated[int, msgspec.Meta(ge=0, le=2**48)]
+    revision: Name
+    digests: Annotated[list[Digest], msgspec.Meta(max_length=MAX_BLOCKS)]
+    compute_dtype: Name
+    quantization: Name
+    version: Name
+    name: Name = ""
+
+
+_decoder = msgspec.msgpack.Decoder(ServerRecord)
+
+
+def model_key(model: str, block: int) -> str:
+    """DHT key of the servers of `model` whose span begins at `block`."""
+    return f"swarm1/{model}/{block}"
+
+
+def encode(info: ServerInfo) -> bytes:
+    """The announcement as bytes."""
+    return msgspec.msgpack.encode(
+        ServerRecord(
+            peer_id=info.peer_id,
+            start=info.span.start,
+            end=info.span.end,
+            state=info.state,
+            throughput=info.throughput,
+            cache_tokens_free=info.cache_tokens_free,
+            revision=info.revision,
+            digests=list(info.digests),
+            compute_dtype=info.compute_dtype,
+            quantization=info.quantization,
+            version=info.version,
+            name=info.name,
+        )
+    )
+
+
+def decode(data: bytes) -> ServerInfo:
+    """Check an announcement against the schema. Raises `ProtocolViolation`."""
+    if len(data) > MAX_RECORD:
+        raise ProtocolViolation(f"an announcement of {len(data)} bytes is too large")
+    try:
+        record = _decoder.decode(data)
+        span = Span(record.start, record.end)
+    except (msgspec.MsgspecError, UnicodeDecodeError, SwarmError) as error:
+        raise ProtocolViolation(f"not a valid announcement: {error}") from None
+    # A joining server has not read its weights yet.
+    if len(record.digests) != span.length and (record.state is ServerState.ONLINE or record.digests):
+        raise ProtocolViolation(f"an announcement of {span.length} blocks has {len(record.digests)} digests")
+    return ServerInfo(
+        peer_id=record.peer_id,
+        span=span,
+        state=record.state,
+        throughput=record.throughput,
+        cache_tokens_free=record.cache_tokens_free,
+        revision=record.revision,
+        digests=tuple(record.digests),
+        compute_dtype=record.compute_dtype,
+        quantization=record.quantization,
+        version=record.version,
+        name=record.name,
+    )

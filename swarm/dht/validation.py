@@ -1,0 +1,55 @@
+"""Which records a peer stores for others and believes when it reads them: signed announcements and nothing else.
+
+hivemind has checked the signature before this validator runs (it has the higher priority). Here the announcement must
+match the schema, and the peer it speaks of must be the owner of the key that signed it.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+
+from hivemind.dht.crypto import RSASignatureValidator
+from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from hivemind.utils import MSGPackSerializer
+
+from swarm.dht.records import MAX_LIFETIME, MAX_RECORD, decode
+from swarm.errors import ProtocolViolation
+from swarm.transport.identity import peer_id_of
+
+_OWNER = re.compile(re.escape(RSASignatureValidator.PUBLIC_KEY_FORMAT).replace(b"_key_", rb"(ssh-rsa [^\]]+)"))
+
+
+def owner_of(subkey: bytes) -> str | None:
+    """The peer whose key a subkey carries, or None if it is not exactly one RSA key."""
+    match = _OWNER.fullmatch(subkey)
+    try:
+        return peer_id_of(match[1]) if match else None
+    except ValueError:
+        return None
+
+
+class AnnouncementValidator(RecordValidatorBase):
+    """Lets announcements pass that are well formed, of their owner, and not valid for too long."""
+
+    def __init__(self, now: Callable[[], float] = time.time) -> None:
+        self._now = now
+
+    def validate(self, record: DHTRecord) -> bool:
+        if len(record.value) > MAX_RECORD or record.expiration_time > self._now() + MAX_LIFETIME:
+            return False
+        try:
+            subkey = MSGPackSerializer.loads(record.subkey)
+            value = MSGPackSerializer.loads(record.value)
+        except Exception:  # msgpack and its extensions raise many types on garbage
+            return False
+        if not isinstance(subkey, bytes) or not isinstance(value, bytes):
+            return False
+        try:
+            return decode(value).peer_id == owner_of(subkey)
+        except ProtocolViolation:
+            return False
+
+    def merge_with(self, other: RecordValidatorBase) -> bool:
+        return isinstance(other, AnnouncementValidator)

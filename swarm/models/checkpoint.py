@@ -1,0 +1,236 @@
+"""A checkpoint on disk or on the hub: its config, and just those tensors that somebody asks for.
+
+Only shards that hold a wanted tensor are opened or downloaded. Only safetensors are read: pickled weights can run code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from huggingface_hub import constants, hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+from tqdm.auto import tqdm
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+
+from swarm.errors import CheckpointError, InvalidSpan, ModelNotFound
+from swarm.models import families
+from swarm.models.digest import block_digest
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+DEMO = Path(__file__).with_name("demo")
+"""The small trained model that the package carries."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model's files. Make one with `open_checkpoint`.
+
+    Attributes:
+        name: what the swarm calls the model: the hub id, or the folder's name.
+        source: the local folder or the hub id.
+        revision: what the swarm compares: the hub's commit, or for a folder a digest of its config and tensor index.
+        config: transformers config; copy it before changing it.
+    """
+
+    name: str
+    source: str
+    revision: str
+    config: PreTrainedConfig
+    fetch: Callable[[str], Path] = field(repr=False)
+
+    @cached_property
+    def files(self) -> dict[str, str]:
+        """Tensor name -> file that holds it."""
+        try:
+            index = json.loads(self.fetch(INDEX).read_text())
+            return dict(index["weight_map"])
+        except EntryNotFoundError:
+            pass
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{INDEX} of {self.source} cannot be read: {error}") from error
+        try:
+            with _open(self.fetch(SINGLE)) as shard:
+                return dict.fromkeys(shard.keys(), SINGLE)
+        except EntryNotFoundError:
+            raise CheckpointError(
+                f"{self.source} has no safetensors weights ({SINGLE} or {INDEX}). "
+                "Convert it with transformers: model.save_pretrained(FOLDER)"
+            ) from None
+
+    def read(self, wanted: Callable[[str], bool], title: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, tensor on the CPU as stored) of the tensors that `wanted` accepts, file by file.
+
+        Args:
+            title: text of a progress bar on the terminal; None for none.
+        """
+        by_file: dict[str, list[str]] = {}
+        for name, file in self.files.items():
+            if wanted(name):
+                by_file.setdefault(file, []).append(name)
+        total = sum(map(len, by_file.values()))
+        with tqdm(total=total, desc=title, unit="tensor", disable=None if title else True, leave=False) as bar:
+            for file, names in by_file.items():
+                try:
+                    path = self.fetch(file)
+                except EntryNotFoundError:
+                    raise CheckpointError(f"{self.source} has lost {file}, which holds {names[0]}") from None
+                with _open(path) as shard:
+                    for name in names:
+                        yield name, _tensor(shard, name, file)
+                        bar.update()
+
+    def block_of(self, layers_path: str) -> Callable[[str], tuple[int, str] | None]:
+        """A function from a tensor's name to (block, name inside the block), or None if it belongs to no block.
+
+        Args:
+            layers_path: where the family's base model keeps its layers, such as "layers" or "decoder.layers".
+        """
+        # Checkpoints may be saved from the base model or from a model around it; nothing but a wrapper's name
+        # ("model.", "transformer.", "language_model.model.") may stand in front of the path.
+        pattern = re.compile(rf"^(?:[a-z_]+\.){{0,3}}?{re.escape(layers_path)}\.(\d+)\.(.+)$")
+        outside = re.compile(r"(^|\.)(vision|visual|audio|encoder|mtp)")
+        blocks = families.number_of_blocks(self.config)
+
+        def locate(name: str) -> tuple[int, str] | None:
+            match = pattern.match(name)
+            if match is None or outside.search(name[: match.start(1)]) or int(match[1]) >= blocks:
+                return None
+            return int(match[1]), match[2]
+
+        return locate
+
+    def digests(self, layers_path: str, start: int, end: int) -> list[str] | None:
+        """Digests of blocks [start, end), or None if not all of their files are on this machine."""
+        if not Path(self.source).is_dir():
+            return None
+        locate = self.block_of(layers_path)
+        tensors: dict[int, dict[str, torch.Tensor]] = {block: {} for block in range(start, end)}
+
+        def wanted(name: str) -> bool:
+            place = locate(name)
+            return place is not None and start <= place[0] < end
+
+        if any(not (Path(self.source) / file).exists() for name, file in self.files.items() if wanted(name)):
+            return None
+        for name, tensor in self.read(wanted):
+            place = locate(name)
+            if place is not None:
+                tensors[place[0]][place[1]] = tensor
+        return [block_digest(tensors[block]) for block in range(start, end)]
+
+    def check_span(self, start: int, end: int) -> None:
+        """Raise `InvalidSpan` unless [start, end) lies inside the model."""
+        blocks = families.number_of_blocks(self.config)
+        if not 0 <= start < end <= blocks:
+            raise InvalidSpan(f"blocks {start}:{end} do not lie inside {self.name}, which has blocks 0:{blocks}")
+
+    def generation_config(self) -> GenerationConfig | None:
+        """The checkpoint's generation settings, if it has any."""
+        try:
+            path = self.fetch("generation_config.json")
+        except EntryNotFoundError:
+            return None
+        return GenerationConfig.from_pretrained(str(path.parent), local_files_only=True)
+
+
+def open_checkpoint(
+    model: str | Path | None = None,
+    *,
+    revision: str | None = None,
+    cache_dir: str | Path | None = None,
+    name: str | None = None,
+) -> Checkpoint:
+    """Find a model and read its config; no weights are opened or downloaded.
+
+    Args:
+        model: local folder or hub id; None for the demo model that the package carries.
+        revision: branch, tag or commit of a hub repository.
+        cache_dir: where hub files are kept.
+        name: what the swarm calls the model, if not the hub id or the folder's name.
+
+    Raises:
+        ModelNotFound: there is no such folder or repository.
+        UnsupportedModel: the family cannot be cut into spans.
+    """
+    source = str(model if model is not None else DEMO)
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        if revision is not None:
+            raise ModelNotFound(f"{source} is a local folder, which has no revision {revision!r}; leave --revision out")
+        return _open_folder(folder, name or ("swarm-demo" if model is None else folder.resolve().name))
+    return _open_repository(source, revision, cache_dir, name or source)
+
+
+def _open_folder(folder: Path, name: str) -> Checkpoint:
+    def fetch(file: str) -> Path:
+        path = folder / file
+        if Path(file).name != file or not path.is_file():
+            raise EntryNotFoundError(file)
+        return path
+
+    config = _read_config(fetch, str(folder))
+    return Checkpoint(name, str(folder), _folder_revision(folder), config, fetch)
+
+
+def _folder_revision(folder: Path) -> str:
+    """A digest of what a folder says about itself without its shards being opened; block digests cover the values."""
+    state = hashlib.sha256((folder / "config.json").read_bytes())
+    if (folder / INDEX).is_file():
+        state.update((folder / INDEX).read_bytes())
+    return "folder-" + state.hexdigest()[:12]
+
+
+def _open_repository(repository: str, revision: str | None, cache_dir: str | Path | None, name: str) -> Checkpoint:
+    commit = revision
+
+    def fetch(file: str) -> Path:
+        return Path(hf_hub_download(repository, file, revision=commit, cache_dir=cache_dir))
+
+    config = _read_config(fetch, repository)
+    # The cache keeps files under snapshots/<commit>; from here on every file comes from that same commit.
+    commit = fetch(constants.CONFIG_NAME).parent.name
+    return Checkpoint(name, repository, commit, config, fetch)
+
+
+def _read_config(fetch: Callable[[str], Path], source: str) -> PreTrainedConfig:
+    try:
+        path = fetch(constants.CONFIG_NAME)
+    except LocalEntryNotFoundError as error:
+        raise ModelNotFound(f"{source} is no local folder, and the model hub cannot be reached: {error}") from error
+    except EntryNotFoundError:
+        raise ModelNotFound(f"{source} has no config.json, so it is no transformers model") from None
+    except HFValidationError:
+        raise ModelNotFound(f"{source!r} is neither a local folder nor a model's name on the hub") from None
+    except HfHubHTTPError as error:
+        raise ModelNotFound(f"the model hub has no {source} (or it is private): {error}") from error
+    except OSError as error:
+        raise ModelNotFound(f"{source} is no local folder, and the model hub cannot be reached: {error}") from error
+    try:
+        config = AutoConfig.from_pretrained(str(path.parent), local_files_only=True, trust_remote_code=False)
+    except (ValueError, OSError, KeyError) as error:
+        raise ModelNotFound(f"config.json of {source} cannot be used: {str(error).splitlines()[0]}") from error
+    families.check_supported(config)
+    return config
+
+
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path.name} is not a readable safetensors file: {error}") from error
+
+
+def _tensor(shard: safe_open, name: str, file: str) -> torch.Tensor:
+    try:
+        return shard.get_tensor(name)
+    except SafetensorError as error:
+        raise CheckpointError(f"{file} does not hold the tensor {name} that the index promises: {error}") from error

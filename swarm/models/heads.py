@@ -1,0 +1,76 @@
+"""The client's part of a model: embeddings, final norm and head, around one layer that stands for all blocks.
+
+The result is the family's own causal language model, so embedding scale, learned positions, norms, soft-capping and
+`generate` are the family's own code.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from swarm.data_structures import Span
+from swarm.models import families, surgery
+from swarm.models.checkpoint import Checkpoint
+from swarm.models.loading import load_cut
+from swarm.models.span import layers_path
+
+NO_MASK = "remote"
+"""Name of an attention implementation that transformers does not know: it then builds no masks, which nobody needs
+here."""
+
+
+def load_heads(checkpoint: Checkpoint, layer: nn.Module, mixin: type, *, dtype: torch.dtype) -> Any:
+    """The family's causal language model with `layer` in place of its blocks.
+
+    Args:
+        layer: called as a decoder layer; takes over the plain attributes of the family's first layer.
+        mixin: class that the model's class inherits from first.
+    """
+    config = copy.deepcopy(checkpoint.config)
+    blocks = families.number_of_blocks(config)
+    path = layers_path(checkpoint)
+    locate = checkpoint.block_of(path)
+    tensors = dict(checkpoint.read(lambda name: locate(name) is None))
+    family_class = families.causal_lm_class(config)
+    model_class = type(family_class.__name__, (mixin, family_class), {"__module__": family_class.__module__})
+
+    def cut(model: Any) -> None:
+        _, owner, name = surgery.find_layers(model, blocks)
+        first = getattr(owner, name)[0]
+        for key, value in vars(first).items():
+            if isinstance(value, (bool, int, str)) and key != "training" and not hasattr(layer, key):
+                setattr(layer, key, value)  # such as attention_type, which some families read off the layer
+        setattr(owner, name, nn.ModuleList([layer]))
+        surgery.slice_config(model.config, Span(0, 1), blocks)
+
+    model = load_cut(model_class, config, cut, tensors, dtype)
+    model.config.use_cache = False  # a plain forward keeps nothing; generate() asks for a cache by itself
+    model.config._attn_implementation_internal = NO_MASK
+    settings = checkpoint.generation_config()
+    if settings is not None:
+        model.generation_config = settings
+    return model
+
+
+def layer_outputs(checkpoint: Checkpoint) -> int:
+    """What the family's layers return: 0 for a tensor, n for a tuple of n. Found by running one on the meta device."""
+    config = copy.deepcopy(checkpoint.config)
+    found: list[int] = []
+    with torch.device("meta"):
+        model = families.base_class(config)(config)
+        path, _, _ = surgery.find_layers(model, families.number_of_blocks(config))
+        first = model.get_submodule(path)[0]
+
+        def look(module: nn.Module, args: Any, output: Any) -> None:
+            found.append(len(output) if isinstance(output, tuple) else 0)
+
+        first.register_forward_hook(look)
+        # Mixtures of experts read values, which the meta device has not; all of them return tensors.
+        with suppress(Exception):
+            model(inputs_embeds=torch.empty(1, 1, config.hidden_size), use_cache=False)
+    return found[0] if found else 0

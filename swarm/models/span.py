@@ -1,0 +1,186 @@
+"""A span: the transformers base model of a family with its list of layers cut down.
+
+The family's own forward computes masks, position embeddings and per-layer arguments. Received hidden states are put in
+front of the first layer, and what the last layer returns is taken out, so whatever the family does before and after
+(embedding scale, learned positions, final norm) has no effect here: that is the client's part.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from swarm.data_structures import Span
+from swarm.errors import InvalidSpan
+from swarm.models import families, surgery
+from swarm.models.cache import RectangleCache
+from swarm.models.checkpoint import Checkpoint
+from swarm.models.digest import block_digest
+from swarm.models.loading import load_cut
+
+
+class SpanModel:
+    """The blocks of one span, ready to compute. Make one with `load_span`.
+
+    Attributes:
+        span: which blocks.
+        hidden_size: width of the hidden states.
+        dtype, device: what it computes in, and where.
+        digests: one a block, see `swarm.models.digest`.
+        weight_bytes: memory that the parameters take.
+    """
+
+    def __init__(
+        self, model: nn.Module, path: str, span: Span, digests: list[str], hidden_size: int, first: int = 0
+    ) -> None:
+        self.span = span
+        self.hidden_size = hidden_size
+        self.digests = digests
+        self._path = path
+        self._first = first  # number of the first layer in the span that the weights were loaded for
+        self._narrowed: dict[Span, SpanModel] = {span: self}
+        layers: Any = model.get_submodule(path)
+        parameter = next(layers.parameters())
+        self.dtype, self.device = parameter.dtype, parameter.device
+        self.weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        self._model = model
+        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self._received: torch.Tensor | None = None
+        self._produced: torch.Tensor | None = None
+        layers[0].register_forward_pre_hook(self._put_in, with_kwargs=True)
+        layers[-1].register_forward_hook(self._take_out)
+
+    def new_cache(self) -> RectangleCache:
+        """An empty attention cache for this span."""
+        return RectangleCache(self._first + self.span.length, self._first)
+
+    def narrowed(self, span: Span) -> SpanModel:
+        """Part of this span as a span of its own, sharing the weights. Raises `InvalidSpan` if it is no part of it."""
+        if span not in self._narrowed:
+            if not self.span.start <= span.start < span.end <= self.span.end:
+                raise InvalidSpan(f"blocks {span} are no part of {self.span}")
+            start, end = span.start - self.span.start, span.end - self.span.start
+            model = surgery.narrowed(self._model, self._path, start, end)
+            digests = self.digests[start:end]
+            self._narrowed[span] = SpanModel(model, self._path, span, digests, self.hidden_size, self._first + start)
+        return self._narrowed[span]
+
+    @torch.inference_mode()
+    def forward(
+        self, hidden_RTH: torch.Tensor, cache: RectangleCache | None = None, pads: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """Run the span over a rectangle of rows.
+
+        Shapes: R rows, T new tokens a row, H hidden size.
+
+        Args:
+            hidden_RTH: inputs in this span's dtype and on its device.
+            cache: keys and values of earlier tokens; the new ones are appended. None for a forward without a past.
+            pads: slots at the beginning of each row that hold nothing (rows of different lengths are aligned at their
+                ends); None if no row has any.
+
+        Returns:
+            outputs `[R, T, H]`; what lies in padded slots has no meaning.
+        """
+        rows, new, _ = hidden_RTH.shape
+        past = cache.length if cache is not None else 0
+        arguments: dict[str, Any] = {
+            "inputs_embeds": hidden_RTH.clone(),  # some families scale it in place
+            "attention_mask": None,
+            "past_key_values": cache,
+            "use_cache": cache is not None,
+        }
+        positions = torch.arange(past, past + new, device=self.device).unsqueeze(0)
+        if pads is not None and any(pads):
+            pad_R1 = torch.tensor(pads, device=self.device).unsqueeze(1)
+            slots_S = torch.arange(past + new, device=self.device)
+            arguments["attention_mask"] = (slots_S >= pad_R1).long()
+            positions = (positions - pad_R1).clamp(min=0)
+        elif rows > 1:
+            positions = positions.expand(rows, -1)
+        if self._takes_positions:
+            arguments["position_ids"] = positions
+        self._received = hidden_RTH
+        try:
+            self._model(**arguments)
+            assert self._produced is not None
+            return self._produced
+        finally:
+            self._received = self._produced = None
+            if cache is not None:
+                cache.length = past + new
+
+    def _put_in(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._received is None:
+            return None  # the layer runs for a wider or a narrower span
+        if args:
+            return (self._received, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": self._received}
+
+    def _take_out(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._received is not None:
+            self._produced = output[0] if isinstance(output, tuple) else output
+
+
+def load_span(
+    checkpoint: Checkpoint, span: Span, *, dtype: torch.dtype, device: torch.device, progress: bool = False
+) -> SpanModel:
+    """Load the tensors of `span` and nothing else.
+
+    Raises:
+        InvalidSpan: the span lies outside the model.
+        CheckpointError: weights are missing, unreadable or of the wrong shape.
+    """
+    checkpoint.check_span(span.start, span.end)
+    config = copy.deepcopy(checkpoint.config)
+    blocks = families.number_of_blocks(config)
+    model_class = families.base_class(config)
+    path = layers_path(checkpoint)
+    tensors, digests = _read_blocks(checkpoint, path, span, progress)
+
+    def cut(model: nn.Module) -> None:
+        _, owner, name = surgery.find_layers(model, blocks)
+        kept = getattr(owner, name)[span.start : span.end]
+        setattr(owner, name, kept)
+        surgery.drop_weights(owner, keep=(name,))
+        surgery.renumber(kept)
+
+    model = load_cut(model_class, config, cut, tensors, dtype).to(device)
+    # After loading, because rotary tables are filled while it happens, for the layer types of the whole model.
+    surgery.slice_config(model.config, span, blocks)
+    return SpanModel(model, path, span, digests, config.hidden_size)
+
+
+def layers_path(checkpoint: Checkpoint) -> str:
+    """Where the family's base model keeps its decoder layers, such as "layers" or "decoder.layers"."""
+    config = copy.deepcopy(checkpoint.config)
+    with torch.device("meta"):
+        model = families.base_class(config)(config)
+    return surgery.find_layers(model, families.number_of_blocks(config))[0]
+
+
+def _read_blocks(
+    checkpoint: Checkpoint, path: str, span: Span, progress: bool
+) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """The span's tensors, named as if the span were the whole model, and a digest a block."""
+    locate = checkpoint.block_of(path)
+    tensors: dict[str, torch.Tensor] = {}
+    by_block: dict[int, dict[str, torch.Tensor]] = {block: {} for block in range(span.start, span.end)}
+
+    def wanted(name: str) -> bool:
+        place = locate(name)
+        return place is not None and place[0] in span
+
+    title = f"Loading blocks {span}" if progress else None
+    for name, tensor in checkpoint.read(wanted, title):
+        place = locate(name)
+        assert place is not None
+        block, inner = place
+        by_block[block][inner] = tensor
+        tensors[f"{path}.{block - span.start}.{inner}"] = tensor
+    return tensors, [block_digest(by_block[block]) for block in by_block]

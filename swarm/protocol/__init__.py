@@ -1,0 +1,1 @@
+"""What travels between peers: typed messages, frames, and packed tensors. Never pickle."""

@@ -1,0 +1,44 @@
+"""Frames: how a header and its payload lie in a byte stream.
+
+    4 bytes  header length, big endian
+    8 bytes  payload length, big endian
+    header   one message of `swarm.protocol.messages`
+    payload  tensor bytes, see `swarm.protocol.compression`
+
+Both lengths are checked against limits before a byte of what follows is read.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from swarm.errors import ProtocolViolation
+
+MAX_HEADER = 128 * 1024
+MAX_PAYLOAD = 1 << 30
+_PREFIX = struct.Struct(">IQ")
+PREFIX_LENGTH = _PREFIX.size
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One message as it came: encoded header and payload."""
+
+    header: bytes
+    payload: bytes | memoryview = b""
+
+
+def encode_prefix(header_length: int, payload_length: int) -> bytes:
+    """The twelve bytes in front of a frame."""
+    return _PREFIX.pack(header_length, payload_length)
+
+
+def decode_prefix(prefix: bytes, max_payload: int = MAX_PAYLOAD) -> tuple[int, int]:
+    """Header and payload length. Raises `ProtocolViolation` when a limit is passed."""
+    header_length, payload_length = _PREFIX.unpack(prefix)
+    if header_length > MAX_HEADER:
+        raise ProtocolViolation(f"a header of {header_length} bytes was announced; at most {MAX_HEADER} are allowed")
+    if payload_length > max_payload:
+        raise ProtocolViolation(f"a payload of {payload_length} bytes was announced; at most {max_payload} are allowed")
+    return header_length, payload_length

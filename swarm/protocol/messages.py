@@ -1,0 +1,161 @@
+"""The typed headers of every request and reply.
+
+msgspec decodes and checks types, ranges and sizes in one pass; whatever passes has the declared shape. What depends
+on the model (hidden size, blocks held, tokens accepted) is checked by `swarm.server.handler`.
+
+A conversation is one libp2p stream:
+
+    client                               server
+    OpenSession        ->
+                       <-                SessionOpened | Refusal
+    StepRequest + payload ->
+                       <-                StepReply + payload | Refusal
+    CloseSession       ->                (the cache is freed)
+
+    ForwardRequest + payload ->          (no session, nothing is kept)
+                       <-                ForwardReply + payload | Refusal
+
+    InfoRequest        ->
+                       <-                InfoReply
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, cast
+
+import msgspec
+
+from swarm.data_structures import WireFormat
+from swarm.errors import ProtocolViolation, RemoteError
+
+PROTOCOL = "/swarm/1"
+"""Name of the libp2p protocol. A change that old peers cannot read changes the number."""
+
+MAX_ROWS = 4096
+"""Rows that one step may carry; bounds every list in a header."""
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Rows = Annotated[list[Count], msgspec.Meta(min_length=1, max_length=MAX_ROWS)]
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+Text = Annotated[str, msgspec.Meta(max_length=2000)]
+SessionId = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, array_like=True):
+    """Base of all headers. Encoded as a msgpack array that begins with the class name."""
+
+
+class OpenSession(Message, frozen=True):
+    """Reserve room for up to `max_length` tokens in each row and keep attention caches for blocks [start, end)."""
+
+    session_id: SessionId
+    revision: Name
+    start: Count
+    end: Count
+    max_length: Annotated[int, msgspec.Meta(ge=1, le=2**24)]
+    reply_format: WireFormat
+
+
+class SessionOpened(Message, frozen=True):
+    """The session exists. `next_step` is the number of the step that the server expects (0 for a new session)."""
+
+    next_step: Count
+
+
+class StepRequest(Message, frozen=True):
+    """One step: new hidden states for some rows (see `StepLayout`), payload `[tokens, hidden]` in `format`."""
+
+    step: Count
+    starts: Rows
+    counts: Rows
+    format: WireFormat
+    dtype: Name
+    sources: Rows | None = None
+
+
+class StepReply(Message, frozen=True):
+    """The outputs of a step, payload `[tokens, hidden]` in `format`."""
+
+    step: Count
+    format: WireFormat
+    dtype: Name
+    compute_ms: float
+
+
+class CloseSession(Message, frozen=True):
+    """Free the session's cache."""
+
+
+class ForwardRequest(Message, frozen=True):
+    """Run blocks [start, end) over packed sequences, payload `[sum(counts), hidden]`; nothing is kept."""
+
+    revision: Name
+    start: Count
+    end: Count
+    counts: Rows
+    format: WireFormat
+    dtype: Name
+    reply_format: WireFormat
+
+
+class ForwardReply(Message, frozen=True):
+    """The outputs of a forward, payload `[sum(counts), hidden]` in `format`."""
+
+    format: WireFormat
+    dtype: Name
+    compute_ms: float
+
+
+class InfoRequest(Message, frozen=True):
+    """Ask a server what it is doing now."""
+
+
+class InfoReply(Message, frozen=True):
+    """What a server is doing now; also the cheapest round trip for measuring a link."""
+
+    start: Count
+    end: Count
+    cache_tokens_free: Count
+    sessions: Count
+    version: Name
+
+
+class Refusal(Message, frozen=True):
+    """The request failed with a typed error (see `swarm.errors`)."""
+
+    code: Name
+    message: Text
+
+
+ClientMessage = OpenSession | StepRequest | CloseSession | ForwardRequest | InfoRequest
+ServerMessage = SessionOpened | StepReply | ForwardReply | InfoReply | Refusal
+
+_encoder = msgspec.msgpack.Encoder()
+_client_decoder = msgspec.msgpack.Decoder(ClientMessage)
+_server_decoder = msgspec.msgpack.Decoder(ServerMessage)
+
+
+def encode(message: Message) -> bytes:
+    """The message as bytes."""
+    return _encoder.encode(message)
+
+
+def decode_client(header: bytes) -> ClientMessage:
+    """What a client sent. Raises `ProtocolViolation` if it is no valid message."""
+    try:
+        return cast(ClientMessage, _client_decoder.decode(header))
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ProtocolViolation(f"not a valid request: {error}") from None
+
+
+def decode_server(header: bytes) -> ServerMessage:
+    """What a server answered. Raises `ProtocolViolation` if it is no valid message."""
+    try:
+        return cast(ServerMessage, _server_decoder.decode(header))
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ProtocolViolation(f"not a valid reply: {error}") from None
+
+
+def refusal(error: RemoteError) -> Refusal:
+    """The error as it travels."""
+    return Refusal(error.code, str(error)[:2000])

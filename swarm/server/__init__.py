@@ -1,0 +1,1 @@
+"""A peer that holds a span of blocks and computes for others."""

@@ -1,0 +1,154 @@
+"""`python -m swarm.server`, also `swarm server`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from swarm import console
+from swarm.errors import InvalidOption
+
+if TYPE_CHECKING:  # torch and transformers load only once the options are known to be right
+    from swarm.server.server import Server
+
+logger = logging.getLogger("swarm.server")
+
+
+@click.command(name="server", cls=console.ManyAddresses, context_settings={"show_default": True})
+@click.argument("model", required=False)
+@click.option("--revision", help="Branch, tag or commit of a model from the hub.")
+@click.option(
+    "--blocks",
+    default="auto",
+    metavar="auto|START:END|COUNT",
+    help="Which blocks to serve. auto: as many as fit, where the swarm is weakest.",
+)
+@console.initial_peers_option
+@click.option("--new-swarm", is_flag=True, help="Start a swarm of one's own instead of joining one.")
+@console.network_options(default_port=0)
+@click.option("--device", default="auto", help="Torch device such as cpu or cuda:0.")
+@click.option("--dtype", default="auto", help="auto (the checkpoint's), float32, bfloat16 or float16.")
+@click.option(
+    "--throughput",
+    default="auto",
+    help="Blocks this server computes for one token, per second. auto: measured.",
+)
+@click.option("--name", default="", help="Name to show to others.")
+@click.option("--cache-tokens", type=click.IntRange(min=1), help="Room in the attention cache.  [default: 16384]")
+@click.option(
+    "--cache-dir", type=click.Path(file_okay=False, path_type=Path), help="Where files from the hub are kept."
+)
+@click.option("--update-period", type=click.FloatRange(1, 240), default=30.0, help="Seconds between announcements.")
+@click.option("--threads", type=click.IntRange(min=1), help="Torch threads.  [default: torch's choice]")
+@console.exit_codes
+def main(
+    model: str | None,
+    revision: str | None,
+    blocks: str,
+    initial_peers: tuple[str, ...],
+    new_swarm: bool,
+    host_maddrs: tuple[str, ...],
+    announce_maddrs: tuple[str, ...],
+    identity_path: Path | None,
+    device: str,
+    dtype: str,
+    throughput: str,
+    name: str,
+    cache_tokens: int | None,
+    cache_dir: Path | None,
+    update_period: float,
+    threads: int | None,
+) -> None:
+    """Serve blocks of MODEL: a local folder, a model's name on the hub, or nothing for the demo model."""
+    peers = console.split(initial_peers)
+    if bool(peers) == new_swarm:
+        raise InvalidOption(
+            "say which swarm to serve: --initial-peers ADDRESS... joins one "
+            f"({console.INITIAL_PEERS_VARIABLE} stands in for it), --new-swarm starts one"
+        )
+    from swarm.server.config import BlocksWanted, ServerConfig
+    from swarm.transport.p2p import P2PConfig, quiet_hivemind
+
+    wanted = BlocksWanted.parse(blocks)
+    rate = _throughput(throughput)
+    console.plain_log_lines()
+    quiet_hivemind()
+    config = ServerConfig(
+        model=model,
+        revision=revision,
+        blocks=wanted,
+        p2p=P2PConfig(
+            initial_peers=peers,
+            host_maddrs=console.split(host_maddrs),
+            announce_maddrs=console.split(announce_maddrs),
+            identity_path=identity_path,
+        ),
+        device=device,
+        dtype=dtype,
+        throughput=rate,
+        name=name,
+        cache_tokens=cache_tokens,
+        cache_dir=cache_dir,
+        update_period=update_period,
+        threads=threads,
+    )
+
+    import uvloop
+
+    from swarm.server.server import Server
+
+    uvloop.run(_serve(Server(config), model, peers))
+
+
+def _throughput(text: str) -> float | None:
+    if text == "auto":
+        return None
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < 1e9:
+        raise InvalidOption(f"--throughput {text!r}: use auto or a number of blocks per second above 0")
+    return rate
+
+
+async def _serve(server: Server, model: str | None, peers: tuple[str, ...]) -> None:
+    """Run until SIGINT or SIGTERM, also while the server is still starting."""
+    leave = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, leave.set)
+    leaving = asyncio.create_task(leave.wait())
+    starting = asyncio.create_task(server.start())
+    await asyncio.wait({leaving, starting}, return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        starting.cancel()
+        await asyncio.wait({starting})
+        return
+    starting.result()
+    addresses = await server.peer.visible_addresses()
+    for line in how_to_join(model, (*addresses, *peers)):
+        logger.info("%s", line)
+    await leaving
+    logger.info("Leaving the swarm")
+    await server.stop()
+
+
+def how_to_join(model: str | None, addresses: tuple[str, ...]) -> tuple[str, str]:
+    """The two lines that the next person needs: a command that joins, and a client's first line."""
+    first = addresses[0]
+    named = f" {model}" if model else ""
+    argument = repr(model) + ", " if model else ""
+    return (
+        f"Join:   swarm server{named} --initial-peers {first}",
+        f"Client: swarm.AutoDistributedModelForCausalLM.from_pretrained({argument}initial_peers=[{first!r}])",
+    )
+
+
+if __name__ == "__main__":
+    main(prog_name="python -m swarm.server")

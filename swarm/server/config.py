@@ -1,0 +1,70 @@
+"""What a person decides about a server. One frozen dataclass; everything else follows from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from swarm.data_structures import Span
+from swarm.errors import InvalidOption, InvalidSpan
+from swarm.transport.p2p import P2PConfig
+
+UPDATE_PERIOD = 30.0
+CACHE_TOKENS = 16384
+
+
+@dataclass(frozen=True)
+class BlocksWanted:
+    """The `--blocks` option: exactly one of the fields is set, or none for "auto".
+
+    Attributes:
+        span: these blocks.
+        count: so many blocks, where the swarm is weakest.
+    """
+
+    span: Span | None = None
+    count: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> BlocksWanted:
+        """Read `auto`, `START:END` or `COUNT`. Raises `InvalidOption` or `InvalidSpan`."""
+        if text == "auto":
+            return cls()
+        numbers = text.split(":")
+        if len(numbers) > 2 or not all(number.isascii() and number.isdigit() for number in numbers):
+            raise InvalidOption(f"--blocks {text!r}: use auto, START:END (such as 0:8) or a number of blocks")
+        if len(numbers) == 2:
+            return cls(span=Span(int(numbers[0]), int(numbers[1])))
+        if int(text) == 0:
+            raise InvalidSpan("--blocks 0: a server needs at least one block")
+        return cls(count=int(text))
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Attributes:
+    model: local folder or hub id; None for the demo model.
+    revision: branch, tag or commit of a hub model.
+    blocks: which blocks to hold.
+    p2p: how to take part in the network.
+    device: torch device, or "auto".
+    dtype: "auto", "float32", "bfloat16" or "float16".
+    throughput: blocks x tokens per second to announce; None to measure.
+    name: shown to others beside the peer id.
+    cache_tokens: tokens that the attention cache can hold; None for the default.
+    update_period: seconds between announcements.
+    threads: torch threads; None for torch's own choice.
+    """
+
+    model: str | None = None
+    revision: str | None = None
+    blocks: BlocksWanted = field(default_factory=BlocksWanted)
+    p2p: P2PConfig = field(default_factory=P2PConfig)
+    device: str = "auto"
+    dtype: str = "auto"
+    throughput: float | None = None
+    name: str = ""
+    cache_tokens: int | None = None
+    cache_dir: Path | None = None
+    update_period: float = UPDATE_PERIOD
+    threads: int | None = None

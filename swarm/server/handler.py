@@ -1,0 +1,240 @@
+"""What a server does with each message: decode, validate, refuse, pass on. It never computes in the network loop.
+
+Laws:
+- Whatever a client sends, the answer is a reply or a typed `Refusal` to that client alone.
+- A refused step changes nothing; the session goes on with a right one.
+- A frame that is no message ends the connection, because nothing after it can be trusted.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+import torch
+
+from swarm.data_structures import Span, StepLayout, WireFormat
+from swarm.errors import (
+    ProtocolViolation,
+    RemoteError,
+    ServerClosing,
+    ServerFault,
+    TooLong,
+    UnknownSession,
+    WrongPosition,
+    WrongShape,
+    WrongSpan,
+)
+from swarm.models.span import SpanModel
+from swarm.protocol import messages
+from swarm.protocol.compression import dtype_name, pack, payload_length, unpack
+from swarm.protocol.framing import Frame
+from swarm.server.kv_cache import SessionCache, forward_packed
+from swarm.server.runtime import Runtime
+from swarm.server.sessions import Session, Sessions
+from swarm.transport.stream import Stream
+from swarm.version import VERSION
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request may ask for.
+
+    Attributes:
+        step_tokens: tokens in one step or forward.
+        streams: connections that one peer may have open.
+    """
+
+    step_tokens: int = 16384
+    streams: int = 64
+
+
+class Handler:
+    """Answers the streams of all clients of one server."""
+
+    def __init__(
+        self, model: SpanModel, revision: str, sessions: Sessions, runtime: Runtime, limits: Limits | None = None
+    ) -> None:
+        self.closing = False
+        self._model = model
+        self._revision = revision
+        self._sessions = sessions
+        self._runtime = runtime
+        self._limits = limits or Limits()
+        self._max_payload = self._limits.step_tokens * model.hidden_size * 4
+        self._open_streams: dict[str, int] = {}
+
+    async def __call__(self, stream: Stream) -> None:
+        """Serve one stream until the client closes it or sends garbage."""
+        peer = stream.peer_id
+        self._open_streams[peer] = self._open_streams.get(peer, 0) + 1
+        conversation = _Conversation()
+        try:
+            if self._open_streams[peer] > self._limits.streams:
+                await stream.send(messages.refusal(ServerFault(f"a peer may open {self._limits.streams} streams")))
+                return
+            while not conversation.over:
+                frame = await stream.receive(self._max_payload)
+                await self._answer(stream, frame, conversation)
+        except ProtocolViolation as error:
+            await stream.send(messages.refusal(error))
+        finally:
+            self._open_streams[peer] -= 1
+            if not self._open_streams[peer]:
+                del self._open_streams[peer]
+            if conversation.session is not None:
+                self._sessions.detach(conversation.session)
+
+    async def _answer(self, stream: Stream, frame: Frame, conversation: _Conversation) -> None:
+        message = messages.decode_client(frame.header)
+        try:
+            reply, payload = await self._handle(stream.peer_id, message, frame.payload, conversation)
+        except ProtocolViolation:
+            raise
+        except RemoteError as error:
+            reply, payload = messages.refusal(error), b""
+        except Exception:
+            logger.exception("a %s of peer …%s failed", type(message).__name__, stream.peer_id[-6:])
+            reply = messages.refusal(ServerFault("the computation failed at this server; its log says why"))
+            payload = b""
+        if reply is not None:
+            await stream.send(reply, payload)
+
+    async def _handle(
+        self, peer_id: str, message: messages.ClientMessage, payload: bytes | memoryview, conversation: _Conversation
+    ) -> tuple[messages.Message | None, bytes | memoryview]:
+        match message:
+            case messages.StepRequest():
+                return await self._step(message, payload, conversation)
+            case messages.OpenSession():
+                return self._open(peer_id, message, conversation), b""
+            case messages.CloseSession():
+                if conversation.session is not None:
+                    self._sessions.close(conversation.session)
+                conversation.over = True
+                return None, b""
+            case messages.ForwardRequest():
+                return await self._forward(message, payload)
+            case messages.InfoRequest():
+                return self._info(), b""
+
+    def _open(self, peer_id: str, message: messages.OpenSession, conversation: _Conversation) -> messages.SessionOpened:
+        self._check_open()
+        if conversation.session is not None:
+            raise ProtocolViolation("a stream carries one session; open another stream")
+        span = self._check_span(message.revision, message.start, message.end)
+        if message.max_length > self._sessions.capacity:
+            raise TooLong(
+                f"a session of {message.max_length} tokens is longer than the {self._sessions.capacity} tokens of "
+                "this server's whole cache"
+            )
+        fresh = Session(
+            session_id=message.session_id,
+            peer_id=peer_id,
+            span=span,
+            max_length=message.max_length,
+            reply_format=message.reply_format,
+            cache=SessionCache(self._model.narrowed(span)),
+            last_seen=0.0,
+        )
+        conversation.session = self._sessions.open(fresh)
+        return messages.SessionOpened(conversation.session.next_step)
+
+    async def _step(
+        self, message: messages.StepRequest, payload: bytes | memoryview, conversation: _Conversation
+    ) -> tuple[messages.StepReply, bytes | memoryview]:
+        session = conversation.session
+        if session is None:
+            raise UnknownSession("a step came before its session was opened on this stream")
+        async with session.lock:
+            if session.last is not None and message.step == session.next_step - 1:
+                return session.last  # the reply was lost on its way: the same again, computed once
+            self._check_open()
+            if message.step != session.next_step:
+                raise WrongPosition(f"step {message.step} came where step {session.next_step} was expected")
+            layout = self._check_layout(message, session)
+            self._check_payload(layout.tokens, message.format, message.dtype, payload)
+            session.cache.check(layout)
+            self._sessions.reserve(session, layout.rows)
+
+            def compute() -> tuple[bytes | memoryview, float]:
+                hidden = self._unpack(payload, layout.tokens, message.format, message.dtype)
+                began = time.perf_counter()
+                output = session.cache.step(hidden, layout)
+                return pack(output, session.reply_format), (time.perf_counter() - began) * 1e3
+
+            result, milliseconds = await self._runtime.run(compute)
+            reply = messages.StepReply(message.step, session.reply_format, dtype_name(self._model.dtype), milliseconds)
+            session.last = reply, result
+            session.next_step += 1
+            return reply, result
+
+    async def _forward(
+        self, message: messages.ForwardRequest, payload: bytes | memoryview
+    ) -> tuple[messages.ForwardReply, bytes | memoryview]:
+        self._check_open()
+        model = self._model.narrowed(self._check_span(message.revision, message.start, message.end))
+        tokens = sum(message.counts)
+        self._check_payload(tokens, message.format, message.dtype, payload)
+
+        def compute() -> tuple[bytes | memoryview, float]:
+            hidden = self._unpack(payload, tokens, message.format, message.dtype)
+            began = time.perf_counter()
+            output = forward_packed(model, hidden, message.counts)
+            return pack(output, message.reply_format), (time.perf_counter() - began) * 1e3
+
+        result, milliseconds = await self._runtime.run(compute)
+        return messages.ForwardReply(message.reply_format, dtype_name(self._model.dtype), milliseconds), result
+
+    def _info(self) -> messages.InfoReply:
+        span = self._model.span
+        return messages.InfoReply(span.start, span.end, max(0, self._sessions.free), len(self._sessions), VERSION)
+
+    def _check_open(self) -> None:
+        if self.closing:
+            raise ServerClosing("this server is leaving; use another one")
+
+    def _check_span(self, revision: str, start: int, end: int) -> Span:
+        held = self._model.span
+        if not held.start <= start < end <= held.end:
+            raise WrongSpan(f"blocks {start}:{end} were asked for, this server holds {held}")
+        if revision != self._revision:
+            raise WrongSpan(f"revision {revision} was asked for, this server holds revision {self._revision}")
+        return Span(start, end)
+
+    def _check_layout(self, message: messages.StepRequest, session: Session) -> StepLayout:
+        rows = len(message.counts)
+        if len(message.starts) != rows or (message.sources is not None and len(message.sources) != rows):
+            raise WrongShape(f"a step of {rows} rows has {len(message.starts)} starts or a wrong number of sources")
+        for row, (start, count) in enumerate(zip(message.starts, message.counts, strict=True)):
+            if start + count > session.max_length:
+                raise TooLong(
+                    f"row {row} would be {start + count} tokens long; the session was opened for {session.max_length}"
+                )
+        sources = tuple(message.sources) if message.sources is not None else None
+        return StepLayout(tuple(message.starts), tuple(message.counts), sources)
+
+    def _check_payload(self, tokens: int, wire: WireFormat, dtype: str, payload: bytes | memoryview) -> None:
+        if not 0 < tokens <= self._limits.step_tokens:
+            raise TooLong(f"{tokens} tokens in one request; this server takes 1 to {self._limits.step_tokens}")
+        expected = payload_length(tokens * self._model.hidden_size, wire, dtype)
+        if len(payload) != expected:
+            raise WrongShape(
+                f"{tokens} tokens of {self._model.hidden_size} values take {expected} bytes as {wire}, "
+                f"got {len(payload)}"
+            )
+
+    def _unpack(self, payload: bytes | memoryview, tokens: int, wire: WireFormat, dtype: str) -> torch.Tensor:
+        hidden = unpack(payload, tokens, self._model.hidden_size, wire, dtype, self._model.device)
+        return hidden.to(self._model.dtype)
+
+
+@dataclass
+class _Conversation:
+    """What one stream has agreed on so far."""
+
+    session: Session | None = None
+    over: bool = False

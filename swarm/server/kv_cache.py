@@ -1,0 +1,155 @@
+"""One session's attention cache: rows that grow, are rolled back and are reordered independently of each other.
+
+transformers computes on rectangles. Rows that grew together lie in one rectangle and stay there; rows that no longer
+fit together (one was rolled back alone, a beam was copied) are copied into a new one. So the ordinary case, every row
+one token further, copies nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from swarm.data_structures import StepLayout
+from swarm.errors import WrongPosition
+from swarm.models.cache import RectangleCache, RowPiece
+from swarm.models.span import SpanModel
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """Where a row's past lies: `length` positions from slot `pad` of row `index` of a rectangle."""
+
+    rectangle: RectangleCache | None
+    index: int
+    pad: int
+    length: int
+
+
+_EMPTY = _Row(None, 0, 0, 0)
+
+
+class SessionCache:
+    """The cached past of a session's rows, and the computation of its steps."""
+
+    def __init__(self, model: SpanModel) -> None:
+        self._model = model
+        self._rows: list[_Row] = []
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Cached positions of each row."""
+        return tuple(row.length for row in self._rows)
+
+    def check(self, layout: StepLayout) -> None:
+        """Raise `WrongPosition` if the layout does not continue what is cached."""
+        known = len(self._rows)
+        if layout.sources is not None:
+            bad = [source for source in layout.sources if source >= known]
+            if bad:
+                raise WrongPosition(f"a row is to be copied from row {bad[0]}, but the session has {known} rows")
+        for row, start in enumerate(layout.starts):
+            source = layout.sources[row] if layout.sources is not None else row
+            length = self._rows[source].length if source < known else 0
+            if start > length:
+                raise WrongPosition(f"row {row} continues at position {start}, but only {length} positions are cached")
+
+    def step(self, packed_TH: torch.Tensor, layout: StepLayout) -> torch.Tensor:
+        """Compute a step and append it to the cache.
+
+        Args:
+            packed_TH: `[layout.tokens, hidden]`, the rows' new tokens one row after the other.
+
+        Returns:
+            outputs, packed alike.
+
+        A step that fails can be sent again: the rows change only when it has been computed.
+        """
+        self.check(layout)
+        rows = self._arranged(layout)
+        offsets = _offsets(layout.counts)
+        output = torch.empty_like(packed_TH)
+        for group in _groups(layout):
+            self._compute(packed_TH, output, offsets, layout.counts, rows, group)
+        self._rows = rows
+        return output
+
+    def _arranged(self, layout: StepLayout) -> list[_Row]:
+        """The rows after copying and rolling back, before anything is computed."""
+        sources = layout.sources if layout.sources is not None else range(layout.rows)
+        rows = []
+        for source, start in zip(sources, layout.starts, strict=True):
+            row = self._rows[source] if source < len(self._rows) and start > 0 else _EMPTY
+            rows.append(_Row(row.rectangle, row.index, row.pad, start))
+        return rows
+
+    def _compute(
+        self,
+        packed_TH: torch.Tensor,
+        output_TH: torch.Tensor,
+        offsets: Sequence[int],
+        counts: Sequence[int],
+        rows: list[_Row],
+        group: Sequence[int],
+    ) -> None:
+        new = max(counts[row] for row in group)
+        rectangle = _rectangle([rows[row] for row in group]) or self._model.new_cache()
+        end = rectangle.length + new
+        pads = [end - rows[row].length - counts[row] for row in group]
+        if _is_whole(packed_TH, counts, group, new):
+            hidden = packed_TH.view(len(group), new, -1)
+            output_TH.copy_(self._model.forward(hidden, rectangle, pads).reshape(output_TH.shape))
+        else:
+            hidden = packed_TH.new_zeros(len(group), new, packed_TH.shape[-1])
+            for place, row in enumerate(group):
+                hidden[place, new - counts[row] :] = packed_TH[offsets[row] : offsets[row] + counts[row]]
+            result = self._model.forward(hidden, rectangle, pads)
+            for place, row in enumerate(group):
+                output_TH[offsets[row] : offsets[row] + counts[row]] = result[place, new - counts[row] :]
+        for place, row in enumerate(group):
+            rows[row] = _Row(rectangle, place, pads[place], rows[row].length + counts[row])
+
+
+def forward_packed(model: SpanModel, packed_TH: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """Run whole sequences without a cache. Same packing as `SessionCache.step`, nothing is kept."""
+    return SessionCache(model).step(packed_TH, StepLayout((0,) * len(counts), tuple(counts)))
+
+
+def _groups(layout: StepLayout) -> list[list[int]]:
+    """Rows that can be computed as one rectangle: all that begin (padded on the left), then those of equal count."""
+    groups: dict[int, list[int]] = {}
+    for row, (start, count) in enumerate(zip(layout.starts, layout.counts, strict=True)):
+        if count:
+            groups.setdefault(count if start else 0, []).append(row)
+    return list(groups.values())
+
+
+def _rectangle(rows: Sequence[_Row]) -> RectangleCache | None:
+    """The rectangle that holds exactly these rows, all ending at the same slot; copied together if there is none."""
+    first = rows[0]
+    if first.rectangle is None:
+        return None
+    end = first.pad + first.length
+    together = all(
+        row.rectangle is first.rectangle and row.index == place and row.pad + row.length == end
+        for place, row in enumerate(rows)
+    )
+    if together and first.rectangle.rows == len(rows):
+        first.rectangle.set_length(end)
+        return first.rectangle
+    pieces = [RowPiece(row.rectangle, row.index, row.pad, row.length) for row in rows if row.rectangle is not None]
+    return RectangleCache.assemble(pieces)
+
+
+def _offsets(counts: Sequence[int]) -> list[int]:
+    offsets = [0]
+    for count in counts:
+        offsets.append(offsets[-1] + count)
+    return offsets
+
+
+def _is_whole(packed: torch.Tensor, counts: Sequence[int], group: Sequence[int], new: int) -> bool:
+    """True if the group is the whole step and has no ragged row, so that packed tokens already form a rectangle."""
+    return len(group) == len(counts) and packed.shape[0] == len(group) * new

@@ -1,0 +1,125 @@
+"""The sessions that a server keeps, and the accountant of their cache.
+
+A session reserves `rows x max_length` tokens of cache when its rows are first seen, and frees them when it is closed,
+when its connection has been gone for `GRACE` seconds (so that a client may reconnect and ask for a lost reply again),
+or when nothing was heard of it for `IDLE` seconds. It belongs to the peer that opened it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from swarm.data_structures import Span, WireFormat
+from swarm.errors import CacheFull, UnknownSession, WrongSpan
+from swarm.protocol.messages import StepReply
+from swarm.server.kv_cache import SessionCache
+
+GRACE = 30.0
+IDLE = 1800.0
+
+
+@dataclass
+class Session:
+    """One client's open generation at this server.
+
+    Attributes:
+        next_step: number that the next step must have.
+        last: reply to the step before, kept so that it can be sent again.
+        rows: rows for which cache is reserved.
+        attached: number of open connections that use the session.
+    """
+
+    session_id: bytes
+    peer_id: str
+    span: Span
+    max_length: int
+    reply_format: WireFormat
+    cache: SessionCache
+    last_seen: float
+    next_step: int = 0
+    last: tuple[StepReply, bytes | memoryview] | None = None
+    rows: int = 0
+    attached: int = 0
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def reserved(self) -> int:
+        return self.rows * self.max_length
+
+
+class Sessions:
+    """All sessions of a server.
+
+    Args:
+        capacity: tokens of cache that all sessions together may reserve.
+        now: clock in seconds.
+    """
+
+    def __init__(self, capacity: int, now: Callable[[], float]) -> None:
+        self.capacity = capacity
+        self._now = now
+        self._sessions: dict[tuple[str, bytes], Session] = {}
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def free(self) -> int:
+        """Tokens of cache that nobody has reserved."""
+        return self.capacity - sum(session.reserved for session in self._sessions.values())
+
+    def open(self, session: Session) -> Session:
+        """Register the session, or return the same client's session of that id if it is still there.
+
+        Raises:
+            WrongSpan: the id is in use for other blocks.
+            CacheFull: not even one row would fit.
+        """
+        self.expire()
+        known = self._sessions.get((session.peer_id, session.session_id))
+        if known is not None:
+            if known.span != session.span or known.max_length != session.max_length:
+                raise WrongSpan(f"the session is open for blocks {known.span} and {known.max_length} tokens")
+            session = known
+        elif session.max_length > self.free:
+            raise self._full(session.max_length)
+        self._sessions[session.peer_id, session.session_id] = session
+        session.attached += 1
+        session.last_seen = self._now()
+        return session
+
+    def reserve(self, session: Session, rows: int) -> None:
+        """Make room for `rows` rows in all. Raises `CacheFull` and changes nothing if there is none."""
+        if (session.peer_id, session.session_id) not in self._sessions:
+            raise UnknownSession("the session has expired; open it again")
+        more = (rows - session.rows) * session.max_length
+        if more > 0:
+            self.expire()
+            if more > self.free:
+                raise self._full(more)
+            session.rows = rows
+        session.last_seen = self._now()
+
+    def detach(self, session: Session) -> None:
+        """A connection that used the session has ended."""
+        session.attached -= 1
+        session.last_seen = self._now()
+
+    def close(self, session: Session) -> None:
+        """Forget the session and free its cache."""
+        self._sessions.pop((session.peer_id, session.session_id), None)
+
+    def expire(self) -> None:
+        """Close the sessions whose client is gone."""
+        now = self._now()
+        for session in list(self._sessions.values()):
+            if now - session.last_seen > (IDLE if session.attached else GRACE) and not session.lock.locked():
+                self.close(session)
+
+    def _full(self, wanted: int) -> CacheFull:
+        return CacheFull(
+            f"{wanted} tokens of attention cache are needed and {self.free} of {self.capacity} are free; "
+            "ask for a smaller max_length, fewer rows, or another server"
+        )

@@ -1,0 +1,191 @@
+"""This peer's place in the libp2p network: one daemon, one DHT node, streams to and from other peers.
+
+Everything runs in the caller's asyncio loop; the only other process is the libp2p daemon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from hivemind.dht.crypto import RSASignatureValidator
+from hivemind.dht.node import DHTNode
+from hivemind.dht.validation import CompositeValidator, RecordValidatorBase
+from hivemind.p2p import P2P, P2PDaemonError, PeerID
+from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
+
+from swarm.errors import PeerLost, PeerUnreachable, ProtocolViolation
+from swarm.protocol.messages import PROTOCOL
+from swarm.transport import addresses
+from swarm.transport.identity import Identity, load_or_create
+from swarm.transport.stream import FrameStream, Stream, StreamHandler
+
+logger = logging.getLogger(__name__)
+
+DIAL_TIMEOUT = 15.0
+"""Seconds to wait for a connection to another peer."""
+
+
+@dataclass(frozen=True)
+class P2PConfig:
+    """How a peer takes part in the network.
+
+    Attributes:
+        initial_peers: multiaddresses of known peers; empty starts a new swarm.
+        host_maddrs: addresses to listen on; empty for a client, which only dials.
+        announce_maddrs: addresses that others should dial, if they differ from those listened on.
+        identity_path: file of the peer's key; None for a new identity that is forgotten at the end.
+        relay: reach and be reached through other peers when a firewall forbids direct connections.
+    """
+
+    initial_peers: tuple[str, ...] = ()
+    host_maddrs: tuple[str, ...] = ()
+    announce_maddrs: tuple[str, ...] = ()
+    identity_path: Path | None = None
+    relay: bool = True
+
+    @property
+    def is_client(self) -> bool:
+        return not self.host_maddrs
+
+
+class Peer:
+    """A running peer (`Network`). Make one with `Peer.create`, end it with `shutdown`."""
+
+    def __init__(self, p2p: P2P, dht: DHTNode, identity: Identity, folder: tempfile.TemporaryDirectory[str]) -> None:
+        self.peer_id = identity.peer_id
+        self.identity = identity
+        self.dht = dht
+        self._p2p = p2p
+        self._folder = folder
+        self._serving: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    async def create(cls, config: P2PConfig, validator: RecordValidatorBase) -> Peer:
+        """Start the daemon and join the DHT.
+
+        Args:
+            validator: decides which DHT records this peer stores and believes (after their signature was checked).
+
+        Raises:
+            AddressUnavailable: an address to listen on is taken.
+            PeerUnreachable: no initial peer answered.
+            IdentityError: the identity file cannot be used.
+        """
+        addresses.parse_peers(config.initial_peers)
+        addresses.check_free(config.host_maddrs)
+        folder = _private_folder()
+        try:
+            identity = load_or_create(config.identity_path or Path(folder.name) / "identity")
+            p2p = await cls._start_daemon(config, identity, folder.name)
+        except BaseException:
+            folder.cleanup()
+            raise
+        try:
+            dht = await DHTNode.create(
+                p2p=p2p,
+                initial_peers=list(config.initial_peers) or None,
+                client_mode=config.is_client,
+                # The owner's key signs; whatever arrives unsigned or wrongly signed is dropped.
+                record_validator=CompositeValidator([RSASignatureValidator(identity.private_key), validator]),
+                # A view of the swarm must be fresh, so nothing is kept beside what this node stores for others.
+                cache_locally=False,
+                cache_on_store=False,
+                cache_nearest=0,
+            )
+        except BaseException as error:
+            await p2p.shutdown()
+            folder.cleanup()
+            if isinstance(error, RuntimeError):
+                raise _unreachable(config) from error
+            raise
+        return cls(p2p, dht, identity, folder)
+
+    @staticmethod
+    async def _start_daemon(config: P2PConfig, identity: Identity, folder: str) -> P2P:
+        local = config.is_client or addresses.is_loopback(config.host_maddrs)
+        # hivemind leaves its sockets behind when a daemon fails to start; in a folder of ours they go with it.
+        p2p_class: type[P2P] = type("P2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/"})
+        try:
+            return await p2p_class.create(
+                initial_peers=list(config.initial_peers) or None,
+                host_maddrs=list(config.host_maddrs) or None,
+                announce_maddrs=list(config.announce_maddrs) or None,
+                identity_path=str(identity.path),
+                check_if_identity_free=config.identity_path is not None,
+                no_listen=config.is_client,
+                dht_mode="client" if config.is_client else "server",
+                use_relay=config.relay,
+                use_auto_relay=config.relay and not local,
+                auto_nat=not local,
+                nat_port_map=not local,
+            )
+        except P2PDaemonError as error:
+            if "bootstrap" in str(error):
+                raise _unreachable(config) from error
+            raise PeerLost(f"the libp2p daemon did not start: {error}") from error
+
+    async def visible_addresses(self) -> tuple[str, ...]:
+        """Addresses, with the peer id, that others can put into their `--initial-peers`."""
+        return tuple(str(address) for address in await self._p2p.get_visible_maddrs(latest=True))
+
+    async def open_stream(self, peer_id: str) -> Stream:
+        try:
+            target = PeerID.from_base58(peer_id)
+            _, reader, writer = await asyncio.wait_for(
+                self._p2p.call_binary_stream_handler(target, PROTOCOL), DIAL_TIMEOUT
+            )
+        except (P2PDaemonError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
+            raise PeerLost(f"peer …{peer_id[-6:]} cannot be reached: {error}") from None
+        return FrameStream(peer_id, reader, writer)
+
+    async def serve(self, handler: StreamHandler) -> None:
+        async def accept(info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            stream = FrameStream(info.peer_id.to_base58(), reader, writer)
+            task = asyncio.current_task()
+            assert task is not None
+            self._serving.add(task)
+            try:
+                await handler(stream)
+            except (PeerLost, ProtocolViolation) as error:
+                logger.debug("stream of …%s ended: %s", stream.peer_id[-6:], error)
+            finally:
+                self._serving.discard(task)
+                stream.close()
+
+        await self._p2p.add_binary_stream_handler(PROTOCOL, accept)
+
+    async def shutdown(self) -> None:
+        """Close all streams and end the daemon."""
+        for task in self._serving:
+            task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
+        with suppress(Exception):
+            await self.dht.shutdown()
+        await self._p2p.shutdown()
+        self._folder.cleanup()
+
+
+def _private_folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder for the daemon's sockets and a passing identity. A socket's path may have 107 characters at most."""
+    short = len(tempfile.gettempdir()) < 60
+    return tempfile.TemporaryDirectory(prefix="swarm-", dir=None if short else "/tmp")
+
+
+def _unreachable(config: P2PConfig) -> PeerUnreachable:
+    peers = ", ".join(config.initial_peers)
+    return PeerUnreachable(
+        f"none of the initial peers answered: {peers}. Check that one of them is running and that its address, "
+        "port and peer id are right"
+    )
+
+
+def quiet_hivemind() -> None:
+    """Keep hivemind's own log lines off the terminal unless HIVEMIND_LOGLEVEL asks for them. For entry points only."""
+    if "HIVEMIND_LOGLEVEL" not in os.environ:
+        logging.getLogger("hivemind").setLevel(logging.ERROR)

@@ -1,0 +1,73 @@
+"""A two-way stream of frames between two peers, over any pair of asyncio reader and writer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from swarm.errors import PeerLost
+from swarm.protocol.framing import MAX_PAYLOAD, PREFIX_LENGTH, Frame, decode_prefix, encode_prefix
+from swarm.protocol.messages import Message, encode
+
+
+class Stream(Protocol):
+    """What the rooms above see of a connection. Several may be open between the same two peers."""
+
+    peer_id: str
+
+    async def send(self, message: Message, payload: bytes | memoryview = b"") -> None:
+        """Send one frame. Raises `PeerLost`."""
+
+    async def receive(self, max_payload: int = MAX_PAYLOAD) -> Frame:
+        """Wait for one frame. Raises `PeerLost` at the end of the stream, `ProtocolViolation` when it is too large."""
+
+    def close(self) -> None:
+        """Close the stream; the other side's `receive` raises `PeerLost`."""
+
+
+StreamHandler = Callable[[Stream], Awaitable[None]]
+
+
+class Network(Protocol):
+    """What a room above needs of the network: streams to others, streams from others."""
+
+    peer_id: str
+
+    async def open_stream(self, peer_id: str) -> Stream:
+        """Connect to a peer. Raises `PeerLost` if it cannot be reached."""
+
+    async def serve(self, handler: StreamHandler) -> None:
+        """Call `handler` for every stream that another peer opens."""
+
+
+class FrameStream:
+    """`Stream` over an asyncio reader and writer (a socket to the libp2p daemon, or a pair in memory)."""
+
+    def __init__(self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.peer_id = peer_id
+        self._reader = reader
+        self._writer = writer
+
+    async def send(self, message: Message, payload: bytes | memoryview = b"") -> None:
+        header = encode(message)
+        try:
+            self._writer.write(encode_prefix(len(header), len(payload)) + header)
+            if payload:
+                self._writer.write(payload)
+            await self._writer.drain()
+        except (OSError, RuntimeError) as error:  # uvloop raises RuntimeError on a closed transport
+            raise PeerLost(f"the connection to peer …{self.peer_id[-6:]} broke: {error}") from None
+
+    async def receive(self, max_payload: int = MAX_PAYLOAD) -> Frame:
+        try:
+            prefix = await self._reader.readexactly(PREFIX_LENGTH)
+            header_length, payload_length = decode_prefix(prefix, max_payload)
+            header = await self._reader.readexactly(header_length)
+            payload = await self._reader.readexactly(payload_length) if payload_length else b""
+        except (asyncio.IncompleteReadError, OSError) as error:
+            raise PeerLost(f"peer …{self.peer_id[-6:]} closed the connection: {error}") from None
+        return Frame(header, payload)
+
+    def close(self) -> None:
+        self._writer.close()
