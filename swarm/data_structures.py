@@ -103,12 +103,14 @@ class StepLayout:
 
     Row `r` brings `counts[r]` new tokens, the first at position `starts[r]` of its sequence. A start below what the
     server has for that row is a rollback. With `sources`, row `r` first becomes a copy of the former row `sources[r]`
-    (beam search).
+    (beam search). With `offsets`, the model is told that the row's new tokens begin at `starts[r] + offsets[r]`: a
+    padded batch without explicit positions counts its padding, as transformers does.
     """
 
     starts: tuple[int, ...]
     counts: tuple[int, ...]
     sources: tuple[int, ...] | None = None
+    offsets: tuple[int, ...] | None = None
 
     @property
     def rows(self) -> int:

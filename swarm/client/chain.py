@@ -81,7 +81,8 @@ class HopSession:
             counts=list(layout.counts),
             format=hidden.wire,
             dtype=hidden.dtype,
-            sources=list(layout.sources) if layout.sources is not None else None,
+            sources=_list(layout.sources),
+            offsets=_list(layout.offsets),
         )
         limit = hidden.tokens * hidden.hidden_size * 4
         reply, payload = await _ask(self._stream, self.hop, request, hidden.payload, self._manner.timeout, limit)
@@ -129,7 +130,7 @@ class Chain:
         await asyncio.gather(*(hop.close() for hop in self._hops))
 
 
-async def forward(network: Network, hop: Hop, manner: Manner, hidden: Packed, counts: Sequence[int]) -> Packed:
+async def forward(network: Network, hop: Hop, manner: Manner, hidden: Packed, layout: StepLayout) -> Packed:
     """Run packed sequences through one server's blocks; the server keeps nothing."""
     stream = await network.open_stream(hop.server.peer_id)
     try:
@@ -137,10 +138,11 @@ async def forward(network: Network, hop: Hop, manner: Manner, hidden: Packed, co
             revision=manner.revision,
             start=hop.span.start,
             end=hop.span.end,
-            counts=list(counts),
+            counts=list(layout.counts),
             format=hidden.wire,
             dtype=hidden.dtype,
             reply_format=manner.wire,
+            offsets=_list(layout.offsets),
         )
         limit = hidden.tokens * hidden.hidden_size * 4
         reply, payload = await _ask(stream, hop, request, hidden.payload, manner.timeout, limit)
@@ -187,6 +189,10 @@ def _checked(hop: Hop, sent: Packed, payload: bytes | memoryview, wire: WireForm
 
 def _out_of_place(hop: Hop, reply: messages.ServerMessage) -> ProtocolViolation:
     return ProtocolViolation(f"{_whose(hop)} answered with a {type(reply).__name__} out of place")
+
+
+def _list(values: Sequence[int] | None) -> list[int] | None:
+    return list(values) if values is not None else None
 
 
 def _whose(hop: Hop) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from swarm.client.background import BackgroundLoop
 from swarm.client.chain import Chain, Manner, Packed, forward
 from swarm.client.config import ClientConfig
-from swarm.data_structures import Route, ServerInfo, Span
+from swarm.data_structures import Route, ServerInfo, Span, StepLayout
 from swarm.dht.directory import fetch_servers
 from swarm.dht.validation import AnnouncementValidator
 from swarm.errors import MissingBlocks, PeerLost, ServerFault
@@ -75,24 +75,24 @@ class SwarmConnection:
         """A session for `max_length` tokens a row over all blocks. Raises `MissingBlocks` or a `RemoteError`."""
         return self._background.run(self._open_chain(max_length))
 
-    def step(self, chain: Chain, hidden: Packed, layout: object) -> Packed:
+    def step(self, chain: Chain, hidden: Packed, layout: StepLayout) -> Packed:
         """One step of a session."""
-        return self._background.run(chain.step(hidden, layout))  # type: ignore[arg-type]
+        return self._background.run(chain.step(hidden, layout))
 
     def close_chain(self, chain: Chain) -> None:
         """Free a session on all its servers."""
         self._background.run(chain.close())
 
-    def forward(self, span: Span, hidden: Packed, counts: Sequence[int]) -> Packed:
+    def forward(self, span: Span, hidden: Packed, layout: StepLayout) -> Packed:
         """Run packed sequences through the blocks of `span`. A server that fails is avoided at the next attempt."""
-        return self._background.run(self._forward(span, hidden, counts))
+        return self._background.run(self._forward(span, hidden, layout))
 
     async def _open_chain(self, max_length: int) -> Chain:
         chain = Chain(self._peer, await self._route(Span(0, self.blocks)), self._manner, max_length)
         await chain.open()
         return chain
 
-    async def _forward(self, span: Span, hidden: Packed, counts: Sequence[int]) -> Packed:
+    async def _forward(self, span: Span, hidden: Packed, layout: StepLayout) -> Packed:
         failed: set[str] = set()
         while True:
             route = await self._route(span, avoid=failed)
@@ -100,7 +100,7 @@ class SwarmConnection:
             try:
                 for hop in route.hops:
                     current = hop
-                    result = await forward(self._peer, hop, self._manner, result, counts)
+                    result = await forward(self._peer, hop, self._manner, result, layout)
                 return result
             except (PeerLost, ServerFault) as error:
                 failed.add(current.server.peer_id)

@@ -151,21 +151,21 @@ class _Active(threading.local):
 def _build(checkpoint: Checkpoint, connection: SwarmConnection, dtype: torch.dtype) -> Any:
     blocks = RemoteSequential(connection, Span(0, connection.blocks))
     layer = RemoteLayer(blocks, layer_outputs(checkpoint))
-    model = load_heads(checkpoint, layer, DistributedMixin, dtype=dtype)
+    model, owner = load_heads(checkpoint, layer, DistributedMixin, dtype=dtype)
     # Past nn.Module's bookkeeping: neither is a part of the model's weights.
     object.__setattr__(model, "remote_blocks", blocks)
     object.__setattr__(model, "swarm", connection)
     object.__setattr__(model, "_active", _Active())
     if not hasattr(model, "lm_head"):
         object.__setattr__(model, "lm_head", model.get_output_embeddings())
-    _watch_calls(model, layer)
+    _watch_calls(model, owner, layer)
     return model
 
 
-def _watch_calls(model: Any, layer: RemoteLayer) -> None:
-    """Before every forward of the base model, tell the remote layer what it is for."""
-    base = model.base_model
-    signature = inspect.signature(base.forward)
+def _watch_calls(model: Any, owner: nn.Module, layer: RemoteLayer) -> None:
+    """Before every forward of the module around the layers, tell the remote layer what it is for."""
+    signature = inspect.signature(owner.forward)
+    positioned = "position_ids" in signature.parameters
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
@@ -184,10 +184,11 @@ def _watch_calls(model: Any, layer: RemoteLayer) -> None:
         mask = kwargs.get("attention_mask")
         if mask is not None and getattr(mask, "ndim", 0) != 2:
             raise UsageError("the swarm takes attention masks of shape [rows, tokens] only")
-        layer.expect(Call(cache.session if cache is not None else None, mask, kwargs.get("input_ids")))
+        session = cache.session if cache is not None else None
+        layer.expect(Call(session, mask, kwargs.get("position_ids"), positioned, kwargs.get("input_ids")))
         return (), kwargs
 
-    base.register_forward_pre_hook(before, with_kwargs=True)
+    owner.register_forward_pre_hook(before, with_kwargs=True)
 
 
 def _continue_session(session: InferenceSession, tokens: Any, mask: torch.Tensor | None) -> None:

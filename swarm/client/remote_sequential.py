@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from swarm.client.connection import SwarmConnection
-from swarm.client.session import InferenceSession, pack_rows, unpack_rows
-from swarm.data_structures import Span
+from swarm.client.session import InferenceSession, pack_rows, position_offsets, unpack_rows
+from swarm.data_structures import Span, StepLayout
 from swarm.errors import InvalidSpan, SwarmError
 
 FORWARD_TOKENS = 8192
@@ -27,12 +27,18 @@ class RemoteSequential(nn.Module):
         self.span = span
         self._connection = connection
 
-    def forward(self, hidden: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Run whole sequences through the blocks.
 
         Args:
             hidden: `[rows, tokens, hidden_size]`.
             attention_mask: `[rows, tokens]`, 0 where a slot is padding.
+            position_ids: `[rows or 1, tokens]`; None counts each row's real tokens.
 
         Returns:
             the blocks' outputs, same shape; zero where padded.
@@ -44,15 +50,25 @@ class RemoteSequential(nn.Module):
         real = None
         if attention_mask is not None and not bool(attention_mask.all()):
             real = attention_mask.cpu().bool()
-        return torch.cat([self._run(part, mask) for part, mask in _portions(hidden, real)])
+        if position_ids is not None:
+            position_ids = position_ids.expand(hidden.shape[0], -1)
+        portions = _portions(hidden.shape[0], hidden.shape[1])
+        return torch.cat(
+            [self._run(*(_part(value, rows) for value in (hidden, real, position_ids))) for rows in portions]
+        )
 
-    def _run(self, hidden: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+    def _run(
+        self, hidden: torch.Tensor | None, real: torch.Tensor | None, positions: torch.Tensor | None
+    ) -> torch.Tensor:
+        assert hidden is not None
         rows, slots, _ = hidden.shape
-        counts = [slots] * rows if real is None else real.sum(1).tolist()
-        if not sum(counts):
+        counts = (slots,) * rows if real is None else tuple(real.sum(1).tolist())
+        layout = StepLayout((0,) * rows, counts)
+        if not layout.tokens:
             return torch.zeros_like(hidden)
+        layout = replace(layout, offsets=position_offsets(positions, real, layout))
         packed = pack_rows(hidden, real, self._connection)
-        return unpack_rows(self._connection.forward(self.span, packed, counts), hidden, real)
+        return unpack_rows(self._connection.forward(self.span, packed, layout), hidden, real)
 
     def __len__(self) -> int:
         return self.span.length
@@ -72,19 +88,40 @@ class RemoteSequential(nn.Module):
         return f"blocks {self.span}"
 
 
-def _portions(hidden: torch.Tensor, real: torch.Tensor | None) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    rows = max(1, FORWARD_TOKENS // max(1, hidden.shape[1]))
-    for first in range(0, max(1, hidden.shape[0]), rows):
-        yield hidden[first : first + rows], real[first : first + rows] if real is not None else None
+def _portions(rows: int, slots: int) -> Iterator[slice]:
+    """Rows that go into one request each."""
+    size = max(1, FORWARD_TOKENS // max(1, slots))
+    return (slice(first, first + size) for first in range(0, max(1, rows), size))
+
+
+def _part(value: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
+    return value[rows] if value is not None else None
 
 
 @dataclass
 class Call:
-    """One forward of the client's model, seen by the layer in its middle."""
+    """One forward of the client's model, as the module around the remote layer was called.
+
+    Attributes:
+        session: the session that goes on, or None for a forward without one.
+        mask: attention mask, or None.
+        positions: position ids, or None if the caller gave none.
+        positioned: whether the family takes position ids; it then counts slots where none are given.
+        tokens: token ids, if the caller gave ids.
+    """
 
     session: InferenceSession | None
     mask: torch.Tensor | None
+    positions: torch.Tensor | None
+    positioned: bool
     tokens: torch.Tensor | None
+
+    def told_positions(self, slots: int) -> torch.Tensor | None:
+        """The positions that the family's layers would be told."""
+        if self.positions is not None or not self.positioned or self.mask is None:
+            return self.positions
+        past = self.session.position if self.session is not None else 0
+        return torch.arange(past, past + slots).unsqueeze(0)
 
 
 class RemoteLayer(nn.Module):
@@ -108,9 +145,10 @@ class RemoteLayer(nn.Module):
         if call is None:
             raise SwarmError("the remote layer works inside its model only; use model.remote_blocks instead")
         self._local.call = None
+        positions = call.told_positions(hidden_states.shape[1])
         if call.session is not None:
-            result = call.session.compute(hidden_states, call.mask, call.tokens)
+            result = call.session.compute(hidden_states, call.mask, positions, call.tokens)
         else:
-            result = self._blocks[0](hidden_states, call.mask)
+            result = self._blocks[0](hidden_states, call.mask, positions)
         # Families differ in what a layer returns: a tensor (0 outputs), or a tuple that begins with one.
         return (result,) + (None,) * (self._outputs - 1) if self._outputs else result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -63,18 +64,26 @@ class InferenceSession:
         """The servers in use, once the first step was made."""
         return self._chain.route if self._chain is not None else None
 
-    def compute(self, hidden: torch.Tensor, mask: torch.Tensor | None, tokens: torch.Tensor | None) -> torch.Tensor:
+    def compute(
+        self,
+        hidden: torch.Tensor,
+        mask: torch.Tensor | None,
+        positions: torch.Tensor | None,
+        tokens: torch.Tensor | None,
+    ) -> torch.Tensor:
         """Run the hidden states of new slots through the remote blocks and remember them.
 
         Args:
             hidden: `[rows, new, hidden_size]`.
             mask: attention mask `[rows, position + new]`, or None if nothing is padded.
+            positions: position ids `[rows or 1, new]` that the model is told, or None if it takes none.
             tokens: ids `[rows, new]`, if known.
         """
         if self._closed:
             raise SessionClosed("this inference session is closed; open another one")
         rows, new, _ = hidden.shape
         layout, fresh = self.cache.layout(rows, new, mask)
+        layout = replace(layout, offsets=position_offsets(positions, fresh, layout))
         longest = max(start + count for start, count in zip(layout.starts, layout.counts, strict=True))
         if longest > self.max_length:
             raise TooLong(
@@ -105,6 +114,27 @@ class InferenceSession:
     def __exit__(self, *exception: object) -> None:
         self._model.leave_session(self)
         self.close()
+
+
+def position_offsets(
+    positions: torch.Tensor | None, real: torch.Tensor | None, layout: StepLayout
+) -> tuple[int, ...] | None:
+    """How far each row's positions are from counting its real tokens; None if they are just that.
+
+    Args:
+        positions: `[rows or 1, slots]`, or None.
+        real: which slots are real `[rows, slots]`, None for all.
+    """
+    if positions is None or not layout.tokens:
+        return None
+    if real is None:
+        first = positions[:, 0].expand(layout.rows)
+    else:
+        first = positions.expand(layout.rows, -1).gather(1, real.long().argmax(1, keepdim=True).to(positions.device))[
+            :, 0
+        ]
+    offsets = tuple(max(0, at - start) for at, start in zip(first.tolist(), layout.starts, strict=True))
+    return offsets if any(offsets) else None
 
 
 def pack_rows(hidden: torch.Tensor, real: torch.Tensor | None, connection: SwarmConnection) -> Packed:

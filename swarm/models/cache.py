@@ -38,7 +38,8 @@ class GrowingLayer(CacheLayerMixin):
         """Append `[rows, heads, new, dim]` and return everything so far."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None and self.values is not None
+        assert self.keys is not None
+        assert self.values is not None
         end = self.length + key_states.shape[-2]
         if end > self.keys.shape[-2]:
             self.keys = _grown(self.keys, self.length, end)
@@ -113,10 +114,8 @@ class RectangleCache(Cache):
         result = cls(len(like.layers), like.first, length)
         for number in range(like.first, len(like.layers)):
             layer = result.layers[number]
-            # A row that never computed anything has no storage yet, and nothing to copy.
-            filled = [piece for piece in pieces if piece.cache.layers[number].is_initialized]
-            sources: list[Any] = [piece.cache.layers[number] for piece in filled]
-            if not sources:
+            sources: list[Any] = [piece.cache.layers[number] for piece in pieces]
+            if not sources[0].is_initialized:
                 continue
             layer.keys = _assembled([source.keys for source in sources], pieces, length)
             layer.values = _assembled([source.values for source in sources], pieces, length)

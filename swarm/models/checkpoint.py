@@ -51,12 +51,11 @@ class Checkpoint:
     def files(self) -> dict[str, str]:
         """Tensor name -> file that holds it."""
         try:
-            index = json.loads(self.fetch(INDEX).read_text())
-            return dict(index["weight_map"])
+            return _weight_map(self.fetch(INDEX).read_bytes())
         except EntryNotFoundError:
             pass
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{INDEX} of {self.source} cannot be read: {error}") from error
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{INDEX} of {self.source} cannot be read: {_first_line(error)}") from error
         try:
             with _open(self.fetch(SINGLE)) as shard:
                 return dict.fromkeys(shard.keys(), SINGLE)
@@ -139,7 +138,10 @@ class Checkpoint:
             path = self.fetch("generation_config.json")
         except EntryNotFoundError:
             return None
-        return GenerationConfig.from_pretrained(str(path.parent), local_files_only=True)
+        try:
+            return GenerationConfig.from_pretrained(str(path.parent), local_files_only=True)
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path.name} of {self.source} cannot be used: {_first_line(error)}") from error
 
 
 def open_checkpoint(
@@ -170,10 +172,22 @@ def open_checkpoint(
     return _open_repository(source, revision, cache_dir, name or source)
 
 
+def _weight_map(index: bytes) -> dict[str, str]:
+    """The index's table of tensors and files; raises what foreign input makes it raise.
+
+    The index comes with the checkpoint, so it must not name a file elsewhere on this machine.
+    """
+    files = dict(json.loads(index)["weight_map"])
+    for file in files.values():
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise ValueError(f"{file!r} is not the name of a safetensors file beside it")
+    return files
+
+
 def _open_folder(folder: Path, name: str) -> Checkpoint:
     def fetch(file: str) -> Path:
         path = folder / file
-        if Path(file).name != file or not path.is_file():
+        if not path.is_file():
             raise EntryNotFoundError(file)
         return path
 
@@ -193,7 +207,20 @@ def _open_repository(repository: str, revision: str | None, cache_dir: str | Pat
     commit = revision
 
     def fetch(file: str) -> Path:
-        return Path(hf_hub_download(repository, file, revision=commit, cache_dir=cache_dir))
+        try:
+            return Path(hf_hub_download(repository, file, revision=commit, cache_dir=cache_dir))
+        except HFValidationError:
+            raise ModelNotFound(f"{repository!r} is neither a local folder nor a model's name on the hub") from None
+        except LocalEntryNotFoundError as error:  # of all missing files, only this one may exist on the hub
+            raise _unreachable(repository, error) from error
+        except EntryNotFoundError:
+            raise
+        except HfHubHTTPError as error:
+            raise ModelNotFound(
+                f"the model hub has no {repository} (or it is private): {_first_line(error)}"
+            ) from error
+        except OSError as error:
+            raise _unreachable(repository, error) from error
 
     config = _read_config(fetch, repository)
     # The cache keeps files under snapshots/<commit>; from here on every file comes from that same commit.
@@ -204,22 +231,22 @@ def _open_repository(repository: str, revision: str | None, cache_dir: str | Pat
 def _read_config(fetch: Callable[[str], Path], source: str) -> PreTrainedConfig:
     try:
         path = fetch(constants.CONFIG_NAME)
-    except LocalEntryNotFoundError as error:
-        raise ModelNotFound(f"{source} is no local folder, and the model hub cannot be reached: {error}") from error
     except EntryNotFoundError:
         raise ModelNotFound(f"{source} has no config.json, so it is no transformers model") from None
-    except HFValidationError:
-        raise ModelNotFound(f"{source!r} is neither a local folder nor a model's name on the hub") from None
-    except HfHubHTTPError as error:
-        raise ModelNotFound(f"the model hub has no {source} (or it is private): {error}") from error
-    except OSError as error:
-        raise ModelNotFound(f"{source} is no local folder, and the model hub cannot be reached: {error}") from error
     try:
         config = AutoConfig.from_pretrained(str(path.parent), local_files_only=True, trust_remote_code=False)
-    except (ValueError, OSError, KeyError) as error:
-        raise ModelNotFound(f"config.json of {source} cannot be used: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # foreign input, which each family checks in its own way
+        raise ModelNotFound(f"config.json of {source} cannot be used: {_first_line(error)}") from error
     families.check_supported(config)
     return config
+
+
+def _unreachable(repository: str, error: Exception) -> ModelNotFound:
+    return ModelNotFound(f"{repository} is no local folder, and the model hub cannot be reached: {_first_line(error)}")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _open(path: Path) -> safe_open:
@@ -231,6 +258,7 @@ def _open(path: Path) -> safe_open:
 
 def _tensor(shard: safe_open, name: str, file: str) -> torch.Tensor:
     try:
-        return shard.get_tensor(name)
+        tensor: torch.Tensor = shard.get_tensor(name)
     except SafetensorError as error:
         raise CheckpointError(f"{file} does not hold the tensor {name} that the index promises: {error}") from error
+    return tensor

@@ -7,8 +7,9 @@ person asking for it deserves to hear why it cannot work.
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
 from swarm.errors import UnsupportedModel
@@ -45,7 +46,7 @@ def check_supported(config: PreTrainedConfig) -> None:
     odd = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_ONLY)
     if odd:
         raise UnsupportedModel(
-            f"{family!r} has layers of type {', '.join(odd)}; swarm serves models whose layers keep keys and values only"
+            f"{family!r} has layers of type {', '.join(odd)}; swarm serves layers that keep keys and values only"
         )
     if any(name not in arguments for name in SPAN_ARGUMENTS):
         raise UnsupportedModel(f"{family!r} keeps no attention cache; swarm serves models whose layers use attention")
@@ -53,18 +54,19 @@ def check_supported(config: PreTrainedConfig) -> None:
         raise UnsupportedModel(f"{family!r} shares keys and values between layers, which lie on different servers here")
 
 
-def base_class(config: PreTrainedConfig) -> type:
+def base_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """The family's model without a head."""
     return _only(MODEL_MAPPING[type(config)])
 
 
-def causal_lm_class(config: PreTrainedConfig) -> type:
+def causal_lm_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """The family's model with a language modelling head."""
     return _only(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
 
 
-def _only(entry: type | tuple[type, ...]) -> type:
-    return entry[0] if isinstance(entry, tuple) else entry
+def _only(entry: Any) -> type[PreTrainedModel]:
+    only: type[PreTrainedModel] = entry[0] if isinstance(entry, tuple) else entry
+    return only
 
 
 def number_of_blocks(config: PreTrainedConfig) -> int:

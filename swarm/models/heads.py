@@ -12,20 +12,21 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.masking_utils import AttentionMaskInterface
 
 from swarm.data_structures import Span
 from swarm.models import families, surgery
+from swarm.models.cache import RectangleCache
 from swarm.models.checkpoint import Checkpoint
 from swarm.models.loading import load_cut
 from swarm.models.span import layers_path
 
 NO_MASK = "remote"
-"""Name of an attention implementation that transformers does not know: it then builds no masks, which nobody needs
-here."""
+"""Name of the attention implementation that a client's config carries: its masks are empty, nobody reads them."""
 
 
-def load_heads(checkpoint: Checkpoint, layer: nn.Module, mixin: type, *, dtype: torch.dtype) -> Any:
-    """The family's causal language model with `layer` in place of its blocks.
+def load_heads(checkpoint: Checkpoint, layer: nn.Module, mixin: type, *, dtype: torch.dtype) -> tuple[Any, nn.Module]:
+    """The family's causal language model with `layer` in place of its blocks, and the module that calls the layer.
 
     Args:
         layer: called as a decoder layer; takes over the plain attributes of the family's first layer.
@@ -39,8 +40,11 @@ def load_heads(checkpoint: Checkpoint, layer: nn.Module, mixin: type, *, dtype: 
     family_class = families.causal_lm_class(config)
     model_class = type(family_class.__name__, (mixin, family_class), {"__module__": family_class.__module__})
 
+    owners: list[nn.Module] = []
+
     def cut(model: Any) -> None:
         _, owner, name = surgery.find_layers(model, blocks)
+        owners.append(owner)
         first = getattr(owner, name)[0]
         for key, value in vars(first).items():
             if isinstance(value, (bool, int, str)) and key != "training" and not hasattr(layer, key):
@@ -50,11 +54,16 @@ def load_heads(checkpoint: Checkpoint, layer: nn.Module, mixin: type, *, dtype: 
 
     model = load_cut(model_class, config, cut, tensors, dtype)
     model.config.use_cache = False  # a plain forward keeps nothing; generate() asks for a cache by itself
+    AttentionMaskInterface.register(NO_MASK, _empty_mask)
     model.config._attn_implementation_internal = NO_MASK
     settings = checkpoint.generation_config()
     if settings is not None:
         model.generation_config = settings
-    return model
+    return model, owners[-1]
+
+
+def _empty_mask(*args: Any, device: torch.device | str | None = None, **kwargs: Any) -> torch.Tensor:
+    return torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
 def layer_outputs(checkpoint: Checkpoint) -> int:
@@ -72,5 +81,6 @@ def layer_outputs(checkpoint: Checkpoint) -> int:
         first.register_forward_hook(look)
         # Mixtures of experts read values, which the meta device has not; all of them return tensors.
         with suppress(Exception):
-            model(inputs_embeds=torch.empty(1, 1, config.hidden_size), use_cache=False)
+            cache = RectangleCache(families.number_of_blocks(config))
+            model(inputs_embeds=torch.empty(1, 1, config.hidden_size), past_key_values=cache, use_cache=True)
     return found[0] if found else 0

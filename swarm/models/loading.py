@@ -43,7 +43,7 @@ def load_cut(
     """Build `model_class` on the meta device, let `cut` change it, then fill it with `tensors`.
 
     Raises:
-        CheckpointError: the tensors do not fill the model, or do not fit it.
+        CheckpointError: the tensors do not fill the model, do not fit it, or need a package that is not here.
     """
 
     def build(self: PreTrainedModel, config: PreTrainedConfig) -> None:
@@ -61,6 +61,8 @@ def load_cut(
             )
     except (RuntimeError, ValueError, KeyError) as error:
         raise CheckpointError(f"the weights do not fit a {config.model_type} model: {error}") from error
+    except ImportError as error:  # a way of quantizing that needs a package of its own
+        raise CheckpointError(f"this checkpoint cannot be loaded here: {error}") from error
     if report["missing_keys"]:
         names = sorted(report["missing_keys"])
         raise CheckpointError(f"the checkpoint lacks {len(names)} tensors that the model needs, such as {names[0]}")

@@ -72,7 +72,11 @@ class SpanModel:
 
     @torch.inference_mode()
     def forward(
-        self, hidden_RTH: torch.Tensor, cache: RectangleCache | None = None, pads: Sequence[int] | None = None
+        self,
+        hidden_RTH: torch.Tensor,
+        cache: RectangleCache | None = None,
+        pads: Sequence[int] | None = None,
+        offsets: Sequence[int] | None = None,
     ) -> torch.Tensor:
         """Run the span over a rectangle of rows.
 
@@ -83,6 +87,7 @@ class SpanModel:
             cache: keys and values of earlier tokens; the new ones are appended. None for a forward without a past.
             pads: slots at the beginning of each row that hold nothing (rows of different lengths are aligned at their
                 ends); None if no row has any.
+            offsets: added to the positions of each row's new tokens; None for none.
 
         Returns:
             outputs `[R, T, H]`; what lies in padded slots has no meaning.
@@ -103,6 +108,8 @@ class SpanModel:
             positions = (positions - pad_R1).clamp(min=0)
         elif rows > 1:
             positions = positions.expand(rows, -1)
+        if offsets is not None:
+            positions = positions + torch.tensor(offsets, device=self.device).unsqueeze(1)
         if self._takes_positions:
             arguments["position_ids"] = positions
         self._received = hidden_RTH

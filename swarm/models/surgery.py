@@ -23,7 +23,7 @@ POSITION_NAMES = ("layer_idx", "layer_id")
 
 
 def find_layers(model: nn.Module, blocks: int) -> tuple[str, nn.Module, str]:
-    """Where the decoder layers are: full path from `model`, the module that owns the list, and the list's name there."""
+    """Where the decoder layers are: path from `model`, the module that owns the list, and the list's name there."""
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == blocks and "expert" not in path:
             owner_path, _, name = path.rpartition(".")
@@ -32,7 +32,7 @@ def find_layers(model: nn.Module, blocks: int) -> tuple[str, nn.Module, str]:
 
 
 def slice_config(config: PreTrainedConfig, span: Span, blocks: int) -> None:
-    """Make `config`, in place, describe the blocks of `span` only: their number and every list with an entry a layer."""
+    """Make `config`, in place, describe the blocks of `span` only: their number and every list with one entry each."""
     for name, value in vars(config).items():
         if isinstance(value, (list, tuple)) and len(value) == blocks and name != "architectures":
             setattr(config, name, value[span.start : span.end])
@@ -56,7 +56,7 @@ class Unchanged(nn.Module):
 
 
 class Nothing(nn.Module):
-    """Stands for an embedding whose weights this peer does not hold: a zero that can be added to a tensor of any device."""
+    """Stands for an embedding whose weights this peer does not hold: a zero that can be added to any tensor."""
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return torch.zeros(())

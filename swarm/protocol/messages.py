@@ -71,6 +71,7 @@ class StepRequest(Message, frozen=True):
     format: WireFormat
     dtype: Name
     sources: Rows | None = None
+    offsets: Rows | None = None
 
 
 class StepReply(Message, frozen=True):
@@ -87,7 +88,10 @@ class CloseSession(Message, frozen=True):
 
 
 class ForwardRequest(Message, frozen=True):
-    """Run blocks [start, end) over packed sequences, payload `[sum(counts), hidden]`; nothing is kept."""
+    """Run blocks [start, end) over packed sequences, payload `[sum(counts), hidden]`; nothing is kept.
+
+    `offsets`: as in `StepLayout`.
+    """
 
     revision: Name
     start: Count
@@ -96,6 +100,7 @@ class ForwardRequest(Message, frozen=True):
     format: WireFormat
     dtype: Name
     reply_format: WireFormat
+    offsets: Rows | None = None
 
 
 class ForwardReply(Message, frozen=True):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -155,7 +156,8 @@ class Handler:
             self._check_open()
             if message.step != session.next_step:
                 raise WrongPosition(f"step {message.step} came where step {session.next_step} was expected")
-            layout = self._check_layout(message, session)
+            layout = self._layout(message.starts, message)
+            self._check_length(layout, session)
             self._check_payload(layout.tokens, message.format, message.dtype, payload)
             session.cache.check(layout)
             self._sessions.reserve(session, layout.rows)
@@ -177,13 +179,14 @@ class Handler:
     ) -> tuple[messages.ForwardReply, bytes | memoryview]:
         self._check_open()
         model = self._model.narrowed(self._check_span(message.revision, message.start, message.end))
-        tokens = sum(message.counts)
+        layout = self._layout([0] * len(message.counts), message)
+        tokens = layout.tokens
         self._check_payload(tokens, message.format, message.dtype, payload)
 
         def compute() -> tuple[bytes | memoryview, float]:
             hidden = self._unpack(payload, tokens, message.format, message.dtype)
             began = time.perf_counter()
-            output = forward_packed(model, hidden, message.counts)
+            output = forward_packed(model, hidden, layout)
             return pack(output, message.reply_format), (time.perf_counter() - began) * 1e3
 
         result, milliseconds = await self._runtime.run(compute)
@@ -205,17 +208,26 @@ class Handler:
             raise WrongSpan(f"revision {revision} was asked for, this server holds revision {self._revision}")
         return Span(start, end)
 
-    def _check_layout(self, message: messages.StepRequest, session: Session) -> StepLayout:
+    def _layout(self, starts: Sequence[int], message: messages.StepRequest | messages.ForwardRequest) -> StepLayout:
+        """The rows of a request, if its lists agree about how many there are."""
+        sources = message.sources if isinstance(message, messages.StepRequest) else None
         rows = len(message.counts)
-        if len(message.starts) != rows or (message.sources is not None and len(message.sources) != rows):
-            raise WrongShape(f"a step of {rows} rows has {len(message.starts)} starts or a wrong number of sources")
-        for row, (start, count) in enumerate(zip(message.starts, message.counts, strict=True)):
+        for name, values in (("starts", starts), ("sources", sources), ("offsets", message.offsets)):
+            if values is not None and len(values) != rows:
+                raise WrongShape(f"a request of {rows} rows has {len(values)} {name}")
+        return StepLayout(
+            tuple(starts),
+            tuple(message.counts),
+            tuple(sources) if sources is not None else None,
+            tuple(message.offsets) if message.offsets is not None else None,
+        )
+
+    def _check_length(self, layout: StepLayout, session: Session) -> None:
+        for row, (start, count) in enumerate(zip(layout.starts, layout.counts, strict=True)):
             if start + count > session.max_length:
                 raise TooLong(
                     f"row {row} would be {start + count} tokens long; the session was opened for {session.max_length}"
                 )
-        sources = tuple(message.sources) if message.sources is not None else None
-        return StepLayout(tuple(message.starts), tuple(message.counts), sources)
 
     def _check_payload(self, tokens: int, wire: WireFormat, dtype: str, payload: bytes | memoryview) -> None:
         if not 0 < tokens <= self._limits.step_tokens:

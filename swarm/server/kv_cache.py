@@ -7,6 +7,7 @@ one token further, copies nothing.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -69,10 +70,10 @@ class SessionCache:
         """
         self.check(layout)
         rows = self._arranged(layout)
-        offsets = _offsets(layout.counts)
+        bounds = list(itertools.accumulate(layout.counts, initial=0))
         output = torch.empty_like(packed_TH)
         for group in _groups(layout):
-            self._compute(packed_TH, output, offsets, layout.counts, rows, group)
+            self._compute(packed_TH, output, layout, bounds, rows, group)
         self._rows = rows
         return output
 
@@ -89,32 +90,35 @@ class SessionCache:
         self,
         packed_TH: torch.Tensor,
         output_TH: torch.Tensor,
-        offsets: Sequence[int],
-        counts: Sequence[int],
+        layout: StepLayout,
+        bounds: Sequence[int],
         rows: list[_Row],
         group: Sequence[int],
     ) -> None:
+        """Compute the rows of `group` as one rectangle: read them from `packed_TH`, write to `output_TH` and `rows`."""
+        counts = layout.counts
         new = max(counts[row] for row in group)
         rectangle = _rectangle([rows[row] for row in group]) or self._model.new_cache()
         end = rectangle.length + new
         pads = [end - rows[row].length - counts[row] for row in group]
+        offsets = [layout.offsets[row] for row in group] if layout.offsets is not None else None
         if _is_whole(packed_TH, counts, group, new):
             hidden = packed_TH.view(len(group), new, -1)
-            output_TH.copy_(self._model.forward(hidden, rectangle, pads).reshape(output_TH.shape))
+            output_TH.copy_(self._model.forward(hidden, rectangle, pads, offsets).reshape(output_TH.shape))
         else:
             hidden = packed_TH.new_zeros(len(group), new, packed_TH.shape[-1])
             for place, row in enumerate(group):
-                hidden[place, new - counts[row] :] = packed_TH[offsets[row] : offsets[row] + counts[row]]
-            result = self._model.forward(hidden, rectangle, pads)
+                hidden[place, new - counts[row] :] = packed_TH[bounds[row] : bounds[row + 1]]
+            result = self._model.forward(hidden, rectangle, pads, offsets)
             for place, row in enumerate(group):
-                output_TH[offsets[row] : offsets[row] + counts[row]] = result[place, new - counts[row] :]
+                output_TH[bounds[row] : bounds[row + 1]] = result[place, new - counts[row] :]
         for place, row in enumerate(group):
             rows[row] = _Row(rectangle, place, pads[place], rows[row].length + counts[row])
 
 
-def forward_packed(model: SpanModel, packed_TH: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """Run whole sequences without a cache. Same packing as `SessionCache.step`, nothing is kept."""
-    return SessionCache(model).step(packed_TH, StepLayout((0,) * len(counts), tuple(counts)))
+def forward_packed(model: SpanModel, packed_TH: torch.Tensor, layout: StepLayout) -> torch.Tensor:
+    """Run whole sequences. Same packing as `SessionCache.step`, nothing is kept."""
+    return SessionCache(model).step(packed_TH, layout)
 
 
 def _groups(layout: StepLayout) -> list[list[int]]:
@@ -141,13 +145,6 @@ def _rectangle(rows: Sequence[_Row]) -> RectangleCache | None:
         return first.rectangle
     pieces = [RowPiece(row.rectangle, row.index, row.pad, row.length) for row in rows if row.rectangle is not None]
     return RectangleCache.assemble(pieces)
-
-
-def _offsets(counts: Sequence[int]) -> list[int]:
-    offsets = [0]
-    for count in counts:
-        offsets.append(offsets[-1] + count)
-    return offsets
 
 
 def _is_whole(packed: torch.Tensor, counts: Sequence[int], group: Sequence[int], new: int) -> bool:

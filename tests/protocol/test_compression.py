@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import math
+import struct
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarm.data_structures import WireFormat
+from swarm.errors import WrongDtype, WrongShape
+from swarm.protocol.compression import BLOCK, DTYPES, dtype_name, pack, payload_length, unpack
+
+torch.set_num_threads(1)
+
+CPU = torch.device("cpu")
+SIZES = [(0, 8), (1, 1), (1, 255), (1, 256), (1, 257), (3, 100), (16, 64)]
+ROUNDING = {WireFormat.FLOAT16: 2**-11, WireFormat.BFLOAT16: 2**-8}
+BLOCKWISE_ERROR = 0.0072
+"""Half of the widest gap of the dynamic 8-bit map, and the distance from -1 to its lowest value, for an absmax of 1."""
+
+finite = st.floats(-(2.0**60), 2.0**60, width=32)
+
+
+def values(tokens: int, hidden: int, dtype: str, scale: float = 1.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(tokens * 1000 + hidden)
+    return (torch.randn(tokens, hidden, generator=generator) * scale).to(DTYPES[dtype])
+
+
+def travelled(hidden: torch.Tensor, wire: WireFormat) -> torch.Tensor:
+    tokens, width = hidden.shape
+    return unpack(pack(hidden, wire), tokens, width, wire, dtype_name(hidden.dtype), CPU)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("wire", WireFormat)
+def test_shape_dtype_and_length_for_every_format(wire, dtype, size):
+    hidden = values(*size, dtype)
+    payload = pack(hidden, wire)
+    assert len(payload) == payload_length(hidden.numel(), wire, dtype)
+    result = unpack(payload, *size, wire, dtype, CPU)
+    assert result.shape == hidden.shape
+    assert result.dtype == hidden.dtype
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_uncompressed_loses_nothing(dtype, size):
+    hidden = values(*size, dtype)
+    assert torch.equal(travelled(hidden, WireFormat.NONE), hidden)
+
+
+@pytest.mark.parametrize(("wire", "dtype"), [(WireFormat.FLOAT16, "float16"), (WireFormat.BFLOAT16, "bfloat16")])
+def test_sixteen_bits_lose_nothing_of_sixteen_bits(wire, dtype):
+    hidden = values(4, 33, dtype)
+    assert torch.equal(travelled(hidden, wire), hidden)
+
+
+@pytest.mark.parametrize("wire", ROUNDING)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_sixteen_bits_round_once(wire, size):
+    hidden = values(*size, "float32")
+    assert torch.all((travelled(hidden, wire) - hidden).abs() <= hidden.abs() * ROUNDING[wire] + 1e-7)
+
+
+@given(st.lists(finite, min_size=1, max_size=700))
+@settings(deadline=None)
+def test_blockwise_error_is_small_beside_the_largest_value_of_the_block(numbers):
+    hidden = torch.tensor([numbers])
+    result = travelled(hidden, WireFormat.BLOCKWISE8)
+    for begin in range(0, len(numbers), BLOCK):
+        sent, came = hidden[0, begin : begin + BLOCK].double(), result[0, begin : begin + BLOCK].double()
+        absmax = float(sent.abs().max())
+        assert float((sent - came).abs().max()) <= absmax * BLOCKWISE_ERROR + 1e-37
+
+
+def test_blockwise_blocks_do_not_spoil_each_other():
+    hidden = torch.cat([torch.full((1, BLOCK), 1e6), torch.full((1, BLOCK), 1e-6)], dim=1)
+    assert torch.allclose(travelled(hidden, WireFormat.BLOCKWISE8), hidden, rtol=1e-6)
+
+
+def test_blockwise_takes_about_a_quarter_of_float32():
+    assert payload_length(1 << 20, WireFormat.BLOCKWISE8, "float32") == (1 << 20) + 4 * (1 << 12)
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"), [(0, 0), (1, 5), (255, 259), (256, 260), (257, 265), (512, 520), (513, 525)]
+)
+def test_blockwise_length(count, expected):
+    assert payload_length(count, WireFormat.BLOCKWISE8, "bfloat16") == expected
+
+
+def test_a_layout_that_other_implementations_can_read():
+    hidden = torch.tensor([[1.0, -2.0]])
+    assert bytes(pack(hidden, WireFormat.NONE)) == struct.pack("<2f", 1.0, -2.0)
+    assert bytes(pack(hidden, WireFormat.FLOAT16)) == struct.pack("<2e", 1.0, -2.0)
+    assert bytes(pack(hidden, WireFormat.BFLOAT16)) == b"\x80\x3f\x00\xc0"
+    assert bytes(pack(hidden, WireFormat.BLOCKWISE8))[2:] == struct.pack("<f", 2.0)
+
+
+@pytest.mark.parametrize("wire", WireFormat)
+@pytest.mark.parametrize("change", [-1, 1, 4])
+def test_a_wrong_length(wire, change):
+    payload = bytes(pack(values(3, 100, "float32"), wire))
+    wrong = payload[:change] if change < 0 else payload + b"\0" * change
+    with pytest.raises(WrongShape, match=f"3 tokens of 100 values take {len(payload)} bytes"):
+        unpack(wrong, 3, 100, wire, "float32", CPU)
+
+
+def test_bytes_where_none_are_due():
+    with pytest.raises(WrongShape):
+        unpack(b"\0", 0, 8, WireFormat.NONE, "float32", CPU)
+
+
+@pytest.mark.parametrize("dtype", ["", "float64", "int8", "torch.float32", "Float32", "x" * 256])
+@pytest.mark.parametrize("wire", WireFormat)
+def test_an_unknown_dtype(wire, dtype):
+    with pytest.raises(WrongDtype):
+        payload_length(4, wire, dtype)
+    with pytest.raises(WrongDtype):
+        unpack(b"\0" * 16, 1, 4, wire, dtype, CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.bool, torch.complex64])
+@pytest.mark.parametrize("wire", WireFormat)
+def test_what_cannot_be_sent(wire, dtype):
+    with pytest.raises(WrongDtype):
+        pack(torch.zeros(1, 4, dtype=dtype), wire)
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan, 3e38, -3e38, 1e-45])
+@pytest.mark.parametrize("wire", WireFormat)
+def test_extreme_values_pass_without_an_exception(wire, number):
+    hidden = torch.full((2, 300), 0.5)
+    hidden[0, 3] = number
+    result = travelled(hidden, wire)
+    assert result.shape == hidden.shape
+    # The second row's last values share no scale with the extreme one.
+    assert torch.allclose(result[1, -80:], hidden[1, -80:], atol=BLOCKWISE_ERROR)
+
+
+@given(st.binary(min_size=308, max_size=308))
+@settings(deadline=None)
+def test_any_bytes_of_the_right_length_can_be_decoded(payload):
+    for wire, size in ((WireFormat.NONE, (1, 77)), (WireFormat.BFLOAT16, (2, 77)), (WireFormat.BLOCKWISE8, (3, 100))):
+        assert unpack(payload, *size, wire, "float32", CPU).shape == size
+
+
+@pytest.mark.parametrize("wire", WireFormat)
+def test_what_came_in_is_writable_and_not_shared(wire):
+    payload = bytes(pack(values(2, 10, "float32"), wire))
+    result = unpack(payload, 2, 10, wire, "float32", CPU)
+    result.zero_()
+    assert torch.any(unpack(payload, 2, 10, wire, "float32", CPU) != 0)
+
+
+@pytest.mark.parametrize("wire", WireFormat)
+def test_rows_that_do_not_lie_one_behind_the_other(wire):
+    hidden = values(6, 50, "float32")
+    assert bytes(pack(hidden.t(), wire)) == bytes(pack(hidden.t().contiguous(), wire))
+    assert bytes(pack(hidden[::2], wire)) == bytes(pack(hidden[::2].contiguous(), wire))
+
+
+def test_packing_needs_no_gradient():
+    hidden = values(1, 4, "float32").requires_grad_()
+    for wire in WireFormat:
+        assert len(pack(hidden, wire)) == payload_length(4, wire, "float32")

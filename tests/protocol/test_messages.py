@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.data_structures import WireFormat
+from swarm.errors import ProtocolViolation, WrongShape
+from swarm.protocol import messages
+from swarm.protocol.messages import MAX_ROWS
+
+CLIENT = list(messages.ClientMessage.__args__)
+SERVER = list(messages.ServerMessage.__args__)
+
+counts = st.integers(0, 2**31 - 1)
+rows = st.lists(counts, min_size=1, max_size=20)
+names = st.text(max_size=256)
+formats = st.sampled_from(WireFormat)
+milliseconds = st.floats(allow_nan=False)
+opens = st.builds(
+    messages.OpenSession,
+    session_id=st.binary(min_size=16, max_size=16),
+    revision=names,
+    start=counts,
+    end=counts,
+    max_length=st.integers(1, 2**24),
+    reply_format=formats,
+)
+steps = st.builds(
+    messages.StepRequest,
+    step=counts,
+    starts=rows,
+    counts=rows,
+    format=formats,
+    dtype=names,
+    sources=st.none() | rows,
+)
+forwards = st.builds(
+    messages.ForwardRequest,
+    revision=names,
+    start=counts,
+    end=counts,
+    counts=rows,
+    format=formats,
+    dtype=names,
+    reply_format=formats,
+)
+client_messages = st.one_of(opens, steps, forwards, st.just(messages.CloseSession()), st.just(messages.InfoRequest()))
+server_messages = st.one_of(
+    st.builds(messages.SessionOpened, next_step=counts),
+    st.builds(messages.StepReply, step=counts, format=formats, dtype=names, compute_ms=milliseconds),
+    st.builds(messages.ForwardReply, format=formats, dtype=names, compute_ms=milliseconds),
+    st.builds(messages.InfoReply, start=counts, end=counts, cache_tokens_free=counts, sessions=counts, version=names),
+    st.builds(messages.Refusal, code=names, message=st.text(max_size=2000)),
+)
+
+OPEN = ["OpenSession", b"0123456789abcdef", "main", 0, 3, 64, "none"]
+STEP = ["StepRequest", 0, [0, 4], [2, 1], "none", "float32", None]
+FORWARD = ["ForwardRequest", "main", 0, 3, [2, 1], "none", "float32", "none"]
+
+
+def changed(message: list[object], place: int, value: object) -> bytes:
+    return msgspec.msgpack.encode([*message[:place], value, *message[place + 1 :]])
+
+
+def refused_by_all(data: bytes) -> None:
+    for decode in (messages.decode_client, messages.decode_server):
+        with pytest.raises(ProtocolViolation):
+            decode(data)
+
+
+@given(client_messages)
+def test_what_a_client_sends_arrives_as_it_was(message):
+    decoded = messages.decode_client(messages.encode(message))
+    assert decoded == message
+    assert type(decoded) is type(message)
+
+
+@given(server_messages)
+def test_what_a_server_sends_arrives_as_it_was(message):
+    decoded = messages.decode_server(messages.encode(message))
+    assert decoded == message
+    assert type(decoded) is type(message)
+
+
+def test_the_samples_are_right_before_they_are_spoiled():
+    assert messages.decode_client(changed(OPEN, 4, 3)) == messages.OpenSession(*OPEN[1:])
+    assert messages.decode_client(changed(STEP, 1, 0)) == messages.StepRequest(*STEP[1:])
+    assert messages.decode_client(changed(FORWARD, 2, 0)) == messages.ForwardRequest(*FORWARD[1:])
+
+
+@given(client_messages)
+def test_a_request_is_no_reply(message):
+    with pytest.raises(ProtocolViolation):
+        messages.decode_server(messages.encode(message))
+
+
+@given(server_messages)
+def test_a_reply_is_no_request(message):
+    with pytest.raises(ProtocolViolation):
+        messages.decode_client(messages.encode(message))
+
+
+def decoded_or_refused(data: bytes) -> None:
+    """Nothing but a message or a `ProtocolViolation` comes out, whatever goes in."""
+    for decode, kinds in ((messages.decode_client, CLIENT), (messages.decode_server, SERVER)):
+        try:
+            assert type(decode(data)) in kinds
+        except ProtocolViolation:
+            pass
+
+
+@given(st.binary(max_size=200))
+def test_garbage_never_raises_anything_else(data):
+    decoded_or_refused(data)
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=8) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=20,
+)
+tags = st.sampled_from([kind.__name__ for kind in CLIENT + SERVER])
+
+
+@given(tags, st.lists(values, max_size=9))
+def test_a_known_tag_with_any_fields_never_raises_anything_else(tag, fields):
+    decoded_or_refused(msgspec.msgpack.encode([tag, *fields]))
+
+
+@given(st.one_of(client_messages, server_messages), st.data())
+def test_a_damaged_message_never_raises_anything_else(message, data):
+    encoded = bytearray(messages.encode(message))
+    for _ in range(data.draw(st.integers(1, 3))):
+        encoded[data.draw(st.integers(0, len(encoded) - 1))] = data.draw(st.integers(0, 255))
+    decoded_or_refused(bytes(encoded))
+    decoded_or_refused(bytes(encoded[: data.draw(st.integers(0, len(encoded)))]))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(b"", id="empty"),
+        pytest.param(msgspec.msgpack.encode(["Pickle", b"x"]), id="unknown tag"),
+        pytest.param(msgspec.msgpack.encode([0, 1]), id="tag of another type"),
+        pytest.param(msgspec.msgpack.encode([]), id="no tag"),
+        pytest.param(msgspec.msgpack.encode({"type": "InfoRequest"}), id="map"),
+        pytest.param(msgspec.msgpack.encode("InfoRequest"), id="bare string"),
+        pytest.param(b"\x91\xa4\xff\xfe\xfd\xfc", id="tag that is no utf-8"),
+        pytest.param(msgspec.msgpack.encode(["InfoRequest"]) + b"\x00", id="something behind the message"),
+        pytest.param(b"\x91" * 100_000, id="deep arrays"),
+        pytest.param(b"\x81" * 100_000, id="deep maps"),
+        pytest.param(b"\x92\xabInfoRequest" + b"\x91" * 100_000, id="deep extra field"),
+        pytest.param(b"\xdd\xff\xff\xff\xff", id="four thousand million fields announced"),
+        pytest.param(b"\x92\xa7Refusal\xdb\xff\xff\xff\xff", id="four gigabytes of text announced"),
+        pytest.param(b"\xc1", id="byte that msgpack never uses"),
+        pytest.param(b"\xc7\x01\x05\x00", id="extension type"),
+    ],
+)
+def test_no_message_at_all(data):
+    refused_by_all(data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(changed(OPEN, 1, b"short"), id="session id too short"),
+        pytest.param(changed(OPEN, 1, b"x" * 17), id="session id too long"),
+        pytest.param(changed(OPEN, 1, "0123456789abcdef"), id="session id as text"),
+        pytest.param(changed(OPEN, 2, "r" * 257), id="revision too long"),
+        pytest.param(changed(OPEN, 2, None), id="revision missing"),
+        pytest.param(changed(OPEN, 3, -1), id="negative block"),
+        pytest.param(changed(OPEN, 3, 2**31), id="block beyond any"),
+        pytest.param(changed(OPEN, 3, 0.5), id="half a block"),
+        pytest.param(changed(OPEN, 3, True), id="block is a truth value"),
+        pytest.param(changed(OPEN, 3, "0"), id="block as text"),
+        pytest.param(changed(OPEN, 5, 0), id="no length"),
+        pytest.param(changed(OPEN, 5, 2**24 + 1), id="length beyond any"),
+        pytest.param(changed(OPEN, 6, "zip"), id="unknown format"),
+        pytest.param(changed(OPEN, 6, 0), id="format as number"),
+        pytest.param(msgspec.msgpack.encode([*OPEN, "extra"]), id="unknown field"),
+        pytest.param(msgspec.msgpack.encode(OPEN[:-1]), id="missing field"),
+        pytest.param(changed(STEP, 1, -1), id="negative step"),
+        pytest.param(changed(STEP, 2, [0, -4]), id="negative start"),
+        pytest.param(changed(STEP, 2, []), id="no starts"),
+        pytest.param(changed(STEP, 2, 0), id="starts is a number"),
+        pytest.param(changed(STEP, 3, [2, -1]), id="negative count"),
+        pytest.param(changed(STEP, 3, [2, 2**31]), id="count beyond any"),
+        pytest.param(changed(STEP, 3, [2, 1.5]), id="fractional count"),
+        pytest.param(changed(STEP, 3, [2, None]), id="count is null"),
+        pytest.param(changed(STEP, 3, []), id="no counts"),
+        pytest.param(changed(STEP, 3, [1] * (MAX_ROWS + 1)), id="too many rows"),
+        pytest.param(changed(STEP, 6, [0] * (MAX_ROWS + 1)), id="too many sources"),
+        pytest.param(changed(STEP, 6, [-1, 0]), id="negative source"),
+        pytest.param(changed(STEP, 6, []), id="no sources"),
+        pytest.param(changed(STEP, 5, "d" * 257), id="dtype too long"),
+        pytest.param(changed(STEP, 5, b"float32"), id="dtype as bytes"),
+        pytest.param(changed(FORWARD, 4, [1] * (MAX_ROWS + 1)), id="too many sequences"),
+        pytest.param(changed(FORWARD, 4, [[1]]), id="nested counts"),
+        pytest.param(msgspec.msgpack.encode(["InfoRequest", 1]), id="info with a field"),
+        pytest.param(msgspec.msgpack.encode(["CloseSession", None]), id="close with a field"),
+    ],
+)
+def test_fields_outside_of_the_schema(data):
+    refused_by_all(data)
+
+
+def test_bad_utf8_inside_of_a_field():
+    right = msgspec.msgpack.encode(OPEN)
+    assert right.count(b"\xa4main") == 1
+    refused_by_all(right.replace(b"\xa4main", b"\xa4m\xffi\xfe"))
+
+
+def test_as_many_rows_as_are_allowed():
+    message = messages.StepRequest(0, [0] * MAX_ROWS, [1] * MAX_ROWS, WireFormat.NONE, "float32", [0] * MAX_ROWS)
+    assert messages.decode_client(messages.encode(message)) == message
+
+
+@pytest.mark.parametrize("number", [math.inf, math.nan])
+def test_odd_times_do_not_hurt_a_client(number):
+    reply = messages.decode_server(messages.encode(messages.ForwardReply(WireFormat.NONE, "float32", number)))
+    assert isinstance(reply, messages.ForwardReply)
+
+
+def test_a_refusal_carries_code_and_reason():
+    refusal = messages.refusal(WrongShape("too few values"))
+    assert refusal == messages.Refusal("wrong_shape", "too few values")
+
+
+@given(st.text(alphabet="aé€😀", min_size=1999, max_size=2400))
+def test_a_refusal_with_a_long_reason_can_be_read(reason):
+    decoded = messages.decode_server(messages.encode(messages.refusal(WrongShape(reason))))
+    assert decoded == messages.Refusal("wrong_shape", reason[:2000])

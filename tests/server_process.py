@@ -1,0 +1,43 @@
+"""What a forked test server runs. Imported by the fork server, so that every fork has the heavy packages loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import tempfile
+from multiprocessing.connection import Connection
+
+import torch
+import uvloop
+
+import swarm.models.span
+from swarm.server.config import ServerConfig
+from swarm.server.server import Server
+from swarm.transport.p2p import quiet_hivemind
+
+assert swarm.models.span  # imported for its weight
+
+
+def serve(config: ServerConfig, connection: Connection, folder: str) -> None:
+    """Run a server until the test says stop, or is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test runner
+    tempfile.tempdir = folder
+    torch.set_num_threads(1)
+    quiet_hivemind()
+    uvloop.run(_serve(config, connection))
+
+
+async def _serve(config: ServerConfig, connection: Connection) -> None:
+    server = Server(config)
+    try:
+        await server.start()
+    except Exception as error:
+        connection.send(error)
+        return
+    connection.send((server.peer.peer_id, await server.peer.visible_addresses()))
+    try:
+        await asyncio.to_thread(connection.recv)
+    except (EOFError, OSError):
+        pass
+    finally:
+        await server.stop()

@@ -1,0 +1,156 @@
+"""Swarms of real server processes for tests.
+
+Servers are forked from one process that has torch, transformers and hivemind imported already, so that a server takes
+a second to start instead of six. They are separate processes all the same, with their own libp2p daemon.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from swarm.client.model import AutoDistributedModelForCausalLM
+from swarm.server.config import BlocksWanted, ServerConfig
+from swarm.transport.p2p import P2PConfig
+
+LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
+START_TIMEOUT = 90.0
+STOP_TIMEOUT = 10.0
+
+_forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload(["tests.server_process"])
+
+
+@dataclass
+class ServerProcess:
+    """One running server."""
+
+    process: Any
+    connection: Connection
+    peer_id: str = ""
+    addresses: tuple[str, ...] = ()
+
+    @property
+    def pid(self) -> int:
+        return int(self.process.pid)
+
+    def wait_ready(self) -> ServerProcess:
+        """Wait until it serves; its error is raised here."""
+        if not self.connection.poll(START_TIMEOUT):
+            raise TimeoutError("the server did not start")
+        message = self.connection.recv()
+        if isinstance(message, BaseException):
+            raise message
+        self.peer_id, self.addresses = message
+        return self
+
+    def kill(self) -> None:
+        """As a power cut would."""
+        self.process.kill()
+        self.process.join()
+
+    def stop(self) -> None:
+        with suppress(OSError):
+            self.connection.send("stop")
+        self.process.join(STOP_TIMEOUT)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+            raise AssertionError("a server did not leave by itself")
+        self.connection.close()
+
+
+class TestSwarm:
+    """Servers of one model; the first is the one that the others and clients join by."""
+
+    __test__ = False
+
+    def __init__(self, model: Path | str, folder: str) -> None:
+        self.model = str(model)
+        self.servers: list[ServerProcess] = []
+        self._folder = folder
+
+    @property
+    def address(self) -> str:
+        return self.servers[0].addresses[0]
+
+    def start(self, blocks: str, **options: Any) -> ServerProcess:
+        """Start a server; `wait_ready` on the result waits until it serves."""
+        from tests.server_process import serve
+
+        peers = (self.address,) if self.servers else ()
+        config = ServerConfig(
+            model=self.model,
+            blocks=BlocksWanted.parse(blocks),
+            p2p=P2PConfig(initial_peers=peers, host_maddrs=LOOPBACK),
+            throughput=1000.0,
+            update_period=10.0,
+            threads=1,
+        )
+        ours, theirs = _forks.Pipe()
+        arguments = (replace(config, **options), theirs, self._folder)
+        process = _forks.Process(target=serve, args=arguments, daemon=True)
+        process.start()
+        theirs.close()
+        server = ServerProcess(process, ours)
+        self.servers.append(server)
+        return server
+
+    def client(self, **options: Any) -> Any:
+        """A new client's model."""
+        return AutoDistributedModelForCausalLM.from_pretrained(self.model, initial_peers=[self.address], **options)
+
+    def stop(self) -> None:
+        for server in self.servers:
+            with suppress(OSError):
+                server.connection.send("stop")
+        for server in self.servers:
+            server.stop()
+
+
+@contextmanager
+def run_swarm(model: Path | str, blocks: Sequence[str], **options: Any) -> Iterator[TestSwarm]:
+    """A swarm with one server for each entry of `blocks`."""
+    folder = tempfile.mkdtemp(prefix="swt-", dir="/tmp")  # short: the daemon's sockets lie in it
+    swarm = TestSwarm(model, folder)
+    try:
+        swarm.start(blocks[0], **options).wait_ready()
+        rest = [swarm.start(wanted, **options) for wanted in blocks[1:]]
+        for server in rest:
+            server.wait_ready()
+        yield swarm
+    finally:
+        try:
+            swarm.stop()
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def run_client(swarm: TestSwarm, **options: Any) -> Iterator[Any]:
+    """A client that disconnects at the end."""
+    model = swarm.client(**options)
+    try:
+        yield model
+    finally:
+        model.swarm.close()
+
+
+def is_running(pid: int) -> bool:
+    """True while the process exists and is no zombie."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] != "Z"
+    except (OSError, IndexError):
+        return False
+
+
+__all__ = ["ServerProcess", "TestSwarm", "is_running", "run_client", "run_swarm"]

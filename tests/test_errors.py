@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm import errors
+
+
+def every(root: type[Exception]) -> list[type[Exception]]:
+    return [root, *(found for child in root.__subclasses__() for found in every(child))]
+
+
+@pytest.mark.parametrize("kind", every(errors.RemoteError))
+def test_a_remote_error_comes_back_as_the_class_it_was(kind):
+    raised = errors.remote_error(kind.code, "why")
+    assert type(raised) is kind
+    assert str(raised) == "why"
+
+
+def test_no_two_errors_share_a_code():
+    codes = [kind.code for kind in every(errors.RemoteError)]
+    assert len(set(codes)) == len(codes)
+
+
+@pytest.mark.parametrize("code", ["", "missing_blocks", "WrongShape", "__class__"])
+def test_an_unknown_code_is_the_servers_fault(code):
+    assert type(errors.remote_error(code, "why")) is errors.ServerFault
+
+
+def test_the_tree_says_who_has_to_act():
+    for kind in (errors.WrongShape, errors.WrongDtype, errors.TooLong, errors.UnknownSession, errors.WrongPosition):
+        assert issubclass(kind, errors.RequestRefused)
+        assert not issubclass(kind, errors.ServerFault)
+    for kind in (errors.CacheFull, errors.ServerClosing):
+        assert issubclass(kind, errors.ServerFault)
+    assert not issubclass(errors.RemoteError, errors.UsageError)
+    assert all(issubclass(kind, errors.SwarmError) for kind in every(errors.SwarmError))
+
+
+def test_missing_blocks_names_them_and_a_command_that_covers_them():
+    error = errors.MissingBlocks([4, 5, 7])
+    assert error.blocks == (4, 5, 7)
+    assert "4:6, 7:8" in str(error)
+    assert "--blocks 4:8" in str(error)
+
+
+def test_missing_blocks_can_say_why():
+    assert "because of rain" in str(errors.MissingBlocks([0], "because of rain"))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "text"),
+    [([], ""), ([3], "3:4"), ([0, 1, 2, 5], "0:3, 5:6"), ([5, 2, 1, 0], "0:3, 5:6"), ([1, 3], "1:2, 3:4")],
+)
+def test_format_blocks(blocks, text):
+    assert errors.format_blocks(blocks) == text
+
+
+@given(st.sets(st.integers(0, 60), min_size=1))
+def test_formatted_ranges_hold_exactly_the_blocks_and_do_not_touch(blocks):
+    ranges = [tuple(map(int, part.split(":"))) for part in errors.format_blocks(blocks).split(", ")]
+    assert {block for start, end in ranges for block in range(start, end)} == blocks
+    assert all(end < start for (_, end), (start, _) in zip(ranges, ranges[1:], strict=False))

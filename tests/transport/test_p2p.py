@@ -1,0 +1,245 @@
+"""Real libp2p daemons on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import shutil
+import socket
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from swarm.dht.validation import AnnouncementValidator
+from swarm.errors import AddressUnavailable, IdentityError, InvalidOption, PeerLost, PeerUnreachable
+from swarm.protocol import messages
+from swarm.transport.identity import load_or_create
+from swarm.transport.p2p import P2PConfig, Peer
+
+LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
+SIX_MEGABYTES = secrets.token_bytes(6 << 20)
+STRANGER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+QUICKLY = 10.0
+
+
+@pytest.fixture
+def folder(monkeypatch):
+    """Where temporary files go; short, because sockets lie in it."""
+    path = Path(tempfile.mkdtemp(prefix="swp-", dir="/tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", str(path))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def daemons() -> list[psutil.Process]:
+    """Daemons that this test process has started and that still run."""
+    return [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if child.status() != psutil.STATUS_ZOMBIE and "p2pd" in child.name()
+    ]
+
+
+def nothing_is_left(folder: Path) -> None:
+    assert daemons() == []
+    assert list(folder.iterdir()) == []
+
+
+async def listening(*initial_peers: str, **options: object) -> Peer:
+    config = P2PConfig(initial_peers=initial_peers, host_maddrs=LOOPBACK, **options)
+    return await Peer.create(config, AnnouncementValidator())
+
+
+async def address_of(peer: Peer) -> str:
+    (address,) = await peer.visible_addresses()
+    return address
+
+
+async def echo(stream) -> None:
+    """Answers every frame with the caller's id and the same payload, until the caller has gone."""
+    while True:
+        frame = await stream.receive()
+        await stream.send(messages.Refusal("echo", stream.peer_id), frame.payload)
+
+
+async def exchange(stream, payload: bytes) -> str:
+    await stream.send(messages.InfoRequest(), payload)
+    frame = await stream.receive()
+    assert frame.payload == payload
+    return messages.decode_server(frame.header).message
+
+
+def unused_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_two_peers_exchange_frames_and_leave_nothing_behind(folder):
+    async def scenario():
+        server = await listening()
+        try:
+            address = await address_of(server)
+            assert address.startswith("/ip4/127.0.0.1/tcp/")
+            assert address.endswith("/p2p/" + server.peer_id)
+            await server.serve(echo)
+            client = await Peer.create(P2PConfig(initial_peers=(address,)), AnnouncementValidator())
+            try:
+                assert len(daemons()) == 2
+                assert list(folder.iterdir())
+                stream = await client.open_stream(server.peer_id)
+                second = await client.open_stream(server.peer_id)
+                # The names come from libp2p's handshake, not from what the peers say about themselves.
+                assert (stream.peer_id, await exchange(stream, b"")) == (server.peer_id, client.peer_id)
+                for payload in (b"x", SIX_MEGABYTES, b""):
+                    await exchange(stream, payload)
+                await asyncio.gather(*(exchange(one, SIX_MEGABYTES) for one in (stream, second)))
+                second.close()
+                assert await exchange(stream, b"still open") == client.peer_id
+            finally:
+                await client.shutdown()
+        finally:
+            await server.shutdown()
+
+    asyncio.run(scenario())
+    nothing_is_left(folder)
+
+
+def test_a_peer_that_dies_is_lost_quickly(folder):
+    async def scenario():
+        client = await listening()
+        try:
+            address = await address_of(client)
+            before = daemons()
+            server = await listening(address)
+            try:
+                await server.serve(echo)
+                stream = await client.open_stream(server.peer_id)
+                await exchange(stream, b"alive")
+                (daemon,) = [child for child in daemons() if child not in before]
+                waiting = asyncio.create_task(stream.receive())
+                daemon.kill()
+                began = time.monotonic()
+                with pytest.raises(PeerLost):
+                    await asyncio.wait_for(waiting, QUICKLY)
+                with pytest.raises(PeerLost, match=server.peer_id[-6:]):
+                    await client.open_stream(server.peer_id)
+                assert time.monotonic() - began < QUICKLY
+            finally:
+                await server.shutdown()
+            with pytest.raises(PeerLost, match=STRANGER[-6:]):
+                await asyncio.wait_for(client.open_stream(STRANGER), QUICKLY)
+        finally:
+            await client.shutdown()
+
+    asyncio.run(scenario())
+    nothing_is_left(folder)
+
+
+def test_leaving_ends_the_streams_and_their_handlers(folder):
+    async def scenario():
+        client = await listening()
+        try:
+            server = await listening(await address_of(client))
+            began, ended = asyncio.Event(), asyncio.Event()
+
+            async def forever(stream):
+                began.set()
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    ended.set()
+
+            try:
+                await server.serve(forever)
+                stream = await client.open_stream(server.peer_id)
+                await stream.send(messages.InfoRequest())
+                await asyncio.wait_for(began.wait(), QUICKLY)
+            finally:
+                await server.shutdown()
+            assert ended.is_set()
+            with pytest.raises(PeerLost):
+                await asyncio.wait_for(stream.receive(), QUICKLY)
+        finally:
+            await client.shutdown()
+
+    asyncio.run(scenario())
+    nothing_is_left(folder)
+
+
+def test_an_identity_file_keeps_the_peers_name(folder, tmp_path):
+    identity = load_or_create(tmp_path / "identity")
+
+    async def scenario():
+        peer = await listening(identity_path=identity.path)
+        await peer.shutdown()
+        return peer.peer_id
+
+    assert asyncio.run(scenario()) == identity.peer_id
+    assert identity.path.exists()
+    nothing_is_left(folder)
+
+
+@pytest.mark.parametrize("hosts", [(), LOOPBACK], ids=["client", "server"])
+def test_no_initial_peer_answers(folder, hosts):
+    nobody = f"/ip4/127.0.0.1/tcp/{unused_port()}/p2p/{STRANGER}"
+    config = P2PConfig(initial_peers=(nobody,), host_maddrs=hosts)
+    with pytest.raises(PeerUnreachable, match=STRANGER):
+        asyncio.run(Peer.create(config, AnnouncementValidator()))
+    nothing_is_left(folder)
+
+
+def test_the_address_is_right_but_the_peer_id_is_not(folder):
+    async def scenario():
+        other = await listening()
+        try:
+            wrong = (await address_of(other)).replace(other.peer_id, STRANGER)
+            with pytest.raises(PeerUnreachable):
+                await Peer.create(P2PConfig(initial_peers=(wrong,)), AnnouncementValidator())
+            assert len(daemons()) == 1
+        finally:
+            await other.shutdown()
+
+    asyncio.run(scenario())
+    nothing_is_left(folder)
+
+
+def test_what_is_wrong_before_anything_starts(folder, tmp_path):
+    (tmp_path / "identity").write_bytes(b"garbage")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        port = taken.getsockname()[1]
+        for config, error in (
+            (P2PConfig(initial_peers=("nonsense",)), InvalidOption),
+            (P2PConfig(host_maddrs=(f"/ip4/127.0.0.1/tcp/{port}",)), AddressUnavailable),
+            (P2PConfig(host_maddrs=LOOPBACK, identity_path=tmp_path / "identity"), IdentityError),
+        ):
+            with pytest.raises(error):
+                asyncio.run(Peer.create(config, AnnouncementValidator()))
+    nothing_is_left(folder)
+
+
+def test_a_start_that_is_cancelled(folder):
+    async def scenario():
+        starting = asyncio.create_task(listening())
+        deadline = time.monotonic() + QUICKLY
+        while not daemons():
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+
+    asyncio.run(scenario())
+    nothing_is_left(folder)
+
+
+def test_a_daemon_that_does_not_start_is_not_an_unexplained_error(folder, monkeypatch):
+    monkeypatch.setattr("hivemind.p2p.p2p_daemon.P2PD_FILENAME", "no-such-file")
+    with pytest.raises(PeerLost, match="did not start"):
+        asyncio.run(listening())
+    nothing_is_left(folder)

@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarm.errors import PeerLost, ProtocolViolation
+from swarm.protocol import messages
+from swarm.protocol.framing import MAX_HEADER, MAX_PAYLOAD, encode_prefix
+from swarm.transport.memory import stream_pair
+from swarm.transport.stream import FrameStream
+
+HELLO = messages.Refusal("hello", "a message with a text")
+SOON = 10.0
+
+
+class Deaf:
+    """A writer whose every use fails as a broken transport's does."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def write(self, data: bytes | memoryview) -> None:
+        raise self.error
+
+    def close(self) -> None:
+        pass
+
+
+def reading(data: bytes, end: bool = False) -> FrameStream:
+    """A stream on which exactly these bytes have come so far."""
+    reader = asyncio.StreamReader()
+    reader.feed_data(data)
+    if end:
+        reader.feed_eof()
+    writer: Any = Deaf(AssertionError("nothing may be written"))
+    return FrameStream("peer", reader, writer)
+
+
+@given(st.lists(st.binary(max_size=2000), max_size=10))
+@settings(deadline=None)
+def test_frames_arrive_whole_and_in_order(payloads):
+    async def scenario():
+        ours, theirs = stream_pair("us", "them")
+        for number, payload in enumerate(payloads):
+            await ours.send(messages.SessionOpened(number), payload)
+        for number, payload in enumerate(payloads):
+            frame = await theirs.receive()
+            assert messages.decode_server(frame.header) == messages.SessionOpened(number)
+            assert frame.payload == payload
+
+    asyncio.run(scenario())
+
+
+def test_both_directions_at_once():
+    async def scenario():
+        ours, theirs = stream_pair("us", "them")
+        assert (ours.peer_id, theirs.peer_id) == ("them", "us")
+        await asyncio.gather(ours.send(HELLO, b"a" * 300_000), theirs.send(HELLO, b"b" * 300_000))
+        there, here = await asyncio.gather(theirs.receive(), ours.receive())
+        assert (there.payload, here.payload) == (b"a" * 300_000, b"b" * 300_000)
+
+    asyncio.run(scenario())
+
+
+def test_a_payload_may_be_any_buffer():
+    async def scenario():
+        ours, theirs = stream_pair("us", "them")
+        await ours.send(HELLO, memoryview(bytearray(b"xyz")))
+        await ours.send(HELLO, memoryview(b""))
+        assert [(await theirs.receive()).payload for _ in range(2)] == [b"xyz", b""]
+
+    asyncio.run(scenario())
+
+
+def test_a_frame_that_comes_in_single_bytes():
+    async def scenario():
+        header = messages.encode(HELLO)
+        reader = asyncio.StreamReader()
+        writer: Any = Deaf(AssertionError())
+        waiting = asyncio.create_task(FrameStream("peer", reader, writer).receive())
+        for byte in encode_prefix(len(header), 3) + header + b"end":
+            assert not waiting.done()
+            reader.feed_data(bytes([byte]))
+            await asyncio.sleep(0)
+        frame = await asyncio.wait_for(waiting, SOON)
+        assert (frame.header, frame.payload) == (header, b"end")
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("prefix", "limit"),
+    [
+        (encode_prefix(MAX_HEADER + 1, 0), MAX_PAYLOAD),
+        (encode_prefix(2**32 - 1, 0), MAX_PAYLOAD),
+        (encode_prefix(1, MAX_PAYLOAD + 1), MAX_PAYLOAD),
+        (encode_prefix(1, 2**64 - 1), MAX_PAYLOAD),
+        (encode_prefix(1, 101), 100),
+        (encode_prefix(1, 1), 0),
+    ],
+)
+def test_too_large_a_frame_is_refused_before_it_comes(prefix, limit):
+    async def scenario():
+        with pytest.raises(ProtocolViolation, match="announced"):
+            await asyncio.wait_for(reading(prefix).receive(limit), SOON)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("length", range(0, 12 + 25, 3))
+def test_a_stream_that_ends_inside_of_a_frame(length):
+    async def scenario():
+        header = messages.encode(HELLO)
+        whole = encode_prefix(len(header), 4) + header + b"tail"
+        assert length < len(whole)
+        with pytest.raises(PeerLost, match="closed the connection"):
+            await asyncio.wait_for(reading(whole[:length], end=True).receive(), SOON)
+
+    asyncio.run(scenario())
+
+
+def test_a_peer_that_closes_is_lost_after_what_it_had_sent():
+    async def scenario():
+        ours, theirs = stream_pair("us", "them")
+        await ours.send(HELLO, b"last")
+        ours.close()
+        assert (await theirs.receive()).payload == b"last"
+        with pytest.raises(PeerLost):
+            await theirs.receive()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError("gone"), BrokenPipeError("gone"), RuntimeError("closed")])
+def test_sending_into_a_broken_connection(error):
+    async def scenario():
+        writer: Any = Deaf(error)
+        with pytest.raises(PeerLost, match="…longid broke"):
+            await FrameStream("averylongid", asyncio.StreamReader(), writer).send(HELLO)
+
+    asyncio.run(scenario())
+
+
+def test_a_connection_that_resets_while_one_waits():
+    async def scenario():
+        reader = asyncio.StreamReader()
+        writer: Any = Deaf(AssertionError())
+        waiting = asyncio.create_task(FrameStream("peer", reader, writer).receive())
+        await asyncio.sleep(0)
+        reader.set_exception(ConnectionResetError("reset"))
+        with pytest.raises(PeerLost):
+            await asyncio.wait_for(waiting, SOON)
+
+    asyncio.run(scenario())

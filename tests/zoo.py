@@ -1,0 +1,228 @@
+"""Tiny random models of many families, whose blocks differ from each other as they do in the real ones.
+
+A table of configs, and nothing else that knows a family. Every model has six blocks, so that the spans 0:2, 2:3, 3:6
+begin in the middle of the patterns (sliding and full attention, dense and mixture of experts, rotary or not), and
+windows are shorter than the sequences of the tests. The weights are spread wide: with usual initial weights a tiny
+model repeats one token whatever its blocks do, and a test that compares texts would prove nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+BLOCKS = 6
+VOCABULARY = 128
+WINDOW = 6
+PROMPTS = ([17, 90, 3, 64, 121], [5, 33, 101, 77, 12, 58, 99, 41, 8])
+"""Two prompts of different lengths; none holds the padding token."""
+
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": BLOCKS,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,  # text ends where the test says
+}
+GATED = {**COMMON, "intermediate_size": 48, "num_key_value_heads": 2}
+SPARSE = {**GATED, "moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
+
+TABLE: dict[str, dict[str, Any]] = {
+    "llama": GATED,
+    "mistral": {**GATED, "sliding_window": WINDOW},
+    "qwen2": {**GATED, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 3},
+    "qwen3": {**GATED, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 4, "head_dim": 16},
+    "gemma": {**GATED, "head_dim": 16},
+    "gemma2": {**GATED, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": WINDOW},
+    "gemma3_text": {
+        **GATED,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    },
+    "phi": GATED,
+    "phi3": {**GATED, "sliding_window": WINDOW},
+    "olmo2": GATED,
+    "starcoder2": {**GATED, "sliding_window": WINDOW},
+    "stablelm": {**GATED, "use_qkv_bias": True, "qk_layernorm": True},
+    "granite": {
+        **GATED,
+        "embedding_multiplier": 2.0,
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 2.0,
+    },
+    "cohere": {**GATED, "use_qk_norm": True},
+    "cohere2": {
+        **GATED,
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    },
+    "smollm3": {
+        **GATED,
+        "no_rope_layers": [1, 0, 1, 1, 0, 1],
+        "use_sliding_window": True,
+        "sliding_window": WINDOW,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"] * 2,
+    },
+    "mixtral": {**GATED, "num_local_experts": 4, "sliding_window": WINDOW},
+    "qwen2_moe": {**SPARSE, "shared_expert_intermediate_size": 24, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+    "qwen3_moe": {**SPARSE, "head_dim": 16, "mlp_only_layers": [0, 3]},
+    "gpt_oss": {**GATED, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW},
+    "opt": {**COMMON, "ffn_dim": 48},
+    "opt_projected": {
+        **COMMON,
+        "ffn_dim": 48,
+        "hidden_size": 64,
+        "word_embed_proj_dim": 32,
+        "do_layer_norm_before": False,
+    },
+    "bloom": COMMON,
+    "falcon": {**COMMON, "new_decoder_architecture": True, "num_kv_heads": 2},
+    "falcon_multi_query": {**COMMON, "multi_query": True, "parallel_attn": True, "bias": True},
+    "falcon_alibi": {**COMMON, "alibi": True, "multi_query": False, "parallel_attn": False},
+    "gpt2": {**COMMON, "scale_attn_by_inverse_layer_idx": True},
+    "gpt_bigcode": COMMON,
+    "gpt_neo": {
+        **COMMON,
+        "num_layers": BLOCKS,
+        "attention_types": [[["global", "local"], BLOCKS // 2]],
+        "window_size": WINDOW,
+    },
+    "gptj": {**COMMON, "rotary_dim": 4},
+    "gpt_neox": {**COMMON, "intermediate_size": 48},
+    "mpt": {**COMMON, "max_seq_len": 128},
+    "ctrl": {**COMMON, "hidden_size": 64, "dff": 48, "n_positions": 128},
+    "gemma4_unified_text": {
+        **GATED,
+        "head_dim": 16,
+        "global_head_dim": 24,
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    },
+    "deepseek_v2": {
+        **GATED,
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 12,
+    },
+    "deepseek_v3": {
+        **GATED,
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 8,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 12,
+    },
+    "glm4": {**GATED, "head_dim": 16},
+    "glm4_moe": {
+        **GATED,
+        "head_dim": 16,
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 2,
+    },
+    "llama4_text": {
+        **GATED,
+        "intermediate_size_mlp": 48,
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "interleave_moe_layer_step": 2,
+        "no_rope_layers": [1, 1, 0, 1, 0, 1],
+        "attention_chunk_size": WINDOW,
+        "floor_scale": 4,
+    },
+    "ernie4_5": {**GATED, "head_dim": 16},
+    "hunyuan_v1_dense": {**GATED, "head_dim": 16},
+    "seed_oss": {**GATED, "head_dim": 16},
+    "exaone4": {**GATED, "sliding_window": WINDOW, "sliding_window_pattern": 3},
+    "olmo3": {
+        **GATED,
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    },
+}
+"""Family, or a variant of one (`falcon_alibi`), to its config."""
+
+VARIANTS = {"opt_projected": "opt", "falcon_multi_query": "falcon", "falcon_alibi": "falcon"}
+SEED, SPREAD = 2, 2.0
+TUNED = {
+    "bloom": (1, SPREAD),
+    "ctrl": (1, 5.0),
+    "falcon_alibi": (10, SPREAD),
+    "gpt_bigcode": (1, SPREAD),
+    "gptj": (3, SPREAD),
+    "opt_projected": (11, 0.3),
+}
+"""Seed and spread of families that repeat one token with the usual ones."""
+
+FAMILIES: tuple[str, ...] = tuple(TABLE)
+
+
+def config_of(family: str) -> PreTrainedConfig:
+    return AutoConfig.for_model(VARIANTS.get(family, family), **TABLE[family])
+
+
+def make_checkpoint(family: str, folder: Path, max_shard_size: str = "1GB") -> Path:
+    """Save a tiny model of `family` to `folder` as safetensors. The same family always has the same weights.
+
+    Args:
+        max_shard_size: such as "40KB", to obtain several shards and an index.
+    """
+    model = AutoModelForCausalLM.from_config(config_of(family), dtype=torch.float32)
+    _spread_weights(model, *TUNED.get(family, (SEED, SPREAD)))
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+def _spread_weights(model: PreTrainedModel, seed: int, spread: float) -> None:
+    """Random weights, so large that attention is sharp; norms, biases and attention sinks differ between blocks.
+
+    Embeddings are small beside what the blocks add, or else a head that is tied to them repeats the last token.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    embedding = model.get_input_embeddings().weight.data_ptr()
+    distinct = {tensor.data_ptr(): tensor for tensor in model.state_dict().values()}  # tied weights once
+    for pointer, tensor in distinct.items():
+        noise = torch.randn(tensor.shape, generator=generator)
+        if tensor.dim() < 2:
+            tensor.add_(0.1 * noise)
+        else:
+            tensor.copy_(noise * (0.3 if pointer == embedding else spread) / tensor.shape[-1] ** 0.5)
+
+
+def greedy_texts(model: PreTrainedModel, tokens: int = 12) -> list[list[int]]:
+    """What `model` says after each of `PROMPTS`, greedily."""
+    return [
+        model.generate(torch.tensor([prompt]), max_new_tokens=tokens, do_sample=False)[0, len(prompt) :].tolist()
+        for prompt in PROMPTS
+    ]
+
+
+def assert_text_varies(model: PreTrainedModel) -> None:
+    """Greedy text of 12 tokens has at least four different ones after each prompt, or the family needs retuning."""
+    for text in greedy_texts(model):
+        assert len(set(text)) >= 4, f"{type(model).__name__} repeats itself: {text}"
