@@ -55,7 +55,7 @@ def network_options(default_port: int) -> Callable[[F], F]:
             click.option(
                 "--identity-path",
                 type=click.Path(dir_okay=False, path_type=Path),
-                help="File of this peer's key, made if it does not exist. Without it the peer id is new at every start.",
+                help="File of this peer's key, made if missing. Without it the peer id is new at every start.",
             ),
         )
         for option in reversed(options):

@@ -57,17 +57,18 @@ def _write(address: str, prompt: str, tokens: int, temperature: float, seed: int
     quiet_hivemind()
     torch.set_num_threads(1)
     tokenizer = load_tokenizer(DEMO)
-    model = AutoDistributedModelForCausalLM.from_pretrained(initial_peers=[address], show_route=True)
+    model = AutoDistributedModelForCausalLM.from_pretrained(initial_peers=[address])
     try:
         inputs = tokenizer(prompt, return_tensors="pt")
         settings: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": temperature > 0}
         if temperature > 0:
             settings |= {"temperature": temperature, "top_k": 50}
-        click.echo()
-        torch.manual_seed(seed)
-        began = time.perf_counter()
-        written = model.generate(**inputs, **settings, streamer=TextStreamer(tokenizer))
-        seconds = time.perf_counter() - began
+        with model.inference_session(max_length=inputs["input_ids"].shape[1] + tokens) as session:
+            click.echo(f"{session.open()}\n")
+            torch.manual_seed(seed)
+            began = time.perf_counter()
+            written = model.generate(**inputs, **settings, streamer=TextStreamer(tokenizer))
+            seconds = time.perf_counter() - began
     finally:
         model.swarm.close()
     count = written.shape[1] - inputs["input_ids"].shape[1]

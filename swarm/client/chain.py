@@ -109,15 +109,18 @@ class Chain:
 
     def __init__(self, network: Network, route: Route, manner: Manner, max_length: int) -> None:
         self.route = route
+        self.failed: set[str] = set()
+        """Peers that refused or could not be reached when the chain was opened."""
         self._hops = [HopSession(network, hop, manner, max_length) for hop in route.hops]
 
     async def open(self) -> None:
         """Open all hops at once. If one refuses, the others are closed again."""
         results = await asyncio.gather(*(hop.open() for hop in self._hops), return_exceptions=True)
-        errors = [result for result in results if isinstance(result, BaseException)]
+        errors = {hop: result for hop, result in zip(self._hops, results, strict=True) if result is not None}
         if errors:
+            self.failed = {hop.hop.server.peer_id for hop in errors}
             await self.close()
-            raise errors[0]
+            raise next(iter(errors.values()))
 
     async def step(self, hidden: Packed, layout: StepLayout) -> Packed:
         """One step through all blocks."""
@@ -158,16 +161,16 @@ async def _ask(
     hop: Hop,
     request: messages.Message,
     payload: bytes | memoryview,
-    timeout: float,
+    patience: float,
     max_payload: int,
 ) -> tuple[messages.ServerMessage, bytes | memoryview]:
     """Send a request and wait for its answer; a refusal is raised."""
     try:
-        async with asyncio.timeout(timeout):
+        async with asyncio.timeout(patience):
             await stream.send(request, payload)
             frame = await stream.receive(max_payload)
     except TimeoutError:
-        raise PeerLost(f"{_whose(hop)} did not answer within {timeout:.0f} s") from None
+        raise PeerLost(f"{_whose(hop)} did not answer within {patience:.0f} s") from None
     except PeerLost as error:
         raise PeerLost(f"{_whose(hop)} is gone: {error}") from None
     reply = messages.decode_server(frame.header)

@@ -88,14 +88,23 @@ class SwarmConnection:
         return self._background.run(self._forward(span, hidden, layout))
 
     async def _open_chain(self, max_length: int) -> Chain:
-        chain = Chain(self._peer, await self._route(Span(0, self.blocks)), self._manner, max_length)
+        failed: set[str] = set()
+        for _ in range(ATTEMPTS - 1):
+            chain = Chain(self._peer, await self._route(Span(0, self.blocks), failed), self._manner, max_length)
+            try:
+                await chain.open()
+                return chain
+            except (PeerLost, ServerFault) as error:
+                failed |= chain.failed
+                logger.info("%s; trying another route", error)
+        chain = Chain(self._peer, await self._route(Span(0, self.blocks), failed), self._manner, max_length)
         await chain.open()
         return chain
 
     async def _forward(self, span: Span, hidden: Packed, layout: StepLayout) -> Packed:
         failed: set[str] = set()
         while True:
-            route = await self._route(span, avoid=failed)
+            route = await self._route(span, failed)
             result = hidden
             try:
                 for hop in route.hops:

@@ -18,13 +18,15 @@ from swarm.client.remote_sequential import Call, RemoteLayer, RemoteSequential
 from swarm.client.session import InferenceSession
 from swarm.data_structures import Span, WireFormat
 from swarm.errors import InvalidOption, UsageError
-from swarm.models import families
 from swarm.models.checkpoint import Checkpoint, open_checkpoint
-from swarm.models.heads import layer_outputs, load_heads
+from swarm.models.heads import load_heads
 from swarm.models.loading import resolve_dtype
 from swarm.models.sequence_cache import SequenceCache
-from swarm.models.span import layers_path
 from swarm.transport.addresses import parse_peers
+
+
+CANDIDATES = 64
+"""Tokens that assisted generation may try beyond the end of the text."""
 
 
 class AutoDistributedModelForCausalLM:
@@ -135,7 +137,9 @@ class DistributedMixin:
         """transformers' hook: the cache of a `generate` that was given none is a session of its own."""
         given = model_kwargs.get("past_key_values")
         if given is None and generation_config.use_cache is not False:
-            self._active.own = self.inference_session(max_length=max(1, length))
+            # Candidates of assisted generation run ahead of the text's end before they are taken back.
+            ahead = CANDIDATES if "assisted" in str(generation_mode) else 0
+            self._active.own = self.inference_session(max_length=max(1, length + ahead))
             model_kwargs["past_key_values"] = self._active.own.cache
 
     _active: _Active
@@ -150,7 +154,7 @@ class _Active(threading.local):
 
 def _build(checkpoint: Checkpoint, connection: SwarmConnection, dtype: torch.dtype) -> Any:
     blocks = RemoteSequential(connection, Span(0, connection.blocks))
-    layer = RemoteLayer(blocks, layer_outputs(checkpoint))
+    layer = RemoteLayer(blocks, checkpoint.anatomy.outputs)
     model, owner = load_heads(checkpoint, layer, DistributedMixin, dtype=dtype)
     # Past nn.Module's bookkeeping: neither is a part of the model's weights.
     object.__setattr__(model, "remote_blocks", blocks)
@@ -202,9 +206,8 @@ def _continue_session(session: InferenceSession, tokens: Any, mask: torch.Tensor
 
 
 def _connect(config: ClientConfig, checkpoint: Checkpoint) -> SwarmConnection:
-    blocks = families.number_of_blocks(checkpoint.config)
-    digests = checkpoint.digests(layers_path(checkpoint), 0, blocks)
-    return SwarmConnection(config, checkpoint.name, checkpoint.revision, blocks, digests)
+    digests = checkpoint.digests(0, checkpoint.blocks)
+    return SwarmConnection(config, checkpoint.name, checkpoint.revision, checkpoint.blocks, digests)
 
 
 def _initial_peers(given: Sequence[str] | None) -> tuple[str, ...]:

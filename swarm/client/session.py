@@ -95,9 +95,17 @@ class InferenceSession:
         self.cache.commit(rows, new, fresh, tokens)
         return result
 
-    def _send(self, packed: Packed, layout: StepLayout) -> Packed:
+    def open(self) -> Route:
+        """Find a route and reserve room on its servers now, instead of at the first step."""
+        if self._closed:
+            raise SessionClosed("this inference session is closed; open another one")
         if self._chain is None:
             self._chain = self._connection.open_chain(self.max_length)
+        return self._chain.route
+
+    def _send(self, packed: Packed, layout: StepLayout) -> Packed:
+        self.open()
+        assert self._chain is not None
         return self._connection.step(self._chain, packed, layout)
 
     def close(self) -> None:

@@ -22,10 +22,12 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from swarm.errors import CheckpointError, InvalidSpan, ModelNotFound
 from swarm.models import families
+from swarm.models.anatomy import Anatomy, dissect
 from swarm.models.digest import block_digest
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_OTHER_TOWERS = re.compile(r"(?:^|.*\.)(?:vision|visual|audio|encoder|mtp)")
 DEMO = Path(__file__).with_name("demo")
 """The small trained model that the package carries."""
 
@@ -87,31 +89,38 @@ class Checkpoint:
                         yield name, _tensor(shard, name, file)
                         bar.update()
 
-    def block_of(self, layers_path: str) -> Callable[[str], tuple[int, str] | None]:
-        """A function from a tensor's name to (block, name inside the block), or None if it belongs to no block.
+    @cached_property
+    def anatomy(self) -> Anatomy:
+        """How the model is built, see `Anatomy`."""
+        return dissect(self.config)
 
-        Args:
-            layers_path: where the family's base model keeps its layers, such as "layers" or "decoder.layers".
-        """
+    @property
+    def blocks(self) -> int:
+        """Number of blocks of the whole model."""
+        return families.number_of_blocks(self.config)
+
+    def locate(self, name: str) -> tuple[int, str] | None:
+        """(block, name inside the block) of a tensor, or None if it belongs to no block that is served."""
+        match = self._block_names.match(name)
+        return (int(match[1]), match[2]) if match is not None and int(match[1]) < self.blocks else None
+
+    def is_head(self, name: str) -> bool:
+        """Whether a tensor may be the client's: neither a block's, nor of layers that no token passes (such as those
+        for multi-token prediction behind the last block), nor of a tower for images or sound."""
+        return self._block_names.match(name) is None and _OTHER_TOWERS.search(name) is None
+
+    @cached_property
+    def _block_names(self) -> re.Pattern[str]:
         # Checkpoints may be saved from the base model or from a model around it; nothing but a wrapper's name
         # ("model.", "transformer.", "language_model.model.") may stand in front of the path.
-        pattern = re.compile(rf"^(?:[a-z_]+\.){{0,3}}?{re.escape(layers_path)}\.(\d+)\.(.+)$")
-        outside = re.compile(r"(^|\.)(vision|visual|audio|encoder|mtp)")
-        blocks = families.number_of_blocks(self.config)
+        wrappers = rf"(?!{_OTHER_TOWERS.pattern})(?:[a-z_]+\.){{0,3}}?"
+        return re.compile(rf"^{wrappers}{re.escape(self.anatomy.path)}\.(\d+)\.(.+)$")
 
-        def locate(name: str) -> tuple[int, str] | None:
-            match = pattern.match(name)
-            if match is None or outside.search(name[: match.start(1)]) or int(match[1]) >= blocks:
-                return None
-            return int(match[1]), match[2]
-
-        return locate
-
-    def digests(self, layers_path: str, start: int, end: int) -> list[str] | None:
+    def digests(self, start: int, end: int) -> list[str] | None:
         """Digests of blocks [start, end), or None if not all of their files are on this machine."""
         if not Path(self.source).is_dir():
             return None
-        locate = self.block_of(layers_path)
+        locate = self.locate
         tensors: dict[int, dict[str, torch.Tensor]] = {block: {} for block in range(start, end)}
 
         def wanted(name: str) -> bool:
@@ -128,9 +137,8 @@ class Checkpoint:
 
     def check_span(self, start: int, end: int) -> None:
         """Raise `InvalidSpan` unless [start, end) lies inside the model."""
-        blocks = families.number_of_blocks(self.config)
-        if not 0 <= start < end <= blocks:
-            raise InvalidSpan(f"blocks {start}:{end} do not lie inside {self.name}, which has blocks 0:{blocks}")
+        if not 0 <= start < end <= self.blocks:
+            raise InvalidSpan(f"blocks {start}:{end} do not lie inside {self.name}, which has blocks 0:{self.blocks}")
 
     def generation_config(self) -> GenerationConfig | None:
         """The checkpoint's generation settings, if it has any."""

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedConfig
 
-from swarm.models import families, surgery
 from swarm.models.checkpoint import Checkpoint
 
 
@@ -28,20 +25,7 @@ class Footprint:
 
 
 def footprint(checkpoint: Checkpoint, dtype: torch.dtype) -> Footprint:
-    """Bytes of each block's weights and of one cached position, in `dtype`."""
-    config = copy.deepcopy(checkpoint.config)
-    with torch.device("meta"):
-        model = families.base_class(config)(config)
-    path, _, _ = surgery.find_layers(model, families.number_of_blocks(config))
-    layers = model.get_submodule(path)
-    weights = tuple(sum(p.numel() for p in layer.parameters()) * dtype.itemsize for layer in layers)
-    return Footprint(weights, _cached_values(config) * dtype.itemsize)
-
-
-def _cached_values(config: PreTrainedConfig) -> int:
-    """Numbers that one position leaves in the attention cache of one block."""
-    heads = config.num_attention_heads
-    if getattr(config, "kv_lora_rank", None):  # multi-head latent attention, which transformers caches expanded
-        return int(heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim))
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return int(2 * (getattr(config, "num_key_value_heads", None) or heads) * head_size)
+    """Bytes of each block's weights and of one cached position, in `dtype`. No weights are read."""
+    anatomy = checkpoint.anatomy
+    weights = tuple(parameters * dtype.itemsize for parameters in anatomy.parameters)
+    return Footprint(weights, anatomy.cached_values * dtype.itemsize)

@@ -7,7 +7,6 @@ The result is the family's own causal language model, so embedding scale, learne
 from __future__ import annotations
 
 import copy
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -16,10 +15,8 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from swarm.data_structures import Span
 from swarm.models import families, surgery
-from swarm.models.cache import RectangleCache
 from swarm.models.checkpoint import Checkpoint
 from swarm.models.loading import load_cut
-from swarm.models.span import layers_path
 
 NO_MASK = "remote"
 """Name of the attention implementation that a client's config carries: its masks are empty, nobody reads them."""
@@ -33,10 +30,8 @@ def load_heads(checkpoint: Checkpoint, layer: nn.Module, mixin: type, *, dtype: 
         mixin: class that the model's class inherits from first.
     """
     config = copy.deepcopy(checkpoint.config)
-    blocks = families.number_of_blocks(config)
-    path = layers_path(checkpoint)
-    locate = checkpoint.block_of(path)
-    tensors = dict(checkpoint.read(lambda name: locate(name) is None))
+    blocks = checkpoint.blocks
+    tensors = dict(checkpoint.read(checkpoint.is_head))
     family_class = families.causal_lm_class(config)
     model_class = type(family_class.__name__, (mixin, family_class), {"__module__": family_class.__module__})
 
@@ -50,9 +45,9 @@ def load_heads(checkpoint: Checkpoint, layer: nn.Module, mixin: type, *, dtype: 
             if isinstance(value, (bool, int, str)) and key != "training" and not hasattr(layer, key):
                 setattr(layer, key, value)  # such as attention_type, which some families read off the layer
         setattr(owner, name, nn.ModuleList([layer]))
-        surgery.slice_config(model.config, Span(0, 1), blocks)
 
     model = load_cut(model_class, config, cut, tensors, dtype)
+    surgery.slice_config(model.config, Span(0, 1), blocks)
     model.config.use_cache = False  # a plain forward keeps nothing; generate() asks for a cache by itself
     AttentionMaskInterface.register(NO_MASK, _empty_mask)
     model.config._attn_implementation_internal = NO_MASK
@@ -64,23 +59,3 @@ def load_heads(checkpoint: Checkpoint, layer: nn.Module, mixin: type, *, dtype: 
 
 def _empty_mask(*args: Any, device: torch.device | str | None = None, **kwargs: Any) -> torch.Tensor:
     return torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
-
-
-def layer_outputs(checkpoint: Checkpoint) -> int:
-    """What the family's layers return: 0 for a tensor, n for a tuple of n. Found by running one on the meta device."""
-    config = copy.deepcopy(checkpoint.config)
-    found: list[int] = []
-    with torch.device("meta"):
-        model = families.base_class(config)(config)
-        path, _, _ = surgery.find_layers(model, families.number_of_blocks(config))
-        first = model.get_submodule(path)[0]
-
-        def look(module: nn.Module, args: Any, output: Any) -> None:
-            found.append(len(output) if isinstance(output, tuple) else 0)
-
-        first.register_forward_hook(look)
-        # Mixtures of experts read values, which the meta device has not; all of them return tensors.
-        with suppress(Exception):
-            cache = RectangleCache(families.number_of_blocks(config))
-            model(inputs_embeds=torch.empty(1, 1, config.hidden_size), past_key_values=cache, use_cache=True)
-    return found[0] if found else 0

@@ -145,10 +145,10 @@ def load_span(
     """
     checkpoint.check_span(span.start, span.end)
     config = copy.deepcopy(checkpoint.config)
-    blocks = families.number_of_blocks(config)
+    blocks = checkpoint.blocks
     model_class = families.base_class(config)
-    path = layers_path(checkpoint)
-    tensors, digests = _read_blocks(checkpoint, path, span, progress)
+    path = checkpoint.anatomy.path
+    tensors, digests = _read_blocks(checkpoint, span, progress)
 
     def cut(model: nn.Module) -> None:
         _, owner, name = surgery.find_layers(model, blocks)
@@ -163,19 +163,9 @@ def load_span(
     return SpanModel(model, path, span, digests, config.hidden_size)
 
 
-def layers_path(checkpoint: Checkpoint) -> str:
-    """Where the family's base model keeps its decoder layers, such as "layers" or "decoder.layers"."""
-    config = copy.deepcopy(checkpoint.config)
-    with torch.device("meta"):
-        model = families.base_class(config)(config)
-    return surgery.find_layers(model, families.number_of_blocks(config))[0]
-
-
-def _read_blocks(
-    checkpoint: Checkpoint, path: str, span: Span, progress: bool
-) -> tuple[dict[str, torch.Tensor], list[str]]:
+def _read_blocks(checkpoint: Checkpoint, span: Span, progress: bool) -> tuple[dict[str, torch.Tensor], list[str]]:
     """The span's tensors, named as if the span were the whole model, and a digest a block."""
-    locate = checkpoint.block_of(path)
+    locate, path = checkpoint.locate, checkpoint.anatomy.path
     tensors: dict[str, torch.Tensor] = {}
     by_block: dict[int, dict[str, torch.Tensor]] = {block: {} for block in range(span.start, span.end)}
 

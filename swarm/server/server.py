@@ -85,7 +85,7 @@ class Server:
         checkpoint = await self._runtime.run(open_checkpoint, config.model, revision=config.revision)
         device = memory.resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, checkpoint.config)
-        blocks = int(checkpoint.config.num_hidden_layers)
+        blocks = checkpoint.blocks
         logger.info("Model: %s, revision %s, %d blocks", checkpoint.name, checkpoint.revision, blocks)
         logger.info("Device: %s, computing in %s", device, dtype_name(dtype))
         if config.blocks.span is not None:

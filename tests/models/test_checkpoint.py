@@ -16,6 +16,7 @@ from swarm.models import checkpoint as checkpoint_module
 from swarm.models.checkpoint import INDEX, SINGLE, Checkpoint, open_checkpoint
 from swarm.models.span import load_span
 from tests import zoo
+from tests.zoo import make_checkpoint
 
 torch.set_num_threads(1)
 
@@ -56,8 +57,8 @@ def test_one_file_and_many_shards_hold_the_same_blocks(single, sharded):
     one, many = open_checkpoint(single), open_checkpoint(sharded)
     assert set(one.files.values()) == {SINGLE}
     assert len(set(many.files.values())) > 3
-    assert one.digests("layers", 0, zoo.BLOCKS) == many.digests("layers", 0, zoo.BLOCKS)
-    assert load(single, 2, 4).digests == load(sharded, 2, 4).digests == one.digests("layers", 2, 4)
+    assert one.digests(0, zoo.BLOCKS) == many.digests("layers", 0, zoo.BLOCKS)
+    assert load(single, 2, 4).digests == load(sharded, 2, 4).digests == one.digests(2, 4)
 
 
 def test_only_the_shards_of_the_span_are_opened(sharded):
@@ -76,7 +77,7 @@ def test_digests_are_unknown_where_a_shard_is_missing(sharded):
     checkpoint = open_checkpoint(sharded)
     for file in files_of(checkpoint, 5):
         (sharded / file).unlink()
-    assert checkpoint.digests("layers", 5, 6) is None
+    assert checkpoint.digests(5, 6) is None
 
 
 def test_a_missing_shard_is_named(sharded):
@@ -134,7 +135,7 @@ def test_the_index_cannot_lead_outside_of_the_folder(sharded, single, escape):
     change_index(sharded, lambda files: files.update(dict.fromkeys(files, escape.format(parent=sharded.parent))))
     checkpoint = open_checkpoint(sharded)
     with pytest.raises(CheckpointError, match="is not the name of a safetensors file"):
-        checkpoint.digests("layers", 0, 1)
+        checkpoint.digests(0, 1)
 
 
 def test_the_index_cannot_name_pickled_weights(sharded):
@@ -221,22 +222,25 @@ def test_spans_outside_of_the_model(single, start, end):
 
 
 @pytest.mark.parametrize(
-    ("path", "name", "place"),
+    ("family", "name", "place", "head"),
     [
-        ("layers", "model.layers.3.mlp.up_proj.weight", (3, "mlp.up_proj.weight")),
-        ("layers", "layers.0.input_layernorm.weight", (0, "input_layernorm.weight")),
-        ("layers", "language_model.model.layers.5.mlp.weight", (5, "mlp.weight")),
-        ("decoder.layers", "model.decoder.layers.1.fc1.bias", (1, "fc1.bias")),
-        ("h", "transformer.h.2.mlp.c_fc.weight", (2, "mlp.c_fc.weight")),
-        ("layers", "model.layers.6.eh_proj.weight", None),  # a layer behind the last block predicts further tokens
-        ("layers", "vision_tower.encoder.layers.0.mlp.weight", None),
-        ("layers", "model.embed_tokens.weight", None),
-        ("layers", "model.norm.weight", None),
-        ("h", "lm_head.weight", None),
+        ("llama", "model.layers.3.mlp.up_proj.weight", (3, "mlp.up_proj.weight"), False),
+        ("llama", "layers.0.input_layernorm.weight", (0, "input_layernorm.weight"), False),
+        ("llama", "language_model.model.layers.5.mlp.weight", (5, "mlp.weight"), False),
+        ("opt", "model.decoder.layers.1.fc1.bias", (1, "fc1.bias"), False),
+        ("gpt2", "transformer.h.2.mlp.c_fc.weight", (2, "mlp.c_fc.weight"), False),
+        ("llama", "model.layers.6.eh_proj.weight", None, False),  # behind the last block: predicts further tokens
+        ("llama", "vision_tower.encoder.layers.0.mlp.weight", None, False),
+        ("llama", "model.embed_tokens.weight", None, True),
+        ("llama", "model.norm.weight", None, True),
+        ("gpt2", "lm_head.weight", None, True),
+        ("opt", "model.decoder.embed_positions.weight", None, True),
     ],
 )
-def test_the_block_of_a_tensor(single, path, name, place):
-    assert open_checkpoint(single).block_of(path)(name) == place
+def test_where_a_tensor_belongs(tmp_path, family, name, place, head):
+    checkpoint = open_checkpoint(make_checkpoint(family, tmp_path))
+    assert checkpoint.locate(name) == place
+    assert checkpoint.is_head(name) == head
 
 
 def test_generation_settings(single):

@@ -23,6 +23,7 @@ LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 SIX_MEGABYTES = secrets.token_bytes(6 << 20)
 STRANGER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 QUICKLY = 10.0
+PATIENCE = 60.0
 
 
 @pytest.fixture
@@ -72,6 +73,15 @@ async def exchange(stream, payload: bytes) -> str:
     return messages.decode_server(frame.header).message
 
 
+def run(scenario):
+    """Its result; a scenario that hangs is cancelled, so that its own clean-up ends the daemons."""
+
+    async def limited():
+        return await asyncio.wait_for(scenario, PATIENCE)
+
+    return asyncio.run(limited())
+
+
 def unused_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -104,7 +114,7 @@ def test_two_peers_exchange_frames_and_leave_nothing_behind(folder):
         finally:
             await server.shutdown()
 
-    asyncio.run(scenario())
+    run(scenario())
     nothing_is_left(folder)
 
 
@@ -129,13 +139,14 @@ def test_a_peer_that_dies_is_lost_quickly(folder):
                     await client.open_stream(server.peer_id)
                 assert time.monotonic() - began < QUICKLY
             finally:
-                await server.shutdown()
+                # Its own peer notices that its daemon is gone, and can leave all the same.
+                await asyncio.wait_for(server.shutdown(), QUICKLY)
             with pytest.raises(PeerLost, match=STRANGER[-6:]):
                 await asyncio.wait_for(client.open_stream(STRANGER), QUICKLY)
         finally:
             await client.shutdown()
 
-    asyncio.run(scenario())
+    run(scenario())
     nothing_is_left(folder)
 
 
@@ -166,7 +177,7 @@ def test_leaving_ends_the_streams_and_their_handlers(folder):
         finally:
             await client.shutdown()
 
-    asyncio.run(scenario())
+    run(scenario())
     nothing_is_left(folder)
 
 
@@ -178,7 +189,7 @@ def test_an_identity_file_keeps_the_peers_name(folder, tmp_path):
         await peer.shutdown()
         return peer.peer_id
 
-    assert asyncio.run(scenario()) == identity.peer_id
+    assert run(scenario()) == identity.peer_id
     assert identity.path.exists()
     nothing_is_left(folder)
 
@@ -188,7 +199,7 @@ def test_no_initial_peer_answers(folder, hosts):
     nobody = f"/ip4/127.0.0.1/tcp/{unused_port()}/p2p/{STRANGER}"
     config = P2PConfig(initial_peers=(nobody,), host_maddrs=hosts)
     with pytest.raises(PeerUnreachable, match=STRANGER):
-        asyncio.run(Peer.create(config, AnnouncementValidator()))
+        run(Peer.create(config, AnnouncementValidator()))
     nothing_is_left(folder)
 
 
@@ -203,7 +214,7 @@ def test_the_address_is_right_but_the_peer_id_is_not(folder):
         finally:
             await other.shutdown()
 
-    asyncio.run(scenario())
+    run(scenario())
     nothing_is_left(folder)
 
 
@@ -219,7 +230,7 @@ def test_what_is_wrong_before_anything_starts(folder, tmp_path):
             (P2PConfig(host_maddrs=LOOPBACK, identity_path=tmp_path / "identity"), IdentityError),
         ):
             with pytest.raises(error):
-                asyncio.run(Peer.create(config, AnnouncementValidator()))
+                run(Peer.create(config, AnnouncementValidator()))
     nothing_is_left(folder)
 
 
@@ -234,12 +245,12 @@ def test_a_start_that_is_cancelled(folder):
         with pytest.raises(asyncio.CancelledError):
             await starting
 
-    asyncio.run(scenario())
+    run(scenario())
     nothing_is_left(folder)
 
 
 def test_a_daemon_that_does_not_start_is_not_an_unexplained_error(folder, monkeypatch):
     monkeypatch.setattr("hivemind.p2p.p2p_daemon.P2PD_FILENAME", "no-such-file")
     with pytest.raises(PeerLost, match="did not start"):
-        asyncio.run(listening())
+        run(listening())
     nothing_is_left(folder)

@@ -1,0 +1,125 @@
+"""What a client loads, and what it is told when something is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from swarm import AutoDistributedModelForCausalLM
+from swarm.errors import (
+    CheckpointError,
+    InvalidOption,
+    MissingBlocks,
+    ModelNotFound,
+    PeerLost,
+    PeerUnreachable,
+    UnsupportedModel,
+)
+from tests.swarms import run_client, run_swarm
+from tests.zoo import PROMPTS, make_checkpoint
+
+NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/QmNLei78zWmzUdbeRB3CiUfAizWUrbeeZh5K1rhAQKCh51"
+
+
+def load(model: Path | str, **options: object) -> object:
+    return AutoDistributedModelForCausalLM.from_pretrained(model, **{"initial_peers": [NOBODY], **options})
+
+
+def test_it_loads_embeddings_norm_and_head_only(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path, max_shard_size="20KB")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    own = {file for name, file in index.items() if ".layers." not in name}
+    with run_swarm(folder, ("0:6",)) as swarm:
+        for file in set(index.values()) - own:
+            (folder / file).unlink()  # shards that hold nothing but blocks
+        with run_client(swarm) as model:
+            names = {name for name, _ in model.named_parameters()}
+            assert {name for name in index if ".layers." not in name} >= names
+            assert not any(".layers." in name for name in names)
+            written = model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=3, do_sample=False)
+            assert written.shape == (1, len(PROMPTS[0]) + 3)
+
+
+def test_a_family_that_cannot_work_is_named_before_weights_are_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
+    with pytest.raises(UnsupportedModel, match="t5"):
+        load(tmp_path)
+
+
+def test_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_checkpoint("llama", tmp_path)
+    monkeypatch.delenv("SWARM_INITIAL_PEERS", raising=False)
+    with pytest.raises(ModelNotFound, match="no local folder"):
+        load("nobody/has-this-model")
+    with pytest.raises(ModelNotFound, match="neither a local folder"):
+        load(str(tmp_path / "not" / "there" / "at all"))
+    with pytest.raises(PeerUnreachable, match="none of the initial peers"):
+        load(folder)
+    with pytest.raises(InvalidOption, match="SWARM_INITIAL_PEERS"):
+        load(folder, initial_peers=None)
+    with pytest.raises(InvalidOption, match="multiaddress"):
+        load(folder, initial_peers=["localhost:31337"])
+    with pytest.raises(InvalidOption, match="/p2p/"):
+        load(folder, initial_peers=["/ip4/127.0.0.1/tcp/31337"])
+    with pytest.raises(InvalidOption, match="int3"):
+        load(folder, dtype="int3")
+    with pytest.raises(InvalidOption, match="zip"):
+        load(folder, wire="zip")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="no safetensors"):
+        load(folder)
+
+
+def test_missing_blocks_are_named(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path)
+    with run_swarm(folder, ("0:2", "5:6")) as swarm, run_client(swarm) as model:
+        with pytest.raises(MissingBlocks, match="blocks 2:5 are missing") as caught:
+            model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=3)
+        assert caught.value.blocks == (2, 3, 4)
+        swarm.start("2:5").wait_ready()
+        # The client looks again by itself.
+        assert model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=3).shape[1] == len(PROMPTS[0]) + 3
+
+
+def test_servers_of_other_weights_are_not_chained(tmp_path: Path) -> None:
+    """A fine-tune under the same name, with the same config: nothing but the weights differs."""
+    folder = make_checkpoint("llama", tmp_path / "one" / "model")
+    other = make_checkpoint("llama", tmp_path / "two" / "model")
+    _change_one_weight(other, block=4)
+    with run_swarm(folder, ("0:3", "3:6")) as swarm, run_client(swarm) as model:
+        expected = model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=3, do_sample=False)
+        swarm.servers[1].stop()
+        del swarm.servers[1]
+        swarm.model = str(other)
+        swarm.start("3:6").wait_ready()
+        with pytest.raises(MissingBlocks, match="weights of block 4"):
+            model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=3)
+        swarm.model = str(folder)
+        swarm.start("3:6").wait_ready()
+        written = model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=3, do_sample=False)
+        assert written.tolist() == expected.tolist()
+
+
+def _change_one_weight(folder: Path, block: int) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    weights[f"model.layers.{block}.mlp.up_proj.weight"][0, 0] += 1
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_a_killed_server_is_a_typed_error_and_harms_nobody_else(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path)
+    with run_swarm(folder, ("0:3", "3:6")) as swarm, run_client(swarm) as model, run_client(swarm) as other:
+        with model.inference_session(max_length=32) as session:
+            session.step(model.word_embeddings(torch.tensor([PROMPTS[0]])))
+            swarm.servers[1].kill()
+            del swarm.servers[1]
+            with pytest.raises(PeerLost, match="blocks 3:6"):
+                session.step(model.word_embeddings(torch.tensor([[5]])))
+        swarm.start("3:6").wait_ready()
+        with torch.no_grad():
+            assert other(torch.tensor([PROMPTS[0]])).logits.isfinite().all()
