@@ -138,7 +138,7 @@ class DistributedMixin:
         given = model_kwargs.get("past_key_values")
         if given is None and generation_config.use_cache is not False:
             # Candidates of assisted generation run ahead of the text's end before they are taken back.
-            ahead = CANDIDATES if "assisted" in str(generation_mode) else 0
+            ahead = CANDIDATES if "assisted" in str(generation_mode).lower() else 0
             self._active.own = self.inference_session(max_length=max(1, length + ahead))
             model_kwargs["past_key_values"] = self._active.own.cache
 

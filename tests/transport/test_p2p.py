@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import logging
 import secrets
 import shutil
 import socket
 import tempfile
 import time
+from contextlib import closing
 from pathlib import Path
 
 import psutil
 import pytest
+import uvloop
 
 from swarm.dht.validation import AnnouncementValidator
 from swarm.errors import AddressUnavailable, IdentityError, InvalidOption, PeerLost, PeerUnreachable
 from swarm.protocol import messages
 from swarm.transport.identity import load_or_create
 from swarm.transport.p2p import P2PConfig, Peer
+
+# hivemind leaves connections to its own daemon to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning", "ignore:loop is closed:ResourceWarning")
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 SIX_MEGABYTES = secrets.token_bytes(6 << 20)
@@ -27,11 +34,12 @@ PATIENCE = 60.0
 
 
 @pytest.fixture
-def folder(monkeypatch):
-    """Where temporary files go; short, because sockets lie in it."""
+def folder(tmp_path, monkeypatch):
+    """Where temporary files go, beside `tmp_path`; short, because sockets lie in it."""
     path = Path(tempfile.mkdtemp(prefix="swp-", dir="/tmp"))
     monkeypatch.setattr(tempfile, "tempdir", str(path))
     yield path
+    gc.collect()  # while this module's filter holds
     shutil.rmtree(path, ignore_errors=True)
 
 
@@ -79,7 +87,7 @@ def run(scenario):
     async def limited():
         return await asyncio.wait_for(scenario, PATIENCE)
 
-    return asyncio.run(limited())
+    return uvloop.run(limited())
 
 
 def unused_port() -> int:
@@ -100,15 +108,14 @@ def test_two_peers_exchange_frames_and_leave_nothing_behind(folder):
             try:
                 assert len(daemons()) == 2
                 assert list(folder.iterdir())
-                stream = await client.open_stream(server.peer_id)
-                second = await client.open_stream(server.peer_id)
-                # The names come from libp2p's handshake, not from what the peers say about themselves.
-                assert (stream.peer_id, await exchange(stream, b"")) == (server.peer_id, client.peer_id)
-                for payload in (b"x", SIX_MEGABYTES, b""):
-                    await exchange(stream, payload)
-                await asyncio.gather(*(exchange(one, SIX_MEGABYTES) for one in (stream, second)))
-                second.close()
-                assert await exchange(stream, b"still open") == client.peer_id
+                with closing(await client.open_stream(server.peer_id)) as stream:
+                    # The names come from libp2p's handshake, not from what the peers say about themselves.
+                    assert (stream.peer_id, await exchange(stream, b"")) == (server.peer_id, client.peer_id)
+                    for payload in (b"x", SIX_MEGABYTES, b""):
+                        await exchange(stream, payload)
+                    with closing(await client.open_stream(server.peer_id)) as second:
+                        await asyncio.gather(*(exchange(one, SIX_MEGABYTES) for one in (stream, second)))
+                    assert await exchange(stream, b"still open") == client.peer_id
             finally:
                 await client.shutdown()
         finally:
@@ -150,7 +157,7 @@ def test_a_peer_that_dies_is_lost_quickly(folder):
     nothing_is_left(folder)
 
 
-def test_leaving_ends_the_streams_and_their_handlers(folder):
+def test_leaving_ends_the_streams_and_their_handlers_without_a_word(folder, caplog):
     async def scenario():
         client = await listening()
         try:
@@ -179,6 +186,7 @@ def test_leaving_ends_the_streams_and_their_handlers(folder):
 
     run(scenario())
     nothing_is_left(folder)
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def test_an_identity_file_keeps_the_peers_name(folder, tmp_path):

@@ -1,0 +1,62 @@
+"""The console script: its options are frozen here, so that none changes by accident."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from swarm.cli.__main__ import COMMANDS, LazyGroup, main
+from swarm.console import spread_multiple
+from swarm.version import VERSION
+
+OPTIONS = {
+    "server": {
+        "model", "--revision", "--blocks", "--initial-peers", "--new-swarm", "--host-maddrs", "--announce-maddrs",
+        "--identity-path", "--device", "--dtype", "--throughput", "--name", "--cache-tokens", "--cache-dir",
+        "--update-period", "--threads", "--help",
+    },
+    "dht": {"--initial-peers", "--host-maddrs", "--announce-maddrs", "--identity-path", "--relay", "--help"},
+    "demo": {"--prompt", "--tokens", "--temperature", "--seed", "--help"},
+}  # fmt: skip
+
+
+def test_every_command_has_its_options_frozen() -> None:
+    assert set(COMMANDS) == set(OPTIONS)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name: str) -> None:
+    group = main
+    assert isinstance(group, LazyGroup)
+    context = group.make_context("swarm", [name])
+    command = group.get_command(context, name)
+    assert command is not None
+    assert {parameter.opts[-1] for parameter in command.get_params(context)} == OPTIONS[name]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], *([name, "--help"] for name in OPTIONS)])
+def test_help(arguments: list[str]) -> None:
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    assert VERSION in result.output or "Usage:" in result.output
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], ["server", "--nonsense"], ["demo", "--tokens", "0"]])
+def test_unknown_words_are_refused(arguments: list[str]) -> None:
+    assert CliRunner().invoke(main, arguments).exit_code == 2
+
+
+def test_help_does_not_load_torch() -> None:
+    code = "import sys, swarm, swarm.cli.__main__; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_several_addresses_behind_one_option() -> None:
+    options = frozenset({"--initial-peers"})
+    given = ["model", "--initial-peers", "/a", "/b", "--name", "x", "--initial-peers=/c"]
+    expected = ["model", "--initial-peers", "/a", "--initial-peers", "/b", "--name", "x", "--initial-peers=/c"]
+    assert spread_multiple(given, options) == expected
+    assert spread_multiple(["--initial-peers", "/a", "model"], options) == ["--initial-peers", "/a", "model"]

@@ -1,0 +1,56 @@
+"""`swarm demo`, also when it is interrupted."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+DEMO = [sys.executable, "-m", "swarm.cli", "demo"]
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def wait_until(condition: Callable[[], bool], timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def test_three_servers_write_what_the_model_alone_writes() -> None:
+    result = subprocess.run([*DEMO, "--tokens", "12"], capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    spans = re.findall(r"server …\w{6} holds blocks (\S+) \(process \d+\)", result.stdout)
+    assert spans == ["0:4", "4:8", "8:12"]
+    assert re.search(r"route: 0:4 …\w{6} → 4:8 …\w{6} → 8:12 …\w{6}", result.stdout)
+    assert "Once upon a time" in result.stdout
+    assert re.search(r"12 tokens in \S+ s: \d+ tokens/s through three servers", result.stdout)
+    assert "All 12 tokens equal the local model's." in result.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_demo_leaves_nothing_running(number: signal.Signals) -> None:
+    with subprocess.Popen(
+        [*DEMO, "--tokens", "900"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        wait_until(lambda: len(descendants(process.pid)) >= 4, 60)
+        children = descendants(process.pid)
+        os.kill(process.pid, number)
+        process.communicate(timeout=30)
+        assert process.returncode == 130
+        _, alive = psutil.wait_procs(children, timeout=10)
+        assert not alive

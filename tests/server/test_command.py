@@ -1,0 +1,183 @@
+"""`python -m swarm.server` as a person meets it: what it says, how it refuses, how it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from swarm.cli.local_swarm import LOOPBACK, PeerProcess
+from tests.zoo import make_checkpoint
+
+NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/QmNLei78zWmzUdbeRB3CiUfAizWUrbeeZh5K1rhAQKCh51"
+LISTEN = ("--host-maddrs", LOOPBACK)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_checkpoint("llama", tmp_path / "model")
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[object]:
+    """Start commands; whatever still runs at the end is ended."""
+    started: list[PeerProcess] = []
+
+    def run(*arguments: str, **environment: str) -> PeerProcess:
+        started.append(PeerProcess(arguments, {"HF_HUB_OFFLINE": "1", **environment}))
+        return started[-1]
+
+    yield run
+    for process in started:
+        process.stop()
+
+
+def daemons_of(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
+
+
+def test_a_server_says_what_it_does_and_leaves_when_asked(folder: Path, start) -> None:
+    server = start("-m", "swarm.server", str(folder), "--blocks", "1:4", "--new-swarm", *LISTEN, "--name", "tester")
+    address = server.address()
+    client = server.wait_for(r"^Client: (.*)$")[1]
+    assert address in client
+    assert str(folder) in client
+    said = "\n".join(server.lines)
+    beginnings = (
+        "Model: model, revision folder-",
+        "Device: cpu, computing in ",
+        "Peer: ",
+        "Blocks: 1:4, as asked for",
+        "Loaded: ",
+        "Throughput: ",
+        "Attention cache: room for 16384 tokens",
+    )
+    for beginning in beginnings:
+        assert f"\n{beginning}" in f"\n{said}"
+    children = daemons_of(server.pid)
+    assert [child.name() for child in children] == ["p2pd"]
+
+    joined = start("-m", "swarm.server", str(folder), "--blocks", "auto", *LISTEN, SWARM_INITIAL_PEERS=address)
+    joined.address()
+    assert joined.wait_for(r"^Memory: .* free, enough for 6 of 6 blocks")
+    assert joined.wait_for(r"^Blocks: 0:6, because nobody serves some of them yet")
+
+    began = time.monotonic()
+    assert server.stop() == 0
+    assert time.monotonic() - began < 5
+    assert "Leaving the swarm" in server.lines
+    _, alive = psutil.wait_procs(children, timeout=5)
+    assert not alive
+
+
+def test_a_count_takes_the_weakest_blocks(folder: Path, start) -> None:
+    first = start("-m", "swarm.server", str(folder), "--blocks", "0:3", "--new-swarm", *LISTEN)
+    joined = start("-m", "swarm.server", str(folder), "--blocks", "2", "--initial-peers", first.address(), *LISTEN)
+    joined.address()
+    assert joined.wait_for(r"^Blocks: 3:5,")
+
+
+def test_it_leaves_while_it_is_still_starting(folder: Path, start) -> None:
+    server = start("-m", "swarm.server", str(folder), "--new-swarm", *LISTEN)
+    server.wait_for("^Model: ")
+    began = time.monotonic()
+    assert server.stop() == 0
+    assert time.monotonic() - began < 5
+
+
+def refusal(*arguments: str) -> str:
+    """Run a command that must fail: exit code 2 and one line, which is returned."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    environment.pop("SWARM_INITIAL_PEERS", None)
+    command = [sys.executable, "-m", "swarm.server", *arguments]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    ) as process:
+        out, error = process.communicate(timeout=90)
+        group = [child for child in psutil.process_iter(["pid"]) if _group_of(child) == process.pid]
+    assert process.returncode == 2, out + error
+    assert not group, "something was left running"
+    lines = [line for line in error.splitlines() if line]
+    assert len(lines) == 1, error
+    assert lines[0].startswith("Error: ")
+    return lines[0]
+
+
+def _group_of(process: psutil.Process) -> int:
+    try:
+        return os.getsid(process.pid)
+    except OSError:
+        return -1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("nobody/has-this-model", "--new-swarm"), "the model hub cannot be reached"),
+        (("{folder}",), "--new-swarm starts one"),
+        (("{folder}", "--new-swarm", "--initial-peers", NOBODY), "--new-swarm starts one"),
+        (("{folder}", "--new-swarm", "--blocks", "4:9"), "do not lie inside model, which has blocks 0:6"),
+        (("{folder}", "--new-swarm", "--blocks", "3:3"), "START < END"),
+        (("{folder}", "--new-swarm", "--blocks", "7"), "the model has 6 blocks"),
+        (("{folder}", "--new-swarm", "--blocks", "some"), "use auto, START:END"),
+        (("{folder}", "--new-swarm", "--cache-tokens", "999999999999"), "ask for fewer blocks"),
+        (("{folder}", "--new-swarm", "--dtype", "int3"), "dtype 'int3' is not one of auto, float32"),
+        (("{folder}", "--new-swarm", "--device", "cuda:7"), "--device cuda:7: torch cannot use it here"),
+        (("{folder}", "--new-swarm", "--throughput", "-3"), "--throughput '-3'"),
+        (("{folder}", "--initial-peers", NOBODY), "none of the initial peers answered"),
+        (("{folder}", "--initial-peers", "localhost:80"), "is no multiaddress"),
+        (("{folder}", "--new-swarm", "--host-maddrs", "{taken}"), "another program listens there"),
+        (("{folder}", "--new-swarm", "--identity-path", "{folder}/config.json"), "holds no libp2p RSA key"),
+        (("{pickled}", "--new-swarm"), "has no safetensors weights"),
+        (("{t5}", "--new-swarm"), "'t5' is an encoder-decoder"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    folder: Path, tmp_path: Path, arguments: tuple[str, ...], says: str
+) -> None:
+    for name in ("pickled", "t5"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "pickled" / "config.json").write_text((folder / "config.json").read_text())
+    (tmp_path / "pickled" / "pytorch_model.bin").write_bytes(b"never opened")
+    (tmp_path / "t5" / "config.json").write_text(json.dumps({"model_type": "t5"}))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        names = {
+            "folder": folder,
+            "taken": f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}",
+            "pickled": tmp_path / "pickled",
+            "t5": tmp_path / "t5",
+        }
+        filled = [argument.format(**names) for argument in arguments]
+        listen = () if "--host-maddrs" in filled else LISTEN
+        blocks = () if "--blocks" in filled else ("--blocks", "0:2")
+        assert says in refusal(*filled, *blocks, *listen)
+
+
+def test_memory_stays_near_what_the_weights_take(tmp_path: Path, start) -> None:
+    """Resident memory <= weights + cache + what the imports take + 150 MB; the rest of the model is never read."""
+    config = LlamaConfig(
+        hidden_size=1024, intermediate_size=4096, num_hidden_layers=6, num_attention_heads=8, vocab_size=32000
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "large")
+    block = 2 * (4 * 1024 * 1024 + 3 * 1024 * 4096 + 2 * 1024)
+    imports = "import torch, transformers, hivemind, psutil; print(psutil.Process().memory_info().rss)"
+    baseline = int(subprocess.check_output([sys.executable, "-c", imports], text=True))
+    server = start(
+        "-m", "swarm.server", str(tmp_path / "large"), "--blocks", "1:5", "--new-swarm", *LISTEN, "--threads", "1"
+    )
+    server.address()
+    resident = psutil.Process(server.pid).memory_info().rss
+    assert resident <= 4 * block + baseline + 150e6
