@@ -1,0 +1,184 @@
+"""Announcements over real DHT nodes on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import time
+from contextlib import AsyncExitStack
+
+import pytest
+import uvloop
+from hivemind.dht.crypto import RSASignatureValidator
+from hivemind.dht.validation import RecordValidatorBase
+
+from swarm.data_structures import ServerInfo, ServerState, Span
+from swarm.dht.announcer import LIFETIME_PERIODS, Announcer
+from swarm.dht.directory import fetch_servers
+from swarm.dht.records import encode, model_key
+from swarm.dht.validation import AnnouncementValidator
+from swarm.transport.p2p import P2PConfig, Peer
+
+# hivemind leaves connections to its own daemon to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning", "ignore:loop is closed:ResourceWarning")
+
+MODEL, BLOCKS = "model", 6
+LONG = 60.0
+PATIENCE = 15.0
+
+
+class Anything(RecordValidatorBase):
+    """The validator of a peer that wants to cheat: it lets its own forgeries pass."""
+
+    def validate(self, record: object) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def _collect():
+    yield
+    gc.collect()  # while this module's filter holds
+
+
+def info_of(peer: Peer, span: Span, **changes: object) -> ServerInfo:
+    info = ServerInfo(
+        peer_id=peer.peer_id,
+        span=span,
+        state=ServerState.ONLINE,
+        throughput=1.0,
+        cache_tokens_free=7,
+        revision="main",
+        digests=("0123456789ab",) * span.length,
+        compute_dtype="float32",
+        quantization="none",
+        version="1",
+    )
+    return dataclasses.replace(info, **changes)
+
+
+def announcer(peer: Peer, span: Span, period: float = LONG, **changes: object) -> Announcer:
+    return Announcer(peer, MODEL, lambda: info_of(peer, span, **changes), period)
+
+
+class Peers(AsyncExitStack):
+    """Peers of one swarm, shut down at the end; the first is the one that the others join by."""
+
+    async def add(self, validator: RecordValidatorBase | None = None, listen: bool = True) -> Peer:
+        hosts = ("/ip4/127.0.0.1/tcp/0",) if listen else ()
+        known = getattr(self, "known", ())
+        peer = await Peer.create(P2PConfig(known, hosts), validator or AnnouncementValidator())
+        self.push_async_callback(peer.shutdown)
+        if not known:
+            self.known = await peer.visible_addresses()
+        return peer
+
+
+async def until(condition) -> None:
+    """Wait until the coroutine function returns something true."""
+    deadline = time.monotonic() + PATIENCE
+    while not await condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        await asyncio.sleep(0.05)
+
+
+def test_servers_are_found_and_forgers_are_not():
+    async def scenario():
+        async with Peers() as peers:
+            await peers.add()
+            one, two, client = await peers.add(), await peers.add(), await peers.add(listen=False)
+            cheat = await peers.add(Anything())
+
+            async def found() -> list[ServerInfo]:
+                return await fetch_servers(client.dht, MODEL, BLOCKS)
+
+            assert await found() == []
+            assert await announcer(one, Span(0, 4)).announce()
+            assert await announcer(two, Span(2, 6), state=ServerState.JOINING, digests=()).announce()
+            expected = [info_of(one, Span(0, 4)), info_of(two, Span(2, 6), state=ServerState.JOINING, digests=())]
+            assert await found() == expected
+            assert await fetch_servers(client.dht, "another model", BLOCKS) == []
+
+            # The other ways to lie are in test_validation; this one shows that the nodes ask the validator.
+            async def forge(info: ServerInfo, block: int) -> bool:
+                subkey = RSASignatureValidator(cheat.identity.private_key).local_public_key
+                return await cheat.dht.store(
+                    key=model_key(MODEL, block),
+                    subkey=subkey,
+                    value=encode(info),
+                    expiration_time=time.time() + LONG,
+                    exclude_self=True,
+                )
+
+            assert not await forge(info_of(one, Span(1, 3)), 1)
+            assert await forge(info_of(cheat, Span(1, 3)), 1)
+            # Well signed, but under another block's key than its own, or beyond the end of the model.
+            assert await forge(info_of(cheat, Span(3, 4)), 5)
+            assert await forge(info_of(cheat, Span(4, BLOCKS + 1)), 4)
+            assert await found() == [expected[0], info_of(cheat, Span(1, 3)), expected[1]]
+
+    uvloop.run(scenario())
+
+
+def test_a_server_that_moves_is_found_once_and_one_that_dies_vanishes():
+    async def scenario():
+        async with Peers() as peers:
+            await peers.add()
+            server, client = await peers.add(), await peers.add(listen=False)
+
+            async def found() -> list[Span]:
+                return [info.span for info in await fetch_servers(client.dht, MODEL, BLOCKS)]
+
+            span = Span(0, 2)
+            period = 0.4
+            announcing = Announcer(server, MODEL, lambda: info_of(server, span), period)
+            announcing.start()
+
+            async def is_there() -> bool:
+                return await found() == [span]
+
+            await until(is_there)
+            # Renewed: still there when the first record is long dead.
+            begun = time.monotonic()
+            while time.monotonic() < begun + 2 * period * LIFETIME_PERIODS:
+                assert await is_there()
+                await asyncio.sleep(0.1)
+            span = Span(3, 6)
+            assert await announcing.announce()
+            assert await is_there()  # although the record of its former place lives on
+            await announcing.stop()
+            stopped = time.monotonic()
+
+            async def is_gone() -> bool:
+                return await found() == []
+
+            await until(is_gone)
+            assert time.monotonic() - stopped < period * LIFETIME_PERIODS + 2
+
+    uvloop.run(scenario())
+
+
+def test_a_failing_announcement_is_tried_again(caplog):
+    async def scenario():
+        async with Peers() as peers:
+            server = await peers.add()
+            calls = 0
+
+            def describe() -> ServerInfo:
+                nonlocal calls
+                calls += 1
+                if calls == 1:
+                    raise RuntimeError("not now")
+                return info_of(server, Span(0, 2))
+
+            announcing = Announcer(server, MODEL, describe, 0.05)
+            announcing.start()
+
+            async def is_there() -> bool:
+                return bool(await fetch_servers(server.dht, MODEL, BLOCKS))
+
+            await until(is_there)
+            await announcing.stop()
+
+    uvloop.run(scenario())
+    assert "announcing failed" in caplog.text

@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarm.data_structures import ServerInfo, ServerState, Span
+from swarm.dht.records import MAX_BLOCKS, MAX_RECORD, decode, encode, model_key
+from swarm.errors import ProtocolViolation
+
+DIGEST = "0123456789ab"
+RECORD = {
+    "peer_id": "QmPeer",
+    "start": 2,
+    "end": 4,
+    "state": 2,
+    "throughput": 10.5,
+    "cache_tokens_free": 100,
+    "revision": "main",
+    "digests": [DIGEST, DIGEST],
+    "compute_dtype": "float32",
+    "quantization": "none",
+    "version": "0.1",
+    "name": "a friend",
+}
+
+names = st.text(max_size=256)
+digests = st.text("0123456789abcdef", min_size=12, max_size=12)
+
+
+@st.composite
+def servers(draw):
+    span = Span(start := draw(st.integers(0, 40)), start + draw(st.integers(1, 40)))
+    state = draw(st.sampled_from(ServerState))
+    read = state is ServerState.ONLINE or draw(st.booleans())
+    return ServerInfo(
+        peer_id=draw(names),
+        span=span,
+        state=state,
+        throughput=draw(st.floats(1e-3, 1e9)),
+        cache_tokens_free=draw(st.integers(0, 2**48)),
+        revision=draw(names),
+        digests=tuple(draw(digests) for _ in range(span.length)) if read else (),
+        compute_dtype=draw(names),
+        quantization=draw(names),
+        version=draw(names),
+        name=draw(names),
+    )
+
+
+def packed(**changes: object) -> bytes:
+    return msgspec.msgpack.encode({**RECORD, **changes})
+
+
+def without(field: str) -> bytes:
+    return msgspec.msgpack.encode({name: value for name, value in RECORD.items() if name != field})
+
+
+@given(servers())
+@settings(deadline=None)
+def test_what_a_server_announces_is_what_is_read(info):
+    assert decode(encode(info)) == info
+
+
+def test_the_sample_is_right_before_it_is_spoiled():
+    info = decode(packed())
+    assert (info.span, info.state, info.digests) == (Span(2, 4), ServerState.ONLINE, (DIGEST, DIGEST))
+    assert decode(without("name")).name == ""
+    assert decode(packed(throughput=3)).throughput == 3.0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"start": 4, "end": 2},
+        {"start": 2, "end": 2},
+        {"start": -1},
+        {"end": MAX_BLOCKS + 1},
+        {"start": 2.5},
+        {"start": "2"},
+        {"start": True},
+        {"throughput": 0},
+        {"throughput": -1.0},
+        {"throughput": math.inf},
+        {"throughput": -math.inf},
+        {"throughput": math.nan},
+        {"throughput": 1e10},
+        {"throughput": "fast"},
+        {"cache_tokens_free": -1},
+        {"cache_tokens_free": 2**48 + 1},
+        {"cache_tokens_free": 1.5},
+        {"state": 3},
+        {"state": -1},
+        {"state": "ONLINE"},
+        {"digests": [DIGEST]},
+        {"digests": [DIGEST] * 3},
+        {"digests": []},
+        {"digests": [DIGEST, DIGEST[:-1]]},
+        {"digests": [DIGEST, DIGEST + "0"]},
+        {"digests": [DIGEST, DIGEST.upper()]},
+        {"digests": [DIGEST, DIGEST[:-1] + "g"]},
+        {"digests": [DIGEST, DIGEST + "\n"]},
+        {"digests": [DIGEST, "\n" + DIGEST]},
+        {"digests": [DIGEST, None]},
+        {"digests": DIGEST},
+        {"state": 1, "digests": [DIGEST]},
+        {"peer_id": "Q" * 257},
+        {"peer_id": b"QmPeer"},
+        {"peer_id": None},
+        {"revision": 1},
+        {"name": "n" * 257},
+        {"future": "field"},
+    ],
+    ids=str,
+)
+def test_what_breaks_the_schema(changes):
+    with pytest.raises(ProtocolViolation):
+        decode(packed(**changes))
+
+
+@pytest.mark.parametrize("field", [name for name in RECORD if name != "name"])
+def test_no_field_but_the_name_may_be_missing(field):
+    with pytest.raises(ProtocolViolation, match=field):
+        decode(without(field))
+
+
+def test_a_joining_server_has_no_digests_yet():
+    assert decode(packed(state=1, digests=[])).digests == ()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc0",
+        b"\x90",
+        b"\x80" * 1000,
+        b"\x91" * 60_000,
+        b"\x81" * 60_000,
+        b"\x81\xa7peer_id" + b"\x91" * 60_000,
+        b"\xdf\xff\xff\xff\xff",
+        packed() + b"\x00",
+        packed()[:-1],
+        packed().replace(b"QmPeer", b"Qm\xff\xfeer"),
+    ],
+    ids=[
+        "empty",
+        "nil",
+        "array",
+        "many empty maps",
+        "deep arrays",
+        "deep maps",
+        "deep value",
+        "four thousand million fields",
+        "something behind it",
+        "cut off",
+        "no utf-8",
+    ],
+)
+def test_no_record_at_all(data):
+    with pytest.raises(ProtocolViolation):
+        decode(data)
+
+
+def test_an_oversized_record_is_not_even_parsed():
+    with pytest.raises(ProtocolViolation, match="too large"):
+        decode(b"\x00" * (MAX_RECORD + 1))
+
+
+def test_the_largest_honest_record_fits():
+    info = decode(packed(start=0, end=MAX_BLOCKS, digests=[DIGEST] * MAX_BLOCKS, name="ü" * 256))
+    assert len(encode(info)) <= MAX_RECORD
+    assert decode(encode(info)) == info
+
+
+@given(st.binary(max_size=300))
+@settings(deadline=None)
+def test_garbage_never_raises_anything_else(data):
+    try:
+        assert isinstance(decode(data), ServerInfo)
+    except ProtocolViolation:
+        pass
+
+
+@given(st.data())
+@settings(deadline=None)
+def test_a_damaged_record_never_raises_anything_else(data):
+    record = bytearray(packed())
+    for _ in range(data.draw(st.integers(1, 3))):
+        record[data.draw(st.integers(0, len(record) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        assert isinstance(decode(bytes(record)), ServerInfo)
+    except ProtocolViolation:
+        pass
+
+
+def test_every_first_block_has_a_key_of_its_own():
+    assert len({model_key(model, block) for model in ("a", "a/b") for block in range(5)}) == 10
