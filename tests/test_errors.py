@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -61,4 +63,4 @@ def test_format_blocks(blocks, text):
 def test_formatted_ranges_hold_exactly_the_blocks_and_do_not_touch(blocks):
     ranges = [tuple(map(int, part.split(":"))) for part in errors.format_blocks(blocks).split(", ")]
     assert {block for start, end in ranges for block in range(start, end)} == blocks
-    assert all(end < start for (_, end), (start, _) in zip(ranges, ranges[1:], strict=False))
+    assert all(end < start for (_, end), (start, _) in itertools.pairwise(ranges))

@@ -17,16 +17,17 @@ logger = logging.getLogger("swarm.dht")
 @click.command(name="dht", cls=console.ManyAddresses, context_settings={"show_default": True})
 @console.initial_peers_option
 @console.network_options(default_port=31337)
-@click.option("--relay/--no-relay", default=True, help="Carry traffic for peers behind firewalls.")
 @console.exit_codes
 def main(
     initial_peers: tuple[str, ...],
     host_maddrs: tuple[str, ...],
     announce_maddrs: tuple[str, ...],
     identity_path: Path | None,
-    relay: bool,
 ) -> None:
-    """Run a bootstrap peer: the address that everybody else joins by. Give it --identity-path to keep the address."""
+    """Run a bootstrap peer: the address that everybody else joins by.
+
+    It also carries traffic for peers behind firewalls. Give it --identity-path to keep its address.
+    """
     import uvloop
 
     from swarm.transport.p2p import P2PConfig, quiet_hivemind
@@ -38,7 +39,6 @@ def main(
         host_maddrs=console.split(host_maddrs),
         announce_maddrs=console.split(announce_maddrs),
         identity_path=identity_path,
-        relay=relay,
     )
     uvloop.run(_serve(config))
 

@@ -40,14 +40,12 @@ class P2PConfig:
         host_maddrs: addresses to listen on; empty for a client, which only dials.
         announce_maddrs: addresses that others should dial, if they differ from those listened on.
         identity_path: file of the peer's key; None for a new identity that is forgotten at the end.
-        relay: reach and be reached through other peers when a firewall forbids direct connections.
     """
 
     initial_peers: tuple[str, ...] = ()
     host_maddrs: tuple[str, ...] = ()
     announce_maddrs: tuple[str, ...] = ()
     identity_path: Path | None = None
-    relay: bool = True
 
     @property
     def is_client(self) -> bool:
@@ -120,8 +118,8 @@ class Peer:
                 check_if_identity_free=config.identity_path is not None,
                 no_listen=config.is_client,
                 dht_mode="client" if config.is_client else "server",
-                use_relay=config.relay,
-                use_auto_relay=config.relay and not local,
+                # Behind a firewall, be reachable through other peers; every reachable peer carries such traffic.
+                use_auto_relay=not local,
                 auto_nat=not local,
                 nat_port_map=not local,
             )

@@ -18,7 +18,7 @@ OPTIONS = {
         "--identity-path", "--device", "--dtype", "--throughput", "--name", "--cache-tokens", "--cache-dir",
         "--update-period", "--threads", "--help",
     },
-    "dht": {"--initial-peers", "--host-maddrs", "--announce-maddrs", "--identity-path", "--relay", "--help"},
+    "dht": {"--initial-peers", "--host-maddrs", "--announce-maddrs", "--identity-path", "--help"},
     "demo": {"--prompt", "--tokens", "--temperature", "--seed", "--help"},
 }  # fmt: skip
 

@@ -87,7 +87,7 @@ def test_an_unsigned_announcement():
     assert not accepted(dataclasses.replace(signed, value=unsigned))
 
 
-@pytest.mark.parametrize("subkey", ["Alice", b"", b"no key at all", 7, None.__class__.__name__])
+@pytest.mark.parametrize("subkey", ["Alice", b"", b"no key at all", 7])
 def test_a_subkey_without_a_key(subkey):
     assert not accepted(MALLORY.record(subkey=subkey))
 
@@ -116,11 +116,10 @@ def test_an_announcement_may_not_live_for_ever(ahead, expected):
 
 @pytest.mark.parametrize(
     "value",
-    [b"", b"garbage", "text", 7, [1, 2], {"peer_id": ALICE.peer_id}, None.__class__, 1.5],
+    [b"", b"garbage", "text", 7, [1, 2], {"peer_id": ALICE.peer_id}, 1.5],
     ids=str,
 )
 def test_a_signed_value_that_is_no_announcement(value):
-    value = "none" if isinstance(value, type) else value
     assert not accepted(ALICE.record(value))
 
 

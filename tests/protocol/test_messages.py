@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import math
 
 import msgspec
@@ -107,10 +108,8 @@ def test_a_reply_is_no_request(message):
 def decoded_or_refused(data: bytes) -> None:
     """Nothing but a message or a `ProtocolViolation` comes out, whatever goes in."""
     for decode, kinds in ((messages.decode_client, CLIENT), (messages.decode_server, SERVER)):
-        try:
+        with contextlib.suppress(ProtocolViolation):
             assert type(decode(data)) in kinds
-        except ProtocolViolation:
-            pass
 
 
 @given(st.binary(max_size=200))

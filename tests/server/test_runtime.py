@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from swarm.errors import ServerClosing
+from swarm.server.runtime import Runtime
+
+SOON = 10.0
+
+
+def run(scenario) -> None:
+    """Run `scenario(runtime)`; the runtime is closed at the end."""
+
+    async def whole():
+        runtime = Runtime()
+        try:
+            await asyncio.wait_for(scenario(runtime), SOON)
+        finally:
+            runtime.close()
+
+    asyncio.run(whole())
+
+
+def test_jobs_run_one_after_the_other_in_order():
+    async def scenario(runtime):
+        log = []
+
+        def job(number):
+            log.append(("begin", number))
+            log.append(("end", number))
+            return number * 2
+
+        assert await asyncio.gather(*(runtime.run(job, n) for n in range(50))) == [n * 2 for n in range(50)]
+        assert log == [(what, n) for n in range(50) for what in ("begin", "end")]
+
+    run(scenario)
+
+
+def test_all_jobs_run_in_one_thread_that_is_not_the_network_loops():
+    async def scenario(runtime):
+        threads = {await runtime.run(threading.get_ident) for _ in range(5)}
+        assert len(threads) == 1
+        assert threading.get_ident() not in threads
+
+    run(scenario)
+
+
+def test_arguments_arrive():
+    async def scenario(runtime):
+        assert await runtime.run(lambda *args, **kwargs: (args, kwargs), 1, 2, key=3) == ((1, 2), {"key": 3})
+
+    run(scenario)
+
+
+def test_the_loop_goes_on_while_a_job_computes():
+    async def scenario(runtime):
+        go_on = threading.Event()
+        computing = asyncio.create_task(runtime.run(go_on.wait, SOON))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not computing.done()
+        go_on.set()
+        assert await computing
+
+    run(scenario)
+
+
+class OutOfMemory(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), KeyError("k"), OutOfMemory(), StopIteration("end")], ids=repr)
+def test_an_exception_comes_back_and_the_next_job_runs(error):
+    async def scenario(runtime):
+        def fail():
+            raise error
+
+        with pytest.raises(BaseException) as caught:  # noqa: PT011
+            await runtime.run(fail)
+        # A future cannot carry StopIteration.
+        assert caught.value is error or (isinstance(error, StopIteration) and caught.value.__cause__ is error)
+        assert await runtime.run(int, "7") == 7
+
+    run(scenario)
+
+
+def test_idle_waits_for_all_jobs():
+    async def scenario(runtime):
+        await runtime.idle()
+        first, second = threading.Event(), threading.Event()
+        jobs = [asyncio.create_task(runtime.run(event.wait, SOON)) for event in (first, second)]
+        await asyncio.sleep(0)
+        idle = asyncio.create_task(runtime.idle())
+        first.set()
+        await jobs[0]
+        await asyncio.sleep(0)
+        assert not idle.done()
+        second.set()
+        await jobs[1]
+        await idle
+
+    run(scenario)
+
+
+def test_a_job_that_nobody_waits_for_any_more_is_not_begun():
+    async def scenario(runtime):
+        blocking, begun = threading.Event(), []
+        first = asyncio.create_task(runtime.run(blocking.wait, SOON))
+        unwanted = asyncio.create_task(runtime.run(begun.append, 1))
+        await asyncio.sleep(0)
+        unwanted.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await unwanted
+        blocking.set()
+        await first
+        await runtime.run(int)  # behind the unwanted job in the queue
+        assert begun == []
+
+    run(scenario)
+
+
+def test_a_running_job_whose_caller_leaves_does_no_harm():
+    async def scenario(runtime):
+        begun, go_on = threading.Event(), threading.Event()
+
+        def job():
+            begun.set()
+            go_on.wait(SOON)
+
+        unwanted = asyncio.create_task(runtime.run(job))
+        await asyncio.to_thread(begun.wait, SOON)
+        unwanted.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await unwanted
+        # Still computing, whoever waits for the result: a server that leaves waits for it.
+        idle = asyncio.create_task(runtime.idle())
+        for _ in range(5):
+            await asyncio.sleep(0)
+        computing = not idle.done()
+        go_on.set()
+        assert await runtime.run(int, "7") == 7
+        await idle
+        assert computing
+
+    run(scenario)
+
+
+def test_close_finishes_what_was_begun_and_takes_nothing_new():
+    async def scenario(runtime):
+        before = set(threading.enumerate())
+        other = Runtime()
+        (thread,) = set(threading.enumerate()) - before
+        go_on = threading.Event()
+        jobs = [asyncio.create_task(other.run(go_on.wait, SOON)) for _ in range(3)]
+        await asyncio.sleep(0)
+        other.close()
+        other.close()
+        with pytest.raises(ServerClosing):
+            await other.run(int)
+        go_on.set()
+        assert await asyncio.gather(*jobs) == [True] * 3
+        await asyncio.to_thread(thread.join, SOON)
+        assert not thread.is_alive()
+
+    run(scenario)
+
+
+def test_a_loop_that_is_gone_does_not_hurt_the_thread():
+    go_on = threading.Event()
+    runtimes = []
+
+    async def leave_early():
+        runtimes.append(Runtime())
+        waiting = asyncio.create_task(runtimes[0].run(go_on.wait, SOON))
+        await asyncio.sleep(0)
+        waiting.cancel()
+
+    asyncio.run(leave_early())
+    go_on.set()
+
+    async def come_back():
+        assert await asyncio.wait_for(runtimes[0].run(int, "7"), SOON) == 7
+
+    asyncio.run(come_back())
+    runtimes[0].close()
