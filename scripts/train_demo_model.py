@@ -306,7 +306,7 @@ def main() -> None:
     torch.manual_seed(options.seed)
     weights = {name: float(factor) for name, factor in (pair.split("=") for pair in options.weight)}
     bpe, texts = load_texts(options.texts, weights)
-    training = Training(build_model(bpe.token_to_id(END_OF_TEXT)), texts, options)
+    training = Training(build_model(bpe.get_vocab()[END_OF_TEXT]), texts, options)
     if options.resume:
         training.resume()
     training.run()

@@ -24,7 +24,6 @@ from swarm.models.loading import resolve_dtype
 from swarm.models.sequence_cache import SequenceCache
 from swarm.transport.addresses import parse_peers
 
-
 CANDIDATES = 64
 """Tokens that assisted generation may try beyond the end of the text."""
 

@@ -8,6 +8,7 @@ Laws:
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Sequence
@@ -67,6 +68,13 @@ class Handler:
         self._limits = limits or Limits()
         self._max_payload = self._limits.step_tokens * model.hidden_size * 4
         self._open_streams: dict[str, int] = {}
+        self._answering = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def idle(self) -> None:
+        """Return when every request that has come is answered."""
+        await self._idle.wait()
 
     async def __call__(self, stream: Stream) -> None:
         """Serve one stream until the client closes it or sends garbage."""
@@ -79,7 +87,14 @@ class Handler:
                 return
             while not conversation.over:
                 frame = await stream.receive(self._max_payload)
-                await self._answer(stream, frame, conversation)
+                self._answering += 1
+                self._idle.clear()
+                try:
+                    await self._answer(stream, frame, conversation)
+                finally:
+                    self._answering -= 1
+                    if not self._answering:
+                        self._idle.set()
         except ProtocolViolation as error:
             await stream.send(messages.refusal(error))
         finally:

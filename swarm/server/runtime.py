@@ -25,9 +25,6 @@ class Runtime:
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._waiting = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._closed = False
         threading.Thread(target=self._work, name="swarm-compute", daemon=True).start()
 
@@ -37,19 +34,8 @@ class Runtime:
             raise ServerClosing("this server is leaving; use another one")
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        self._waiting += 1
-        self._idle.clear()
-        try:
-            self._jobs.put((future, loop, lambda: job(*args, **kwargs)))
-            return await future
-        finally:
-            self._waiting -= 1
-            if not self._waiting:
-                self._idle.set()
-
-    async def idle(self) -> None:
-        """Return when no job is running or waiting."""
-        await self._idle.wait()
+        self._jobs.put((future, loop, lambda: job(*args, **kwargs)))
+        return await future
 
     def close(self) -> None:
         """Accept no more jobs; the thread ends after those it has."""

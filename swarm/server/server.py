@@ -82,7 +82,9 @@ class Server:
 
     async def _start(self) -> None:
         config = self.config
-        checkpoint = await self._runtime.run(open_checkpoint, config.model, revision=config.revision)
+        checkpoint = await self._runtime.run(
+            open_checkpoint, config.model, revision=config.revision, cache_dir=config.cache_dir
+        )
         device = memory.resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, checkpoint.config)
         blocks = checkpoint.blocks
@@ -185,7 +187,7 @@ class Server:
         if self._serving is not None:
             self._serving.handler.closing = True
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._runtime.idle(), DRAIN)
+                await asyncio.wait_for(self._serving.handler.idle(), DRAIN)
         self._runtime.close()
         if self._peer is not None:
             await self._peer.shutdown()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import Iterable
+from ipaddress import ip_address
 
 from multiaddr import Multiaddr
 
@@ -33,6 +34,19 @@ def check_free(addresses: Iterable[str]) -> None:
 def is_loopback(addresses: Iterable[str]) -> bool:
     """True if nobody outside of this machine can reach any of the addresses."""
     return all(address.startswith(("/ip4/127.", "/ip6/::1")) for address in addresses)
+
+
+def farthest_first(addresses: Iterable[str]) -> tuple[str, ...]:
+    """Addresses ordered by who can reach them: everybody, then this network, then this machine alone."""
+
+    def reach(address: str) -> int:
+        parsed = Multiaddr(address)
+        host = next((parsed[name] for name in ("ip4", "ip6") if name in parsed), None)
+        if host is None:
+            return 0  # a name, which somebody chose to announce
+        return 0 if ip_address(host).is_global else 2 if ip_address(host).is_loopback else 1
+
+    return tuple(sorted(addresses, key=reach))
 
 
 def _parse(address: str) -> Multiaddr:

@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 DIAL_TIMEOUT = 15.0
 """Seconds to wait for a connection to another peer."""
 
+FLUSH = 0.1
+"""Seconds that the daemon gets to hand on what was written to it before it is ended."""
+
 
 @dataclass(frozen=True)
 class P2PConfig:
@@ -129,8 +132,9 @@ class Peer:
             raise PeerLost(f"the libp2p daemon did not start: {error}") from error
 
     async def visible_addresses(self) -> tuple[str, ...]:
-        """Addresses, with the peer id, that others can put into their `--initial-peers`."""
-        return tuple(str(address) for address in await self._p2p.get_visible_maddrs(latest=True))
+        """Addresses with the peer id, for the `--initial-peers` of others; the farthest-reaching first."""
+        found = await self._p2p.get_visible_maddrs(latest=True)
+        return addresses.farthest_first(str(address) for address in found)
 
     async def open_stream(self, peer_id: str) -> Stream:
         try:
@@ -159,7 +163,8 @@ class Peer:
         await self._p2p.add_binary_stream_handler(PROTOCOL, accept)
 
     async def shutdown(self) -> None:
-        """Close all streams and end the daemon."""
+        """Close all streams and end the daemon, which gets a moment to send what was written last."""
+        await asyncio.sleep(FLUSH)
         for task in self._serving:
             task.cancel()
         await asyncio.gather(*self._serving, return_exceptions=True)
