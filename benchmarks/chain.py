@@ -2,24 +2,28 @@
 
     python -m benchmarks.chain [--shape tiny] [--tokens 64] [--repeats 5] [--json FILE]
 
-Every server is a process with one torch thread; so is the local model. All models stay loaded and take turns, round
-after round, so that whatever else the machine does falls on all of them. `ms a hop` is the slope of the time for a token
-over the number of servers, which contains everything but the blocks' own computation.
+Every server is a process with one torch thread; so is the local model. For each length of chain the local model and the
+chain take turns, so that whatever else the machine does falls on both. `ms a hop` is the slope, over the number of
+servers, of the time that a token takes beyond the local model's; it also holds what a processor loses by sleeping
+between a server's turns. `hop` is measured directly: what the client sees of a hop, less what the server says that its
+blocks took.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from benchmarks import machine
 from benchmarks.shapes import SHAPES, make_model
@@ -34,7 +38,7 @@ PROMPT = 16
 def split(blocks: int, servers: int) -> list[str]:
     """`--blocks` of each server, as even as possible."""
     edges = [round(blocks * number / servers) for number in range(servers + 1)]
-    return [f"{start}:{end}" for start, end in zip(edges, edges[1:], strict=False)]
+    return [f"{start}:{end}" for start, end in itertools.pairwise(edges)]
 
 
 def seconds_a_token(generate: Callable[[int], object], tokens: int) -> float:
@@ -47,40 +51,74 @@ def seconds_a_token(generate: Callable[[int], object], tokens: int) -> float:
     return (times[0] - times[1]) / (tokens - tokens // 2)
 
 
-def measure(shape: str, tokens: int, repeats: int) -> dict[str, list[float]]:
-    """Seconds a token of every repeat, by contestant: "local", "1", "2", ..."""
+@dataclass
+class Series:
+    """One length of chain, by repeat.
+
+    Attributes:
+        chain, local: seconds a token of the chain and of the local model beside it.
+        hop: seconds that a hop takes beyond what its server spends in its blocks, median over the steps.
+    """
+
+    chain: list[float]
+    local: list[float]
+    hop: list[float]
+
+    def ratios(self) -> list[float]:
+        """Speed of the chain over that of the local model."""
+        return [local / chain for local, chain in zip(self.local, self.chain, strict=True)]
+
+
+def measure(shape: str, tokens: int, repeats: int) -> dict[int, Series]:
+    """One series for each length of chain."""
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as folder:
         path = make_model(shape, Path(folder))
-        contestants = {"local": AutoModelForCausalLM.from_pretrained(path)}
-        blocks = SHAPES[shape].num_hidden_layers
-        for servers in CHAINS:
-            options = ("--threads", "1", "--throughput", "1000")
-            swarm = stack.enter_context(LocalSwarm(str(path), split(blocks, servers), options=options))
-            model = AutoDistributedModelForCausalLM.from_pretrained(path, initial_peers=[swarm.address])
-            stack.callback(model.swarm.close)
-            contestants[str(servers)] = model
-        prompt = torch.randint(0, 1024, (1, PROMPT), generator=torch.Generator().manual_seed(1))
-        expected = contestants["local"].generate(prompt, max_new_tokens=tokens, do_sample=False)
-        results: dict[str, list[float]] = {name: [] for name in contestants}
-        for repeat in range(repeats + 1):
-            for name, model in contestants.items():
-
-                def generate(count: int, model: AutoModelForCausalLM = model) -> torch.Tensor:
-                    return model.generate(prompt, max_new_tokens=count, do_sample=False)
-
-                if not torch.equal(generate(tokens), expected):
-                    raise SystemExit(f"{name}: the tokens differ from the local model's")
-                seconds = seconds_a_token(generate, tokens)
-                if repeat:  # the first round warms up
-                    results[name].append(seconds)
-        return results
+        local = AutoModelForCausalLM.from_pretrained(path)
+        return {servers: measure_chain(shape, path, local, servers, tokens, repeats) for servers in CHAINS}
 
 
-def slope(results: dict[str, list[float]]) -> list[float]:
-    """Milliseconds a hop, by repeat: least squares of time over servers."""
-    repeats = zip(*(results[str(servers)] for servers in CHAINS), strict=True)
-    return [1e3 * statistics.linear_regression(CHAINS, times).slope for times in repeats]
+def measure_chain(shape: str, path: Path, local: PreTrainedModel, servers: int, tokens: int, repeats: int) -> Series:
+    """Let a chain and the local model take turns."""
+    prompt = torch.randint(0, 1024, (1, PROMPT), generator=torch.Generator().manual_seed(1))
+    blocks = split(SHAPES[shape].num_hidden_layers, servers)
+    series = Series([], [], [])
+    with LocalSwarm(str(path), blocks, options=("--threads", "1", "--throughput", "1000")) as swarm:
+        model = AutoDistributedModelForCausalLM.from_pretrained(path, initial_peers=[swarm.address])
+
+        def run(which: PreTrainedModel, count: int) -> torch.Tensor:
+            return which.generate(prompt, max_new_tokens=count, do_sample=False)
+
+        if not torch.equal(run(model, tokens), run(local, tokens)):  # warms up, too
+            raise SystemExit(f"{servers} servers: the tokens differ from the local model's")
+        for _ in range(repeats):
+            series.chain.append(seconds_a_token(partial(run, model), tokens))
+            series.hop.append(hop_cost(model, prompt, tokens))
+            series.local.append(seconds_a_token(partial(run, local), tokens))
+        model.swarm.close()
+    return series
+
+
+def hop_cost(model: PreTrainedModel, prompt: torch.Tensor, tokens: int) -> float:
+    """What the client sees of a hop, less what the server says that its blocks took: seconds, median over the steps."""
+    costs: list[float] = []
+
+    class Watch(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object) -> torch.Tensor:
+            costs.extend(timing.beyond_compute for timing in session.timings)
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+    with model.inference_session(max_length=prompt.shape[1] + tokens) as session:
+        model.generate(
+            prompt, max_new_tokens=tokens, do_sample=False, stopping_criteria=StoppingCriteriaList([Watch()])
+        )
+    return statistics.median(costs)
+
+
+def slope(results: dict[int, Series]) -> list[float]:
+    """Milliseconds a hop, by repeat: least squares of the time beyond the local model's over servers."""
+    beyond = [[c - statistics.median(s.local) for c in s.chain] for s in results.values()]
+    return [1e3 * statistics.linear_regression(CHAINS, times).slope for times in zip(*beyond, strict=True)]
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:
@@ -88,21 +126,26 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
-def table(shape: str, results: dict[str, list[float]]) -> str:
+def table(shape: str, results: dict[int, Series]) -> str:
     """The figures for people, in Markdown."""
+    config = SHAPES[shape]
     lines = [
-        f"shape {shape}: hidden {SHAPES[shape].hidden_size}, {SHAPES[shape].num_hidden_layers} blocks, fp32, "
-        "greedy, batch 1; median (range)",
+        f"shape {shape}: hidden {config.hidden_size}, {config.num_hidden_layers} blocks, fp32, greedy, batch 1; "
+        "median (range)",
         "",
-        "| servers | ms a token | tokens/s | of the local speed |",
-        "| --- | --- | --- | --- |",
+        "| servers | ms a token | tokens/s | local tokens/s beside it | of the local speed | ms a hop beyond compute |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
-    for name, times in results.items():
-        ratios = [local / own for local, own in zip(results["local"], times, strict=True)]
-        speeds = [1 / seconds for seconds in times]
-        milliseconds = [1e3 * seconds for seconds in times]
-        lines.append(f"| {name} | {spread(milliseconds)} | {spread(speeds, 0)} | {spread(ratios)} |")
-    return "\n".join([*lines, "", f"ms a hop beyond compute (slope, 1 to 4 servers): {spread(slope(results))}"])
+    for servers, series in results.items():
+        columns = (
+            spread([1e3 * seconds for seconds in series.chain]),
+            spread([1 / seconds for seconds in series.chain], 0),
+            spread([1 / seconds for seconds in series.local], 0),
+            spread(series.ratios()),
+            spread([1e3 * seconds for seconds in series.hop]),
+        )
+        lines.append(f"| {servers} | {' | '.join(columns)} |")
+    return "\n".join([*lines, "", f"slope of ms a token over servers, 1 to 4: {spread(slope(results))}"])
 
 
 def main() -> None:
@@ -118,7 +161,8 @@ def main() -> None:
     print(", ".join(f"{name} {value}" for name, value in about.items()), end="\n\n")
     print(table(arguments.shape, results))
     if arguments.json:
-        figures = {"machine": about, "shape": arguments.shape, "seconds_a_token": results, "ms_a_hop": slope(results)}
+        series = {servers: asdict(series) for servers, series in results.items()}
+        figures = {"machine": about, "shape": arguments.shape, "seconds_a_token": series, "slope_ms": slope(results)}
         arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 

@@ -119,3 +119,21 @@ class StepLayout:
     @property
     def tokens(self) -> int:
         return sum(self.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class HopTiming:
+    """Where one step's time went at one server, in seconds.
+
+    Attributes:
+        total: from the request to the reply, as the client saw it.
+        compute: what the server spent in its blocks.
+    """
+
+    total: float
+    compute: float
+
+    @property
+    def beyond_compute(self) -> float:
+        """The cost of the hop itself: the way there and back, decoding, waiting."""
+        return self.total - self.compute

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from swarm.data_structures import Hop, Route, StepLayout, WireFormat
+from swarm.data_structures import Hop, HopTiming, Route, StepLayout, WireFormat
 from swarm.errors import PeerLost, ProtocolViolation, remote_error
 from swarm.protocol import messages
 from swarm.protocol.compression import payload_length
@@ -52,6 +53,8 @@ class HopSession:
         self._manner = manner
         self._max_length = max_length
         self._session_id = secrets.token_bytes(16)
+        self.timing: HopTiming | None = None
+        """Of the last step."""
         self._stream: Stream | None = None
         self._next_step = 0
 
@@ -85,9 +88,11 @@ class HopSession:
             offsets=_list(layout.offsets),
         )
         limit = hidden.tokens * hidden.hidden_size * 4
+        began = time.perf_counter()
         reply, payload = await _ask(self._stream, self.hop, request, hidden.payload, self._manner.timeout, limit)
         if not isinstance(reply, messages.StepReply) or reply.step != self._next_step:
             raise _out_of_place(self.hop, reply)
+        self.timing = HopTiming(time.perf_counter() - began, reply.compute_ms / 1e3)
         self._next_step += 1
         return _checked(self.hop, hidden, payload, reply.format, reply.dtype)
 
@@ -127,6 +132,11 @@ class Chain:
         for hop in self._hops:
             hidden = await hop.step(hidden, layout)
         return hidden
+
+    @property
+    def timings(self) -> tuple[HopTiming, ...]:
+        """Of the last step, one a hop; empty before the first."""
+        return tuple(hop.timing for hop in self._hops if hop.timing is not None)
 
     async def close(self) -> None:
         """Free the session everywhere."""

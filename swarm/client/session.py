@@ -9,7 +9,7 @@ import torch
 
 from swarm.client.chain import Chain, Packed
 from swarm.client.connection import SwarmConnection
-from swarm.data_structures import Route, StepLayout
+from swarm.data_structures import HopTiming, Route, StepLayout
 from swarm.errors import SessionClosed, TooLong
 from swarm.models.sequence_cache import SequenceCache
 from swarm.protocol.compression import dtype_name, pack, unpack
@@ -63,6 +63,11 @@ class InferenceSession:
     def route(self) -> Route | None:
         """The servers in use, once the first step was made."""
         return self._chain.route if self._chain is not None else None
+
+    @property
+    def timings(self) -> tuple[HopTiming, ...]:
+        """Where the time of the last step went, one entry for each server of the route."""
+        return self._chain.timings if self._chain is not None else ()
 
     def compute(
         self,

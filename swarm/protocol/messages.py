@@ -74,13 +74,16 @@ class StepRequest(Message, frozen=True):
     offsets: Rows | None = None
 
 
+Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+
+
 class StepReply(Message, frozen=True):
-    """The outputs of a step, payload `[tokens, hidden]` in `format`."""
+    """The outputs of a step, payload `[tokens, hidden]` in `format`; `compute_ms` is the time spent in the blocks."""
 
     step: Count
     format: WireFormat
     dtype: Name
-    compute_ms: float
+    compute_ms: Milliseconds
 
 
 class CloseSession(Message, frozen=True):
@@ -108,7 +111,7 @@ class ForwardReply(Message, frozen=True):
 
     format: WireFormat
     dtype: Name
-    compute_ms: float
+    compute_ms: Milliseconds
 
 
 class InfoRequest(Message, frozen=True):

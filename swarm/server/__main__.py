@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 from pathlib import Path
@@ -131,6 +132,9 @@ async def _serve(server: Server, model: str | None, peers: tuple[str, ...]) -> N
         await asyncio.wait({starting})
         return
     starting.result()
+    # What is loaded stays: without the million objects of the imports, collecting garbage costs a server nothing.
+    gc.collect()
+    gc.freeze()
     addresses = await server.peer.visible_addresses()
     for line in how_to_join(model, (*addresses, *peers)):
         logger.info("%s", line)

@@ -181,7 +181,8 @@ class Handler:
                 hidden = self._unpack(payload, layout.tokens, message.format, message.dtype)
                 began = time.perf_counter()
                 output = session.cache.step(hidden, layout)
-                return pack(output, session.reply_format), (time.perf_counter() - began) * 1e3
+                milliseconds = (time.perf_counter() - began) * 1e3
+                return pack(output, session.reply_format), milliseconds
 
             result, milliseconds = await self._runtime.run(compute)
             reply = messages.StepReply(message.step, session.reply_format, dtype_name(self._model.dtype), milliseconds)
@@ -202,7 +203,8 @@ class Handler:
             hidden = self._unpack(payload, tokens, message.format, message.dtype)
             began = time.perf_counter()
             output = forward_packed(model, hidden, layout)
-            return pack(output, message.reply_format), (time.perf_counter() - began) * 1e3
+            milliseconds = (time.perf_counter() - began) * 1e3
+            return pack(output, message.reply_format), milliseconds
 
         result, milliseconds = await self._runtime.run(compute)
         return messages.ForwardReply(message.reply_format, dtype_name(self._model.dtype), milliseconds), result

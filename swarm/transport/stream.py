@@ -10,6 +10,9 @@ from swarm.errors import PeerLost
 from swarm.protocol.framing import MAX_PAYLOAD, PREFIX_LENGTH, Frame, decode_prefix, encode_prefix
 from swarm.protocol.messages import Message, encode
 
+JOINED = 1 << 16
+"""Payloads up to this size are copied behind their header: a second write would wake every process on the way twice."""
+
 
 class Stream(Protocol):
     """What the rooms above see of a connection. Several may be open between the same two peers."""
@@ -51,9 +54,12 @@ class FrameStream:
 
     async def send(self, message: Message, payload: bytes | memoryview = b"") -> None:
         header = encode(message)
+        head = encode_prefix(len(header), len(payload)) + header
         try:
-            self._writer.write(encode_prefix(len(header), len(payload)) + header)
-            if payload:
+            if len(payload) <= JOINED:
+                self._writer.write(b"".join((head, payload)))
+            else:
+                self._writer.write(head)
                 self._writer.write(payload)
             await self._writer.drain()
         except (OSError, RuntimeError) as error:  # uvloop raises RuntimeError on a closed transport

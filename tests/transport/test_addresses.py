@@ -85,7 +85,7 @@ def test_a_taken_udp_port():
 
 
 def test_an_address_of_another_machine():
-    with pytest.raises(AddressUnavailable, match="192.0.2.1"):  # reserved for documentation
+    with pytest.raises(AddressUnavailable, match=r"192\.0\.2\.1"):  # reserved for documentation
         check_free(["/ip4/192.0.2.1/tcp/4001"])
 
 
