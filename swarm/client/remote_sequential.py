@@ -11,12 +11,10 @@ import torch
 from torch import nn
 
 from swarm.client.connection import SwarmConnection
-from swarm.client.session import InferenceSession, pack_rows, position_offsets, unpack_rows
+from swarm.client.session import REQUEST_TOKENS, InferenceSession, pack_rows, position_offsets, unpack_rows
 from swarm.data_structures import Span, StepLayout
 from swarm.errors import InvalidSpan, SwarmError
-
-FORWARD_TOKENS = 8192
-"""Tokens in one request without a session; a larger batch is sent in several."""
+from swarm.protocol.messages import MAX_ROWS
 
 
 class RemoteSequential(nn.Module):
@@ -90,7 +88,7 @@ class RemoteSequential(nn.Module):
 
 def _portions(rows: int, slots: int) -> Iterator[slice]:
     """Rows that go into one request each."""
-    size = max(1, FORWARD_TOKENS // max(1, slots))
+    size = max(1, min(MAX_ROWS, REQUEST_TOKENS // max(1, slots)))
     return (slice(first, first + size) for first in range(0, max(1, rows), size))
 
 

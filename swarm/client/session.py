@@ -14,6 +14,9 @@ from swarm.errors import SessionClosed, TooLong
 from swarm.models.sequence_cache import SequenceCache
 from swarm.protocol.compression import dtype_name, pack, unpack
 
+REQUEST_TOKENS = 8192
+"""Tokens in one request; longer prompts and larger batches are sent in several."""
+
 
 class InferenceSession:
     """The servers of a route keep this session's attention keys and values; the client keeps its place.
@@ -87,13 +90,42 @@ class InferenceSession:
         if self._closed:
             raise SessionClosed("this inference session is closed; open another one")
         rows, new, _ = hidden.shape
-        layout, fresh = self.cache.layout(rows, new, mask)
-        layout = replace(layout, offsets=position_offsets(positions, fresh, layout))
+        size = max(1, REQUEST_TOKENS // rows)
+        past = self.position
+        self._check_length(rows, new, mask)
+        results = []
+        for first in range(0, new, size):
+            last = min(first + size, new)
+            results.append(
+                self._compute(
+                    hidden[:, first:last],
+                    mask[:, : past + last] if mask is not None else None,
+                    positions[:, first:last] if positions is not None else None,
+                    tokens[:, first:last] if tokens is not None else None,
+                )
+            )
+        return results[0] if len(results) == 1 else torch.cat(results, dim=1)
+
+    def _check_length(self, rows: int, new: int, mask: torch.Tensor | None) -> None:
+        """Refuse what cannot fit before anything is sent."""
+        layout, _ = self.cache.layout(rows, new, mask)
         longest = max(start + count for start, count in zip(layout.starts, layout.counts, strict=True))
         if longest > self.max_length:
             raise TooLong(
                 f"the session would be {longest} tokens long; it was opened with max_length={self.max_length}"
             )
+
+    def _compute(
+        self,
+        hidden: torch.Tensor,
+        mask: torch.Tensor | None,
+        positions: torch.Tensor | None,
+        tokens: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """One step."""
+        rows, new, _ = hidden.shape
+        layout, fresh = self.cache.layout(rows, new, mask)
+        layout = replace(layout, offsets=position_offsets(positions, fresh, layout))
         result = hidden
         if layout.tokens:
             result = unpack_rows(self._send(pack_rows(hidden, fresh, self._connection), layout), hidden, fresh)

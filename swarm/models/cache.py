@@ -1,7 +1,7 @@
 """The attention cache that a span's layers write to: a rectangle of rows, all ending at the same slot.
 
 transformers' own dynamic cache concatenates at every step, which copies the whole past of every layer; this one writes
-in place and grows by doubling. It keeps every position, also in sliding-window layers (the mask hides what lies
+in place and grows ahead of need. It keeps every position, also in sliding-window layers (the mask hides what lies
 outside of the window), so that a session can be rolled back to any position.
 """
 
@@ -15,6 +15,8 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 FIRST_CAPACITY = 64
+LARGEST_GROWTH = 512
+"""Slots."""
 
 
 class GrowingLayer(CacheLayerMixin):
@@ -60,9 +62,9 @@ class GrowingLayer(CacheLayerMixin):
 
 
 def _grown(storage: torch.Tensor, used: int, needed: int) -> torch.Tensor:
-    capacity = max(FIRST_CAPACITY, storage.shape[-2])
-    while capacity < needed:
-        capacity *= 2
+    # Doubling at first, then by steps: room that is never used stays small beside what was reserved.
+    growth = min(max(FIRST_CAPACITY, storage.shape[-2]), LARGEST_GROWTH)
+    capacity = max(storage.shape[-2] + growth, needed)
     # Zeros, not empty: slots under a left pad are never written but are multiplied by a weight of zero.
     larger = storage.new_zeros(*storage.shape[:2], capacity, storage.shape[-1])
     larger[:, :, :used] = storage[:, :, :used]

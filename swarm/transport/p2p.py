@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 import tempfile
+import weakref
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +66,7 @@ class Peer:
         self._p2p = p2p
         self._folder = folder
         self._serving: set[asyncio.Task[None]] = set()
+        self._opened: weakref.WeakSet[FrameStream] = weakref.WeakSet()
 
     @classmethod
     async def create(cls, config: P2PConfig, validator: RecordValidatorBase) -> Peer:
@@ -144,7 +146,9 @@ class Peer:
             )
         except (P2PDaemonError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
             raise PeerLost(f"peer …{peer_id[-6:]} cannot be reached: {error}") from None
-        return FrameStream(peer_id, reader, writer)
+        stream = FrameStream(peer_id, reader, writer)
+        self._opened.add(stream)
+        return stream
 
     async def serve(self, handler: StreamHandler) -> None:
         async def accept(info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -165,6 +169,8 @@ class Peer:
     async def shutdown(self) -> None:
         """Close all streams and end the daemon, which gets a moment to send what was written last."""
         await asyncio.sleep(FLUSH)
+        for stream in list(self._opened):
+            stream.close()
         for task in self._serving:
             task.cancel()
         await asyncio.gather(*self._serving, return_exceptions=True)

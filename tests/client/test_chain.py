@@ -469,7 +469,10 @@ def test_a_chain_hands_the_answer_of_one_to_the_next_as_it_came():
         three = await swarm.add(OPENED, reply(0, b"3" * 24), name="three")
         chain = Chain(swarm.network, route(), MANNER, 100)
         await chain.open()
+        assert chain.timings == ()
         output = await chain.step(INPUT, LAYOUT)
+        assert [timing.compute for timing in chain.timings] == [0.001] * 3
+        assert all(timing.total > 0 for timing in chain.timings)
         assert output == Packed(b"3" * 24, 3, HIDDEN, WireFormat.FLOAT16, "float32")
         assert [server.requests[1][1] for server in (one, two, three)] == [
             INPUT.payload,

@@ -145,6 +145,18 @@ def test_several_calls_in_one_session_compute_only_what_is_new(model: Any, local
         assert model.generate(**more, max_new_tokens=5, do_sample=False, pad_token_id=PAD).tolist() == expected.tolist()
 
 
+def test_a_prompt_longer_than_one_request(model: Any, local: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm.client.session.REQUEST_TOKENS", 6)  # three slots of a batch of two
+    monkeypatch.setattr("swarm.client.remote_sequential.REQUEST_TOKENS", 6)
+    batch = padded_batch()
+    expected = local.generate(**batch, max_new_tokens=6, do_sample=False, pad_token_id=PAD)
+    assert model.generate(**batch, max_new_tokens=6, do_sample=False, pad_token_id=PAD).tolist() == expected.tolist()
+    with torch.no_grad():
+        ours, theirs = model(**batch).logits, local(**batch).logits
+    real = batch["attention_mask"].bool()
+    torch.testing.assert_close(ours[real], theirs[real], rtol=1e-4, atol=1e-4)
+
+
 def test_the_position_can_be_set_back(model: Any, local: Any) -> None:
     tokens = prompt(9)
     with torch.no_grad():
