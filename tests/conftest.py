@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 
+import hypothesis
 import pytest
 import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may look for a hub
+
+# How long an example takes depends on what else runs on the machine.
+hypothesis.settings.register_profile("default", deadline=None)
+hypothesis.settings.load_profile("default")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -12,10 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swarm.data_structures import Hop, HopTiming, Route, StepLayout, WireFormat
-from swarm.errors import PeerLost, ProtocolViolation, remote_error
+from swarm.errors import PeerLost, ProtocolViolation, RequestRefused, ServerFault, remote_error
 from swarm.protocol import messages
 from swarm.protocol.compression import payload_length
 from swarm.transport.stream import Network, Stream
+
+CLOSE_TIMEOUT = 1.0
+"""Seconds that a server gets to read that a session is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,8 @@ class HopSession:
         """Of the last step."""
         self._stream: Stream | None = None
         self._next_step = 0
+        self._interrupted = False
+        """True while an answer is due, so that a late one is never taken for that to another request."""
 
     async def open(self) -> None:
         """Connect and reserve room. Raises `RemoteError` of the fitting kind."""
@@ -78,6 +83,8 @@ class HopSession:
         """Send the step's hidden states through this server's blocks."""
         if self._stream is None:
             raise PeerLost(f"{_whose(self.hop)} is not connected")
+        if self._interrupted:
+            raise PeerLost(f"an earlier step at {_whose(self.hop)} was interrupted; open a new session")
         request = messages.StepRequest(
             step=self._next_step,
             starts=list(layout.starts),
@@ -89,7 +96,13 @@ class HopSession:
         )
         limit = hidden.tokens * hidden.hidden_size * 4
         began = time.perf_counter()
-        reply, payload = await _ask(self._stream, self.hop, request, hidden.payload, self._manner.timeout, limit)
+        self._interrupted = True
+        try:
+            reply, payload = await _ask(self._stream, self.hop, request, hidden.payload, self._manner.timeout, limit)
+        except (RequestRefused, ServerFault):
+            self._interrupted = False
+            raise
+        self._interrupted = False
         if not isinstance(reply, messages.StepReply) or reply.step != self._next_step:
             raise _out_of_place(self.hop, reply)
         self.timing = HopTiming(time.perf_counter() - began, reply.compute_ms / 1e3)
@@ -102,8 +115,9 @@ class HopSession:
             return
         stream, self._stream = self._stream, None
         try:
-            await stream.send(messages.CloseSession())
-        except PeerLost:
+            async with asyncio.timeout(CLOSE_TIMEOUT):
+                await stream.send(messages.CloseSession())
+        except (PeerLost, TimeoutError):
             pass
         finally:
             stream.close()

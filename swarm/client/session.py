@@ -90,41 +90,15 @@ class InferenceSession:
         if self._closed:
             raise SessionClosed("this inference session is closed; open another one")
         rows, new, _ = hidden.shape
-        size = max(1, REQUEST_TOKENS // rows)
-        past = self.position
-        self._check_length(rows, new, mask)
-        results = []
-        for first in range(0, new, size):
-            last = min(first + size, new)
-            results.append(
-                self._compute(
-                    hidden[:, first:last],
-                    mask[:, : past + last] if mask is not None else None,
-                    positions[:, first:last] if positions is not None else None,
-                    tokens[:, first:last] if tokens is not None else None,
-                )
-            )
-        return results[0] if len(results) == 1 else torch.cat(results, dim=1)
-
-    def _check_length(self, rows: int, new: int, mask: torch.Tensor | None) -> None:
-        """Refuse what cannot fit before anything is sent."""
-        layout, _ = self.cache.layout(rows, new, mask)
+        layout, fresh = self.cache.layout(rows, new, mask)
         longest = max(start + count for start, count in zip(layout.starts, layout.counts, strict=True))
         if longest > self.max_length:
             raise TooLong(
                 f"the session would be {longest} tokens long; it was opened with max_length={self.max_length}"
             )
-
-    def _compute(
-        self,
-        hidden: torch.Tensor,
-        mask: torch.Tensor | None,
-        positions: torch.Tensor | None,
-        tokens: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """One step."""
-        rows, new, _ = hidden.shape
-        layout, fresh = self.cache.layout(rows, new, mask)
+        size = max(1, REQUEST_TOKENS // rows)
+        if new > size:
+            return self._compute_in_parts(hidden, mask, positions, tokens, size)
         layout = replace(layout, offsets=position_offsets(positions, fresh, layout))
         result = hidden
         if layout.tokens:
@@ -139,6 +113,29 @@ class InferenceSession:
         if self._chain is None:
             self._chain = self._connection.open_chain(self.max_length)
         return self._chain.route
+
+    def _compute_in_parts(
+        self,
+        hidden: torch.Tensor,
+        mask: torch.Tensor | None,
+        positions: torch.Tensor | None,
+        tokens: torch.Tensor | None,
+        size: int,
+    ) -> torch.Tensor:
+        """`compute`, `size` slots at a time."""
+        past = self.position
+        parts = []
+        for first in range(0, hidden.shape[1], size):
+            part = slice(first, first + size)
+            parts.append(
+                self.compute(
+                    hidden[:, part],
+                    mask[:, : past + first + hidden[:, part].shape[1]] if mask is not None else None,
+                    positions[:, part] if positions is not None else None,
+                    tokens[:, part] if tokens is not None else None,
+                )
+            )
+        return torch.cat(parts, dim=1)
 
     def _send(self, packed: Packed, layout: StepLayout) -> Packed:
         self.open()

@@ -23,7 +23,7 @@ MAX_LIFETIME = 600.0
 
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Block = Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCKS)]
-Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{12}$")]
+Digest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{12}\Z")]
 
 
 class ServerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -33,6 +33,7 @@ class SpanModel:
         dtype, device: what it computes in, and where.
         digests: one a block, see `swarm.models.digest`.
         weight_bytes: memory that the parameters take.
+        positions: how many positions the model's tables hold, or None if it computes any position.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class SpanModel:
         self.dtype, self.device = parameter.dtype, parameter.device
         self.weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
         self._model = model
+        self.positions = _table_length(model)
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._received: torch.Tensor | None = None
         self._produced: torch.Tensor | None = None
@@ -132,6 +134,16 @@ class SpanModel:
     def _take_out(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._received is not None:
             self._produced = output[0] if isinstance(output, tuple) else output
+
+
+def _table_length(model: Any) -> int | None:
+    """Rows of a table that the model indexes by position (such as GPT-J's sines), if it has one."""
+    limit: int | None = getattr(model.config, "max_position_embeddings", None)
+    for module in model.modules():
+        for value in (*vars(module).values(), *module.buffers(recurse=False)):
+            if isinstance(value, torch.Tensor) and value.ndim == 2 and value.shape[0] == limit:
+                return limit
+    return None
 
 
 def load_span(

@@ -123,7 +123,7 @@ class InfoReply(Message, frozen=True):
 
     start: Count
     end: Count
-    cache_tokens_free: Count
+    cache_tokens_free: Annotated[int, msgspec.Meta(ge=0, le=2**48)]
     sessions: Count
     version: Name
 

@@ -6,7 +6,6 @@ the blocks used there, so long spans and fast servers win.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 from swarm.data_structures import Hop, Route, ServerInfo, Span
@@ -35,7 +34,7 @@ def shortest_route(servers: Sequence[ServerInfo], wanted: Span, cost: HopCost) -
                 continue
             for end in range(block + 1, min(server.span.end, wanted.end) + 1):
                 total = spent + cost(server, end - block)
-                if total < best.get(end, (math.inf, None))[0]:
+                if end not in best or total < best[end][0]:
                     best[end] = (total, Hop(server, Span(block, end)))
     return Route(tuple(_walk_back(best, wanted)))
 

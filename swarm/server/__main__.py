@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from swarm import console
-from swarm.errors import InvalidOption
+from swarm.errors import InvalidOption, PeerLost
 
 if TYPE_CHECKING:  # torch and transformers load only once the options are known to be right
     from swarm.server.server import Server
@@ -40,11 +40,11 @@ logger = logging.getLogger("swarm.server")
     help="Blocks this server computes for one token, per second. auto: measured.",
 )
 @click.option("--name", default="", help="Name to show to others.")
-@click.option("--cache-tokens", type=click.IntRange(min=1), help="Room in the attention cache.  [default: 16384]")
+@click.option("--cache-tokens", type=click.IntRange(1, 2**40), help="Room in the attention cache.  [default: 16384]")
 @click.option(
     "--cache-dir", type=click.Path(file_okay=False, path_type=Path), help="Where files from the hub are kept."
 )
-@click.option("--update-period", type=click.FloatRange(1, 240), default=30.0, help="Seconds between announcements.")
+@click.option("--update-period", type=click.FloatRange(1, 200), default=30.0, help="Seconds between announcements.")
 @click.option("--threads", type=click.IntRange(min=1), help="Torch threads.  [default: torch's choice]")
 @console.exit_codes
 def main(
@@ -138,9 +138,12 @@ async def _serve(server: Server, model: str | None, peers: tuple[str, ...]) -> N
     addresses = await server.peer.visible_addresses()
     for line in how_to_join(model, (*addresses, *peers)):
         logger.info("%s", line)
-    await leaving
+    lost = asyncio.create_task(server.peer.lost())
+    await asyncio.wait({leaving, lost}, return_when=asyncio.FIRST_COMPLETED)
     logger.info("Leaving the swarm")
     await server.stop()
+    if lost.done():
+        raise PeerLost("the libp2p daemon of this server has ended, so nobody could reach it any more; start it again")
 
 
 def how_to_join(model: str | None, addresses: tuple[str, ...]) -> tuple[str, str]:

@@ -107,7 +107,7 @@ class Handler:
     async def _answer(self, stream: Stream, frame: Frame, conversation: _Conversation) -> None:
         message = messages.decode_client(frame.header)
         try:
-            reply, payload = await self._handle(stream.peer_id, message, frame.payload, conversation)
+            reply, payload = await self._handle(stream.peer_id, message, frame, conversation)
         except ProtocolViolation:
             raise
         except RemoteError as error:
@@ -120,11 +120,11 @@ class Handler:
             await stream.send(reply, payload)
 
     async def _handle(
-        self, peer_id: str, message: messages.ClientMessage, payload: bytes | memoryview, conversation: _Conversation
+        self, peer_id: str, message: messages.ClientMessage, frame: Frame, conversation: _Conversation
     ) -> tuple[messages.Message | None, bytes | memoryview]:
         match message:
             case messages.StepRequest():
-                return await self._step(message, payload, conversation)
+                return await self._step(message, frame, conversation)
             case messages.OpenSession():
                 return self._open(peer_id, message, conversation), b""
             case messages.CloseSession():
@@ -133,7 +133,7 @@ class Handler:
                 conversation.over = True
                 return None, b""
             case messages.ForwardRequest():
-                return await self._forward(message, payload)
+                return await self._forward(message, frame.payload)
             case messages.InfoRequest():
                 return self._info(), b""
 
@@ -160,14 +160,16 @@ class Handler:
         return messages.SessionOpened(conversation.session.next_step)
 
     async def _step(
-        self, message: messages.StepRequest, payload: bytes | memoryview, conversation: _Conversation
+        self, message: messages.StepRequest, frame: Frame, conversation: _Conversation
     ) -> tuple[messages.StepReply, bytes | memoryview]:
         session = conversation.session
         if session is None:
             raise UnknownSession("a step came before its session was opened on this stream")
+        payload = frame.payload
+        fingerprint = hash((frame.header, payload))
         async with session.lock:
-            if session.last is not None and message.step == session.next_step - 1:
-                return session.last  # the reply was lost on its way: the same again, computed once
+            if session.last is not None and message.step == session.next_step - 1 and fingerprint == session.last[0]:
+                return session.last[1:]  # the reply was lost on its way: the same again, computed once
             self._check_open()
             if message.step != session.next_step:
                 raise WrongPosition(f"step {message.step} came where step {session.next_step} was expected")
@@ -186,7 +188,7 @@ class Handler:
 
             result, milliseconds = await self._runtime.run(compute)
             reply = messages.StepReply(message.step, session.reply_format, dtype_name(self._model.dtype), milliseconds)
-            session.last = reply, result
+            session.last = fingerprint, reply, result
             session.next_step += 1
             return reply, result
 
@@ -229,6 +231,7 @@ class Handler:
         """The rows of a request, if its lists agree about how many there are."""
         sources = message.sources if isinstance(message, messages.StepRequest) else None
         rows = len(message.counts)
+        self._check_positions(starts, message)
         for name, values in (("starts", starts), ("sources", sources), ("offsets", message.offsets)):
             if values is not None and len(values) != rows:
                 raise WrongShape(f"a request of {rows} rows has {len(values)} {name}")
@@ -238,6 +241,16 @@ class Handler:
             tuple(sources) if sources is not None else None,
             tuple(message.offsets) if message.offsets is not None else None,
         )
+
+    def _check_positions(self, starts: Sequence[int], message: messages.StepRequest | messages.ForwardRequest) -> None:
+        """A position beyond a table of the model would fail in the middle of the computation; on a GPU, for all."""
+        limit = self._model.positions
+        if limit is None:
+            return
+        offsets = message.offsets or [0] * len(message.counts)
+        for row, (start, count, offset) in enumerate(zip(starts, message.counts, offsets, strict=False)):
+            if start + offset + count > limit:
+                raise TooLong(f"row {row} reaches position {start + offset + count}; this model has {limit} positions")
 
     def _check_length(self, layout: StepLayout, session: Session) -> None:
         for row, (start, count) in enumerate(zip(layout.starts, layout.counts, strict=True)):

@@ -8,8 +8,9 @@ one token further, copies nothing.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -28,6 +29,9 @@ class _Row:
     pad: int
     length: int
 
+
+_Uses = Counter[RectangleCache | None]
+"""How many rows lie in each rectangle, before or after a step's copying."""
 
 _EMPTY = _Row(None, 0, 0, 0)
 
@@ -72,9 +76,10 @@ class SessionCache:
         rows = self._arranged(layout)
         bounds = list(itertools.accumulate(layout.counts, initial=0))
         output = torch.empty_like(packed_TH)
+        uses = Counter(row.rectangle for row in self._rows) | Counter(row.rectangle for row in rows)
         for group in _groups(layout):
-            self._compute(packed_TH, output, layout, bounds, rows, group)
-        self._rows = rows
+            self._compute(packed_TH, output, layout, bounds, rows, group, uses)
+        self._rows = _compacted(rows)
         return output
 
     def _arranged(self, layout: StepLayout) -> list[_Row]:
@@ -94,11 +99,12 @@ class SessionCache:
         bounds: Sequence[int],
         rows: list[_Row],
         group: Sequence[int],
+        uses: _Uses,
     ) -> None:
         """Compute the rows of `group` as one rectangle: read them from `packed_TH`, write to `output_TH` and `rows`."""
         counts = layout.counts
         new = max(counts[row] for row in group)
-        rectangle = _rectangle([rows[row] for row in group]) or self._model.new_cache()
+        rectangle = self._rectangle(rows, group, uses)
         end = rectangle.length + new
         pads = [end - rows[row].length - counts[row] for row in group]
         offsets = [layout.offsets[row] for row in group] if layout.offsets is not None else None
@@ -115,6 +121,29 @@ class SessionCache:
         for place, row in enumerate(group):
             rows[row] = _Row(rectangle, place, pads[place], rows[row].length + counts[row])
 
+    def _rectangle(self, rows: Sequence[_Row], group: Sequence[int], uses: _Uses) -> RectangleCache:
+        """The rectangle that holds just these rows, all ending at the same slot; copied together if there is none."""
+        first = rows[group[0]]
+        if first.rectangle is None:
+            return self._model.new_cache()
+        end = first.pad + first.length
+        together = first.rectangle.rows == len(group) and all(
+            rows[row].rectangle is first.rectangle
+            and rows[row].index == place
+            and rows[row].pad + rows[row].length == end
+            for place, row in enumerate(group)
+        )
+        # A row outside of the group may be a copy that has not parted from its original yet.
+        if not together or uses[first.rectangle] > len(group):
+            return _copied([rows[row] for row in group])
+        # What lies behind is going to be overwritten; should the step fail, nobody may continue from there.
+        self._rows = [
+            replace(row, length=min(row.length, end - row.pad)) if row.rectangle is first.rectangle else row
+            for row in self._rows
+        ]
+        first.rectangle.set_length(end)
+        return first.rectangle
+
 
 def forward_packed(model: SpanModel, packed_TH: torch.Tensor, layout: StepLayout) -> torch.Tensor:
     """Run whole sequences. Same packing as `SessionCache.step`, nothing is kept."""
@@ -126,25 +155,31 @@ def _groups(layout: StepLayout) -> list[list[int]]:
     groups: dict[int, list[int]] = {}
     for row, (start, count) in enumerate(zip(layout.starts, layout.counts, strict=True)):
         if count:
-            groups.setdefault(count if start else 0, []).append(row)
+            groups.setdefault(count if start else -count.bit_length(), []).append(row)
     return list(groups.values())
 
 
-def _rectangle(rows: Sequence[_Row]) -> RectangleCache | None:
-    """The rectangle that holds exactly these rows, all ending at the same slot; copied together if there is none."""
-    first = rows[0]
-    if first.rectangle is None:
-        return None
-    end = first.pad + first.length
-    together = all(
-        row.rectangle is first.rectangle and row.index == place and row.pad + row.length == end
-        for place, row in enumerate(rows)
-    )
-    if together and first.rectangle.rows == len(rows):
-        first.rectangle.set_length(end)
-        return first.rectangle
+def _copied(rows: Sequence[_Row]) -> RectangleCache:
     pieces = [RowPiece(row.rectangle, row.index, row.pad, row.length) for row in rows if row.rectangle is not None]
     return RectangleCache.assemble(pieces)
+
+
+def _compacted(rows: list[_Row]) -> list[_Row]:
+    """The rows, those that have stopped moved out of rectangles of which they are the lesser part.
+
+    Without this, rows that end one after the other would each keep a rectangle of all rows alive.
+    """
+    holders: dict[RectangleCache, list[int]] = {}
+    for place, row in enumerate(rows):
+        if row.rectangle is not None:
+            holders.setdefault(row.rectangle, []).append(place)
+    for rectangle, places in holders.items():
+        if 2 * len(places) <= rectangle.rows:
+            copy = _copied([rows[place] for place in places])
+            for index, place in enumerate(places):
+                length = rows[place].length
+                rows[place] = _Row(copy, index, copy.length - length, length)
+    return rows
 
 
 def _is_whole(packed: torch.Tensor, counts: Sequence[int], group: Sequence[int], new: int) -> bool:

@@ -59,6 +59,8 @@ class Runtime:
 def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
     if future.cancelled():
         return
+    if isinstance(error, StopIteration):  # which a future cannot carry
+        error = RuntimeError(f"a job raised {error!r}")
     if error is not None:
         future.set_exception(error)
     else:

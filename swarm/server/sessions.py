@@ -26,7 +26,7 @@ class Session:
 
     Attributes:
         next_step: number that the next step must have.
-        last: reply to the step before, kept so that it can be sent again.
+        last: the step before, kept so that its reply can be sent again: fingerprint of the request, reply, payload.
         rows: rows for which cache is reserved.
         attached: number of open connections that use the session.
     """
@@ -39,7 +39,7 @@ class Session:
     cache: SessionCache
     last_seen: float
     next_step: int = 0
-    last: tuple[StepReply, bytes | memoryview] | None = None
+    last: tuple[int, StepReply, bytes | memoryview] | None = None
     rows: int = 0
     attached: int = 0
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -92,7 +92,7 @@ class Sessions:
 
     def reserve(self, session: Session, rows: int) -> None:
         """Make room for `rows` rows in all. Raises `CacheFull` and changes nothing if there is none."""
-        if (session.peer_id, session.session_id) not in self._sessions:
+        if self._sessions.get((session.peer_id, session.session_id)) is not session:
             raise UnknownSession("the session has expired; open it again")
         more = (rows - session.rows) * session.max_length
         if more > 0:
@@ -109,7 +109,8 @@ class Sessions:
 
     def close(self, session: Session) -> None:
         """Forget the session and free its cache."""
-        self._sessions.pop((session.peer_id, session.session_id), None)
+        if self._sessions.get((session.peer_id, session.session_id)) is session:
+            del self._sessions[session.peer_id, session.session_id]
 
     def expire(self) -> None:
         """Close the sessions whose client is gone."""

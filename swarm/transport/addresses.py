@@ -27,13 +27,15 @@ def check_free(addresses: Iterable[str]) -> None:
     for address in addresses:
         parsed = _parse(address)
         for protocol, kind in (("tcp", socket.SOCK_STREAM), ("udp", socket.SOCK_DGRAM)):
+            if protocol in parsed and "ip4" not in parsed and "ip6" not in parsed:
+                raise InvalidOption(f"{address} cannot be listened on; name an IP address of this machine")
             if protocol in parsed and int(parsed[protocol]) != 0:
                 _try_bind(address, parsed, int(parsed[protocol]), kind)
 
 
 def is_loopback(addresses: Iterable[str]) -> bool:
     """True if nobody outside of this machine can reach any of the addresses."""
-    return all(address.startswith(("/ip4/127.", "/ip6/::1")) for address in addresses)
+    return all(address.startswith(("/ip4/127.", "/ip6/::1/")) for address in addresses)
 
 
 def farthest_first(addresses: Iterable[str]) -> tuple[str, ...]:

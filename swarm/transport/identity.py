@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import multihash
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from hivemind.p2p import P2P, PeerID
@@ -62,7 +63,10 @@ def load_or_create(path: Path) -> Identity:
 
 def peer_id_of(public_key_ssh: bytes) -> str:
     """The base58 peer id that belongs to an RSA public key in OpenSSH format. Raises ValueError if it is none."""
-    key = serialization.load_ssh_public_key(public_key_ssh)
+    try:
+        key = serialization.load_ssh_public_key(public_key_ssh)
+    except UnsupportedAlgorithm as error:
+        raise ValueError(str(error)) from None
     if not isinstance(key, rsa.RSAPublicKey):
         raise ValueError("the key is no RSA key")
     der = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)

@@ -34,6 +34,9 @@ DIAL_TIMEOUT = 15.0
 FLUSH = 0.1
 """Seconds that the daemon gets to hand on what was written to it before it is ended."""
 
+LEAVE_TIMEOUT = 1.0
+"""Seconds to wait for the daemon's good-bye."""
+
 
 @dataclass(frozen=True)
 class P2PConfig:
@@ -160,11 +163,17 @@ class Peer:
                 await handler(stream)
             except (PeerLost, ProtocolViolation) as error:
                 logger.debug("stream of …%s ended: %s", stream.peer_id[-6:], error)
+            except asyncio.CancelledError:  # asyncio would log it with a traceback
+                logger.debug("stream of …%s ended: this peer leaves", stream.peer_id[-6:])
             finally:
                 self._serving.discard(task)
                 stream.close()
 
         await self._p2p.add_binary_stream_handler(PROTOCOL, accept)
+
+    async def lost(self) -> None:
+        """Return when the daemon has ended, with which this peer is cut off."""
+        await self._p2p._child.wait()
 
     async def shutdown(self) -> None:
         """Close all streams and end the daemon, which gets a moment to send what was written last."""
@@ -174,10 +183,12 @@ class Peer:
         for task in self._serving:
             task.cancel()
         await asyncio.gather(*self._serving, return_exceptions=True)
-        with suppress(Exception):
-            await self.dht.shutdown()
-        await self._p2p.shutdown()
-        self._folder.cleanup()
+        try:
+            with suppress(Exception):  # a daemon that has died answers no more
+                await asyncio.wait_for(self.dht.shutdown(), LEAVE_TIMEOUT)
+        finally:
+            await self._p2p.shutdown()
+            self._folder.cleanup()
 
 
 def _private_folder() -> tempfile.TemporaryDirectory[str]:

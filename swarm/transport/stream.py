@@ -69,11 +69,10 @@ class FrameStream:
         try:
             prefix = await self._reader.readexactly(PREFIX_LENGTH)
             header_length, payload_length = decode_prefix(prefix, max_payload)
-            header = await self._reader.readexactly(header_length)
-            payload = await self._reader.readexactly(payload_length) if payload_length else b""
+            body = await self._reader.readexactly(header_length + payload_length)
         except (asyncio.IncompleteReadError, OSError) as error:
             raise PeerLost(f"peer …{self.peer_id[-6:]} closed the connection: {error}") from None
-        return Frame(header, payload)
+        return Frame(body[:header_length], memoryview(body)[header_length:])
 
     def close(self) -> None:
         self._writer.close()

@@ -95,6 +95,15 @@ def test_it_leaves_while_it_is_still_starting(folder: Path, start) -> None:
     assert time.monotonic() - began < 5
 
 
+def test_a_server_that_lost_its_daemon_says_so_and_ends(folder: Path, start) -> None:
+    server = start("-m", "swarm.server", str(folder), "--blocks", "0:2", "--new-swarm", *LISTEN)
+    server.address()
+    [daemon] = daemons_of(server.pid)
+    daemon.kill()
+    assert server.wait(10) == 1
+    assert any(line.startswith("Error: the libp2p daemon of this server has ended") for line in server.lines)
+
+
 def refusal(*arguments: str) -> str:
     """Run a command that must fail: exit code 2 and one line, which is returned."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}

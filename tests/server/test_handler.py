@@ -82,7 +82,7 @@ class Server:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(PATIENCE):
-            while not condition():  # noqa: ASYNC110 (nothing tells when a server is done)
+            while not condition():
                 await asyncio.sleep(0)
 
 
@@ -654,3 +654,43 @@ def test_closing_without_a_session(model):
         await client.is_over()
 
     scenario(model, act)
+
+
+def test_a_step_number_is_not_answered_for_another_step(model):
+    """The reply is kept for a request that is sent again, not for one that happens to have its number."""
+
+    async def scenario() -> None:
+        server = Server(model)
+        await server.start()
+        client = await (await server.client()).begin()
+        first, other = random(1, seed=1), random(1, seed=2)
+        reply, payload = await client.ask(STEP, pack(first, WireFormat.NONE))
+        assert isinstance(reply, messages.StepReply)
+        refused, _ = await client.ask(STEP, pack(other, WireFormat.NONE))
+        assert isinstance(refused, messages.Refusal)
+        assert refused.code == "wrong_position"
+        again, same = await client.ask(STEP, pack(first, WireFormat.NONE))
+        assert (again, same) == (reply, payload)
+
+    asyncio.run(scenario())
+
+
+def test_positions_beyond_a_table_are_refused(tmp_path):
+    folder = zoo.make_checkpoint("gptj", tmp_path)
+    model = load_span(open_checkpoint(folder), SPAN, dtype=torch.float32, device=CPU)
+    limit = model.positions
+    assert limit is not None
+
+    async def scenario() -> None:
+        server = Server(model, capacity=2 * limit)
+        await server.start()
+        client = await server.client()
+        hidden = torch.zeros(1, model.hidden_size)
+        forward = changed(FORWARD, counts=[1], offsets=[limit - 1])
+        reply, _ = await client.ask(forward, pack(hidden, WireFormat.NONE))
+        assert isinstance(reply, messages.ForwardReply)
+        refused, _ = await client.ask(changed(forward, offsets=[limit]), pack(hidden, WireFormat.NONE))
+        assert isinstance(refused, messages.Refusal)
+        assert refused.code == "too_long"
+
+    asyncio.run(scenario())

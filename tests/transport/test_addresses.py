@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.errors import AddressUnavailable, InvalidOption, UsageError
-from swarm.transport.addresses import check_free, is_loopback, parse_peers
+from swarm.transport.addresses import check_free, farthest_first, is_loopback, parse_peers
 
 PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 ADDRESS = f"/ip4/127.0.0.1/tcp/31337/p2p/{PEER}"
@@ -112,3 +112,12 @@ def test_what_cannot_be_listened_on(address):
 )
 def test_loopback(addresses, expected):
     assert is_loopback(addresses) is expected
+
+
+def test_those_that_everybody_can_reach_come_first():
+    everybody = ["/dns4/example.org/tcp/1", "/ip4/8.8.8.8/tcp/1", "/ip6/2001:4860:4860::8888/tcp/1"]
+    this_network = ["/ip4/192.168.0.2/tcp/1", "/ip6/fe80::1/tcp/1"]
+    this_machine = ["/ip4/127.0.0.1/tcp/1", "/ip6/::1/tcp/1"]
+    mixed = [*this_machine, *this_network, *everybody]
+    assert farthest_first(mixed) == (*everybody, *this_network, *this_machine)
+    assert farthest_first([]) == ()
