@@ -140,9 +140,10 @@ async def _serve(server: Server, model: str | None, peers: tuple[str, ...]) -> N
         logger.info("%s", line)
     lost = asyncio.create_task(server.peer.lost())
     await asyncio.wait({leaving, lost}, return_when=asyncio.FIRST_COMPLETED)
+    cut_off = lost.done()  # before the daemon is ended in an orderly way
     logger.info("Leaving the swarm")
     await server.stop()
-    if lost.done():
+    if cut_off:
         raise PeerLost("the libp2p daemon of this server has ended, so nobody could reach it any more; start it again")
 
 

@@ -151,11 +151,19 @@ def forward_packed(model: SpanModel, packed_TH: torch.Tensor, layout: StepLayout
 
 
 def _groups(layout: StepLayout) -> list[list[int]]:
-    """Rows that can be computed as one rectangle: all that begin (padded on the left), then those of equal count."""
+    """Rows that can be computed as one rectangle: those that begin, padded on the left, and those of equal count.
+
+    Beginning rows of very different lengths are divided further, so that at most half of a rectangle is padding.
+    """
+    fresh = [row for row, start in enumerate(layout.starts) if not start and layout.counts[row]]
+    counts = [layout.counts[row] for row in fresh]
+    ragged = len(fresh) * max(counts, default=0) > 2 * sum(counts)
     groups: dict[int, list[int]] = {}
+    for row in fresh:
+        groups.setdefault(-layout.counts[row].bit_length() if ragged else 0, []).append(row)
     for row, (start, count) in enumerate(zip(layout.starts, layout.counts, strict=True)):
-        if count:
-            groups.setdefault(count if start else -count.bit_length(), []).append(row)
+        if start and count:
+            groups.setdefault(count, []).append(row)
     return list(groups.values())
 
 
