@@ -25,7 +25,8 @@ PROMPT = "Once upon a time"
 @console.exit_codes
 def main(prompt: str, tokens: int, temperature: float, seed: int) -> None:
     """Start a swarm on this machine, let it write, compare with the model run locally, and clean up."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: a shell's background jobs are born ignoring it
+        signal.signal(number, _interrupt)
     click.echo("Starting a bootstrap peer and three servers on this machine ...")
     try:
         # One thread a process: four processes share a small machine better that way.
