@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 import weakref
@@ -89,16 +90,16 @@ class SwarmConnection:
 
     async def _open_chain(self, max_length: int) -> Chain:
         failed: set[str] = set()
-        for _ in range(ATTEMPTS - 1):
+        for attempt in itertools.count(1):
             chain = Chain(self._peer, await self._route(Span(0, self.blocks), failed), self._manner, max_length)
             try:
                 await chain.open()
-                return chain
+                break
             except (PeerLost, ServerFault) as error:
+                if attempt == ATTEMPTS:
+                    raise
                 failed |= chain.failed
                 logger.info("%s; trying another route", error)
-        chain = Chain(self._peer, await self._route(Span(0, self.blocks), failed), self._manner, max_length)
-        await chain.open()
         return chain
 
     async def _forward(self, span: Span, hidden: Packed, layout: StepLayout) -> Packed:
