@@ -54,12 +54,18 @@ class ServerInfo:
     Attributes:
         peer_id: base58 libp2p peer id; also the owner of the announcement's signature.
         span: the blocks it holds.
-        throughput: blocks that it computes for one token, per second (a span of n blocks does throughput / n tokens/s).
+        throughput: blocks that it computes for one token, per second, in steps of one token (a span of n blocks does
+            throughput / n decode steps/s).
         cache_tokens_free: how many more tokens its attention cache can hold (one token = one row position, all blocks).
         revision: which version of the checkpoint it loaded.
         digests: one digest a block, in order, of the weights it loaded (see `swarm.models.digest`).
         compute_dtype: name of the torch dtype it computes in, such as "bfloat16".
         quantization: "none", "int8" or "nf4".
+        forward_throughput: blocks x tokens per second where many tokens are computed at once (prefill, training); 0 if
+            it did not say.
+        network_throughput: tokens/s of hidden states that its link to other peers carries; 0 if it did not say.
+        queue: seconds that a step waited for its compute thread lately.
+        round_trips: (peer id, seconds) of servers that hold the blocks behind its own, as it measured them.
     """
 
     peer_id: str
@@ -73,10 +79,20 @@ class ServerInfo:
     quantization: str
     version: str
     name: str = ""
+    forward_throughput: float = 0.0
+    network_throughput: float = 0.0
+    queue: float = 0.0
+    round_trips: tuple[tuple[str, float], ...] = ()
 
     @property
     def short_id(self) -> str:
         return "…" + self.peer_id[-6:]
+
+    @property
+    def rate(self) -> float:
+        """Tokens/s that it adds to each of its blocks: what it computes, or what its link carries if that is less."""
+        computed = self.throughput / self.span.length
+        return min(computed, self.network_throughput) if self.network_throughput else computed
 
 
 @dataclass(frozen=True, slots=True)

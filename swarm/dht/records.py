@@ -21,8 +21,13 @@ MAX_RECORD = 64 * 1024
 MAX_LIFETIME = 600.0
 """Seconds that an announcement may be valid at most."""
 
+MAX_ROUND_TRIPS = 64
+"""Neighbours whose round trips one announcement may name."""
+
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Block = Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCKS)]
+Rate = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
 Digest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{12}\Z")]
 
 
@@ -41,6 +46,10 @@ class ServerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     quantization: Name
     version: Name
     name: Name = ""
+    forward_throughput: Rate = 0.0
+    network_throughput: Rate = 0.0
+    queue: Seconds = 0.0
+    round_trips: Annotated[list[tuple[Name, Seconds]], msgspec.Meta(max_length=MAX_ROUND_TRIPS)] = []
 
 
 _decoder = msgspec.msgpack.Decoder(ServerRecord)
@@ -67,6 +76,10 @@ def encode(info: ServerInfo) -> bytes:
             quantization=info.quantization,
             version=info.version,
             name=info.name,
+            forward_throughput=info.forward_throughput,
+            network_throughput=info.network_throughput,
+            queue=info.queue,
+            round_trips=list(info.round_trips),
         )
     )
 
@@ -95,4 +108,8 @@ def decode(data: bytes) -> ServerInfo:
         quantization=record.quantization,
         version=record.version,
         name=record.name,
+        forward_throughput=record.forward_throughput,
+        network_throughput=record.network_throughput,
+        queue=record.queue,
+        round_trips=tuple(record.round_trips),
     )

@@ -17,6 +17,8 @@ A conversation is one libp2p stream:
 
     InfoRequest        ->
                        <-                InfoReply
+    ProbeRequest + payload ->
+                       <-                ProbeReply + payload
 """
 
 from __future__ import annotations
@@ -128,6 +130,20 @@ class InfoReply(Message, frozen=True):
     version: Name
 
 
+MAX_PROBE = 1 << 20
+"""Bytes that one probe may carry in either direction."""
+
+
+class ProbeRequest(Message, frozen=True):
+    """Measure the link: the payload (at most `MAX_PROBE` bytes) is thrown away, `reply_bytes` bytes come back."""
+
+    reply_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_PROBE)]
+
+
+class ProbeReply(Message, frozen=True):
+    """The answer to a probe, with as many bytes of payload as were asked for."""
+
+
 class Refusal(Message, frozen=True):
     """The request failed with a typed error (see `swarm.errors`)."""
 
@@ -135,8 +151,8 @@ class Refusal(Message, frozen=True):
     message: Text
 
 
-ClientMessage = OpenSession | StepRequest | CloseSession | ForwardRequest | InfoRequest
-ServerMessage = SessionOpened | StepReply | ForwardReply | InfoReply | Refusal
+ClientMessage = OpenSession | StepRequest | CloseSession | ForwardRequest | InfoRequest | ProbeRequest
+ServerMessage = SessionOpened | StepReply | ForwardReply | InfoReply | ProbeReply | Refusal
 
 _encoder = msgspec.msgpack.Encoder()
 _client_decoder = msgspec.msgpack.Decoder(ClientMessage)

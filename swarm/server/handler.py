@@ -66,7 +66,7 @@ class Handler:
         self._sessions = sessions
         self._runtime = runtime
         self._limits = limits or Limits()
-        self._max_payload = self._limits.step_tokens * model.hidden_size * 4
+        self._max_payload = max(self._limits.step_tokens * model.hidden_size * 4, messages.MAX_PROBE)
         self._open_streams: dict[str, int] = {}
         self._answering = 0
         self._idle = asyncio.Event()
@@ -136,6 +136,8 @@ class Handler:
                 return await self._forward(message, frame.payload)
             case messages.InfoRequest():
                 return self._info(), b""
+            case messages.ProbeRequest():
+                return self._probe(message, frame.payload)
 
     def _open(self, peer_id: str, message: messages.OpenSession, conversation: _Conversation) -> messages.SessionOpened:
         self._check_open()
@@ -214,6 +216,11 @@ class Handler:
     def _info(self) -> messages.InfoReply:
         span = self._model.span
         return messages.InfoReply(span.start, span.end, max(0, self._sessions.free), len(self._sessions), VERSION)
+
+    def _probe(self, message: messages.ProbeRequest, payload: bytes | memoryview) -> tuple[messages.ProbeReply, bytes]:
+        if len(payload) > messages.MAX_PROBE:
+            raise TooLong(f"a probe of {len(payload)} bytes; at most {messages.MAX_PROBE} are answered")
+        return messages.ProbeReply(), bytes(message.reply_bytes)
 
     def _check_open(self) -> None:
         if self.closing:

@@ -371,7 +371,7 @@ def test_a_forward_that_is_refused(model, code, changes, payload):
         pytest.param(changed(STEP, counts=[-1]), b"", id="negative count"),
         pytest.param(changed(STEP, counts=[1] * 5000), b"", id="too many rows"),
         pytest.param(changed(OPEN, session_id=b"short"), b"", id="short session id"),
-        pytest.param(STEP, bytes_of(17), id="payload larger than any step"),
+        pytest.param(STEP, bytes(messages.MAX_PROBE + 1), id="payload larger than any step"),
     ],
 )
 def test_a_frame_that_is_no_request_ends_the_connection(model, message, payload, begun):
