@@ -1,0 +1,170 @@
+"""What was measured before: a small JSON file, so that a server that starts again need not measure again.
+
+The file is a convenience. Whatever is wrong with it (missing, broken, locked, not writable) only means that the server
+measures; nothing here raises.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import math
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+logger = logging.getLogger(__name__)
+
+MAX_ENTRIES = 200
+"""Results kept; the oldest go first."""
+
+MAX_FILE = 1 << 20
+"""Bytes that are read at most: more is no file of ours."""
+
+MAX_AGE = 30 * 24 * 3600.0
+"""Seconds after which a result counts no more: drivers, cooling and neighbours of a machine change."""
+
+LOCK_PATIENCE = 2.0
+"""Seconds to wait for another server of this machine to finish writing."""
+
+MAX_RATE = 1e9
+"""Blocks x tokens per second that an announcement may claim."""
+
+Rate = Annotated[float, msgspec.Meta(gt=0, le=MAX_RATE)]
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """What a server computes, in blocks x tokens per second (a span of n blocks does 1/n of it in tokens/s).
+
+    Attributes:
+        decode: in steps of one token.
+        forward: where many tokens are computed at once (prefill, training).
+    """
+
+    decode: float
+    forward: float
+
+
+class Circumstances(msgspec.Struct, frozen=True):
+    """All that a measurement depends on; two measurements under the same circumstances can stand for each other.
+
+    Attributes:
+        hardware: processor and threads, or name of the GPU.
+        model, revision: which weights; the revision also stands for the config.
+        blocks: the span, such as "0:6": blocks of one model may differ, and they share what a step costs beyond them.
+        dtype, quantization: as announced.
+        versions: of swarm and of the packages that compute.
+    """
+
+    hardware: str
+    model: str
+    revision: str
+    blocks: str
+    dtype: str
+    quantization: str
+    versions: str
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    circumstances: Circumstances
+    decode: Rate
+    forward: Rate
+    measured: Annotated[float, msgspec.Meta(ge=0)]
+    """Unix time."""
+
+
+class _File(msgspec.Struct, frozen=True):
+    entries: list[_Entry]
+
+
+_decoder = msgspec.json.Decoder(_File)
+
+
+def default_path() -> Path | None:
+    """`$XDG_CACHE_HOME/swarm/throughput.json`, by default under `~/.cache`; None where there is no home."""
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        folder = given if given.is_absolute() else Path.home() / ".cache"  # the standard ignores relative paths
+    except RuntimeError:
+        return None
+    return folder / "swarm" / "throughput.json"
+
+
+def lookup(path: Path, circumstances: Circumstances, now: float) -> Throughput | None:
+    """The newest result under the same circumstances, if there is one that is not too old at the Unix time `now`."""
+    for entry in reversed(_valid(_read(path), now)):
+        if entry.circumstances == circumstances:
+            return Throughput(entry.decode, entry.forward)
+    return None
+
+
+def remember(path: Path, circumstances: Circumstances, throughput: Throughput, now: float) -> None:
+    """Add a result measured at the Unix time `now`, in the place of an older one under the same circumstances."""
+    rates = (throughput.decode, throughput.forward)
+    if not all(math.isfinite(rate) and 0 < rate <= MAX_RATE for rate in rates):
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path.with_suffix(".lock")):
+            others = [entry for entry in _valid(_read(path), now) if entry.circumstances != circumstances]
+            entries = [*others, _Entry(circumstances, *rates, now)]
+            _replace(path, msgspec.json.format(msgspec.json.encode(_File(entries[-MAX_ENTRIES:]))))
+    except (OSError, UnicodeError) as error:
+        logger.debug("the measured throughput was not kept: %s", error)
+
+
+def _valid(entries: list[_Entry], now: float) -> list[_Entry]:
+    """Oldest first. A result from the future was stamped by a wrong clock and would never age."""
+    return sorted((e for e in entries if now - MAX_AGE <= e.measured <= now), key=lambda entry: entry.measured)
+
+
+def _read(path: Path) -> list[_Entry]:
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_FILE + 1)
+        return _decoder.decode(data).entries if len(data) <= MAX_FILE else []
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors, as is bad Unicode
+        logger.debug("%s is not used: %s", path, error)
+        return []
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Keep other servers of this machine from writing.
+
+    A lock that stays taken is passed over: at worst a result is lost.
+    """
+    with open(path, "ab") as file:
+        deadline = time.monotonic() + LOCK_PATIENCE
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.01)
+            except OSError:  # a file system without locks
+                break
+        yield
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Write the whole file or nothing, whenever the power goes."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise

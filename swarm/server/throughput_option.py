@@ -1,0 +1,33 @@
+"""The `--throughput` option, read before anything heavy is imported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swarm.errors import InvalidOption
+
+
+@dataclass(frozen=True)
+class ThroughputWanted:
+    """Where a server's throughput comes from: measured once and then remembered, unless a field says otherwise.
+
+    Attributes:
+        rate: this many blocks x tokens per second; nothing is measured.
+        again: measure even if a result is remembered.
+    """
+
+    rate: float | None = None
+    again: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> ThroughputWanted:
+        """Read `auto`, `measure` or a number. Raises `InvalidOption`."""
+        if text in ("auto", "measure"):
+            return cls(again=text == "measure")
+        try:
+            rate = float(text)
+        except ValueError:
+            rate = 0.0
+        if not 0 < rate < 1e9:
+            raise InvalidOption(f"--throughput {text!r}: use auto, measure or a number of blocks per second above 0")
+        return cls(rate)
