@@ -1,15 +1,44 @@
-"""The cheapest chain of servers, exactly: dynamic programming over block boundaries.
+"""The route of least expected time, exactly and plainly: the reference beside `swarm.routing.beam_search`.
 
-A server may be entered and left in the middle of its span. The cost of a hop is a round trip plus the time to compute
-the blocks used there, so long spans and fast servers win.
+Dynamic programming over (block, server that computed it). All pairs of servers are tried at every boundary, in plain
+Python: good for hundreds of servers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from swarm.data_structures import Hop, Route, ServerInfo, Span
 from swarm.errors import MissingBlocks
+from swarm.routing.cost_model import CostModel, Demand, as_route, check_held
+from swarm.routing.snapshot import Snapshot
+
+
+def shortest_path(snapshot: Snapshot, wanted: Span, demand: Demand | None = None) -> Route:
+    """The route over `wanted` of least `route_seconds`. Raises `MissingBlocks` with the blocks that nobody holds."""
+    costs = CostModel(snapshot, demand or Demand())
+    check_held(costs, wanted)
+    everyone = np.arange(len(snapshot))
+    travel = costs.travel(everyone, everyone).tolist()
+    arrive, leave = costs.arrive(everyone).tolist(), costs.leave(everyone).tolist()
+    enter, compute = costs.enter.tolist(), costs.block.tolist()
+
+    # best[i]: least seconds to have computed all blocks so far, the last one by server i; and who computed each block.
+    best = {i: (arrive[i] + enter[i] + compute[i], [i]) for i in costs.holders(wanted.start).tolist()}
+    for block in range(wanted.start + 1, wanted.end):
+        following = {}
+        for target in costs.holders(block).tolist():
+            spent, source = min(
+                (spent if source == target else spent + travel[source][target] + enter[target], source)
+                for source, (spent, _) in best.items()
+            )
+            following[target] = (spent + compute[target], [*best[source][1], target])
+        best = following
+    _, last = min((spent + leave[i], i) for i, (spent, _) in best.items())
+    return as_route(snapshot, wanted, best[last][1])
+
 
 HopCost = Callable[[ServerInfo, int], float]
 """Seconds that a step spends at a server for this number of blocks, travel included."""

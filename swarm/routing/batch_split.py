@@ -1,0 +1,144 @@
+"""Splitting a batch without a session among several routes, in proportion to what they compute (SWARM parallelism,
+Ryabinin et al. 2023, section 3.2; Petals, section 3.2).
+
+The portions are sized so that all end at about the same time. Each more route costs the same travel again for ever
+fewer rows, so routes are added only while the batch ends clearly sooner.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from swarm.data_structures import Route, Span
+from swarm.routing.beam_search import find_route
+from swarm.routing.cost_model import CostModel, Demand, route_seconds
+from swarm.routing.snapshot import Snapshot
+
+MAX_PORTIONS = 16
+
+WORTHWHILE = 0.95
+"""Share of the time without it that a batch may take at most with one more route."""
+
+SPREAD = 0.1
+"""Share of a hop's time by which chance may favour a server, so that clients do not all choose the same ones."""
+
+
+@dataclass(frozen=True)
+class Portion:
+    """Some rows of a batch and where they go.
+
+    Attributes:
+        rows: their indices in the batch, ascending.
+        route: over all wanted blocks.
+    """
+
+    rows: tuple[int, ...]
+    route: Route
+
+
+@dataclass(frozen=True)
+class _Lane:
+    """A route, and its expected seconds for n tokens: `fixed + n * each`."""
+
+    route: Route
+    fixed: float
+    each: float
+
+
+def split_batch(
+    snapshot: Snapshot,
+    wanted: Span,
+    token_counts: Sequence[int],
+    rng: random.Random,
+    demand: Demand | None = None,
+    max_portions: int = MAX_PORTIONS,
+) -> tuple[Portion, ...]:
+    """Decide which rows of a batch take which route.
+
+    Args:
+        snapshot: the swarm.
+        wanted: blocks to compute.
+        token_counts: tokens of each row, >= 1.
+        rng: decides between servers that are about equally good.
+        demand: whom to avoid and penalties; its `tokens` are not read.
+        max_portions: routes used at most.
+
+    Returns:
+        Portions that hold every row exactly once; one portion if more would not be worthwhile; none without rows.
+
+    Raises:
+        MissingBlocks: no usable server holds some of the blocks.
+    """
+    if not token_counts:
+        return ()
+    total = sum(token_counts)
+    lanes = _choose_lanes(snapshot, wanted, total, rng, demand or Demand(), min(max_portions, len(token_counts)))
+    rows: list[list[int]] = [[] for _ in lanes]
+    ends = [lane.fixed for lane in lanes]
+    # Longest rows first, each where it ends soonest: the classic rule for machines of different speed.
+    for row in sorted(range(len(token_counts)), key=lambda row: (-token_counts[row], row)):
+        finish, best = min((ends[k] + token_counts[row] * lane.each, k) for k, lane in enumerate(lanes))
+        rows[best].append(row)
+        ends[best] = finish
+    return tuple(Portion(tuple(sorted(mine)), lane.route) for mine, lane in zip(rows, lanes, strict=True) if mine)
+
+
+def _choose_lanes(
+    snapshot: Snapshot, wanted: Span, total: int, rng: random.Random, demand: Demand, most: int
+) -> list[_Lane]:
+    """Routes to split `total` tokens among: one more as long as that is worthwhile."""
+    whole = replace(demand, tokens=total)
+    lone = find_route(snapshot, wanted, whole)
+    spread = SPREAD * route_seconds(snapshot, lone, whole) / len(lone.hops)
+    taste = {server.peer_id: rng.uniform(0, spread) for server in snapshot.servers}
+    lanes: list[_Lane] = []
+    finish = float("inf")
+    while len(lanes) < most:
+        # What a server already computes for this batch, the next portion would have to wait for.
+        share = math.ceil(total / (len(lanes) + 1))
+        waits = _add(demand.penalties, _busy(snapshot, lanes, share))
+        route = find_route(snapshot, wanted, replace(demand, tokens=share, penalties=_add(taste, waits)))
+        more = [*lanes, _lane(snapshot, route, total, replace(demand, penalties=waits))]
+        sooner = _finish(more, total)
+        if sooner > WORTHWHILE * finish:
+            break
+        lanes, finish = more, sooner
+    return lanes
+
+
+def _lane(snapshot: Snapshot, route: Route, total: int, demand: Demand) -> _Lane:
+    one = route_seconds(snapshot, route, replace(demand, tokens=1))
+    every = route_seconds(snapshot, route, replace(demand, tokens=total))
+    each = max(every - one, 0.0) / max(total - 1, 1)
+    return _Lane(route, max(one - each, 0.0), each)
+
+
+def _busy(snapshot: Snapshot, lanes: Sequence[_Lane], tokens: int) -> dict[str, float]:
+    """Peer id -> seconds that it computes for these routes, if each carries so many tokens."""
+    compute = CostModel(snapshot, Demand(tokens=tokens)).block
+    busy: dict[str, float] = defaultdict(float)
+    for hop in (hop for lane in lanes for hop in lane.route.hops):
+        peer_id = hop.server.peer_id
+        busy[peer_id] += hop.span.length * float(compute[snapshot.numbers[peer_id]])
+    return busy
+
+
+def _add(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+    return {**one, **{peer_id: one.get(peer_id, 0.0) + seconds for peer_id, seconds in other.items()}}
+
+
+def _finish(lanes: Sequence[_Lane], total: int) -> float:
+    """When `total` tokens are done, if they are split so that all lanes that are used end together."""
+    finish = float("inf")
+    rate = weighted = 0.0
+    for lane in sorted(lanes, key=lambda lane: lane.fixed):
+        if lane.fixed >= finish:
+            break  # the others are done before this one would begin
+        rate += 1 / max(lane.each, 1e-12)
+        weighted += lane.fixed / max(lane.each, 1e-12)
+        finish = (total + weighted) / rate
+    return finish
