@@ -31,6 +31,9 @@ MAX_FILE = 1 << 20
 MAX_AGE = 30 * 24 * 3600.0
 """Seconds after which a result counts no more: drivers, cooling and neighbours of a machine change."""
 
+CLOCK_ERROR = 3600.0
+"""Seconds by which clocks may differ. A result from further in the future would never age, so it does not count."""
+
 LOCK_PATIENCE = 2.0
 """Seconds to wait for another server of this machine to finish writing."""
 
@@ -122,8 +125,9 @@ def remember(path: Path, circumstances: Circumstances, throughput: Throughput, n
 
 
 def _valid(entries: list[_Entry], now: float) -> list[_Entry]:
-    """Oldest first. A result from the future was stamped by a wrong clock and would never age."""
-    return sorted((e for e in entries if now - MAX_AGE <= e.measured <= now), key=lambda entry: entry.measured)
+    """Those that count at `now`, oldest first."""
+    counting = [entry for entry in entries if -CLOCK_ERROR <= now - entry.measured <= MAX_AGE]
+    return sorted(counting, key=lambda entry: entry.measured)
 
 
 def _read(path: Path) -> list[_Entry]:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.data_structures import ServerInfo, ServerState, Span
-from swarm.dht.records import MAX_BLOCKS, MAX_RECORD, decode, encode, model_key
+from swarm.dht.records import MAX_BLOCKS, MAX_RECORD, MAX_ROUND_TRIPS, decode, encode, model_key
 from swarm.errors import ProtocolViolation
 
 DIGEST = "0123456789ab"
@@ -26,7 +26,13 @@ RECORD = {
     "quantization": "none",
     "version": "0.1",
     "name": "a friend",
+    "forward_throughput": 200.0,
+    "network_throughput": 300.0,
+    "queue": 0.5,
+    "round_trips": [["QmNext", 0.1], ["QmOther", 0.0]],
 }
+OPTIONAL = ("name", "forward_throughput", "network_throughput", "queue", "round_trips")
+"""Fields that a server may leave out."""
 
 names = st.text(max_size=256)
 digests = st.text("0123456789abcdef", min_size=12, max_size=12)
@@ -49,6 +55,10 @@ def servers(draw):
         quantization=draw(names),
         version=draw(names),
         name=draw(names),
+        forward_throughput=draw(st.floats(0, 1e9)),
+        network_throughput=draw(st.floats(0, 1e9)),
+        queue=draw(st.floats(0, 3600)),
+        round_trips=tuple(draw(st.lists(st.tuples(names, st.floats(0, 3600)), max_size=5))),
     )
 
 
@@ -69,7 +79,8 @@ def test_what_a_server_announces_is_what_is_read(info):
 def test_the_sample_is_right_before_it_is_spoiled():
     info = decode(packed())
     assert (info.span, info.state, info.digests) == (Span(2, 4), ServerState.ONLINE, (DIGEST, DIGEST))
-    assert decode(without("name")).name == ""
+    assert (info.forward_throughput, info.network_throughput, info.queue) == (200.0, 300.0, 0.5)
+    assert info.round_trips == (("QmNext", 0.1), ("QmOther", 0.0))
     assert decode(packed(throughput=3)).throughput == 3.0
 
 
@@ -113,6 +124,31 @@ def test_the_sample_is_right_before_it_is_spoiled():
         {"peer_id": None},
         {"revision": 1},
         {"name": "n" * 257},
+        {"forward_throughput": -1.0},
+        {"forward_throughput": math.inf},
+        {"forward_throughput": math.nan},
+        {"forward_throughput": None},
+        {"network_throughput": -1.0},
+        {"network_throughput": math.inf},
+        {"network_throughput": math.nan},
+        {"network_throughput": 1e10},
+        {"queue": -0.1},
+        {"queue": 3601.0},
+        {"queue": math.nan},
+        {"queue": "long"},
+        {"round_trips": [["QmNext", -0.1]]},
+        {"round_trips": [["QmNext", math.inf]]},
+        {"round_trips": [["QmNext", math.nan]]},
+        {"round_trips": [["QmNext", 3601.0]]},
+        {"round_trips": [["QmNext", "near"]]},
+        {"round_trips": [["QmNext"]]},
+        {"round_trips": [["QmNext", 0.1, 0.1]]},
+        {"round_trips": [["Q" * 257, 0.1]]},
+        {"round_trips": [[b"QmNext", 0.1]]},
+        {"round_trips": ["QmNext"]},
+        {"round_trips": {"QmNext": 0.1}},
+        {"round_trips": None},
+        {"round_trips": [["QmNext", 0.1]] * (MAX_ROUND_TRIPS + 1)},
         {"future": "field"},
     ],
     ids=str,
@@ -122,10 +158,15 @@ def test_what_breaks_the_schema(changes):
         decode(packed(**changes))
 
 
-@pytest.mark.parametrize("field", [name for name in RECORD if name != "name"])
-def test_no_field_but_the_name_may_be_missing(field):
+@pytest.mark.parametrize("field", [name for name in RECORD if name not in OPTIONAL])
+def test_what_may_not_be_missing(field):
     with pytest.raises(ProtocolViolation, match=field):
         decode(without(field))
+
+
+@pytest.mark.parametrize(("field", "default"), list(zip(OPTIONAL, ("", 0.0, 0.0, 0.0, ()), strict=True)))
+def test_what_a_server_may_leave_out(field, default):
+    assert getattr(decode(without(field)), field) == default
 
 
 def test_a_joining_server_has_no_digests_yet():
@@ -172,7 +213,9 @@ def test_an_oversized_record_is_not_even_parsed():
 
 
 def test_the_largest_honest_record_fits():
-    info = decode(packed(start=0, end=MAX_BLOCKS, digests=[DIGEST] * MAX_BLOCKS, name="ü" * 256))
+    round_trips = [["ü" * 256, 0.1]] * MAX_ROUND_TRIPS
+    digests = [DIGEST] * MAX_BLOCKS
+    info = decode(packed(start=0, end=MAX_BLOCKS, digests=digests, name="ü" * 256, round_trips=round_trips))
     assert len(encode(info)) <= MAX_RECORD
     assert decode(encode(info)) == info
 
