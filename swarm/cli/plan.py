@@ -1,0 +1,140 @@
+"""`swarm plan`: which blocks each device of a private swarm should hold, so that the slowest stage is fastest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import msgspec
+
+from swarm import console
+from swarm.errors import UsageError
+from swarm.planning import description as described
+from swarm.planning import measured, report
+from swarm.planning.advice import advise
+from swarm.planning.description import Description, ModelNumbers
+from swarm.planning.group import ModelSize
+from swarm.planning.partition import partition
+from swarm.planning.picture import draw
+
+OUTPUT = click.Path(dir_okay=False, path_type=Path)
+
+
+@click.command(name="plan", cls=console.ManyAddresses)
+@click.argument("file", required=False, type=OUTPUT)
+@click.option("--model", help="Local folder or hub id, instead of the file's.  [default: the demo model]")
+@click.option("--revision", help="Branch, tag or commit of a model from the hub.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+    help="What the servers compute in.  [default: the checkpoint's]",
+)
+@click.option("--cache-tokens", type=click.IntRange(1, 2**40), help="Room in the attention cache.  [default: 16384]")
+@click.option(
+    "--cache-dir", type=click.Path(file_okay=False, path_type=Path), help="Where files from the hub are kept."
+)
+@console.initial_peers_option
+@click.option("--write", type=OUTPUT, help="Write the description of the group as YAML, to edit and plan again.")
+@click.option("--json", "json_file", type=OUTPUT, help="Write the plan as JSON.")
+@click.option("--plot", type=OUTPUT, help="Draw how busy each device is, as PNG.")
+@console.exit_codes
+def main(
+    file: Path | None,
+    model: str | None,
+    revision: str | None,
+    dtype: str | None,
+    cache_tokens: int | None,
+    cache_dir: Path | None,
+    initial_peers: tuple[str, ...],
+    write: Path | None,
+    json_file: Path | None,
+    plot: Path | None,
+) -> None:
+    """Plan a private swarm: print which blocks each device should hold, and the commands that start it so.
+
+    FILE describes the devices (see docs/private-swarm.md). Without it, the servers that are online in the swarm of
+    --initial-peers are planned for, by what they announce.
+    """
+    peers = console.split(initial_peers)
+    wishes = {"model": model, "revision": revision, "dtype": dtype, "cache_tokens": cache_tokens}
+    given = {name: value for name, value in wishes.items() if value is not None}
+    if file is not None:
+        description = msgspec.structs.replace(described.read(file), **given)
+        size = _size(description, cache_dir)
+    elif peers:
+        description, size = _measure(peers, model, revision, dtype or "auto", cache_tokens, cache_dir)
+    else:
+        raise UsageError(
+            "say what to plan for: a FILE that describes the devices, or --initial-peers ADDRESS... of a running swarm"
+        )
+    if write is not None:
+        _write_new(write, described.to_yaml(description, measured.HEADING if file is None else ""))
+
+    group = described.to_group(description, size)
+    plan = partition(group)
+    advice = advise(group, plan)
+    startup = _startup(description, peers)
+    click.echo(report.text(group, plan, advice))
+    click.echo(f"\n{report.command_text(plan, startup)}")
+    if json_file is not None:
+        _write(json_file, report.to_json(group, plan, advice, startup))
+    if plot is not None:
+        draw(plan, plot)
+
+
+def _size(description: Description, cache_dir: Path | None) -> ModelSize:
+    model = description.model
+    if isinstance(model, ModelNumbers):
+        return described.size_in_numbers(model, description.dtype)
+    from swarm.planning.live import open_model  # loads torch, which numbers do without
+
+    return open_model(model, description.revision, description.dtype, cache_dir)[1]
+
+
+def _measure(
+    peers: tuple[str, ...],
+    model: str | None,
+    revision: str | None,
+    dtype: str,
+    cache_tokens: int | None,
+    cache_dir: Path | None,
+) -> tuple[Description, ModelSize]:
+    import uvloop
+
+    from swarm.planning.live import open_model, servers_of
+    from swarm.transport.p2p import quiet_hivemind
+
+    quiet_hivemind()
+    checkpoint, size = open_model(model, revision, dtype, cache_dir)
+    found = uvloop.run(servers_of(checkpoint, peers))
+    for peer, reason in found.excluded.items():
+        click.echo(f"Not planned for: …{peer[-6:]}, {reason}", err=True)
+    description = measured.describe(found.servers, size, model, cache_tokens)
+    return msgspec.structs.replace(description, revision=revision, dtype=dtype), size
+
+
+def _startup(description: Description, peers: tuple[str, ...]) -> report.Startup:
+    model = description.model.name if isinstance(description.model, ModelNumbers) else description.model
+    options = ["--cache-tokens", str(description.cache_tokens)]
+    if description.revision is not None:
+        options += ["--revision", description.revision]
+    if description.dtype != "auto":
+        options += ["--dtype", description.dtype]
+    return report.Startup(model, tuple(options), peers)
+
+
+def _write_new(path: Path, content: str) -> None:
+    if path.exists():
+        raise UsageError(f"--write {path}: the file exists and may have been edited; choose another name")
+    _write(path, content.encode())
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from None
+
+
+if __name__ == "__main__":
+    main(prog_name="python -m swarm.cli plan")

@@ -1,0 +1,218 @@
+"""The YAML file that describes a closed group: read, checked, written, and made a `Group`.
+
+See docs/private-swarm.md for an example. A person writes it, or `swarm plan --write` from what servers announce.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import yaml
+
+from swarm.errors import UsageError
+from swarm.planning.group import Device, Group, ModelSize, tables
+from swarm.planning.partition import tries_all_orders
+from swarm.planning.units import Rate, Seconds, Size
+
+CLIENT = "client"
+"""What links call the client's machine, if it is none of the devices."""
+
+CACHE_TOKENS = 16384
+"""Room in the attention cache if nobody says how much: the same as a server's own default."""
+
+MAX_FILE = 1 << 20
+MAX_DEVICES = 32
+MAX_BLOCKS = 256
+
+Name = Annotated[str, msgspec.Meta(pattern=r"\A[^\x00-\x1f\x7f-\x9f]{1,64}\Z")]
+Tokens = Annotated[int, msgspec.Meta(ge=1, le=2**40)]
+
+
+class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How two devices reach each other where nothing else is said: a home network.
+
+    Attributes:
+        latency: one way.
+        bandwidth: in each direction.
+    """
+
+    latency: Seconds = Seconds(0.005)
+    bandwidth: Rate = Rate(100e6 / 8)
+
+
+class LinkBetween(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A link that differs from the others. What it leaves out is as in the default link."""
+
+    between: tuple[Name, Name]
+    latency: Seconds | None = None
+    bandwidth: Rate | None = None
+
+
+class DeviceEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Attributes:
+    memory: free for blocks and their cache.
+    speed: blocks that it computes for one token, per second.
+    upload: what its own connection carries, whoever it sends to.
+    """
+
+    name: Name
+    memory: Size
+    speed: Annotated[float, msgspec.Meta(ge=1e-6, le=1e9)]
+    upload: Rate | None = None
+
+
+class ModelNumbers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A model described by numbers, so that it need not be at hand.
+
+    Attributes:
+        block_memory: weights of one block.
+        cache_memory: one token in the attention cache of one block.
+        hidden_size: numbers in one token's hidden state.
+    """
+
+    name: Name
+    blocks: Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCKS)]
+    block_memory: Size
+    cache_memory: Size
+    hidden_size: Annotated[int, msgspec.Meta(ge=1, le=2**20)]
+
+
+class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The whole file.
+
+    Attributes:
+        model: local folder or hub id, or numbers; None for the demo model.
+        revision: branch, tag or commit of a hub model.
+        dtype: what the servers compute in and send; auto is the checkpoint's own, of a model in numbers bfloat16.
+        client: the device on which the client runs; None for a machine of its own.
+        order: all devices in the order of the ring; None for the best order.
+    """
+
+    devices: Annotated[tuple[DeviceEntry, ...], msgspec.Meta(min_length=1, max_length=MAX_DEVICES)]
+    model: str | ModelNumbers | None = None
+    revision: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    cache_tokens: Tokens = CACHE_TOKENS
+    client: Name | None = None
+    link: Link = Link()
+    links: tuple[LinkBetween, ...] = ()
+    order: tuple[Name, ...] | None = None
+
+
+def read(path: Path) -> Description:
+    """Read and check a file. Raises `UsageError` that names the field."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE + 1)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    if len(data) > MAX_FILE:
+        raise UsageError(f"{path} is larger than {MAX_FILE >> 20} MiB, so it is no description of a group")
+    try:
+        return parse(data)
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from None
+
+
+def parse(data: bytes) -> Description:
+    """Check the content of a file. Raises `UsageError` that names the field."""
+    try:
+        description = msgspec.convert(yaml.safe_load(data), Description, dec_hook=_quantity)
+    except yaml.YAMLError as error:
+        raise UsageError(f"no YAML: {_yaml_problem(error)}") from None
+    except RecursionError:
+        raise UsageError("no YAML of this kind: it is nested too deeply") from None
+    except msgspec.ValidationError as error:
+        problem, _, place = str(error).partition(" - at ")
+        field = place.strip("`").removeprefix("$").removeprefix(".")
+        raise UsageError(f"{field}: {problem}" if field else problem) from None
+    _check_names(description)
+    return description
+
+
+def _quantity(kind: type[Any], value: object) -> Any:
+    return kind.read(value)
+
+
+def _yaml_problem(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    where = f"line {mark.line + 1}: " if mark is not None else ""
+    return where + str(getattr(error, "problem", None) or error).splitlines()[0]
+
+
+def _check_names(description: Description) -> None:
+    names = [device.name for device in description.devices]
+    repeated = [name for name, count in Counter(names).items() if count > 1]
+    if repeated:
+        raise UsageError(f"devices: two are called {repeated[0]!r}")
+    if CLIENT in names:
+        raise UsageError(f"devices: {CLIENT!r} is the client's own name; call the device otherwise")
+    if description.client is not None and description.client not in names:
+        raise UsageError(f"client: {description.client!r} is none of the devices; leave it out for another machine")
+    if description.order is not None and sorted(description.order) != sorted(names):
+        raise UsageError("order: name every device once, or leave it out")
+    pairs: set[frozenset[str]] = set()
+    for index, link in enumerate(description.links):
+        place, pair = f"links[{index}].between", frozenset(link.between)
+        unknown = pair - {*names, CLIENT}
+        if unknown:
+            raise UsageError(f"{place}: {min(unknown)!r} is neither a device nor {CLIENT!r}")
+        if description.client is not None and CLIENT in pair:
+            raise UsageError(f"{place}: the client runs on {description.client!r}; name that device")
+        if len(pair) == 1 or pair in pairs:
+            raise UsageError(f"{place}: {' and '.join(link.between)} are the same device or have a link already")
+        pairs.add(pair)
+
+
+def to_yaml(description: Description, heading: str = "") -> str:
+    """The file's text, which `parse` reads again. `heading` becomes comment lines."""
+    content = _said(msgspec.to_builtins(description, enc_hook=_plain))
+    comment = "".join(f"# {line}\n" for line in heading.splitlines())
+    body: str = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120)
+    return comment + body
+
+
+def _plain(value: object) -> float:
+    return int(value) if isinstance(value, int) else float(value)  # type: ignore[arg-type]
+
+
+def _said(value: Any) -> Any:
+    """Without the fields that say nothing."""
+    if isinstance(value, dict):
+        return {key: _said(part) for key, part in value.items() if part is not None and part != []}
+    return [_said(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def size_in_numbers(model: ModelNumbers, dtype: str) -> ModelSize:
+    """The size of a model that is described by numbers."""
+    weights = (int(model.block_memory),) * model.blocks
+    return ModelSize(model.name, weights, int(model.cache_memory), model.hidden_size * (4 if dtype == "float32" else 2))
+
+
+def to_group(description: Description, model: ModelSize) -> Group:
+    """The group for a model. Raises `UsageError` if the model has more blocks than are planned for."""
+    if model.blocks > MAX_BLOCKS:
+        raise UsageError(f"{model.name} has {model.blocks} blocks; plans are made for {MAX_BLOCKS} at most")
+    by_name = {device.name: device for device in description.devices}
+    entries = [by_name[name] for name in description.order or by_name]
+    devices = tuple(Device(entry.name, int(entry.memory), entry.speed) for entry in entries)
+    ends = [*(entry.name for entry in entries), description.client or CLIENT]
+    between = {frozenset(link.between): link for link in description.links}
+
+    def link(sender: int, receiver: int) -> tuple[float, float]:
+        default, names = description.link, frozenset({ends[sender], ends[receiver]})
+        if len(names) == 1:  # the client's own device
+            return 0.0, float("inf")
+        special = between.get(names)
+        latency = special.latency if special is not None and special.latency is not None else default.latency
+        bandwidth = special.bandwidth if special is not None and special.bandwidth is not None else default.bandwidth
+        entry = by_name.get(ends[sender])
+        upload = entry.upload if entry is not None and entry.upload is not None else bandwidth
+        return float(latency), float(min(upload, bandwidth))
+
+    send, latency = tables(len(ends), model.hidden_bytes, link)
+    fixed = description.order is not None or not tries_all_orders(len(devices), model.blocks)
+    return Group(devices, model, description.cache_tokens, send, latency, fixed)

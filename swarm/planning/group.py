@@ -1,0 +1,172 @@
+"""The nouns of planning: a closed group of devices, the model that it holds, and a plan. Pure.
+
+The group is a ring: the client sends a token's hidden state to the first device, each device to the next, and the last
+one back to the client. In every table of times the last index is the client's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from swarm.data_structures import Span
+
+HEADROOM = 0.9
+"""Share of a device's memory that is planned with, as a server would itself (`swarm.server.memory`)."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """Attributes:
+    memory: bytes that are free for blocks and their attention cache.
+    speed: blocks that it computes for one token, per second (`throughput` of an announcement).
+    """
+
+    name: str
+    memory: int
+    speed: float
+
+    @property
+    def budget(self) -> int:
+        """Bytes that may be filled."""
+        return int(self.memory * HEADROOM)
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Attributes:
+    name: what `swarm server` takes; "" for the demo model.
+    weights: bytes of each block's parameters.
+    cache_per_token: bytes of one position in the attention cache of one block.
+    hidden_bytes: bytes of one token's hidden state as it travels.
+    """
+
+    name: str
+    weights: tuple[int, ...]
+    cache_per_token: int
+    hidden_bytes: int
+
+    @property
+    def blocks(self) -> int:
+        return len(self.weights)
+
+    @cached_property
+    def _weights_before(self) -> list[int]:
+        return [0, *accumulate(self.weights)]
+
+    def memory(self, start: int, end: int, cache_tokens: int) -> int:
+        """Bytes of blocks [start, end) with a full cache of `cache_tokens` tokens."""
+        weights = self._weights_before[end] - self._weights_before[start]
+        return weights + (end - start) * cache_tokens * self.cache_per_token
+
+
+@dataclass(frozen=True)
+class Group:
+    """Attributes:
+    send: seconds in which one device puts a token's hidden state on the way to another, `[from][to]`.
+    latency: seconds that it then travels, `[from][to]`.
+    fixed_order: the ring goes through the devices as they are listed; else in whatever order is best.
+    """
+
+    devices: tuple[Device, ...]
+    model: ModelSize
+    cache_tokens: int
+    send: tuple[tuple[float, ...], ...]
+    latency: tuple[tuple[float, ...], ...]
+    fixed_order: bool = False
+
+    @property
+    def client(self) -> int:
+        """The client's index in `send` and `latency`."""
+        return len(self.devices)
+
+    def without(self, device: int) -> Group:
+        """The group after one device has left."""
+
+        def cut(table: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
+            return tuple(row[:device] + row[device + 1 :] for row in table[:device] + table[device + 1 :])
+
+        rest = self.devices[:device] + self.devices[device + 1 :]
+        return Group(rest, self.model, self.cache_tokens, cut(self.send), cut(self.latency), self.fixed_order)
+
+
+def tables(
+    ends: int, hidden_bytes: int, link: Callable[[int, int], tuple[float, float]]
+) -> tuple[tuple[tuple[float, ...], ...], tuple[tuple[float, ...], ...]]:
+    """`send` and `latency` of a group, from the latency (seconds) and bandwidth (bytes/s) of each pair of `ends`."""
+    links = [[(0.0, math.inf) if a == b else link(a, b) for b in range(ends)] for a in range(ends)]
+    send = tuple(tuple(hidden_bytes / bandwidth for _, bandwidth in row) for row in links)
+    return send, tuple(tuple(latency for latency, _ in row) for row in links)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One device's part of a plan.
+
+    Attributes:
+        compute: seconds for one token in all blocks of the span.
+        send: seconds to put the result on the way to the next stage.
+        latency: seconds that it travels; another token can be computed meanwhile.
+        memory: bytes that blocks and cache take.
+    """
+
+    device: Device
+    span: Span
+    compute: float
+    send: float
+    latency: float
+    memory: int
+
+    @property
+    def seconds(self) -> float:
+        """How long one token occupies the stage."""
+        return self.compute + self.send
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Stages in the order of the ring; together they hold every block once.
+
+    Attributes:
+        client_send: seconds in which the client puts one token on the way to the first stage.
+        client_latency: seconds that it then travels.
+    """
+
+    stages: tuple[Stage, ...]
+    client_send: float
+    client_latency: float
+
+    @property
+    def bottleneck(self) -> Stage | None:
+        """The slowest stage; None if the client's link is slower than every stage."""
+        slowest = max(self.stages, key=lambda stage: stage.seconds)
+        return slowest if slowest.seconds >= self.client_send else None
+
+    @property
+    def slowest(self) -> float:
+        """Seconds between two tokens when so many sessions are at work that the bottleneck never waits."""
+        return max(self.client_send, *(stage.seconds for stage in self.stages))
+
+    @property
+    def token_seconds(self) -> float:
+        """Seconds that one token takes round the ring with nothing else in flight."""
+        stages = sum(stage.seconds + stage.latency for stage in self.stages)
+        return self.client_send + self.client_latency + stages
+
+    @property
+    def pipeline_rate(self) -> float:
+        """Tokens/s of all samples together with the pipeline full."""
+        return 1 / self.slowest
+
+    @property
+    def session_rate(self) -> float:
+        """Tokens/s of a single session."""
+        return 1 / self.token_seconds
+
+    @property
+    def sessions(self) -> int:
+        """Sessions that must be at work at once for the pipeline to be full."""
+        return math.ceil(self.token_seconds / self.slowest * (1 - 1e-9))

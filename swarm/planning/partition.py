@@ -1,0 +1,209 @@
+"""The best partition of a model over a closed group of devices, exactly: dynamic programming. Pure.
+
+Recurrent pipeline parallelism (MDI-LLM, section III-C): the tokens of several samples go round the ring at once, so the
+slowest stage alone decides the throughput. A stage is occupied while it computes its blocks for a token and while it
+sends the result; the time of travel delays a token but occupies nobody.
+
+Minimised is, in this order: the slowest stage; the number of devices; the time of one token round the ring.
+
+A state is (which devices may not come any more, where the token is now, how many blocks are done). For free orders the
+first is the set of devices visited, for a fixed order all devices up to the present one: one recursion serves both.
+The first pass finds the least possible slowest stage. The second looks among the plans in which no stage is slower than
+that for the fewest devices and the fastest token; two passes are needed, because the beginning of the fastest token's
+way need not have the fastest slowest stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from swarm.data_structures import Span
+from swarm.errors import NotEnoughMemory
+from swarm.planning.group import HEADROOM, Group, Plan, Stage
+from swarm.planning.units import human
+
+Array = NDArray[np.float64]
+State = tuple[int, int]
+"""(bit mask of the devices that may not come any more, device where the token is)."""
+
+WORK = 600_000_000
+"""Additions that a search over all orders may take: 10 devices for a model of 80 blocks, in a few seconds."""
+
+
+def tries_all_orders(devices: int, blocks: int) -> bool:
+    """Whether a group is small enough for the best order of its devices to be found."""
+    additions: int = devices * (devices + 1) * (blocks + 1) ** 2 << devices
+    return additions <= 2 * WORK
+
+
+def partition(group: Group, *, everyone: bool = False) -> Plan:
+    """The best plan.
+
+    Args:
+        everyone: every device holds at least one block; else devices that would not help get none.
+
+    Raises:
+        NotEnoughMemory: the blocks do not fit into the group.
+    """
+    client = group.client
+    compute = [_compute_seconds(group, device) for device in range(client)]
+    send, latency = np.array(group.send), np.array(group.latency)
+    # stage[d][to, s, e]: seconds for which blocks [s, e) occupy device d that sends to `to`.
+    stage = [compute[d] + send[d][:, None, None] for d in range(client)]
+    counts = range(max(client, 1) if everyone else 1, client + 1)
+
+    first = _Recursion(group, stage, send[client], np.maximum)
+    slowest = min(map(first.finished, counts), default=np.inf)
+    if slowest == np.inf:
+        raise NotEnoughMemory(_what_is_missing(group, first.farthest()))
+    delayed = [seconds + latency[d][:, None, None] for d, seconds in enumerate(stage)]
+    allowed = [np.where(seconds <= slowest, delayed[d], np.inf) for d, seconds in enumerate(stage)]
+    entry = np.where(send[client] <= slowest, send[client] + latency[client], np.inf)
+    second = _Recursion(group, allowed, entry, np.add)
+    fewest = next(count for count in counts if second.finished(count) < np.inf)
+    return _plan(group, second.walk_back(fewest))
+
+
+def _what_is_missing(group: Group, placed: int) -> str:
+    model, tokens = group.model, group.cache_tokens
+    if placed == model.blocks:
+        return f"not all of {len(group.devices)} devices can hold one of the {placed} blocks at the same time"
+    total, missing = model.memory(0, model.blocks, tokens), model.memory(placed, model.blocks, tokens)
+    budget = sum(device.budget for device in group.devices)
+    return (
+        f"the {model.blocks} blocks take {human(total)} with an attention cache of {tokens} tokens and do not fit: "
+        f"{human(budget)} can be filled ({HEADROOM:.0%} of the memory) and hold whole blocks only, so blocks "
+        f"{placed}:{model.blocks} ({human(missing)}) find no place; add a device or memory, or lower --cache-tokens"
+    )
+
+
+def _compute_seconds(group: Group, device: int) -> Array:
+    """[s, e] -> seconds of blocks [s, e) on the device, infinite where they do not fit or are none."""
+    model, blocks = group.model, group.model.blocks
+    seconds = np.full((blocks + 1, blocks + 1), np.inf)
+    for start in range(blocks):
+        for end in range(start + 1, blocks + 1):
+            if model.memory(start, end, group.cache_tokens) > group.devices[device].budget:
+                break
+            seconds[start, end] = (end - start) / group.devices[device].speed
+    return seconds
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A device's span in a finished plan, and where its output goes."""
+
+    device: int
+    span: Span
+    to: int
+
+
+class _Recursion:
+    """All ways round the ring, device by device.
+
+    `layers[k]` has for every state with k devices before the present one the best value for each number of blocks done.
+
+    Args:
+        cost: `cost[d][to, s, e]` of blocks [s, e) on device d that sends to `to`; infinite where it may not be.
+        entry: cost of the way from the client to each device.
+        combine: how the cost of a way and of what is added to it make the cost of the longer way.
+    """
+
+    def __init__(self, group: Group, cost: list[Array], entry: Array, combine: Callable[[Array, Array], Array]) -> None:
+        self._group = group
+        self._cost = cost
+        self._combine = combine
+        start = {self._state(0, device): _only_at_zero(group, entry[device]) for device in range(group.client)}
+        self._layers: list[dict[State, Array]] = [start]
+        self._finished: list[float] = []
+        for _ in range(group.client):
+            self._layers.append(self._advance(self._layers[-1]))
+
+    def finished(self, count: int) -> float:
+        """The best value of a plan with `count` devices, infinite if there is none."""
+        return self._finished[count - 1]
+
+    def _state(self, closed: int, device: int) -> State:
+        here = (2 << device) - 1 if self._group.fixed_order else 1 << device
+        return closed | here, device
+
+    def _advance(self, layer: dict[State, Array]) -> dict[State, Array]:
+        client = self._group.client
+        following: dict[State, Array] = {}
+        finished = np.inf
+        for (closed, device), before in layer.items():
+            done = np.flatnonzero(before < np.inf)
+            if not len(done):
+                continue
+            low, high = done[0], done[-1] + 1
+            left = (closed + 1 & ~closed).bit_length() - 1  # the first device that may still come, or the client
+            after = self._combine(before[low:high, None], self._cost[device][left:, low:high, low:]).min(axis=1)
+            finished = min(finished, after[-1, -1])
+            for to in range(left, client):
+                if closed >> to & 1:
+                    continue
+                state = self._state(closed, to)
+                known = following.setdefault(state, np.full_like(before, np.inf))
+                np.minimum(known[low:], after[to - left], out=known[low:])
+        self._finished.append(float(finished))
+        return following
+
+    def walk_back(self, count: int) -> list[_Step]:
+        """The steps of the best plan with `count` devices, which must exist."""
+        steps: list[_Step] = []
+        to, end, value = self._group.client, self._group.model.blocks, self.finished(count)
+        target: State | None = None
+        for layer in reversed(self._layers[:count]):
+            state, start = self._origin(layer, target, to, end, value)
+            steps.append(_Step(state[1], Span(start, end), to))
+            target, to, end, value = state, state[1], start, float(layer[state][start])
+        return steps[::-1]
+
+    def _origin(
+        self, layer: dict[State, Array], target: State | None, to: int, end: int, value: float
+    ) -> tuple[State, int]:
+        """The state and the number of blocks done from which `value` was reached, by the very same arithmetic."""
+        for state, before in layer.items():
+            closed, device = state
+            if target is not None and (closed >> to & 1 or self._state(closed, to) != target):
+                continue
+            reached = self._combine(before, self._cost[device][to, :, end])
+            found = np.flatnonzero(reached == value)
+            if len(found):
+                return state, int(found[0])
+        raise AssertionError("every value of the recursion has an origin")
+
+    def farthest(self) -> int:
+        """How many of the first blocks can be placed at most."""
+        reached = 0
+        for layer in self._layers:
+            for (_, device), before in layer.items():
+                ends = self._combine(before[:, None], self._cost[device][-1])
+                reached = max(reached, *np.flatnonzero(ends.min(axis=0) < np.inf), 0)
+        return int(reached)
+
+
+def _only_at_zero(group: Group, value: float) -> Array:
+    values = np.full(group.model.blocks + 1, np.inf)
+    values[0] = value
+    return values
+
+
+def _plan(group: Group, steps: list[_Step]) -> Plan:
+    stages = tuple(
+        Stage(
+            device=group.devices[step.device],
+            span=step.span,
+            compute=step.span.length / group.devices[step.device].speed,
+            send=group.send[step.device][step.to],
+            latency=group.latency[step.device][step.to],
+            memory=group.model.memory(step.span.start, step.span.end, group.cache_tokens),
+        )
+        for step in steps
+    )
+    first = steps[0].device
+    return Plan(stages, group.send[group.client][first], group.latency[group.client][first])

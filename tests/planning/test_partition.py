@@ -1,0 +1,181 @@
+"""The dynamic programme against trying everything, and the cases that one can work out by hand."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarm.errors import NotEnoughMemory
+from swarm.planning.group import Group, Plan
+from swarm.planning.partition import partition, tries_all_orders
+from tests.planning.groups import all_plans, group_of, groups, merit
+
+SLOW = settings(deadline=None, max_examples=300)
+
+
+def spans(plan: Plan) -> dict[str, str]:
+    return {stage.device.name: str(stage.span) for stage in plan.stages}
+
+
+@given(groups(), st.booleans())
+@SLOW
+def test_no_other_plan_is_better(group: Group, everyone: bool) -> None:
+    plans = list(all_plans(group, everyone))
+    if not plans:
+        with pytest.raises(NotEnoughMemory):
+            partition(group, everyone=everyone)
+        return
+    plan = partition(group, everyone=everyone)
+    assert plan in plans
+    assert merit(plan) == min(map(merit, plans))
+
+
+@given(groups(st.floats(1e-3, 1e4), st.floats(0, 10)))
+@SLOW
+def test_no_other_plan_is_better_with_any_numbers(group: Group) -> None:
+    plans = list(all_plans(group))
+    if plans:
+        plan = partition(group)
+        assert plan in plans
+        best = min(map(merit, plans))
+        assert merit(plan)[:2] == best[:2]
+        # Sums depend on the order of their terms.
+        assert math.isclose(merit(plan)[2], best[2], rel_tol=1e-9)
+
+
+@given(groups())
+@SLOW
+def test_all_blocks_are_held_once_and_fit(group: Group) -> None:
+    try:
+        plan = partition(group)
+    except NotEnoughMemory:
+        return
+    ends = [0, *(stage.span.end for stage in plan.stages)]
+    assert [(stage.span.start, stage.span.end) for stage in plan.stages] == list(itertools.pairwise(ends))
+    assert ends[-1] == group.model.blocks
+    assert len({stage.device for stage in plan.stages}) == len(plan.stages)
+    assert all(stage.memory <= 0.9 * stage.device.memory for stage in plan.stages)
+
+
+@given(groups())
+@SLOW
+def test_another_device_never_makes_the_best_plan_slower(group: Group) -> None:
+    for index in range(len(group.devices)):
+        try:
+            without = partition(group.without(index))
+        except NotEnoughMemory:
+            continue
+        assert partition(group).slowest <= without.slowest
+
+
+def test_one_device_holds_everything() -> None:
+    plan = partition(group_of([4.0], 8, send=0.5, latency=1.0))
+    assert spans(plan) == {"a": "0:8"}
+    assert plan.slowest == 2.5
+    assert plan.token_seconds == 0.5 + 1.0 + 2.5 + 1.0
+    assert plan.bottleneck is plan.stages[0]
+
+
+def test_blocks_go_by_speed() -> None:
+    plan = partition(group_of([3.0, 1.0], 8))
+    assert sorted(stage.span.length / stage.device.speed for stage in plan.stages) == [2.0, 2.0]
+    assert plan.pipeline_rate == 0.5
+    assert plan.session_rate == 0.25
+    assert plan.sessions == 2
+
+
+def test_memory_limits_the_fastest() -> None:
+    plan = partition(group_of([100.0, 1.0], 8, memory=[4, 100]))  # 0.9 x 4 bytes are 3 blocks
+    assert {stage.device.name: stage.span.length for stage in plan.stages} == {"a": 3, "b": 5}
+
+
+def test_of_equal_plans_the_one_with_fewer_devices() -> None:
+    # b and c do not make the slowest stage faster: there is one block, and somebody has to compute it.
+    assert spans(partition(group_of([1.0, 1.0, 1.0], 1))) == {"a": "0:1"}
+    # Sending takes the client 2 s a token; whatever is below that gains nothing.
+    assert len(partition(_slow_client(group_of([1.0, 1.0, 1.0], 2), 2.0)).stages) == 1
+
+
+def _slow_client(group: Group, seconds: float) -> Group:
+    send = (*group.send[:-1], (seconds,) * len(group.send))
+    return Group(group.devices, group.model, group.cache_tokens, send, group.latency)
+
+
+def test_the_client_can_be_the_bottleneck() -> None:
+    plan = partition(_slow_client(group_of([1.0, 1.0], 2), 8.0))
+    assert plan.bottleneck is None
+    assert plan.slowest == 8.0
+
+
+def test_of_equal_devices_the_fastest_token() -> None:
+    # Both b and c are needed beside the slow a, which is the bottleneck with its one block; c then takes as much of
+    # the rest as it can, because it is faster.
+    plan = partition(group_of([0.125, 1.0, 2.0], 6, memory=[100, 4, 3]))
+    assert {stage.device.name: stage.span.length for stage in plan.stages} == {"a": 1, "b": 3, "c": 2}
+
+
+def test_a_slow_device_gets_nothing() -> None:
+    group = group_of([10.0, 10.0, 0.1], 10)
+    assert set(spans(partition(group))) == {"a", "b"}
+    forced = partition(group, everyone=True)
+    assert {stage.device.name: stage.span.length for stage in forced.stages}["c"] == 1
+    assert forced.slowest == 10.0
+
+
+def test_the_order_is_the_best_one_or_the_given_one() -> None:
+    base = group_of([1.0, 1.0, 1.0], 3)
+    # Only the links client -> a -> c -> b -> client carry a token in no time.
+    fast = {(3, 0), (0, 2), (2, 1), (1, 3)}
+    send = tuple(tuple(0.0 if (one, to) in fast else 8.0 for to in range(4)) for one in range(4))
+    free = partition(Group(base.devices, base.model, 1, send, base.latency))
+    assert spans(free) == {"a": "0:1", "c": "1:2", "b": "2:3"}
+    assert free.slowest == 1.0
+    fixed = partition(Group(base.devices, base.model, 1, send, base.latency, fixed_order=True))
+    assert fixed.slowest == 9.0
+
+
+def test_what_is_missing_is_said() -> None:
+    with pytest.raises(NotEnoughMemory) as caught:
+        partition(group_of([1.0, 1.0], 10, memory=[4, 4]))
+    message = str(caught.value)
+    assert "the 10 blocks take 10 B" in message
+    assert "blocks 6:10 (4 B) find no place" in message
+    assert "\n" not in message
+
+
+def test_nothing_fits_at_all() -> None:
+    with pytest.raises(NotEnoughMemory, match="blocks 0:5 "):
+        partition(group_of([1.0, 1.0], 5, memory=[1, 0]))
+
+
+def test_more_devices_than_blocks() -> None:
+    group = group_of([1.0] * 4, 2)
+    assert len(partition(group).stages) == 2
+    with pytest.raises(NotEnoughMemory, match="4 devices"):
+        partition(group, everyone=True)
+
+
+def test_huge_numbers() -> None:
+    group = group_of([1e9, 1e-6], 256, memory=[10**18, 10**18], send=1e-12, latency=3600.0)
+    plan = partition(group)
+    assert spans(plan) == {"a": "0:256"}
+    assert plan.slowest == 256 / 1e9 + 1e-12
+    assert math.isfinite(partition(group, everyone=True).slowest)
+
+
+def test_many_devices_in_a_fixed_order() -> None:
+    group = group_of([1.0 + n for n in range(32)], 126, fixed_order=True)
+    plan = partition(group)
+    assert [stage.device.name for stage in plan.stages] == sorted(stage.device.name for stage in plan.stages)
+    # No plan can be faster than blocks without a size: 126 / (1 + 2 + ... + 32) seconds; whole blocks cost some.
+    assert 126 / 528 <= plan.slowest <= 0.3
+
+
+def test_small_groups_try_all_orders() -> None:
+    assert tries_all_orders(10, 80)
+    assert tries_all_orders(8, 126)
+    assert not tries_all_orders(11, 80)
