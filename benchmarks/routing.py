@@ -1,0 +1,136 @@
+"""How long routing takes over a large swarm, and how close its routes are to the best: `python -m benchmarks.routing`.
+
+The servers lie in a square of 200 ms round trip on each side, hold 2 to 16 blocks, and announce the round trips to
+some of those that hold the block behind their span. The exact optimum is the same search with a beam as wide as the
+swarm, which tries all pairs at every boundary; at a few hundred servers it is checked against the plain reference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable
+
+from benchmarks.machine import describe
+from swarm.data_structures import ServerInfo, ServerState, Span
+from swarm.routing.beam_search import find_route
+from swarm.routing.cost_model import Demand, route_seconds
+from swarm.routing.shortest_path import shortest_path
+from swarm.routing.snapshot import Snapshot
+
+SIDE = 0.2
+SESSION = Demand(cache_tokens=4096)
+
+
+def random_swarm(rng: random.Random, servers: int, blocks: int, announced: int, pinged: int) -> Snapshot:
+    """A swarm as a client sees it, all blocks held by somebody.
+
+    Args:
+        announced: round trips that each server announces.
+        pinged: servers that the client has measured.
+    """
+    places = [(rng.random(), rng.random()) for _ in range(servers)]
+    access = [rng.lognormvariate(math.log(0.008), 0.8) for _ in range(servers)]
+    spans = [_random_span(rng, blocks, number) for number in range(servers)]
+    # As they come from the network: each mention of a peer id is a string of its own.
+    peer_ids = [b"Qm%044d" % number for number in range(servers)]
+    holders = [[number for number in range(servers) if block in spans[number]] for block in range(blocks)]
+
+    def announcement(number: int) -> ServerInfo:
+        end = spans[number].end
+        others = rng.sample(holders[end], min(announced, len(holders[end]))) if end < blocks else []
+        round_trips = (
+            (peer_ids[o].decode(), SIDE * math.dist(places[number], places[o]) + access[number] + access[o])
+            for o in others
+        )
+        throughput = rng.lognormvariate(math.log(400), 0.7)
+        return ServerInfo(
+            peer_id=peer_ids[number].decode(),
+            span=spans[number],
+            state=ServerState.ONLINE,
+            throughput=throughput,
+            cache_tokens_free=rng.choice([0, 8192, 65536]),
+            revision="main",
+            digests=(),
+            compute_dtype="bfloat16",
+            quantization="none",
+            version="1",
+            forward_throughput=throughput * rng.uniform(5, 50),
+            network_throughput=rng.choice([0, 200, 1000, 5000]),
+            queue=rng.expovariate(1 / 0.01),
+            round_trips=tuple(round_trips),
+        )
+
+    infos = tuple(announcement(number) for number in range(servers))
+    client = (rng.random(), rng.random())
+    measured = {
+        peer_ids[number].decode(): SIDE * math.dist(client, places[number]) + access[number] + 0.005
+        for number in rng.sample(range(servers), min(pinged, servers))
+    }
+    return Snapshot(infos, measured)
+
+
+def _random_span(rng: random.Random, blocks: int, number: int) -> Span:
+    length = min(blocks, rng.choice((2, 4, 4, 8, 8, 12, 16)))
+    # The first servers stand one behind the other, so that there is a route even in a small swarm.
+    start = number * 2 if number * 2 < blocks else rng.randrange(1 - length, blocks)
+    start = max(0, min(start, blocks - length))
+    return Span(start, start + length)
+
+
+def _timed(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return (time.perf_counter() - began) * 1e3
+
+
+def _summary(values: list[float], form: str) -> str:
+    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+
+
+def measure(servers: int, blocks: int, announced: int, pinged: int, swarms: int, reference: bool) -> str:
+    """One row of the table: medians and ranges over random swarms."""
+    wanted = Span(0, blocks)
+    fresh, again, ratios = [], [], []
+    for seed in range(swarms):
+        snapshot = random_swarm(random.Random(seed), servers, blocks, announced, pinged)
+        fresh.append(_timed(lambda known=snapshot: find_route(known, wanted, SESSION)))
+        again.append(_timed(lambda known=snapshot: find_route(known, wanted, SESSION)))
+        found = route_seconds(snapshot, find_route(snapshot, wanted, SESSION), SESSION)
+        if reference:
+            best = shortest_path(snapshot, wanted, SESSION)
+        else:
+            best = find_route(snapshot, wanted, SESSION, width=servers)
+        ratios.append(found / route_seconds(snapshot, best, SESSION))
+    cells = [
+        servers,
+        blocks,
+        announced,
+        pinged,
+        _summary(fresh, ".0f"),
+        _summary(again, ".0f"),
+        _summary(ratios, ".4f"),
+    ]
+    return f"| {' | '.join(map(str, cells))} | {'reference' if reference else 'full beam'} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--servers", type=int, default=10_000)
+    parser.add_argument("--blocks", type=int, default=80)
+    parser.add_argument("--swarms", type=int, default=7, help="random swarms for each row")
+    options = parser.parse_args()
+    print(", ".join(f"{key} {value}" for key, value in describe().items()))
+    print("| servers | blocks | announced | pinged | ms, new snapshot | ms, again | cost / exact cost | exact by |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    few, size = min(300, options.servers), options.servers
+    print(measure(few, options.blocks, 16, 32, options.swarms, reference=True), flush=True)
+    for announced, pinged in ((16, 32), (16, size), (64, 32), (64, size)):
+        print(measure(size, options.blocks, announced, pinged, options.swarms, reference=False), flush=True)
+
+
+if __name__ == "__main__":
+    main()

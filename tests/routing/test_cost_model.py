@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import math
+
+from hypothesis import given, settings
+
+from swarm.data_structures import Hop, Route, Span
+from swarm.routing.beam_search import find_route
+from swarm.routing.cost_model import CACHE_PENALTY, Demand, route_seconds
+from swarm.routing.snapshot import DEFAULT_ROUND_TRIP, Snapshot
+from tests.infos import server_info
+from tests.routing.swarms import demands, missing_blocks, plain_seconds, snapshots, spans
+
+A = server_info(0, 3, "a", throughput=10.0, queue=0.05, round_trips=(("b", 0.02),))
+B = server_info(2, 6, "b", throughput=100.0, forward_throughput=1000.0, network_throughput=500.0)
+ROUTE = Route((Hop(A, Span(0, 2)), Hop(B, Span(2, 6))))
+SNAPSHOT = Snapshot((A, B), {"a": 0.04, "b": 0.06})
+
+
+def price(snapshot: Snapshot = SNAPSHOT, route: Route = ROUTE, **demand) -> float:
+    return round(route_seconds(snapshot, route, Demand(**demand)), 9)
+
+
+def test_one_token_once_around():
+    travel = 0.02 + 0.01 + 0.03
+    a = 0.05 + 2 / 10
+    b = 1 / 500 + 4 / 100
+    assert price() == round(travel + a + b, 9)
+
+
+def test_many_tokens_are_computed_at_once_where_that_speed_is_known():
+    travel = 0.02 + 0.01 + 0.03
+    a = 0.05 + 2 * 200 / 10
+    b = 200 / 500 + 4 * 200 / 1000
+    assert price(tokens=200) == round(travel + a + b, 9)
+
+
+def test_between_servers_the_client_is_not_visited():
+    x = server_info(0, 1, "x", round_trips=(("a", 0.008),))
+    snapshot = Snapshot((A, B, x), {"a": 0.04, "b": 0.06})
+    assert price(snapshot, before="x") == round(price() - 0.02 + 0.004, 9)
+    # Nobody announced the way from b to x, and the client has not measured x.
+    assert price(snapshot, after="x") == round(price() - 0.03 + DEFAULT_ROUND_TRIP / 2, 9)
+
+
+def test_what_nobody_measured_is_the_longer_way_to_the_client():
+    a = server_info(0, 3, "a", throughput=10.0, queue=0.05)
+    route = Route((Hop(a, Span(0, 2)), Hop(B, Span(2, 6))))
+    assert price(Snapshot((a, B), {"a": 0.04, "b": 0.06}), route) == round(price() - 0.01 + 0.03, 9)
+    assert price(Snapshot((a, B), {"a": 0.04}), route) == round(price() - 0.01 - 0.03 + 2 * DEFAULT_ROUND_TRIP / 2, 9)
+
+
+def test_penalties():
+    assert price(cache_tokens=2**30) == round(price() + 2 * CACHE_PENALTY, 9)
+    assert price(penalties={"a": 0.5, "nobody": 9.0}) == round(price() + 0.5, 9)
+
+
+@given(snapshots(), spans(), demands())
+@settings(deadline=None, max_examples=500)
+def test_whatever_is_announced_the_price_is_finite_and_what_the_plain_words_say(snapshot, wanted, demand):
+    if missing_blocks(snapshot, wanted, demand):
+        return
+    route = find_route(snapshot, wanted, demand)
+    found = route_seconds(snapshot, route, demand)
+    assert 0 <= found < math.inf
+    assert math.isclose(found, plain_seconds(snapshot, route, demand), rel_tol=1e-9, abs_tol=1e-12)
