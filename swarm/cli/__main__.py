@@ -12,6 +12,7 @@ COMMANDS = {
     "server": "swarm.server.__main__",
     "dht": "swarm.dht.__main__",
     "demo": "swarm.cli.demo",
+    "plan": "swarm.cli.plan",
 }
 
 

@@ -120,11 +120,13 @@ def read(path: Path) -> Description:
 def parse(data: bytes) -> Description:
     """Check the content of a file. Raises `UsageError` that names the field."""
     try:
-        description = msgspec.convert(yaml.safe_load(data), Description, dec_hook=_quantity)
-    except yaml.YAMLError as error:
+        content = yaml.safe_load(data)
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: no such date, a number of thousands of digits
         raise UsageError(f"no YAML: {_yaml_problem(error)}") from None
     except RecursionError:
         raise UsageError("no YAML of this kind: it is nested too deeply") from None
+    try:
+        description = msgspec.convert(content, Description, dec_hook=_quantity)
     except msgspec.ValidationError as error:
         problem, _, place = str(error).partition(" - at ")
         field = place.strip("`").removeprefix("$").removeprefix(".")
@@ -137,7 +139,7 @@ def _quantity(kind: type[Any], value: object) -> Any:
     return kind.read(value)
 
 
-def _yaml_problem(error: yaml.YAMLError) -> str:
+def _yaml_problem(error: Exception) -> str:
     mark = getattr(error, "problem_mark", None)
     where = f"line {mark.line + 1}: " if mark is not None else ""
     return where + str(getattr(error, "problem", None) or error).splitlines()[0]

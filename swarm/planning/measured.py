@@ -81,7 +81,7 @@ def _memory(server: ServerInfo, model: ModelSize, least_cache: int) -> Size:
     # A server with no free cache has sessions; it is taken to have as much cache as the others.
     cache = server.cache_tokens_free or least_cache
     filled = model.memory(server.span.start, server.span.end, cache)
-    return Size(-(-filled * 100 // round(HEADROOM * 100)) + 1)
+    return Size(min(-(-filled * 100 // round(HEADROOM * 100)), 10**18))
 
 
 def _upload(server: ServerInfo, model: ModelSize) -> Rate | None:

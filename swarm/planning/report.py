@@ -78,9 +78,9 @@ def _line(row: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _figures(plan: Plan) -> str:
+    full = f"with a full pipeline ({plan.sessions} or more sessions at once)"
     return (
-        f"Predicted: {plan.pipeline_rate:.3g} tokens/s with a full pipeline ({plan.sessions} or more sessions at once), "
-        f"{plan.session_rate:.3g} in a single session\n"
+        f"Predicted: {plan.pipeline_rate:.3g} tokens/s {full}, {plan.session_rate:.3g} in a single session\n"
         f"Bottleneck: {_bottleneck(plan)}"
     )
 

@@ -16,9 +16,13 @@ OPTIONS = {
     "server": {
         "model", "--revision", "--blocks", "--initial-peers", "--new-swarm", "--host-maddrs", "--announce-maddrs",
         "--identity-path", "--device", "--dtype", "--throughput", "--name", "--cache-tokens", "--cache-dir",
-        "--update-period", "--threads", "--help",
+        "--update-period", "--threads", "--stay", "--help",
     },
     "dht": {"--initial-peers", "--host-maddrs", "--announce-maddrs", "--identity-path", "--help"},
+    "plan": {
+        "file", "--model", "--revision", "--dtype", "--cache-tokens", "--cache-dir", "--initial-peers", "--write",
+        "--json", "--plot", "--help",
+    },
     "demo": {"--prompt", "--tokens", "--temperature", "--seed", "--help"},
 }  # fmt: skip
 
