@@ -92,6 +92,12 @@ class PeerLost(RemoteError):
     code = "peer_lost"
 
 
+class PeerSilent(PeerLost):
+    """The peer did not answer in time; whether it is still there is not known."""
+
+    code = "peer_silent"
+
+
 class ProtocolViolation(RemoteError):
     """The other side sent something that the protocol does not allow: the other side is at fault."""
 
@@ -114,6 +120,12 @@ class WrongDtype(RequestRefused):
     """The message's tensor format is unknown, or the server cannot compute with it."""
 
     code = "wrong_dtype"
+
+
+class NotFinite(RequestRefused):
+    """The hidden states hold NaN or infinity: whoever computed them is at fault."""
+
+    code = "not_finite"
 
 
 class TooLong(RequestRefused):

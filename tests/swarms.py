@@ -19,6 +19,7 @@ from typing import Any
 
 from swarm.client.model import AutoDistributedModelForCausalLM
 from swarm.server.config import BlocksWanted, ServerConfig
+from swarm.server.throughput_option import ThroughputWanted
 from swarm.transport.p2p import P2PConfig
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
@@ -91,7 +92,9 @@ class TestSwarm:
             model=self.model,
             blocks=BlocksWanted.parse(blocks),
             p2p=P2PConfig(initial_peers=peers, host_maddrs=LOOPBACK),
-            throughput=1000.0,
+            throughput=ThroughputWanted(1000.0),
+            throughput_cache=Path(self._folder) / "throughput.json",
+            stay=True,
             update_period=10.0,
             threads=1,
         )

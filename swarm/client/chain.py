@@ -1,226 +1,166 @@
-"""The conversation with the servers of a route. Runs in the network loop; knows bytes, not tensors.
+"""An open session over all hops of a route. Runs in the network loop; knows bytes, not tensors.
 
-What one server answers is handed to the next as it came, so nothing is decoded on the way.
+The first server is handed each step; the others get it from the server before. Every server also answers this client,
+so that the record of each hop is complete (`swarm.client.failover` lives on it). What to do next is decided by
+`swarm.client.progress`; here it is done.
 """
 
 from __future__ import annotations
 
 import asyncio
-import secrets
+import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 
-from swarm.data_structures import Hop, HopTiming, Route, StepLayout, WireFormat
-from swarm.errors import PeerLost, ProtocolViolation, RequestRefused, ServerFault, remote_error
-from swarm.protocol import messages
-from swarm.protocol.compression import payload_length
-from swarm.transport.stream import Network, Stream
-
-CLOSE_TIMEOUT = 1.0
-"""Seconds that a server gets to read that a session is over."""
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """Hidden states `[tokens, hidden_size]` as they travel."""
-
-    payload: bytes | memoryview
-    tokens: int
-    hidden_size: int
-    wire: WireFormat
-    dtype: str
-
-
-@dataclass(frozen=True)
-class Manner:
-    """What a client asks of every server.
-
-    Attributes:
-        revision: the model's revision.
-        wire: format of the replies.
-        timeout: seconds to wait for one answer.
-    """
-
-    revision: str
-    wire: WireFormat
-    timeout: float
-
-
-class HopSession:
-    """One server's part of a session: blocks `hop.span`, over one stream."""
-
-    def __init__(self, network: Network, hop: Hop, manner: Manner, max_length: int) -> None:
-        self.hop = hop
-        self._network = network
-        self._manner = manner
-        self._max_length = max_length
-        self._session_id = secrets.token_bytes(16)
-        self.timing: HopTiming | None = None
-        """Of the last step."""
-        self._stream: Stream | None = None
-        self._next_step = 0
-        self._interrupted = False
-        """True while an answer is due, so that a late one is never taken for that to another request."""
-
-    async def open(self) -> None:
-        """Connect and reserve room. Raises `RemoteError` of the fitting kind."""
-        self._stream = await self._network.open_stream(self.hop.server.peer_id)
-        request = messages.OpenSession(
-            session_id=self._session_id,
-            revision=self._manner.revision,
-            start=self.hop.span.start,
-            end=self.hop.span.end,
-            max_length=self._max_length,
-            reply_format=self._manner.wire,
-        )
-        reply, _ = await _ask(self._stream, self.hop, request, b"", self._manner.timeout, 0)
-        if not isinstance(reply, messages.SessionOpened):
-            raise _out_of_place(self.hop, reply)
-        self._next_step = reply.next_step
-
-    async def step(self, hidden: Packed, layout: StepLayout) -> Packed:
-        """Send the step's hidden states through this server's blocks."""
-        if self._stream is None:
-            raise PeerLost(f"{_whose(self.hop)} is not connected")
-        if self._interrupted:
-            raise PeerLost(f"an earlier step at {_whose(self.hop)} was interrupted; open a new session")
-        request = messages.StepRequest(
-            step=self._next_step,
-            starts=list(layout.starts),
-            counts=list(layout.counts),
-            format=hidden.wire,
-            dtype=hidden.dtype,
-            sources=_list(layout.sources),
-            offsets=_list(layout.offsets),
-        )
-        limit = hidden.tokens * hidden.hidden_size * 4
-        began = time.perf_counter()
-        self._interrupted = True
-        try:
-            reply, payload = await _ask(self._stream, self.hop, request, hidden.payload, self._manner.timeout, limit)
-        except (RequestRefused, ServerFault):
-            self._interrupted = False
-            raise
-        self._interrupted = False
-        if not isinstance(reply, messages.StepReply) or reply.step != self._next_step:
-            raise _out_of_place(self.hop, reply)
-        self.timing = HopTiming(time.perf_counter() - began, reply.compute_ms / 1e3)
-        self._next_step += 1
-        return _checked(self.hop, hidden, payload, reply.format, reply.dtype)
-
-    async def close(self) -> None:
-        """Free the session at the server, if it can still be told."""
-        if self._stream is None:
-            return
-        stream, self._stream = self._stream, None
-        try:
-            async with asyncio.timeout(CLOSE_TIMEOUT):
-                await stream.send(messages.CloseSession())
-        except (PeerLost, TimeoutError):
-            pass
-        finally:
-            stream.close()
+from swarm.client.failover import Failover, Planner, is_hop_lost
+from swarm.client.hop_session import HopSession, Outputs, whose
+from swarm.client.packed import Manner, Packed
+from swarm.client.progress import Deliver, Done, Mend, Wait, next_action
+from swarm.client.record import Step
+from swarm.data_structures import HopTiming, Route, Span, StepLayout
+from swarm.errors import PeerSilent, SessionClosed
+from swarm.transport.stream import Network
 
 
 class Chain:
-    """An open session over all hops of a route."""
+    """One session's servers.
 
-    def __init__(self, network: Network, route: Route, manner: Manner, max_length: int) -> None:
-        self.route = route
-        self.failed: set[str] = set()
-        """Peers that refused or could not be reached when the chain was opened."""
-        self._hops = [HopSession(network, hop, manner, max_length) for hop in route.hops]
+    Args:
+        network: this client's place in the network.
+        planner: finds routes and remembers who failed.
+        manner: what is asked of every server.
+        span: the blocks.
+        max_length: tokens that a row may have.
+    """
 
-    async def open(self) -> None:
-        """Open all hops at once. If one refuses, the others are closed again."""
-        results = await asyncio.gather(*(hop.open() for hop in self._hops), return_exceptions=True)
-        errors = {hop: result for hop, result in zip(self._hops, results, strict=True) if result is not None}
-        if errors:
-            self.failed = {hop.hop.server.peer_id for hop in errors}
-            await self.close()
-            raise next(iter(errors.values()))
+    def __init__(self, network: Network, planner: Planner, manner: Manner, span: Span, max_length: int) -> None:
+        self._span = span
+        self._failover = Failover(network, planner, manner, max_length, self._heard, self._changed)
+        self._hops: list[HopSession] = []
+        self._steps: dict[int, StepLayout] = {}
+        """Steps that some hop may still have to answer."""
+        self._number = 0
+        self._hidden_size = 0
+        self._outputs: Packed | None = None
+        self._event = asyncio.Event()
+        self._closed = False
 
-    async def step(self, hidden: Packed, layout: StepLayout) -> Packed:
-        """One step through all blocks."""
-        for hop in self._hops:
-            hidden = await hop.step(hidden, layout)
-        return hidden
+    @property
+    def route(self) -> Route:
+        """The servers in use now."""
+        return Route(tuple(hop.hop for hop in self._hops))
 
     @property
     def timings(self) -> tuple[HopTiming, ...]:
         """Of the last step, one a hop; empty before the first."""
         return tuple(hop.timing for hop in self._hops if hop.timing is not None)
 
+    async def open(self) -> None:
+        """Find a route and reserve room on its servers. Raises `MissingBlocks` or a `RemoteError`."""
+        self._hops = await self._failover.open(self._span)
+
+    async def step(self, hidden: Packed, layout: StepLayout) -> Packed:
+        """One step through all blocks, whatever happens to the servers meanwhile.
+
+        Raises:
+            MissingBlocks: nobody held some blocks for too long; `resume` or another step tries again.
+            RequestRefused: the step itself is wrong. The session goes on with another one.
+        """
+        if self._closed:
+            raise SessionClosed("this session is closed; open another one")
+        number = self._number
+        self._number += 1
+        self._steps[number] = layout
+        self._hidden_size, self._outputs = hidden.hidden_size, None
+        for hop in self._hops:
+            hop.expect(number, Outputs(hidden.tokens, hidden.hidden_size))
+        # A copy, because the caller may change a tensor that the payload is a view of.
+        kept = Packed(bytes(hidden.payload), hidden.tokens, hidden.hidden_size, hidden.wire, hidden.dtype)
+        self._hops[0].record.add(Step(number, layout, kept))
+        try:
+            return await self._complete()
+        except BaseException:
+            self._give_up(number)
+            raise
+
+    async def resume(self) -> None:
+        """Replace the servers that were lost now, instead of at the next step. Raises `MissingBlocks`."""
+        for hop in list(self._hops):
+            if hop.error is not None:
+                await self._mend(self._hops.index(hop))
+
     async def close(self) -> None:
         """Free the session everywhere."""
+        self._closed = True
         await asyncio.gather(*(hop.close() for hop in self._hops))
 
+    async def _complete(self) -> Packed:
+        """Bring the current step to its end."""
+        while True:
+            self._event.clear()
+            action = next_action(self._hops, list(self._steps), time.perf_counter())
+            match action:
+                case Done():
+                    assert self._outputs is not None
+                    self._forget_answered()
+                    return self._outputs
+                case Deliver(index, number):
+                    hop = self._hops[index]
+                    await hop.deliver(hop.record.get(number))
+                case Mend(index, overdue):
+                    if overdue:
+                        hop = self._hops[index]
+                        hop.error = PeerSilent(f"{whose(hop.hop)} has not answered in time")
+                    await self._mend(index)
+                case Wait(until):
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(until - time.perf_counter() if until < math.inf else None):
+                            await self._event.wait()
 
-async def forward(network: Network, hop: Hop, manner: Manner, hidden: Packed, layout: StepLayout) -> Packed:
-    """Run packed sequences through one server's blocks; the server keeps nothing."""
-    stream = await network.open_stream(hop.server.peer_id)
-    try:
-        request = messages.ForwardRequest(
-            revision=manner.revision,
-            start=hop.span.start,
-            end=hop.span.end,
-            counts=list(layout.counts),
-            format=hidden.wire,
-            dtype=hidden.dtype,
-            reply_format=manner.wire,
-            offsets=_list(layout.offsets),
-        )
-        limit = hidden.tokens * hidden.hidden_size * 4
-        reply, payload = await _ask(stream, hop, request, hidden.payload, manner.timeout, limit)
-        if not isinstance(reply, messages.ForwardReply):
-            raise _out_of_place(hop, reply)
-        return _checked(hop, hidden, payload, reply.format, reply.dtype)
-    finally:
-        stream.close()
+    async def _mend(self, index: int) -> None:
+        hop = self._hops[index]
+        if hop.error is not None and not is_hop_lost(hop.error):
+            error, hop.error = hop.error, None
+            raise error
+        mended = await self._failover.mend(self._hops, index)
+        self._hops[index : index + 1] = mended
+        for number, layout in self._steps.items():
+            for one in mended:
+                if one.replied < number:
+                    one.expect(number, Outputs(layout.tokens, self._hidden_size))
 
+    def _heard(self, hop: HopSession, number: int, outputs: Packed) -> None:
+        """A hop has answered: its outputs are what goes into the next one."""
+        layout = self._steps.get(number)
+        if layout is None or hop not in self._hops:
+            return
+        index = self._hops.index(hop)
+        if hop is self._hops[-1]:
+            self._outputs = outputs
+            return
+        following = self._hops[index + 1]
+        following.record.add(Step(number, layout, outputs))
+        if following.replied < number and hop.passed_on:
+            following.pushed = max(following.pushed, number)
+            following.handed(outputs.tokens)
 
-async def _ask(
-    stream: Stream,
-    hop: Hop,
-    request: messages.Message,
-    payload: bytes | memoryview,
-    patience: float,
-    max_payload: int,
-) -> tuple[messages.ServerMessage, bytes | memoryview]:
-    """Send a request and wait for its answer; a refusal is raised."""
-    try:
-        async with asyncio.timeout(patience):
-            await stream.send(request, payload)
-            frame = await stream.receive(max_payload)
-    except TimeoutError:
-        raise PeerLost(f"{_whose(hop)} did not answer within {patience:.0f} s") from None
-    except PeerLost as error:
-        raise PeerLost(f"{_whose(hop)} is gone: {error}") from None
-    reply = messages.decode_server(frame.header)
-    if isinstance(reply, messages.Refusal):
-        raise remote_error(reply.code, f"{_whose(hop)} refused: {reply.message}")
-    return reply, frame.payload
+    def _changed(self) -> None:
+        self._event.set()
 
+    def _forget_answered(self) -> None:
+        """Steps that all hops have answered are of no interest any more, but as a part of the record."""
+        done = min(hop.replied for hop in self._hops)
+        for number in [number for number in self._steps if number <= done]:
+            del self._steps[number]
+        for hop in self._hops:
+            hop.record.tidy(done)
 
-def _checked(hop: Hop, sent: Packed, payload: bytes | memoryview, wire: WireFormat, dtype: str) -> Packed:
-    """The reply's hidden states, if they are as many as were sent."""
-    try:
-        expected = payload_length(sent.tokens * sent.hidden_size, wire, dtype)
-    except Exception as error:
-        raise ProtocolViolation(f"{_whose(hop)} answered in an unknown format: {error}") from None
-    if len(payload) != expected:
-        raise ProtocolViolation(f"{_whose(hop)} answered with {len(payload)} bytes where {expected} were due")
-    return Packed(payload, sent.tokens, sent.hidden_size, wire, dtype)
+    def _give_up(self, number: int) -> None:
+        """The step did not come to its end: what some servers have computed of it must never be built upon.
 
-
-def _out_of_place(hop: Hop, reply: messages.ServerMessage) -> ProtocolViolation:
-    return ProtocolViolation(f"{_whose(hop)} answered with a {type(reply).__name__} out of place")
-
-
-def _list(values: Sequence[int] | None) -> list[int] | None:
-    return list(values) if values is not None else None
-
-
-def _whose(hop: Hop) -> str:
-    return f"server {hop.server.short_id} (blocks {hop.span})"
+        A later step that goes on before it sets them back by itself. Rows that it has copied about cannot be set back.
+        """
+        layout = self._steps.pop(number)
+        for hop in self._hops:
+            hop.give_up(number)
+            hop.stale = hop.stale or layout.sources is not None

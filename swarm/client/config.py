@@ -12,13 +12,21 @@ class ClientConfig:
     """Attributes:
     initial_peers: addresses of peers of the swarm.
     wire: how hidden states travel, in both directions.
-    request_timeout: seconds to wait for one server's answer.
-    refresh: seconds that a view of the swarm may be old when a new route is planned.
-    show_route: print every route that is taken.
+    request_timeout: seconds to wait for one answer at most; usually much less, from what answers took so far.
+    refresh: seconds between looks at the swarm while the client is in use.
+    wait_for_blocks: seconds to wait for a server when nobody holds some blocks.
+    allowed_servers: peer ids that may be used; None allows all.
+    blocked_servers: peer ids that are never used.
+    push: let servers hand their outputs on to each other.
+    show_route: print every route that a session takes.
     """
 
     initial_peers: tuple[str, ...]
     wire: WireFormat = WireFormat.NONE
     request_timeout: float = 60.0
     refresh: float = 15.0
+    wait_for_blocks: float = 60.0
+    allowed_servers: frozenset[str] | None = None
+    blocked_servers: frozenset[str] = frozenset()
+    push: bool = True
     show_route: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,10 @@ class AutoDistributedModelForCausalLM:
         cache_dir: str | Path | None = None,
         show_route: bool = False,
         request_timeout: float = 60.0,
+        wait_for_blocks: float = 60.0,
+        allowed_servers: Iterable[str] | None = None,
+        blocked_servers: Iterable[str] = (),
+        push: bool = True,
     ) -> Any:
         """The transformers model with embeddings, final norm and head here and all blocks in the swarm.
 
@@ -53,8 +57,12 @@ class AutoDistributedModelForCausalLM:
             dtype: of the local part: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
             wire: how hidden states travel: "none" (as computed), "float16", "bfloat16" or "blockwise8".
             cache_dir: where files from the hub are kept.
-            show_route: print every route that is taken.
-            request_timeout: seconds to wait for one server's answer.
+            show_route: print every route that a session takes.
+            request_timeout: seconds to wait for one answer at most; usually much less, from what answers took so far.
+            wait_for_blocks: seconds to wait for a server when nobody holds some blocks.
+            allowed_servers: peer ids of servers that may be used; None allows all.
+            blocked_servers: peer ids of servers that are never used.
+            push: let servers hand their outputs on to each other, instead of through this client.
 
         Returns:
             an instance of the family's own class (such as `LlamaForCausalLM`), with the additions of
@@ -67,6 +75,10 @@ class AutoDistributedModelForCausalLM:
             initial_peers=_initial_peers(initial_peers),
             wire=_wire_format(wire),
             request_timeout=request_timeout,
+            wait_for_blocks=wait_for_blocks,
+            allowed_servers=frozenset(allowed_servers) if allowed_servers is not None else None,
+            blocked_servers=frozenset(blocked_servers),
+            push=push,
             show_route=show_route,
         )
         checkpoint = open_checkpoint(model, revision=revision, cache_dir=cache_dir)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from swarm.client.connection import SwarmConnection
-from swarm.client.session import REQUEST_TOKENS, InferenceSession, pack_rows, position_offsets, unpack_rows
-from swarm.data_structures import Span, StepLayout
+from swarm.client.forwarding import Portion
+from swarm.client.record import REQUEST_TOKENS
+from swarm.client.session import InferenceSession, pack_rows, position_offsets, unpack_rows
+from swarm.data_structures import Route, Span, StepLayout
 from swarm.errors import InvalidSpan, SwarmError
 from swarm.protocol.messages import MAX_ROWS
 
@@ -58,15 +60,39 @@ class RemoteSequential(nn.Module):
     def _run(
         self, hidden: torch.Tensor | None, real: torch.Tensor | None, positions: torch.Tensor | None
     ) -> torch.Tensor:
+        """Some rows at once, split among routes by what these can compute."""
         assert hidden is not None
         rows, slots, _ = hidden.shape
         counts = (slots,) * rows if real is None else tuple(real.sum(1).tolist())
-        layout = StepLayout((0,) * rows, counts)
-        if not layout.tokens:
-            return torch.zeros_like(hidden)
+        result = torch.zeros_like(hidden)
+        filled = [row for row, count in enumerate(counts) if count]
+        if not filled:
+            return result
+        split = self._connection.split(self.span, [counts[row] for row in filled])
+        places = [torch.tensor([filled[row] for row in portion.rows]) for portion in split]
+        requests = [
+            self._request(hidden, real, positions, counts, rows_of, portion.route)
+            for rows_of, portion in zip(places, split, strict=True)
+        ]
+        outputs = self._connection.forward(self.span, requests)
+        for rows_of, output in zip(places, outputs, strict=True):
+            result[rows_of] = unpack_rows(output, hidden[rows_of], real[rows_of] if real is not None else None)
+        return result
+
+    def _request(
+        self,
+        hidden: torch.Tensor,
+        real: torch.Tensor | None,
+        positions: torch.Tensor | None,
+        counts: Sequence[int],
+        rows: torch.Tensor,
+        route: Route,
+    ) -> Portion:
+        real = real[rows] if real is not None else None
+        positions = positions[rows] if positions is not None else None
+        layout = StepLayout((0,) * len(rows), tuple(counts[row] for row in rows.tolist()))
         layout = replace(layout, offsets=position_offsets(positions, real, layout))
-        packed = pack_rows(hidden, real, self._connection)
-        return unpack_rows(self._connection.forward(self.span, packed, layout), hidden, real)
+        return Portion(pack_rows(hidden[rows], real, self._connection), layout, route)
 
     def __len__(self) -> int:
         return self.span.length

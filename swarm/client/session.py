@@ -7,19 +7,19 @@ from typing import Any
 
 import torch
 
-from swarm.client.chain import Chain, Packed
+from swarm.client.chain import Chain
 from swarm.client.connection import SwarmConnection
+from swarm.client.packed import Packed
+from swarm.client.record import REQUEST_TOKENS
 from swarm.data_structures import HopTiming, Route, StepLayout
 from swarm.errors import SessionClosed, TooLong
 from swarm.models.sequence_cache import SequenceCache
 from swarm.protocol.compression import dtype_name, pack, unpack
 
-REQUEST_TOKENS = 8192
-"""Tokens in one request; longer prompts and larger batches are sent in several."""
-
 
 class InferenceSession:
-    """The servers of a route keep this session's attention keys and values; the client keeps its place.
+    """The servers of a route keep this session's attention keys and values; the client keeps its place, and a record of
+    what it sent, with which a server that vanishes is replaced by another one.
 
     A session is used by one thread at a time. `generate` within the `with` block uses it by itself.
 
@@ -113,6 +113,17 @@ class InferenceSession:
         if self._chain is None:
             self._chain = self._connection.open_chain(self.max_length)
         return self._chain.route
+
+    def resume(self) -> Route:
+        """Go on after servers came back: replace those that were lost, now instead of at the next step.
+
+        After `MissingBlocks` the session still knows everything up to the last step that succeeded.
+        """
+        route = self.open()
+        if self._chain is not None:
+            self._connection.resume_chain(self._chain)
+            route = self._chain.route
+        return route
 
     def _compute_in_parts(
         self,

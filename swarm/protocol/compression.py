@@ -14,6 +14,7 @@ import math
 from functools import cache
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from swarm.data_structures import WireFormat
@@ -74,6 +75,16 @@ def unpack(
         # A bytearray, so that the tensor owns writable memory.
         hidden = torch.frombuffer(bytearray(payload), dtype=DTYPES[_SIXTEEN_BIT.get(wire, dtype)]).to(device)
     return hidden.view(tokens, hidden_size).to(target)
+
+
+def is_finite(payload: bytes | memoryview, values: int, wire: WireFormat, dtype: str) -> bool:
+    """True if none of the `values` numbers of a payload of the right length is NaN or infinite."""
+    if wire is WireFormat.BLOCKWISE8:  # every index means a finite share of a scale
+        return bool(np.isfinite(np.frombuffer(payload, np.float32, offset=values)).all()) if values else True
+    name = _SIXTEEN_BIT.get(wire, dtype)
+    if name == "bfloat16":  # which numpy does not know: the upper half of a float32, infinite if its exponent is full
+        return bool((np.frombuffer(payload, np.uint16) & 0x7F80 != 0x7F80).all())
+    return bool(np.isfinite(np.frombuffer(payload, np.dtype(name))).all())
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -8,9 +8,17 @@ A conversation is one libp2p stream:
     client                               server
     OpenSession        ->
                        <-                SessionOpened | Refusal
+    Link               ->                (who stands before and behind this server)
     StepRequest + payload ->
                        <-                StepReply + payload | Refusal
+    ReplayRequest + payload ->           (fills the cache with past inputs)
+                       <-                ReplayReply + payload | Refusal
+                       <-                Refusal "server_closing" at any time: find another server
     CloseSession       ->                (the cache is freed)
+
+    server                               the next server of the route
+    PushRequest + payload ->             (a step whose StepReply goes to the client)
+                       <-                Refusal
 
     ForwardRequest + payload ->          (no session, nothing is kept)
                        <-                ForwardReply + payload | Refusal
@@ -80,9 +88,56 @@ Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 class StepReply(Message, frozen=True):
-    """The outputs of a step, payload `[tokens, hidden]` in `format`; `compute_ms` is the time spent in the blocks."""
+    """The outputs of a step, payload `[tokens, hidden]` in `format`.
+
+    `compute_ms` is the time spent in the blocks; `pushed` says that the next server was handed the outputs already.
+    """
 
     step: Count
+    format: WireFormat
+    dtype: Name
+    compute_ms: Milliseconds
+    pushed: bool = False
+
+
+class Link(Message, frozen=True):
+    """Who stands before and behind this server in the session's route; None is the client itself. No reply.
+
+    Only `previous` may push steps into the session. Outputs are pushed to the session `next_session` at `next`.
+    """
+
+    previous: Name | None
+    next: Name | None
+    next_session: SessionId | None
+
+
+class PushRequest(Message, frozen=True):
+    """A step from the server before, for the session that `client` opened. The reply goes to the client."""
+
+    client: Name
+    session_id: SessionId
+    step: StepRequest
+
+
+class ReplayRequest(Message, frozen=True):
+    """Past inputs of a session, as in a `StepRequest`, to fill the cache of a server that has not seen them.
+
+    The rows become those of the request, whatever was cached beyond its starts. Steps with a number below `next_step`
+    are void from now on. Outputs are sent back only if they are wanted.
+    """
+
+    next_step: Count
+    starts: Rows
+    counts: Rows
+    format: WireFormat
+    dtype: Name
+    offsets: Rows | None
+    want_outputs: bool
+
+
+class ReplayReply(Message, frozen=True):
+    """The cache holds what was replayed; payload `[tokens, hidden]` in `format` if outputs were wanted."""
+
     format: WireFormat
     dtype: Name
     compute_ms: Milliseconds
@@ -151,8 +206,18 @@ class Refusal(Message, frozen=True):
     message: Text
 
 
-ClientMessage = OpenSession | StepRequest | CloseSession | ForwardRequest | InfoRequest | ProbeRequest
-ServerMessage = SessionOpened | StepReply | ForwardReply | InfoReply | ProbeReply | Refusal
+ClientMessage = (
+    OpenSession
+    | Link
+    | StepRequest
+    | PushRequest
+    | ReplayRequest
+    | CloseSession
+    | ForwardRequest
+    | InfoRequest
+    | ProbeRequest
+)
+ServerMessage = SessionOpened | StepReply | ReplayReply | ForwardReply | InfoReply | ProbeReply | Refusal
 
 _encoder = msgspec.msgpack.Encoder()
 _client_decoder = msgspec.msgpack.Decoder(ClientMessage)

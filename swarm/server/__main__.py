@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from swarm import console
-from swarm.errors import InvalidOption, PeerLost
+from swarm.errors import InvalidOption
 
 if TYPE_CHECKING:  # torch and transformers load only once the options are known to be right
     from swarm.server.server import Server
@@ -37,8 +37,9 @@ logger = logging.getLogger("swarm.server")
 @click.option(
     "--throughput",
     default="auto",
-    help="Blocks this server computes for one token, per second. auto: measured.",
+    help="Blocks this server computes for one token, per second. auto: measured once and remembered; measure: again.",
 )
+@click.option("--stay", is_flag=True, help="Never move to other blocks, even where the swarm needs this server more.")
 @click.option("--name", default="", help="Name to show to others.")
 @click.option("--cache-tokens", type=click.IntRange(1, 2**40), help="Room in the attention cache.  [default: 16384]")
 @click.option(
@@ -59,6 +60,7 @@ def main(
     device: str,
     dtype: str,
     throughput: str,
+    stay: bool,
     name: str,
     cache_tokens: int | None,
     cache_dir: Path | None,
@@ -73,10 +75,12 @@ def main(
             f"({console.INITIAL_PEERS_VARIABLE} stands in for it), --new-swarm starts one"
         )
     from swarm.server.config import BlocksWanted, ServerConfig
+    from swarm.server.throughput_cache import default_path
+    from swarm.server.throughput_option import ThroughputWanted
     from swarm.transport.p2p import P2PConfig, quiet_hivemind
 
     wanted = BlocksWanted.parse(blocks)
-    rate = _throughput(throughput)
+    rate = ThroughputWanted.parse(throughput)
     console.plain_log_lines()
     quiet_hivemind()
     config = ServerConfig(
@@ -92,6 +96,8 @@ def main(
         device=device,
         dtype=dtype,
         throughput=rate,
+        throughput_cache=default_path(),
+        stay=stay,
         name=name,
         cache_tokens=cache_tokens,
         cache_dir=cache_dir,
@@ -104,18 +110,6 @@ def main(
     from swarm.server.server import Server
 
     uvloop.run(_serve(Server(config), model, peers))
-
-
-def _throughput(text: str) -> float | None:
-    if text == "auto":
-        return None
-    try:
-        rate = float(text)
-    except ValueError:
-        rate = 0.0
-    if not 0 < rate < 1e9:
-        raise InvalidOption(f"--throughput {text!r}: use auto or a number of blocks per second above 0")
-    return rate
 
 
 async def _serve(server: Server, model: str | None, peers: tuple[str, ...]) -> None:
@@ -138,13 +132,14 @@ async def _serve(server: Server, model: str | None, peers: tuple[str, ...]) -> N
     addresses = await server.peer.visible_addresses()
     for line in how_to_join(model, (*addresses, *peers)):
         logger.info("%s", line)
-    lost = asyncio.create_task(server.peer.lost())
+    lost = asyncio.create_task(server.lost())
     await asyncio.wait({leaving, lost}, return_when=asyncio.FIRST_COMPLETED)
-    cut_off = lost.done()  # before the daemon is ended in an orderly way
+    error = lost.result() if lost.done() else None  # before the daemon is ended in an orderly way
+    lost.cancel()
     logger.info("Leaving the swarm")
     await server.stop()
-    if cut_off:
-        raise PeerLost("the libp2p daemon of this server has ended, so nobody could reach it any more; start it again")
+    if error is not None:
+        raise error
 
 
 def how_to_join(model: str | None, addresses: tuple[str, ...]) -> tuple[str, str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from swarm.data_structures import Span
 from swarm.errors import InvalidOption, InvalidSpan
+from swarm.server.throughput_option import ThroughputWanted
 from swarm.transport.p2p import P2PConfig
 
 UPDATE_PERIOD = 30.0
@@ -49,7 +50,9 @@ class ServerConfig:
     p2p: how to take part in the network.
     device: torch device, or "auto".
     dtype: "auto", "float32", "bfloat16" or "float16".
-    throughput: blocks x tokens per second to announce; None to measure.
+    throughput: what to announce: a number, or what was measured.
+    throughput_cache: file of throughputs measured before; None for none.
+    stay: never move to other blocks.
     name: shown to others beside the peer id.
     cache_tokens: tokens that the attention cache can hold; None for the default.
     update_period: seconds between announcements.
@@ -62,7 +65,9 @@ class ServerConfig:
     p2p: P2PConfig = field(default_factory=P2PConfig)
     device: str = "auto"
     dtype: str = "auto"
-    throughput: float | None = None
+    throughput: ThroughputWanted = field(default_factory=ThroughputWanted)
+    throughput_cache: Path | None = None
+    stay: bool = False
     name: str = ""
     cache_tokens: int | None = None
     cache_dir: Path | None = None

@@ -1,7 +1,8 @@
 """What a server does with each message: decode, validate, refuse, pass on. It never computes in the network loop.
 
 Laws:
-- Whatever a client sends, the answer is a reply or a typed `Refusal` to that client alone.
+- Whatever a peer sends, the answer is a reply or a typed `Refusal` to the one that has to act: to that peer, or, for a
+  pushed step, to the client whose session it is.
 - A refused step changes nothing; the session goes on with a right one.
 - A frame that is no message ends the connection, because nothing after it can be trusted.
 """
@@ -11,13 +12,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
-from swarm.data_structures import Span, StepLayout, WireFormat
+from swarm.data_structures import StepLayout, WireFormat
 from swarm.errors import (
+    PeerLost,
     ProtocolViolation,
     RemoteError,
     ServerClosing,
@@ -25,48 +28,52 @@ from swarm.errors import (
     TooLong,
     UnknownSession,
     WrongPosition,
-    WrongShape,
-    WrongSpan,
 )
 from swarm.models.span import SpanModel
 from swarm.protocol import messages
-from swarm.protocol.compression import dtype_name, pack, payload_length, unpack
+from swarm.protocol.compression import dtype_name, pack, unpack
 from swarm.protocol.framing import Frame
+from swarm.server.checks import Checks, Limits
 from swarm.server.kv_cache import SessionCache, forward_packed
+from swarm.server.push import PushLink
 from swarm.server.runtime import Runtime
 from swarm.server.sessions import Session, Sessions
-from swarm.transport.stream import Stream
+from swarm.transport.stream import Network, Stream
 from swarm.version import VERSION
 
 logger = logging.getLogger(__name__)
 
+NOTICE = 1.0
+"""Seconds that a client gets to read that this server is leaving."""
 
-@dataclass(frozen=True)
-class Limits:
-    """What one request may ask for.
-
-    Attributes:
-        step_tokens: tokens in one step or forward.
-        streams: connections that one peer may have open.
-    """
-
-    step_tokens: int = 16384
-    streams: int = 64
+Bytes = bytes | memoryview
 
 
 class Handler:
-    """Answers the streams of all clients of one server."""
+    """Answers the streams of all peers of one server.
+
+    Attributes:
+        closing: no new sessions and forwards are accepted.
+        closed: no steps either.
+    """
 
     def __init__(
-        self, model: SpanModel, revision: str, sessions: Sessions, runtime: Runtime, limits: Limits | None = None
+        self,
+        network: Network,
+        model: SpanModel,
+        revision: str,
+        sessions: Sessions,
+        runtime: Runtime,
+        limits: Limits | None = None,
     ) -> None:
         self.closing = False
+        self.closed = False
+        self._network = network
         self._model = model
-        self._revision = revision
         self._sessions = sessions
         self._runtime = runtime
         self._limits = limits or Limits()
-        self._max_payload = max(self._limits.step_tokens * model.hidden_size * 4, messages.MAX_PROBE)
+        self._checks = Checks(model, revision, self._limits)
         self._open_streams: dict[str, int] = {}
         self._answering = 0
         self._idle = asyncio.Event()
@@ -76,8 +83,19 @@ class Handler:
         """Return when every request that has come is answered."""
         await self._idle.wait()
 
+    async def hand_over(self) -> None:
+        """Tell the clients of all sessions to find another server. Their sessions still work until `closed`."""
+        notice = messages.refusal(ServerClosing("this server is leaving; use another one"))
+
+        async def tell(client: Stream) -> None:
+            with suppress(PeerLost, TimeoutError):
+                async with asyncio.timeout(NOTICE):
+                    await client.send(notice)
+
+        await asyncio.gather(*map(tell, self._sessions.clients()))
+
     async def __call__(self, stream: Stream) -> None:
-        """Serve one stream until the client closes it or sends garbage."""
+        """Serve one stream until the peer closes it or sends garbage."""
         peer = stream.peer_id
         self._open_streams[peer] = self._open_streams.get(peer, 0) + 1
         conversation = _Conversation()
@@ -86,7 +104,7 @@ class Handler:
                 await stream.send(messages.refusal(ServerFault(f"a peer may open {self._limits.streams} streams")))
                 return
             while not conversation.over:
-                frame = await stream.receive(self._max_payload)
+                frame = await stream.receive(self._checks.max_payload)
                 self._answering += 1
                 self._idle.clear()
                 try:
@@ -102,12 +120,12 @@ class Handler:
             if not self._open_streams[peer]:
                 del self._open_streams[peer]
             if conversation.session is not None:
-                self._sessions.detach(conversation.session)
+                self._sessions.detach(conversation.session, stream)
 
     async def _answer(self, stream: Stream, frame: Frame, conversation: _Conversation) -> None:
         message = messages.decode_client(frame.header)
         try:
-            reply, payload = await self._handle(stream.peer_id, message, frame, conversation)
+            reply, payload = await self._handle(stream, message, frame.payload, conversation)
         except ProtocolViolation:
             raise
         except RemoteError as error:
@@ -120,30 +138,37 @@ class Handler:
             await stream.send(reply, payload)
 
     async def _handle(
-        self, peer_id: str, message: messages.ClientMessage, frame: Frame, conversation: _Conversation
-    ) -> tuple[messages.Message | None, bytes | memoryview]:
+        self, stream: Stream, message: messages.ClientMessage, payload: Bytes, conversation: _Conversation
+    ) -> tuple[messages.Message | None, Bytes]:
         match message:
             case messages.StepRequest():
-                return await self._step(message, frame, conversation)
+                return await self._step(conversation.current(), message, payload, asked_by_client=True)
+            case messages.PushRequest():
+                return await self._pushed(stream.peer_id, message, payload)
+            case messages.ReplayRequest():
+                return await self._replay(conversation.current(), message, payload)
             case messages.OpenSession():
-                return self._open(peer_id, message, conversation), b""
+                return self._open(stream, message, conversation), b""
+            case messages.Link():
+                self._link(conversation.current(), message)
+                return None, b""
             case messages.CloseSession():
                 if conversation.session is not None:
                     self._sessions.close(conversation.session)
                 conversation.over = True
                 return None, b""
             case messages.ForwardRequest():
-                return await self._forward(message, frame.payload)
+                return await self._forward(message, payload)
             case messages.InfoRequest():
                 return self._info(), b""
             case messages.ProbeRequest():
-                return self._probe(message, frame.payload)
+                return self._probe(message, payload)
 
-    def _open(self, peer_id: str, message: messages.OpenSession, conversation: _Conversation) -> messages.SessionOpened:
+    def _open(self, stream: Stream, message: messages.OpenSession, conversation: _Conversation) -> messages.Message:
         self._check_open()
         if conversation.session is not None:
             raise ProtocolViolation("a stream carries one session; open another stream")
-        span = self._check_span(message.revision, message.start, message.end)
+        span = self._checks.span(message.revision, message.start, message.end)
         if message.max_length > self._sessions.capacity:
             raise TooLong(
                 f"a session of {message.max_length} tokens is longer than the {self._sessions.capacity} tokens of "
@@ -151,73 +176,155 @@ class Handler:
             )
         fresh = Session(
             session_id=message.session_id,
-            peer_id=peer_id,
+            peer_id=stream.peer_id,
             span=span,
             max_length=message.max_length,
             reply_format=message.reply_format,
             cache=SessionCache(self._model.narrowed(span)),
             last_seen=0.0,
         )
-        conversation.session = self._sessions.open(fresh)
+        conversation.session = self._sessions.open(fresh, stream)
         return messages.SessionOpened(conversation.session.next_step)
 
+    def _link(self, session: Session, message: messages.Link) -> None:
+        session.unlink()
+        session.previous = message.previous
+        if message.next is not None and message.next_session is not None:
+            session.link = PushLink(self._network, session.peer_id, message.next, message.next_session)
+
     async def _step(
-        self, message: messages.StepRequest, frame: Frame, conversation: _Conversation
-    ) -> tuple[messages.StepReply, bytes | memoryview]:
-        session = conversation.session
-        if session is None:
-            raise UnknownSession("a step came before its session was opened on this stream")
-        payload = frame.payload
-        fingerprint = hash((frame.header, payload))
+        self, session: Session, message: messages.StepRequest, payload: Bytes, *, asked_by_client: bool
+    ) -> tuple[messages.StepReply | None, Bytes]:
+        """Compute a step, push its outputs on, and return what the client is to be told.
+
+        A step that was computed already is answered again from what was kept, if it is the client that asks again.
+        """
+        fingerprint = hash((messages.encode(message), payload))
         async with session.lock:
-            if session.last is not None and message.step == session.next_step - 1 and fingerprint == session.last[0]:
-                return session.last[1:]  # the reply was lost on its way: the same again, computed once
-            self._check_open()
-            if message.step != session.next_step:
+            if session.last is not None and message.step == session.last[1].step and fingerprint == session.last[0]:
+                # The reply was lost on its way, or the client and the server before have both delivered the step.
+                return session.last[1:] if asked_by_client else (None, b"")
+            if message.step < session.next_step and not asked_by_client:
+                return None, b""  # a push that the client has overtaken
+            if self.closed:
+                raise ServerClosing("this server is leaving; use another one")
+            if message.step < session.next_step:
                 raise WrongPosition(f"step {message.step} came where step {session.next_step} was expected")
-            layout = self._layout(message.starts, message)
-            self._check_length(layout, session)
-            self._check_payload(layout.tokens, message.format, message.dtype, payload)
-            session.cache.check(layout)
-            self._sessions.reserve(session, layout.rows)
+            layout = self._checks.layout(message)
+            output, milliseconds = await self._extend(session, message, layout, payload, session.reply_format)
+            reply = messages.StepReply(message.step, session.reply_format, self._dtype, milliseconds)
+            session.last = fingerprint, reply, output
+            session.next_step = message.step + 1
+        return await self._push_on(session, message, reply, output), output
 
-            def compute() -> tuple[bytes | memoryview, float]:
-                hidden = self._unpack(payload, layout.tokens, message.format, message.dtype)
-                began = time.perf_counter()
-                output = session.cache.step(hidden, layout)
-                milliseconds = (time.perf_counter() - began) * 1e3
-                return pack(output, session.reply_format), milliseconds
+    async def _push_on(
+        self, session: Session, message: messages.StepRequest, reply: messages.StepReply, output: Bytes
+    ) -> messages.StepReply:
+        """Push first, because the next server waits for it; the client only keeps a copy."""
+        link = session.link
+        if link is None:
+            return reply
+        onward = messages.StepRequest(
+            step=message.step,
+            starts=message.starts,
+            counts=message.counts,
+            format=reply.format,
+            dtype=reply.dtype,
+            sources=message.sources,
+            offsets=message.offsets,
+        )
+        pushed = await link.push(onward, output)
+        return messages.StepReply(reply.step, reply.format, reply.dtype, reply.compute_ms, pushed)
 
-            result, milliseconds = await self._runtime.run(compute)
-            reply = messages.StepReply(message.step, session.reply_format, dtype_name(self._model.dtype), milliseconds)
-            session.last = fingerprint, reply, result
-            session.next_step += 1
-            return reply, result
+    async def _pushed(self, peer_id: str, message: messages.PushRequest, payload: Bytes) -> tuple[None, Bytes]:
+        """A step from the server before. Whatever comes of it concerns the client, not the one that pushed."""
+        session = self._sessions.pushed_by(peer_id, message.client, message.session_id)
+        reply: messages.Message | None
+        output: Bytes
+        try:
+            reply, output = await self._step(session, message.step, payload, asked_by_client=False)
+        except RemoteError as error:
+            reply, output = messages.refusal(error), b""
+        except Exception:
+            logger.exception("a pushed step of peer …%s failed", message.client[-6:])
+            reply = messages.refusal(ServerFault("the computation failed at this server; its log says why"))
+            output = b""
+        if reply is not None and session.client is not None:
+            with suppress(PeerLost):  # a client that is away may ask again
+                await session.client.send(reply, output)
+        return None, b""
 
-    async def _forward(
-        self, message: messages.ForwardRequest, payload: bytes | memoryview
-    ) -> tuple[messages.ForwardReply, bytes | memoryview]:
+    async def _replay(
+        self, session: Session, message: messages.ReplayRequest, payload: Bytes
+    ) -> tuple[messages.ReplayReply, Bytes]:
+        async with session.lock:
+            if self.closed:
+                raise ServerClosing("this server is leaving; use another one")
+            layout = self._checks.layout(message)
+            wanted = session.reply_format if message.want_outputs else None
+            output, milliseconds = await self._extend(session, message, layout, payload, wanted)
+            session.last = None
+            session.next_step = max(session.next_step, message.next_step)
+            return messages.ReplayReply(session.reply_format, self._dtype, milliseconds), output
+
+    async def _extend(
+        self,
+        session: Session,
+        message: messages.StepRequest | messages.ReplayRequest,
+        layout: StepLayout,
+        payload: Bytes,
+        wanted: WireFormat | None,
+    ) -> tuple[Bytes, float]:
+        """Check what is to be appended to the session's cache, append it, and encode the outputs if they are wanted."""
+        self._checks.length(layout, session.max_length)
+        self._checks.payload(layout.tokens, message.format, message.dtype, payload)
+        session.cache.check(layout)
+        self._sessions.reserve(session, layout.rows)
+
+        def step(hidden: torch.Tensor) -> torch.Tensor:
+            return session.cache.step(hidden, layout)
+
+        return await self._compute(step, payload, layout.tokens, message.format, message.dtype, wanted)
+
+    async def _forward(self, message: messages.ForwardRequest, payload: Bytes) -> tuple[messages.ForwardReply, Bytes]:
         self._check_open()
-        model = self._model.narrowed(self._check_span(message.revision, message.start, message.end))
-        layout = self._layout([0] * len(message.counts), message)
-        tokens = layout.tokens
-        self._check_payload(tokens, message.format, message.dtype, payload)
+        model = self._model.narrowed(self._checks.span(message.revision, message.start, message.end))
+        layout = self._checks.layout(message)
+        self._checks.payload(layout.tokens, message.format, message.dtype, payload)
 
-        def compute() -> tuple[bytes | memoryview, float]:
-            hidden = self._unpack(payload, tokens, message.format, message.dtype)
+        def forward(hidden: torch.Tensor) -> torch.Tensor:
+            return forward_packed(model, hidden, layout)
+
+        output, milliseconds = await self._compute(
+            forward, payload, layout.tokens, message.format, message.dtype, message.reply_format
+        )
+        return messages.ForwardReply(message.reply_format, self._dtype, milliseconds), output
+
+    async def _compute(
+        self,
+        function: Callable[[torch.Tensor], torch.Tensor],
+        payload: Bytes,
+        tokens: int,
+        wire: WireFormat,
+        dtype: str,
+        wanted: WireFormat | None,
+    ) -> tuple[Bytes, float]:
+        """Decode, run `function`, encode, all in the compute thread; the outputs and the milliseconds in the blocks."""
+
+        def job() -> tuple[Bytes, float]:
+            hidden = unpack(payload, tokens, self._model.hidden_size, wire, dtype, self._model.device)
             began = time.perf_counter()
-            output = forward_packed(model, hidden, layout)
+            output = function(hidden.to(self._model.dtype))
             milliseconds = (time.perf_counter() - began) * 1e3
-            return pack(output, message.reply_format), milliseconds
+            return pack(output, wanted) if wanted is not None else b"", milliseconds
 
-        result, milliseconds = await self._runtime.run(compute)
-        return messages.ForwardReply(message.reply_format, dtype_name(self._model.dtype), milliseconds), result
+        return await self._runtime.run(job)
 
     def _info(self) -> messages.InfoReply:
         span = self._model.span
         return messages.InfoReply(span.start, span.end, max(0, self._sessions.free), len(self._sessions), VERSION)
 
-    def _probe(self, message: messages.ProbeRequest, payload: bytes | memoryview) -> tuple[messages.ProbeReply, bytes]:
+    def _probe(self, message: messages.ProbeRequest, payload: Bytes) -> tuple[messages.ProbeReply, bytes]:
         if len(payload) > messages.MAX_PROBE:
             raise TooLong(f"a probe of {len(payload)} bytes; at most {messages.MAX_PROBE} are answered")
         return messages.ProbeReply(), bytes(message.reply_bytes)
@@ -226,59 +333,9 @@ class Handler:
         if self.closing:
             raise ServerClosing("this server is leaving; use another one")
 
-    def _check_span(self, revision: str, start: int, end: int) -> Span:
-        held = self._model.span
-        if not held.start <= start < end <= held.end:
-            raise WrongSpan(f"blocks {start}:{end} were asked for, this server holds {held}")
-        if revision != self._revision:
-            raise WrongSpan(f"revision {revision} was asked for, this server holds revision {self._revision}")
-        return Span(start, end)
-
-    def _layout(self, starts: Sequence[int], message: messages.StepRequest | messages.ForwardRequest) -> StepLayout:
-        """The rows of a request, if its lists agree about how many there are."""
-        sources = message.sources if isinstance(message, messages.StepRequest) else None
-        rows = len(message.counts)
-        self._check_positions(starts, message)
-        for name, values in (("starts", starts), ("sources", sources), ("offsets", message.offsets)):
-            if values is not None and len(values) != rows:
-                raise WrongShape(f"a request of {rows} rows has {len(values)} {name}")
-        return StepLayout(
-            tuple(starts),
-            tuple(message.counts),
-            tuple(sources) if sources is not None else None,
-            tuple(message.offsets) if message.offsets is not None else None,
-        )
-
-    def _check_positions(self, starts: Sequence[int], message: messages.StepRequest | messages.ForwardRequest) -> None:
-        """A position beyond a table of the model would fail in the middle of the computation; on a GPU, for all."""
-        limit = self._model.positions
-        if limit is None:
-            return
-        offsets = message.offsets or [0] * len(message.counts)
-        for row, (start, count, offset) in enumerate(zip(starts, message.counts, offsets, strict=False)):
-            if start + offset + count > limit:
-                raise TooLong(f"row {row} reaches position {start + offset + count}; this model has {limit} positions")
-
-    def _check_length(self, layout: StepLayout, session: Session) -> None:
-        for row, (start, count) in enumerate(zip(layout.starts, layout.counts, strict=True)):
-            if start + count > session.max_length:
-                raise TooLong(
-                    f"row {row} would be {start + count} tokens long; the session was opened for {session.max_length}"
-                )
-
-    def _check_payload(self, tokens: int, wire: WireFormat, dtype: str, payload: bytes | memoryview) -> None:
-        if not 0 < tokens <= self._limits.step_tokens:
-            raise TooLong(f"{tokens} tokens in one request; this server takes 1 to {self._limits.step_tokens}")
-        expected = payload_length(tokens * self._model.hidden_size, wire, dtype)
-        if len(payload) != expected:
-            raise WrongShape(
-                f"{tokens} tokens of {self._model.hidden_size} values take {expected} bytes as {wire}, "
-                f"got {len(payload)}"
-            )
-
-    def _unpack(self, payload: bytes | memoryview, tokens: int, wire: WireFormat, dtype: str) -> torch.Tensor:
-        hidden = unpack(payload, tokens, self._model.hidden_size, wire, dtype, self._model.device)
-        return hidden.to(self._model.dtype)
+    @property
+    def _dtype(self) -> str:
+        return dtype_name(self._model.dtype)
 
 
 @dataclass
@@ -287,3 +344,9 @@ class _Conversation:
 
     session: Session | None = None
     over: bool = False
+
+    def current(self) -> Session:
+        """The stream's session. Raises `UnknownSession` if none was opened."""
+        if self.session is None:
+            raise UnknownSession("a session has to be opened on this stream first")
+        return self.session

@@ -6,15 +6,17 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from swarm.errors import ServerClosing
+from swarm.server.queue_meter import QueueMeter
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_Job = tuple[asyncio.Future[Any], asyncio.AbstractEventLoop, Callable[[], Any]]
+_Job = tuple[asyncio.Future[Any], asyncio.AbstractEventLoop, Callable[[], Any], float]
 
 
 class Runtime:
@@ -26,6 +28,7 @@ class Runtime:
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._closed = False
+        self._meter = QueueMeter()
         threading.Thread(target=self._work, name="swarm-compute", daemon=True).start()
 
     async def run(self, job: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -34,8 +37,13 @@ class Runtime:
             raise ServerClosing("this server is leaving; use another one")
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        self._jobs.put((future, loop, lambda: job(*args, **kwargs)))
+        self._jobs.put((future, loop, lambda: job(*args, **kwargs), time.monotonic()))
         return await future
+
+    @property
+    def queue_seconds(self) -> float:
+        """How long a job may expect to wait for the thread."""
+        return self._meter.seconds(time.monotonic())
 
     def close(self) -> None:
         """Accept no more jobs; the thread ends after those it has."""
@@ -45,7 +53,9 @@ class Runtime:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            future, loop, work = job
+            future, loop, work, came = job
+            now = time.monotonic()
+            self._meter.started(now - came, now)
             if future.cancelled():
                 continue
             try:

@@ -1,12 +1,11 @@
-"""A server's life: join, choose blocks, load them, serve, leave. The wiring of all rooms of a server."""
+"""A server's life: join, choose blocks, load them, serve, move to where it is needed more, leave. The wiring."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
-import time
 from contextlib import suppress
-from dataclasses import dataclass
 
 import torch
 
@@ -14,36 +13,33 @@ from swarm.data_structures import ServerInfo, ServerState, Span
 from swarm.dht.announcer import Announcer
 from swarm.dht.directory import fetch_servers
 from swarm.dht.validation import AnnouncementValidator
-from swarm.errors import InvalidSpan, SwarmError
-from swarm.models.checkpoint import Checkpoint, open_checkpoint
+from swarm.errors import InvalidSpan, ServerClosing, SwarmError
+from swarm.models.checkpoint import open_checkpoint
 from swarm.models.footprint import footprint
 from swarm.models.loading import resolve_dtype
-from swarm.models.span import SpanModel, load_span
+from swarm.protocol import messages
 from swarm.protocol.compression import dtype_name
 from swarm.server import block_selection, memory
 from swarm.server.config import CACHE_TOKENS, ServerConfig
-from swarm.server.handler import Handler
 from swarm.server.memory import human
+from swarm.server.neighbours import Neighbours
+from swarm.server.rebalancer import Rebalancer
 from swarm.server.runtime import Runtime
-from swarm.server.sessions import Sessions
-from swarm.server.throughput import measure_throughput
+from swarm.server.serving import Plan, Serving
 from swarm.transport.p2p import Peer
+from swarm.transport.stream import Stream
 from swarm.version import VERSION
 
 logger = logging.getLogger(__name__)
 
-DRAIN = 2.5
-"""Seconds that a leaving server gives to the steps that are running."""
+LEAVE = 1.5
+"""Seconds that a leaving server gives to the clients whose sessions it hands over."""
 
+FINISH = 60.0
+"""Seconds that a moving server gives its sessions to end before it hands them over."""
 
-@dataclass
-class _Serving:
-    """What exists once the blocks are loaded."""
-
-    model: SpanModel
-    sessions: Sessions
-    handler: Handler
-    throughput: float
+EXPIRE = 5.0
+"""Seconds between looks for sessions whose client is gone."""
 
 
 class Server:
@@ -57,10 +53,13 @@ class Server:
         self.span: Span | None = None
         self._runtime = Runtime()
         self._state = ServerState.JOINING
-        self._serving: _Serving | None = None
+        self._serving: Serving | None = None
+        self._throughput = config.throughput.rate or 1.0
+        """Blocks x tokens per second; while it loads, what it did at its former blocks, if there were any."""
         self._peer: Peer | None = None
         self._announcer: Announcer | None = None
-        self._housekeeping: asyncio.Task[None] | None = None
+        self._neighbours: Neighbours | None = None
+        self._background: list[asyncio.Task[None]] = []
 
     @property
     def peer(self) -> Peer:
@@ -80,104 +79,164 @@ class Server:
             await self.stop()
             raise
 
+    async def lost(self) -> SwarmError:
+        """Return when this server cannot serve any more, and why."""
+        cut_off = asyncio.create_task(self.peer.lost())
+        done, _ = await asyncio.wait({cut_off, *self._background}, return_when=asyncio.FIRST_COMPLETED)
+        cut_off.cancel()
+        for task in done & set(self._background):
+            error = task.exception()
+            return error if isinstance(error, SwarmError) else SwarmError(f"the server broke down: {error!r}")
+        return SwarmError(
+            "the libp2p daemon of this server has ended, so nobody could reach it any more; start it again"
+        )
+
     async def _start(self) -> None:
         config = self.config
         checkpoint = await self._runtime.run(
             open_checkpoint, config.model, revision=config.revision, cache_dir=config.cache_dir
         )
-        device = memory.resolve_device(config.device)
-        dtype = resolve_dtype(config.dtype, checkpoint.config)
-        blocks = checkpoint.blocks
-        logger.info("Model: %s, revision %s, %d blocks", checkpoint.name, checkpoint.revision, blocks)
-        logger.info("Device: %s, computing in %s", device, dtype_name(dtype))
+        plan = Plan(
+            checkpoint=checkpoint,
+            device=memory.resolve_device(config.device),
+            dtype=resolve_dtype(config.dtype, checkpoint.config),
+            cache_tokens=config.cache_tokens or CACHE_TOKENS,
+            throughput=config.throughput,
+            throughput_cache=config.throughput_cache,
+        )
+        logger.info("Model: %s, revision %s, %d blocks", checkpoint.name, checkpoint.revision, checkpoint.blocks)
+        logger.info("Device: %s, computing in %s", plan.device, dtype_name(plan.dtype))
         if config.blocks.span is not None:
             checkpoint.check_span(config.blocks.span.start, config.blocks.span.end)
+        if config.threads is not None:
+            await self._runtime.run(torch.set_num_threads, config.threads)
 
         self._peer = await Peer.create(config.p2p, AnnouncementValidator())
         logger.info("Peer: %s, listening on %s", self._peer.peer_id, ", ".join(await self._peer.visible_addresses()))
-        self.span = await self._choose_span(checkpoint, blocks, device, dtype)
-        self._announcer = Announcer(
-            self._peer, checkpoint.name, lambda: self._describe(checkpoint, dtype), config.update_period
-        )
+        self.span = await self._choose_span(plan)
+        self._announcer = Announcer(self._peer, checkpoint.name, lambda: self._describe(plan), config.update_period)
         await self._announcer.announce()  # as joining, so that the next server takes other blocks
-        await self._load(checkpoint, self.span, device, dtype)
-        self._state = ServerState.ONLINE
+        await self._serve(plan, self.span)
+        await self._peer.serve(self._dispatch)
         self._announcer.start()
-        self._housekeeping = asyncio.get_running_loop().create_task(self._expire_sessions())
+        self._start_background(plan)
 
-    async def _choose_span(self, checkpoint: Checkpoint, blocks: int, device: torch.device, dtype: torch.dtype) -> Span:
-        wanted = self.config.blocks
-        needs = await self._runtime.run(footprint, checkpoint, dtype)
-        free = memory.free_memory(device)
-        tokens = self._cache_tokens
+    def _start_background(self, plan: Plan) -> None:
+        loop = asyncio.get_running_loop()
+        period = self.config.update_period
+        checkpoint = plan.checkpoint
+
+        async def view() -> list[ServerInfo]:
+            return await fetch_servers(self.peer.dht, checkpoint.name, checkpoint.blocks)
+
+        assert self._serving is not None
+        hidden_size = self._serving.model.hidden_size
+        self._neighbours = Neighbours(self.peer, lambda: self.span, view, hidden_size, period)
+        self._neighbours.start()
+        self._background.append(loop.create_task(self._expire_sessions()))
+        if self.config.blocks.span is None and not self.config.stay and self._serving.span.length < checkpoint.blocks:
+
+            async def move(span: Span, urgent: bool) -> None:
+                await self._move(plan, span, urgent)
+
+            load_seconds = self._serving.load_seconds
+            rebalancer = Rebalancer(self.peer.peer_id, checkpoint.blocks, view, move, period, load_seconds)
+            self._background.append(loop.create_task(rebalancer.run()))
+
+    async def _choose_span(self, plan: Plan) -> Span:
+        wanted, checkpoint, blocks = self.config.blocks, plan.checkpoint, plan.checkpoint.blocks
+        needs = await self._runtime.run(footprint, checkpoint, plan.dtype)
+        free = memory.free_memory(plan.device)
         if wanted.span is not None:
-            memory.check_fits(needs, wanted.span.start, wanted.span.end, free, tokens)
+            memory.check_fits(needs, wanted.span.start, wanted.span.end, free, plan.cache_tokens)
             logger.info("Blocks: %s, as asked for", wanted.span)
             return wanted.span
         if wanted.count is not None and wanted.count > blocks:
             raise InvalidSpan(f"--blocks {wanted.count}: the model has {blocks} blocks")
-        count = wanted.count or memory.blocks_that_fit(needs, free, tokens)
+        count = wanted.count or memory.blocks_that_fit(needs, free, plan.cache_tokens)
         if wanted.count is None:
             logger.info("Memory: %s free, enough for %d of %d blocks", human(free), count, blocks)
         servers = await fetch_servers(self.peer.dht, checkpoint.name, blocks)
         throughputs = block_selection.block_throughputs(servers, blocks)
         span = block_selection.weakest_window(throughputs, count)
-        memory.check_fits(needs, span.start, span.end, free, tokens)
+        memory.check_fits(needs, span.start, span.end, free, plan.cache_tokens)
         weakest = min(throughputs[span.start : span.end])
         reason = "nobody serves some of them yet" if weakest == 0 else f"their weakest does {weakest:.1f} tokens/s"
         logger.info("Blocks: %s, because %s", span, reason)
         return span
 
-    async def _load(self, checkpoint: Checkpoint, span: Span, device: torch.device, dtype: torch.dtype) -> None:
-        if self.config.threads is not None:
-            await self._runtime.run(torch.set_num_threads, self.config.threads)
-        began = time.monotonic()
-        model = await self._runtime.run(load_span, checkpoint, span, dtype=dtype, device=device, progress=True)
-        logger.info("Loaded: %s of weights in %.1f s", human(model.weight_bytes), time.monotonic() - began)
-        throughput = self.config.throughput
-        if throughput is None:
-            throughput = await self._runtime.run(measure_throughput, model)
-            logger.info("Throughput: %.0f blocks/s, measured (%.0f tokens/s)", throughput, throughput / span.length)
-        else:
-            logger.info("Throughput: %.0f blocks/s, as given", throughput)
-        sessions = Sessions(self._cache_tokens, time.monotonic)
-        logger.info("Attention cache: room for %d tokens", sessions.capacity)
-        handler = Handler(model, checkpoint.revision, sessions, self._runtime)
-        self._serving = _Serving(model, sessions, handler, throughput)
-        await self.peer.serve(handler)
+    async def _serve(self, plan: Plan, span: Span) -> None:
+        """Load the blocks and be ready for clients."""
+        self._serving = await Serving.load(plan, span, self.peer, self._runtime)
+        self._throughput = self._serving.throughput.decode
+        self._state = ServerState.ONLINE
 
-    @property
-    def _cache_tokens(self) -> int:
-        return self.config.cache_tokens or CACHE_TOKENS
-
-    def _describe(self, checkpoint: Checkpoint, dtype: torch.dtype) -> ServerInfo:
-        assert self.span is not None
+    async def _dispatch(self, stream: Stream) -> None:
+        """Every stream goes to the blocks that are held when it comes."""
         serving = self._serving
+        if serving is None:
+            await stream.send(messages.refusal(ServerClosing("this server is moving to other blocks; use another one")))
+            return
+        await serving.handler(stream)
+
+    async def _move(self, plan: Plan, span: Span, urgent: bool) -> None:
+        """Leave the blocks held now for those of `span`: finish or hand over the sessions, load, serve again."""
+        old = self._serving
+        assert old is not None
+        assert self._announcer is not None
+        # From now on others count this server at its new blocks, and no client begins a session here.
+        self.span, self._state = span, ServerState.JOINING
+        await self._announcer.announce()
+        await old.drain(0.0 if urgent else FINISH)
+        self._serving = None
+        home = old.span
+        del old
+        gc.unfreeze()  # what was loaded first was taken out of the collector's sight
+        gc.collect()
+        try:
+            await self._serve(plan, span)
+        except Exception:
+            logger.exception("blocks %s could not be loaded; going back to %s", span, home)
+            self.span = home
+            await self._serve(plan, home)
+        gc.collect()
+        gc.freeze()
+        await self._announcer.announce()
+
+    def _describe(self, plan: Plan) -> ServerInfo:
+        assert self.span is not None
+        serving = self._serving if self._state is not ServerState.JOINING else None
         return ServerInfo(
             peer_id=self.peer.peer_id,
             span=self.span,
             state=self._state,
-            throughput=serving.throughput if serving else self.config.throughput or 1.0,
+            throughput=self._throughput,
             cache_tokens_free=max(0, serving.sessions.free) if serving else 0,
-            revision=checkpoint.revision,
+            revision=plan.checkpoint.revision,
             digests=tuple(serving.model.digests) if serving else (),
-            compute_dtype=dtype_name(dtype),
+            compute_dtype=dtype_name(plan.dtype),
             quantization="none",
             version=VERSION,
             name=self.config.name,
+            forward_throughput=serving.throughput.forward if serving else 0.0,
+            network_throughput=self._neighbours.network_throughput if self._neighbours else 0.0,
+            queue=min(self._runtime.queue_seconds, 3600.0),
+            round_trips=self._neighbours.round_trips if self._neighbours else (),
         )
 
     async def _expire_sessions(self) -> None:
         while True:
-            await asyncio.sleep(5)
+            await asyncio.sleep(EXPIRE)
             if self._serving is not None:
                 self._serving.sessions.expire()
 
     async def stop(self) -> None:
-        """Announce that this server leaves, finish the running steps, close everything. Takes a few seconds at most."""
+        """Announce that this server leaves, hand its sessions over, close everything. Takes a few seconds at most."""
         self._state = ServerState.OFFLINE
-        if self._housekeeping is not None:
-            self._housekeeping.cancel()
+        for task in self._background:
+            task.cancel()
+        if self._neighbours is not None:
+            await self._neighbours.stop()
         if self._announcer is not None:
             await self._announcer.stop()
             try:
@@ -185,9 +244,8 @@ class Server:
             except Exception as error:  # the swarm may be gone; leaving goes on
                 logger.debug("could not announce leaving: %r", error)
         if self._serving is not None:
-            self._serving.handler.closing = True
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._serving.handler.idle(), DRAIN)
+                await asyncio.wait_for(self._serving.drain(0.0, LEAVE), 2 * LEAVE)
         self._runtime.close()
         if self._peer is not None:
             await self._peer.shutdown()

@@ -15,6 +15,8 @@ from swarm.data_structures import Span, WireFormat
 from swarm.errors import CacheFull, UnknownSession, WrongSpan
 from swarm.protocol.messages import StepReply
 from swarm.server.kv_cache import SessionCache
+from swarm.server.push import PushLink
+from swarm.transport.stream import Stream
 
 GRACE = 30.0
 IDLE = 1800.0
@@ -25,10 +27,13 @@ class Session:
     """One client's open generation at this server.
 
     Attributes:
-        next_step: number that the next step must have.
+        next_step: the least number that the next step may have. (A step that its client gave up leaves a gap.)
         last: the step before, kept so that its reply can be sent again: fingerprint of the request, reply, payload.
         rows: rows for which cache is reserved.
         attached: number of open connections that use the session.
+        client: the newest of them, to which replies to pushed steps go.
+        previous: the peer that may push steps into the session, besides the client itself.
+        link: the way to the next server.
     """
 
     session_id: bytes
@@ -42,11 +47,20 @@ class Session:
     last: tuple[int, StepReply, bytes | memoryview] | None = None
     rows: int = 0
     attached: int = 0
+    client: Stream | None = None
+    previous: str | None = None
+    link: PushLink | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def reserved(self) -> int:
         return self.rows * self.max_length
+
+    def unlink(self) -> None:
+        """Push no more."""
+        if self.link is not None:
+            self.link.close()
+            self.link = None
 
 
 class Sessions:
@@ -70,8 +84,11 @@ class Sessions:
         """Tokens of cache that nobody has reserved."""
         return self.capacity - sum(session.reserved for session in self._sessions.values())
 
-    def open(self, session: Session) -> Session:
+    def open(self, session: Session, client: Stream | None = None) -> Session:
         """Register the session, or return the same client's session of that id if it is still there.
+
+        Args:
+            client: the connection that uses it from now on.
 
         Raises:
             WrongSpan: the id is in use for other blocks.
@@ -87,8 +104,23 @@ class Sessions:
             raise self._full(session.max_length)
         self._sessions[session.peer_id, session.session_id] = session
         session.attached += 1
+        session.client = client
         session.last_seen = self._now()
         return session
+
+    def pushed_by(self, previous: str, client: str, session_id: bytes) -> Session:
+        """The session of `client` into which the peer `previous` may push.
+
+        Raises `UnknownSession`, also where only the pushing is not allowed: who may not push learns nothing.
+        """
+        session = self._sessions.get((client, session_id))
+        if session is None or session.previous != previous:
+            raise UnknownSession("there is no session here into which this peer may push")
+        return session
+
+    def clients(self) -> list[Stream]:
+        """The connections of all sessions."""
+        return [session.client for session in self._sessions.values() if session.client is not None]
 
     def reserve(self, session: Session, rows: int) -> None:
         """Make room for `rows` rows in all. Raises `CacheFull` and changes nothing if there is none."""
@@ -102,15 +134,23 @@ class Sessions:
             session.rows = rows
         session.last_seen = self._now()
 
-    def detach(self, session: Session) -> None:
+    def detach(self, session: Session, client: Stream | None = None) -> None:
         """A connection that used the session has ended."""
         session.attached -= 1
+        if session.client is client:
+            session.client = None
         session.last_seen = self._now()
 
     def close(self, session: Session) -> None:
         """Forget the session and free its cache."""
         if self._sessions.get((session.peer_id, session.session_id)) is session:
             del self._sessions[session.peer_id, session.session_id]
+            session.unlink()
+
+    def clear(self) -> None:
+        """Close all sessions."""
+        for session in list(self._sessions.values()):
+            self.close(session)
 
     def expire(self) -> None:
         """Close the sessions whose client is gone."""

@@ -74,11 +74,6 @@ def determine(
     return _reported(found, model, "measured")
 
 
-def measure_throughput(model: SpanModel) -> float:
-    """The decode rate alone."""
-    return measure(model).decode
-
-
 def measure(model: SpanModel) -> Throughput:
     """Measure the span on its device, in a few seconds at most unless a single step takes so long.
 

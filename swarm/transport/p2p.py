@@ -147,7 +147,7 @@ class Peer:
             _, reader, writer = await asyncio.wait_for(
                 self._p2p.call_binary_stream_handler(target, PROTOCOL), DIAL_TIMEOUT
             )
-        except (P2PDaemonError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
+        except (P2PDaemonError, OSError, TimeoutError, asyncio.IncompleteReadError, ValueError) as error:
             raise PeerLost(f"peer …{peer_id[-6:]} cannot be reached: {error}") from None
         stream = FrameStream(peer_id, reader, writer)
         self._opened.add(stream)

@@ -14,6 +14,10 @@ JOINED = 1 << 16
 """Payloads up to this size are copied behind their header: a second write would wake every process on the way twice."""
 
 
+Limit = int | Callable[[], int]
+"""Bytes that a payload may have; a function is asked when the frame comes, not when the waiting begins."""
+
+
 class Stream(Protocol):
     """What the rooms above see of a connection. Several may be open between the same two peers."""
 
@@ -22,7 +26,7 @@ class Stream(Protocol):
     async def send(self, message: Message, payload: bytes | memoryview = b"") -> None:
         """Send one frame. Raises `PeerLost`."""
 
-    async def receive(self, max_payload: int = MAX_PAYLOAD) -> Frame:
+    async def receive(self, max_payload: Limit = MAX_PAYLOAD) -> Frame:
         """Wait for one frame. Raises `PeerLost` at the end of the stream, `ProtocolViolation` when it is too large."""
 
     def close(self) -> None:
@@ -65,10 +69,11 @@ class FrameStream:
         except (OSError, RuntimeError) as error:  # uvloop raises RuntimeError on a closed transport
             raise PeerLost(f"the connection to peer …{self.peer_id[-6:]} broke: {error}") from None
 
-    async def receive(self, max_payload: int = MAX_PAYLOAD) -> Frame:
+    async def receive(self, max_payload: Limit = MAX_PAYLOAD) -> Frame:
         try:
             prefix = await self._reader.readexactly(PREFIX_LENGTH)
-            header_length, payload_length = decode_prefix(prefix, max_payload)
+            limit = max_payload if isinstance(max_payload, int) else max_payload()
+            header_length, payload_length = decode_prefix(prefix, limit)
             body = await self._reader.readexactly(header_length + payload_length)
         except (asyncio.IncompleteReadError, OSError) as error:
             raise PeerLost(f"peer …{self.peer_id[-6:]} closed the connection: {error}") from None

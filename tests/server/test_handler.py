@@ -17,7 +17,8 @@ from swarm.models.span import SpanModel, load_span
 from swarm.protocol import messages
 from swarm.protocol.compression import pack, payload_length, unpack
 from swarm.protocol.framing import MAX_HEADER
-from swarm.server.handler import Handler, Limits
+from swarm.server.checks import Limits
+from swarm.server.handler import Handler
 from swarm.server.runtime import Runtime
 from swarm.server.sessions import GRACE, IDLE, Sessions
 from swarm.transport.memory import MemoryHub, MemoryNetwork
@@ -64,7 +65,10 @@ class Server:
         self.hub = MemoryHub()
         self.runtime = Runtime()
         self.sessions = Sessions(capacity, lambda: self.now)
-        self.handler = Handler(model, REVISION, self.sessions, self.runtime, Limits(**{"step_tokens": 16, **limits}))
+        self.network = MemoryNetwork(self.hub, "server")
+        self.handler = Handler(
+            self.network, model, REVISION, self.sessions, self.runtime, Limits(**{"step_tokens": 16, **limits})
+        )
 
     async def start(self) -> None:
         async def serve(stream) -> None:
@@ -75,7 +79,7 @@ class Server:
             finally:
                 stream.close()  # as `Peer` does
 
-        await MemoryNetwork(self.hub, "server").serve(serve)
+        await self.network.serve(serve)
 
     async def client(self, name: str = "hostile") -> Client:
         return Client(self.model, await MemoryNetwork(self.hub, name).open_stream("server"))

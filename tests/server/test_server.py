@@ -20,6 +20,7 @@ from swarm.errors import InvalidSpan, PeerLost, ServerClosing
 from swarm.models.span import SpanModel
 from swarm.server.config import BlocksWanted, ServerConfig
 from swarm.server.server import Server
+from swarm.server.throughput_option import ThroughputWanted
 from swarm.transport.p2p import P2PConfig, Peer
 from tests.zoo import BLOCKS, make_checkpoint
 
@@ -51,11 +52,11 @@ def hidden_states(tokens: int) -> Packed:
 
 def test_five_servers_of_one_process_spread_over_the_blocks(folder: str) -> None:
     async def scenario() -> None:
-        servers = [server(folder, "2", throughput=100.0)]
+        servers = [server(folder, "2", throughput=ThroughputWanted(100.0))]
         await servers[0].start()
         address = await servers[0].peer.visible_addresses()
         for _ in range(4):
-            servers.append(server(folder, "2", address, throughput=100.0))
+            servers.append(server(folder, "2", address, throughput=ThroughputWanted(100.0)))
             await servers[-1].start()
         client = await client_of(servers[0])
         found = await fetch_servers(client.dht, "model", BLOCKS)
@@ -83,7 +84,7 @@ def test_a_leaving_server_finishes_the_running_step(folder: str, monkeypatch: py
         return forward(self, *args, **kwargs)
 
     async def scenario() -> None:
-        only = server(folder, "0:6", throughput=100.0)
+        only = server(folder, "0:6", throughput=ThroughputWanted(100.0))
         await only.start()
         client = await client_of(only)
         [info] = await fetch_servers(client.dht, "model", BLOCKS)
@@ -111,7 +112,7 @@ def test_a_start_that_fails_leaves_nothing_behind(folder: str) -> None:
         wrong = server(folder, "5:9")
         with pytest.raises(InvalidSpan):
             await wrong.start()
-        first = server(folder, "0:6", throughput=100.0)
+        first = server(folder, "0:6", throughput=ThroughputWanted(100.0))
         await first.start()
         late = server(folder, "9", await first.peer.visible_addresses())
         with pytest.raises(InvalidSpan, match="the model has 6 blocks"):
@@ -125,9 +126,9 @@ def test_a_killed_announcement_expires(folder: str) -> None:
     """A server that is gone without a word vanishes when its record does; the periods are short here."""
 
     async def scenario() -> None:
-        keeper = server(folder, "0:3", throughput=100.0)
+        keeper = server(folder, "0:3", throughput=ThroughputWanted(100.0))
         await keeper.start()
-        lost = server(folder, "3:6", await keeper.peer.visible_addresses(), throughput=100.0, update_period=0.8)
+        lost = server(folder, "3:6", await keeper.peer.visible_addresses(), throughput=ThroughputWanted(100.0), update_period=0.8)
         await lost.start()
         client = await client_of(keeper)
         assert len(await fetch_servers(client.dht, "model", BLOCKS)) == 2

@@ -1,0 +1,255 @@
+"""Putting another server in the place of one that was lost, in the middle of a session (Petals, section 3.2).
+
+The blocks of the lost server are routed again, perhaps cut differently; the record of what went into them is replayed
+to the new servers, which then have the same caches; the servers before and behind are told of their neighbours. Nobody
+else in the route starts again.
+
+Laws:
+- The step that was running is delivered again. Servers know a step that they have seen, so it is computed once.
+- A server that failed is reported to the planner, which keeps it out of routes for a while.
+- When nobody holds the blocks, waiting for a server is the only thing to do; after `Planner.patience` it is an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from swarm.client.hop_session import HopSession, whose
+from swarm.client.packed import Manner, Packed
+from swarm.data_structures import Route, Span
+from swarm.errors import (
+    CacheFull,
+    MissingBlocks,
+    PeerLost,
+    PeerSilent,
+    RemoteError,
+    RequestRefused,
+    TooLong,
+    UnknownSession,
+    WrongPosition,
+    WrongSpan,
+)
+from swarm.transport.stream import Network
+
+logger = logging.getLogger(__name__)
+
+REFRESH = 1.0
+"""Seconds between looks for new servers while blocks are missing."""
+
+RECONNECT = 0.5
+"""Seconds to find out whether only the connection was lost, not the server."""
+
+
+class Planner(Protocol):
+    """What a session needs to know of the swarm.
+
+    Attributes:
+        patience: seconds to wait for blocks that nobody holds.
+    """
+
+    patience: float
+
+    async def route(self, span: Span, before: str | None, after: str | None, max_length: int) -> Route:
+        """A route over `span` between two servers (None: this client). Raises `MissingBlocks`."""
+
+    async def refresh(self) -> None:
+        """Look at the swarm again."""
+
+    def failed(self, peer_id: str, error: Exception) -> None:
+        """Keep the peer out of routes for a while."""
+
+    def succeeded(self, peer_id: str) -> None:
+        """The peer works."""
+
+    def taken(self, route: Route) -> None:
+        """The session goes by this route from now on."""
+
+
+def is_hop_lost(error: Exception) -> bool:
+    """True if another server could do what this one could not. Else the request itself is at fault."""
+    return not isinstance(error, RequestRefused) or isinstance(error, UnknownSession | WrongPosition | WrongSpan)
+
+
+class Failover:
+    """Opens and mends the hops of one session.
+
+    Args:
+        heard, changed: see `HopSession`.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        planner: Planner,
+        manner: Manner,
+        max_length: int,
+        heard: Callable[[HopSession, int, Packed], None],
+        changed: Callable[[], None],
+    ) -> None:
+        self._network = network
+        self._planner = planner
+        self._manner = manner
+        self._max_length = max_length
+        self._heard = heard
+        self._changed = changed
+
+    async def open(self, span: Span) -> list[HopSession]:
+        """New hops over `span`, linked, for a session that has not begun."""
+        hops = await self._find(span, None, None, None)
+        await self._link(hops, range(len(hops)))
+        self._planner.taken(Route(tuple(hop.hop for hop in hops)))
+        return hops
+
+    async def mend(self, hops: Sequence[HopSession], index: int) -> list[HopSession]:
+        """What takes the place of `hops[index]`: itself, if that can be, or other servers."""
+        lost = hops[index]
+        began = time.perf_counter()
+        if await self._recovered(lost):
+            await self._link(hops, range(max(0, index - 1), index + 1))
+            return [lost]
+        assert lost.error is not None
+        logger.info("%s; looking for a replacement", lost.error)
+        self._planner.failed(lost.peer_id, lost.error)
+        await lost.close()
+        before = hops[index - 1].peer_id if index else None
+        after = hops[index + 1].peer_id if index + 1 < len(hops) else None
+        fresh = await self._find(lost.hop.span, before, after, lost)
+        whole = [*hops[:index], *fresh, *hops[index + 1 :]]
+        await self._link(whole, range(max(0, index - 1), min(len(whole), index + len(fresh) + 1)))
+        route = Route(tuple(hop.hop for hop in whole))
+        self._planner.taken(route)
+        logger.info("replaced in %.2f s; %s", time.perf_counter() - began, route)
+        return fresh
+
+    async def _recovered(self, hop: HopSession) -> bool:
+        """True if the same server can go on: only the connection was lost, or what it remembered.
+
+        It gets this chance once; then it has to answer a step before it gets another.
+        """
+        error = hop.error
+        if hop.forgiven == hop.replied or not _may_recover(hop):
+            return False
+        hop.forgiven = hop.replied
+        try:
+            complete = not hop.stale
+            if isinstance(error, PeerLost | UnknownSession):
+                async with asyncio.timeout(RECONNECT):
+                    complete = await hop.open() > hop.replied and complete
+            elif error is not None:
+                complete = False
+            hop.error = None
+            trouble = None if complete else await self._replay([hop], hop.replied)
+        except TimeoutError:
+            trouble = PeerSilent(f"{whose(hop.hop)} did not let us in again within {RECONNECT} s")
+        except RemoteError as again:
+            trouble = again
+        if trouble is not None:
+            logger.debug("%s does not come back: %s", whose(hop.hop), trouble)
+            hop.error = error or trouble
+        return trouble is None
+
+    async def _find(
+        self, span: Span, before: str | None, after: str | None, lost: HopSession | None
+    ) -> list[HopSession]:
+        """Open hops over `span` and fill them with what `lost` has answered."""
+        deadline = time.perf_counter() + self._planner.patience
+        said = False
+        trouble: RemoteError | None = None
+        while True:
+            try:
+                hops = self._hops(await self._planner.route(span, before, after, self._max_length))
+                trouble = await self._prepare(hops, lost)
+                if trouble is None:
+                    return hops
+                if time.perf_counter() > deadline:
+                    raise trouble
+            except MissingBlocks as missing:
+                if isinstance(trouble, TooLong):
+                    raise trouble from None  # waiting makes no server larger
+                if time.perf_counter() > deadline:
+                    raise (trouble if isinstance(trouble, CacheFull) else missing) from None
+                if not said:
+                    logger.warning("%s Waiting up to %.0f s.", missing, self._planner.patience)
+                    said = True
+                await asyncio.sleep(min(REFRESH, max(0.0, deadline - time.perf_counter())))
+                await self._planner.refresh()
+
+    def _hops(self, route: Route) -> list[HopSession]:
+        return [
+            HopSession(self._network, hop, self._manner, self._max_length, self._heard, self._changed)
+            for hop in route.hops
+        ]
+
+    async def _prepare(self, hops: list[HopSession], lost: HopSession | None) -> RemoteError | None:
+        """Open the hops and replay what `lost` was sent. None if that worked, else why it did not, all closed again."""
+        try:
+            trouble = await self._open_all(hops)
+            if trouble is None and lost is not None:
+                hops[0].record = lost.record
+                trouble = await self._replay(hops, lost.replied)
+        except BaseException:  # also when the person interrupts
+            for hop in hops:
+                hop.hang_up()
+            raise
+        if trouble is not None:
+            await asyncio.gather(*(hop.close() for hop in hops))
+            return trouble
+        for hop in hops:
+            self._planner.succeeded(hop.peer_id)
+        return None
+
+    async def _open_all(self, hops: Sequence[HopSession]) -> RemoteError | None:
+        """Open all hops at once; why one of them could not be, or None."""
+        trouble: RemoteError | None = None
+        for hop, result in zip(
+            hops, await asyncio.gather(*(hop.open() for hop in hops), return_exceptions=True), strict=True
+        ):
+            if isinstance(result, RemoteError):
+                trouble = self._blame(hop, result)
+            elif isinstance(result, BaseException):
+                raise result
+        return trouble
+
+    async def _replay(self, hops: Sequence[HopSession], done: int) -> RemoteError | None:
+        """Fill the caches of `hops` with the steps up to number `done`; why that failed, or None."""
+        for layout, hidden in hops[0].record.replay(done):
+            for hop, following in zip(hops, [*hops[1:], None], strict=True):
+                try:
+                    outputs = await hop.replay(layout, hidden, done + 1, want_outputs=following is not None)
+                except RemoteError as error:
+                    return self._blame(hop, error)
+                if following is not None and outputs is not None:
+                    following.record.add_replayed(layout, outputs)
+                    hidden = outputs
+        for hop in hops:
+            hop.stale = False
+            hop.replied = hop.asked = hop.pushed = done
+        return None
+
+    def _blame(self, hop: HopSession, error: RemoteError) -> RemoteError:
+        """Tell the planner; raise what is the fault of this client."""
+        if not is_hop_lost(error) and not isinstance(error, TooLong):
+            raise error
+        self._planner.failed(hop.peer_id, error)
+        return error
+
+    async def _link(self, hops: Sequence[HopSession], which: range) -> None:
+        """Tell the servers of `hops[which]` who stands before and behind them."""
+        if not self._manner.push:
+            return
+        for index in which:
+            before = hops[index - 1] if index else None
+            after = hops[index + 1] if index + 1 < len(hops) else None
+            await hops[index].link(before, after)
+
+
+def _may_recover(hop: HopSession) -> bool:
+    """Whether it makes sense to go on with the same server."""
+    if hop.error is None:
+        return hop.stale
+    lost = isinstance(hop.error, PeerLost) and not isinstance(hop.error, PeerSilent)
+    return lost or isinstance(hop.error, UnknownSession | WrongPosition)

@@ -1,0 +1,343 @@
+"""One server's part of a session: its stream, what it was handed, what it has answered.
+
+A task listens to the stream all the time, because answers come to steps that this client never sent: the server before
+may have pushed them. What it hears is checked here and handed to the chain; what is wrong becomes `error`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from swarm.client.packed import Manner, Packed
+from swarm.client.patience import Patience
+from swarm.client.record import Record, Step
+from swarm.data_structures import Hop, HopTiming, StepLayout
+from swarm.errors import (
+    PeerLost,
+    PeerSilent,
+    ProtocolViolation,
+    RemoteError,
+    RequestRefused,
+    WrongDtype,
+    remote_error,
+)
+from swarm.protocol import messages
+from swarm.protocol.compression import is_finite, payload_length
+from swarm.transport.stream import Network, Stream
+
+CLOSE_TIMEOUT = 1.0
+"""Seconds that a server gets to read that a session is over."""
+
+OPEN_TIMEOUT = 5.0
+"""Seconds to connect and to be let in."""
+
+TRAVEL = 0.1
+"""Seconds assumed for the way to a server and back before anything was measured."""
+
+NOTHING_YET = -1
+"""In place of a step's number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """How much an answer has to hold: hidden states `[tokens, hidden_size]`."""
+
+    tokens: int
+    hidden_size: int
+
+    @property
+    def values(self) -> int:
+        return self.tokens * self.hidden_size
+
+
+class HopSession:
+    """Blocks `hop.span` at one server.
+
+    Attributes:
+        record: what went into these blocks so far.
+        replied: number of the last step that it answered.
+        passed_on: whether it handed that step's outputs to the server behind it.
+        asked: number of the last step that this client handed to it.
+        pushed: number of the last step that the server before says it has handed to it.
+        due: time (of `time.perf_counter`) by which the answer that is awaited should have come.
+        error: why it cannot go on.
+        stale: its cache holds a step that was given up, and has to be filled anew.
+        forgiven: what `replied` was when the server was last given another chance.
+        timing: of the last step.
+
+    Args:
+        heard: called with the number and the checked outputs of each step that is answered.
+        changed: called after anything has happened.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        hop: Hop,
+        manner: Manner,
+        max_length: int,
+        heard: Callable[[HopSession, int, Packed], None],
+        changed: Callable[[], None],
+    ) -> None:
+        self.hop = hop
+        self.session_id = secrets.token_bytes(16)
+        self.record = Record()
+        self.replied = self.asked = self.pushed = NOTHING_YET
+        self.passed_on = False
+        self.due = float("inf")
+        self.error: Exception | None = None
+        self.stale = False
+        self.forgiven: int | None = None
+        self.timing: HopTiming | None = None
+        self._network = network
+        self._manner = manner
+        self._max_length = max_length
+        self._heard = heard
+        self._changed = changed
+        self._stream: Stream | None = None
+        self._listener: asyncio.Task[None] | None = None
+        self._answer: asyncio.Future[tuple[messages.ServerMessage, bytes | memoryview]] | None = None
+        self._expected: dict[int, Outputs] = {}
+        self._void: set[int] = set()
+        self._replaying: Outputs | None = None
+        self._handed_at = 0.0
+        blocks, server = hop.span.length, hop.server
+        token = blocks / max(server.forward_throughput or server.throughput, 1e-3)
+        step = TRAVEL + server.queue + blocks / max(server.throughput, 1e-3)
+        self._patience = Patience(step, token, manner.timeout)
+
+    @property
+    def peer_id(self) -> str:
+        return self.hop.server.peer_id
+
+    async def open(self) -> int:
+        """Connect and reserve room; the number that the server expects of the next step.
+
+        Called again, it continues the session at the server if that still knows it. Raises `RemoteError` of the fitting
+        kind.
+        """
+        self.hang_up()
+        patience = min(OPEN_TIMEOUT, self._manner.timeout)
+        request = messages.OpenSession(
+            session_id=self.session_id,
+            revision=self._manner.revision,
+            start=self.hop.span.start,
+            end=self.hop.span.end,
+            max_length=self._max_length,
+            reply_format=self._manner.wire,
+        )
+        try:
+            async with asyncio.timeout(patience):
+                self._stream = await self._network.open_stream(self.peer_id)
+                await self._stream.send(request)
+                frame = await self._stream.receive(0)
+        except TimeoutError:
+            raise PeerSilent(f"{whose(self.hop)} did not answer within {patience:.1f} s") from None
+        except PeerLost as error:
+            raise PeerLost(f"{whose(self.hop)} is gone: {error}") from None
+        reply = messages.decode_server(frame.header)
+        if isinstance(reply, messages.Refusal):
+            raise remote_error(reply.code, f"{whose(self.hop)} refused: {reply.message}")
+        if not isinstance(reply, messages.SessionOpened):
+            raise out_of_place(self.hop, reply)
+        self.error = None
+        self.asked = self.pushed = self.replied
+        self._listener = asyncio.get_running_loop().create_task(self._listen(self._stream))
+        return reply.next_step
+
+    async def link(self, before: HopSession | None, after: HopSession | None) -> None:
+        """Tell the server who may push to it and to whom it may push; None is this client."""
+        await self._send(
+            messages.Link(
+                previous=before.peer_id if before is not None else None,
+                next=after.peer_id if after is not None else None,
+                next_session=after.session_id if after is not None else None,
+            ),
+            b"",
+            CLOSE_TIMEOUT,
+        )
+
+    async def deliver(self, step: Step) -> None:
+        """Hand the server a step. Its answer comes through `heard`. Trouble becomes `error`."""
+        self.asked = step.number
+        self.handed(step.hidden.tokens)
+        request = messages.StepRequest(
+            step=step.number,
+            starts=list(step.layout.starts),
+            counts=list(step.layout.counts),
+            format=step.hidden.wire,
+            dtype=step.hidden.dtype,
+            sources=_list(step.layout.sources),
+            offsets=_list(step.layout.offsets),
+        )
+        await self._send(request, step.hidden.payload, self._patience.allowed(step.hidden.tokens))
+
+    def expect(self, number: int, outputs: Outputs) -> None:
+        """A step is going to come to the server, from whomever."""
+        self._expected[number] = outputs
+        self._handed_at = time.perf_counter()
+
+    def handed(self, tokens: int) -> None:
+        """A step of so many tokens is on its way to the server: its answer is due some time from now."""
+        self._handed_at = time.perf_counter()
+        self.due = self._handed_at + self._patience.allowed(tokens)
+
+    def give_up(self, number: int) -> None:
+        """No answer to this step is wanted any more, though one may still come."""
+        self._void.add(number)
+        self.record.drop(number)
+
+    async def replay(self, layout: StepLayout, hidden: Packed, next_step: int, want_outputs: bool) -> Packed | None:
+        """Fill the cache with past inputs; their outputs, if wanted. Raises `RemoteError` of the fitting kind."""
+        request = messages.ReplayRequest(
+            next_step=next_step,
+            starts=list(layout.starts),
+            counts=list(layout.counts),
+            format=hidden.wire,
+            dtype=hidden.dtype,
+            offsets=_list(layout.offsets),
+            want_outputs=want_outputs,
+        )
+        self._answer = asyncio.get_running_loop().create_future()
+        outputs = Outputs(hidden.tokens, hidden.hidden_size)
+        self._replaying = outputs if want_outputs else None
+        patience = self._patience.allowed(hidden.tokens)
+        try:
+            await self._send(request, hidden.payload, patience)
+            async with asyncio.timeout(patience):
+                reply, payload = await self._answer
+        except TimeoutError:
+            raise PeerSilent(f"{whose(self.hop)} did not answer within {patience:.1f} s") from None
+        finally:
+            self._answer = self._replaying = None
+        if not isinstance(reply, messages.ReplayReply):
+            raise out_of_place(self.hop, reply)
+        return checked(self.hop, outputs, payload, reply) if want_outputs else None
+
+    async def close(self) -> None:
+        """Free the session at the server, if it can still be told."""
+        if self._stream is not None:
+            with suppress(PeerLost, TimeoutError):
+                async with asyncio.timeout(CLOSE_TIMEOUT):
+                    await self._stream.send(messages.CloseSession())
+        self.hang_up()
+
+    def hang_up(self) -> None:
+        """End the connection without a word."""
+        if self._listener is not None:
+            self._listener.cancel()
+            self._listener = None
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    async def _send(self, message: messages.Message, payload: bytes | memoryview, patience: float) -> None:
+        """Send, and note if that fails. A server that does not read is as bad as one that does not answer."""
+        if self._stream is None:
+            self._fail(PeerLost(f"{whose(self.hop)} is not connected"))
+            return
+        try:
+            async with asyncio.timeout(patience):
+                await self._stream.send(message, payload)
+        except TimeoutError:
+            self._fail(PeerSilent(f"{whose(self.hop)} has read nothing for {patience:.1f} s"))
+        except PeerLost as error:
+            self._fail(PeerLost(f"{whose(self.hop)} is gone: {error}"))
+
+    async def _listen(self, stream: Stream) -> None:
+        try:
+            while True:
+                frame = await stream.receive(self._largest)
+                self._hear(messages.decode_server(frame.header), frame.payload)
+                self._changed()
+        except PeerLost as error:
+            self._fail(PeerLost(f"{whose(self.hop)} is gone: {error}"))
+        except Exception as error:  # what the server did wrong, or a mistake of ours: either way this hop is over
+            self._fail(error)
+
+    def _largest(self) -> int:
+        """Bytes that an answer may have now: as many as the largest one that is due."""
+        due = [*self._expected.values(), *([self._replaying] if self._replaying is not None else [])]
+        return max((4 * outputs.values for outputs in due), default=0)
+
+    def _hear(self, reply: messages.ServerMessage, payload: bytes | memoryview) -> None:
+        match reply:
+            case messages.StepReply():
+                self._hear_step(reply, payload)
+            case messages.Refusal():
+                self._refused(remote_error(reply.code, f"{whose(self.hop)} refused: {reply.message}"))
+            case _ if self._answer is not None and not self._answer.done():
+                self._answer.set_result((reply, payload))
+            case _:
+                raise out_of_place(self.hop, reply)
+
+    def _hear_step(self, reply: messages.StepReply, payload: bytes | memoryview) -> None:
+        if reply.step <= self.replied or reply.step in self._void:
+            return  # it was asked twice, or the step was given up
+        due = self._expected.get(reply.step)
+        if due is None:
+            raise out_of_place(self.hop, reply)
+        outputs = checked(self.hop, due, payload, reply)
+        seconds = time.perf_counter() - self._handed_at
+        self._patience.answered(seconds, due.tokens)
+        self.timing = HopTiming(seconds, reply.compute_ms / 1e3)
+        self.replied, self.passed_on, self.due = reply.step, reply.pushed, float("inf")
+        # The newest one stays: if it was asked for twice, it may come twice.
+        self._expected = {number: outputs for number, outputs in self._expected.items() if number >= reply.step}
+        self._void = {number for number in self._void if number > reply.step}
+        self._heard(self, reply.step, outputs)
+
+    def _refused(self, error: RemoteError) -> None:
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(error)
+        elif isinstance(error, RequestRefused) and self.asked < self.pushed:
+            # What was pushed to it was not right. Perhaps the server before is to blame: our copy will show.
+            self.pushed = self.asked
+        elif isinstance(error, RequestRefused) and all(n <= self.replied or n in self._void for n in self._expected):
+            pass  # of a step that was given up
+        else:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        if self.error is None:
+            self.error = error
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(error)
+        self._changed()
+
+
+def checked(
+    hop: Hop,
+    due: Outputs,
+    payload: bytes | memoryview,
+    reply: messages.StepReply | messages.ReplayReply | messages.ForwardReply,
+) -> Packed:
+    """The outputs in an answer. Raises `ProtocolViolation` if they are not as many as are due, or not finite."""
+    try:
+        expected = payload_length(due.values, reply.format, reply.dtype)
+    except WrongDtype as error:
+        raise ProtocolViolation(f"{whose(hop)} answered in an unknown format: {error}") from None
+    if len(payload) != expected:
+        raise ProtocolViolation(f"{whose(hop)} answered with {len(payload)} bytes where {expected} were due")
+    if not is_finite(payload, due.values, reply.format, reply.dtype):
+        raise ProtocolViolation(f"{whose(hop)} answered with values that are not finite")
+    return Packed(payload, due.tokens, due.hidden_size, reply.format, reply.dtype)
+
+
+def out_of_place(hop: Hop, reply: messages.ServerMessage) -> ProtocolViolation:
+    """An answer that is right in itself, but not here."""
+    return ProtocolViolation(f"{whose(hop)} answered with a {type(reply).__name__} out of place")
+
+
+def whose(hop: Hop) -> str:
+    """The server, for people."""
+    return f"server {hop.server.short_id} (blocks {hop.span})"
+
+
+def _list(values: Sequence[int] | None) -> list[int] | None:
+    return list(values) if values is not None else None

@@ -1,0 +1,79 @@
+"""Handing a step's outputs straight to the next server of the route.
+
+A pushed step is an ordinary step that does not come from the client. Pushing is an optimisation and never the only way:
+the client gets the outputs too, and delivers them itself where a push failed. So a push may simply be lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from swarm.errors import RemoteError
+from swarm.protocol import messages
+from swarm.transport.stream import Network, Stream
+
+logger = logging.getLogger(__name__)
+
+CONNECT = 2.0
+"""Seconds that a push waits for the connection to the next server, which is opened when the link is made."""
+
+PATIENCE = 5.0
+SLOWEST = 1e5
+"""A push of n bytes is given up after `PATIENCE + n / SLOWEST` seconds."""
+
+
+class PushLink:
+    """One session's way from this server to the next one.
+
+    Args:
+        network: this server's place in the network.
+        client: peer id of the session's client.
+        peer_id: the next server.
+        session_id: the session there.
+    """
+
+    def __init__(self, network: Network, client: str, peer_id: str, session_id: bytes) -> None:
+        self._client = client
+        self._peer_id = peer_id
+        self._session_id = session_id
+        self._stream: Stream | None = None
+        self._broken = False
+        self._connected = asyncio.Event()
+        self._task = asyncio.get_running_loop().create_task(self._keep(network))
+
+    async def push(self, step: messages.StepRequest, payload: bytes | memoryview) -> bool:
+        """Hand a step on. False if that is impossible; True does not promise that it arrives."""
+        try:
+            async with asyncio.timeout(CONNECT):
+                await self._connected.wait()
+            if self._stream is None or self._broken:
+                return False
+            async with asyncio.timeout(PATIENCE + len(payload) / SLOWEST):
+                await self._stream.send(messages.PushRequest(self._client, self._session_id, step), payload)
+        except (TimeoutError, RemoteError) as error:
+            logger.debug("pushing to …%s failed: %r", self._peer_id[-6:], error)
+            self._broken = True
+            return False
+        return True
+
+    def close(self) -> None:
+        """Push no more."""
+        self._broken = True
+        self._task.cancel()
+        if self._stream is not None:
+            self._stream.close()
+
+    async def _keep(self, network: Network) -> None:
+        """Connect, then watch: the next server only ever says that something is wrong, or goes away."""
+        try:
+            self._stream = await network.open_stream(self._peer_id)
+            self._connected.set()
+            await self._stream.receive(0)
+        except RemoteError as error:
+            logger.debug("the way to …%s is gone: %s", self._peer_id[-6:], error)
+        finally:
+            self._broken = True
+            self._connected.set()
+            if self._stream is not None:
+                self._stream.close()

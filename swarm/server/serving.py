@@ -1,0 +1,112 @@
+"""What exists while a server holds blocks: model, sessions, handler. Made by `load`, ended by `drain`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from swarm.data_structures import Span
+from swarm.models.checkpoint import Checkpoint
+from swarm.models.span import SpanModel, load_span
+from swarm.server.handler import Handler
+from swarm.server.memory import human
+from swarm.server.runtime import Runtime
+from swarm.server.sessions import Sessions
+from swarm.server.throughput import determine
+from swarm.server.throughput_cache import Throughput
+from swarm.server.throughput_option import ThroughputWanted
+from swarm.transport.stream import Network
+
+logger = logging.getLogger(__name__)
+
+HAND_OVER = 5.0
+"""Seconds that clients get to move their sessions to other servers once they were told to."""
+
+POLL = 0.1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to load, and how.
+
+    Attributes:
+        checkpoint: the model.
+        device, dtype: to compute on and in.
+        cache_tokens: room in the attention cache.
+        throughput: where the throughput comes from.
+        throughput_cache: file of results measured before; None for none.
+    """
+
+    checkpoint: Checkpoint
+    device: torch.device
+    dtype: torch.dtype
+    cache_tokens: int
+    throughput: ThroughputWanted
+    throughput_cache: Path | None
+
+
+@dataclass(frozen=True)
+class Serving:
+    """Attributes:
+    span: the blocks.
+    load_seconds: how long it took to load them.
+    """
+
+    span: Span
+    model: SpanModel
+    sessions: Sessions
+    handler: Handler
+    throughput: Throughput
+    load_seconds: float
+
+    @classmethod
+    async def load(cls, plan: Plan, span: Span, network: Network, runtime: Runtime) -> Serving:
+        """Read the blocks and get ready. Raises what loading raises."""
+        checkpoint = plan.checkpoint
+        began = time.monotonic()
+        model = await runtime.run(load_span, checkpoint, span, dtype=plan.dtype, device=plan.device, progress=True)
+        seconds = time.monotonic() - began
+        logger.info("Loaded: %s of weights in %.1f s", human(model.weight_bytes), seconds)
+        throughput = await runtime.run(
+            determine,
+            plan.throughput,
+            model,
+            checkpoint.name,
+            checkpoint.revision,
+            cache=plan.throughput_cache,
+        )
+        sessions = Sessions(plan.cache_tokens, time.monotonic)
+        logger.info("Attention cache: room for %d tokens", sessions.capacity)
+        handler = Handler(network, model, checkpoint.revision, sessions, runtime)
+        return cls(span, model, sessions, handler, throughput, seconds)
+
+    async def drain(self, finish: float, hand_over: float = HAND_OVER) -> None:
+        """Stop serving: give sessions `finish` seconds to end, then `hand_over` seconds to move elsewhere.
+
+        New sessions are refused at once. In the end nothing is accepted any more, and what was is answered.
+        """
+        self.handler.closing = True
+        if await self._empty(finish):
+            logger.debug("all sessions have ended")
+        elif hand_over:
+            logger.info("Handing over %d sessions to other servers", len(self.sessions))
+            await self.handler.hand_over()
+            await self._empty(hand_over)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.handler.idle(), HAND_OVER)
+        self.handler.closed = True
+        self.sessions.clear()
+
+    async def _empty(self, patience: float) -> bool:
+        """Wait until there are no sessions, for `patience` seconds at most."""
+        deadline = time.monotonic() + patience
+        while len(self.sessions) and time.monotonic() < deadline:
+            await asyncio.sleep(POLL)
+            self.sessions.expire()
+        return not len(self.sessions)
