@@ -27,6 +27,9 @@ from swarm.data_structures import ServerInfo, Span
 from swarm.errors import format_blocks
 from swarm.server.placement import Placement, Snapshot, take_snapshot
 
+ROUNDING = 1e-6
+"""A gain by less than this part may be none: sums in another order."""
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -180,7 +183,7 @@ def plan_moves(view: Snapshot, policy: Policy, immovable: frozenset[str] = froze
 def _even_out(placement: Placement, policy: Policy, room: int) -> tuple[tuple[Move, ...], str]:
     """At most `room` moves that raise the weakest block enough, and the reason for these or for none."""
     before = best = placement.weakest
-    enough = before * (1 + policy.min_gain)
+    enough = before * (1 + max(policy.min_gain, ROUNDING))
     state = f"the weakest block does {before:.4g} of at most {placement.even_share:.4g} tokens/s"
     if placement.even_share < enough:
         return (), state
