@@ -66,6 +66,7 @@ class ServerInfo:
         network_throughput: tokens/s of hidden states that its link to other peers carries; 0 if it did not say.
         queue: seconds that a step waited for its compute thread lately.
         round_trips: (peer id, seconds) of servers that hold the blocks behind its own, as it measured them.
+        stays: it never moves to other blocks.
     """
 
     peer_id: str
@@ -83,6 +84,7 @@ class ServerInfo:
     network_throughput: float = 0.0
     queue: float = 0.0
     round_trips: tuple[tuple[str, float], ...] = ()
+    stays: bool = False
 
     @property
     def short_id(self) -> str:

@@ -50,6 +50,7 @@ class ServerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     network_throughput: Rate = 0.0
     queue: Seconds = 0.0
     round_trips: Annotated[list[tuple[Name, Seconds]], msgspec.Meta(max_length=MAX_ROUND_TRIPS)] = []
+    stays: bool = False
 
 
 _decoder = msgspec.msgpack.Decoder(ServerRecord)
@@ -80,6 +81,7 @@ def encode(info: ServerInfo) -> bytes:
             network_throughput=info.network_throughput,
             queue=info.queue,
             round_trips=list(info.round_trips),
+            stays=info.stays,
         )
     )
 
@@ -112,4 +114,5 @@ def decode(data: bytes) -> ServerInfo:
         network_throughput=record.network_throughput,
         queue=record.queue,
         round_trips=tuple(record.round_trips),
+        stays=record.stays,
     )

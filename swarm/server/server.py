@@ -68,6 +68,11 @@ class Server:
             raise SwarmError("the server has not joined the network yet")
         return self._peer
 
+    @property
+    def _stays(self) -> bool:
+        """Whoever names the blocks wants these and no others."""
+        return self.config.stay or self.config.blocks.span is not None
+
     async def start(self) -> None:
         """Join the swarm, choose and load blocks, begin to serve.
 
@@ -134,7 +139,7 @@ class Server:
         self._neighbours = Neighbours(self.peer, lambda: self.span, view, hidden_size, period)
         self._neighbours.start()
         self._background.append(loop.create_task(self._expire_sessions()))
-        if self.config.blocks.span is None and not self.config.stay and self._serving.span.length < checkpoint.blocks:
+        if not self._stays and self._serving.span.length < checkpoint.blocks:
 
             async def move(span: Span, urgent: bool) -> None:
                 await self._move(plan, span, urgent)
@@ -222,6 +227,7 @@ class Server:
             network_throughput=self._neighbours.network_throughput if self._neighbours else 0.0,
             queue=min(self._runtime.queue_seconds, 3600.0),
             round_trips=self._neighbours.round_trips if self._neighbours else (),
+            stays=self._stays,
         )
 
     async def _expire_sessions(self) -> None:
