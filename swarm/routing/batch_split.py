@@ -18,13 +18,18 @@ from swarm.routing.beam_search import find_route
 from swarm.routing.cost_model import CostModel, Demand, route_seconds
 from swarm.routing.snapshot import Snapshot
 
-MAX_PORTIONS = 16
+MAX_PORTIONS = 8
+"""Routes that a batch is split among at most: planning each takes a search of its own."""
 
 WORTHWHILE = 0.95
 """Share of the time without it that a batch may take at most with one more route."""
 
 SPREAD = 0.1
 """Share of a hop's time by which chance may favour a server, so that clients do not all choose the same ones."""
+
+
+FASTEST = 1e-12
+"""Seconds a token below which no route is taken to be."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +80,8 @@ def split_batch(
     """
     if not token_counts:
         return ()
-    total = sum(token_counts)
-    lanes = _choose_lanes(snapshot, wanted, total, rng, demand or Demand(), min(max_portions, len(token_counts)))
+    most = min(max_portions, len(token_counts))
+    lanes = _choose_lanes(snapshot, wanted, token_counts, rng, demand or Demand(), most)
     rows: list[list[int]] = [[] for _ in lanes]
     ends = [lane.fixed for lane in lanes]
     # Longest rows first, each where it ends soonest: the classic rule for machines of different speed.
@@ -88,25 +93,32 @@ def split_batch(
 
 
 def _choose_lanes(
-    snapshot: Snapshot, wanted: Span, total: int, rng: random.Random, demand: Demand, most: int
+    snapshot: Snapshot, wanted: Span, token_counts: Sequence[int], rng: random.Random, demand: Demand, most: int
 ) -> list[_Lane]:
-    """Routes to split `total` tokens among: one more as long as that is worthwhile."""
-    whole = replace(demand, tokens=total)
-    lone = find_route(snapshot, wanted, whole)
-    spread = SPREAD * route_seconds(snapshot, lone, whole) / len(lone.hops)
+    """Routes to split the batch among: one more as long as that is worthwhile."""
+    total = sum(token_counts)
+    lone = find_route(snapshot, wanted, replace(demand, tokens=total))
+    spread = SPREAD * route_seconds(snapshot, lone, replace(demand, tokens=total)) / len(lone.hops)
     taste = {server.peer_id: rng.uniform(0, spread) for server in snapshot.servers}
-    lanes: list[_Lane] = []
-    finish = float("inf")
-    while len(lanes) < most:
-        # What a server already computes for this batch, the next portion would have to wait for.
-        share = math.ceil(total / (len(lanes) + 1))
-        waits = _add(demand.penalties, _busy(snapshot, lanes, share))
-        route = find_route(snapshot, wanted, replace(demand, tokens=share, penalties=_add(taste, waits)))
-        more = [*lanes, _lane(snapshot, route, total, replace(demand, penalties=waits))]
-        sooner = _finish(more, total)
+
+    def best_lane(tokens: float, waits: Mapping[str, float]) -> _Lane:
+        wish = replace(demand, tokens=math.ceil(tokens), penalties=_add(taste, waits))
+        return _lane(snapshot, find_route(snapshot, wanted, wish), total, replace(demand, penalties=waits))
+
+    lanes = [best_lane(total, demand.penalties)]
+    finish = _finish(lanes, total)
+    tokens = total / 2
+    while len(lanes) < most and tokens >= min(token_counts):
+        # What a server already computes for this batch, another portion would have to wait for.
+        lane = best_lane(tokens, _add(demand.penalties, _busy(snapshot, lanes, total)))
+        if lane.fixed + tokens * lane.each > finish:
+            tokens /= 2  # more than it could do in time; another route may be better for less
+            continue
+        sooner = _finish([*lanes, lane], total)
         if sooner > WORTHWHILE * finish:
             break
-        lanes, finish = more, sooner
+        lanes.append(lane)
+        finish = sooner
     return lanes
 
 
@@ -117,13 +129,16 @@ def _lane(snapshot: Snapshot, route: Route, total: int, demand: Demand) -> _Lane
     return _Lane(route, max(one - each, 0.0), each)
 
 
-def _busy(snapshot: Snapshot, lanes: Sequence[_Lane], tokens: int) -> dict[str, float]:
-    """Peer id -> seconds that it computes for these routes, if each carries so many tokens."""
-    compute = CostModel(snapshot, Demand(tokens=tokens)).block
+def _busy(snapshot: Snapshot, lanes: Sequence[_Lane], total: int) -> dict[str, float]:
+    """Peer id -> seconds that it computes if `total` tokens are split among the lanes so that all end together."""
+    finish = _finish(lanes, total)
+    per_token = CostModel(snapshot, Demand(tokens=total)).block / total
     busy: dict[str, float] = defaultdict(float)
-    for hop in (hop for lane in lanes for hop in lane.route.hops):
-        peer_id = hop.server.peer_id
-        busy[peer_id] += hop.span.length * float(compute[snapshot.numbers[peer_id]])
+    for lane in lanes:
+        tokens = min(total, max(finish - lane.fixed, 0.0) / max(lane.each, FASTEST))
+        for hop in lane.route.hops:
+            peer_id = hop.server.peer_id
+            busy[peer_id] += tokens * hop.span.length * float(per_token[snapshot.numbers[peer_id]])
     return busy
 
 
@@ -138,7 +153,7 @@ def _finish(lanes: Sequence[_Lane], total: int) -> float:
     for lane in sorted(lanes, key=lambda lane: lane.fixed):
         if lane.fixed >= finish:
             break  # the others are done before this one would begin
-        rate += 1 / max(lane.each, 1e-12)
-        weighted += lane.fixed / max(lane.each, 1e-12)
+        rate += 1 / max(lane.each, FASTEST)
+        weighted += lane.fixed / max(lane.each, FASTEST)
         finish = (total + weighted) / rate
     return finish

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarm.data_structures import Span
+from swarm.errors import MissingBlocks
+from swarm.routing.batch_split import Portion, split_batch
+from swarm.routing.cost_model import Demand, route_seconds
+from swarm.routing.snapshot import Snapshot
+from tests.infos import server_info
+from tests.routing.swarms import assert_covers, demands, missing_blocks, snapshots, spans
+
+WANTED = Span(0, 4)
+
+
+def split(servers, token_counts, **options) -> tuple[Portion, ...]:
+    snapshot = Snapshot(tuple(servers), {server.peer_id: 0.01 for server in servers})
+    return split_batch(snapshot, WANTED, token_counts, random.Random(0), **options)
+
+
+def rows_by_server(portions) -> dict[str, int]:
+    return {portion.route.hops[0].server.peer_id: len(portion.rows) for portion in portions}
+
+
+@given(
+    snapshots(),
+    spans(),
+    demands(),
+    st.lists(st.integers(1, 2000), max_size=12),
+    st.integers(0, 2**32),
+    st.integers(1, 5),
+)
+@settings(deadline=None, max_examples=300)
+def test_every_row_goes_one_way_over_all_blocks(snapshot, wanted, demand, token_counts, seed, most):
+    def once():
+        return split_batch(snapshot, wanted, token_counts, random.Random(seed), demand, most)
+
+    missing = missing_blocks(snapshot, wanted, demand)
+    if missing and token_counts:
+        with pytest.raises(MissingBlocks) as raised:
+            once()
+        assert raised.value.blocks == missing
+        return
+    portions = once()
+    assert sorted(row for portion in portions for row in portion.rows) == list(range(len(token_counts)))
+    assert len(portions) <= most
+    assert portions == once()
+    for portion in portions:
+        assert list(portion.rows) == sorted(portion.rows) != []
+        assert_covers(portion.route, wanted, snapshot, demand)
+
+
+def test_rows_go_to_servers_in_proportion_to_their_throughput():
+    servers = [
+        server_info(0, 4, "one", throughput=100.0, forward_throughput=100.0),
+        server_info(0, 4, "three", throughput=100.0, forward_throughput=300.0),
+        server_info(0, 4, "four", throughput=100.0, forward_throughput=400.0),
+    ]
+    assert rows_by_server(split(servers, [50] * 80)) == {"one": 10, "three": 30, "four": 40}
+
+
+def test_all_portions_end_at_about_the_same_time():
+    servers = [
+        server_info(0, 4, f"{n}", throughput=100.0, forward_throughput=100.0 * (n + 1), queue=n / 2) for n in range(5)
+    ]
+    token_counts = [20 + 40 * (row % 7) % 41 for row in range(100)]
+    portions = split(servers, token_counts)
+    snapshot = Snapshot(tuple(servers), {server.peer_id: 0.01 for server in servers})
+    assert len(portions) > 3
+    ends = [
+        route_seconds(snapshot, portion.route, Demand(tokens=sum(token_counts[row] for row in portion.rows)))
+        for portion in portions
+    ]
+    assert max(ends) - min(ends) < 0.05 * max(ends)
+
+
+def test_a_small_batch_takes_one_way():
+    servers = [server_info(0, 4, f"{n}", throughput=1000.0, forward_throughput=1e5) for n in range(4)]
+    assert len(split(servers, [5, 5, 5])) == 1
+    assert len(split(servers, [10_000] * 8)) == 4
+
+
+def test_one_row_is_never_split():
+    assert [portion.rows for portion in split([server_info(0, 4, "a"), server_info(0, 4, "b")], [10_000])] == [(0,)]
+
+
+def test_no_rows():
+    assert split([server_info(0, 4, "a")], []) == ()
+
+
+def test_a_stretch_that_only_one_server_holds_is_shared():
+    wide = [server_info(0, 3, f"{n}", throughput=100.0) for n in range(4)]
+    fast = server_info(3, 4, "fast", throughput=1e4)
+    portions = split([*wide, fast], [100] * 20)
+    assert rows_by_server(portions) == {"0": 5, "1": 5, "2": 5, "3": 5}
+    assert {portion.route.hops[1].server.peer_id for portion in portions} == {"fast"}
+
+
+def test_nothing_is_split_where_all_would_wait_for_one_server():
+    servers = [
+        server_info(0, 3, "narrow", throughput=10.0),
+        *(server_info(3, 4, f"{n}", throughput=1e4) for n in range(4)),
+    ]
+    assert len(split(servers, [100] * 20)) == 1
+
+
+def test_servers_that_are_equally_good_are_chosen_by_chance():
+    servers = tuple(server_info(0, 4, f"{n}", throughput=1000.0) for n in range(10))
+    first = {
+        split_batch(Snapshot(servers), WANTED, [1], random.Random(seed))[0].route.hops[0].server.peer_id
+        for seed in range(60)
+    }
+    assert len(first) > 5

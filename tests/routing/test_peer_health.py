@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarm.routing.peer_health import FORGET, LONGEST_BAN, MAX_REASONS, Failure, PeerHealth
+
+failures = st.sampled_from(list(Failure))
+pauses = st.floats(0, 3000)
+
+
+def test_a_peer_that_never_failed_is_well():
+    health = PeerHealth()
+    assert not health.banned("a", 0.0)
+    assert health.banned_until("a", 0.0) is None
+    assert health.reasons("a") == ()
+    assert health.all_banned(0.0) == frozenset()
+    assert health.penalties(0.0) == {}
+
+
+def test_bans_double_up_to_the_longest():
+    health = PeerHealth()
+    now, lengths = 0.0, []
+    for _ in range(12):
+        until = health.failed("a", Failure.TIMED_OUT, now)
+        lengths.append(until - now)
+        now = until
+    first = Failure.TIMED_OUT.seconds
+    assert lengths[:4] == [first, 2 * first, 4 * first, 8 * first]
+    assert lengths[-1] == LONGEST_BAN
+
+
+def test_a_ban_ends():
+    health = PeerHealth()
+    until = health.failed("a", Failure.UNREACHABLE, 100.0)
+    assert health.banned("a", until - 0.01)
+    assert health.all_banned(until - 0.01) == {"a"}
+    assert not health.banned("a", until)
+    assert not health.banned("b", 100.0)
+
+
+def test_a_wrong_answer_weighs_more_than_a_lost_connection():
+    assert Failure.WRONG_ANSWER.seconds > 5 * max(Failure.UNREACHABLE.seconds, Failure.TIMED_OUT.seconds)
+
+
+def test_who_says_that_it_is_full_or_closing_is_avoided_shortly_and_not_blamed():
+    for reason in (Failure.CACHE_FULL, Failure.CLOSING):
+        health = PeerHealth()
+        for now in (0.0, 100.0, 200.0):
+            assert health.failed("a", reason, now) == now + reason.seconds
+        assert reason.seconds <= Failure.UNREACHABLE.seconds
+        assert health.penalties(200.0) == {}
+
+
+def test_a_mild_failure_does_not_shorten_a_long_ban():
+    health = PeerHealth()
+    until = health.failed("a", Failure.WRONG_ANSWER, 0.0)
+    assert health.failed("a", Failure.CACHE_FULL, 1.0) == until
+    assert health.reasons("a") == (Failure.WRONG_ANSWER, Failure.CACHE_FULL)
+
+
+def test_success_forgives_once_the_peer_was_free_as_long_as_it_was_banned():
+    health = PeerHealth()
+    until = health.failed("a", Failure.TIMED_OUT, 0.0)
+    health.succeeded("a", 1.0)  # a session that still runs
+    assert health.banned("a", 1.0)
+    health.succeeded("a", until)
+    assert health.penalties(until)["a"] > 0
+    health.succeeded("a", 2 * until)
+    assert health.penalties(2 * until) == {}
+    assert health.failed("a", Failure.TIMED_OUT, 1000.0) == 1000.0 + Failure.TIMED_OUT.seconds
+
+
+def test_time_forgives():
+    health = PeerHealth()
+    until = health.failed("a", Failure.TIMED_OUT, 0.0)
+    later = until + FORGET
+    assert health.penalties(later) == {}
+    assert health.failed("a", Failure.TIMED_OUT, later) == later + Failure.TIMED_OUT.seconds
+
+
+def test_memory_is_bounded_and_the_oldest_failure_is_forgotten_first():
+    health = PeerHealth(max_peers=3)
+    for now, peer in enumerate("abcad"):
+        health.failed(peer, Failure.TIMED_OUT, now)
+    assert len(health) == 3
+    assert health.all_banned(5.0) == {"c", "a", "d"}
+    for now in range(100):
+        health.failed("a", Failure.REFUSED, now)
+    assert len(health.reasons("a")) == MAX_REASONS
+
+
+@given(st.lists(st.tuples(failures, pauses, st.booleans()), min_size=1, max_size=40))
+@settings(deadline=None, max_examples=300)
+def test_while_failing_a_ban_never_ends_sooner_than_it_was_said(events):
+    health = PeerHealth()
+    now = until = 0.0
+    for reason, pause, answers in events:
+        now += pause
+        before = health.banned_until("a", now)
+        if answers:
+            health.succeeded("a", now)
+            assert health.banned_until("a", now) == before
+            continue
+        until = health.failed("a", reason, now)
+        assert until >= now + reason.seconds
+        assert until <= now + LONGEST_BAN
+        assert before is None or until >= before
+        assert health.banned_until("a", now) == until
+        assert health.reasons("a")[-1] is reason
+
+
+@given(st.lists(st.tuples(failures, pauses), min_size=1, max_size=40))
+@settings(deadline=None, max_examples=200)
+def test_after_good_behaviour_a_peer_is_as_good_as_new(events):
+    health = PeerHealth()
+    now = 0.0
+    for reason, pause in events:
+        now += pause
+        health.failed("a", reason, now)
+    now += 2 * LONGEST_BAN
+    health.succeeded("a", now)
+    assert len(health) == 0
+    assert health.failed("a", Failure.REFUSED, now) == now + Failure.REFUSED.seconds

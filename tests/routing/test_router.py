@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from swarm.data_structures import Span
+from swarm.errors import MissingBlocks
+from swarm.routing.peer_health import Failure
+from swarm.routing.round_trips import STALE
+from swarm.routing.router import Router
+from swarm.routing.snapshot import DEFAULT_ROUND_TRIP
+from tests.infos import server_info
+
+WANTED = Span(0, 4)
+
+
+def swarm() -> list:
+    return [
+        server_info(0, 2, "first-fast", throughput=100.0),
+        server_info(0, 2, "first-slow", throughput=10.0),
+        server_info(2, 4, "second-fast", throughput=100.0),
+        server_info(2, 4, "second-slow", throughput=10.0),
+    ]
+
+
+def router(**options) -> Router:
+    made = Router(**options)
+    made.update(swarm())
+    return made
+
+
+def used(route) -> list[str]:
+    return [hop.server.peer_id for hop in route.hops]
+
+
+def test_the_best_servers_it_knows():
+    assert used(router().route(WANTED, 0.0)) == ["first-fast", "second-fast"]
+
+
+def test_nothing_known_yet():
+    with pytest.raises(MissingBlocks, match="no online server announces them"):
+        Router().route(WANTED, 0.0)
+
+
+def test_blocked_and_allowed_servers():
+    blocked = router(blocked_servers=frozenset({"first-fast"}))
+    assert used(blocked.route(WANTED, 0.0)) == ["first-slow", "second-fast"]
+    allowed = router(allowed_servers=frozenset({"first-slow", "second-slow"}))
+    assert used(allowed.route(WANTED, 0.0)) == ["first-slow", "second-slow"]
+    both = router(allowed_servers=frozenset({"first-slow", "second-slow"}), blocked_servers=frozenset({"first-slow"}))
+    with pytest.raises(MissingBlocks) as raised:
+        both.route(WANTED, 0.0)
+    assert raised.value.blocks == (0, 1)
+    assert "…t-fast is not in allowed_servers" in str(raised.value)
+    assert "…t-slow is in blocked_servers" in str(raised.value)
+
+
+def test_a_server_that_failed_is_left_alone_until_its_ban_ends_and_then_has_to_be_better():
+    made = router()
+    until = made.health.failed("first-fast", Failure.TIMED_OUT, 0.0)
+    assert used(made.route(WANTED, 0.0)) == ["first-slow", "second-fast"]
+    assert used(made.route(WANTED, until)) == ["first-fast", "second-fast"]
+    for _ in range(3):
+        until = made.health.failed("first-fast", Failure.TIMED_OUT, until)
+    assert used(made.route(WANTED, until)) == ["first-slow", "second-fast"]
+
+
+def test_when_all_who_hold_a_block_are_banned_the_error_says_so_and_how_long():
+    made = router()
+    made.health.failed("first-fast", Failure.WRONG_ANSWER, 0.0)
+    made.health.failed("first-slow", Failure.TIMED_OUT, 0.0)
+    with pytest.raises(MissingBlocks) as raised:
+        made.route(WANTED, 5.0)
+    assert raised.value.blocks == (0, 1)
+    assert "…t-fast gave a wrong answer and is avoided for 295 s more" in str(raised.value)
+    assert "…t-slow did not answer in time and is avoided for 10 s more" in str(raised.value)
+
+
+def test_many_reasons_are_cut_short():
+    made = Router()
+    made.update([server_info(0, 4, f"peer{number}") for number in range(9)])
+    with pytest.raises(MissingBlocks, match="6 more servers cannot be used either"):
+        made.route(WANTED, 0.0, avoid=frozenset(f"peer{number}" for number in range(9)))
+
+
+def test_servers_of_other_weights_are_named():
+    made = Router()
+    made.update([server_info(0, 2, "a")], {"peer-123456": "it serves revision old"})
+    with pytest.raises(MissingBlocks, match=r"1 server\(s\) cannot be used, such as …123456: it serves revision old"):
+        made.route(WANTED, 0.0)
+
+
+def test_avoid_is_for_one_route_only():
+    made = router()
+    assert used(made.route(WANTED, 0.0, avoid=frozenset({"second-fast"}))) == ["first-fast", "second-slow"]
+    assert used(made.route(WANTED, 0.0)) == ["first-fast", "second-fast"]
+
+
+def test_measured_round_trips_count_at_once_and_survive_a_new_view():
+    made = router()
+    assert used(made.route(Span(0, 2), 0.0)) == ["first-fast"]
+    made.measured({"first-slow": 0.001, "first-fast": 2.0}, 0.0)
+    assert used(made.route(Span(0, 2), 0.0)) == ["first-slow"]
+    made.update(swarm())
+    assert used(made.route(Span(0, 2), 0.0)) == ["first-slow"]
+    assert made.snapshot.client_round_trip("second-fast") == DEFAULT_ROUND_TRIP
+
+
+def test_a_part_of_a_route_between_two_servers():
+    made = Router()
+    made.update(
+        [
+            server_info(0, 2, "before", round_trips=(("near", 0.001), ("far", 3.0))),
+            server_info(2, 4, "near", throughput=50.0),
+            server_info(2, 4, "far", throughput=100.0),
+        ]
+    )
+    assert used(made.route(Span(2, 4), 0.0)) == ["far"]
+    assert used(made.route(Span(2, 4), 0.0, before="before", after="gone")) == ["near"]
+
+
+def test_pings_go_to_the_ends_of_the_model_first_and_to_the_middle_too():
+    made = Router()
+    ends = [server_info(0, 2, f"first{n}") for n in range(30)] + [server_info(6, 8, f"last{n}") for n in range(30)]
+    made.update([*ends, *(server_info(2, 6, f"middle{n}") for n in range(30))])
+    chosen = made.candidates_to_ping(Span(0, 8), 0.0, random.Random(0), limit=16)
+    assert len(set(chosen)) == len(chosen) == 16
+    assert [peer_id[:4] for peer_id in chosen[:12]] == ["firs", "last"] * 6
+    assert any(peer_id.startswith("middle") for peer_id in chosen)
+
+
+def test_pings_are_decided_by_the_random_source_alone_and_reach_everybody_some_time():
+    made = Router()
+    made.update([server_info(0, 4, f"peer{n}", throughput=10.0 ** (n % 4)) for n in range(100)])
+    assert made.candidates_to_ping(WANTED, 0.0, random.Random(1)) == made.candidates_to_ping(
+        WANTED, 0.0, random.Random(1)
+    )
+    rng, reached, rounds = random.Random(0), set(), 0
+    while len(reached) < 100:
+        chosen = made.candidates_to_ping(WANTED, rounds, rng, limit=20)
+        assert reached.isdisjoint(chosen)  # those not measured yet come first
+        reached.update(chosen)
+        made.measured(dict.fromkeys(chosen, 0.05), rounds)
+        rounds += 1
+    assert rounds == 5
+
+
+def test_fast_servers_are_pinged_sooner():
+    made = Router()
+    made.update([server_info(0, 4, f"{n}", throughput=1000.0 if n < 10 else 1.0) for n in range(200)])
+    chosen = made.candidates_to_ping(WANTED, 0.0, random.Random(0), limit=20)
+    assert sum(int(peer_id) < 10 for peer_id in chosen) >= 9
+
+
+def test_stale_measurements_are_repeated_before_fresh_ones():
+    made = router()
+    made.measured({"first-fast": 0.1}, 0.0)
+    made.measured({"first-slow": 0.1, "second-slow": 0.1}, STALE)
+    chosen = made.candidates_to_ping(WANTED, STALE, random.Random(0), limit=4)
+    assert set(chosen[:2]) == {"first-fast", "second-fast"}
+    assert set(chosen) == {server.peer_id for server in swarm()}
+
+
+def test_banned_and_blocked_servers_are_not_pinged():
+    made = router(blocked_servers=frozenset({"second-slow"}))
+    made.health.failed("first-slow", Failure.UNREACHABLE, 0.0)
+    assert set(made.candidates_to_ping(WANTED, 0.0, random.Random(0))) == {"first-fast", "second-fast"}
+    assert Router().candidates_to_ping(WANTED, 0.0, random.Random(0)) == []
+
+
+def test_a_batch_is_split_with_the_same_knowledge():
+    made = Router()
+    made.update([server_info(0, 4, f"peer{n}", throughput=100.0) for n in range(3)])
+    made.health.failed("peer1", Failure.REFUSED, 0.0)
+    portions = made.split(WANTED, [100] * 10, 0.0, random.Random(0))
+    assert {hop.server.peer_id for portion in portions for hop in portion.route.hops} == {"peer0", "peer2"}
+    with pytest.raises(MissingBlocks, match="has just failed"):
+        made.split(WANTED, [100] * 10, 0.0, random.Random(0), avoid=frozenset({"peer0", "peer2"}))
