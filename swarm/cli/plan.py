@@ -74,7 +74,7 @@ def main(
     plan = partition(group)
     advice = advise(group, plan)
     startup = _startup(description, peers)
-    click.echo(report.text(group, plan, advice))
+    click.echo(report.text(group, plan, advice, str(description.link)))
     click.echo(f"\n{report.command_text(plan, startup)}")
     if json_file is not None:
         _write(json_file, report.to_json(group, plan, advice, startup))

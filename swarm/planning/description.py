@@ -15,7 +15,7 @@ import yaml
 from swarm.errors import UsageError
 from swarm.planning.group import Device, Group, ModelSize, tables
 from swarm.planning.partition import tries_all_orders
-from swarm.planning.units import Rate, Seconds, Size
+from swarm.planning.units import Rate, Seconds, Size, human
 
 CLIENT = "client"
 """What links call the client's machine, if it is none of the devices."""
@@ -41,6 +41,9 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     latency: Seconds = Seconds(0.005)
     bandwidth: Rate = Rate(100e6 / 8)
+
+    def __str__(self) -> str:
+        return f"{self.latency * 1000:.3g} ms one way and {human(self.bandwidth)}/s"
 
 
 class LinkBetween(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -184,7 +187,7 @@ def _plain(value: object) -> float:
 def _said(value: Any) -> Any:
     """Without the fields that say nothing."""
     if isinstance(value, dict):
-        return {key: _said(part) for key, part in value.items() if part is not None and part != []}
+        return {key: _said(part) for key, part in value.items() if part not in (None, [], ())}
     return [_said(part) for part in value] if isinstance(value, list | tuple) else value
 
 

@@ -23,7 +23,8 @@ from swarm.planning.group import HEADROOM, ModelSize
 from swarm.planning.units import Rate, Seconds, Size
 
 HEADING = """From what the servers announce. memory is what their present blocks and free cache take, so they have at
-least that: put in what `swarm server` prints as free. speed, upload and latency are measured."""
+least that: put in what `swarm server` prints as free. speed, upload and links are as the servers measured them;
+link holds for every pair that was not measured, and for the client."""
 
 
 def describe(

@@ -29,19 +29,20 @@ class Startup:
     initial_peers: tuple[str, ...] = ()
 
 
-def text(group: Group, plan: Plan, advice: Iterable[Advice]) -> str:
-    """Everything but the commands."""
-    parts = [_heading(group), _table(group, plan), _figures(plan), *(f"WARNING: {one}" for one in advice)]
+def text(group: Group, plan: Plan, advice: Iterable[Advice], link: str) -> str:
+    """Everything but the commands. `link` says how devices reach each other where nothing else is described."""
+    parts = [_heading(group, link), _table(group, plan), _figures(plan), *(f"WARNING: {one}" for one in advice)]
     return "\n".join(parts)
 
 
-def _heading(group: Group) -> str:
+def _heading(group: Group, link: str) -> str:
     model = group.model
     order = _order(group)
     memory = human(model.memory(0, model.blocks, group.cache_tokens))
     return (
         f"{model.name}: {model.blocks} blocks take {memory} with an attention cache of {group.cache_tokens} tokens\n"
         f"The ring goes through the devices {order}; {HEADROOM:.0%} of a device's memory may be filled\n"
+        f"Links: {link} where nothing else is known\n"
     )
 
 

@@ -42,6 +42,7 @@ def test_a_model_in_numbers(file: Path) -> None:
     assert result.exit_code == 0, result.output
     assert re.search(r"^desktop +(0:4|2:6) +4.07 GB of 7.2 GB", result.output, re.MULTILINE)
     assert re.search(r"^laptop +(4:6|0:2) +2.03 GB of 3.6 GB", result.output, re.MULTILINE)
+    assert "Links: 5 ms one way and 12.5 MB/s where nothing else is known" in result.output
     assert "Bottleneck: desktop, 40." in result.output
     commands = [line for line in result.output.splitlines() if line.startswith("swarm server ")]
     assert len(commands) == 2

@@ -84,6 +84,13 @@ def test_hidden_states_of_float32_are_twice_as_large() -> None:
     assert group_from(FILE + "dtype: float32").model.hidden_bytes == 2 * 8192
 
 
+def test_the_example_of_the_documentation_is_right() -> None:
+    page = Path(__file__).parents[2] / "docs" / "private-swarm.md"
+    description = parse(page.read_text().split("```yaml\n")[1].split("```")[0].encode())
+    assert [device.name for device in description.devices] == ["desktop", "laptop", "pi"]
+    assert description.client == "laptop"
+
+
 def test_the_constants_are_those_of_a_server() -> None:
     assert described.CACHE_TOKENS == config.CACHE_TOKENS
     assert HEADROOM == memory.HEADROOM

@@ -17,8 +17,9 @@ ADDRESSES = ("/ip4/1.2.3.4/tcp/1/p2p/Qm", "/ip4/5.6.7.8/tcp/1/p2p/Qn")
 def test_the_table() -> None:
     group = group_of([3.0, 1.0, 0.1], 8, memory=[100, 100, 50])
     plan = partition(group)
-    lines = text(group, plan, advise(group, plan)).splitlines()
+    lines = text(group, plan, advise(group, plan), "5 ms").splitlines()
     assert lines[0] == "model: 8 blocks take 8 B with an attention cache of 1 tokens"
+    assert "Links: 5 ms where nothing else is known" in lines
     table = [" ".join(line.split()) for line in lines]
     assert "a 0:6 6 B of 90 B 2000.00 2000.00 0.00 100%" in table
     assert "b 6:8 2 B of 90 B 2000.00 2000.00 0.00 100%" in table
@@ -37,14 +38,14 @@ def test_how_the_order_was_found_is_said() -> None:
         (20, True, "in the order given (too many to try all orders)"),
     ):
         group = group_of([1.0] * count, 20, fixed_order=fixed)
-        assert said in text(group, partition(group), [])
+        assert said in text(group, partition(group), [], "5 ms")
 
 
 def test_the_bottleneck_is_a_link() -> None:
     group = group_of([1e6, 1e6], 2, memory=[2, 2], send=1.0)
-    assert "Bottleneck: a, 1000.00 ms a token, 100% of it sending" in text(group, partition(group), [])
+    assert "Bottleneck: a, 1000.00 ms a token, 100% of it sending" in text(group, partition(group), [], "5 ms")
     client_slow = Group(group.devices, group.model, 1, ((0, 1, 1), (1, 0, 1), (4, 4, 0)), group.latency)
-    said = text(client_slow, partition(client_slow), [])
+    said = text(client_slow, partition(client_slow), [], "5 ms")
     assert "Bottleneck: the client, which sends a token to a in 4000.00 ms" in said
 
 
