@@ -74,7 +74,7 @@ class Handler:
         self._runtime = runtime
         self._limits = limits or Limits()
         self._checks = Checks(model, revision, self._limits)
-        self._open_streams: dict[str, int] = {}
+        self._streams: dict[str, set[Stream]] = {}
         self._answering = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -94,13 +94,20 @@ class Handler:
 
         await asyncio.gather(*map(tell, self._sessions.clients()))
 
+    def hang_up(self) -> None:
+        """Accept nothing any more and end all streams, so that nothing keeps the blocks in memory."""
+        self.closing = self.closed = True
+        for stream in [stream for streams in self._streams.values() for stream in streams]:
+            stream.close()
+        self._sessions.clear()
+
     async def __call__(self, stream: Stream) -> None:
         """Serve one stream until the peer closes it or sends garbage."""
-        peer = stream.peer_id
-        self._open_streams[peer] = self._open_streams.get(peer, 0) + 1
+        streams = self._streams.setdefault(stream.peer_id, set())
+        streams.add(stream)
         conversation = _Conversation()
         try:
-            if self._open_streams[peer] > self._limits.streams:
+            if len(streams) > self._limits.streams:
                 await stream.send(messages.refusal(ServerFault(f"a peer may open {self._limits.streams} streams")))
                 return
             while not conversation.over:
@@ -116,9 +123,9 @@ class Handler:
         except ProtocolViolation as error:
             await stream.send(messages.refusal(error))
         finally:
-            self._open_streams[peer] -= 1
-            if not self._open_streams[peer]:
-                del self._open_streams[peer]
+            streams.discard(stream)
+            if not streams:
+                self._streams.pop(stream.peer_id, None)
             if conversation.session is not None:
                 self._sessions.detach(conversation.session, stream)
 

@@ -204,8 +204,6 @@ class Server:
             logger.exception("blocks %s could not be loaded; going back to %s", span, home)
             self.span = home
             await self._serve(plan, home)
-        gc.collect()
-        gc.freeze()
         await self._announcer.announce()
 
     def _describe(self, plan: Plan) -> ServerInfo:
@@ -241,6 +239,7 @@ class Server:
         self._state = ServerState.OFFLINE
         for task in self._background:
             task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
         if self._neighbours is not None:
             await self._neighbours.stop()
         if self._announcer is not None:

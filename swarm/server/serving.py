@@ -100,8 +100,7 @@ class Serving:
             await self._empty(hand_over)
         with suppress(TimeoutError):
             await asyncio.wait_for(self.handler.idle(), HAND_OVER)
-        self.handler.closed = True
-        self.sessions.clear()
+        self.handler.hang_up()
 
     async def _empty(self, patience: float) -> bool:
         """Wait until there are no sessions, for `patience` seconds at most."""

@@ -1,0 +1,123 @@
+"""Servers that move to other blocks, over real libp2p: gaps are closed, sessions go on, memory comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import uvloop
+from transformers import AutoModelForCausalLM
+
+from swarm.data_structures import ServerState, Span
+from swarm.dht.directory import fetch_servers
+from swarm.server.config import BlocksWanted, ServerConfig
+from swarm.server.server import Server
+from swarm.server.throughput_option import ThroughputWanted
+from swarm.transport.p2p import P2PConfig
+from tests.swarms import run_client, run_swarm
+from tests.zoo import BLOCKS, make_checkpoint
+
+LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
+PATIENCE = 60.0
+PERIOD = 1.0
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    return str(make_checkpoint("llama", tmp_path / "model"))
+
+
+async def start(folder: str, blocks: str, peers: tuple[str, ...] = (), **options: Any) -> Server:
+    config = ServerConfig(
+        model=folder,
+        blocks=BlocksWanted.parse(blocks),
+        p2p=P2PConfig(initial_peers=peers, host_maddrs=LOOPBACK),
+        dtype="float32",
+        throughput=ThroughputWanted(100.0),
+        update_period=PERIOD,
+        **options,
+    )
+    server = Server(config)
+    await server.start()
+    return server
+
+
+async def until_online(server: Server, span: Span, observer: Server) -> None:
+    """Wait until `observer` sees `server` online at the blocks of `span`."""
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            found = await fetch_servers(observer.peer.dht, "model", BLOCKS)
+            if any(s.peer_id == server.peer.peer_id and s.span == span and s.state is ServerState.ONLINE for s in found):
+                return
+            await asyncio.sleep(0.1)
+
+
+def test_a_gap_is_closed_and_the_old_blocks_leave_memory(folder: str) -> None:
+    async def scenario() -> None:
+        keeper = await start(folder, "0:4")
+        address = await keeper.peer.visible_addresses()
+        tail = await start(folder, "4:6", address)
+        spare = await start(folder, "2", address)
+        assert spare.span is not None
+        assert spare.span != Span(4, 6)
+        assert spare._serving is not None
+        blocks = weakref.ref(spare._serving.model)
+        await tail.stop()
+        await until_online(spare, Span(4, 6), keeper)
+        gc.collect()
+        assert blocks() is None
+        await spare.stop()
+        await keeper.stop()
+
+    uvloop.run(scenario())
+
+
+def test_whoever_names_its_blocks_stays(folder: str) -> None:
+    """The named one announces it, so that nobody waits for it to move."""
+
+    async def scenario() -> None:
+        keeper = await start(folder, "0:4")
+        address = await keeper.peer.visible_addresses()
+        named = await start(folder, "0:2", address)
+        asked = await start(folder, "2", address, stay=True)
+        infos = {info.peer_id: info for info in await fetch_servers(keeper.peer.dht, "model", BLOCKS)}
+        assert all(infos[server.peer.peer_id].stays for server in (keeper, named, asked))
+        free = await start(folder, "2", address)
+        # blocks 4:6 went to the first that came for them
+        assert asked.span == Span(4, 6)
+        await asked.stop()
+        await until_online(free, Span(4, 6), keeper)
+        assert named.span == Span(0, 2)
+        for server in (free, named, keeper):
+            await server.stop()
+
+    uvloop.run(scenario())
+
+
+def test_a_session_goes_on_while_its_server_moves(tmp_path: Path) -> None:
+    """Real processes: the session's only tail server is killed; the spare that serves the session's head moves there."""
+    folder = make_checkpoint("llama", tmp_path)
+    local = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    prompt = torch.randint(3, 100, (1, 7), generator=torch.Generator().manual_seed(3))
+    expected = local.generate(prompt, max_new_tokens=24, do_sample=False, pad_token_id=0)
+    with run_swarm(folder, ["0:4"], dtype="float32", update_period=PERIOD) as swarm:
+        tail = swarm.start("4:6", dtype="float32", update_period=PERIOD).wait_ready()
+        spare = swarm.start(
+            "4", dtype="float32", update_period=PERIOD, stay=False, throughput=ThroughputWanted(1e6)
+        ).wait_ready()
+        with run_client(swarm, dtype="float32") as model:
+            with model.inference_session(max_length=64) as session:
+                half = model.generate(prompt, max_new_tokens=12, do_sample=False, pad_token_id=0)
+                before = [hop.server.peer_id for hop in session.route.hops]
+                assert spare.peer_id in before
+                tail.kill()
+                written = model.generate(half, max_new_tokens=12, do_sample=False, pad_token_id=0)
+                after = {hop.server.peer_id: hop.span for hop in session.route.hops}
+                assert tail.peer_id not in after
+                assert after[spare.peer_id].end == 6
+        assert written.tolist() == expected.tolist()
