@@ -15,13 +15,11 @@ import yaml
 from swarm.errors import UsageError
 from swarm.planning.group import Device, Group, ModelSize, tables
 from swarm.planning.partition import tries_all_orders
-from swarm.planning.units import Rate, Seconds, Size, human
+from swarm.server.limits import CACHE_TOKENS
+from swarm.units import Rate, Seconds, Size, human
 
 CLIENT = "client"
 """What links call the client's machine, if it is none of the devices."""
-
-CACHE_TOKENS = 16384
-"""Room in the attention cache if nobody says how much: the same as a server's own default."""
 
 MAX_FILE = 1 << 20
 MAX_DEVICES = 32

@@ -13,9 +13,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from swarm.data_structures import Span
-
-HEADROOM = 0.9
-"""Share of a device's memory that is planned with, as a server would itself (`swarm.server.memory`)."""
+from swarm.server.limits import HEADROOM
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from swarm.data_structures import ServerInfo
 from swarm.errors import UsageError
 from swarm.planning.description import (
-    CACHE_TOKENS,
     CLIENT,
     MAX_DEVICES,
     Description,
@@ -19,8 +18,9 @@ from swarm.planning.description import (
     Link,
     LinkBetween,
 )
-from swarm.planning.group import HEADROOM, ModelSize
-from swarm.planning.units import Rate, Seconds, Size
+from swarm.planning.group import ModelSize
+from swarm.server.limits import CACHE_TOKENS, HEADROOM
+from swarm.units import Rate, Seconds, Size
 
 HEADING = """From what the servers announce. memory is what their present blocks and free cache take, so they have at
 least that: put in what `swarm server` prints as free. speed, upload and links are as the servers measured them;

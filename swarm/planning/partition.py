@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 
 from swarm.data_structures import Span
 from swarm.errors import NotEnoughMemory
-from swarm.planning.group import HEADROOM, Group, Plan, Stage
-from swarm.planning.units import human
+from swarm.planning.group import Group, Plan, Stage
+from swarm.server.limits import HEADROOM
+from swarm.units import human
 
 Array = NDArray[np.float64]
 State = tuple[int, int]

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import msgspec
 
 from swarm.planning.advice import Advice
-from swarm.planning.group import HEADROOM, Group, Plan, Stage
+from swarm.planning.group import Group, Plan, Stage
 from swarm.planning.partition import tries_all_orders
-from swarm.planning.units import human
+from swarm.server.limits import HEADROOM
+from swarm.units import human
 
 
 @dataclass(frozen=True)

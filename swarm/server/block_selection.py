@@ -43,13 +43,20 @@ def sum_by_block(
     return np.bincount(held, weights=np.repeat(values, lengths), minlength=blocks).astype(np.float64, copy=False)
 
 
+def believed_throughputs(
+    starts: NDArray[np.int64], ends: NDArray[np.int64], rates: NDArray[np.float64], blocks: int
+) -> NDArray[np.float64]:
+    """Tokens/s that servers with these spans and announced rates are believed to push through each block."""
+    return sum_by_block(starts, ends, np.minimum(rates, plausible_rate(rates)), blocks)
+
+
 def block_throughputs(servers: Iterable[ServerInfo], blocks: int) -> list[float]:
     """Tokens/s that the swarm is believed to push through each block."""
     counted = [s for s in servers if s.state is not ServerState.OFFLINE and s.span.start < blocks]
     rates = np.array([server.rate for server in counted], dtype=np.float64)
     starts = np.array([server.span.start for server in counted], dtype=np.int64)
     ends = np.array([min(server.span.end, blocks) for server in counted], dtype=np.int64)
-    result: list[float] = sum_by_block(starts, ends, np.minimum(rates, plausible_rate(rates)), blocks).tolist()
+    result: list[float] = believed_throughputs(starts, ends, rates, blocks).tolist()
     return result
 
 

@@ -11,7 +11,6 @@ from swarm.server.throughput_option import ThroughputWanted
 from swarm.transport.p2p import P2PConfig
 
 UPDATE_PERIOD = 30.0
-CACHE_TOKENS = 16384
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ import torch
 
 from swarm.errors import InvalidOption, NotEnoughMemory
 from swarm.models.footprint import Footprint
-
-HEADROOM = 0.9
-"""Share of the free memory that is used at most: activations and the allocator need the rest."""
+from swarm.server.limits import HEADROOM
+from swarm.units import human
 
 
 def blocks_that_fit(footprint: Footprint, free: int, cache_tokens: int) -> int:
@@ -67,12 +66,3 @@ def resolve_device(requested: str) -> torch.device:
         reason = str(error).splitlines()[0]
         raise InvalidOption(f"--device {requested}: torch cannot use it here ({reason})") from None
     return device
-
-
-def human(size: float) -> str:
-    """Bytes for people: `1.4 GB`."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"

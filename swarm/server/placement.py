@@ -129,7 +129,7 @@ class Placement:
         """The way that leaves fewest gaps, if any leaves fewer than there are; of equal ones the evenest."""
         gap_sums, lonely_sums = _prefix(self._holders == 0), _prefix(self._holders == 1)
         for block in self.gaps:
-            ways = _Ways(self, block)
+            ways = _Ways(self, block, self._movable)
             closed = gap_sums[ways.new_ends] - gap_sums[ways.new_starts]
             opened = lonely_sums[ways.left_ends] - lonely_sums[ways.left_starts]
             net = closed - opened
@@ -141,12 +141,13 @@ class Placement:
         """Of the ways that raise the weakest block and leave none as weak, the evenest."""
         block = int(self.throughputs.argmin())
         floor = self.throughputs[block]
-        ways = _Ways(self, block)
         weakest, fewest = _RangeMinimum(self.throughputs), _RangeMinimum(self._staying)
-        left_behind = weakest(ways.left_starts, ways.left_ends) - ways.rates
-        all_old = weakest(ways.starts, ways.ends) - ways.rates + ways.rates_after
-        others = fewest(ways.starts, ways.ends) - self._trusted[ways.who]
-        allowed = (left_behind > floor) & ((ways.rates_after >= ways.rates) | (all_old > floor)) & (others >= 1)
+        dispensable = fewest(self._starts, self._ends) - self._trusted >= 1
+        # Who would add less to the blocks that it keeps than it does now must not make them as weak either.
+        lost = self._rates - self._rates_after
+        harmless = (lost <= 0) | (weakest(self._starts, self._ends) - lost > floor)
+        ways = _Ways(self, block, dispensable & harmless)
+        allowed = weakest(ways.left_starts, ways.left_ends) - ways.rates > floor
         return ways.evenest(allowed) if allowed.any() else None
 
     def move(self, way: Way) -> tuple[str, Span, Span]:
@@ -164,7 +165,7 @@ class Placement:
 
 
 class _Ways:
-    """All ways onto `block`: one entry for each movable server that does not hold it and each window with it.
+    """All ways onto `block`: one entry for each movable `considered` server that does not hold it and each window with it.
 
     Attributes:
         who: index of the server.
@@ -173,9 +174,9 @@ class _Ways:
         left_starts, left_ends: the blocks it would leave, an empty range if none.
     """
 
-    def __init__(self, placement: Placement, block: int) -> None:
+    def __init__(self, placement: Placement, block: int, considered: Flags) -> None:
         p = placement
-        servers = np.flatnonzero(p._movable & ((block < p._starts) | (p._ends <= block)))
+        servers = np.flatnonzero(considered & p._movable & ((block < p._starts) | (p._ends <= block)))
         lengths = p._lengths[servers]
         first = np.maximum(0, block - lengths + 1)
         count = np.minimum(block, p._blocks - lengths) - first + 1

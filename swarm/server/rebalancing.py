@@ -115,11 +115,13 @@ class Decision:
     span: the blocks to move to; None to stay.
     reason: for the log.
     history: to hand in at the next check.
+    closes_gap: whether nobody holds some of these blocks now.
     """
 
     span: Span | None
     reason: str
     history: History
+    closes_gap: bool = False
 
 
 def decide_move(
@@ -155,7 +157,7 @@ def decide(plan: Plan, me: str, now: float, history: History, policy: Policy) ->
     since = float("inf") if history.moved_at is None else now - history.moved_at
     if since < policy.cool_down and not mine.closes_gap:
         return Decision(None, f"{plan.reason}; this server moved {since:.0f} s ago and stays for now", history)
-    return Decision(mine.new, plan.reason, replace(history, moved_at=now))
+    return Decision(mine.new, plan.reason, replace(history, moved_at=now), mine.closes_gap)
 
 
 def plan_moves(view: Snapshot, policy: Policy, immovable: frozenset[str] = frozenset()) -> Plan:

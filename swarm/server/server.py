@@ -20,14 +20,15 @@ from swarm.models.loading import resolve_dtype
 from swarm.protocol import messages
 from swarm.protocol.compression import dtype_name
 from swarm.server import block_selection, memory
-from swarm.server.config import CACHE_TOKENS, ServerConfig
-from swarm.server.memory import human
+from swarm.server.config import ServerConfig
+from swarm.server.limits import CACHE_TOKENS
 from swarm.server.neighbours import Neighbours
 from swarm.server.rebalancer import Rebalancer
 from swarm.server.runtime import Runtime
 from swarm.server.serving import Plan, Serving
 from swarm.transport.p2p import Peer
 from swarm.transport.stream import Stream
+from swarm.units import human
 from swarm.version import VERSION
 
 logger = logging.getLogger(__name__)

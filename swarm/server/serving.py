@@ -15,13 +15,13 @@ from swarm.data_structures import Span
 from swarm.models.checkpoint import Checkpoint
 from swarm.models.span import SpanModel, load_span
 from swarm.server.handler import Handler
-from swarm.server.memory import human
 from swarm.server.runtime import Runtime
 from swarm.server.sessions import Sessions
 from swarm.server.throughput import determine
 from swarm.server.throughput_cache import Throughput
 from swarm.server.throughput_option import ThroughputWanted
 from swarm.transport.stream import Network
+from swarm.units import human
 
 logger = logging.getLogger(__name__)
 

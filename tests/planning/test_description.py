@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from swarm.errors import UsageError
 from swarm.planning import description as described
 from swarm.planning.description import Description, DeviceEntry, Link, LinkBetween, ModelNumbers, parse, to_yaml
-from swarm.planning.group import HEADROOM, Group
-from swarm.planning.units import Rate, Seconds, Size
-from swarm.server import config, memory
+from swarm.planning.group import Group
+from swarm.units import Rate, Seconds, Size
 
 FILE = """
 model: {name: big, blocks: 8, block_memory: 1 GB, cache_memory: 4 KB, hidden_size: 4096}
@@ -89,11 +88,6 @@ def test_the_example_of_the_documentation_is_right() -> None:
     description = parse(page.read_text().split("```yaml\n")[1].split("```")[0].encode())
     assert [device.name for device in description.devices] == ["desktop", "laptop", "pi"]
     assert description.client == "laptop"
-
-
-def test_the_constants_are_those_of_a_server() -> None:
-    assert described.CACHE_TOKENS == config.CACHE_TOKENS
-    assert HEADROOM == memory.HEADROOM
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from swarm.data_structures import ServerInfo
 from swarm.errors import UsageError
-from swarm.planning.description import CACHE_TOKENS, Link, parse, to_group, to_yaml
+from swarm.planning.description import Link, parse, to_group, to_yaml
 from swarm.planning.group import ModelSize
 from swarm.planning.measured import HEADING, describe
 from swarm.planning.partition import partition
+from swarm.server.limits import CACHE_TOKENS
 from tests.infos import server_info
 
 MODEL = ModelSize("model", (1000, 2000, 1000, 1000), 10, 64)

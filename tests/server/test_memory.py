@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from swarm.errors import InvalidOption, NotEnoughMemory
 from swarm.models.footprint import Footprint
 from swarm.server import memory
-from swarm.server.memory import HEADROOM, blocks_that_fit, check_fits, free_memory, human, resolve_device
+from swarm.server.limits import HEADROOM
+from swarm.server.memory import blocks_that_fit, check_fits, free_memory, resolve_device
 
 CPU = torch.device("cpu")
 
@@ -94,11 +95,3 @@ def test_the_device():
 def test_a_device_that_this_machine_has_not(name):
     with pytest.raises(InvalidOption, match="--device"):
         resolve_device(name)
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1 KB"), (1_440_000_000, "1.44 GB"), (3.2e15, "3.2e+03 TB")],
-)
-def test_bytes_for_people(size, text):
-    assert human(size) == text

@@ -1,0 +1,9 @@
+"""Numbers that a server goes by, and that those who plan for servers have to know."""
+
+from __future__ import annotations
+
+CACHE_TOKENS = 16384
+"""Tokens of attention cache that a server has room for, if nothing else is asked for."""
+
+HEADROOM = 0.9
+"""Share of the free memory that is used at most: activations and the allocator need the rest."""
