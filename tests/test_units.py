@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from swarm.units import Rate, Seconds, Size
+from swarm.units import Rate, Seconds, Size, human
 
 
 @pytest.mark.parametrize(
