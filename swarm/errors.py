@@ -57,6 +57,10 @@ class IdentityError(UsageError):
     """The identity file cannot be used."""
 
 
+class ScenarioError(UsageError):
+    """The description of a simulation cannot be used."""
+
+
 class MissingBlocks(SwarmError):
     """No server holds some of the blocks that are needed.
 

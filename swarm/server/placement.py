@@ -146,7 +146,7 @@ class Placement:
         # Who would add less to the blocks that it keeps than it does now must not make them as weak either.
         lost = self._rates - self._rates_after
         harmless = (lost <= 0) | (weakest(self._starts, self._ends) - lost > floor)
-        ways = _Ways(self, block, dispensable & harmless)
+        ways = _Ways(self, block, self._movable & dispensable & harmless)
         allowed = weakest(ways.left_starts, ways.left_ends) - ways.rates > floor
         return ways.evenest(allowed) if allowed.any() else None
 
@@ -165,7 +165,7 @@ class Placement:
 
 
 class _Ways:
-    """All ways onto `block`: one entry for each movable `considered` server that does not hold it and each window with it.
+    """All ways onto `block`: one entry for each `movable` server that does not hold it and each window with it.
 
     Attributes:
         who: index of the server.
@@ -174,9 +174,9 @@ class _Ways:
         left_starts, left_ends: the blocks it would leave, an empty range if none.
     """
 
-    def __init__(self, placement: Placement, block: int, considered: Flags) -> None:
+    def __init__(self, placement: Placement, block: int, movable: Flags) -> None:
         p = placement
-        servers = np.flatnonzero(considered & p._movable & ((block < p._starts) | (p._ends <= block)))
+        servers = np.flatnonzero(movable & ((block < p._starts) | (p._ends <= block)))
         lengths = p._lengths[servers]
         first = np.maximum(0, block - lengths + 1)
         count = np.minimum(block, p._blocks - lengths) - first + 1
@@ -218,9 +218,8 @@ class _RangeMinimum:
             row[:-half] = np.minimum(rows[-1][:-half], rows[-1][half:])
             rows.append(row)
         self._table = np.array(rows)
-        self._level = np.zeros(len(values) + 1, dtype=np.int64)
-        for length in range(2, len(values) + 1):
-            self._level[length] = self._level[length // 2] + 1
+        # The exponent of the largest power of two that is not longer than the range.
+        self._level = np.maximum(np.frexp(np.arange(len(values) + 1))[1] - 1, 0).astype(np.int64)
 
     def __call__(self, starts: Ints, ends: Ints) -> Floats:
         level = self._level[ends - starts]

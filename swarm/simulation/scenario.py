@@ -1,0 +1,206 @@
+"""The YAML file that describes a simulation: read and checked. The scenarios of the package stand in `scenarios/`.
+
+All times are seconds, throughputs blocks/s or tokens/s as in `swarm.data_structures`.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import yaml
+
+from swarm.errors import ScenarioError
+from swarm.server.rebalancing import Policy
+
+MAX_FILE = 1 << 20
+MAX_SERVERS = 20_000
+MAX_CHECKS = 20_000_000
+"""Checks for moves that one simulation may take: each costs microseconds."""
+
+Positive = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e7)]
+Interval = Annotated[float, msgspec.Meta(ge=0.1, le=1e6)]
+Part = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_SERVERS)]
+Blocks = Annotated[int, msgspec.Meta(ge=1, le=2048)]
+Text = Annotated[str, msgspec.Meta(max_length=400)]
+
+
+class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    pass
+
+
+class Machines(_Strict):
+    """What the servers are. Drawn for each server on its own.
+
+    Attributes:
+        throughput: blocks/s of the median server.
+        spread: standard deviation of the logarithm of the throughput; 0 for equal machines.
+        blocks: fewest and most blocks that a server holds; all numbers between are as likely.
+        pinned: part of the servers that never move, as if started with `--blocks`.
+        disk: bytes/s that weights are loaded with, by the median server; varies by half the spread.
+    """
+
+    throughput: Positive = 100.0
+    spread: Annotated[float, msgspec.Meta(ge=0, le=3)] = 0.5
+    blocks: tuple[Blocks, Blocks] = (4, 12)
+    pinned: Part = 0.0
+    disk: Annotated[float, msgspec.Meta(gt=0, le=1e12)] = 1e9
+
+
+class Join(_Strict, tag="join"):
+    """`servers` join, spread at random over `over` seconds from `at` on."""
+
+    servers: Count
+    at: Seconds = 0.0
+    over: Seconds = 0.0
+
+
+class Leave(_Strict, tag="leave"):
+    """All servers that hold one of the `blocks` [first, behind the last) leave at once, `silently` as by a power cut."""
+
+    at: Seconds
+    blocks: tuple[int, Blocks]
+    silently: bool = False
+
+
+class Churn(_Strict, tag="churn"):
+    """From `at` to `until` each server leaves with this probability an hour, and for each that left another one joins."""
+
+    at: Seconds
+    until: Seconds
+    hourly: Part
+    silently: Part = 0.0
+
+
+class Lie(_Strict, tag="lie"):
+    """Servers join that announce `announced` blocks/s, compute what others do, and never move."""
+
+    at: Seconds
+    announced: Positive = 1e9
+    servers: Count = 1
+
+
+Event = Join | Leave | Churn | Lie
+
+
+class Rules(_Strict):
+    """What may be changed of `swarm.server.rebalancing.Policy`."""
+
+    min_gain: Part = Policy.min_gain
+    cool_down: Seconds = Policy.cool_down
+    load_seconds: Seconds = Policy.load_seconds
+    horizon: Seconds = Policy.horizon
+    max_moves: Annotated[int, msgspec.Meta(ge=0, le=1000)] = Policy.max_moves
+
+
+class Scenario(_Strict):
+    """The whole file.
+
+    Attributes:
+        blocks: of the model.
+        duration: simulated time.
+        steady_from: from when on the swarm is taken to be in a steady state, for the figures.
+        block_bytes: weights of one block; with the disk's speed they say how long a server loads.
+        update_period: between two announcements, and between two checks, of a server.
+        record_periods: an announcement that is not renewed is seen for this many update periods.
+        visible_every: a change is seen by the others at the next multiple of this.
+        sample_every: between two rows of the figures.
+        route_every: between two routes that clients plan; 0 for no clients.
+    """
+
+    description: Text
+    blocks: Blocks
+    duration: Annotated[float, msgspec.Meta(ge=1, le=30 * 86400)]
+    events: Annotated[tuple[Event, ...], msgspec.Meta(max_length=1000)]
+    machines: Machines = Machines()
+    rules: Rules = Rules()
+    steady_from: Seconds = 0.0
+    block_bytes: Annotated[float, msgspec.Meta(gt=0, le=1e12)] = 8e8
+    update_period: Interval = 30.0
+    record_periods: Annotated[float, msgspec.Meta(ge=1, le=100)] = 2.5
+    visible_every: Interval = 1.0
+    sample_every: Interval = 10.0
+    route_every: Seconds = 60.0
+    seed: int = 0
+
+    @property
+    def policy(self) -> Policy:
+        """What the servers decide by."""
+        return Policy(**msgspec.structs.asdict(self.rules), check_period=self.update_period)
+
+
+def shipped() -> dict[str, Scenario]:
+    """The package's own scenarios by name."""
+    files = (resources.files("swarm.simulation") / "scenarios").iterdir()
+    return {file.name.removesuffix(".yaml"): parse(file.read_bytes()) for file in sorted(files, key=lambda f: f.name)}
+
+
+def find(name: str) -> Scenario:
+    """The scenario of a file, or the shipped one of that name. Raises `ScenarioError`."""
+    path = Path(name)
+    if path.suffix not in (".yaml", ".yml"):
+        known = shipped()
+        if name not in known:
+            raise ScenarioError(f"{name}: no such scenario; give a .yaml file, or one of {', '.join(known)}")
+        return known[name]
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE + 1)
+    except OSError as error:
+        raise ScenarioError(f"{path} cannot be read: {error.strerror}") from None
+    if len(data) > MAX_FILE:
+        raise ScenarioError(f"{path} is larger than {MAX_FILE >> 20} MiB, so it is no scenario")
+    try:
+        return parse(data)
+    except ScenarioError as error:
+        raise ScenarioError(f"{path}: {error}") from None
+
+
+def parse(data: bytes) -> Scenario:
+    """Check the content of a file. Raises `ScenarioError` that names the field."""
+    try:
+        content = yaml.safe_load(data)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}: " if mark is not None else ""
+        problem = getattr(error, "problem", None) or (str(error).splitlines() or ["nested too deeply"])[0]
+        raise ScenarioError(f"no YAML: {where}{problem}") from None
+    try:
+        scenario = msgspec.convert(content, Scenario)
+    except msgspec.ValidationError as error:
+        problem, _, place = str(error).partition(" - at ")
+        field = place.strip("`").removeprefix("$").removeprefix(".")
+        raise ScenarioError(f"{field}: {problem}" if field else problem) from None
+    _check(scenario)
+    return scenario
+
+
+def _check(scenario: Scenario) -> None:
+    fewest, most = scenario.machines.blocks
+    if not fewest <= most <= scenario.blocks:
+        raise ScenarioError(f"machines.blocks: [{fewest}, {most}] is no range up to the model's {scenario.blocks} blocks")
+    if scenario.steady_from >= scenario.duration:
+        raise ScenarioError(f"steady_from: {scenario.steady_from:.0f} is not before the end at {scenario.duration:.0f}")
+    for index, event in enumerate(scenario.events):
+        if event.at > scenario.duration:
+            raise ScenarioError(f"events[{index}].at: {event.at:.0f} is after the end at {scenario.duration:.0f}")
+        if isinstance(event, Leave) and not 0 <= event.blocks[0] < event.blocks[1] <= scenario.blocks:
+            raise ScenarioError(f"events[{index}].blocks: {list(event.blocks)} is no range of {scenario.blocks} blocks")
+    _check_size(scenario)
+
+
+def _check_size(scenario: Scenario) -> None:
+    servers = sum(event.servers for event in scenario.events if isinstance(event, Join | Lie))
+    if servers > MAX_SERVERS:
+        raise ScenarioError(f"events: {servers} servers join; at most {MAX_SERVERS} can be simulated")
+    churned = sum(e.hourly * max(0.0, e.until - e.at) / 3600 for e in scenario.events if isinstance(e, Churn))
+    if servers * churned > 10 * MAX_SERVERS:
+        raise ScenarioError("events: more servers come and go by churn than can be simulated; shorten it")
+    if servers * scenario.duration / scenario.update_period > MAX_CHECKS:
+        raise ScenarioError("duration: too many servers for so long a time; shorten it or lengthen update_period")
+    if scenario.duration / min(scenario.sample_every, scenario.route_every or scenario.duration) > 100_000:
+        raise ScenarioError("sample_every, route_every: more than 100000 samples; lengthen them")

@@ -1,0 +1,46 @@
+"""Spans and rates of many servers as arrays, changed one server at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from swarm.data_structures import Span
+from swarm.server.placement import Flags, Floats, Ints
+
+
+class Table:
+    """One row a server, in the order in which the servers came. Servers are known by their row's number."""
+
+    def __init__(self) -> None:
+        self._starts = np.zeros(64, dtype=np.int64)
+        self._ends = np.zeros(64, dtype=np.int64)
+        self._rates = np.zeros(64)
+        self._flags = np.zeros(64, dtype=np.bool_)
+        self._present = np.zeros(64, dtype=np.bool_)
+
+    def put(self, row: int, span: Span, rate: float, flag: bool) -> None:
+        """Set what is known of a server: its blocks, the tokens/s that it adds to each, and a flag of the caller's."""
+        while row >= len(self._starts):
+            self._grow()
+        self._starts[row], self._ends[row], self._rates[row], self._flags[row] = span.start, span.end, rate, flag
+        self._present[row] = True
+
+    def remove(self, row: int) -> None:
+        """Forget a server."""
+        if row < len(self._present):
+            self._present[row] = False
+
+    @property
+    def rows(self) -> Ints:
+        """The servers that are known, ascending."""
+        return np.flatnonzero(self._present)
+
+    def columns(self) -> tuple[Ints, Ints, Floats, Flags]:
+        """First block, block behind the last, rate and flag of the known servers, in the order of `rows`."""
+        rows = self.rows
+        return self._starts[rows], self._ends[rows], self._rates[rows], self._flags[rows]
+
+    def _grow(self) -> None:
+        for name in ("_starts", "_ends", "_rates", "_flags", "_present"):
+            column = getattr(self, name)
+            setattr(self, name, np.concatenate((column, np.zeros_like(column))))
