@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 FIRST_PINGS = 1.0
 """Seconds that the first route waits for pings: a guess would last for the whole session."""
 
+OLD_PICTURE = 2.0
+"""Seconds to wait for a new picture where there is an old one, which may still be right."""
+
 AGAIN = 1.0
 """Seconds after which a picture without a route is worth renewing."""
 
@@ -124,9 +127,7 @@ class SwarmPlanner:
 
     async def refresh(self) -> None:
         """Look at the swarm again; pings go on in the background. Several callers share one look."""
-        if self._renewing is None or self._renewing.done():
-            self._renewing = asyncio.get_running_loop().create_task(self._renew())
-        await asyncio.shield(self._renewing)
+        await asyncio.shield(self._look())
 
     def failed(self, peer_id: str, error: Exception) -> None:
         """Keep the peer out of routes for a while."""
@@ -156,10 +157,19 @@ class SwarmPlanner:
         self._used = now
         first = self._fetched == float("-inf")
         # The keeper renews the picture of a client that is in use; an older one is that of a client that slept.
-        if now - self._fetched > 2 * self._config.refresh:
+        if first:
             await self.refresh()
+        elif now - self._fetched > 2 * self._config.refresh:
+            await asyncio.wait({self._look()}, timeout=OLD_PICTURE)
         if first and self._pinging is not None:
             await asyncio.wait({self._pinging}, timeout=FIRST_PINGS)
+
+    def _look(self) -> asyncio.Task[None]:
+        if self._renewing is None or self._renewing.done():
+            self._renewing = asyncio.get_running_loop().create_task(self._renew())
+            # Whoever waits for it hears of its failure; nobody may be waiting any more.
+            self._renewing.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return self._renewing
 
     async def _renew(self) -> None:
         announced = await fetch_servers(self._peer.dht, self._model, self._blocks.end)
