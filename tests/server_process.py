@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import tempfile
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 import torch
@@ -18,17 +19,18 @@ from swarm.transport.p2p import quiet_hivemind
 assert swarm.models.span  # imported for its weight
 
 
-def serve(config: ServerConfig, connection: Connection, folder: str) -> None:
-    """Run a server until the test says stop, or is gone."""
+def serve(
+    config: ServerConfig, connection: Connection, folder: str, make: Callable[[ServerConfig], Server] | None = None
+) -> None:
+    """Run a server, made by `make` if given, until the test says stop, or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test runner
     tempfile.tempdir = folder
     torch.set_num_threads(1)
     quiet_hivemind()
-    uvloop.run(_serve(config, connection))
+    uvloop.run(_serve((make or Server)(config), connection))
 
 
-async def _serve(config: ServerConfig, connection: Connection) -> None:
-    server = Server(config)
+async def _serve(server: Server, connection: Connection) -> None:
     try:
         await server.start()
     except Exception as error:

@@ -9,13 +9,16 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
+import signal
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from swarm.client.model import AutoDistributedModelForCausalLM
 from swarm.server.config import BlocksWanted, ServerConfig
@@ -25,6 +28,9 @@ from swarm.transport.p2p import P2PConfig
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 START_TIMEOUT = 90.0
 STOP_TIMEOUT = 10.0
+
+KNOWN = 3
+"""Servers that whoever joins is told of, so that one of them may die meanwhile."""
 
 _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(["tests.server_process"])
@@ -36,12 +42,19 @@ class ServerProcess:
 
     process: Any
     connection: Connection
+    blocks: str
     peer_id: str = ""
     addresses: tuple[str, ...] = ()
+    frozen: tuple[int, ...] = ()
 
     @property
     def pid(self) -> int:
         return int(self.process.pid)
+
+    @property
+    def works(self) -> bool:
+        """True from the moment that it serves until it is killed, stopped or frozen."""
+        return bool(self.addresses) and not self.frozen and self.process.is_alive()
 
     def wait_ready(self) -> ServerProcess:
         """Wait until it serves; its error is raised here."""
@@ -57,8 +70,26 @@ class ServerProcess:
         """As a power cut would."""
         self.process.kill()
         self.process.join()
+        self.thaw()  # its daemon can only end if it runs
+        self.connection.close()
+
+    def freeze(self, daemon: bool = False) -> None:
+        """Let it hang until `thaw`; with its libp2p daemon if wanted, as if the whole machine did."""
+        children = [child.pid for child in psutil.Process(self.pid).children()] if daemon else []
+        self.frozen = (self.pid, *children)
+        for pid in self.frozen:
+            os.kill(pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let it go on, if it still exists."""
+        for pid in self.frozen:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        self.frozen = ()
 
     def stop(self) -> None:
+        """Let it leave in order. Does nothing if it was killed."""
+        self.thaw()
         with suppress(OSError):
             self.connection.send("stop")
         self.process.join(STOP_TIMEOUT)
@@ -70,7 +101,7 @@ class ServerProcess:
 
 
 class TestSwarm:
-    """Servers of one model; the first is the one that the others and clients join by."""
+    """Servers of one model. Whoever comes joins by the first of them that work."""
 
     __test__ = False
 
@@ -80,14 +111,35 @@ class TestSwarm:
         self._folder = folder
 
     @property
-    def address(self) -> str:
-        return self.servers[0].addresses[0]
+    def addresses(self) -> tuple[str, ...]:
+        """Addresses of some servers that work."""
+        return tuple(server.addresses[0] for server in self.working()[:KNOWN])
 
-    def start(self, blocks: str, **options: Any) -> ServerProcess:
-        """Start a server; `wait_ready` on the result waits until it serves."""
+    @property
+    def address(self) -> str:
+        return self.addresses[0]
+
+    def working(self) -> list[ServerProcess]:
+        """The servers that serve now, the oldest first."""
+        return [server for server in self.servers if server.works]
+
+    def holders(self, blocks: str) -> list[ServerProcess]:
+        """The servers that serve now and were started with `--blocks` like this."""
+        return [server for server in self.working() if server.blocks == blocks]
+
+    def server(self, peer_id: str) -> ServerProcess:
+        """The process of a peer."""
+        return next(server for server in self.servers if server.peer_id == peer_id)
+
+    def start(self, blocks: str, make: Callable[[ServerConfig], Any] | None = None, **options: Any) -> ServerProcess:
+        """Start a server; `wait_ready` on the result waits until it serves.
+
+        Args:
+            make: makes the `Server` from its `ServerConfig`, in the server's process; for servers that misbehave.
+        """
         from tests.server_process import serve
 
-        peers = (self.address,) if self.servers else ()
+        peers = self.addresses if self.servers else ()
         config = ServerConfig(
             model=self.model,
             blocks=BlocksWanted.parse(blocks),
@@ -99,17 +151,17 @@ class TestSwarm:
             threads=1,
         )
         ours, theirs = _forks.Pipe()
-        arguments = (replace(config, **options), theirs, self._folder)
+        arguments = (replace(config, **options), theirs, self._folder, make)
         process = _forks.Process(target=serve, args=arguments, daemon=True)
         process.start()
         theirs.close()
-        server = ServerProcess(process, ours)
+        server = ServerProcess(process, ours, blocks)
         self.servers.append(server)
         return server
 
     def client(self, **options: Any) -> Any:
         """A new client's model."""
-        return AutoDistributedModelForCausalLM.from_pretrained(self.model, initial_peers=[self.address], **options)
+        return AutoDistributedModelForCausalLM.from_pretrained(self.model, initial_peers=self.addresses, **options)
 
     def stop(self) -> None:
         for server in self.servers:

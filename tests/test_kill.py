@@ -1,0 +1,265 @@
+"""Servers die, hang and come back while a text is written, over real processes: the text stays what it would have been.
+
+With SWARM_SOAK=1 a server is killed before every single token; otherwise before some.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from transformers import StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from swarm.client.hop_session import HopSession
+from swarm.client.session import InferenceSession
+from swarm.errors import MissingBlocks
+from swarm.models.checkpoint import DEMO
+from swarm.server.throughput_option import ThroughputWanted
+from tests.disturbances import Before, Event, demo_prompt, demo_text, greedy, holder, write
+from tests.swarms import ServerProcess, TestSwarm, run_client, run_swarm
+
+SPANS = ("0:4", "4:8", "8:12")
+BLOCKS = (0, 4, 8)
+"""One block of each span."""
+
+NEW = 64
+LONG = os.environ.get("SWARM_SOAK") == "1"
+
+
+@pytest.fixture(scope="module")
+def prompt() -> torch.Tensor:
+    return demo_prompt()
+
+
+@pytest.fixture(scope="module")
+def expected(prompt: torch.Tensor) -> list[int]:
+    """The undisturbed text."""
+    return demo_text(prompt, NEW)
+
+
+@pytest.fixture
+def swarm() -> Iterator[TestSwarm]:
+    """Each span twice."""
+    with run_swarm(DEMO, SPANS * 2, dtype="float32") as swarm:
+        yield swarm
+
+
+@pytest.fixture
+def model(swarm: TestSwarm) -> Iterator[Any]:
+    with run_client(swarm, dtype="float32", show_route=True) as model:
+        yield model
+
+
+def kill(swarm: TestSwarm, *blocks: int) -> Event:
+    """An event: those that compute these blocks for the session are killed, all at once."""
+
+    def happen(session: InferenceSession) -> None:
+        for server in [holder(swarm, session, block) for block in blocks]:
+            server.kill()
+
+    return happen
+
+
+def kill_all(swarm: TestSwarm, blocks: str) -> Event:
+    """An event: every server that was started for just these blocks is killed."""
+
+    def happen(session: InferenceSession) -> None:
+        for server in swarm.holders(blocks):
+            server.kill()
+
+    return happen
+
+
+class Written(BaseStreamer):
+    """Token ids as they come."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        pass
+
+
+@contextmanager
+def replaced(swarm: TestSwarm, blocks: str, after: float = 0.0) -> Iterator[None]:
+    """Another server for the blocks starts in `after` seconds, and serves when the body is left."""
+    started: list[ServerProcess] = []
+    timer = threading.Timer(after, lambda: started.append(swarm.start(blocks, dtype="float32").wait_ready()))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
+    assert started
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("blocks", "block"), list(zip(SPANS, BLOCKS, strict=True)), ids=SPANS)
+def test_a_server_is_killed_before_a_token(
+    swarm: TestSwarm, model: Any, prompt: torch.Tensor, expected: list[int], blocks: str, block: int
+) -> None:
+    assert write(model, prompt, NEW) == expected  # the undisturbed run
+    for token in range(1, NEW + 1) if LONG else (1, 2, 33, NEW):
+        with replaced(swarm, blocks):
+            assert write(model, prompt, NEW, {token: kill(swarm, block)}) == expected, f"killed before token {token}"
+
+
+@pytest.mark.parametrize("dying", [(0, 4), (0, 8), (4, 8), (0, 4, 8)], ids=lambda dying: "+".join(map(str, dying)))
+def test_several_servers_are_killed_at_once(
+    swarm: TestSwarm, model: Any, prompt: torch.Tensor, expected: list[int], dying: tuple[int, ...]
+) -> None:
+    assert write(model, prompt, NEW, {20: kill(swarm, *dying)}) == expected
+
+
+def test_servers_are_killed_in_the_middle_of_steps(
+    swarm: TestSwarm, model: Any, prompt: torch.Tensor, expected: list[int]
+) -> None:
+    """At whatever moment a timer chooses."""
+    chance = random.Random(5)
+    write(model, prompt, NEW)
+    began = time.perf_counter()
+    write(model, prompt, NEW)
+    usual = time.perf_counter() - began
+    for _ in range(30 if LONG else 4):
+        number = chance.randrange(len(SPANS))
+
+        def start_timer(session: InferenceSession, block: int = BLOCKS[number]) -> None:
+            threading.Timer(chance.uniform(0, usual), kill(swarm, block), [session]).start()
+
+        with replaced(swarm, SPANS[number]):
+            assert write(model, prompt, NEW, {1: start_timer}) == expected
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_server_is_killed_during_the_prefill(swarm: TestSwarm, model: Any, block: int) -> None:
+    """It is hung first, so that the kill surely falls between the prefill's request and its answer."""
+    prompt = demo_prompt("Once upon a time there was a little dog who wanted to see the sea. " * 12)
+
+    def hang(session: InferenceSession) -> None:
+        victim = holder(swarm, session, block)
+        victim.freeze()
+        threading.Timer(0.3, victim.kill).start()
+
+    assert write(model, prompt, 8, {1: hang}) == demo_text(prompt, 8)
+
+
+@pytest.mark.parametrize("daemon", [False, True], ids=["the process", "the whole machine"])
+def test_servers_hang(swarm: TestSwarm, model: Any, prompt: torch.Tensor, expected: list[int], daemon: bool) -> None:
+    """Each span's server hangs once, for some time, and goes on where it was when nobody needs it any more."""
+    hung: list[ServerProcess] = []
+
+    def hang(block: int) -> Event:
+        def happen(session: InferenceSession) -> None:
+            for server in hung:
+                server.thaw()
+            hung.append(holder(swarm, session, block))
+            hung[-1].freeze(daemon)
+
+        return happen
+
+    assert write(model, prompt, NEW, {10: hang(4), 25: hang(0), 40: hang(8)}) == expected
+    assert len({server.peer_id for server in hung}) == 3
+    hung[-1].thaw()
+    assert write(model, prompt, NEW) == expected
+
+
+def test_a_session_waits_for_blocks_that_nobody_holds(
+    swarm: TestSwarm, model: Any, prompt: torch.Tensor, expected: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "swarm.client")
+    with replaced(swarm, "4:8", after=2.0):
+        assert write(model, prompt, NEW, {20: kill_all(swarm, "4:8")}) == expected
+    [said] = [record.getMessage() for record in caplog.records if "missing" in record.getMessage()]
+    assert "blocks 4:8 are missing" in said
+    assert "Waiting up to 60 s" in said
+
+
+def test_a_session_is_resumed_when_servers_return(swarm: TestSwarm, prompt: torch.Tensor, expected: list[int]) -> None:
+    written = Written()
+    with (
+        run_client(swarm, dtype="float32", wait_for_blocks=1.5) as model,
+        model.inference_session(max_length=prompt.shape[1] + NEW) as session,
+    ):
+        events = {20: kill_all(swarm, "4:8")}
+        with pytest.raises(MissingBlocks) as missing:
+            greedy(
+                model, prompt, NEW, streamer=written, stopping_criteria=StoppingCriteriaList([Before(session, events)])
+            )
+        assert missing.value.blocks == (4, 5, 6, 7)
+        assert "swarm server --blocks 4:8" in str(missing.value)
+        assert written.tokens[prompt.shape[1] :] == expected[:19]
+        with pytest.raises(MissingBlocks, match="blocks 4:8 are missing"):
+            session.resume()
+        newcomer = swarm.start("4:8", dtype="float32").wait_ready()
+        assert newcomer.peer_id in {hop.server.peer_id for hop in session.resume().hops}
+        assert session.position == len(written.tokens) - 1
+        assert greedy(model, torch.tensor([written.tokens]), NEW - 19) == expected[19:]
+
+
+def test_the_replacement_is_cut_differently(prompt: torch.Tensor, expected: list[int]) -> None:
+    with run_swarm(DEMO, SPANS, dtype="float32") as swarm:
+        # Too slow to be anybody's first choice.
+        others = [swarm.start(blocks, dtype="float32", throughput=ThroughputWanted(1.0)) for blocks in ("0:6", "6:12")]
+        first, second = (server.wait_ready().peer_id for server in others)
+        routes: list[list[tuple[str, str]]] = []
+
+        def note(session: InferenceSession) -> None:
+            assert session.route is not None
+            routes.append([(str(hop.span), hop.server.peer_id) for hop in session.route.hops])
+
+        with run_client(swarm, dtype="float32", show_route=True) as model:
+            events = {10: kill(swarm, 4), 20: note, 21: kill(swarm, 8), 31: kill(swarm, 0), 41: note}
+            assert write(model, prompt, NEW, events) == expected
+    assert routes[0][1:-1] == [("4:6", first), ("6:8", second)]
+    assert routes[1] == [("0:4", first), ("4:6", first), ("6:8", second), ("8:12", second)]
+
+
+def test_the_replacement_is_killed_during_the_replay(
+    swarm: TestSwarm, model: Any, prompt: torch.Tensor, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swarm.start("4:8", dtype="float32").wait_ready()
+    replay = HopSession.replay
+    killed: list[str] = []
+
+    async def fatal(self: HopSession, *args: Any, **kwargs: Any) -> Any:
+        if not killed:
+            killed.append(self.peer_id)
+            swarm.server(self.peer_id).kill()
+        return await replay(self, *args, **kwargs)
+
+    monkeypatch.setattr(HopSession, "replay", fatal)
+    assert write(model, prompt, NEW, {40: kill(swarm, 4)}) == expected
+    assert len(killed) == 1
+
+
+def test_the_servers_before_and_behind_are_killed_during_the_replay(
+    swarm: TestSwarm, model: Any, prompt: torch.Tensor, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replay = HopSession.replay
+    sessions: list[InferenceSession] = []
+
+    async def fatal(self: HopSession, *args: Any, **kwargs: Any) -> Any:
+        for session in sessions:
+            kill(swarm, 0, 8)(session)
+        sessions.clear()
+        return await replay(self, *args, **kwargs)
+
+    def begin(session: InferenceSession) -> None:
+        sessions.append(session)
+        kill(swarm, 4)(session)
+
+    monkeypatch.setattr(HopSession, "replay", fatal)
+    assert write(model, prompt, NEW, {40: begin}) == expected
+    assert not sessions
