@@ -12,8 +12,8 @@ import math
 import time
 from contextlib import suppress
 
-from swarm.client.failover import Failover, Planner, is_hop_lost
-from swarm.client.hop_session import HopSession, Outputs, whose
+from swarm.client.failover import Failover, Past, Planner, is_hop_lost
+from swarm.client.hop_session import NOTHING_YET, HopSession, Outputs, whose
 from swarm.client.packed import Manner, Packed
 from swarm.client.progress import Deliver, Done, Mend, Wait, next_action
 from swarm.client.record import Step
@@ -40,6 +40,8 @@ class Chain:
         self._steps: dict[int, StepLayout] = {}
         """Steps that some hop may still have to answer."""
         self._number = 0
+        self._committed = NOTHING_YET
+        """The last step that came to its end. Records are folded up to here at most: a step behind may be given up."""
         self._hidden_size = 0
         self._outputs: Packed | None = None
         self._event = asyncio.Event()
@@ -102,6 +104,7 @@ class Chain:
             match action:
                 case Done():
                     assert self._outputs is not None
+                    self._committed = self._number - 1
                     self._forget_answered()
                     return self._outputs
                 case Deliver(index, number):
@@ -122,12 +125,16 @@ class Chain:
         if hop.error is not None and not is_hop_lost(hop.error):
             error, hop.error = hop.error, None
             raise error
-        mended = await self._failover.mend(self._hops, index)
+        done = min(hop.replied, hop.received, self._committed)
+        upcoming = next((number for number in self._steps if number > done), self._number)
+        mended = await self._failover.mend(self._hops, index, Past(hop.record, done, upcoming))
         self._hops[index : index + 1] = mended
         for number, layout in self._steps.items():
             for one in mended:
                 if one.replied < number:
                     one.expect(number, Outputs(layout.tokens, self._hidden_size))
+        # Only now, because from now on steps may be pushed to them.
+        await self._failover.link(self._hops, range(max(0, index - 1), min(len(self._hops), index + len(mended) + 1)))
 
     def _heard(self, hop: HopSession, number: int, outputs: Packed) -> None:
         """A hop has answered: its outputs are what goes into the next one."""

@@ -16,10 +16,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from swarm.client.hop_session import HopSession, whose
+from swarm.client.hop_session import NOTHING_YET, HopSession, whose
 from swarm.client.packed import Manner, Packed
+from swarm.client.record import Record
 from swarm.data_structures import Route, Span
 from swarm.errors import (
     CacheFull,
@@ -39,6 +41,9 @@ logger = logging.getLogger(__name__)
 
 REFRESH = 1.0
 """Seconds between looks for new servers while blocks are missing."""
+
+TRIES = 3
+"""Routes that are tried at least, however short the planner's patience is."""
 
 RECONNECT = 0.5
 """Seconds to find out whether only the connection was lost, not the server."""
@@ -74,6 +79,21 @@ def is_hop_lost(error: Exception) -> bool:
     return not isinstance(error, RequestRefused) or isinstance(error, UnknownSession | WrongPosition | WrongSpan)
 
 
+@dataclass(frozen=True)
+class Past:
+    """What the caches of a hop have to hold.
+
+    Attributes:
+        record: the hop's inputs.
+        done: number of the last step that is replayed.
+        upcoming: number of the step that will be delivered next; those below are void.
+    """
+
+    record: Record
+    done: int
+    upcoming: int
+
+
 class Failover:
     """Opens and mends the hops of one session.
 
@@ -99,50 +119,58 @@ class Failover:
 
     async def open(self, span: Span) -> list[HopSession]:
         """New hops over `span`, linked, for a session that has not begun."""
-        hops = await self._find(span, None, None, None)
-        await self._link(hops, range(len(hops)))
+        hops = await self._find(span, None, None, Past(Record(), NOTHING_YET, 0))
+        await self.link(hops, range(len(hops)))
         self._planner.taken(Route(tuple(hop.hop for hop in hops)))
         return hops
 
-    async def mend(self, hops: Sequence[HopSession], index: int) -> list[HopSession]:
-        """What takes the place of `hops[index]`: itself, if that can be, or other servers."""
+    async def mend(self, hops: Sequence[HopSession], index: int, past: Past) -> list[HopSession]:
+        """What takes the place of `hops[index]`: itself, if that can be, or other servers. They are not linked yet."""
         lost = hops[index]
         began = time.perf_counter()
-        if await self._recovered(lost):
-            await self._link(hops, range(max(0, index - 1), index + 1))
+        if await self._recovered(lost, past):
             return [lost]
         assert lost.error is not None
-        logger.info("%s; looking for a replacement", lost.error)
-        self._planner.failed(lost.peer_id, lost.error)
-        await lost.close()
+        if not lost.abandoned:  # once, or a server that has come back would be kept out again
+            lost.abandoned = True
+            logger.info("%s; looking for a replacement", lost.error)
+            self._planner.failed(lost.peer_id, lost.error)
+            await lost.close()
         before = hops[index - 1].peer_id if index else None
         after = hops[index + 1].peer_id if index + 1 < len(hops) else None
-        fresh = await self._find(lost.hop.span, before, after, lost)
-        whole = [*hops[:index], *fresh, *hops[index + 1 :]]
-        await self._link(whole, range(max(0, index - 1), min(len(whole), index + len(fresh) + 1)))
-        route = Route(tuple(hop.hop for hop in whole))
+        fresh = await self._find(lost.hop.span, before, after, past)
+        route = Route(tuple(hop.hop for hop in [*hops[:index], *fresh, *hops[index + 1 :]]))
         self._planner.taken(route)
         logger.info("replaced in %.2f s; %s", time.perf_counter() - began, route)
         return fresh
 
-    async def _recovered(self, hop: HopSession) -> bool:
+    async def link(self, hops: Sequence[HopSession], which: range) -> None:
+        """Tell the servers of `hops[which]` who stands before and behind them."""
+        if not self._manner.push:
+            return
+        for index in which:
+            before = hops[index - 1] if index else None
+            after = hops[index + 1] if index + 1 < len(hops) else None
+            await hops[index].link(before, after)
+
+    async def _recovered(self, hop: HopSession, past: Past) -> bool:
         """True if the same server can go on: only the connection was lost, or what it remembered.
 
         It gets this chance once; then it has to answer a step before it gets another.
         """
         error = hop.error
-        if hop.forgiven == hop.replied or not _may_recover(hop):
+        if not _may_recover(hop):
             return False
-        hop.forgiven = hop.replied
+        trouble: RemoteError | None = None
         try:
-            complete = not hop.stale
             if isinstance(error, PeerLost | UnknownSession):
                 async with asyncio.timeout(RECONNECT):
-                    complete = await hop.open() > hop.replied and complete
+                    hop.stale = await hop.open() <= hop.replied or hop.stale
             elif error is not None:
-                complete = False
+                hop.stale = True
             hop.error = None
-            trouble = None if complete else await self._replay([hop], hop.replied)
+            if hop.stale and (failed := await self._replay([hop], past)) is not None:
+                _, trouble = failed
         except TimeoutError:
             trouble = PeerSilent(f"{whose(hop.hop)} did not let us in again within {RECONNECT} s")
         except RemoteError as again:
@@ -150,22 +178,23 @@ class Failover:
         if trouble is not None:
             logger.debug("%s does not come back: %s", whose(hop.hop), trouble)
             hop.error = error or trouble
+        hop.forgiven = hop.replied
         return trouble is None
 
-    async def _find(
-        self, span: Span, before: str | None, after: str | None, lost: HopSession | None
-    ) -> list[HopSession]:
-        """Open hops over `span` and fill them with what `lost` has answered."""
+    async def _find(self, span: Span, before: str | None, after: str | None, past: Past) -> list[HopSession]:
+        """Open hops over `span` and fill their caches."""
+        tries = 0
         deadline = time.perf_counter() + self._planner.patience
         said = False
         trouble: RemoteError | None = None
         while True:
             try:
                 hops = self._hops(await self._planner.route(span, before, after, self._max_length))
-                trouble = await self._prepare(hops, lost)
+                trouble = await self._prepare(hops, past)
                 if trouble is None:
                     return hops
-                if time.perf_counter() > deadline:
+                tries += 1
+                if tries >= TRIES and time.perf_counter() > deadline:
                     raise trouble
             except MissingBlocks as missing:
                 if isinstance(trouble, TooLong):
@@ -184,13 +213,14 @@ class Failover:
             for hop in route.hops
         ]
 
-    async def _prepare(self, hops: list[HopSession], lost: HopSession | None) -> RemoteError | None:
-        """Open the hops and replay what `lost` was sent. None if that worked, else why it did not, all closed again."""
+    async def _prepare(self, hops: list[HopSession], past: Past) -> RemoteError | None:
+        """Open the hops and fill their caches. None if that worked, else why it did not, all closed again."""
         try:
             trouble = await self._open_all(hops)
-            if trouble is None and lost is not None:
-                hops[0].record = lost.record
-                trouble = await self._replay(hops, lost.replied)
+            if trouble is None:
+                hops[0].record = past.record
+                if (failed := await self._replay(hops, past)) is not None:
+                    trouble = self._blame(*failed)
         except BaseException:  # also when the person interrupts
             for hop in hops:
                 hop.hang_up()
@@ -214,20 +244,20 @@ class Failover:
                 raise result
         return trouble
 
-    async def _replay(self, hops: Sequence[HopSession], done: int) -> RemoteError | None:
-        """Fill the caches of `hops` with the steps up to number `done`; why that failed, or None."""
-        for layout, hidden in hops[0].record.replay(done):
+    async def _replay(self, hops: Sequence[HopSession], past: Past) -> tuple[HopSession, RemoteError] | None:
+        """Fill the caches of `hops`; where and why that failed, or None."""
+        for layout, hidden in past.record.replay(past.done):
             for hop, following in zip(hops, [*hops[1:], None], strict=True):
                 try:
-                    outputs = await hop.replay(layout, hidden, done + 1, want_outputs=following is not None)
+                    outputs = await hop.replay(layout, hidden, past.upcoming, want_outputs=following is not None)
                 except RemoteError as error:
-                    return self._blame(hop, error)
+                    return hop, error
                 if following is not None and outputs is not None:
-                    following.record.add_replayed(layout, outputs)
+                    following.record.add_replayed(layout, outputs, past.done)
                     hidden = outputs
         for hop in hops:
             hop.stale = False
-            hop.replied = hop.asked = hop.pushed = done
+            hop.replied = hop.asked = hop.pushed = past.done
         return None
 
     def _blame(self, hop: HopSession, error: RemoteError) -> RemoteError:
@@ -237,19 +267,12 @@ class Failover:
         self._planner.failed(hop.peer_id, error)
         return error
 
-    async def _link(self, hops: Sequence[HopSession], which: range) -> None:
-        """Tell the servers of `hops[which]` who stands before and behind them."""
-        if not self._manner.push:
-            return
-        for index in which:
-            before = hops[index - 1] if index else None
-            after = hops[index + 1] if index + 1 < len(hops) else None
-            await hops[index].link(before, after)
-
 
 def _may_recover(hop: HopSession) -> bool:
     """Whether it makes sense to go on with the same server."""
     if hop.error is None:
         return hop.stale
+    if hop.abandoned or hop.forgiven == hop.replied:
+        return False
     lost = isinstance(hop.error, PeerLost) and not isinstance(hop.error, PeerSilent)
     return lost or isinstance(hop.error, UnknownSession | WrongPosition)

@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import Protocol
 
-from swarm.client.failover import Planner, is_hop_lost
+from swarm.client.failover import TRIES, Planner, is_hop_lost
 from swarm.client.hop_session import TRAVEL, Outputs, checked, out_of_place, whose
 from swarm.client.packed import Manner, Packed
 from swarm.client.patience import Patience
@@ -50,18 +50,29 @@ async def forward_all(
         MissingBlocks: servers failed, and nobody else holds their blocks.
         RemoteError: a server refused the request as wrong, or all that were tried failed.
     """
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(_complete(network, planner, manner, span, portion)) for portion in portions]
-    return [task.result() for task in tasks]
+    lost: set[str] = set()
+    work = [_complete(network, planner, manner, span, portion, lost) for portion in portions]
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _complete(network: Network, planner: Planner, manner: Manner, span: Span, portion: Portion) -> Packed:
-    """One portion through all blocks, whatever happens to the servers."""
+async def _complete(
+    network: Network, planner: Planner, manner: Manner, span: Span, portion: Portion, lost: set[str]
+) -> Packed:
+    """One portion through all blocks, whatever happens to the servers. `lost` are those that failed any portion."""
     hidden, block = portion.hidden, span.start
     hops = list(portion.route.hops)
-    deadline = time.perf_counter() + planner.patience
+    tries, deadline = 0, time.perf_counter() + planner.patience
     while hops:
         hop = hops.pop(0)
+        if hop.server.peer_id in lost:
+            hops = await _other_way(planner, Span(block, span.end))
+            hop = hops.pop(0)
         try:
             hidden = await forward(network, hop, manner, hidden, portion.layout)
             block = hop.span.end
@@ -70,12 +81,17 @@ async def _complete(network: Network, planner: Planner, manner: Manner, span: Sp
             if not is_hop_lost(error):
                 raise
             planner.failed(hop.server.peer_id, error)
-            if time.perf_counter() > deadline:
+            lost.add(hop.server.peer_id)
+            tries += 1
+            if tries >= TRIES and time.perf_counter() > deadline:
                 raise
             logger.info("%s; trying another server", error)
-            rest = await planner.route(Span(block, span.end), None, None, 0)
-            hops = list(rest.hops)
+            hops = await _other_way(planner, Span(block, span.end))
     return hidden
+
+
+async def _other_way(planner: Planner, span: Span) -> list[Hop]:
+    return list((await planner.route(span, None, None, 0)).hops)
 
 
 async def forward(network: Network, hop: Hop, manner: Manner, hidden: Packed, layout: StepLayout) -> Packed:

@@ -66,7 +66,8 @@ class HopSession:
         pushed: number of the last step that the server before says it has handed to it.
         due: time (of `time.perf_counter`) by which the answer that is awaited should have come.
         error: why it cannot go on.
-        stale: its cache holds a step that was given up, and has to be filled anew.
+        stale: its cache may hold a step that was given up, or too little, and has to be filled anew.
+        abandoned: it has been reported and left; only its record is of use.
         forgiven: what `replied` was when the server was last given another chance.
         timing: of the last step.
 
@@ -92,6 +93,7 @@ class HopSession:
         self.due = float("inf")
         self.error: Exception | None = None
         self.stale = False
+        self.abandoned = False
         self.forgiven: int | None = None
         self.timing: HopTiming | None = None
         self._network = network
@@ -114,6 +116,11 @@ class HopSession:
     @property
     def peer_id(self) -> str:
         return self.hop.server.peer_id
+
+    @property
+    def received(self) -> int:
+        """Number of the last step whose input has come to this client."""
+        return self.record.last
 
     async def open(self) -> int:
         """Connect and reserve room; the number that the server expects of the next step.
@@ -221,11 +228,13 @@ class HopSession:
 
     async def close(self) -> None:
         """Free the session at the server, if it can still be told."""
-        if self._stream is not None:
-            with suppress(PeerLost, TimeoutError):
-                async with asyncio.timeout(CLOSE_TIMEOUT):
-                    await self._stream.send(messages.CloseSession())
-        self.hang_up()
+        try:
+            if self._stream is not None:
+                with suppress(PeerLost, TimeoutError):
+                    async with asyncio.timeout(CLOSE_TIMEOUT):
+                        await self._stream.send(messages.CloseSession())
+        finally:
+            self.hang_up()
 
     def hang_up(self) -> None:
         """End the connection without a word."""
@@ -286,22 +295,29 @@ class HopSession:
         seconds = time.perf_counter() - self._handed_at
         self._patience.answered(seconds, due.tokens)
         self.timing = HopTiming(seconds, reply.compute_ms / 1e3)
-        self.replied, self.passed_on, self.due = reply.step, reply.pushed, float("inf")
+        self.replied, self.passed_on = reply.step, reply.pushed
         # The newest one stays: if it was asked for twice, it may come twice.
         self._expected = {number: outputs for number, outputs in self._expected.items() if number >= reply.step}
+        handed = range(reply.step + 1, max(self.asked, self.pushed) + 1)
+        more = sum(outputs.tokens for number, outputs in self._expected.items() if number in handed)
+        self.due = time.perf_counter() + self._patience.allowed(more) if more else float("inf")
         self._void = {number for number in self._void if number > reply.step}
         self._heard(self, reply.step, outputs)
 
     def _refused(self, error: RemoteError) -> None:
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(error)
-        elif isinstance(error, RequestRefused) and self.asked < self.pushed:
-            # What was pushed to it was not right. Perhaps the server before is to blame: our copy will show.
-            self.pushed = self.asked
-        elif isinstance(error, RequestRefused) and all(n <= self.replied or n in self._void for n in self._expected):
-            pass  # of a step that was given up
+        elif isinstance(error, RequestRefused) and (self.asked < self.pushed or not self._is_asked):
+            # A step that was given up, or what was pushed to it was not right (perhaps before we heard of the push).
+            # The server before may be to blame: our copy will show.
+            self.pushed = min(self.pushed, self.asked)
         else:
             self._fail(error)
+
+    @property
+    def _is_asked(self) -> bool:
+        """Whether the answer to a step that this client itself has handed to the server is still due."""
+        return self.asked > self.replied and self.asked not in self._void
 
     def _fail(self, error: Exception) -> None:
         if self.error is None:

@@ -23,6 +23,9 @@ class HopState(Protocol):
     @property
     def error(self) -> Exception | None: ...
 
+    @property
+    def received(self) -> int: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Done:
@@ -74,7 +77,7 @@ def next_action(hops: Sequence[HopState], numbers: Sequence[int], now: float) ->
         number = next((number for number in numbers if number > hop.replied), None)
         if number is None:
             continue
-        there = index == 0 or hops[index - 1].replied >= number  # its input has come to this client
+        there = hop.received >= number
         handed = max(hop.asked, hop.pushed) >= number
         if there and not handed:
             return Deliver(index, number)

@@ -47,21 +47,29 @@ _Row = tuple[_Run, ...]
 
 
 class Record:
-    """The inputs of one hop."""
+    """The inputs of one hop.
+
+    Attributes:
+        last: number of the newest step that is in it, or was.
+    """
 
     def __init__(self) -> None:
+        self.last = -1
         self._rows: tuple[_Row, ...] = ()
         self._steps: dict[int, Step] = {}
         self._unfolded = 0
 
     def add(self, step: Step) -> None:
-        """Remember the newest step's input."""
-        self._steps[step.number] = step
-        self._unfolded += step.layout.tokens
+        """Remember the newest step's input. What is known of a step already stays: it may be folded."""
+        if step.number > self.last:
+            self.last = step.number
+            self._steps[step.number] = step
+            self._unfolded += step.layout.tokens
 
-    def add_replayed(self, layout: StepLayout, hidden: Packed) -> None:
-        """Append what went in during a replay; comes before all steps."""
-        self._rows = _extended(self._rows, Step(-1, layout, hidden))
+    def add_replayed(self, layout: StepLayout, hidden: Packed, done: int) -> None:
+        """Append what went in during a replay of the steps up to number `done`; comes before all steps."""
+        self.last = max(self.last, done)
+        self._rows = _extended(self._rows, Step(done, layout, hidden))
 
     def get(self, number: int) -> Step:
         """A step that has not been folded yet."""

@@ -1,0 +1,229 @@
+"""Chains of a client over real handlers in memory, on virtual time, with faults wherever a test wants them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from swarm.client.chain import Chain
+from swarm.client.packed import Manner, Packed
+from swarm.data_structures import Route, ServerInfo, Span, StepLayout, WireFormat
+from swarm.models.span import SpanModel
+from swarm.protocol import messages
+from swarm.protocol.compression import pack, unpack
+from swarm.routing.peer_health import Failure
+from swarm.routing.router import Router
+from swarm.server.handler import Handler
+from swarm.server.sessions import Sessions
+from swarm.transport.memory import MemoryHub, MemoryNetwork
+from swarm.transport.stream import Stream
+from tests.infos import server_info
+from tests.virtual_time import InlineRuntime
+
+CLIENT, REVISION = "client", "main"
+BLOCKS, HIDDEN = 6, 32
+MAX_LENGTH = 64
+TOLERANCE = 1e-4
+
+Frame = tuple[messages.Message, bytes | memoryview]
+Tamper = Callable[[messages.Message, bytes | memoryview], Frame]
+
+
+class Server:
+    """A real handler with a span of the model, and what it was sent.
+
+    Attributes:
+        tamper: changes what it sends to clients.
+        heard: messages that arrived, with the peers that sent them.
+    """
+
+    def __init__(self, hub: MemoryHub, model: SpanModel, info: ServerInfo, seconds: float) -> None:
+        self.info = info
+        self.runtime = InlineRuntime(seconds)
+        self.sessions = Sessions(1 << 16, time.monotonic)
+        self.network = MemoryNetwork(hub, info.peer_id)
+        runtime: Any = self.runtime
+        self.handler = Handler(self.network, model.narrowed(info.span), REVISION, self.sessions, runtime)
+        self.tamper: Tamper = lambda message, payload: (message, payload)
+        self.heard: list[tuple[str, messages.ClientMessage]] = []
+
+    async def serve(self, stream: Stream) -> None:
+        await self.handler(_Tapped(self, stream))
+
+    def count(self, kind: type) -> int:
+        """Messages of a kind that arrived."""
+        return sum(isinstance(message, kind) for _, message in self.heard)
+
+
+class _Tapped:
+    """A server's end of a stream, watched."""
+
+    def __init__(self, server: Server, stream: Stream) -> None:
+        self.peer_id = stream.peer_id
+        self._server = server
+        self._stream = stream
+
+    async def receive(self, max_payload: Any = 0) -> Any:
+        frame = await self._stream.receive(max_payload)
+        self._server.heard.append((self.peer_id, messages.decode_client(frame.header)))
+        return frame
+
+    async def send(self, message: messages.Message, payload: bytes | memoryview = b"") -> None:
+        await self._stream.send(*self._server.tamper(message, payload))
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+class RoutingPlanner:
+    """A planner that sees what the test announces, through a real router.
+
+    Attributes:
+        failures: who failed, and why.
+        routes: that were taken.
+    """
+
+    def __init__(self, announced: Callable[[], Sequence[ServerInfo]], patience: float) -> None:
+        self.patience = patience
+        self.router = Router()
+        self.failures: list[tuple[str, Exception]] = []
+        self.routes: list[str] = []
+        self.refreshed = 0
+        self._announced = announced
+
+    async def route(self, span: Span, before: str | None, after: str | None, max_length: int) -> Route:
+        if not self.refreshed:
+            await self.refresh()
+        return self.router.route(span, time.monotonic(), before=before, after=after, cache_tokens=max_length)
+
+    async def refresh(self) -> None:
+        self.refreshed += 1
+        self.router.update(self._announced())
+
+    def failed(self, peer_id: str, error: Exception) -> None:
+        self.failures.append((peer_id, error))
+        self.router.health.failed(peer_id, Failure.UNREACHABLE, time.monotonic())
+
+    def succeeded(self, peer_id: str) -> None:
+        self.router.health.succeeded(peer_id, time.monotonic())
+
+    def taken(self, route: Route) -> None:
+        self.routes.append(" ".join(f"{hop.span}@{hop.server.peer_id}" for hop in route.hops))
+
+
+OnMessage = Callable[[str, str, messages.Message], bool]
+"""Sees each message before it leaves: source, target, message. True loses it."""
+
+
+class Swarm:
+    """Servers of one model in memory, and one client.
+
+    Args:
+        model: all blocks.
+        servers: name -> (start, end). The first ones are the faster ones, which the router prefers.
+        patience: seconds that the client waits for blocks that nobody holds.
+        push: see `Manner`.
+        seconds: that a server computes for one step.
+    """
+
+    def __init__(
+        self,
+        model: SpanModel,
+        servers: dict[str, tuple[int, int]],
+        *,
+        patience: float = 3600.0,
+        push: bool = True,
+        seconds: float = 0.01,
+        wire: WireFormat = WireFormat.NONE,
+    ) -> None:
+        self.model = model
+        self.hub = MemoryHub(lambda source, target: 0.01, self._on_message)
+        self.network = MemoryNetwork(self.hub, CLIENT)
+        self.manner = Manner(REVISION, wire, 60.0, push)
+        self.announced: dict[str, ServerInfo] = {}
+        self.servers: dict[str, Server] = {}
+        self.planner = RoutingPlanner(lambda: list(self.announced.values()), patience)
+        self.on_message: OnMessage = lambda source, target, message: False
+        self._seconds = seconds
+        self._wanted = servers
+
+    async def start(self) -> None:
+        for name, (start, end) in self._wanted.items():
+            await self.add(name, start, end)
+
+    async def add(self, name: str, start: int, end: int) -> Server:
+        throughput = self.announced[name].throughput if name in self.announced else 1e4 * 0.5 ** len(self.announced)
+        info = server_info(start, end, name, throughput=throughput, forward_throughput=1e4)
+        self.announced[name] = info
+        server = self.servers[name] = Server(self.hub, self.model, info, self._seconds)
+        await server.network.serve(server.serve)
+        return server
+
+    def kill(self, name: str) -> None:
+        self.hub.kill(name)
+
+    def kill_soon(self, name: str, seconds: float = 0.015) -> None:
+        """Once what it has just sent has arrived."""
+        asyncio.get_running_loop().call_later(seconds, self.kill, name)
+
+    async def chain(self) -> Conversation:
+        chain = Chain(self.network, self.planner, self.manner, Span(0, BLOCKS), MAX_LENGTH)
+        await chain.open()
+        return Conversation(self.model, chain)
+
+    def _on_message(self, source: str, target: str, message: messages.Message) -> bool:
+        return self.on_message(source, target, message)
+
+
+@dataclass
+class Conversation:
+    """A chain, and what its outputs have to be: each row's whole history computed again by the undisturbed model."""
+
+    model: SpanModel
+    chain: Chain
+    histories: list[torch.Tensor] = field(default_factory=list)
+    caps: list[int] = field(default_factory=list)
+    """How far back the next step has to begin in each row, because of steps that were given up."""
+    random: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(history) for history in self.histories]
+
+    async def append(self, *counts: int) -> None:
+        """The next step, as many new tokens for each row."""
+        lengths = [*self.lengths, *[0] * len(counts)][: len(counts)]
+        await self.step(StepLayout(tuple(lengths), counts))
+
+    async def step(self, layout: StepLayout) -> None:
+        """A step whose outputs are checked. One that fails does not count."""
+        hidden = torch.randn(layout.tokens, HIDDEN, generator=self.random)
+        after = self._after(hidden, layout)
+        if layout.sources is None:
+            starts = dict(enumerate(layout.starts))
+            self.caps = [min(cap, starts.get(row, 0)) for row, cap in enumerate(self.caps)]
+        packed = Packed(pack(hidden, WireFormat.NONE), layout.tokens, HIDDEN, WireFormat.NONE, "float32")
+        result = await self.chain.step(packed, layout)
+        self.histories = after
+        self.caps = self.lengths
+        outputs = unpack(result.payload, result.tokens, HIDDEN, result.wire, result.dtype, torch.device("cpu"))
+        expected = torch.cat(
+            [
+                self.model.forward(history.unsqueeze(0))[0, len(history) - count :]
+                for history, count in zip(after, layout.counts, strict=True)
+                if count
+            ]
+        )
+        torch.testing.assert_close(outputs, expected, rtol=0, atol=TOLERANCE * max(1.0, float(expected.abs().max())))
+
+    def _after(self, hidden: torch.Tensor, layout: StepLayout) -> list[torch.Tensor]:
+        nothing = torch.empty(0, HIDDEN)
+        sources = layout.sources if layout.sources is not None else range(layout.rows)
+        pasts = [self.histories[source] if source < len(self.histories) else nothing for source in sources]
+        news = hidden.split(layout.counts)
+        return [torch.cat([past[:start], new]) for past, start, new in zip(pasts, layout.starts, news, strict=True)]
