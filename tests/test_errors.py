@@ -30,12 +30,32 @@ def test_an_unknown_code_is_the_servers_fault(code):
     assert type(errors.remote_error(code, "why")) is errors.ServerFault
 
 
-def test_the_tree_says_who_has_to_act():
-    for kind in (errors.WrongShape, errors.WrongDtype, errors.TooLong, errors.UnknownSession, errors.WrongPosition):
-        assert issubclass(kind, errors.RequestRefused)
-        assert not issubclass(kind, errors.ServerFault)
-    for kind in (errors.CacheFull, errors.ServerClosing):
-        assert issubclass(kind, errors.ServerFault)
+@pytest.mark.parametrize(
+    ("root", "kinds"),
+    [
+        (
+            errors.RequestRefused,
+            {
+                errors.WrongShape,
+                errors.WrongDtype,
+                errors.NotFinite,
+                errors.TooLong,
+                errors.UnknownSession,
+                errors.WrongPosition,
+                errors.WrongSpan,
+            },
+        ),
+        (errors.ServerFault, {errors.CacheFull, errors.ServerClosing}),
+        (errors.PeerLost, {errors.PeerSilent}),
+        (errors.ProtocolViolation, set()),
+    ],
+    ids=str,
+)
+def test_the_tree_says_who_has_to_act(root, kinds):
+    assert set(every(root)) == {root, *kinds}
+
+
+def test_what_goes_wrong_between_peers_is_not_the_persons_fault():
     assert not issubclass(errors.RemoteError, errors.UsageError)
     assert all(issubclass(kind, errors.SwarmError) for kind in every(errors.SwarmError))
 

@@ -23,6 +23,8 @@ from swarm.errors import WrongDtype, WrongShape
 BLOCK = 256
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SIXTEEN_BIT = {WireFormat.FLOAT16: "float16", WireFormat.BFLOAT16: "bfloat16"}
+_BFLOAT16_INFINITY = {"float32": 0x7F80, "bfloat16": 0x7F80, "float16": 0x4780}
+"""The bits of the least bfloat16, its sign taken away, that is infinite in each dtype."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -78,12 +80,13 @@ def unpack(
 
 
 def is_finite(payload: bytes | memoryview, values: int, wire: WireFormat, dtype: str) -> bool:
-    """True if none of the `values` numbers of a payload of the right length is NaN or infinite."""
-    if wire is WireFormat.BLOCKWISE8:  # every index means a finite share of a scale
-        return bool(np.isfinite(np.frombuffer(payload, np.float32, offset=values)).all()) if values else True
+    """True if none of the `values` numbers of a payload of the right length is NaN, or infinite once in `dtype`."""
+    if wire is WireFormat.BLOCKWISE8:  # every index means a share of a scale, at most all of it
+        scales = np.frombuffer(payload, np.float32, offset=values) if values else np.empty(0, np.float32)
+        return bool((np.abs(scales) <= torch.finfo(DTYPES[dtype]).max).all())
     name = _SIXTEEN_BIT.get(wire, dtype)
-    if name == "bfloat16":  # which numpy does not know: the upper half of a float32, infinite if its exponent is full
-        return bool((np.frombuffer(payload, np.uint16) & 0x7F80 != 0x7F80).all())
+    if name == "bfloat16":  # which numpy does not know: the upper half of a float32
+        return bool((np.frombuffer(payload, np.uint16) & 0x7FFF < _BFLOAT16_INFINITY[dtype]).all())
     return bool(np.isfinite(np.frombuffer(payload, np.dtype(name))).all())
 
 
@@ -108,7 +111,11 @@ def _pack_blockwise(hidden: torch.Tensor) -> bytes:
     if flat.numel() == 0:
         return b""
     indices, state = functional.quantize_blockwise(flat, code=_dynamic_map().to(flat.device), blocksize=BLOCK)
-    return bytes(_bytes_of(indices)) + bytes(_bytes_of(state.absmax.float()))
+    scales = state.absmax.float()
+    if flat.isnan().any():  # which would become an ordinary value, and nobody would know
+        blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
+        scales = scales.masked_fill(blocks.isnan().any(1), torch.nan)
+    return bytes(_bytes_of(indices)) + bytes(_bytes_of(scales))
 
 
 def _unpack_blockwise(payload: bytes | memoryview, values: int, device: torch.device) -> torch.Tensor:

@@ -194,8 +194,9 @@ class Handler:
         return messages.SessionOpened(conversation.session.next_step)
 
     def _link(self, session: Session, message: messages.Link) -> None:
+        self._sessions.check(session)  # nobody would end the link of a session that is forgotten
         session.unlink()
-        session.previous = message.previous
+        session.let_push(message.previous)
         if message.next is not None and message.next_session is not None:
             session.link = PushLink(self._network, session.peer_id, message.next, message.next_session)
 
@@ -245,7 +246,7 @@ class Handler:
 
     async def _pushed(self, peer_id: str, message: messages.PushRequest, payload: Bytes) -> tuple[None, Bytes]:
         """A step from the server before. Whatever comes of it concerns the client, not the one that pushed."""
-        session = self._sessions.pushed_by(peer_id, message.client, message.session_id)
+        session = await self._sessions.pushed_by(peer_id, message.client, message.session_id)
         reply: messages.Message | None
         output: Bytes
         try:

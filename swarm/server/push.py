@@ -44,6 +44,8 @@ class PushLink:
 
     async def push(self, step: messages.StepRequest, payload: bytes | memoryview) -> bool:
         """Hand a step on. False if that is impossible; True does not promise that it arrives."""
+        if self._broken:  # perhaps while it still connects
+            return False
         try:
             async with asyncio.timeout(CONNECT):
                 await self._connected.wait()
@@ -60,6 +62,7 @@ class PushLink:
     def close(self) -> None:
         """Push no more."""
         self._broken = True
+        self._connected.set()  # a push that waits need not wait any longer
         self._task.cancel()
         if self._stream is not None:
             self._stream.close()

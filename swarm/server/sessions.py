@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from swarm.data_structures import Span, WireFormat
@@ -20,6 +21,9 @@ from swarm.transport.stream import Stream
 
 GRACE = 30.0
 IDLE = 1800.0
+
+LINKING = 2.0
+"""Seconds that a push may be ahead of the client's word that it is allowed."""
 
 
 @dataclass
@@ -51,10 +55,25 @@ class Session:
     previous: str | None = None
     link: PushLink | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _linked: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def reserved(self) -> int:
         return self.rows * self.max_length
+
+    def let_push(self, previous: str | None) -> None:
+        """Take pushes from this peer and from no other."""
+        self.previous = previous
+        self._linked.set()
+        self._linked = asyncio.Event()
+
+    async def may_push(self, peer_id: str) -> bool:
+        """Whether the peer is allowed to push, or will be in `LINKING` seconds."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LINKING):
+                while self.previous != peer_id:
+                    await self._linked.wait()
+        return self.previous == peer_id
 
     def unlink(self) -> None:
         """Push no more."""
@@ -108,13 +127,13 @@ class Sessions:
         session.last_seen = self._now()
         return session
 
-    def pushed_by(self, previous: str, client: str, session_id: bytes) -> Session:
+    async def pushed_by(self, previous: str, client: str, session_id: bytes) -> Session:
         """The session of `client` into which the peer `previous` may push.
 
         Raises `UnknownSession`, also where only the pushing is not allowed: who may not push learns nothing.
         """
         session = self._sessions.get((client, session_id))
-        if session is None or session.previous != previous:
+        if session is None or not await session.may_push(previous):
             raise UnknownSession("there is no session here into which this peer may push")
         return session
 
@@ -122,10 +141,14 @@ class Sessions:
         """The connections of all sessions."""
         return [session.client for session in self._sessions.values() if session.client is not None]
 
-    def reserve(self, session: Session, rows: int) -> None:
-        """Make room for `rows` rows in all. Raises `CacheFull` and changes nothing if there is none."""
+    def check(self, session: Session) -> None:
+        """Raise `UnknownSession` if the session is not open any more."""
         if self._sessions.get((session.peer_id, session.session_id)) is not session:
             raise UnknownSession("the session has expired; open it again")
+
+    def reserve(self, session: Session, rows: int) -> None:
+        """Make room for `rows` rows in all. Raises `CacheFull` and changes nothing if there is none."""
+        self.check(session)
         more = (rows - session.rows) * session.max_length
         if more > 0:
             self.expire()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from swarm.data_structures import WireFormat
 from swarm.errors import WrongDtype, WrongShape
-from swarm.protocol.compression import BLOCK, DTYPES, dtype_name, pack, payload_length, unpack
+from swarm.protocol.compression import BLOCK, DTYPES, dtype_name, is_finite, pack, payload_length, unpack
 
 torch.set_num_threads(1)
 
@@ -167,3 +167,49 @@ def test_packing_needs_no_gradient():
     hidden = values(1, 4, "float32").requires_grad_()
     for wire in WireFormat:
         assert len(pack(hidden, wire)) == payload_length(4, wire, "float32")
+
+
+anything = st.floats(width=32) | st.sampled_from([math.inf, -math.inf, math.nan, 65504.0, 65519.0, 65520.0, -3.39e38])
+
+
+@given(st.lists(anything, max_size=300), st.sampled_from(WireFormat), st.sampled_from(list(DTYPES)))
+def test_whether_what_was_sent_is_finite_once_it_has_come(numbers, wire, dtype):
+    hidden = torch.tensor(numbers).view(1, -1).to(DTYPES[dtype])
+    payload = pack(hidden, wire)
+    came = unpack(payload, 1, len(numbers), wire, dtype, CPU)
+    assert is_finite(payload, len(numbers), wire, dtype) == bool(torch.isfinite(came).all())
+
+
+@given(
+    st.data(), st.sampled_from([WireFormat.NONE, WireFormat.FLOAT16, WireFormat.BFLOAT16]), st.sampled_from([*DTYPES])
+)
+def test_whether_any_bytes_are_finite(data, wire, dtype):
+    """Also bytes that no honest peer sends, such as a bfloat16 that is too large for the float16 it stands for."""
+    values = data.draw(st.integers(0, 20))
+    length = payload_length(values, wire, dtype)
+    payload = data.draw(st.binary(min_size=length, max_size=length))
+    came = unpack(payload, 1, values, wire, dtype, CPU)
+    assert is_finite(payload, values, wire, dtype) == bool(torch.isfinite(came).all())
+
+
+@given(st.integers(1, 600), st.data(), st.sampled_from([*DTYPES]))
+def test_blockwise_bytes_that_pass_are_finite(values, data, dtype):
+    """The other way round, a scale too large for the dtype is enough to be turned away, whatever its shares are."""
+    blocks = math.ceil(values / BLOCK)
+    scales = data.draw(st.lists(anything, min_size=blocks, max_size=blocks))
+    indices = data.draw(st.binary(min_size=values, max_size=values))
+    payload = memoryview(indices + struct.pack(f"<{blocks}f", *scales))
+    assert len(payload) == payload_length(values, WireFormat.BLOCKWISE8, dtype)
+    passes = is_finite(payload, values, WireFormat.BLOCKWISE8, dtype)
+    assert passes == all(abs(scale) <= torch.finfo(DTYPES[dtype]).max for scale in scales)
+    if passes:
+        assert torch.isfinite(unpack(payload, 1, values, WireFormat.BLOCKWISE8, dtype, CPU)).all()
+
+
+@pytest.mark.parametrize("wire", WireFormat)
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
+def test_one_bad_value_among_many_is_found(wire, number):
+    hidden = values(3, 300, "float32")
+    assert is_finite(pack(hidden, wire), hidden.numel(), wire, "float32")
+    hidden[1, 7] = number
+    assert not is_finite(pack(hidden, wire), hidden.numel(), wire, "float32")

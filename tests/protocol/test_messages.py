@@ -21,15 +21,7 @@ rows = st.lists(counts, min_size=1, max_size=20)
 names = st.text(max_size=256)
 formats = st.sampled_from(WireFormat)
 milliseconds = st.floats(0, 1e9)
-opens = st.builds(
-    messages.OpenSession,
-    session_id=st.binary(min_size=16, max_size=16),
-    revision=names,
-    start=counts,
-    end=counts,
-    max_length=st.integers(1, 2**24),
-    reply_format=formats,
-)
+session_ids = st.binary(min_size=16, max_size=16)
 steps = st.builds(
     messages.StepRequest,
     step=counts,
@@ -38,28 +30,71 @@ steps = st.builds(
     format=formats,
     dtype=names,
     sources=st.none() | rows,
+    offsets=st.none() | rows,
 )
-forwards = st.builds(
-    messages.ForwardRequest,
-    revision=names,
-    start=counts,
-    end=counts,
-    counts=rows,
-    format=formats,
-    dtype=names,
-    reply_format=formats,
-)
-client_messages = st.one_of(opens, steps, forwards, st.just(messages.CloseSession()), st.just(messages.InfoRequest()))
-server_messages = st.one_of(
-    st.builds(messages.SessionOpened, next_step=counts),
-    st.builds(messages.StepReply, step=counts, format=formats, dtype=names, compute_ms=milliseconds),
-    st.builds(messages.ForwardReply, format=formats, dtype=names, compute_ms=milliseconds),
-    st.builds(messages.InfoReply, start=counts, end=counts, cache_tokens_free=counts, sessions=counts, version=names),
-    st.builds(messages.Refusal, code=names, message=st.text(max_size=2000)),
-)
+CLIENT_MESSAGES: dict[type, st.SearchStrategy[messages.ClientMessage]] = {
+    messages.OpenSession: st.builds(
+        messages.OpenSession,
+        session_id=session_ids,
+        revision=names,
+        start=counts,
+        end=counts,
+        max_length=st.integers(1, 2**24),
+        reply_format=formats,
+    ),
+    messages.Link: st.builds(
+        messages.Link, previous=st.none() | names, next=st.none() | names, next_session=st.none() | session_ids
+    ),
+    messages.StepRequest: steps,
+    messages.PushRequest: st.builds(messages.PushRequest, client=names, session_id=session_ids, step=steps),
+    messages.ReplayRequest: st.builds(
+        messages.ReplayRequest,
+        next_step=counts,
+        starts=rows,
+        counts=rows,
+        format=formats,
+        dtype=names,
+        offsets=st.none() | rows,
+        want_outputs=st.booleans(),
+    ),
+    messages.CloseSession: st.just(messages.CloseSession()),
+    messages.ForwardRequest: st.builds(
+        messages.ForwardRequest,
+        revision=names,
+        start=counts,
+        end=counts,
+        counts=rows,
+        format=formats,
+        dtype=names,
+        reply_format=formats,
+        offsets=st.none() | rows,
+    ),
+    messages.InfoRequest: st.just(messages.InfoRequest()),
+    messages.ProbeRequest: st.builds(messages.ProbeRequest, reply_bytes=st.integers(0, messages.MAX_PROBE)),
+}
+SERVER_MESSAGES: dict[type, st.SearchStrategy[messages.ServerMessage]] = {
+    messages.SessionOpened: st.builds(messages.SessionOpened, next_step=counts),
+    messages.StepReply: st.builds(
+        messages.StepReply, step=counts, format=formats, dtype=names, compute_ms=milliseconds, pushed=st.booleans()
+    ),
+    messages.ReplayReply: st.builds(messages.ReplayReply, format=formats, dtype=names, compute_ms=milliseconds),
+    messages.ForwardReply: st.builds(messages.ForwardReply, format=formats, dtype=names, compute_ms=milliseconds),
+    messages.InfoReply: st.builds(
+        messages.InfoReply, start=counts, end=counts, cache_tokens_free=counts, sessions=counts, version=names
+    ),
+    messages.ProbeReply: st.just(messages.ProbeReply()),
+    messages.Refusal: st.builds(messages.Refusal, code=names, message=st.text(max_size=2000)),
+}
+client_messages = st.one_of(*CLIENT_MESSAGES.values())
+server_messages = st.one_of(*SERVER_MESSAGES.values())
 
 OPEN = ["OpenSession", b"0123456789abcdef", "main", 0, 3, 64, "none"]
 STEP = ["StepRequest", 0, [0, 4], [2, 1], "none", "float32", None]
+REPLY = ["StepReply", 0, "none", "float32", 1.5, True]
+LINK = ["Link", "before", "behind", b"0123456789abcdef"]
+PUSH = ["PushRequest", "client", b"0123456789abcdef", STEP]
+REPLAY = ["ReplayRequest", 7, [0, 4], [2, 0], "none", "float32", None, True]
+PROBE = ["ProbeRequest", 1000]
 FORWARD = ["ForwardRequest", "main", 0, 3, [2, 1], "none", "float32", "none"]
 
 
@@ -71,6 +106,11 @@ def refused_by_all(data: bytes) -> None:
     for decode in (messages.decode_client, messages.decode_server):
         with pytest.raises(ProtocolViolation):
             decode(data)
+
+
+def test_no_kind_of_message_is_left_out_here():
+    assert list(CLIENT_MESSAGES) == CLIENT
+    assert list(SERVER_MESSAGES) == SERVER
 
 
 @given(client_messages)
@@ -91,6 +131,12 @@ def test_the_samples_are_right_before_they_are_spoiled():
     assert messages.decode_client(changed(OPEN, 4, 3)) == messages.OpenSession(*OPEN[1:])
     assert messages.decode_client(changed(STEP, 1, 0)) == messages.StepRequest(*STEP[1:])
     assert messages.decode_client(changed(FORWARD, 2, 0)) == messages.ForwardRequest(*FORWARD[1:])
+    assert messages.decode_client(changed(LINK, 1, "before")) == messages.Link(*LINK[1:])
+    pushed = messages.decode_client(changed(PUSH, 1, "client"))
+    assert pushed == messages.PushRequest("client", b"0123456789abcdef", messages.StepRequest(*STEP[1:]))
+    assert messages.decode_client(changed(REPLAY, 1, 7)) == messages.ReplayRequest(*REPLAY[1:])
+    assert messages.decode_client(changed(PROBE, 1, 1000)) == messages.ProbeRequest(1000)
+    assert messages.decode_server(changed(REPLY, 1, 0)) == messages.StepReply(*REPLY[1:])
 
 
 @given(client_messages)
@@ -199,6 +245,32 @@ def test_no_message_at_all(data):
         pytest.param(changed(STEP, 5, b"float32"), id="dtype as bytes"),
         pytest.param(changed(FORWARD, 4, [1] * (MAX_ROWS + 1)), id="too many sequences"),
         pytest.param(changed(FORWARD, 4, [[1]]), id="nested counts"),
+        pytest.param(changed(STEP, 1, 2**31), id="step beyond any"),
+        pytest.param(changed(LINK, 1, "p" * 257), id="name too long"),
+        pytest.param(changed(LINK, 2, b"behind"), id="name as bytes"),
+        pytest.param(changed(LINK, 3, b"short"), id="next session too short"),
+        pytest.param(changed(LINK, 3, ""), id="next session as text"),
+        pytest.param(msgspec.msgpack.encode(LINK[:-1]), id="link without a session"),
+        pytest.param(changed(PUSH, 1, None), id="push for nobody"),
+        pytest.param(changed(PUSH, 1, "c" * 257), id="client's name too long"),
+        pytest.param(changed(PUSH, 2, b"x" * 17), id="push into too long a session id"),
+        pytest.param(changed(PUSH, 3, None), id="push of nothing"),
+        pytest.param(changed(PUSH, 3, OPEN), id="push of another message"),
+        pytest.param(changed(PUSH, 3, PUSH), id="push of a push"),
+        pytest.param(changed(PUSH, 3, [*STEP[:3], [-1], *STEP[4:]]), id="push of a wrong step"),
+        pytest.param(changed(PUSH, 3, [*STEP[:3], [1] * (MAX_ROWS + 1), *STEP[4:]]), id="push of too many rows"),
+        pytest.param(changed(REPLAY, 1, -1), id="negative next step"),
+        pytest.param(changed(REPLAY, 1, 2**31), id="next step beyond any"),
+        pytest.param(changed(REPLAY, 2, []), id="replay without starts"),
+        pytest.param(changed(REPLAY, 3, [1] * (MAX_ROWS + 1)), id="replay of too many rows"),
+        pytest.param(changed(REPLAY, 6, []), id="replay with no offsets"),
+        pytest.param(changed(REPLAY, 7, 1), id="wanted is a number"),
+        pytest.param(msgspec.msgpack.encode(REPLAY[:-1]), id="replay that wants neither"),
+        pytest.param(changed(PROBE, 1, -1), id="negative bytes wanted"),
+        pytest.param(changed(PROBE, 1, messages.MAX_PROBE + 1), id="more bytes wanted than a probe may carry"),
+        pytest.param(changed(REPLY, 5, 1), id="pushed is a number"),
+        pytest.param(msgspec.msgpack.encode(["ProbeReply", 0]), id="probe reply with a field"),
+        pytest.param(changed(["ReplayReply", "none", "float32", 1.5], 3, -1.0), id="replay took negative time"),
         pytest.param(msgspec.msgpack.encode(["InfoRequest", 1]), id="info with a field"),
         pytest.param(msgspec.msgpack.encode(["CloseSession", None]), id="close with a field"),
     ],
@@ -222,6 +294,7 @@ def test_as_many_rows_as_are_allowed():
 def test_a_time_that_cannot_be(number):
     for message in (
         messages.StepReply(0, WireFormat.NONE, "float32", number),
+        messages.ReplayReply(WireFormat.NONE, "float32", number),
         messages.ForwardReply(WireFormat.NONE, "float32", number),
     ):
         refused_by_all(messages.encode(message))

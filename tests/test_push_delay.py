@@ -1,0 +1,266 @@
+"""What a token costs where the network is slow: real servers and a real client, on a clock that only delays move.
+
+With push a step travels from server to server and comes back once: N + 1 one-way delays for N servers. Without it every
+server is asked by the client: 2 N.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from swarm.client.chain import Chain
+from swarm.client.packed import Manner, Packed
+from swarm.data_structures import Hop, Route, Span, StepLayout, WireFormat
+from swarm.models.checkpoint import open_checkpoint
+from swarm.models.span import SpanModel, load_span
+from swarm.protocol import messages
+from swarm.protocol.compression import pack, unpack
+from swarm.server.handler import Handler
+from swarm.server.sessions import Sessions
+from swarm.transport.memory import MemoryHub, MemoryNetwork
+from tests import virtual_time, zoo
+from tests.infos import server_info
+from tests.virtual_time import InlineRuntime
+
+DELAY, JUDGED = 0.05, 1.15
+CPU = torch.device("cpu")
+PROMPT = zoo.PROMPTS[0]
+TOKENS = 8
+
+
+def slow(source: str, target: str) -> float:
+    return DELAY
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return zoo.make_checkpoint("llama", tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="module")
+def local(folder) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def whole(folder) -> SpanModel:
+    return load_span(open_checkpoint(folder), Span(0, zoo.BLOCKS), dtype=torch.float32, device=CPU)
+
+
+class FixedRoute:
+    """A planner that knows one route and nothing else."""
+
+    patience = 0.0
+
+    def __init__(self, route: Route) -> None:
+        self._route = route
+        self.failures: list[str] = []
+
+    async def route(self, span: Span, before: str | None, after: str | None, max_length: int) -> Route:
+        return self._route
+
+    async def refresh(self) -> None: ...
+
+    def failed(self, peer_id: str, error: Exception) -> None:
+        self.failures.append(f"{peer_id}: {error}")
+
+    def succeeded(self, peer_id: str) -> None: ...
+
+    def taken(self, route: Route) -> None: ...
+
+
+class Swarm:
+    """`servers` real servers, "server 0" and so on, and one client.
+
+    Attributes:
+        sent: how often each pair sent which kind of message.
+    """
+
+    def __init__(self, whole: SpanModel, local: Any, servers: int, **options: Any) -> None:
+        self.sent: Counter[tuple[str, str, type]] = Counter()
+        self.loses: Callable[[str, str, messages.Message], bool] = lambda *message: False
+        self.hub = MemoryHub(options.pop("delay", slow), self._watch)
+        edges = [round(zoo.BLOCKS * number / servers) for number in range(servers + 1)]
+        spans = list(itertools.starmap(Span, itertools.pairwise(edges)))
+        self.names = [f"server {number}" for number in range(servers)]
+        for name, span in zip(self.names, spans, strict=True):
+            self._add(name, whole.narrowed(span))
+        hops = tuple(
+            Hop(server_info(span.start, span.end, name, throughput=1e4), span)
+            for name, span in zip(self.names, spans, strict=True)
+        )
+        self.planner = FixedRoute(Route(hops))
+        manner = Manner("main", WireFormat.NONE, 60.0, **options)
+        network = MemoryNetwork(self.hub, "client")
+        self.chain = Chain(network, self.planner, manner, Span(0, zoo.BLOCKS), 64)
+        self._local = local
+        self._length = 0
+
+    def _add(self, name: str, model: SpanModel) -> None:
+        loop = asyncio.get_running_loop()
+        network, runtime = MemoryNetwork(self.hub, name), InlineRuntime()
+        self.hub.handlers[name] = Handler(network, model, "main", Sessions(1024, loop.time), runtime)
+
+    def _watch(self, source: str, target: str, message: messages.Message) -> bool:
+        self.sent[source, target, type(message)] += 1
+        return self.loses(source, target, message)
+
+    @torch.inference_mode()
+    async def feed(self, ids: list[int]) -> int:
+        """The next token, greedily, after these."""
+        hidden_TH = self._local.model.embed_tokens(torch.tensor(ids))
+        packed = Packed(pack(hidden_TH, WireFormat.NONE), len(ids), hidden_TH.shape[1], WireFormat.NONE, "float32")
+        output = await self.chain.step(packed, StepLayout((self._length,), (len(ids),)))
+        self._length += len(ids)
+        last_H = unpack(output.payload, len(ids), hidden_TH.shape[1], output.wire, output.dtype, CPU)[-1]
+        return int(self._local.lm_head(self._local.model.norm(last_H)).argmax())
+
+    async def generate(self) -> tuple[list[int], list[float]]:
+        """Tokens after the prompt, and how long each of them took; the first one's time is the prompt's."""
+        loop = asyncio.get_running_loop()
+        tokens: list[int] = []
+        seconds: list[float] = []
+        fed = list(PROMPT)
+        for _ in range(TOKENS):
+            began = loop.time()
+            fed = [await self.feed(fed)]
+            tokens += fed
+            seconds.append(loop.time() - began)
+        return tokens, seconds
+
+
+def run(swarm: Callable[[], Swarm], scenario: Callable[[Swarm], Awaitable[None]]) -> None:
+    async def whole() -> None:
+        one = swarm()
+        await one.chain.open()
+        await scenario(one)
+        await one.chain.close()
+        await one.hub.close()
+
+    virtual_time.run(whole)
+
+
+@pytest.fixture(scope="module")
+def expected(local) -> list[int]:
+    with torch.inference_mode():
+        prompt = torch.tensor([PROMPT])
+        return local.generate(prompt, max_new_tokens=TOKENS, do_sample=False)[0, len(PROMPT) :].tolist()
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3, 4])
+@pytest.mark.parametrize("push", [True, False], ids=["push", "no push"])
+def test_one_way_delays_of_a_token(whole, local, expected, servers, push):
+    async def scenario(swarm):
+        tokens, (first, *seconds) = await swarm.generate()
+        assert tokens == expected
+        ideal = (servers + 1 if push else 2 * servers) * DELAY
+        assert seconds == [pytest.approx(ideal, abs=1e-6)] * (TOKENS - 1)
+        assert max(seconds) <= JUDGED * ideal
+        # The first push also waits for its connection: a round trip beyond the one that brings the prompt.
+        assert first <= ideal + (servers - 1) * 2 * DELAY + 1e-6
+        assert swarm.planner.failures == []
+
+    run(lambda: Swarm(whole, local, servers, push=push), scenario)
+
+
+def test_each_step_is_handed_on_once_and_the_client_delivers_only_to_the_first(whole, local):
+    async def scenario(swarm):
+        await swarm.generate()
+        await asyncio.sleep(1)
+        for number, name in enumerate(swarm.names):
+            delivered = swarm.sent["client", name, messages.StepRequest]
+            assert delivered == (TOKENS if number == 0 else 0)
+            assert swarm.sent[name, "client", messages.StepReply] == TOKENS
+        for one, other in itertools.pairwise(swarm.names):
+            assert swarm.sent[one, other, messages.PushRequest] == TOKENS
+            assert swarm.sent[other, one, messages.Refusal] == 0
+
+    run(lambda: Swarm(whole, local, 4), scenario)
+
+
+def test_the_record_of_every_hop_is_complete(whole, local):
+    """What is replayed to a server that takes another's place is exactly what the other was sent."""
+
+    async def scenario(swarm):
+        tokens, _ = await swarm.generate()
+        await asyncio.sleep(1)
+        with torch.inference_mode():
+            hidden_TH = local.model.embed_tokens(torch.tensor([*PROMPT, *tokens[:-1]]))
+        for hop in swarm.chain._hops:
+            assert hop.replied == TOKENS - 1
+            parts = []
+            for layout, packed in hop.record.replay(hop.replied):
+                assert layout.starts == (sum(map(len, parts)),)
+                parts.append(unpack(packed.payload, packed.tokens, packed.hidden_size, packed.wire, packed.dtype, CPU))
+            torch.testing.assert_close(torch.cat(parts), hidden_TH, rtol=1e-4, atol=1e-4)
+            hidden_TH = whole.narrowed(hop.hop.span).forward(hidden_TH.unsqueeze(0))[0]
+
+    run(lambda: Swarm(whole, local, 4), scenario)
+
+
+def test_a_pair_that_cannot_reach_each_other(whole, local, expected):
+    """The client delivers what cannot be pushed: one delay more for that hop, and nobody is blamed."""
+
+    async def scenario(swarm):
+        tokens, (_, *seconds) = await swarm.generate()
+        assert tokens == expected
+        assert seconds == [pytest.approx(6 * DELAY)] * (TOKENS - 1)
+        assert swarm.sent["client", "server 2", messages.StepRequest] == TOKENS
+        assert swarm.sent["client", "server 1", messages.StepRequest] == 0
+        assert swarm.planner.failures == []
+
+    def broken() -> Swarm:
+        swarm = Swarm(whole, local, 4)
+        connect = swarm.hub.connect
+
+        async def partitioned(source, target):
+            return await connect(source, "nobody" if (source, target) == ("server 1", "server 2") else target)
+
+        swarm.hub.connect = partitioned
+        return swarm
+
+    run(broken, scenario)
+
+
+def test_a_push_that_is_lost_is_noticed_and_made_up_for(whole, local, expected):
+    async def scenario(swarm):
+        pushes = itertools.count()
+        swarm.loses = lambda source, target, message: (
+            (source, target) == ("server 1", "server 2") and type(message) is messages.PushRequest and next(pushes) == 3
+        )
+        tokens, seconds = await swarm.generate()
+        assert tokens == expected
+        (late,) = [number for number, time in enumerate(seconds) if number and time > JUDGED * 5 * DELAY]
+        assert late == 3
+        assert seconds[late] < 10
+        assert swarm.sent["client", "server 2", messages.StepRequest] == 1
+        assert swarm.planner.failures == []
+
+    run(lambda: Swarm(whole, local, 4), scenario)
+
+
+def test_a_push_that_comes_before_its_link(whole, local, expected):
+    """A server behind a slow line to the client learns late who may push to it."""
+
+    def crooked(source: str, target: str) -> float:
+        return 0.5 if {source, target} == {"client", "server 2"} else 0.01
+
+    async def scenario(swarm):
+        tokens, (first, *seconds) = await swarm.generate()
+        assert tokens == expected
+        assert first == pytest.approx(
+            0.54
+        )  # the push waits for the link; then "server 2" connects, pushes, is answered
+        assert seconds == [pytest.approx(0.05)] * (TOKENS - 1)  # nobody waits for the copies on the slow line
+        assert swarm.planner.failures == []
+
+    run(lambda: Swarm(whole, local, 4, delay=crooked), scenario)
