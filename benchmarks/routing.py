@@ -8,6 +8,7 @@ swarm, which tries all pairs at every boundary; at a few hundred servers it is c
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import random
 import statistics
@@ -25,12 +26,15 @@ SIDE = 0.2
 SESSION = Demand(cache_tokens=4096)
 
 
-def random_swarm(rng: random.Random, servers: int, blocks: int, announced: int, pinged: int) -> Snapshot:
+def random_swarm(
+    rng: random.Random, servers: int, blocks: int, announced: int, pinged: int, speed: float = 400
+) -> Snapshot:
     """A swarm as a client sees it, all blocks held by somebody.
 
     Args:
         announced: round trips that each server announces.
         pinged: servers that the client has measured.
+        speed: median blocks a second.
     """
     places = [(rng.random(), rng.random()) for _ in range(servers)]
     access = [rng.lognormvariate(math.log(0.008), 0.8) for _ in range(servers)]
@@ -46,7 +50,7 @@ def random_swarm(rng: random.Random, servers: int, blocks: int, announced: int, 
             (peer_ids[o].decode(), SIDE * math.dist(places[number], places[o]) + access[number] + access[o])
             for o in others
         )
-        throughput = rng.lognormvariate(math.log(400), 0.7)
+        throughput = rng.lognormvariate(math.log(speed), 0.7)
         return ServerInfo(
             peer_id=peer_ids[number].decode(),
             span=spans[number],
@@ -91,30 +95,22 @@ def _summary(values: list[float], form: str) -> str:
     return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
-def measure(servers: int, blocks: int, announced: int, pinged: int, swarms: int, reference: bool) -> str:
-    """One row of the table: medians and ranges over random swarms."""
-    wanted = Span(0, blocks)
-    fresh, again, ratios = [], [], []
-    for seed in range(swarms):
-        snapshot = random_swarm(random.Random(seed), servers, blocks, announced, pinged)
-        fresh.append(_timed(lambda known=snapshot: find_route(known, wanted, SESSION)))
-        again.append(_timed(lambda known=snapshot: find_route(known, wanted, SESSION)))
-        found = route_seconds(snapshot, find_route(snapshot, wanted, SESSION), SESSION)
+def measure(swarms: list[Snapshot], wanted: Span, reference: bool) -> list[str]:
+    """Cells of one row: medians and ranges over the swarms."""
+    index, route, ratios = [], [], []
+    first_block = Span(wanted.start, wanted.start + 1)
+    for snapshot in swarms:
+        known = Snapshot(snapshot.servers, snapshot.round_trips)
+        index.append(_timed(lambda known=known: (known.links, find_route(known, first_block, SESSION))))
+        route.append(_timed(lambda known=known: find_route(known, wanted, SESSION)))
         if reference:
-            best = shortest_path(snapshot, wanted, SESSION)
+            best = shortest_path(known, wanted, SESSION)
         else:
-            best = find_route(snapshot, wanted, SESSION, width=servers)
-        ratios.append(found / route_seconds(snapshot, best, SESSION))
-    cells = [
-        servers,
-        blocks,
-        announced,
-        pinged,
-        _summary(fresh, ".0f"),
-        _summary(again, ".0f"),
-        _summary(ratios, ".4f"),
-    ]
-    return f"| {' | '.join(map(str, cells))} | {'reference' if reference else 'full beam'} |"
+            best = find_route(known, wanted, SESSION, width=len(known))
+        found = route_seconds(known, find_route(known, wanted, SESSION), SESSION)
+        ratios.append(found / route_seconds(known, best, SESSION))
+    both = [one + other for one, other in zip(index, route, strict=True)]
+    return [_summary(index, ".0f"), _summary(route, ".0f"), _summary(both, ".0f"), _summary(ratios, ".4f")]
 
 
 def main() -> None:
@@ -123,13 +119,20 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=80)
     parser.add_argument("--swarms", type=int, default=7, help="random swarms for each row")
     options = parser.parse_args()
+    few, many = min(300, options.servers), options.servers
     print(", ".join(f"{key} {value}" for key, value in describe().items()))
-    print("| servers | blocks | announced | pinged | ms, new snapshot | ms, again | cost / exact cost | exact by |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    few, size = min(300, options.servers), options.servers
-    print(measure(few, options.blocks, 16, 32, options.swarms, reference=True), flush=True)
-    for announced, pinged in ((16, 32), (16, size), (64, 32), (64, size)):
-        print(measure(size, options.blocks, announced, pinged, options.swarms, reference=False), flush=True)
+    print("| servers | announced | pinged | blocks/s | ms index | ms route | ms both | cost / exact cost | exact by |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    rows = [(few, 16, 32, 400), *itertools.product([many], [16, 64], [32, many], [400, 8000])]
+    for servers, announced, pinged, speed in rows:
+        swarms = [
+            random_swarm(random.Random(seed), servers, options.blocks, announced, pinged, speed)
+            for seed in range(options.swarms)
+        ]
+        reference = servers <= 300
+        cells = measure(swarms, Span(0, options.blocks), reference)
+        cells += ["reference" if reference else "full beam"]
+        print(f"| {servers} | {announced} | {pinged} | {speed} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

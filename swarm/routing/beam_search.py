@@ -1,9 +1,10 @@
 """The route of least expected time, found fast: beam search over block boundaries (Petals, section 3.2).
 
-Travel depends on pairs of servers, so an exact search has to look at all pairs at every boundary, a million of them for
-each block of a large swarm. Here every server that holds the block keeps its best way of having computed it, which
-costs nothing; but only the servers of the beam are tried as the ones that a step leaves. With a beam as wide as the
-swarm the search is exact, and equal to `swarm.routing.shortest_path`.
+Travel depends on pairs of servers, so an exact search has to look at all pairs at every boundary, a million of them
+for each block of a large swarm. But only few pairs were measured. Those announced ways are all tried. Where travel has
+to be estimated, one server is left about as easily as another, and only the cheapest so far, the beam, are tried. And
+each server that holds the block keeps its best way of having computed it, so staying is always possible. With a beam as
+wide as the swarm the search is exact, and equal to `swarm.routing.shortest_path`.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import numpy as np
 
 from swarm.data_structures import Route, Span
 from swarm.routing.cost_model import CostModel, Demand, as_route, check_held
-from swarm.routing.snapshot import Flags, Floats, Indices, Snapshot
+from swarm.routing.snapshot import Floats, Indices, Snapshot
 
-WIDTH = 16
-"""Servers that a step is tried to leave at a boundary, and as many of those whose span ends there."""
+WIDTH = 32
+"""Servers of the beam. `python -m benchmarks.routing` shows what it costs and loses."""
 
 
 class _Boundary(NamedTuple):
@@ -47,9 +48,9 @@ def find_route(snapshot: Snapshot, wanted: Span, demand: Demand | None = None, *
     spent[holders] = costs.arrive(holders) + costs.enter[holders] + costs.block[holders]
     came_from: list[_Boundary] = []
     for block in range(wanted.start + 1, wanted.end):
-        sources = _beam(spent, holders, snapshot.ends[holders] == block, width)
+        beam = _beam(spent, holders, width)
         holders = costs.holders(block)
-        arrived, origins = _switch(costs, spent, sources, holders)
+        arrived, origins = _switch(costs, spent, beam, holders, block)
         stayed = spent[holders]
         stays = stayed <= arrived
         spent = np.full(len(snapshot), np.inf)
@@ -59,22 +60,34 @@ def find_route(snapshot: Snapshot, wanted: Span, demand: Demand | None = None, *
     return as_route(snapshot, wanted, _walk_back(came_from, last))
 
 
-def _beam(spent: Floats, holders: Indices, ending: Flags, width: int) -> Indices:
-    """The servers worth leaving: the `width` cheapest, and as many of those that have to be left here."""
-    return np.union1d(_cheapest(spent, holders, width), _cheapest(spent, holders[ending], width))
+def _beam(spent: Floats, holders: Indices, width: int) -> Indices:
+    """The servers worth leaving: the cheapest so far."""
+    if len(holders) <= width:
+        return holders
+    return holders[np.argpartition(spent[holders], width)[:width]]
 
 
-def _cheapest(spent: Floats, servers: Indices, width: int) -> Indices:
-    if len(servers) <= width:
-        return servers
-    return servers[np.argpartition(spent[servers], width)[:width]]
-
-
-def _switch(costs: CostModel, spent: Floats, sources: Indices, targets: Indices) -> tuple[Floats, Indices]:
-    """Least seconds until each target begins to compute, coming from a source; and that source, [targets] each."""
-    through = spent[sources][:, None] + costs.travel(sources, targets)
+def _switch(costs: CostModel, spent: Floats, beam: Indices, targets: Indices, boundary: int) -> tuple[Floats, Indices]:
+    """Least seconds until each target begins to compute, coming from another server, and which, [targets] each."""
+    through = spent[beam][:, None] + costs.estimated_travel(beam, targets)  # [beam, targets]
+    # Announced ways that can matter: those of the beam replace estimates, the others have to beat the worst of them.
+    links = costs.snapshot.links
+    at = links.at(boundary)
+    left = spent[links.sources[at]]
+    announced = left + links.seconds[at]
+    useful = np.flatnonzero((left <= np.max(spent[beam])) | (announced <= np.max(np.min(through, axis=0))))
+    announced, sources, ends = announced[useful], links.sources[at[useful]], links.targets[at[useful]]
+    rows, columns = costs.places(beam)[sources], costs.places(targets)[ends]
+    known = (rows >= 0) & (columns >= 0)
+    through[rows[known], columns[known]] = announced[known]
     best = np.argmin(through, axis=0)
-    return through[best, np.arange(len(targets))] + costs.enter[targets], sources[best]
+    origins = beam[best]
+    arrived = np.full(len(spent), np.inf)
+    arrived[targets] = through[best, np.arange(len(targets))]
+    np.minimum.at(arrived, ends, announced)
+    taken = (columns >= 0) & (announced == arrived[ends])
+    origins[columns[taken]] = sources[taken]
+    return arrived[targets] + costs.enter[targets], origins
 
 
 def _walk_back(boundaries: list[_Boundary], last: int) -> list[int]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from swarm.data_structures import Hop, Route, Span
 from swarm.errors import MissingBlocks
-from swarm.routing.snapshot import Flags, Floats, Indices, Snapshot
+from swarm.routing.snapshot import LONGEST, Flags, Floats, Indices, Snapshot
 
 CACHE_PENALTY = 100.0
 """Seconds for a server whose free cache is too small for the session: more than any step that somebody waits for, but
@@ -26,9 +26,6 @@ not infinite. The room may be free again by the time the session is opened."""
 
 SLOWEST = 1e-6
 """Blocks (or tokens on a link) per second below which nobody is taken to be: keeps 1 / rate far from overflowing."""
-
-LONGEST = 1e6
-"""Seconds that a round trip, a queue or a penalty counts at most."""
 
 
 @dataclass(frozen=True)
@@ -79,24 +76,32 @@ class CostModel:
         return np.flatnonzero(self.snapshot.holders(block) & self.usable)
 
     def travel(self, sources: Indices, targets: Indices) -> Floats:
-        """One-way seconds from each source to each target, [sources, targets].
+        """One-way seconds from each source to each target, [sources, targets]: announced, or else estimated."""
+        seconds = self.estimated_travel(sources, targets)
+        links = self.snapshot.links
+        rows = self.places(sources)[links.sources]
+        columns = self.places(targets)[links.targets]
+        both = (rows >= 0) & (columns >= 0)
+        seconds[rows[both], columns[both]] = links.seconds[both]
+        return seconds
 
-        What the source announced, else the longer one of both servers' round trips to the client: by the triangle
-        inequality the truth lies between their difference and their sum, and the longer one is the middle.
+    def estimated_travel(self, sources: Indices, targets: Indices) -> Floats:
+        """One-way seconds where nobody announced them, [sources, targets]; 0 from a server to itself.
+
+        The longer one of both servers' round trips to the client: by the triangle inequality the truth lies between
+        their difference and their sum, and the longer one is the middle.
         """
         seconds: Floats = np.maximum(self._half_client[sources][:, None], self._half_client[targets])
-        # column[i]: where target i stands; -1 for those that are none, and for number -1, which nobody has.
-        column = np.full(len(self.snapshot) + 1, -1)
-        column[targets] = np.arange(len(targets))
-        neighbours = [self.snapshot.neighbours(source) for source in sources.tolist()]
-        rows = np.repeat(np.arange(len(sources)), [len(known.servers) for known in neighbours])
-        columns = column[np.concatenate([known.servers for known in neighbours])]
-        announced = np.concatenate([known.seconds for known in neighbours])
-        held = columns >= 0
-        seconds[rows[held], columns[held]] = np.minimum(announced[held], LONGEST) / 2
-        same = np.flatnonzero(column[sources] >= 0)
-        seconds[same, column[sources[same]]] = 0.0
+        columns = self.places(targets)[sources]
+        same = np.flatnonzero(columns >= 0)
+        seconds[same, columns[same]] = 0.0
         return seconds
+
+    def places(self, servers: Indices) -> Indices:
+        """Where each server of the snapshot stands in `servers`, -1 for those that do not, [S]."""
+        places = np.full(len(self.snapshot), -1)
+        places[servers] = np.arange(len(servers))
+        return places
 
     def arrive(self, targets: Indices) -> Floats:
         """One-way seconds to each target from where the route begins, [targets]."""
@@ -125,8 +130,8 @@ def check_held(costs: CostModel, wanted: Span) -> None:
     snapshot = costs.snapshot
     # One more wherever a span begins, one less behind its end; the running sum is the number of holders.
     changes = np.zeros(wanted.length + 1, np.int64)
-    np.add.at(changes, np.clip(snapshot.starts[costs.usable] - wanted.start, 0, wanted.length).astype(np.int64), 1)
-    np.add.at(changes, np.clip(snapshot.ends[costs.usable] - wanted.start, 0, wanted.length).astype(np.int64), -1)
+    np.add.at(changes, np.clip(snapshot.starts[costs.usable] - wanted.start, 0, wanted.length), 1)
+    np.add.at(changes, np.clip(snapshot.ends[costs.usable] - wanted.start, 0, wanted.length), -1)
     missing = np.flatnonzero(np.cumsum(changes)[:-1] == 0)
     if missing.size:
         raise MissingBlocks(wanted.start + int(block) for block in missing)
@@ -139,9 +144,9 @@ def route_seconds(snapshot: Snapshot, route: Route, demand: Demand) -> float:
     seconds = float(costs.arrive(numbers[:1])[0] + costs.leave(numbers[-1:])[0])
     for number, hop in zip(numbers, route.hops, strict=True):
         seconds += float(costs.enter[number] + hop.span.length * costs.block[number])
-    for source, target in itertools.pairwise(numbers):
-        seconds += float(costs.travel(np.array([source]), np.array([target]))[0, 0])
-    return seconds
+    # A server may be there twice.
+    once, places = np.unique(numbers, return_inverse=True)
+    return seconds + float(np.sum(costs.travel(once, once)[places[:-1], places[1:]]))
 
 
 def as_route(snapshot: Snapshot, wanted: Span, servers: list[int]) -> Route:

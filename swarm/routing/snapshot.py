@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import repeat
+from itertools import chain, repeat
 from operator import attrgetter
 
 import numpy as np
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from swarm.data_structures import ServerInfo
 
 Floats = npt.NDArray[np.float64]
-Indices = npt.NDArray[np.int64]
+Indices = npt.NDArray[np.integer]
 Flags = npt.NDArray[np.bool_]
 
 DEFAULT_ROUND_TRIP = 0.1
@@ -26,17 +26,36 @@ DEFAULT_ROUND_TRIP = 0.1
 3.3). Most servers are nearer, so what was measured is preferred until it turns out to be worse than that."""
 
 
+LONGEST = 1e6
+"""Seconds that anything announced or measured counts at most."""
+
+
 @dataclass(frozen=True)
-class Neighbours:
-    """Round trips that one server announces.
+class Links:
+    """Ways between two servers that the first one announced, `L` of them, at most one for each pair.
 
     Attributes:
-        servers: the numbers of those it measured; -1 for one that the snapshot does not hold.
-        seconds: the round trips.
+        sources: numbers of the announcing servers, [L].
+        targets: numbers of the others, [L].
+        seconds: one-way seconds, half of what was announced, [L].
+        first: first boundary (the block behind it) at which the target can take over from the source, [L], ascending.
+        last: last such boundary, [L]; less than `first` if there is none.
+        longest: the largest difference of the two.
     """
 
-    servers: Indices
+    sources: Indices
+    targets: Indices
     seconds: Floats
+    first: Indices
+    last: Indices
+    longest: int
+
+    def at(self, boundary: int) -> Indices:
+        """Which links a route may take from block `boundary - 1` to block `boundary`."""
+        # In the type of the column, or all of it would be converted for each question.
+        bounds = np.array([boundary - self.longest, boundary + 1]).astype(self.first.dtype)
+        begin, end = np.searchsorted(self.first, bounds)
+        return np.arange(begin, end)[self.last[begin:end] >= boundary]
 
 
 @dataclass(frozen=True)
@@ -66,14 +85,14 @@ class Snapshot:
         return {server.peer_id: number for number, server in enumerate(self.servers)}
 
     @cached_property
-    def starts(self) -> Floats:
+    def starts(self) -> Indices:
         """First block of each server, [S]."""
-        return self._column("span.start")
+        return self._blocks("span.start")
 
     @cached_property
-    def ends(self) -> Floats:
+    def ends(self) -> Indices:
         """The block behind each server's last one, [S]."""
-        return self._column("span.end")
+        return self._blocks("span.end")
 
     @cached_property
     def throughputs(self) -> Floats:
@@ -112,20 +131,26 @@ class Snapshot:
         """Which servers hold the block, [S]."""
         return (self.starts <= block) & (block < self.ends)
 
-    def neighbours(self, number: int) -> Neighbours:
-        """What server `number` announced about its ways to others."""
-        known = self._neighbours.get(number)
-        if known is None:
-            # One by one and only when asked: reading what ten thousand servers announce takes longer than a route.
-            announced = self.servers[number].round_trips
-            peer_ids, seconds = zip(*announced, strict=True) if announced else ((), ())
-            servers = np.array(list(map(self.numbers.get, peer_ids, repeat(-1))), np.int64)
-            known = self._neighbours[number] = Neighbours(servers, np.array(seconds, np.float64))
-        return known
-
     @cached_property
-    def _neighbours(self) -> dict[int, Neighbours]:
-        return {}
+    def links(self) -> Links:
+        """All announced ways between the servers. Reading them is most of the work of a new snapshot."""
+        announced = [dict(server.round_trips) for server in self.servers]
+        counts = np.fromiter(map(len, announced), np.int64, len(self))
+        total = int(counts.sum())
+        peer_ids = chain.from_iterable(announced)
+        sources = np.repeat(np.arange(len(self)), counts)
+        targets = np.fromiter(map(self.numbers.get, peer_ids, repeat(-1)), np.int64, total)
+        seconds = np.fromiter(chain.from_iterable(one.values() for one in announced), np.float64, total)
+        first = np.maximum(self.starts[sources] + 1, self.starts[targets])
+        last = np.minimum(self.ends[sources], self.ends[targets] - 1)
+        kept = np.flatnonzero((targets >= 0) & (sources != targets))
+        kept = kept[np.argsort(first[kept], kind="stable")]
+        first, last = first[kept], last[kept]
+        half = np.minimum(seconds[kept], LONGEST) / 2
+        return Links(sources[kept], targets[kept], half, first, last, int(np.max(last - first, initial=0)))
 
     def _column(self, attribute: str) -> Floats:
         return np.fromiter(map(attrgetter(attribute), self.servers), np.float64, len(self))
+
+    def _blocks(self, attribute: str) -> Indices:
+        return np.fromiter(map(attrgetter(attribute), self.servers), np.int16, len(self))

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from hypothesis import given, settings
+
 from swarm.data_structures import ServerInfo
 from swarm.routing.snapshot import Snapshot
 from tests.infos import server_info
+from tests.routing.swarms import BLOCKS, snapshots
 
 
 def announcing(*round_trips: tuple[str, float]) -> ServerInfo:
@@ -26,15 +29,31 @@ def test_round_trips_that_nobody_measured_are_assumed():
     assert snapshot.client_round_trip("gone") == 0.7
 
 
-def test_neighbours_are_numbered_and_strangers_are_not():
-    snapshot = Snapshot((announcing(("b", 0.3), ("gone", 0.1)), server_info(2, 4, "b")))
-    assert snapshot.neighbours(0).servers.tolist() == [1, -1]
-    assert snapshot.neighbours(0).seconds.tolist() == [0.3, 0.1]
-    assert snapshot.neighbours(1).servers.tolist() == []
-    assert snapshot.neighbours(0) is snapshot.neighbours(0)
+def links_of(snapshot: Snapshot) -> dict[tuple[int, int], float]:
+    links = snapshot.links
+    return dict(
+        zip(zip(links.sources.tolist(), links.targets.tolist(), strict=True), links.seconds.tolist(), strict=True)
+    )
+
+
+def test_links_are_half_of_what_was_announced_of_servers_that_are_there():
+    snapshot = Snapshot((announcing(("b", 0.3), ("gone", 0.1), ("a", 0.2), ("b", 0.4)), server_info(2, 4, "b")))
+    assert links_of(snapshot) == {(0, 1): 0.2}
+    assert links_of(Snapshot((announcing(("b", 0.3)),))) == {}
+
+
+@given(snapshots())
+@settings(deadline=None, max_examples=200)
+def test_a_link_may_be_taken_where_one_server_can_leave_off_and_the_other_go_on(snapshot):
+    links = snapshot.links
+    for boundary in range(1, BLOCKS):
+        for link, (source, target) in enumerate(zip(links.sources, links.targets, strict=True)):
+            before, behind = snapshot.servers[source].span, snapshot.servers[target].span
+            assert (link in links.at(boundary)) == (boundary - 1 in before and boundary in behind)
 
 
 def test_an_empty_swarm():
     snapshot = Snapshot(())
     assert len(snapshot) == 0
     assert snapshot.holders(0).tolist() == []
+    assert links_of(snapshot) == {}
