@@ -60,13 +60,14 @@ class Router:
         """
         self._announced = tuple(servers)
         self._excluded = dict(excluded or {})
-        self._renew()
+        permitted = tuple(server for server in self._announced if self._is_permitted(server.peer_id))
+        self._snapshot = Snapshot(permitted, self.round_trips.seconds())
 
     def measured(self, round_trips: Mapping[str, float], now: float) -> None:
         """Note measured round trips: peer id -> seconds from this client to the server and back."""
         for peer_id, seconds in round_trips.items():
             self.round_trips.measured(peer_id, seconds, now)
-        self._renew()
+        self._snapshot = self._snapshot.with_round_trips(self.round_trips.seconds())
 
     def route(
         self,
@@ -134,10 +135,6 @@ class Router:
     def _demand(self, now: float, demand: Demand) -> Demand:
         """The demand, with what is known of the peers' health."""
         return replace(demand, avoid=demand.avoid | self.health.all_banned(now), penalties=self.health.penalties(now))
-
-    def _renew(self) -> None:
-        permitted = tuple(server for server in self._announced if self._is_permitted(server.peer_id))
-        self._snapshot = Snapshot(permitted, self.round_trips.seconds())
 
     def _is_permitted(self, peer_id: str) -> bool:
         allowed = self.allowed_servers is None or peer_id in self.allowed_servers

@@ -7,7 +7,7 @@ it is first asked for. Servers are numbered by their place in `servers`; `S` in 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, repeat
 from operator import attrgetter
@@ -74,6 +74,14 @@ class Snapshot:
 
     def __len__(self) -> int:
         return len(self.servers)
+
+    def with_round_trips(self, round_trips: Mapping[str, float]) -> Snapshot:
+        """The same servers with newer measurements. What was read of the servers is kept, which is the costly part."""
+        renewed = replace(self, round_trips=round_trips)
+        for name, value in vars(self).items():
+            if name != "client_round_trips":
+                vars(renewed).setdefault(name, value)
+        return renewed
 
     def client_round_trip(self, peer_id: str) -> float:
         """Seconds from the client to this peer and back, measured or assumed."""

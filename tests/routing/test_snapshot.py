@@ -29,6 +29,17 @@ def test_round_trips_that_nobody_measured_are_assumed():
     assert snapshot.client_round_trip("gone") == 0.7
 
 
+def test_newer_measurements_keep_what_was_read_of_the_servers():
+    snapshot = Snapshot((announcing(("b", 0.3)), server_info(2, 4, "b")), {"a": 0.1}, 0.2)
+    assert snapshot.client_round_trips.tolist() == [0.1, 0.2]
+    links = snapshot.links
+    renewed = snapshot.with_round_trips({"b": 0.4})
+    assert renewed.client_round_trips.tolist() == [0.2, 0.4]
+    assert renewed.links is links
+    assert snapshot.client_round_trips.tolist() == [0.1, 0.2]
+    assert snapshot.with_round_trips({}) == Snapshot(snapshot.servers, {}, 0.2)
+
+
 def links_of(snapshot: Snapshot) -> dict[tuple[int, int], float]:
     links = snapshot.links
     return dict(
