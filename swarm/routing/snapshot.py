@@ -55,7 +55,9 @@ class Links:
         # In the type of the column, or all of it would be converted for each question.
         bounds = np.array([boundary - self.longest, boundary + 1]).astype(self.first.dtype)
         begin, end = np.searchsorted(self.first, bounds)
-        return np.arange(begin, end)[self.last[begin:end] >= boundary]
+        found: Indices = np.flatnonzero(self.last[begin:end] >= boundary)
+        found += begin
+        return found
 
 
 @dataclass(frozen=True)
