@@ -32,8 +32,8 @@ STOP_TIMEOUT = 10.0
 KNOWN = 3
 """Servers that whoever joins is told of, so that one of them may die meanwhile."""
 
-_forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["tests.server_process"])
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["tests.server_process"])
 
 
 @dataclass
@@ -108,7 +108,7 @@ class TestSwarm:
     def __init__(self, model: Path | str, folder: str) -> None:
         self.model = str(model)
         self.servers: list[ServerProcess] = []
-        self._folder = folder
+        self.folder = folder
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -145,14 +145,14 @@ class TestSwarm:
             blocks=BlocksWanted.parse(blocks),
             p2p=P2PConfig(initial_peers=peers, host_maddrs=LOOPBACK),
             throughput=ThroughputWanted(1000.0),
-            throughput_cache=Path(self._folder) / "throughput.json",
+            throughput_cache=Path(self.folder) / "throughput.json",
             stay=True,
             update_period=10.0,
             threads=1,
         )
-        ours, theirs = _forks.Pipe()
-        arguments = (replace(config, **options), theirs, self._folder, make)
-        process = _forks.Process(target=serve, args=arguments, daemon=True)
+        ours, theirs = FORKS.Pipe()
+        arguments = (replace(config, **options), theirs, self.folder, make)
+        process = FORKS.Process(target=serve, args=arguments, daemon=True)
         process.start()
         theirs.close()
         server = ServerProcess(process, ours, blocks)
@@ -208,4 +208,4 @@ def is_running(pid: int) -> bool:
         return False
 
 
-__all__ = ["ServerProcess", "TestSwarm", "is_running", "run_client", "run_swarm"]
+__all__ = ["FORKS", "ServerProcess", "TestSwarm", "is_running", "run_client", "run_swarm"]
