@@ -7,7 +7,7 @@ import platform
 from importlib.metadata import version
 from pathlib import Path
 
-PACKAGES = ("torch", "transformers", "hivemind", "bitsandbytes")
+PACKAGES = ("numpy", "torch", "transformers", "hivemind", "bitsandbytes")
 
 
 def describe() -> dict[str, str]:

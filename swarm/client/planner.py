@@ -175,6 +175,7 @@ class SwarmPlanner:
         announced = await fetch_servers(self._peer.dht, self._model, self._blocks.end)
         found = compatible_servers(announced, self._revision, self._digests)
         self.router.update(found.servers, found.excluded)
+        _ = self.router.snapshot.links  # read now what is announced, so that no failover has to
         self._fetched = time.monotonic()
         if self._pinging is None or self._pinging.done():
             self._pinging = asyncio.get_running_loop().create_task(self._ping())

@@ -21,7 +21,7 @@ MAX_RECORD = 64 * 1024
 MAX_LIFETIME = 600.0
 """Seconds that an announcement may be valid at most."""
 
-MAX_ROUND_TRIPS = 64
+MAX_ROUND_TRIPS = 16
 """Neighbours whose round trips one announcement may name."""
 
 Name = Annotated[str, msgspec.Meta(max_length=256)]

@@ -1,43 +1,71 @@
-"""The client's own measurements of how far away servers are."""
+"""How far away other peers are, from what was measured. Used by clients and servers. Pure: the clock is handed in."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping
+import math
+from dataclasses import dataclass
 
-NEWEST = 0.5
-"""Weight of the newest measurement in the running mean: one slow answer is not believed at once, two are."""
 
-STALE = 300.0
-"""Seconds after which a measurement should be repeated. Ways through the Internet rarely change faster."""
+@dataclass(frozen=True, slots=True)
+class _Average:
+    seconds: float
+    when: float
 
 
 class RoundTrips:
-    """Running means of measured round trips. All times are seconds of one clock that the caller reads.
+    """Exponentially weighted averages of measured round trips.
 
     Args:
-        max_peers: how many peers are remembered; the one measured longest ago is forgotten first.
+        weight: of a new measurement; what was known has the rest.
+        lifetime: seconds after which a measurement counts no more, and the peer as unknown.
+        limit: peers that are kept; the one measured longest ago is forgotten first.
+        fresh: seconds for which a measurement need not be repeated. Ways through the Internet rarely change faster.
     """
 
-    def __init__(self, max_peers: int = 4096) -> None:
-        self.max_peers = max_peers
-        self._seconds: dict[str, float] = {}
-        self._measured: OrderedDict[str, float] = OrderedDict()
+    def __init__(self, weight: float = 0.3, lifetime: float = 600.0, limit: int = 4096, fresh: float = 300.0) -> None:
+        self._weight = weight
+        self._lifetime = lifetime
+        self._fresh = fresh
+        self._limit = limit
+        self._averages: dict[str, _Average] = {}  # the one measured longest ago first
 
-    def measured(self, peer_id: str, seconds: float, now: float) -> None:
-        """Note a measured round trip of `seconds`."""
-        known = self._seconds.get(peer_id, seconds)
-        self._seconds[peer_id] = known + NEWEST * (seconds - known)
-        self._measured[peer_id] = now
-        self._measured.move_to_end(peer_id)
-        while len(self._measured) > self.max_peers:
-            oldest, _ = self._measured.popitem(last=False)
-            del self._seconds[oldest]
+    def __len__(self) -> int:
+        return len(self._averages)
 
-    def seconds(self) -> Mapping[str, float]:
-        """Peer id -> round trip, as known now."""
-        return dict(self._seconds)
+    def add(self, peer_id: str, seconds: float, now: float) -> None:
+        """Take a measurement in. Raises `ValueError` for what is no time."""
+        if not (math.isfinite(seconds) and seconds >= 0):
+            raise ValueError(f"{seconds} is no round trip in seconds")
+        known = self.get(peer_id, now)
+        if known is not None:
+            seconds = known + self._weight * (seconds - known)
+        self._averages.pop(peer_id, None)
+        self._averages[peer_id] = _Average(seconds, now)
+        self._forget_old(now)
+
+    def get(self, peer_id: str, now: float) -> float | None:
+        """Seconds to the peer, or None if they were not measured lately."""
+        known = self._averages.get(peer_id)
+        return known.seconds if known is not None and now - known.when <= self._lifetime else None
+
+    def all(self, now: float) -> dict[str, float]:
+        """Peer id -> seconds, of all peers that were measured lately."""
+        return {
+            peer: average.seconds for peer, average in self._averages.items() if now - average.when <= self._lifetime
+        }
 
     def is_fresh(self, peer_id: str, now: float) -> bool:
-        """Whether the peer was measured lately."""
-        return now - self._measured.get(peer_id, float("-inf")) < STALE
+        """Whether measuring the peer again would be of little use yet."""
+        known = self._averages.get(peer_id)
+        return known is not None and now - known.when < self._fresh
+
+    def forget(self, peer_id: str) -> None:
+        """As if the peer had never been measured."""
+        self._averages.pop(peer_id, None)
+
+    def _forget_old(self, now: float) -> None:
+        while self._averages:
+            oldest = next(iter(self._averages))
+            if len(self._averages) <= self._limit and now - self._averages[oldest].when <= self._lifetime:
+                break
+            del self._averages[oldest]

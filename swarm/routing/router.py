@@ -61,13 +61,13 @@ class Router:
         self._announced = tuple(servers)
         self._excluded = dict(excluded or {})
         permitted = tuple(server for server in self._announced if self._is_permitted(server.peer_id))
-        self._snapshot = Snapshot(permitted, self.round_trips.seconds())
+        self._snapshot = Snapshot(permitted, self._snapshot.round_trips)
 
     def measured(self, round_trips: Mapping[str, float], now: float) -> None:
         """Note measured round trips: peer id -> seconds from this client to the server and back."""
         for peer_id, seconds in round_trips.items():
-            self.round_trips.measured(peer_id, seconds, now)
-        self._snapshot = self._snapshot.with_round_trips(self.round_trips.seconds())
+            self.round_trips.add(peer_id, seconds, now)
+        self._snapshot = self._snapshot.with_round_trips(self.round_trips.all(now))
 
     def route(
         self,

@@ -19,7 +19,8 @@ from random import Random
 from swarm.data_structures import ServerInfo, ServerState, Span
 from swarm.dht.records import MAX_ROUND_TRIPS
 from swarm.errors import RemoteError
-from swarm.transport.ping import RoundTrips, bandwidth, ping_many
+from swarm.routing.round_trips import RoundTrips
+from swarm.transport.ping import bandwidth, ping_many
 from swarm.transport.stream import Network
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
@@ -145,55 +144,3 @@ async def _conversation(network: Network, peer_id: str, patience: float) -> Asyn
                 stream.close()
     except TimeoutError:
         raise PeerLost(f"peer …{peer_id[-6:]} did not answer within {patience:g} s") from None
-
-
-@dataclass(frozen=True, slots=True)
-class _Average:
-    seconds: float
-    when: float
-
-
-class RoundTrips:
-    """Exponentially weighted averages of round trips. Pure: the clock is handed in.
-
-    Args:
-        weight: of a new measurement; what was known has the rest.
-        lifetime: seconds after which a measurement counts no more, and the peer as unknown.
-        limit: peers that are kept; the one measured longest ago is forgotten first.
-    """
-
-    def __init__(self, weight: float = 0.3, lifetime: float = 600.0, limit: int = 4096) -> None:
-        self._weight = weight
-        self._lifetime = lifetime
-        self._limit = limit
-        self._averages: dict[str, _Average] = {}  # the one measured longest ago first
-
-    def __len__(self) -> int:
-        return len(self._averages)
-
-    def add(self, peer_id: str, seconds: float, now: float) -> None:
-        """Take a measurement in. Raises `ValueError` for what is no time."""
-        if not (math.isfinite(seconds) and seconds >= 0):
-            raise ValueError(f"{seconds} is no round trip in seconds")
-        known = self.get(peer_id, now)
-        if known is not None:
-            seconds = known + self._weight * (seconds - known)
-        self._averages.pop(peer_id, None)
-        self._averages[peer_id] = _Average(seconds, now)
-        self._forget_old(now)
-
-    def get(self, peer_id: str, now: float) -> float | None:
-        """Seconds to the peer, or None if they were not measured lately."""
-        known = self._averages.get(peer_id)
-        return known.seconds if known is not None and now - known.when <= self._lifetime else None
-
-    def forget(self, peer_id: str) -> None:
-        """As if the peer had never been measured."""
-        self._averages.pop(peer_id, None)
-
-    def _forget_old(self, now: float) -> None:
-        while self._averages:
-            oldest = next(iter(self._averages))
-            if len(self._averages) <= self._limit and now - self._averages[oldest].when <= self._lifetime:
-                break
-            del self._averages[oldest]

@@ -1,37 +1,77 @@
 from __future__ import annotations
 
-from swarm.routing.round_trips import STALE, RoundTrips
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.routing.round_trips import RoundTrips
 
 
-def test_the_first_measurement_is_taken_as_it_is_and_later_ones_move_it():
-    round_trips = RoundTrips()
-    round_trips.measured("a", 0.1, 0.0)
-    assert round_trips.seconds() == {"a": 0.1}
-    round_trips.measured("a", 0.3, 1.0)
-    assert 0.1 < round_trips.seconds()["a"] < 0.3
-    for now in range(2, 12):
-        round_trips.measured("a", 0.3, now)
-    assert abs(round_trips.seconds()["a"] - 0.3) < 0.001
+def test_a_new_round_trip_moves_the_average():
+    trips = RoundTrips(weight=0.25)
+    assert trips.get("a", 0.0) is None
+    trips.add("a", 0.1, 0.0)
+    assert trips.get("a", 1.0) == 0.1
+    trips.add("a", 0.5, 2.0)
+    assert trips.get("a", 3.0) == pytest.approx(0.2)
+    trips.forget("a")
+    trips.forget("a")
+    assert trips.get("a", 3.0) is None
 
 
-def test_measurements_grow_stale():
-    round_trips = RoundTrips()
-    round_trips.measured("a", 0.1, 10.0)
-    assert round_trips.is_fresh("a", 10.0)
-    assert not round_trips.is_fresh("a", 10.0 + STALE)
-    assert not round_trips.is_fresh("b", 10.0)
+def test_a_stale_round_trip_counts_no_more():
+    trips = RoundTrips(lifetime=10.0)
+    trips.add("a", 0.1, 0.0)
+    assert trips.get("a", 10.0) == 0.1
+    assert trips.get("a", 10.1) is None
+    trips.add("a", 0.5, 11.0)
+    assert trips.get("a", 11.0) == 0.5  # it begins anew
+    trips.add("b", 0.5, 100.0)
+    assert len(trips) == 1
 
 
-def test_memory_is_bounded_and_the_oldest_is_forgotten_first():
-    round_trips = RoundTrips(max_peers=2)
-    for now, peer in enumerate("abac"):
-        round_trips.measured(peer, 0.1, now)
-    assert set(round_trips.seconds()) == {"a", "c"}
+def test_the_one_measured_longest_ago_makes_room():
+    trips = RoundTrips(limit=2)
+    for when, name in enumerate(["a", "b", "a", "c"]):
+        trips.add(name, 0.1, when)
+    assert [trips.get(name, 4) for name in "abc"] == [0.1, None, 0.1]
 
 
-def test_what_was_handed_out_does_not_change():
-    round_trips = RoundTrips()
-    round_trips.measured("a", 0.1, 0.0)
-    handed_out = round_trips.seconds()
-    round_trips.measured("a", 0.9, 1.0)
-    assert handed_out == {"a": 0.1}
+@pytest.mark.parametrize("seconds", [-0.1, math.inf, -math.inf, math.nan])
+def test_what_is_no_round_trip(seconds):
+    with pytest.raises(ValueError, match="no round trip"):
+        RoundTrips().add("a", seconds, 0.0)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abcdef"), st.floats(0, 100), st.floats(0, 30)), max_size=30),
+    st.integers(1, 5),
+    st.floats(0.01, 1),
+)
+def test_averages_stay_within_what_was_measured_and_within_bounds(measured, limit, weight):
+    trips = RoundTrips(weight, lifetime=20.0, limit=limit)
+    now, seen = 0.0, {}
+    for peer, seconds, later in measured:
+        now += later
+        trips.add(peer, seconds, now)
+        seen.setdefault(peer, []).append(seconds)
+        assert len(trips) <= limit
+        average = trips.get(peer, now)
+        assert average is not None
+        assert min(seen[peer]) * 0.999 <= average <= max(seen[peer]) * 1.001
+
+
+def test_all_that_is_known_and_what_was_handed_out_does_not_change():
+    trips = RoundTrips(lifetime=10.0, fresh=5.0)
+    trips.add("a", 0.1, 0.0)
+    trips.add("b", 0.2, 8.0)
+    handed_out = trips.all(9.0)
+    assert handed_out == {"a": 0.1, "b": 0.2}
+    assert trips.all(11.0) == {"b": 0.2}
+    trips.add("b", 0.9, 11.0)
+    assert handed_out["b"] == 0.2
+    assert trips.is_fresh("b", 15.0)
+    assert not trips.is_fresh("b", 16.0)
+    assert not trips.is_fresh("nobody", 0.0)

@@ -7,7 +7,6 @@ import pytest
 from swarm.data_structures import Span
 from swarm.errors import MissingBlocks
 from swarm.routing.peer_health import Failure
-from swarm.routing.round_trips import STALE
 from swarm.routing.router import Router
 from swarm.routing.snapshot import DEFAULT_ROUND_TRIP
 from tests.infos import server_info
@@ -156,8 +155,8 @@ def test_fast_servers_are_pinged_sooner():
 def test_stale_measurements_are_repeated_before_fresh_ones():
     made = router()
     made.measured({"first-fast": 0.1}, 0.0)
-    made.measured({"first-slow": 0.1, "second-slow": 0.1}, STALE)
-    chosen = made.candidates_to_ping(WANTED, STALE, random.Random(0), limit=4)
+    made.measured({"first-slow": 0.1, "second-slow": 0.1}, 300.0)
+    chosen = made.candidates_to_ping(WANTED, 300.0, random.Random(0), limit=4)
     assert set(chosen[:2]) == {"first-fast", "second-fast"}
     assert set(chosen) == {server.peer_id for server in swarm()}
 

@@ -11,8 +11,6 @@ from typing import Any
 import msgspec
 import pytest
 import uvloop
-from hypothesis import given
-from hypothesis import strategies as st
 
 from swarm.dht.validation import AnnouncementValidator
 from swarm.errors import CacheFull, PeerLost, ProtocolViolation, RemoteError
@@ -20,7 +18,7 @@ from swarm.protocol import messages
 from swarm.transport import ping
 from swarm.transport.memory import MemoryHub, MemoryNetwork
 from swarm.transport.p2p import P2PConfig, Peer
-from swarm.transport.ping import PROBES, SAMPLES, RoundTrips, bandwidth, ping_many, round_trip
+from swarm.transport.ping import PROBES, SAMPLES, bandwidth, ping_many, round_trip
 from swarm.transport.stream import Stream
 
 PATIENCE, SHORT = 20.0, 0.05
@@ -357,60 +355,6 @@ def test_cancelling_closes_all_streams():
         await peer.ended.wait()
 
     run(scenario)
-
-
-def test_a_new_round_trip_moves_the_average():
-    trips = RoundTrips(weight=0.25)
-    assert trips.get("a", 0.0) is None
-    trips.add("a", 0.1, 0.0)
-    assert trips.get("a", 1.0) == 0.1
-    trips.add("a", 0.5, 2.0)
-    assert trips.get("a", 3.0) == pytest.approx(0.2)
-    trips.forget("a")
-    trips.forget("a")
-    assert trips.get("a", 3.0) is None
-
-
-def test_a_stale_round_trip_counts_no_more():
-    trips = RoundTrips(lifetime=10.0)
-    trips.add("a", 0.1, 0.0)
-    assert trips.get("a", 10.0) == 0.1
-    assert trips.get("a", 10.1) is None
-    trips.add("a", 0.5, 11.0)
-    assert trips.get("a", 11.0) == 0.5  # it begins anew
-    trips.add("b", 0.5, 100.0)
-    assert len(trips) == 1
-
-
-def test_the_one_measured_longest_ago_makes_room():
-    trips = RoundTrips(limit=2)
-    for when, name in enumerate(["a", "b", "a", "c"]):
-        trips.add(name, 0.1, when)
-    assert [trips.get(name, 4) for name in "abc"] == [0.1, None, 0.1]
-
-
-@pytest.mark.parametrize("seconds", [-0.1, math.inf, -math.inf, math.nan])
-def test_what_is_no_round_trip(seconds):
-    with pytest.raises(ValueError, match="no round trip"):
-        RoundTrips().add("a", seconds, 0.0)
-
-
-@given(
-    st.lists(st.tuples(st.sampled_from("abcdef"), st.floats(0, 100), st.floats(0, 30)), max_size=30),
-    st.integers(1, 5),
-    st.floats(0.01, 1),
-)
-def test_averages_stay_within_what_was_measured_and_within_bounds(measured, limit, weight):
-    trips = RoundTrips(weight, lifetime=20.0, limit=limit)
-    now, seen = 0.0, {}
-    for peer, seconds, later in measured:
-        now += later
-        trips.add(peer, seconds, now)
-        seen.setdefault(peer, []).append(seconds)
-        assert len(trips) <= limit
-        average = trips.get(peer, now)
-        assert average is not None
-        assert min(seen[peer]) * 0.999 <= average <= max(seen[peer]) * 1.001
 
 
 def test_real_peers_over_libp2p() -> None:
