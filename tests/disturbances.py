@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,16 +19,20 @@ Event = Callable[[InferenceSession], object]
 
 class Before(StoppingCriteria):
     """Lets things happen between two tokens: `events[k]` when k - 1 tokens are written and the step that gives token k
-    has not begun."""
+    has not begun.
+
+    Attributes:
+        times: when each token was written, by `time.perf_counter`, the events behind it not yet begun.
+    """
 
     def __init__(self, session: InferenceSession, events: Mapping[int, Event]) -> None:
         self.session = session
         self.events = events
-        self.written = 0
+        self.times: list[float] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        self.written += 1
-        self.happen(self.written + 1)
+        self.times.append(time.perf_counter())
+        self.happen(len(self.times) + 1)
         return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
     def happen(self, token: int) -> None:
