@@ -161,3 +161,17 @@ def test_a_loop_that_is_gone_does_not_hurt_the_thread():
 
     asyncio.run(come_back())
     runtimes[0].close()
+
+
+def test_how_long_jobs_wait_is_measured():
+    async def scenario(runtime):
+        assert runtime.queue_seconds == 0
+        go_on = threading.Event()
+        first = asyncio.create_task(runtime.run(go_on.wait, SOON))
+        behind = asyncio.create_task(runtime.run(int))
+        await asyncio.sleep(0)
+        go_on.set()
+        await asyncio.gather(first, behind)
+        assert 0 < runtime.queue_seconds < SOON
+
+    run(scenario)

@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from swarm.data_structures import Span, WireFormat
 from swarm.errors import CacheFull, UnknownSession, WrongSpan
-from swarm.server.sessions import GRACE, IDLE, Session, Sessions
+from swarm.server.sessions import GRACE, IDLE, LINKING, Session, Sessions
+from tests import virtual_time
 
 CAPACITY = 100
 
@@ -204,6 +205,108 @@ def test_a_forgotten_session_has_no_part_in_its_successor(sessions):
     sessions.reserve(new, 1)
     sessions.close(old)
     assert (len(sessions), sessions.free) == (1, 90)
+
+
+class FakeLink:
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("end", ["close", "clear", "expire", "unlink"])
+def test_the_link_of_a_session_ends_with_it(sessions, clock, end):
+    one: Any = sessions.open(session())
+    link = one.link = FakeLink()
+    if end == "unlink":
+        one.unlink()
+    elif end == "clear":
+        sessions.clear()
+    elif end == "close":
+        sessions.close(one)
+    else:
+        sessions.detach(one)
+        clock.now += GRACE + 1
+        sessions.expire()
+    assert link.closed
+    assert one.link is None
+
+
+def test_closing_a_predecessor_leaves_the_link_of_its_successor(sessions):
+    old: Any = sessions.open(session())
+    sessions.close(old)
+    new: Any = sessions.open(session())
+    link = new.link = FakeLink()
+    sessions.close(old)
+    assert not link.closed
+
+
+def test_who_may_push(sessions):
+    async def scenario():
+        loop = asyncio.get_running_loop()
+        mine, theirs = sessions.open(session(peer="me")), sessions.open(session(peer="them"))
+        mine.let_push("before")
+        number = mine.session_id
+        assert await sessions.pushed_by("before", "me", number) is mine
+        for previous, client, session_id in [
+            ("other", "me", number),
+            ("before", "them", number),
+            ("me", "me", number),
+            ("before", "nobody", number),
+            ("before", "me", bytes(15) + b"x"),
+        ]:
+            began = loop.time()
+            with pytest.raises(UnknownSession, match="no session here into which this peer may push"):
+                await sessions.pushed_by(previous, client, session_id)
+            assert loop.time() - began <= LINKING
+        sessions.close(mine)
+        with pytest.raises(UnknownSession):
+            await sessions.pushed_by("before", "me", number)
+        assert theirs.previous is None
+
+    virtual_time.run(scenario)
+
+
+def test_a_push_waits_for_its_link_through_others(sessions):
+    async def scenario():
+        loop = asyncio.get_running_loop()
+        one = sessions.open(session())
+        pushing = asyncio.create_task(sessions.pushed_by("third", "peer", one.session_id))
+        for name in ("first", "second", "third"):
+            await asyncio.sleep(LINKING / 4)
+            assert not pushing.done()
+            one.let_push(name)
+        assert await pushing is one
+        assert loop.time() == pytest.approx(LINKING * 3 / 4)
+
+    virtual_time.run(scenario)
+
+
+def test_the_newest_connection_is_the_clients(sessions):
+    old: Any = object()
+    new: Any = object()
+    one = sessions.open(session(1), old)
+    other = sessions.open(session(2), None)
+    assert sessions.clients() == [old]
+    sessions.open(session(1), new)
+    assert sessions.clients() == [new]
+    sessions.detach(one, old)
+    assert sessions.clients() == [new]
+    sessions.detach(one, new)
+    assert sessions.clients() == []
+    assert (one.attached, other.attached) == (0, 1)
+
+
+def test_check_tells_who_was_forgotten(sessions, clock):
+    one = sessions.open(session())
+    sessions.check(one)
+    clock.now += IDLE + 1
+    sessions.expire()
+    with pytest.raises(UnknownSession, match="expired"):
+        sessions.check(one)
+    sessions.open(session())
+    with pytest.raises(UnknownSession):
+        sessions.check(one)
 
 
 class Accountant(RuleBasedStateMachine):
