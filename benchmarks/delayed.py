@@ -1,0 +1,94 @@
+"""Peers on a slow network: real libp2p, and what a stream receives is kept back for a while.
+
+    python -m benchmarks.delayed SECONDS [arguments of swarm server]    a server on such a network
+
+A new stream costs a round trip before it can be used. DHT traffic is not delayed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections import deque
+
+from swarm.errors import PeerLost, SwarmError
+from swarm.protocol.framing import MAX_PAYLOAD, Frame
+from swarm.protocol.messages import Message
+from swarm.server import server
+from swarm.server.__main__ import main
+from swarm.transport.p2p import Peer
+from swarm.transport.stream import Limit, Stream, StreamHandler
+
+
+class DelayedStream:
+    """A stream whose frames, and whose end, arrive `seconds` after they came."""
+
+    def __init__(self, stream: Stream, seconds: float) -> None:
+        self.peer_id = stream.peer_id
+        self._stream = stream
+        self._seconds = seconds
+        self._items: deque[tuple[float, Frame | SwarmError]] = deque()
+        self._came = asyncio.Event()
+        self._reader = asyncio.get_running_loop().create_task(self._read())
+
+    async def send(self, message: Message, payload: bytes | memoryview = b"") -> None:
+        await self._stream.send(message, payload)
+
+    async def receive(self, max_payload: Limit = MAX_PAYLOAD) -> Frame:
+        """The next frame. The limit is not looked at: here peers are not hostile."""
+        while not self._items:
+            self._came.clear()
+            await self._came.wait()
+        due, item = self._items[0]
+        await asyncio.sleep(due - asyncio.get_running_loop().time())
+        if isinstance(item, SwarmError):
+            raise item
+        self._items.popleft()
+        return item
+
+    def close(self) -> None:
+        self._reader.cancel()
+        self._stream.close()
+        self._add(0.0, PeerLost("the stream is closed"))
+
+    async def _read(self) -> None:
+        while True:
+            try:
+                item: Frame | SwarmError = await self._stream.receive()
+            except SwarmError as error:
+                item = error
+            self._add(self._seconds, item)
+            if isinstance(item, SwarmError):
+                return
+
+    def _add(self, seconds: float, item: Frame | SwarmError) -> None:
+        self._items.append((asyncio.get_running_loop().time() + seconds, item))
+        self._came.set()
+
+
+class DelayedPeer(Peer):
+    """A peer all of whose streams are slow."""
+
+    seconds = 0.0
+    """One-way delay; between two such peers, each direction has it."""
+
+    async def open_stream(self, peer_id: str) -> Stream:
+        stream = await super().open_stream(peer_id)
+        await asyncio.sleep(2 * self.seconds)
+        return DelayedStream(stream, self.seconds)
+
+    async def serve(self, handler: StreamHandler) -> None:
+        async def slow(stream: Stream) -> None:
+            delayed = DelayedStream(stream, self.seconds)
+            try:
+                await handler(delayed)
+            finally:
+                delayed.close()
+
+        await super().serve(slow)
+
+
+if __name__ == "__main__":
+    DelayedPeer.seconds = float(sys.argv.pop(1))
+    server.Peer = DelayedPeer  # type: ignore[attr-defined, misc]
+    main()
