@@ -13,6 +13,7 @@ COMMANDS = {
     "dht": "swarm.dht.__main__",
     "demo": "swarm.cli.demo",
     "plan": "swarm.cli.plan",
+    "simulate": "swarm.cli.simulate",
 }
 
 

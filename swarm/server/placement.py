@@ -5,7 +5,8 @@ All arrays have one entry a server or one a block. A *way* is one server and one
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import enum
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,6 +20,21 @@ Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
 
+class Mobility(enum.IntEnum):
+    """Whether a server would move, as it announces.
+
+    PINNED: never; somebody asked for these blocks. COOLING: only to close a gap, because it came a short while ago.
+    """
+
+    PINNED = 0
+    COOLING = 1
+    FREE = 2
+
+
+MANY = 128
+"""Servers that are looked at closely for one move, if there are more."""
+
+
 @dataclass(frozen=True, eq=False)
 class Snapshot:
     """What the swarm announces, in an order that is the same for everybody.
@@ -28,6 +44,7 @@ class Snapshot:
         starts, ends: the blocks that they hold.
         rates: tokens/s that they add to each of their blocks, as announced.
         serving: False while a server is still loading.
+        mobility: `Mobility` of each.
         lengths: how many blocks they would hold after a move.
         rates_after: tokens/s that they would add to each of these.
         blocks: how many the model has.
@@ -38,6 +55,7 @@ class Snapshot:
     ends: Ints
     rates: Floats
     serving: Flags
+    mobility: Ints
     lengths: Ints
     rates_after: Floats
     blocks: int
@@ -66,6 +84,7 @@ def take_snapshot(servers: Iterable[ServerInfo], blocks: int, lengths: Mapping[s
         ends=np.array([server.span.end for server in counted], dtype=np.int64),
         rates=rates,
         serving=np.array([server.state is ServerState.ONLINE for server in counted], dtype=np.bool_),
+        mobility=np.array([getattr(server, "mobility", Mobility.FREE) for server in counted], dtype=np.int64),
         lengths=np.array([lengths.get(s.peer_id, s.span.length) for s in counted], dtype=np.int64),
         rates_after=rates_after,
         blocks=blocks,
@@ -93,9 +112,10 @@ class Placement:
         self._starts, self._ends, self._lengths = view.starts.copy(), view.ends.copy(), view.lengths
         self._rates, self._rates_after = np.minimum(view.rates, limit), np.minimum(view.rates_after, limit)
         self._trusted = (view.serving & (view.rates <= limit)).astype(np.float64)
-        self._movable = view.serving & (view.lengths <= view.blocks)
+        self._movable = view.serving & (view.lengths <= view.blocks) & (view.mobility >= Mobility.COOLING)
         if immovable:
             self._movable &= np.array([peer not in immovable for peer in view.peers], dtype=np.bool_)
+        self._free = self._movable & (view.mobility == Mobility.FREE)
         self.throughputs = self._by_block(self._rates)
         self._holders = self._by_block(np.ones(len(view.peers)))
         self._staying = self._by_block(self._trusted)
@@ -129,7 +149,7 @@ class Placement:
         """The way that leaves fewest gaps, if any leaves fewer than there are; of equal ones the evenest."""
         gap_sums, lonely_sums = _prefix(self._holders == 0), _prefix(self._holders == 1)
         for block in self.gaps:
-            ways = _Ways(self, block, self._movable)
+            ways = _Ways(self, block, np.flatnonzero(self._movable & self._without_block(block)))
             closed = gap_sums[ways.new_ends] - gap_sums[ways.new_starts]
             opened = lonely_sums[ways.left_ends] - lonely_sums[ways.left_starts]
             net = closed - opened
@@ -137,18 +157,47 @@ class Placement:
                 return ways.evenest(net == net.max())
         return None
 
-    def raising_way(self) -> Way | None:
-        """Of the ways that raise the weakest block and leave none as weak, the evenest."""
+    def raising_way(self, gain: float) -> Way | None:
+        """Of the ways that raise the weakest block, the evenest of those that leave no other below (1 + `gain`) of it.
+
+        If there is none, of those that leave none as weak as it was. In the other order one weak block would be raised
+        by making others nearly as weak, and so on for ever.
+        """
         block = int(self.throughputs.argmin())
-        floor = self.throughputs[block]
+        floor = float(self.throughputs[block])
         weakest, fewest = _RangeMinimum(self.throughputs), _RangeMinimum(self._staying)
+        old = weakest(self._starts, self._ends)
         dispensable = fewest(self._starts, self._ends) - self._trusted >= 1
         # Who would add less to the blocks that it keeps than it does now must not make them as weak either.
         lost = self._rates - self._rates_after
-        harmless = (lost <= 0) | (weakest(self._starts, self._ends) - lost > floor)
-        ways = _Ways(self, block, self._movable & dispensable & harmless)
-        allowed = weakest(ways.left_starts, ways.left_ends) - ways.rates > floor
-        return ways.evenest(allowed) if allowed.any() else None
+        movable = self._free & dispensable & ((lost <= 0) | (old - lost > floor))
+        target = floor * (1 + gain)
+        for servers in self._most_promising(movable & self._without_block(block), old - self._rates > target, floor):
+            ways = _Ways(self, block, servers)
+            left = weakest(ways.left_starts, ways.left_ends) - ways.rates
+            for allowed in (left > target, left > floor):
+                if allowed.any():
+                    return ways.evenest(allowed)
+        return None
+
+    def _without_block(self, block: int) -> Flags:
+        return (block < self._starts) | (self._ends <= block)
+
+    def _most_promising(self, movable: Flags, spare: Flags, floor: float) -> Iterator[Ints]:
+        """First those of the `movable` servers that are `spare`, however far they go, then all.
+
+        Of many spare ones a few: those that even out most if all they come to is as weak as `floor`.
+        """
+        spare &= movable
+        if spare.sum() > MANY:
+            sums = _prefix(self.throughputs)
+            gained = self._rates_after * self._lengths * (2 * floor + self._rates_after)
+            held = sums[self._ends] - sums[self._starts]
+            lost = self._rates * (2 * held - self._rates * (self._ends - self._starts))
+            yield np.sort(np.argpartition(np.where(spare, gained - lost, np.inf), MANY)[:MANY])
+        elif spare.any():
+            yield np.flatnonzero(spare)
+        yield np.flatnonzero(movable)
 
     def move(self, way: Way) -> tuple[str, Span, Span]:
         """Let the server move. Returns its peer id, the blocks it leaves and those it takes."""
@@ -160,12 +209,12 @@ class Placement:
         self._starts[who], self._ends[who], self._rates[who] = start, end, self._rates_after[who]
         self.throughputs[start:end] += self._rates[who]
         self._holders[start:end] += 1
-        self._movable[who] = False
+        self._movable[who] = self._free[who] = False
         return self._peers[who], old, Span(start, end)
 
 
 class _Ways:
-    """All ways onto `block`: one entry for each `movable` server that does not hold it and each window with it.
+    """All ways onto `block`: one entry for each of the `servers`, which do not hold it, and each window with it.
 
     Attributes:
         who: index of the server.
@@ -174,9 +223,8 @@ class _Ways:
         left_starts, left_ends: the blocks it would leave, an empty range if none.
     """
 
-    def __init__(self, placement: Placement, block: int, movable: Flags) -> None:
+    def __init__(self, placement: Placement, block: int, servers: Ints) -> None:
         p = placement
-        servers = np.flatnonzero(movable & ((block < p._starts) | (p._ends <= block)))
         lengths = p._lengths[servers]
         first = np.maximum(0, block - lengths + 1)
         count = np.minimum(block, p._blocks - lengths) - first + 1

@@ -41,7 +41,7 @@ class Policy:
         load_seconds: how long a moving server is away.
         horizon: how long the gain is expected to last.
         check_period: how often each server checks; who should move and did not in 1.5 periods is planned without.
-        max_moves: moves that one plan may have.
+        max_moves: moves of one plan, if they gain enough; else it may have twice as many and one for each 32 servers.
     """
 
     min_gain: float = 0.03
@@ -89,8 +89,12 @@ class History:
     moved_at: float | None = None
     expected: Mapping[str, tuple[float, Span]] = field(default_factory=dict)
 
+    def cools(self, now: float, policy: Policy) -> bool:
+        """Whether the server has moved so lately that it stays, unless there is a gap to close."""
+        return self.moved_at is not None and now - self.moved_at < policy.cool_down
+
     def overdue(self, now: float, policy: Policy) -> frozenset[str]:
-        """Servers to plan without: they were expected to move and did not, being pinned, cooling down or dead.
+        """Servers to plan without: they were expected to move and did not; perhaps they died without a word.
 
         They are asked again after a cool-down.
         """
@@ -154,9 +158,8 @@ def decide(plan: Plan, me: str, now: float, history: History, policy: Policy) ->
     if mine is None:
         better = "; better placed than this server: " + ", ".join("…" + m.peer_id[-6:] for m in plan.moves[:3])
         return Decision(None, plan.reason + (better if plan.moves else ""), history)
-    since = float("inf") if history.moved_at is None else now - history.moved_at
-    if since < policy.cool_down and not mine.closes_gap:
-        return Decision(None, f"{plan.reason}; this server moved {since:.0f} s ago and stays for now", history)
+    if history.cools(now, policy) and not mine.closes_gap:
+        return Decision(None, f"{plan.reason}; this server moved a short while ago and stays for now", history)
     return Decision(mine.new, plan.reason, replace(history, moved_at=now), mine.closes_gap)
 
 
@@ -171,19 +174,21 @@ def plan_moves(view: Snapshot, policy: Policy, immovable: frozenset[str] = froze
     placement = Placement(view, immovable)
     gaps = placement.gaps
     if not gaps:
-        return Plan(*_even_out(placement, policy, policy.max_moves))
+        return Plan(*_even_out(placement, policy, len(view.peers)))
     found = f"nobody holds blocks {format_blocks(gaps)}"
     closing: list[Move] = []
     while len(closing) < policy.max_moves and (way := placement.closing_way()) is not None:
         closing.append(Move(*placement.move(way), closes_gap=True))
     if placement.gaps:
         return Plan(tuple(closing), found if closing else f"{found} and no server can be spared for them")
-    evening, why = _even_out(placement, policy, policy.max_moves - len(closing))
+    evening, why = _even_out(placement, policy, len(view.peers))
+    # Whoever goes to those blocks first closes the gap, whatever the plan wanted it for.
+    evening = tuple(replace(move, closes_gap=any(block in move.new for block in gaps)) for move in evening)
     return Plan((*closing, *evening), f"{found}; with them held {why}")
 
 
-def _even_out(placement: Placement, policy: Policy, room: int) -> tuple[tuple[Move, ...], str]:
-    """At most `room` moves that raise the weakest block enough, and the reason for these or for none."""
+def _even_out(placement: Placement, policy: Policy, servers: int) -> tuple[tuple[Move, ...], str]:
+    """Moves that raise the weakest block enough, and the reason for these or for none."""
     before = best = placement.weakest
     enough = before * (1 + max(policy.min_gain, ROUNDING))
     state = f"the weakest block does {before:.4g} of at most {placement.even_share:.4g} tokens/s"
@@ -192,11 +197,13 @@ def _even_out(placement: Placement, policy: Policy, room: int) -> tuple[tuple[Mo
     during = placement.throughputs
     moves: list[Move] = []
     best_count, lost = 0, 0.0
-    while len(moves) < room and (way := placement.raising_way()) is not None:
+    while (way := placement.raising_way(policy.min_gain)) is not None:
         during = placement.without(way, during)
         moves.append(Move(*placement.move(way), closes_gap=False))
         if placement.weakest > best:
             best, best_count, lost = placement.weakest, len(moves), before - float(during.min())
+        if len(moves) >= (policy.max_moves if best >= enough else 2 * policy.max_moves + servers // 32):
+            break
     if best_count == 0 or best < enough:
         return (), f"{state}, and moves would not raise it by {policy.min_gain:.0%}"
     if (best - before) * policy.horizon <= lost * policy.load_seconds:

@@ -1,7 +1,7 @@
 """What the servers of the simulated swarm see of each other: the announcements, a little late, until they expire.
 
-All see the same, and each change at the next multiple of `every` seconds: so servers that look between a change and that
-moment decide from what is no longer true, as over a real DHT. Renewals are not simulated one by one, because they
+All see the same, and each change at the next multiple of `every` seconds: so servers that look between a change and
+that moment decide from what is no longer true, as over a real DHT. Renewals are not simulated one by one, because they
 change nothing; when a server vanishes, the time of its last one follows from the period.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from swarm.data_structures import ServerInfo, ServerState
 from swarm.server.block_selection import believed_throughputs
-from swarm.server.placement import Floats, Snapshot
+from swarm.server.placement import Floats, Mobility, Snapshot
 from swarm.simulation.table import Table
 
 
@@ -22,6 +22,7 @@ from swarm.simulation.table import Table
 class _Change:
     row: int
     info: ServerInfo | None
+    mobility: Mobility = Mobility.FREE
 
 
 class Directory:
@@ -49,9 +50,9 @@ class Directory:
         self._count = itertools.count()
         self._snapshot: Snapshot | None = None
 
-    def announce(self, row: int, info: ServerInfo, now: float) -> None:
+    def announce(self, row: int, info: ServerInfo, mobility: Mobility, now: float) -> None:
         """Server number `row` announces a change."""
-        self._at(self._next_look(now), _Change(row, info if info.state is not ServerState.OFFLINE else None))
+        self._at(self._next_look(now), _Change(row, info if info.state is not ServerState.OFFLINE else None, mobility))
 
     def vanish(self, row: int, announced: float, now: float) -> None:
         """Server number `row` is gone without a word; its last change was announced at `announced`."""
@@ -75,15 +76,15 @@ class Directory:
 
     def throughputs(self) -> Floats:
         """Tokens/s that each block is believed to have (see `swarm.server.block_selection`)."""
-        starts, ends, rates, _ = self._table.columns()
+        starts, ends, rates, _, _ = self._table.columns()
         return believed_throughputs(starts, ends, rates, self._blocks)
 
     def snapshot(self) -> Snapshot:
         """What plans are made from."""
         if self._snapshot is None:
-            starts, ends, rates, online = self._table.columns()
+            starts, ends, rates, online, mobility = self._table.columns()
             peers = tuple(self._infos[row].peer_id for row in self._table.rows.tolist())
-            self._snapshot = Snapshot(peers, starts, ends, rates, online, ends - starts, rates, self._blocks)
+            self._snapshot = Snapshot(peers, starts, ends, rates, online, mobility, ends - starts, rates, self._blocks)
         return self._snapshot
 
     def _next_look(self, now: float) -> float:
@@ -101,4 +102,4 @@ class Directory:
         else:
             info = change.info
             self._infos[change.row] = info
-            self._table.put(change.row, info.span, info.rate, info.state is ServerState.ONLINE)
+            self._table.put(change.row, info.span, info.rate, info.state is ServerState.ONLINE, change.mobility)

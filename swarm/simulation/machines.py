@@ -7,6 +7,7 @@ import random
 from dataclasses import dataclass, field
 
 from swarm.data_structures import ServerInfo, ServerState, Span
+from swarm.server.placement import Mobility
 from swarm.server.rebalancing import History
 from swarm.simulation.scenario import Lie, Scenario
 
@@ -22,7 +23,7 @@ class Machine:
         announced: blocks/s that it says it computes.
         load_seconds: how long it loads its blocks.
         pinned: it never moves.
-        state, span: what it announced last.
+        state, span, mobility: what it announced last.
         changed: when it announced that.
         history: what it remembers from one check to the next.
     """
@@ -35,6 +36,7 @@ class Machine:
     pinned: bool
     state: ServerState = ServerState.OFFLINE
     span: Span | None = None
+    mobility: Mobility = Mobility.FREE
     changed: float = 0.0
     history: History = field(default_factory=History)
 

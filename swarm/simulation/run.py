@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from swarm.data_structures import Route, Span
@@ -87,7 +87,7 @@ def simulate(scenario: Scenario, seed: int | None = None) -> Outcome:
     )
 
 
-def _repeat(world: World, every: float, action: functools.partial[None]) -> None:
+def _repeat(world: World, every: float, action: Callable[[], None]) -> None:
     def happen() -> None:
         action()
         world.clock.after(every, happen)

@@ -16,6 +16,7 @@ from swarm.errors import ScenarioError
 from swarm.server.rebalancing import Policy
 
 MAX_FILE = 1 << 20
+_SHIPPED = resources.files("swarm.simulation") / "scenarios"
 MAX_SERVERS = 20_000
 MAX_CHECKS = 20_000_000
 """Checks for moves that one simulation may take: each costs microseconds."""
@@ -29,11 +30,7 @@ Blocks = Annotated[int, msgspec.Meta(ge=1, le=2048)]
 Text = Annotated[str, msgspec.Meta(max_length=400)]
 
 
-class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    pass
-
-
-class Machines(_Strict):
+class Machines(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the servers are. Drawn for each server on its own.
 
     Attributes:
@@ -51,7 +48,7 @@ class Machines(_Strict):
     disk: Annotated[float, msgspec.Meta(gt=0, le=1e12)] = 1e9
 
 
-class Join(_Strict, tag="join"):
+class Join(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="join"):
     """`servers` join, spread at random over `over` seconds from `at` on."""
 
     servers: Count
@@ -59,16 +56,19 @@ class Join(_Strict, tag="join"):
     over: Seconds = 0.0
 
 
-class Leave(_Strict, tag="leave"):
-    """All servers that hold one of the `blocks` [first, behind the last) leave at once, `silently` as by a power cut."""
+class Leave(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="leave"):
+    """All servers that hold one of the `blocks` [first, end) leave at once; `silently` as by a power cut."""
 
     at: Seconds
     blocks: tuple[int, Blocks]
     silently: bool = False
 
 
-class Churn(_Strict, tag="churn"):
-    """From `at` to `until` each server leaves with this probability an hour, and for each that left another one joins."""
+class Churn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="churn"):
+    """From `at` to `until` servers leave, this part of them an hour, and for each that left another one joins.
+
+    `silently` is the part of those that leave without a word.
+    """
 
     at: Seconds
     until: Seconds
@@ -76,7 +76,7 @@ class Churn(_Strict, tag="churn"):
     silently: Part = 0.0
 
 
-class Lie(_Strict, tag="lie"):
+class Lie(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="lie"):
     """Servers join that announce `announced` blocks/s, compute what others do, and never move."""
 
     at: Seconds
@@ -87,7 +87,7 @@ class Lie(_Strict, tag="lie"):
 Event = Join | Leave | Churn | Lie
 
 
-class Rules(_Strict):
+class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What may be changed of `swarm.server.rebalancing.Policy`."""
 
     min_gain: Part = Policy.min_gain
@@ -97,7 +97,7 @@ class Rules(_Strict):
     max_moves: Annotated[int, msgspec.Meta(ge=0, le=1000)] = Policy.max_moves
 
 
-class Scenario(_Strict):
+class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The whole file.
 
     Attributes:
@@ -135,18 +135,20 @@ class Scenario(_Strict):
 
 def shipped() -> dict[str, Scenario]:
     """The package's own scenarios by name."""
-    files = (resources.files("swarm.simulation") / "scenarios").iterdir()
-    return {file.name.removesuffix(".yaml"): parse(file.read_bytes()) for file in sorted(files, key=lambda f: f.name)}
+    return {name: parse((_SHIPPED / f"{name}.yaml").read_bytes()) for name in _shipped_names()}
+
+
+def _shipped_names() -> list[str]:
+    return sorted(file.name.removesuffix(".yaml") for file in _SHIPPED.iterdir() if file.name.endswith(".yaml"))
 
 
 def find(name: str) -> Scenario:
     """The scenario of a file, or the shipped one of that name. Raises `ScenarioError`."""
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
-        known = shipped()
-        if name not in known:
-            raise ScenarioError(f"{name}: no such scenario; give a .yaml file, or one of {', '.join(known)}")
-        return known[name]
+        if name not in _shipped_names():
+            raise ScenarioError(f"{name}: no such scenario; give a .yaml file, or one of {', '.join(_shipped_names())}")
+        return parse((_SHIPPED / f"{name}.yaml").read_bytes())
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE + 1)
@@ -170,7 +172,7 @@ def parse(data: bytes) -> Scenario:
         problem = getattr(error, "problem", None) or (str(error).splitlines() or ["nested too deeply"])[0]
         raise ScenarioError(f"no YAML: {where}{problem}") from None
     try:
-        scenario = msgspec.convert(content, Scenario)
+        scenario = msgspec.convert(content, Scenario, strict=False)  # to YAML 1e9 is a string
     except msgspec.ValidationError as error:
         problem, _, place = str(error).partition(" - at ")
         field = place.strip("`").removeprefix("$").removeprefix(".")
@@ -182,7 +184,9 @@ def parse(data: bytes) -> Scenario:
 def _check(scenario: Scenario) -> None:
     fewest, most = scenario.machines.blocks
     if not fewest <= most <= scenario.blocks:
-        raise ScenarioError(f"machines.blocks: [{fewest}, {most}] is no range up to the model's {scenario.blocks} blocks")
+        raise ScenarioError(
+            f"machines.blocks: [{fewest}, {most}] is no range up to the model's {scenario.blocks} blocks"
+        )
     if scenario.steady_from >= scenario.duration:
         raise ScenarioError(f"steady_from: {scenario.steady_from:.0f} is not before the end at {scenario.duration:.0f}")
     for index, event in enumerate(scenario.events):

@@ -97,18 +97,18 @@ class Truth:
     def optimum(self) -> float:
         """Tokens/s of the weakest block that no placement of the servers that are there can exceed.
 
-        Each server adds throughput / n tokens/s to n blocks, so all blocks together have the sum of the throughputs, and the
-        weakest has at most an even share of it. With whole servers and contiguous windows less may be possible.
+        Each server adds throughput / n tokens/s to n blocks. So all blocks together have the sum of all throughputs,
+        and the weakest at most an even share of it. With whole servers and contiguous windows less may be possible.
         """
         return sum(self._capacity.values()) / self._blocks
 
     def throughputs(self) -> Floats:
         """Tokens/s of each block."""
-        starts, ends, rates, _ = self._serving.columns()
+        starts, ends, rates, _, _ = self._serving.columns()
         return sum_by_block(starts, ends, rates, self._blocks)
 
     def near_liars(self) -> Floats:
         """Tokens/s of the blocks that liars hold."""
-        starts, ends, _, lies = self._serving.columns()
+        starts, ends, _, lies, _ = self._serving.columns()
         held = sum_by_block(starts, ends, lies.astype(np.float64), self._blocks) > 0
         return self.throughputs()[held]

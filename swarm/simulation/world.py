@@ -11,6 +11,7 @@ import random
 
 from swarm.data_structures import ServerState, Span
 from swarm.server.block_selection import weakest_window
+from swarm.server.placement import Mobility
 from swarm.server.rebalancing import History, Plan, decide, plan_moves
 from swarm.simulation.clock import Clock
 from swarm.simulation.directory import Directory
@@ -57,7 +58,11 @@ class World:
                 self._join(event)
         elif isinstance(event, Leave):
             for machine in list(self.alive.values()):
-                if machine.span is not None and machine.span.start < event.blocks[1] and event.blocks[0] < machine.span.end:
+                if (
+                    machine.span is not None
+                    and machine.span.start < event.blocks[1]
+                    and event.blocks[0] < machine.span.end
+                ):
                     self._leave(machine, event.silently)
         else:
             self._churn(event)
@@ -89,6 +94,7 @@ class World:
     def _load(self, machine: Machine, span: Span) -> None:
         machine.span = span
         machine.history = History(self.clock.now, machine.history.expected)
+        machine.mobility = Mobility.PINNED if machine.pinned else Mobility.COOLING
         self._announce(machine, ServerState.JOINING)
         self.clock.after(machine.load_seconds, functools.partial(self._loaded, machine))
 
@@ -99,7 +105,7 @@ class World:
 
     def _announce(self, machine: Machine, state: ServerState) -> None:
         machine.state, machine.changed = state, self.clock.now
-        self.directory.announce(machine.row, machine.announcement(), self.clock.now)
+        self.directory.announce(machine.row, machine.announcement(), machine.mobility, self.clock.now)
 
     def _leave(self, machine: Machine, silently: bool) -> None:
         del self.alive[machine.row]
@@ -119,11 +125,15 @@ class World:
         if machine.row not in self.alive:
             return
         self.clock.after(self._scenario.update_period, functools.partial(self._check, machine))
-        if machine.state is not ServerState.ONLINE:
+        if not machine.serves:
             return
         now, old = self.clock.now, machine.span
-        without = machine.history.overdue(now, self._policy) - {machine.peer_id}
-        decision = decide(self._plan(without), machine.peer_id, now, machine.history, self._policy)
+        if machine.mobility is Mobility.COOLING and not machine.history.cools(now, self._policy):
+            machine.mobility = Mobility.FREE
+            self._announce(machine, machine.state)
+        self.directory.look(now)
+        plan = self._plan(machine.history.overdue(now, self._policy) - {machine.peer_id})
+        decision = decide(plan, machine.peer_id, now, machine.history, self._policy)
         machine.history = decision.history
         if decision.span is not None and old is not None:
             self.truth.moves.append(MoveMade(now, machine.peer_id, old, decision.span, decision.closes_gap))
@@ -131,7 +141,6 @@ class World:
             self._load(machine, decision.span)
 
     def _plan(self, without: frozenset[str]) -> Plan:
-        self.directory.look(self.clock.now)
         if self._plans_version != self.directory.version:
             self._plans, self._plans_version = {}, self.directory.version
         if without not in self._plans:

@@ -24,6 +24,7 @@ OPTIONS = {
         "--json", "--plot", "--help",
     },
     "demo": {"--prompt", "--tokens", "--temperature", "--seed", "--help"},
+    "simulate": {"scenario", "--list", "--plot", "--json", "--seed", "--help"},
 }  # fmt: skip
 
 
