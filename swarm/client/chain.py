@@ -8,6 +8,7 @@ so that the record of each hop is complete (`swarm.client.failover` lives on it)
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from contextlib import suppress
@@ -20,6 +21,8 @@ from swarm.client.record import Step
 from swarm.data_structures import HopTiming, Route, Span, StepLayout
 from swarm.errors import PeerSilent, SessionClosed
 from swarm.transport.stream import Network
+
+logger = logging.getLogger(__name__)
 
 
 class Chain:
@@ -109,6 +112,8 @@ class Chain:
                     return self._outputs
                 case Deliver(index, number):
                     hop = self._hops[index]
+                    if number in (hop.pushed, hop.rejected) and index:
+                        await self._stop_pushing(index)
                     await hop.deliver(hop.record.get(number))
                 case Mend(index, overdue):
                     if overdue:
@@ -136,6 +141,15 @@ class Chain:
         # Only now, because from now on steps may be pushed to them.
         await self._failover.link(self._hops, range(max(0, index - 1), min(len(self._hops), index + len(mended) + 1)))
 
+    async def _stop_pushing(self, index: int) -> None:
+        """What was pushed to a hop did not arrive there, or was refused, and this client has to deliver it itself.
+
+        Which of the two servers is at fault cannot be known, so neither is blamed; but it happens once, not each step.
+        """
+        pusher = self._hops[index - 1]
+        logger.debug("%s pushes no more: that failed", whose(pusher.hop))
+        await pusher.link(self._hops[index - 2] if index > 1 else None, None)
+
     def _heard(self, hop: HopSession, number: int, outputs: Packed) -> None:
         """A hop has answered: its outputs are what goes into the next one."""
         layout = self._steps.get(number)
@@ -147,7 +161,7 @@ class Chain:
             return
         following = self._hops[index + 1]
         following.record.add(Step(number, layout, outputs))
-        if following.replied < number and hop.passed_on:
+        if following.replied < number and following.rejected < number and hop.passed_on:
             following.pushed = max(following.pushed, number)
             following.handed(outputs.tokens)
 

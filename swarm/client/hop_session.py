@@ -64,6 +64,7 @@ class HopSession:
         passed_on: whether it handed that step's outputs to the server behind it.
         asked: number of the last step that this client handed to it.
         pushed: number of the last step that the server before says it has handed to it.
+        rejected: number of the last step that it refused as it was pushed.
         due: time (of `time.perf_counter`) by which the answer that is awaited should have come.
         error: why it cannot go on.
         stale: its cache may hold a step that was given up, or too little, and has to be filled anew.
@@ -88,8 +89,8 @@ class HopSession:
         self.hop = hop
         self.session_id = secrets.token_bytes(16)
         self.record = Record()
-        self.replied = self.asked = self.pushed = NOTHING_YET
-        self.passed_on = False
+        self.replied = self.asked = self.pushed = self.rejected = NOTHING_YET
+        self.passed_on = self._may_push = False
         self.due = float("inf")
         self.error: Exception | None = None
         self.stale = False
@@ -159,6 +160,7 @@ class HopSession:
 
     async def link(self, before: HopSession | None, after: HopSession | None) -> None:
         """Tell the server who may push to it and to whom it may push; None is this client."""
+        self._may_push = after is not None
         await self._send(
             messages.Link(
                 previous=before.peer_id if before is not None else None,
@@ -295,7 +297,7 @@ class HopSession:
         seconds = time.perf_counter() - self._handed_at
         self._patience.answered(seconds, due.tokens)
         self.timing = HopTiming(seconds, reply.compute_ms / 1e3)
-        self.replied, self.passed_on = reply.step, reply.pushed
+        self.replied, self.passed_on = reply.step, reply.pushed and self._may_push
         # The newest one stays: if it was asked for twice, it may come twice.
         self._expected = {number: outputs for number, outputs in self._expected.items() if number >= reply.step}
         handed = range(reply.step + 1, max(self.asked, self.pushed) + 1)
@@ -311,6 +313,7 @@ class HopSession:
             # A step that was given up, or what was pushed to it was not right (perhaps before we heard of the push).
             # The server before may be to blame: our copy will show.
             self.pushed = min(self.pushed, self.asked)
+            self.rejected = min((n for n in self._expected if n > self.replied), default=self.rejected)
         else:
             self._fail(error)
 
