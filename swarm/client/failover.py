@@ -194,12 +194,12 @@ class Failover:
                 if trouble is None:
                     return hops
                 tries += 1
-                if tries >= TRIES and time.perf_counter() > deadline:
+                if tries >= TRIES and time.perf_counter() >= deadline:
                     raise trouble
             except MissingBlocks as missing:
                 if isinstance(trouble, TooLong):
                     raise trouble from None  # waiting makes no server larger
-                if time.perf_counter() > deadline:
+                if time.perf_counter() >= deadline:
                     raise (trouble if isinstance(trouble, CacheFull) else missing) from None
                 if not said:
                     logger.warning("%s Waiting up to %.0f s.", missing, self._planner.patience)

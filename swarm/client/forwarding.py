@@ -83,7 +83,7 @@ async def _complete(
             planner.failed(hop.server.peer_id, error)
             lost.add(hop.server.peer_id)
             tries += 1
-            if tries >= TRIES and time.perf_counter() > deadline:
+            if tries >= TRIES and time.perf_counter() >= deadline:
                 raise
             logger.info("%s; trying another server", error)
             hops = await _other_way(planner, Span(block, span.end))

@@ -108,6 +108,8 @@ class HopSession:
         self._expected: dict[int, Outputs] = {}
         self._void: set[int] = set()
         self._replaying: Outputs | None = None
+        self._unheard = 0
+        """Replays whose answers nobody waits for any more."""
         self._handed_at = 0.0
         blocks, server = hop.span.length, hop.server
         token = blocks / max(server.forward_throughput or server.throughput, 1e-3)
@@ -155,6 +157,7 @@ class HopSession:
             raise out_of_place(self.hop, reply)
         self.error = None
         self.asked = self.pushed = self.replied
+        self._unheard = 0
         self._listener = asyncio.get_running_loop().create_task(self._listen(self._stream))
         return reply.next_step
 
@@ -216,10 +219,12 @@ class HopSession:
         outputs = Outputs(hidden.tokens, hidden.hidden_size)
         self._replaying = outputs if want_outputs else None
         patience = self._patience.allowed(hidden.tokens)
+        self._unheard += 1
         try:
             await self._send(request, hidden.payload, patience)
             async with asyncio.timeout(patience):
                 reply, payload = await self._answer
+            self._unheard -= 1
         except TimeoutError:
             raise PeerSilent(f"{whose(self.hop)} did not answer within {patience:.1f} s") from None
         finally:
@@ -282,6 +287,8 @@ class HopSession:
                 self._hear_step(reply, payload)
             case messages.Refusal():
                 self._refused(remote_error(reply.code, f"{whose(self.hop)} refused: {reply.message}"))
+            case messages.ReplayReply() if self._unheard > (self._answer is not None):
+                self._unheard -= 1  # of a replay that was interrupted
             case _ if self._answer is not None and not self._answer.done():
                 self._answer.set_result((reply, payload))
             case _:
@@ -307,7 +314,10 @@ class HopSession:
         self._heard(self, reply.step, outputs)
 
     def _refused(self, error: RemoteError) -> None:
-        if self._answer is not None and not self._answer.done():
+        if self._unheard > (self._answer is not None):
+            self._unheard -= 1  # a replay that was interrupted
+        elif self._answer is not None and not self._answer.done():
+            self._unheard -= 1
             self._answer.set_exception(error)
         elif isinstance(error, RequestRefused) and (self.asked < self.pushed or not self._is_asked):
             # A step that was given up, or what was pushed to it was not right (perhaps before we heard of the push).

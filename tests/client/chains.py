@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from swarm.client.chain import Chain
 from swarm.client.packed import Manner, Packed
 from swarm.data_structures import Route, ServerInfo, Span, StepLayout, WireFormat
+from swarm.errors import ProtocolViolation
 from swarm.models.span import SpanModel
 from swarm.protocol import messages
 from swarm.protocol.compression import pack, unpack
@@ -21,7 +23,7 @@ from swarm.routing.router import Router
 from swarm.server.handler import Handler
 from swarm.server.sessions import Sessions
 from swarm.transport.memory import MemoryHub, MemoryNetwork
-from swarm.transport.stream import Stream
+from swarm.transport.stream import Stream, StreamHandler
 from tests.infos import server_info
 from tests.virtual_time import InlineRuntime
 
@@ -38,7 +40,7 @@ class Server:
     """A real handler with a span of the model, and what it was sent.
 
     Attributes:
-        tamper: changes what it sends to clients.
+        tamper: changes what it sends, to clients and to the next server.
         heard: messages that arrived, with the peers that sent them.
     """
 
@@ -48,7 +50,8 @@ class Server:
         self.sessions = Sessions(1 << 16, time.monotonic)
         self.network = MemoryNetwork(hub, info.peer_id)
         runtime: Any = self.runtime
-        self.handler = Handler(self.network, model.narrowed(info.span), REVISION, self.sessions, runtime)
+        network = _TappedNetwork(self)
+        self.handler = Handler(network, model.narrowed(info.span), REVISION, self.sessions, runtime)
         self.tamper: Tamper = lambda message, payload: (message, payload)
         self.heard: list[tuple[str, messages.ClientMessage]] = []
 
@@ -70,7 +73,8 @@ class _Tapped:
 
     async def receive(self, max_payload: Any = 0) -> Any:
         frame = await self._stream.receive(max_payload)
-        self._server.heard.append((self.peer_id, messages.decode_client(frame.header)))
+        with suppress(ProtocolViolation):  # a server hears refusals of what it has pushed, too
+            self._server.heard.append((self.peer_id, messages.decode_client(frame.header)))
         return frame
 
     async def send(self, message: messages.Message, payload: bytes | memoryview = b"") -> None:
@@ -78,6 +82,20 @@ class _Tapped:
 
     def close(self) -> None:
         self._stream.close()
+
+
+class _TappedNetwork:
+    """A server's network, watched."""
+
+    def __init__(self, server: Server) -> None:
+        self.peer_id = server.info.peer_id
+        self._server = server
+
+    async def open_stream(self, peer_id: str) -> Stream:
+        return _Tapped(self._server, await self._server.network.open_stream(peer_id))
+
+    async def serve(self, handler: StreamHandler) -> None:
+        raise NotImplementedError
 
 
 class RoutingPlanner:

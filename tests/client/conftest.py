@@ -15,6 +15,4 @@ from tests import zoo
 def span_model(tmp_path_factory: pytest.TempPathFactory) -> SpanModel:
     """All six blocks of a tiny llama."""
     folder = zoo.make_checkpoint("llama", tmp_path_factory.mktemp("checkpoint"))
-    return load_span(
-        open_checkpoint(folder), Span(0, zoo.BLOCKS), dtype=torch.float32, device=torch.device("cpu")
-    )
+    return load_span(open_checkpoint(folder), Span(0, zoo.BLOCKS), dtype=torch.float32, device=torch.device("cpu"))

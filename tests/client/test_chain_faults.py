@@ -1,0 +1,170 @@
+"""Sessions under random faults, on virtual time: whatever happens to the servers, the outputs stay right.
+
+Every block is held by three servers. Messages are lost and delayed, servers die before or after anything they say, hang,
+answer garbage, push garbage, forget their sessions, leave, take very long; the person interrupts. The only exceptions
+that may come out are those that the person asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import pytest
+
+from swarm.data_structures import StepLayout
+from swarm.protocol import messages
+from tests import virtual_time
+from tests.client.chains import BLOCKS, CLIENT, Conversation, Server, Swarm
+
+SERVERS = {
+    "a": (0, 2), "b": (2, 4), "c": (4, 6),
+    "d": (0, 3), "e": (3, 6), "f": (1, 5),
+    "g": (0, 1), "h": (5, 6), "i": (0, 6),
+}  # fmt: skip
+
+
+FATAL = ("kill", "kill soon", "hang", "garbage", "stuck")
+"""Faults after which a server is of no use any more."""
+
+
+class Mischief:
+    """Faults at random messages of a swarm.
+
+    Args:
+        faults: how many.
+        rate: share of the messages at which one happens, while any are left.
+    """
+
+    def __init__(self, swarm: Swarm, chance: random.Random, faults: int, rate: float, lossy: bool) -> None:
+        self.swarm = swarm
+        self.chance = chance
+        self.left = faults
+        self.rate = rate
+        self.log: list[str] = []
+        self.stopped: set[str] = set()
+        self.kinds = [*FATAL, "garbage once", "forget", "leave", "slow"]
+        self.kinds += ["lose"] * 2 if lossy else []
+
+    def __call__(self, source: str, target: str, message: messages.Message) -> bool:
+        names = [name for name in (source, target) if name != CLIENT and name not in self.stopped]
+        if not self.left or not names or self.chance.random() > self.rate:
+            return False
+        # Somebody honest has to be left for each block.
+        kind = self.chance.choice(self.kinds)
+        name = self.chance.choice(names)
+        if kind in FATAL and not self._others_hold(name):
+            return False
+        self.left -= 1
+        self.log.append(f"{kind} {name} at {type(message).__name__} {source}>{target}")
+        server = self.swarm.servers[name]
+        if kind in FATAL:
+            self.stopped.add(name)
+        if kind == "kill":
+            self.swarm.kill(name)
+        elif kind == "kill soon":
+            self.swarm.kill_soon(name, self.chance.uniform(0.0, 0.05))
+        elif kind == "hang":
+            self.swarm.hub.hang(name)
+        elif kind == "garbage":
+            server.tamper = lambda message, payload: spoilt(self.chance, message, payload)
+        elif kind == "garbage once":
+            once = iter([True])
+            server.tamper = lambda message, payload: (
+                spoilt(self.chance, message, payload) if payload and next(once, False) else (message, payload)
+            )
+        elif kind == "forget":
+            server.sessions.clear()
+        elif kind == "leave":
+            asyncio.get_running_loop().create_task(self._leave(server))
+        elif kind == "slow":
+            server.runtime._seconds = self.chance.choice([0.5, 1.5])
+        elif kind == "stuck":
+            server.runtime._seconds = 1000.0
+        return kind == "lose"
+
+    def _others_hold(self, name: str) -> bool:
+        rest = [s.info.span for n, s in self.swarm.servers.items() if n != name and n not in self.stopped]
+        return all(any(block in span for span in rest) for block in range(BLOCKS))
+
+    async def _leave(self, server: Server) -> None:
+        with suppress(Exception):
+            await server.handler.hand_over()
+
+
+def spoilt(chance: random.Random, message: Any, payload: Any) -> tuple[Any, Any]:
+    kind = chance.choice(["nan", "short", "long", "type", "bytes", "dtype"])
+    if not payload:
+        return message, payload
+    if kind == "nan" or isinstance(message, messages.PushRequest):
+        return message, b"\xff" * len(payload)
+    if kind == "short":
+        return message, bytes(payload)[:-1]
+    if kind == "long":
+        return message, bytes(payload) * 100
+    if kind == "type":
+        return messages.InfoReply(0, 1, 0, 0, "1"), b""
+    if kind == "bytes":
+        return msgspec.Raw(b"\xc1"), b""
+    return msgspec.structs.replace(message, dtype="float64"), payload
+
+
+async def next_step(talk: Conversation, chance: random.Random) -> None:
+    """Some step that a session may make now."""
+    lengths, caps = talk.lengths, talk.caps
+    sources = None
+    if lengths and chance.random() < 0.3:
+        sources = tuple(chance.randrange(len(lengths)) for _ in range(chance.randint(1, 3)))
+        rows = len(sources)
+        limits = [caps[source] for source in sources]
+    else:
+        rows = chance.randint(1, 3) if not lengths or chance.random() < 0.2 else len(lengths)
+        limits = [*caps, *[0] * rows][:rows]
+    starts = tuple(limit if chance.random() < 0.8 else chance.randint(0, limit) for limit in limits)
+    counts = tuple(chance.choice([1, 1, 1, 0, 2, 4]) for _ in range(rows))
+    if not any(counts):
+        counts = (1,) * rows
+    await talk.step(StepLayout(starts, counts, sources))
+
+
+def play(model: Any, seed: int) -> list[str]:
+    chance = random.Random(seed)
+    log: list[str] = []
+
+    async def scenario() -> None:
+        swarm = Swarm(model, SERVERS, patience=2e4, push=chance.random() < 0.8)
+        if chance.random() < 0.5:
+            swarm.hub.delay = lambda source, target: chance.uniform(0, 0.05)
+        await swarm.start()
+        mischief = Mischief(swarm, chance, chance.randint(1, 6), chance.choice([0.02, 0.1, 0.5]), chance.random() < 0.5)
+        mischief.log = log
+        interrupts = chance.random() < 0.3
+        swarm.on_message = mischief
+        talk = await swarm.chain()
+        for _ in range(8):
+            log.append("step")
+            step = asyncio.ensure_future(next_step(talk, chance))
+            if interrupts and chance.random() < 0.4:
+                await asyncio.wait({step}, timeout=chance.uniform(0, 0.2))
+                step.cancel()
+                log.append("interrupt")
+            with suppress(asyncio.CancelledError):
+                await step
+        await talk.chain.close()
+        log.append(str(swarm.planner.failures))
+
+    try:
+        virtual_time.run(scenario, limit=1e5)
+    except BaseException as error:
+        error.add_note(f"seed {seed}: " + "; ".join(log))
+        raise
+    return log
+
+
+@pytest.mark.parametrize("seeds", [range(first, first + 25) for first in range(0, 200, 25)], ids=str)
+def test_outputs_stay_right(span_model, seeds):
+    for seed in seeds:
+        play(span_model, seed)
