@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS)
 WORKERS ?= 2
 
-.PHONY: demo test check lint types imports unit bench format clean
+.PHONY: demo test check lint types imports unit soak bench format clean
 
 demo: $(VENV)/runtime
 	$(BIN)/swarm demo
@@ -30,6 +30,11 @@ imports: $(VENV)/dev
 
 unit: $(VENV)/dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
+
+# A server is killed before every single token, then ten minutes of churn. Takes about twenty minutes.
+soak: $(VENV)/dev
+	SWARM_SOAK=1 $(BIN)/python -m pytest --timeout 3600 tests/test_kill.py
+	$(BIN)/python -m benchmarks.soak --minutes 10 --clients 4 --every 5
 
 bench: $(VENV)/dev
 	$(BIN)/python -m benchmarks.chain

@@ -6,6 +6,7 @@ their process ids at the end, whatever happens.
 
 from __future__ import annotations
 
+import gc
 import random
 import signal
 import statistics
@@ -244,6 +245,7 @@ def _client(
     """What a client's process does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     tempfile.tempdir = folder
+    gc.freeze()  # else the first full collection makes copies of what this process shares with all other forks
     torch.set_num_threads(1)
     quiet_hivemind()
     chance = random.Random(f"{seed} {number}")

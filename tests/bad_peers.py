@@ -1,0 +1,239 @@
+"""Peers that misbehave: servers that lie in their answers or in what they push, and forgers of announcements.
+
+A bad server is a real server, which looks better than all others and does everything right, but for one thing.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+from hivemind.dht.crypto import RSASignatureValidator
+from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from hivemind.p2p import PeerID
+from hivemind.utils import MSGPackSerializer
+from hivemind.utils.crypto import RSAPrivateKey
+
+from swarm.client.background import BackgroundLoop
+from swarm.data_structures import ServerInfo
+from swarm.dht.records import encode, model_key
+from swarm.protocol import messages
+from swarm.server.config import ServerConfig
+from swarm.server.server import Server
+from swarm.server.throughput_option import ThroughputWanted
+from swarm.transport.p2p import P2PConfig, Peer
+from swarm.transport.stream import Stream
+from tests.swarms import LOOPBACK, ServerProcess, TestSwarm
+
+ATTRACTIVE = 1e6
+"""Announced blocks per second of a bad server."""
+
+FROM_STEP = 3
+"""The first step at which a bad server misbehaves: by then clients have come to trust it."""
+
+Bytes = bytes | memoryview
+Sent = tuple[messages.Message, Bytes] | None
+"""What is sent instead of a message; None is nothing at all."""
+
+Lie = Callable[[messages.Message, Bytes], Sent]
+
+
+def nan(message: messages.Message, payload: Bytes) -> Sent:
+    return message, np.full(len(payload) // 4, np.nan, dtype=np.float32).tobytes()
+
+
+def one_infinity(message: messages.Message, payload: Bytes) -> Sent:
+    values = np.frombuffer(payload, dtype=np.float32).copy()
+    values[-1] = np.inf
+    return message, values.tobytes()
+
+
+def half(message: messages.Message, payload: Bytes) -> Sent:
+    return message, payload[: len(payload) // 2]
+
+
+def ten_megabytes(message: messages.Message, payload: Bytes) -> Sent:
+    return message, bytes(10 << 20)
+
+
+def nothing(message: messages.Message, payload: Bytes) -> Sent:
+    return None
+
+
+def wrong_kind(message: messages.Message, payload: Bytes) -> Sent:
+    return messages.SessionOpened(0), b""
+
+
+def wrong_step(message: messages.Message, payload: Bytes) -> Sent:
+    return msgspec.structs.replace(message, step=message.step + 7), payload  # type: ignore[attr-defined]
+
+
+def unknown_format(message: messages.Message, payload: Bytes) -> Sent:
+    return msgspec.structs.replace(message, dtype="float17"), payload
+
+
+def blame(message: messages.Message, payload: Bytes) -> Sent:
+    """Say that the client is at fault."""
+    return messages.Refusal("not_finite", "the hidden states hold NaN"), b""
+
+
+class LyingStream:
+    """A stream on which some messages are replaced when they are sent.
+
+    Args:
+        applies: which messages are.
+    """
+
+    def __init__(self, stream: Stream, lie: Lie, applies: Callable[[messages.Message], bool]) -> None:
+        self.peer_id = stream.peer_id
+        self.receive = stream.receive
+        self.close = stream.close
+        self._stream = stream
+        self._lie = lie
+        self._applies = applies
+
+    async def send(self, message: messages.Message, payload: Bytes = b"") -> None:
+        sent: Sent = (message, payload)
+        if self._applies(message):
+            sent = self._lie(message, payload)
+        if sent is not None:
+            await self._stream.send(*sent)
+
+
+def is_reply(message: messages.Message) -> bool:
+    return isinstance(message, messages.StepReply) and message.step >= FROM_STEP
+
+
+def is_opening(message: messages.Message) -> bool:
+    return isinstance(message, messages.SessionOpened)
+
+
+def is_push(message: messages.Message) -> bool:
+    return isinstance(message, messages.PushRequest) and message.step.step >= FROM_STEP
+
+
+def is_output(message: messages.Message) -> bool:
+    return is_reply(message) or is_push(message)
+
+
+class LyingPeer:
+    """A peer that opens lying streams."""
+
+    def __init__(self, peer: Peer, wrap: Callable[[Stream], LyingStream]) -> None:
+        self._peer = peer
+        self._wrap = wrap
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._peer, name)
+
+    async def open_stream(self, peer_id: str) -> LyingStream:
+        return self._wrap(await self._peer.open_stream(peer_id))
+
+
+class BadServer(Server):
+    """A server whose messages of one kind are lies; see `LyingStream`."""
+
+    def __init__(self, config: ServerConfig, lie: Lie, applies: Callable[[messages.Message], bool]) -> None:
+        super().__init__(config)
+        self._wrap = functools.partial(LyingStream, lie=lie, applies=applies)
+
+    @property
+    def peer(self) -> Any:
+        return LyingPeer(super().peer, self._wrap)
+
+    async def _dispatch(self, stream: Stream) -> None:
+        await super()._dispatch(self._wrap(stream))
+
+
+def start_bad_server(
+    swarm: TestSwarm, blocks: str, lie: Lie, applies: Callable[[messages.Message], bool] = is_reply
+) -> ServerProcess:
+    """A process that looks like the best server for these blocks."""
+    make = functools.partial(BadServer, lie=lie, applies=applies)
+    throughput = ThroughputWanted(ATTRACTIVE)
+    return swarm.start(blocks, make=make, dtype="float32", throughput=throughput).wait_ready()
+
+
+class Anything(RecordValidatorBase):
+    """Lets everything pass."""
+
+    def validate(self, record: DHTRecord) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A record as a forger stores it.
+
+    Attributes:
+        value: the announcement.
+        owner: the private key whose public part is in the record's subkey; None for a subkey without a key.
+        signer: the private key that signs; None leaves it unsigned.
+        lifetime: seconds until it expires.
+    """
+
+    value: bytes
+    owner: RSAPrivateKey | None
+    signer: RSAPrivateKey | None
+    lifetime: float = 20.0
+
+
+class Forger:
+    """A peer of the DHT that holds forged records itself, answers with them, and stores them at all others it can."""
+
+    def __init__(self, peer: Peer, background: BackgroundLoop) -> None:
+        self.peer_id = peer.peer_id
+        self.key = peer.identity.private_key
+        self._peer = peer
+        self._background = background
+
+    def info(self, honest: ServerInfo, **changes: Any) -> ServerInfo:
+        """An announcement of this peer, which would be believed but for the changes."""
+        return replace(honest, peer_id=self.peer_id, **{"throughput": ATTRACTIVE, "name": "forged", **changes})
+
+    def own(self, info: ServerInfo) -> Stored:
+        """As an honest server would store it."""
+        return Stored(encode(info), self.key, self.key)
+
+    def store(self, model: str, block: int, stored: Stored, peers: list[str]) -> list[bool]:
+        """Put the record under the key of the block; which of the peers took it."""
+        return self._background.run(self._store(DHTID.generate(model_key(model, block)), stored, peers))
+
+    async def _store(self, key: DHTID, stored: Stored, peers: list[str]) -> list[bool]:
+        subkey = b"anybody"
+        if stored.owner is not None:
+            subkey = RSASignatureValidator(stored.owner).local_public_key
+        expires = time.time() + stored.lifetime
+        value = MSGPackSerializer.dumps(stored.value)
+        if stored.signer is not None:
+            record = DHTRecord(key.to_bytes(), MSGPackSerializer.dumps(subkey), value, expires)
+            signature = stored.signer.sign(RSASignatureValidator(stored.signer)._serialize_record(record))
+            value += RSASignatureValidator.SIGNATURE_FORMAT.replace(b"_value_", signature)
+        protocol = self._peer.dht.protocol
+        protocol.storage.store(key, value, expires, subkey=subkey)
+        taken = []
+        for peer in peers:
+            answer = await protocol.call_store(PeerID.from_base58(peer), [key], [value], expires, [subkey])
+            taken.append(bool(answer and answer[0]))
+        return taken
+
+
+@contextmanager
+def run_forger(swarm: TestSwarm) -> Iterator[Forger]:
+    """A forger that has joined the swarm, with a libp2p daemon of its own."""
+    background = BackgroundLoop()
+    try:
+        peer = background.run(Peer.create(P2PConfig(swarm.addresses, LOOPBACK), Anything()))
+        try:
+            yield Forger(peer, background)
+        finally:
+            background.run(peer.shutdown())
+    finally:
+        background.close()

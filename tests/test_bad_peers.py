@@ -1,0 +1,250 @@
+"""Bad peers among good ones, over real processes and a real DHT: every client's text is right, and nobody is harmed."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hivemind.utils.crypto import RSAPrivateKey
+
+from swarm.client.session import InferenceSession
+from swarm.data_structures import ServerInfo, ServerState, Span
+from swarm.dht.records import encode
+from swarm.models.checkpoint import DEMO
+from swarm.protocol import messages
+from swarm.routing.peer_health import Failure, PeerHealth
+from swarm.server.throughput_option import ThroughputWanted
+from tests import bad_peers
+from tests.bad_peers import Forger, Lie, Stored, is_opening, is_output, is_push, is_reply, run_forger, start_bad_server
+from tests.disturbances import demo_prompt, demo_text, holder, write
+from tests.swarms import ServerProcess, TestSwarm, run_client, run_swarm
+
+BLOCKS = 12
+SPANS = ("0:4", "4:8", "8:12")
+NEW = 24
+
+# The forger's connections to its own daemon are left to the garbage collector by hivemind.
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
+
+
+@pytest.fixture(scope="module")
+def prompt() -> torch.Tensor:
+    return demo_prompt()
+
+
+@pytest.fixture(scope="module")
+def expected(prompt: torch.Tensor) -> list[int]:
+    return demo_text(prompt, NEW)
+
+
+@pytest.fixture(scope="module")
+def swarm() -> Iterator[TestSwarm]:
+    """One good server for each span; all tests share them, so that none of the bad peers may harm them.
+
+    They say that they are slow, so that a bad server is everybody's first choice.
+    """
+    with run_swarm(DEMO, SPANS, dtype="float32", throughput=ThroughputWanted(40.0)) as swarm:
+        yield swarm
+
+
+@pytest.fixture(scope="module")
+def bystander(swarm: TestSwarm) -> Iterator[Any]:
+    """Another client, which the bad peers do not get to see."""
+    good = [server.peer_id for server in swarm.working()]
+    with run_client(swarm, dtype="float32", allowed_servers=good) as model:
+        yield model
+
+
+def health(model: Any) -> PeerHealth:
+    return model.swarm._planner.router.health  # type: ignore[no-any-return]
+
+
+def banned(model: Any) -> frozenset[str]:
+    return health(model).all_banned(time.monotonic())
+
+
+def misbehave(
+    swarm: TestSwarm, bystander: Any, bad: ServerProcess, block: int, prompt: torch.Tensor, expected: list[int]
+) -> tuple[Failure, ...]:
+    """A client writes over a bad server, which is its first choice for the block, while another one writes without it.
+    What the client then holds against the bad server."""
+    good = {server.peer_id for server in swarm.working()} - {bad.peer_id}
+    texts: list[list[int]] = []
+    other = threading.Thread(target=lambda: texts.append(write(bystander, prompt, NEW)))
+    used: list[str] = []
+
+    def look(session: InferenceSession) -> None:
+        used.append(holder(swarm, session, block).peer_id)
+
+    def begin(session: InferenceSession) -> None:
+        look(session)
+        other.start()
+
+    try:
+        with run_client(swarm, dtype="float32") as model:
+            assert write(model, prompt, NEW, {1: begin}) == expected
+            reasons = health(model).reasons(bad.peer_id)
+            assert write(model, prompt, NEW, {1: look}) == expected
+            other.join()
+            assert texts == [expected]
+            assert used[0] == bad.peer_id
+            assert (used[1] == bad.peer_id) == (not reasons)  # who has failed is avoided from the beginning
+            assert not banned(model) & good
+            assert not banned(bystander)
+    finally:
+        bad.stop()
+        assert {server.peer_id for server in swarm.working()} == good
+    return reasons
+
+
+@pytest.mark.parametrize("block", [0, 4, 8])
+@pytest.mark.parametrize(
+    ("lie", "applies", "reason"),
+    [
+        (bad_peers.nan, is_reply, Failure.WRONG_ANSWER),
+        (bad_peers.half, is_reply, Failure.WRONG_ANSWER),
+        (bad_peers.ten_megabytes, is_reply, Failure.WRONG_ANSWER),
+        (bad_peers.nothing, is_output, Failure.TIMED_OUT),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_server_that_lies(
+    swarm: TestSwarm,
+    bystander: Any,
+    prompt: torch.Tensor,
+    expected: list[int],
+    lie: Lie,
+    applies: Callable[[messages.Message], bool],
+    reason: Failure,
+    block: int,
+) -> None:
+    bad = start_bad_server(swarm, f"{block}:{block + 4}", lie, applies)
+    assert misbehave(swarm, bystander, bad, block, prompt, expected) == (reason,)
+
+
+@pytest.mark.parametrize(
+    "lie", [bad_peers.one_infinity, bad_peers.wrong_kind, bad_peers.wrong_step, bad_peers.unknown_format]
+)
+def test_a_server_whose_answers_are_no_answers(
+    swarm: TestSwarm, bystander: Any, prompt: torch.Tensor, expected: list[int], lie: Lie
+) -> None:
+    bad = start_bad_server(swarm, "4:8", lie)
+    assert misbehave(swarm, bystander, bad, 4, prompt, expected) == (Failure.WRONG_ANSWER,)
+
+
+@pytest.mark.parametrize("lie", [bad_peers.nan, bad_peers.half, bad_peers.ten_megabytes, bad_peers.nothing])
+def test_a_server_that_pushes_something_else_than_it_answers(
+    swarm: TestSwarm, bystander: Any, prompt: torch.Tensor, expected: list[int], lie: Lie
+) -> None:
+    bad = start_bad_server(swarm, "4:8", lie, is_push)
+    # Which of the two servers at both ends of a push is at fault cannot be known, so nobody is blamed.
+    assert misbehave(swarm, bystander, bad, 4, prompt, expected) == ()
+
+
+def test_a_server_that_lets_nobody_in(
+    swarm: TestSwarm, bystander: Any, prompt: torch.Tensor, expected: list[int]
+) -> None:
+    bad = start_bad_server(swarm, "4:8", bad_peers.nothing, is_opening)
+    try:
+        with run_client(swarm, dtype="float32") as model:
+            assert write(model, prompt, NEW) == expected
+            assert health(model).reasons(bad.peer_id) == (Failure.TIMED_OUT,)
+    finally:
+        bad.stop()
+    assert write(bystander, prompt, NEW) == expected
+
+
+Forgery = Callable[[Forger, ServerInfo], Stored]
+"""From an honest server's announcement to a forged one."""
+
+
+def like(**changes: Any) -> Forgery:
+    """The forger's own announcement, rightly signed; it would be believed but for the changes."""
+    return lambda forger, honest: forger.own(forger.info(honest, **changes))
+
+
+STRANGER = RSAPrivateKey()
+
+FORGERIES: dict[str, Forgery] = {
+    "a span that ends outside the model": like(span=Span(4, BLOCKS + 1), digests=("0123456789ab",) * 9),
+    "a span far outside the model": like(span=Span(2000, 2004)),
+    "a span beyond all models": like(span=Span(1 << 40, (1 << 40) + 4)),
+    "a span under another block's key": like(span=Span(5, 9)),
+    "too few digests": like(digests=("0123456789ab",)),
+    "digests of other weights": like(digests=("0123456789ab",) * 4),
+    "negative throughput": like(throughput=-1.0),
+    "infinite throughput": like(throughput=math.inf),
+    "throughput that is no number": like(throughput=math.nan),
+    "no throughput": like(throughput=0.0),
+    "infinite network throughput": like(network_throughput=math.inf),
+    "a negative queue": like(queue=-5.0),
+    "garbage": lambda forger, honest: Stored(b"\x93garbage" * 10, forger.key, forger.key),
+    "no signature": lambda forger, honest: Stored(encode(forger.info(honest)), forger.key, None),
+    "no owner": lambda forger, honest: Stored(encode(forger.info(honest)), None, None),
+    "another peer's signature": lambda forger, honest: Stored(encode(forger.info(honest)), forger.key, STRANGER),
+    "another peer's name": lambda forger, honest: forger.own(replace(honest, throughput=bad_peers.ATTRACTIVE)),
+    "another peer's farewell": lambda forger, honest: forger.own(replace(honest, state=ServerState.OFFLINE)),
+    "expired long ago": lambda forger, honest: replace(forger.own(forger.info(honest)), lifetime=-60.0),
+    "valid for years": lambda forger, honest: replace(forger.own(forger.info(honest)), lifetime=1e8),
+}
+BELIEVED_BY_NODES = {
+    "a span that ends outside the model",
+    "a span far outside the model",
+    "a span under another block's key",
+    "digests of other weights",
+}
+"""What only who knows the model can see through."""
+
+
+@pytest.fixture(scope="module")
+def forger(swarm: TestSwarm) -> Iterator[Forger]:
+    with run_forger(swarm) as forger:
+        yield forger
+
+
+@pytest.mark.parametrize("kind", FORGERIES)
+def test_a_forged_announcement(
+    swarm: TestSwarm, bystander: Any, forger: Forger, prompt: torch.Tensor, expected: list[int], kind: str
+) -> None:
+    good = [server.peer_id for server in swarm.working()]
+    [honest] = [info for info in bystander.swarm.servers() if info.span == Span(4, 8)]
+    taken = forger.store(DEMO.name, 4, FORGERIES[kind](forger, honest), good)
+    assert taken == [kind in BELIEVED_BY_NODES] * len(good)
+    with run_client(swarm, dtype="float32") as model:
+        assert sorted(info.peer_id for info in model.swarm.servers()) == sorted(good)
+        assert write(model, prompt, NEW) == expected
+        assert not banned(model)  # nobody was even tried
+    assert write(bystander, prompt, NEW) == expected
+    assert not banned(bystander)
+
+
+def test_an_announcement_that_expires(swarm: TestSwarm, bystander: Any, forger: Forger) -> None:
+    [honest] = [info for info in bystander.swarm.servers() if info.span == Span(4, 8)]
+    good = [server.peer_id for server in swarm.working()]
+    with run_client(swarm, dtype="float32") as model:
+        stored = replace(forger.own(forger.info(honest)), lifetime=3.0)
+        assert all(forger.store(DEMO.name, 4, stored, good))
+        assert forger.peer_id in {info.peer_id for info in model.swarm.servers()}
+        deadline = time.monotonic() + 30
+        while forger.peer_id in {info.peer_id for info in model.swarm.servers()}:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+
+def test_a_well_formed_announcement_of_a_peer_that_serves_nothing(
+    swarm: TestSwarm, bystander: Any, forger: Forger, prompt: torch.Tensor, expected: list[int]
+) -> None:
+    """The forger's records are tried where nothing is wrong with them: the other tests would notice if they were."""
+    [honest] = [info for info in bystander.swarm.servers() if info.span == Span(4, 8)]
+    good = [server.peer_id for server in swarm.working()]
+    assert all(forger.store(DEMO.name, 4, forger.own(forger.info(honest)), good))
+    with run_client(swarm, dtype="float32") as model:
+        assert write(model, prompt, NEW) == expected
+        assert banned(model) == {forger.peer_id}
+        assert health(model).reasons(forger.peer_id) == (Failure.UNREACHABLE,)
