@@ -16,6 +16,17 @@ class ServerState(enum.IntEnum):
     ONLINE = 2
 
 
+class Mobility(enum.IntEnum):
+    """Whether a server would move to other blocks, as it announces.
+
+    PINNED: never; somebody asked for these blocks. COOLING: only to close a gap, because it came a short while ago.
+    """
+
+    PINNED = 0
+    COOLING = 1
+    FREE = 2
+
+
 class WireFormat(enum.StrEnum):
     """How hidden states travel. NONE sends them in the dtype the server computes in, which loses nothing."""
 
@@ -66,7 +77,7 @@ class ServerInfo:
         network_throughput: tokens/s of hidden states that its link to other peers carries; 0 if it did not say.
         queue: seconds that a step waited for its compute thread lately.
         round_trips: (peer id, seconds) of servers that hold the blocks behind its own, as it measured them.
-        stays: it never moves to other blocks.
+        mobility: whether it would move to other blocks.
     """
 
     peer_id: str
@@ -84,7 +95,7 @@ class ServerInfo:
     network_throughput: float = 0.0
     queue: float = 0.0
     round_trips: tuple[tuple[str, float], ...] = ()
-    stays: bool = False
+    mobility: Mobility = Mobility.FREE
 
     @property
     def short_id(self) -> str:

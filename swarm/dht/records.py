@@ -13,7 +13,7 @@ from typing import Annotated
 
 import msgspec
 
-from swarm.data_structures import ServerInfo, ServerState, Span
+from swarm.data_structures import Mobility, ServerInfo, ServerState, Span
 from swarm.errors import ProtocolViolation, SwarmError
 
 MAX_BLOCKS = 2048
@@ -50,7 +50,7 @@ class ServerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     network_throughput: Rate = 0.0
     queue: Seconds = 0.0
     round_trips: Annotated[list[tuple[Name, Seconds]], msgspec.Meta(max_length=MAX_ROUND_TRIPS)] = []
-    stays: bool = False
+    mobility: Mobility = Mobility.FREE
 
 
 _decoder = msgspec.msgpack.Decoder(ServerRecord)
@@ -81,7 +81,7 @@ def encode(info: ServerInfo) -> bytes:
             network_throughput=info.network_throughput,
             queue=info.queue,
             round_trips=list(info.round_trips),
-            stays=info.stays,
+            mobility=info.mobility,
         )
     )
 
@@ -114,5 +114,5 @@ def decode(data: bytes) -> ServerInfo:
         network_throughput=record.network_throughput,
         queue=record.queue,
         round_trips=tuple(record.round_trips),
-        stays=record.stays,
+        mobility=record.mobility,
     )

@@ -5,30 +5,18 @@ All arrays have one entry a server or one a block. A *way* is one server and one
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from swarm.data_structures import ServerInfo, ServerState, Span
+from swarm.data_structures import Mobility, ServerInfo, ServerState, Span
 from swarm.server.block_selection import plausible_rate, sum_by_block
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
-
-
-class Mobility(enum.IntEnum):
-    """Whether a server would move, as it announces.
-
-    PINNED: never; somebody asked for these blocks. COOLING: only to close a gap, because it came a short while ago.
-    """
-
-    PINNED = 0
-    COOLING = 1
-    FREE = 2
 
 
 MANY = 128
@@ -84,7 +72,7 @@ def take_snapshot(servers: Iterable[ServerInfo], blocks: int, lengths: Mapping[s
         ends=np.array([server.span.end for server in counted], dtype=np.int64),
         rates=rates,
         serving=np.array([server.state is ServerState.ONLINE for server in counted], dtype=np.bool_),
-        mobility=np.array([getattr(server, "mobility", Mobility.FREE) for server in counted], dtype=np.int64),
+        mobility=np.array([server.mobility for server in counted], dtype=np.int64),
         lengths=np.array([lengths.get(s.peer_id, s.span.length) for s in counted], dtype=np.int64),
         rates_after=rates_after,
         blocks=blocks,

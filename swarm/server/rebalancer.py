@@ -8,8 +8,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
-from swarm.data_structures import ServerInfo, Span
-from swarm.server.block_selection import block_throughputs
+from swarm.data_structures import Mobility, ServerInfo, Span
 from swarm.server.rebalancing import History, Policy, decide_move
 
 logger = logging.getLogger(__name__)
@@ -43,8 +42,14 @@ class Rebalancer:
         self._view = view
         self._move = move
         self._period = period
-        self._policy = Policy(load_seconds=load_seconds)
+        self._policy = Policy(load_seconds=load_seconds, check_period=period)
         self._history = History(moved_at=time.monotonic())
+
+    @property
+    def mobility(self) -> Mobility:
+        """Whether this server would move, for its announcement."""
+        cools = self._history.cools(time.monotonic(), self._policy)
+        return Mobility.COOLING if cools else Mobility.FREE
 
     async def run(self) -> None:
         """Check for ever. Ends only with an error of `move`, after which there is nothing to serve."""
@@ -65,5 +70,4 @@ class Rebalancer:
             logger.debug("Staying: %s", decision.reason)
             return
         logger.info("Moving to blocks %s: %s", decision.span, decision.reason)
-        throughputs = block_throughputs(servers, self._blocks)
-        await self._move(decision.span, min(throughputs[decision.span.start : decision.span.end]) == 0)
+        await self._move(decision.span, decision.closes_gap)

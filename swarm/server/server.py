@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import torch
 
-from swarm.data_structures import ServerInfo, ServerState, Span
+from swarm.data_structures import Mobility, ServerInfo, ServerState, Span
 from swarm.dht.announcer import Announcer
 from swarm.dht.directory import fetch_servers
 from swarm.dht.validation import AnnouncementValidator
@@ -60,6 +60,7 @@ class Server:
         self._peer: Peer | None = None
         self._announcer: Announcer | None = None
         self._neighbours: Neighbours | None = None
+        self._rebalancer: Rebalancer | None = None
         self._background: list[asyncio.Task[None]] = []
 
     @property
@@ -146,8 +147,8 @@ class Server:
                 await self._move(plan, span, urgent)
 
             load_seconds = self._serving.load_seconds
-            rebalancer = Rebalancer(self.peer.peer_id, checkpoint.blocks, view, move, period, load_seconds)
-            self._background.append(loop.create_task(rebalancer.run()))
+            self._rebalancer = Rebalancer(self.peer.peer_id, checkpoint.blocks, view, move, period, load_seconds)
+            self._background.append(loop.create_task(self._rebalancer.run()))
 
     async def _choose_span(self, plan: Plan) -> Span:
         wanted, checkpoint, blocks = self.config.blocks, plan.checkpoint, plan.checkpoint.blocks
@@ -193,7 +194,8 @@ class Server:
         # From now on others count this server at its new blocks, and no client begins a session here.
         self.span, self._state = span, ServerState.JOINING
         await self._announcer.announce()
-        await old.drain(0.0 if urgent else FINISH)
+        # While a gap is open nobody gets a token anyway.
+        await (old.drain(0.0, LEAVE) if urgent else old.drain(FINISH))
         self._serving = None
         home = old.span
         del old
@@ -226,7 +228,7 @@ class Server:
             network_throughput=self._neighbours.network_throughput if self._neighbours else 0.0,
             queue=min(self._runtime.queue_seconds, 3600.0),
             round_trips=self._neighbours.round_trips if self._neighbours else (),
-            stays=self._stays,
+            mobility=self._rebalancer.mobility if self._rebalancer else Mobility.PINNED,
         )
 
     async def _expire_sessions(self) -> None:

@@ -12,9 +12,9 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from swarm.data_structures import ServerInfo, ServerState
+from swarm.data_structures import Mobility, ServerInfo, ServerState
 from swarm.server.block_selection import believed_throughputs
-from swarm.server.placement import Floats, Mobility, Snapshot
+from swarm.server.placement import Floats, Snapshot
 from swarm.simulation.table import Table
 
 

@@ -6,8 +6,7 @@ import math
 import random
 from dataclasses import dataclass, field
 
-from swarm.data_structures import ServerInfo, ServerState, Span
-from swarm.server.placement import Mobility
+from swarm.data_structures import Mobility, ServerInfo, ServerState, Span
 from swarm.server.rebalancing import History
 from swarm.simulation.scenario import Lie, Scenario
 

@@ -48,9 +48,9 @@ def _lines(outcome: Outcome, found: Figures) -> Iterator[str]:
 
 def _outage_lines(outages: tuple[Outage, ...], period: float) -> Iterator[str]:
     if not outages:
-        yield "Gaps: none, once all blocks were held"
+        yield "Outages: none, once all blocks were held"
         return
-    yield f"Gaps: {len(outages)} times some block was held by nobody"
+    yield f"Outages: {len(outages)}, when nobody served some block"
     for outage in outages[:MAX_OUTAGES]:
         line = f"  blocks {format_blocks(outage.blocks)} from {clock(outage.began)} on"
         if outage.decided is not None:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import functools
 import random
 
-from swarm.data_structures import ServerState, Span
+from swarm.data_structures import Mobility, ServerState, Span
 from swarm.server.block_selection import weakest_window
-from swarm.server.placement import Mobility
 from swarm.server.rebalancing import History, Plan, decide, plan_moves
 from swarm.simulation.clock import Clock
 from swarm.simulation.directory import Directory

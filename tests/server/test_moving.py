@@ -13,7 +13,7 @@ import torch
 import uvloop
 from transformers import AutoModelForCausalLM
 
-from swarm.data_structures import ServerState, Span
+from swarm.data_structures import Mobility, ServerState, Span
 from swarm.dht.directory import fetch_servers
 from swarm.server.config import BlocksWanted, ServerConfig
 from swarm.server.server import Server
@@ -52,7 +52,7 @@ async def until_online(server: Server, span: Span, observer: Server) -> None:
     async with asyncio.timeout(PATIENCE):
         while True:
             found = await fetch_servers(observer.peer.dht, "model", BLOCKS)
-            if any(s.peer_id == server.peer.peer_id and s.span == span and s.state is ServerState.ONLINE for s in found):
+            if (server.peer.peer_id, span, ServerState.ONLINE) in [(s.peer_id, s.span, s.state) for s in found]:
                 return
             await asyncio.sleep(0.1)
 
@@ -86,7 +86,7 @@ def test_whoever_names_its_blocks_stays(folder: str) -> None:
         named = await start(folder, "0:2", address)
         asked = await start(folder, "2", address, stay=True)
         infos = {info.peer_id: info for info in await fetch_servers(keeper.peer.dht, "model", BLOCKS)}
-        assert all(infos[server.peer.peer_id].stays for server in (keeper, named, asked))
+        assert all(infos[server.peer.peer_id].mobility is Mobility.PINNED for server in (keeper, named, asked))
         free = await start(folder, "2", address)
         # blocks 4:6 went to the first that came for them
         assert asked.span == Span(4, 6)
@@ -100,7 +100,7 @@ def test_whoever_names_its_blocks_stays(folder: str) -> None:
 
 
 def test_a_session_goes_on_while_its_server_moves(tmp_path: Path) -> None:
-    """Real processes: the session's only tail server is killed; the spare that serves the session's head moves there."""
+    """The only tail server of a session is killed; the spare that serves the session's head moves there."""
     folder = make_checkpoint("llama", tmp_path)
     local = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     prompt = torch.randint(3, 100, (1, 7), generator=torch.Generator().manual_seed(3))

@@ -128,7 +128,8 @@ def test_a_killed_announcement_expires(folder: str) -> None:
     async def scenario() -> None:
         keeper = server(folder, "0:3", throughput=ThroughputWanted(100.0))
         await keeper.start()
-        lost = server(folder, "3:6", await keeper.peer.visible_addresses(), throughput=ThroughputWanted(100.0), update_period=0.8)
+        address = await keeper.peer.visible_addresses()
+        lost = server(folder, "3:6", address, throughput=ThroughputWanted(100.0), update_period=0.8)
         await lost.start()
         client = await client_of(keeper)
         assert len(await fetch_servers(client.dht, "model", BLOCKS)) == 2
