@@ -12,7 +12,7 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from swarm.data_structures import Mobility, ServerInfo, ServerState
+from swarm.data_structures import ServerInfo, ServerState
 from swarm.server.block_selection import believed_throughputs
 from swarm.server.placement import Floats, Snapshot
 from swarm.simulation.table import Table
@@ -22,7 +22,6 @@ from swarm.simulation.table import Table
 class _Change:
     row: int
     info: ServerInfo | None
-    mobility: Mobility = Mobility.FREE
 
 
 class Directory:
@@ -50,9 +49,9 @@ class Directory:
         self._count = itertools.count()
         self._snapshot: Snapshot | None = None
 
-    def announce(self, row: int, info: ServerInfo, mobility: Mobility, now: float) -> None:
+    def announce(self, row: int, info: ServerInfo, now: float) -> None:
         """Server number `row` announces a change."""
-        self._at(self._next_look(now), _Change(row, info if info.state is not ServerState.OFFLINE else None, mobility))
+        self._at(self._next_look(now), _Change(row, info if info.state is not ServerState.OFFLINE else None))
 
     def vanish(self, row: int, announced: float, now: float) -> None:
         """Server number `row` is gone without a word; its last change was announced at `announced`."""
@@ -102,4 +101,4 @@ class Directory:
         else:
             info = change.info
             self._infos[change.row] = info
-            self._table.put(change.row, info.span, info.rate, info.state is ServerState.ONLINE, change.mobility)
+            self._table.put(change.row, info.span, info.rate, info.state is ServerState.ONLINE, info.mobility)

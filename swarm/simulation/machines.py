@@ -70,6 +70,7 @@ class Machine:
             compute_dtype="bfloat16",
             quantization="none",
             version="simulated",
+            mobility=self.mobility,
         )
 
 

@@ -104,7 +104,7 @@ class World:
 
     def _announce(self, machine: Machine, state: ServerState) -> None:
         machine.state, machine.changed = state, self.clock.now
-        self.directory.announce(machine.row, machine.announcement(), machine.mobility, self.clock.now)
+        self.directory.announce(machine.row, machine.announcement(), self.clock.now)
 
     def _leave(self, machine: Machine, silently: bool) -> None:
         del self.alive[machine.row]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 from collections import Counter
 from dataclasses import replace
 
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.data_structures import ServerInfo, ServerState, Span
+from swarm.data_structures import Mobility, ServerInfo, ServerState, Span
 from swarm.server.block_selection import block_throughputs
 from swarm.server.placement import take_snapshot
 from swarm.server.rebalancing import History, Plan, Policy, decide_move, plan_moves
@@ -239,3 +240,44 @@ def test_a_server_that_is_not_announced_stays():
 
 def test_spans_outside_the_model_do_not_count():
     assert plan([server_info(0, 4, "a"), server_info(3, 9, "b")], 4).moves == ()
+
+
+def with_mobility(servers: list[ServerInfo], **mobility: Mobility) -> list[ServerInfo]:
+    return [replace(server, mobility=mobility.get(server.peer_id, Mobility.FREE)) for server in servers]
+
+
+def test_pinned_and_cooling_servers_are_not_waited_for():
+    servers = with_mobility(uneven(), a0=Mobility.PINNED, a1=Mobility.COOLING)
+    assert [move.peer_id for move in plan(servers, 8).moves] == ["a2"]
+
+
+def test_a_gap_is_closed_by_cooling_servers_too_but_never_by_pinned_ones():
+    servers = with_mobility(uneven()[:3], a0=Mobility.PINNED, a1=Mobility.COOLING, a2=Mobility.PINNED)
+    (move,) = plan(servers, 8).moves
+    assert (move.peer_id, move.new, move.closes_gap) == ("a1", Span(4, 8), True)
+    assert plan(with_mobility(servers, **dict.fromkeys(("a0", "a1", "a2"), Mobility.PINNED)), 8).moves == ()
+
+
+def large_swarm(servers: int, seed: int) -> list[ServerInfo]:
+    """Unequal servers that all sit in the first half of the model."""
+    draw = random.Random(seed)
+    result = []
+    for index in range(servers):
+        length = draw.randint(2, 8)
+        start = draw.randint(0, 20 - length)
+        rate = draw.lognormvariate(0, 0.5)
+        result.append(server_info(start, start + length, f"peer{index:04}", throughput=rate * length))
+    return result
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_large_swarm_spreads_out_evenly(seed):
+    servers = large_swarm(600, seed)
+    for _ in range(60):
+        planned = plan(servers, 40)
+        if not planned.moves:
+            break
+        servers = applied(servers, planned)
+    assert not planned.moves
+    throughputs = block_throughputs(servers, 40)
+    assert min(throughputs) >= 0.95 * sum(throughputs) / 40
