@@ -154,6 +154,27 @@ def test_interrupted_steps_are_never_built_upon(span_model, sources, then, push,
         virtual_time.run(lambda part=part: interrupted_after(took * part / 8))
 
 
+def test_a_push_of_a_step_that_was_given_up_may_come_late(span_model):
+    """Even when the cache that it would spoil has been filled anew."""
+
+    async def scenario():
+        swarm = Swarm(span_model, ONCE)
+        await swarm.start()
+        talk = await swarm.chain()
+        await talk.append(3, 5)
+        swarm.hub.delay = lambda source, target: 0.5 if (source, target) == ("a", "b") else DELAY
+        layout = StepLayout((3, 3), (1, 1), (1, 0))
+        step = asyncio.ensure_future(talk.step(layout))
+        await asyncio.sleep(3 * DELAY)  # pushed, but not there yet
+        step.cancel()
+        await asyncio.wait({step})
+        await talk.step(layout)
+        await talk.step(StepLayout((2, 4), (1, 1)))
+        assert swarm.planner.failures == []
+
+    virtual_time.run(scenario)
+
+
 def test_a_step_keeps_a_copy_of_what_the_caller_may_change(span_model):
     async def scenario():
         swarm = Swarm(span_model, ONCE)

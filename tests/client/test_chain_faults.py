@@ -1,8 +1,8 @@
 """Sessions under random faults, on virtual time: whatever happens to the servers, the outputs stay right.
 
-Every block is held by three servers. Messages are lost and delayed, servers die before or after anything they say, hang,
-answer garbage, push garbage, forget their sessions, leave, take very long; the person interrupts. The only exceptions
-that may come out are those that the person asked for.
+Every block is held by three servers or more. Messages are lost and delayed; servers die before or after anything they
+say, hang, answer garbage, push garbage, forget their sessions, leave, take very long; the person interrupts. No
+exception may come out but the interruption.
 """
 
 from __future__ import annotations

@@ -1,0 +1,140 @@
+"""Servers that follow a script, and what a client may hear from them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from swarm.client.packed import Manner, Packed
+from swarm.data_structures import Hop, Span, StepLayout, WireFormat
+from swarm.errors import PeerLost
+from swarm.protocol import messages
+from swarm.transport.memory import MemoryHub, MemoryNetwork
+from swarm.transport.stream import Stream
+from tests import virtual_time
+from tests.infos import server_info
+
+HIDDEN = 4
+LAYOUT = StepLayout((0, 0), (2, 1))
+MANNER = Manner("main", WireFormat.FLOAT16, 60.0)
+INPUT = Packed(b"i" * 48, 3, HIDDEN, WireFormat.NONE, "float32")
+OUTPUT = b"o" * 24
+"""Three tokens of four values in 16 bits."""
+
+OPENED = (messages.SessionOpened(0), b"")
+Answer = tuple[Any, bytes] | str | None
+"""A reply and its payload, None for silence, or "hang up"."""
+
+
+def reply(step: int = 0, payload: bytes = OUTPUT, **changes: object) -> Answer:
+    return msgspec.structs.replace(messages.StepReply(step, WireFormat.FLOAT16, "float32", 1.0), **changes), payload
+
+
+def forward_reply(payload: bytes = OUTPUT, **changes: object) -> Answer:
+    return msgspec.structs.replace(messages.ForwardReply(WireFormat.FLOAT16, "float32", 1.0), **changes), payload
+
+
+def replay_reply(payload: bytes = OUTPUT, **changes: object) -> Answer:
+    return msgspec.structs.replace(messages.ReplayReply(WireFormat.FLOAT16, "float32", 1.0), **changes), payload
+
+
+def refusal(error: Exception) -> Answer:
+    return messages.refusal(error), b""
+
+
+class FakeServer:
+    """Answers the first request of each stream with the first answer, and so on; then it is silent.
+
+    Links and the end of a session are no requests: nobody answers them.
+    """
+
+    def __init__(self, *answers: Answer) -> None:
+        self.answers = answers
+        self.requests: list[tuple[messages.ClientMessage, bytes]] = []
+        self.streams: list[Stream] = []
+        self.open_streams = 0
+
+    async def __call__(self, stream: Stream) -> None:
+        self.open_streams += 1
+        self.streams.append(stream)
+        answers = iter(self.answers)
+        try:
+            while True:
+                frame = await stream.receive()
+                message = messages.decode_client(frame.header)
+                self.requests.append((message, bytes(frame.payload)))
+                if isinstance(message, messages.Link | messages.CloseSession):
+                    continue
+                answer = next(answers, None)
+                if answer == "hang up":
+                    return
+                if answer is not None:
+                    await stream.send(*answer)
+        except PeerLost:
+            pass
+        finally:
+            stream.close()
+            self.open_streams -= 1
+
+    async def say(self, *answer: Any) -> None:
+        """Something that nobody has asked for."""
+        await self.streams[-1].send(*answer)
+        await asyncio.sleep(0.1)
+
+    @property
+    def asked(self) -> list[type]:
+        return [type(message) for message, _ in self.requests]
+
+
+def hop(name: str = "server", span: Span | None = None, **announced: Any) -> Hop:
+    span = span or Span(0, 3)
+    return Hop(server_info(span.start, span.end, name, **{"throughput": 1e4, **announced}), span)
+
+
+class FakeSwarm:
+    def __init__(self) -> None:
+        self.hub = MemoryHub()
+        self.network = MemoryNetwork(self.hub, "client")
+
+    async def add(self, *answers: Answer, name: str = "server") -> FakeServer:
+        server = FakeServer(*answers)
+        await MemoryNetwork(self.hub, name).serve(server)
+        return server
+
+
+def run(scenario: Callable[[FakeSwarm], Awaitable[None]]) -> None:
+    """A scenario on virtual time, at whose end nothing runs any more that it did not leave open itself."""
+    virtual_time.run(lambda: scenario(FakeSwarm()))
+
+
+def bad_payloads(answer: Callable[..., Answer]) -> list[tuple[str, Answer, str]]:
+    """What a server may send instead of the outputs that are due: name, answer, complaint."""
+    nan = {
+        WireFormat.NONE: b"\xff" * 48,
+        WireFormat.FLOAT16: b"\xff" * 24,
+        WireFormat.BFLOAT16: b"\xff" * 24,
+        WireFormat.BLOCKWISE8: b"\0" * 12 + b"\xff" * 4,
+    }
+    return [
+        ("nothing", answer(b""), "0 bytes where 24 were due"),
+        ("too short", answer(OUTPUT[:-1]), "23 bytes where 24"),
+        ("too long", answer(OUTPUT + b"x"), "25 bytes where 24"),
+        ("another format", answer(format=WireFormat.NONE), "24 bytes where 48"),
+        ("unknown dtype", answer(dtype="float64"), "unknown format"),
+        ("10 MB", answer(bytes(10 << 20)), "payload of 10485760 bytes"),
+        ("infinity", answer(b"\0\x7c" * 12), "not finite"),
+        *[(f"NaN as {wire}", answer(payload, format=wire), "not finite") for wire, payload in nan.items()],
+    ]
+
+
+BAD_REPLIES = [
+    ("wrong type", (messages.InfoReply(0, 3, 0, 0, "1"), b""), "InfoReply out of place"),
+    ("reply to another request", OPENED, "SessionOpened out of place"),
+    ("garbage", (msgspec.Raw(b"\xc1"), b""), "not a valid reply"),
+    ("request instead of a reply", (messages.InfoRequest(), b""), "not a valid reply"),
+    ("more than could be right", (messages.InfoRequest(), b"x" * 1000), "payload of 1000 bytes"),
+]
+"""Wrong in answer to anything: name, answer, complaint."""
