@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import statistics
 from contextlib import suppress
 
 import torch
@@ -26,6 +27,7 @@ from swarm.server.neighbours import Neighbours
 from swarm.server.rebalancer import Rebalancer
 from swarm.server.runtime import Runtime
 from swarm.server.serving import Plan, Serving
+from swarm.server.throughput import remembered
 from swarm.transport.p2p import Peer
 from swarm.transport.stream import Stream
 from swarm.units import human
@@ -121,6 +123,7 @@ class Server:
         self._peer = await Peer.create(config.p2p, AnnouncementValidator())
         logger.info("Peer: %s, listening on %s", self._peer.peer_id, ", ".join(await self._peer.visible_addresses()))
         self.span = await self._choose_span(plan)
+        self._throughput = await self._expected_throughput(plan, self.span)
         self._announcer = Announcer(self._peer, checkpoint.name, lambda: self._describe(plan), config.update_period)
         await self._announcer.announce()  # as joining, so that the next server takes other blocks
         await self._serve(plan, self.span)
@@ -164,6 +167,8 @@ class Server:
         if wanted.count is None:
             logger.info("Memory: %s free, enough for %d of %d blocks", human(free), count, blocks)
         servers = await fetch_servers(self.peer.dht, checkpoint.name, blocks)
+        # Until it has measured, it counts as much as the others do: else the next one would take the same blocks.
+        self._throughput = statistics.median([server.throughput for server in servers] or [self._throughput])
         throughputs = block_selection.block_throughputs(servers, blocks)
         span = block_selection.weakest_window(throughputs, count)
         memory.check_fits(needs, span.start, span.end, free, plan.cache_tokens)
@@ -171,6 +176,16 @@ class Server:
         reason = "nobody serves some of them yet" if weakest == 0 else f"their weakest does {weakest:.1f} tokens/s"
         logger.info("Blocks: %s, because %s", span, reason)
         return span
+
+    async def _expected_throughput(self, plan: Plan, span: Span) -> float:
+        """What to announce while the blocks are loading."""
+        if self.config.throughput.rate is not None:
+            return self.config.throughput.rate
+        name, revision = plan.checkpoint.name, plan.checkpoint.revision
+        known = await self._runtime.run(
+            remembered, span, plan.device, plan.dtype, name, revision, cache=plan.throughput_cache
+        )
+        return known.decode if known is not None else self._throughput
 
     async def _serve(self, plan: Plan, span: Span) -> None:
         """Load the blocks and be ready for clients."""

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from swarm.data_structures import Span
 from swarm.models.span import SpanModel
 from swarm.protocol.compression import dtype_name
 from swarm.server import throughput_cache
@@ -63,7 +64,7 @@ def determine(
     """
     if wanted.rate is not None:
         return _reported(Throughput(wanted.rate, wanted.rate), model, "as given")
-    circumstances = _circumstances(model, name, revision, quantization)
+    circumstances = _circumstances(model.span, model.device, model.dtype, name, revision, quantization)
     if cache is not None and not wanted.again:
         known = throughput_cache.lookup(cache, circumstances, time.time())
         if known is not None:
@@ -72,6 +73,22 @@ def determine(
     if cache is not None:
         throughput_cache.remember(cache, circumstances, found, time.time())
     return _reported(found, model, "measured")
+
+
+def remembered(
+    span: Span,
+    device: torch.device,
+    dtype: torch.dtype,
+    name: str,
+    revision: str,
+    quantization: str = "none",
+    cache: Path | None = None,
+) -> Throughput | None:
+    """What was measured for these blocks before they are loaded now; None if nothing was."""
+    if cache is None:
+        return None
+    circumstances = _circumstances(span, device, dtype, name, revision, quantization)
+    return throughput_cache.lookup(cache, circumstances, time.time())
 
 
 def measure(model: SpanModel) -> Throughput:
@@ -149,14 +166,16 @@ def _reported(found: Throughput, model: SpanModel, source: str) -> Throughput:
     return found
 
 
-def _circumstances(model: SpanModel, name: str, revision: str, quantization: str) -> Circumstances:
+def _circumstances(
+    span: Span, device: torch.device, dtype: torch.dtype, name: str, revision: str, quantization: str
+) -> Circumstances:
     packages = ("torch", "transformers")
     return Circumstances(
-        hardware=_hardware(model.device),
+        hardware=_hardware(device),
         model=name,
         revision=revision,
-        blocks=str(model.span),
-        dtype=dtype_name(model.dtype),
+        blocks=str(span),
+        dtype=dtype_name(dtype),
         quantization=quantization,
         versions=", ".join([f"swarm {VERSION}", *(f"{package} {version(package)}" for package in packages)]),
     )
