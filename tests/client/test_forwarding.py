@@ -1,0 +1,261 @@
+"""Batches without a session: one request to one server, and several portions while servers fail."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from swarm.client.forwarding import Portion, forward, forward_all
+from swarm.client.packed import Packed
+from swarm.data_structures import Hop, Route, Span, StepLayout, WireFormat
+from swarm.errors import MissingBlocks, PeerLost, PeerSilent, ProtocolViolation, RemoteError, TooLong
+from swarm.protocol import messages
+from swarm.protocol.compression import pack, unpack
+from tests import virtual_time
+from tests.client.chains import BLOCKS, CLIENT, TOLERANCE, Swarm
+from tests.client.chains import HIDDEN as WIDTH
+from tests.client.fakes import (
+    BAD_REPLIES,
+    HIDDEN,
+    INPUT,
+    LAYOUT,
+    MANNER,
+    OUTPUT,
+    bad_payloads,
+    forward_reply,
+    hop,
+    refusal,
+    reply,
+    run,
+)
+from tests.client.test_hop_session import cases, remote_errors
+
+
+def test_it_says_what_it_wants_and_leaves():
+    async def scenario(swarm):
+        server = await swarm.add(forward_reply())
+        layout = StepLayout((0, 0), (2, 1), None, (4, 0))
+        output = await forward(swarm.network, hop(), MANNER, INPUT, layout)
+        assert output == Packed(OUTPUT, 3, HIDDEN, WireFormat.FLOAT16, "float32")
+        await asyncio.sleep(0.1)
+        assert server.open_streams == 0
+        request = messages.ForwardRequest(
+            "main", 0, 3, [2, 1], WireFormat.NONE, "float32", WireFormat.FLOAT16, offsets=[4, 0]
+        )
+        assert server.requests == [(request, INPUT.payload)]
+
+    run(scenario)
+
+
+@cases([*BAD_REPLIES, ("a step", reply(), "StepReply out of place"), *bad_payloads(forward_reply)])
+def test_a_server_that_answers_wrongly(answer, why):
+    async def scenario(swarm):
+        server = await swarm.add(answer)
+        with pytest.raises(ProtocolViolation, match=why):
+            await forward(swarm.network, hop(), MANNER, INPUT, LAYOUT)
+        await asyncio.sleep(0.1)
+        assert server.open_streams == 0
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("kind", remote_errors())
+def test_a_refusal_is_raised_as_the_error_that_it_was(kind):
+    async def scenario(swarm):
+        await swarm.add(refusal(kind("because")))
+        with pytest.raises(RemoteError, match=r"server …\w+ \(blocks 0:3\) refused: because") as caught:
+            await forward(swarm.network, hop(), MANNER, INPUT, LAYOUT)
+        assert type(caught.value) is kind
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "why"), [(None, PeerSilent, "did not answer within"), ("hang up", PeerLost, "is gone")]
+)
+def test_a_server_that_does_not_answer(answer, kind, why):
+    async def scenario(swarm):
+        await swarm.add(answer)
+        with pytest.raises(PeerLost, match=why) as caught:
+            await forward(swarm.network, hop(), MANNER, INPUT, LAYOUT)
+        assert type(caught.value) is kind
+        assert asyncio.get_running_loop().time() < 10
+        with pytest.raises(PeerLost, match="cannot be reached"):
+            await forward(swarm.network, hop("nobody"), MANNER, INPUT, LAYOUT)
+
+    run(scenario)
+
+
+def test_long_work_may_take_as_long_as_was_announced():
+    """A server that computes 10 tokens a second is not given up after a few seconds of a long batch."""
+
+    async def scenario(swarm):
+        async def slow(stream):
+            await stream.receive()
+            await asyncio.sleep(30)
+            await stream.send(*forward_reply())
+
+        await swarm.network.serve(slow)
+        patient = hop("client", forward_throughput=3.0 * 10 / 300)
+        assert (await forward(swarm.network, patient, MANNER, INPUT, LAYOUT)).payload == OUTPUT
+
+    run(scenario)
+
+
+SERVERS = {"a": (0, 3), "b": (3, 6), "a2": (0, 3), "b2": (3, 6)}
+
+
+class Batch:
+    """Portions of a batch, and their outputs by the undisturbed model."""
+
+    def __init__(self, swarm: Swarm) -> None:
+        self.swarm = swarm
+        self.portions: list[Portion] = []
+        self.expected: list[torch.Tensor] = []
+
+    def add(self, tokens: int, *names: str) -> None:
+        """A sequence that should go by these servers."""
+        hidden = torch.randn(tokens, WIDTH, generator=torch.Generator().manual_seed(tokens))
+        packed = Packed(pack(hidden, WireFormat.NONE), tokens, WIDTH, WireFormat.NONE, "float32")
+        infos = [self.swarm.announced[name] for name in names]
+        self.portions.append(
+            Portion(packed, StepLayout((0,), (tokens,)), Route(tuple(Hop(info, info.span) for info in infos)))
+        )
+        self.expected.append(self.swarm.model.forward(hidden.unsqueeze(0))[0])
+
+    async def run(self) -> None:
+        swarm = self.swarm
+        results = await forward_all(swarm.network, swarm.planner, swarm.manner, Span(0, BLOCKS), self.portions)
+        for result, expected in zip(results, self.expected, strict=True):
+            outputs = unpack(result.payload, result.tokens, WIDTH, result.wire, result.dtype, torch.device("cpu"))
+            torch.testing.assert_close(outputs, expected, rtol=0, atol=TOLERANCE * float(expected.abs().max()))
+
+
+def play(span_model: Any, act: Any, **options: Any) -> None:
+    async def scenario() -> None:
+        swarm = Swarm(span_model, SERVERS, **options)
+        await swarm.start()
+        await act(swarm, Batch(swarm))
+        await asyncio.sleep(1)
+        assert all(server.sessions.free == server.sessions.capacity for server in swarm.servers.values())
+
+    virtual_time.run(scenario)
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def test_portions_run_at_once_and_come_back_in_order(span_model):
+    async def act(swarm, batch):
+        batch.add(5, "a", "b")
+        batch.add(3, "a2", "b2")
+        batch.add(2, "a2", "b")
+        await batch.run()
+        assert now() == pytest.approx(2 * (4 * 0.01 + 0.5))  # connecting is a round trip, too
+        assert [server.count(messages.ForwardRequest) for server in swarm.servers.values()] == [1, 2, 2, 1]
+
+    play(span_model, act, seconds=0.5)
+
+
+@pytest.mark.parametrize("fault", ["kill", "hang", "nan"])
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_a_server_that_fails_is_replaced_from_its_first_block_on(span_model, name, fault):
+    async def act(swarm, batch):
+        if fault == "kill":
+            swarm.kill(name)
+        elif fault == "hang":
+            swarm.hub.hang(name)
+        else:
+            swarm.servers[name].tamper = lambda message, payload: (message, b"\xff" * len(payload))
+        batch.add(5, "a", "b")
+        batch.add(4, "a2", "b2")
+        await batch.run()
+        assert [peer for peer, _ in swarm.planner.failures] == [name]
+        others = {other: server.count(messages.ForwardRequest) for other, server in swarm.servers.items()}
+        others.pop(name)
+        assert others == {other: 2 if other == name + "2" else 1 for other in others}
+
+    play(span_model, act)
+
+
+def test_a_replacement_may_be_cut_differently(span_model):
+    async def act(swarm, batch):
+        swarm.kill("b")
+        swarm.kill("b2")
+        await swarm.add("c", 2, 5)
+        await swarm.add("d", 4, 6)
+        batch.add(5, "a", "b")
+        await batch.run()
+        assert swarm.servers["a"].count(messages.ForwardRequest) == 1
+
+    play(span_model, act)
+
+
+def test_nobody_waits_for_a_straggler_twice(span_model):
+    """Neither the portion that met it nor another one that was to meet it later."""
+
+    async def act(swarm, batch):
+        swarm.servers["b"].runtime._seconds = 1000.0
+        swarm.servers["a2"].runtime._seconds = 5.0
+        swarm.announced["a2"] = replace(swarm.announced["a2"], throughput=1.0)
+        batch.add(5, "a", "b")
+        batch.add(4, "a2", "b")
+        await batch.run()
+        assert swarm.servers["b"].count(messages.ForwardRequest) == 1
+        assert [peer for peer, _ in swarm.planner.failures] == ["b"]
+        assert now() < 10
+
+    play(span_model, act)
+
+
+@pytest.mark.parametrize("patience", [0.0, 60.0])
+def test_blocks_that_nobody_holds_any_more_are_named(span_model, patience):
+    async def act(swarm, batch):
+        swarm.kill("b")
+        swarm.kill("b2")
+        batch.add(5, "a", "b")
+        batch.add(4, "a2", "b2")
+        with pytest.raises(MissingBlocks, match="blocks 3:6"):
+            await batch.run()
+
+    play(span_model, act, patience=patience)
+
+
+def test_what_is_the_clients_fault_is_raised_and_the_rest_is_broken_off(span_model):
+    async def act(swarm, batch):
+        swarm.servers["b2"].runtime._seconds = 2.0
+        refused = messages.refusal(TooLong("too long"))
+        swarm.servers["a"].tamper = lambda message, payload: (refused, b"")
+        batch.add(5, "a", "b")
+        batch.add(4, "a2", "b2")
+        with pytest.raises(TooLong, match=re.escape("(blocks 0:3) refused: too long")):
+            await batch.run()
+        assert now() < 1
+        assert swarm.planner.failures == []
+        await asyncio.sleep(3)
+        assert not swarm.hub.tasks
+
+    play(span_model, act)
+
+
+def test_an_interrupted_batch_leaves_nothing_behind(span_model):
+    async def act(swarm, batch):
+        sent = []
+        batch.add(5, "a", "b")
+        batch.add(4, "a2", "b2")
+        work = asyncio.ensure_future(batch.run())
+        await asyncio.sleep(0.035)
+        work.cancel()
+        await asyncio.wait({work})
+        swarm.on_message = lambda source, target, message: source == CLIENT and sent.append(message) is not None
+        await asyncio.sleep(5)
+        assert sent == []
+        assert not swarm.hub.tasks
+
+    play(span_model, act)
