@@ -1,4 +1,4 @@
-"""A short soak: churn for half a minute must neither change a token nor reach a client. `make soak` runs the long one."""
+"""A short soak: half a minute of churn changes no token and reaches no client. `make soak` runs the long one."""
 
 from __future__ import annotations
 
