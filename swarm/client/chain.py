@@ -69,10 +69,11 @@ class Chain:
 
         Raises:
             MissingBlocks: nobody held some blocks for too long; `resume` or another step tries again.
-            RequestRefused: the step itself is wrong. The session goes on with another one.
+            NotFinite, TooLong: the step itself is wrong. The session goes on with another one.
         """
         if self._closed:
             raise SessionClosed("this session is closed; open another one")
+        hidden.check()
         number = self._number
         self._number += 1
         self._steps[number] = layout

@@ -29,11 +29,9 @@ from swarm.errors import (
     PeerLost,
     PeerSilent,
     RemoteError,
-    RequestRefused,
     TooLong,
     UnknownSession,
     WrongPosition,
-    WrongSpan,
 )
 from swarm.transport.stream import Network
 
@@ -75,8 +73,11 @@ class Planner(Protocol):
 
 
 def is_hop_lost(error: Exception) -> bool:
-    """True if another server could do what this one could not. Else the request itself is at fault."""
-    return not isinstance(error, RequestRefused) or isinstance(error, UnknownSession | WrongPosition | WrongSpan)
+    """True if another server should be asked. Only what may be too long for every server is the client's own matter.
+
+    Whatever else could be wrong with a request was checked before it was sent: a server that refuses it errs or lies.
+    """
+    return not isinstance(error, TooLong)
 
 
 @dataclass(frozen=True)
@@ -261,9 +262,7 @@ class Failover:
         return None
 
     def _blame(self, hop: HopSession, error: RemoteError) -> RemoteError:
-        """Tell the planner; raise what is the fault of this client."""
-        if not is_hop_lost(error) and not isinstance(error, TooLong):
-            raise error
+        """Tell the planner."""
         self._planner.failed(hop.peer_id, error)
         return error
 

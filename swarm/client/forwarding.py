@@ -65,6 +65,7 @@ async def _complete(
     network: Network, planner: Planner, manner: Manner, span: Span, portion: Portion, lost: set[str]
 ) -> Packed:
     """One portion through all blocks, whatever happens to the servers. `lost` are those that failed any portion."""
+    portion.hidden.check()
     hidden, block = portion.hidden, span.start
     hops = list(portion.route.hops)
     tries, deadline = 0, time.perf_counter() + planner.patience
