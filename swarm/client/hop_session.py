@@ -39,6 +39,8 @@ OPEN_TIMEOUT = 5.0
 TRAVEL = 0.1
 """Seconds assumed for the way to a server and back before anything was measured."""
 
+_Answer = asyncio.Future[tuple[messages.ServerMessage, bytes | memoryview]]
+
 NOTHING_YET = -1
 """In place of a step's number."""
 
@@ -104,12 +106,12 @@ class HopSession:
         self._changed = changed
         self._stream: Stream | None = None
         self._listener: asyncio.Task[None] | None = None
-        self._answer: asyncio.Future[tuple[messages.ServerMessage, bytes | memoryview]] | None = None
+        self._answer: _Answer | None = None
         self._expected: dict[int, Outputs] = {}
         self._void: set[int] = set()
         self._replaying: Outputs | None = None
         self._unheard = 0
-        """Replays whose answers nobody waits for any more."""
+        """Replays whose answers have not come, also those that nobody waits for any more."""
         self._handed_at = 0.0
         blocks, server = hop.span.length, hop.server
         token = blocks / max(server.forward_throughput or server.throughput, 1e-3)
@@ -224,7 +226,6 @@ class HopSession:
             await self._send(request, hidden.payload, patience)
             async with asyncio.timeout(patience):
                 reply, payload = await self._answer
-            self._unheard -= 1
         except TimeoutError:
             raise PeerSilent(f"{whose(self.hop)} did not answer within {patience:.1f} s") from None
         finally:
@@ -287,8 +288,8 @@ class HopSession:
                 self._hear_step(reply, payload)
             case messages.Refusal():
                 self._refused(remote_error(reply.code, f"{whose(self.hop)} refused: {reply.message}"))
-            case messages.ReplayReply() if self._unheard > (self._answer is not None):
-                self._unheard -= 1  # of a replay that was interrupted
+            case messages.ReplayReply() if self._unheard:
+                self._replay_answered(lambda answer: answer.set_result((reply, payload)))
             case _ if self._answer is not None and not self._answer.done():
                 self._answer.set_result((reply, payload))
             case _:
@@ -314,11 +315,8 @@ class HopSession:
         self._heard(self, reply.step, outputs)
 
     def _refused(self, error: RemoteError) -> None:
-        if self._unheard > (self._answer is not None):
-            self._unheard -= 1  # a replay that was interrupted
-        elif self._answer is not None and not self._answer.done():
-            self._unheard -= 1
-            self._answer.set_exception(error)
+        if self._unheard:
+            self._replay_answered(lambda answer: answer.set_exception(error))
         elif isinstance(error, RequestRefused) and (self.asked < self.pushed or not self._is_asked):
             # A step that was given up, or what was pushed to it was not right (perhaps before we heard of the push).
             # The server before may be to blame: our copy will show.
@@ -326,6 +324,12 @@ class HopSession:
             self.rejected = min((n for n in self._expected if n > self.replied), default=self.rejected)
         else:
             self._fail(error)
+
+    def _replay_answered(self, settle: Callable[[_Answer], None]) -> None:
+        """The answer to the oldest replay has come. Only the newest is waited for; the others were interrupted."""
+        self._unheard -= 1
+        if not self._unheard and self._answer is not None and not self._answer.done():
+            settle(self._answer)
 
     @property
     def _is_asked(self) -> bool:

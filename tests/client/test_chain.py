@@ -108,7 +108,7 @@ def test_a_step_refused_by_the_clients_own_fault_leaves_the_session_usable(span_
             await talk.append(MAX_LENGTH)
         await talk.append(1)
         nan = Packed(b"\xff" * 4 * HIDDEN, 1, HIDDEN, WireFormat.NONE, "float32")
-        with pytest.raises(NotFinite, match="blocks 0:2"):
+        with pytest.raises(NotFinite, match="NaN"):
             await talk.chain.step(nan, StepLayout((4,), (1,)))
         await talk.append(1)
         assert swarm.planner.failures == []
@@ -150,8 +150,8 @@ def test_interrupted_steps_are_never_built_upon(span_model, sources, then, push,
         assert swarm.planner.failures == []
         assert [server.count(messages.OpenSession) for server in swarm.servers.values()] == [1, 1, 1]
 
-    for part in range(8):
-        virtual_time.run(lambda part=part: interrupted_after(took * part / 8))
+    for part in range(6):
+        virtual_time.run(lambda part=part: interrupted_after(took * part / 6))
 
 
 def test_a_push_of_a_step_that_was_given_up_may_come_late(span_model):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from swarm.errors import (
     InvalidOption,
     MissingBlocks,
     ModelNotFound,
-    PeerLost,
     PeerUnreachable,
     UnsupportedModel,
 )
@@ -75,7 +75,7 @@ def test_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_missing_blocks_are_named(tmp_path: Path) -> None:
     folder = make_checkpoint("llama", tmp_path)
-    with run_swarm(folder, ("0:2", "5:6")) as swarm, run_client(swarm) as model:
+    with run_swarm(folder, ("0:2", "5:6")) as swarm, run_client(swarm, wait_for_blocks=1.0) as model:
         with pytest.raises(MissingBlocks, match="blocks 2:5 are missing") as caught:
             model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=3)
         assert caught.value.blocks == (2, 3, 4)
@@ -89,7 +89,7 @@ def test_servers_of_other_weights_are_not_chained(tmp_path: Path) -> None:
     folder = make_checkpoint("llama", tmp_path / "one" / "model")
     other = make_checkpoint("llama", tmp_path / "two" / "model")
     _change_one_weight(other, block=4)
-    with run_swarm(folder, ("0:3", "3:6")) as swarm, run_client(swarm) as model:
+    with run_swarm(folder, ("0:3", "3:6")) as swarm, run_client(swarm, wait_for_blocks=1.0) as model:
         expected = model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=3, do_sample=False)
         swarm.servers[1].stop()
         del swarm.servers[1]
@@ -111,15 +111,54 @@ def _change_one_weight(folder: Path, block: int) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_a_killed_server_is_a_typed_error_and_harms_nobody_else(tmp_path: Path) -> None:
+def test_a_session_whose_blocks_nobody_holds_any_more_can_be_resumed(tmp_path: Path) -> None:
     folder = make_checkpoint("llama", tmp_path)
-    with run_swarm(folder, ("0:3", "3:6")) as swarm, run_client(swarm) as model, run_client(swarm) as other:
+    prompt, more = torch.tensor([PROMPTS[0]]), torch.tensor([PROMPTS[1]])
+    with (
+        run_swarm(folder, ("0:3", "3:6")) as swarm,
+        run_client(swarm, wait_for_blocks=1.0) as model,
+        run_client(swarm) as other,
+    ):
         with model.inference_session(max_length=32) as session:
-            session.step(model.word_embeddings(torch.tensor([PROMPTS[0]])))
+            session.step(model.word_embeddings(prompt))
             swarm.servers[1].kill()
             del swarm.servers[1]
-            with pytest.raises(PeerLost, match="blocks 3:6"):
-                session.step(model.word_embeddings(torch.tensor([[5]])))
-        swarm.start("3:6").wait_ready()
+            with pytest.raises(MissingBlocks, match="blocks 3:6 are missing") as caught:
+                session.step(model.word_embeddings(more))
+            assert caught.value.blocks == (3, 4, 5)
+            assert session.position == prompt.shape[1]
+            with pytest.raises(MissingBlocks):
+                session.resume()
+            replacement = swarm.start("3:6").wait_ready()
+            assert session.resume().hops[1].server.peer_id == replacement.peer_id
+            logits = model.lm_head(session.step(model.word_embeddings(more)))
+        # Another client, whose picture of the swarm is the old one, is not harmed either.
         with torch.no_grad():
-            assert other(torch.tensor([PROMPTS[0]])).logits.isfinite().all()
+            expected = other(torch.cat([prompt, more], dim=1)).logits[:, prompt.shape[1] :]
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_long_answer_survives_the_loss_of_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_checkpoint("llama", tmp_path)
+    prompt = torch.tensor([PROMPTS[0]])
+    spans = ("0:3", "3:6", "2:6")
+    with run_swarm(folder, spans) as swarm, run_client(swarm, show_route=True) as model:
+        options = {"max_new_tokens": 12, "num_beams": 3, "do_sample": False, "pad_token_id": 0}
+        expected = model.generate(prompt, **options).tolist()
+        with model.inference_session(max_length=32) as session:
+            used = {hop.server.peer_id for hop in session.open().hops}
+            step = session.compute
+            calls = 0
+
+            def compute(*args: Any) -> torch.Tensor:
+                nonlocal calls
+                calls += 1
+                if calls == 6:
+                    next(server for server in swarm.servers[1:] if server.peer_id in used).kill()
+                return step(*args)
+
+            session.compute = compute
+            assert model.generate(prompt, **options).tolist() == expected
+            assert {hop.server.peer_id for hop in session.route.hops} != used
+        swarm.servers[:] = [server for server in swarm.servers if server.process.is_alive()]
+        assert capsys.readouterr().out.count("route: 0:") == 3
