@@ -38,6 +38,9 @@ soak: $(VENV)/dev
 
 bench: $(VENV)/dev
 	$(BIN)/python -m benchmarks.chain
+	$(BIN)/python -m benchmarks.push
+	$(BIN)/python -m benchmarks.failover
+	$(BIN)/python -m benchmarks.routing
 
 format: $(VENV)/dev
 	$(BIN)/ruff format .
