@@ -62,7 +62,6 @@ class PushLink:
     def close(self) -> None:
         """Push no more."""
         self._broken = True
-        self._connected.set()  # a push that waits need not wait any longer
         self._task.cancel()
         if self._stream is not None:
             self._stream.close()
