@@ -70,6 +70,9 @@ class OneRoute:
 
     def succeeded(self, peer_id: str) -> None: ...
 
+    def slowness(self, peer_id: str) -> float:
+        return 1.0
+
     def taken(self, route: Route) -> None: ...
 
 

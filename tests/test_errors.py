@@ -49,7 +49,7 @@ def test_an_unknown_code_is_the_servers_fault(code):
         (errors.PeerLost, {errors.PeerSilent}),
         (errors.ProtocolViolation, set()),
     ],
-    ids=str,
+    ids=lambda value: value.__name__ if isinstance(value, type) else "kinds",
 )
 def test_the_tree_says_who_has_to_act(root, kinds):
     assert set(every(root)) == {root, *kinds}

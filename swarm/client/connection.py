@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 from swarm.client.background import BackgroundLoop
 from swarm.client.chain import Chain
 from swarm.client.config import ClientConfig
+from swarm.client.failover import Waiting
 from swarm.client.forwarding import Portion, forward_all
 from swarm.client.packed import Manner, Packed
 from swarm.client.planner import SwarmPlanner
 from swarm.data_structures import ServerInfo, Span, StepLayout
 from swarm.dht.validation import AnnouncementValidator
+from swarm.errors import MissingBlocks
 from swarm.routing import batch_split
 from swarm.transport.p2p import P2PConfig, Peer
 
@@ -83,8 +85,17 @@ class SwarmConnection:
         self._background.run(chain.close())
 
     def split(self, span: Span, token_counts: Sequence[int]) -> tuple[batch_split.Portion, ...]:
-        """Which rows of a batch should go which way. Raises `MissingBlocks`."""
-        return self._background.run(self._planner.split(span, token_counts))
+        """Which rows of a batch should go which way. Waits for servers of missing blocks; raises `MissingBlocks`."""
+
+        async def split() -> tuple[batch_split.Portion, ...]:
+            waiting = Waiting(self._planner)
+            while True:
+                try:
+                    return await self._planner.split(span, token_counts)
+                except MissingBlocks as missing:
+                    await waiting.more(missing)
+
+        return self._background.run(split())
 
     def forward(self, span: Span, portions: list[Portion]) -> list[Packed]:
         """Run packed sequences through the blocks of `span`, the portions at the same time."""

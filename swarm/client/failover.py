@@ -68,6 +68,9 @@ class Planner(Protocol):
     def succeeded(self, peer_id: str) -> None:
         """The peer works."""
 
+    def slowness(self, peer_id: str) -> float:
+        """How many times longer than it announces the peer should be given."""
+
     def taken(self, route: Route) -> None:
         """The session goes by this route from now on."""
 
@@ -93,6 +96,30 @@ class Past:
     record: Record
     done: int
     upcoming: int
+
+
+class Waiting:
+    """Waiting for servers of blocks that nobody holds, for as long as the planner has patience."""
+
+    def __init__(self, planner: Planner) -> None:
+        self._planner = planner
+        self._deadline = time.perf_counter() + planner.patience
+        self._said = False
+
+    @property
+    def is_over(self) -> bool:
+        """True when nobody should wait any longer."""
+        return time.perf_counter() >= self._deadline
+
+    async def more(self, missing: MissingBlocks) -> None:
+        """Wait a little and look at the swarm again. Raises `missing` when the patience has ended."""
+        if self.is_over:
+            raise missing from None
+        if not self._said:
+            logger.warning("%s Waiting up to %.0f s.", missing, self._planner.patience)
+            self._said = True
+        await asyncio.sleep(min(REFRESH, max(0.0, self._deadline - time.perf_counter())))
+        await self._planner.refresh()
 
 
 class Failover:
@@ -185,8 +212,7 @@ class Failover:
     async def _find(self, span: Span, before: str | None, after: str | None, past: Past) -> list[HopSession]:
         """Open hops over `span` and fill their caches."""
         tries = 0
-        deadline = time.perf_counter() + self._planner.patience
-        said = False
+        waiting = Waiting(self._planner)
         trouble: RemoteError | None = None
         while True:
             try:
@@ -195,22 +221,26 @@ class Failover:
                 if trouble is None:
                     return hops
                 tries += 1
-                if tries >= TRIES and time.perf_counter() >= deadline:
+                if tries >= TRIES and waiting.is_over:
                     raise trouble
             except MissingBlocks as missing:
                 if isinstance(trouble, TooLong):
                     raise trouble from None  # waiting makes no server larger
-                if time.perf_counter() >= deadline:
-                    raise (trouble if isinstance(trouble, CacheFull) else missing) from None
-                if not said:
-                    logger.warning("%s Waiting up to %.0f s.", missing, self._planner.patience)
-                    said = True
-                await asyncio.sleep(min(REFRESH, max(0.0, deadline - time.perf_counter())))
-                await self._planner.refresh()
+                if isinstance(trouble, CacheFull) and waiting.is_over:
+                    raise trouble from None
+                await waiting.more(missing)
 
     def _hops(self, route: Route) -> list[HopSession]:
         return [
-            HopSession(self._network, hop, self._manner, self._max_length, self._heard, self._changed)
+            HopSession(
+                self._network,
+                hop,
+                self._manner,
+                self._max_length,
+                self._heard,
+                self._changed,
+                self._planner.slowness(hop.server.peer_id),
+            )
             for hop in route.hops
         ]
 

@@ -9,27 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from dataclasses import dataclass
-from typing import Protocol
 
-from swarm.client.failover import TRIES, Planner, is_hop_lost
-from swarm.client.hop_session import TRAVEL, Outputs, checked, out_of_place, whose
+from swarm.client.failover import TRIES, Planner, Waiting, is_hop_lost
+from swarm.client.hop_session import Outputs, checked, expected, out_of_place, whose
 from swarm.client.packed import Manner, Packed
-from swarm.client.patience import Patience
 from swarm.data_structures import Hop, Route, Span, StepLayout
-from swarm.errors import PeerLost, PeerSilent, RemoteError, remote_error
+from swarm.errors import MissingBlocks, PeerLost, PeerSilent, RemoteError, remote_error
 from swarm.protocol import messages
 from swarm.transport.stream import Network
 
 logger = logging.getLogger(__name__)
-
-
-class Forwarder(Protocol):
-    """Sends one request to one server; see `forward`."""
-
-    async def __call__(self, network: Network, hop: Hop, manner: Manner, hidden: Packed, layout: StepLayout) -> Packed:
-        """The outputs of the blocks `hop.span`."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +58,15 @@ async def _complete(
     portion.hidden.check()
     hidden, block = portion.hidden, span.start
     hops = list(portion.route.hops)
-    tries, deadline = 0, time.perf_counter() + planner.patience
+    tries, waiting = 0, Waiting(planner)
     while hops:
         hop = hops.pop(0)
         if hop.server.peer_id in lost:
-            hops = await _other_way(planner, Span(block, span.end))
+            hops = await _other_way(planner, Span(block, span.end), waiting)
             hop = hops.pop(0)
         try:
-            hidden = await forward(network, hop, manner, hidden, portion.layout)
+            slowness = planner.slowness(hop.server.peer_id)
+            hidden = await forward(network, hop, manner, hidden, portion.layout, slowness)
             block = hop.span.end
             planner.succeeded(hop.server.peer_id)
         except RemoteError as error:
@@ -84,23 +75,31 @@ async def _complete(
             planner.failed(hop.server.peer_id, error)
             lost.add(hop.server.peer_id)
             tries += 1
-            if tries >= TRIES and time.perf_counter() >= deadline:
-                raise
             logger.info("%s; trying another server", error)
-            hops = await _other_way(planner, Span(block, span.end))
+            enough = tries >= TRIES and waiting.is_over
+            hops = await _other_way(planner, Span(block, span.end), waiting)
+            if enough:
+                raise
     return hidden
 
 
-async def _other_way(planner: Planner, span: Span) -> list[Hop]:
-    return list((await planner.route(span, None, None, 0)).hops)
+async def _other_way(planner: Planner, span: Span, waiting: Waiting) -> list[Hop]:
+    """Hops over the blocks that are left. Waits for servers as a session does; raises `MissingBlocks`."""
+    while True:
+        try:
+            return list((await planner.route(span, None, None, 0)).hops)
+        except MissingBlocks as missing:
+            await waiting.more(missing)
 
 
-async def forward(network: Network, hop: Hop, manner: Manner, hidden: Packed, layout: StepLayout) -> Packed:
+async def forward(
+    network: Network, hop: Hop, manner: Manner, hidden: Packed, layout: StepLayout, slowness: float = 1.0
+) -> Packed:
     """Run packed sequences through one server's blocks; the server keeps nothing.
 
     Raises `RemoteError` of the fitting kind; `PeerSilent` when it takes much longer than such work should.
     """
-    patience = _expected(hop, manner).allowed(layout.tokens)
+    patience = expected(hop, slowness, manner.timeout).allowed(layout.tokens)
     request = messages.ForwardRequest(
         revision=manner.revision,
         start=hop.span.start,
@@ -130,12 +129,3 @@ async def forward(network: Network, hop: Hop, manner: Manner, hidden: Packed, la
     if not isinstance(reply, messages.ForwardReply):
         raise out_of_place(hop, reply)
     return checked(hop, outputs, frame.payload, reply)
-
-
-def _expected(hop: Hop, manner: Manner) -> Patience:
-    """What a server announces of itself is all that is known of work that it has not done yet."""
-    server = hop.server
-    token = hop.span.length / max(server.forward_throughput or server.throughput, 1e-3)
-    if server.network_throughput:
-        token += 2 / server.network_throughput
-    return Patience(TRAVEL + server.queue + hop.span.length / max(server.throughput, 1e-3), token, manner.timeout)

@@ -77,6 +77,7 @@ class HopSession:
     Args:
         heard: called with the number and the checked outputs of each step that is answered.
         changed: called after anything has happened.
+        slowness: how many times longer than it announces the server is given, because it was too slow before.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class HopSession:
         max_length: int,
         heard: Callable[[HopSession, int, Packed], None],
         changed: Callable[[], None],
+        slowness: float = 1.0,
     ) -> None:
         self.hop = hop
         self.session_id = secrets.token_bytes(16)
@@ -113,10 +115,7 @@ class HopSession:
         self._unheard = 0
         """Replays whose answers have not come, also those that nobody waits for any more."""
         self._handed_at = 0.0
-        blocks, server = hop.span.length, hop.server
-        token = blocks / max(server.forward_throughput or server.throughput, 1e-3)
-        step = TRAVEL + server.queue + blocks / max(server.throughput, 1e-3)
-        self._patience = Patience(step, token, manner.timeout)
+        self._patience = expected(hop, slowness, manner.timeout)
 
     @property
     def peer_id(self) -> str:
@@ -287,7 +286,8 @@ class HopSession:
             case messages.StepReply():
                 self._hear_step(reply, payload)
             case messages.Refusal():
-                self._refused(remote_error(reply.code, f"{whose(self.hop)} refused: {reply.message}"))
+                if reply.step is None or not self._is_past(reply.step):
+                    self._refused(remote_error(reply.code, f"{whose(self.hop)} refused: {reply.message}"))
             case messages.ReplayReply() if self._unheard:
                 self._replay_answered(lambda answer: answer.set_result((reply, payload)))
             case _ if self._answer is not None and not self._answer.done():
@@ -296,8 +296,8 @@ class HopSession:
                 raise out_of_place(self.hop, reply)
 
     def _hear_step(self, reply: messages.StepReply, payload: bytes | memoryview) -> None:
-        if reply.step <= self.replied or reply.step in self._void:
-            return  # it was asked twice, or the step was given up
+        if self._is_past(reply.step):
+            return
         due = self._expected.get(reply.step)
         if due is None:
             raise out_of_place(self.hop, reply)
@@ -331,6 +331,10 @@ class HopSession:
         if not self._unheard and self._answer is not None and not self._answer.done():
             settle(self._answer)
 
+    def _is_past(self, number: int) -> bool:
+        """Whether the step was answered (it was asked for twice) or given up."""
+        return number <= self.replied or number in self._void
+
     @property
     def _is_asked(self) -> bool:
         """Whether the answer to a step that this client itself has handed to the server is still due."""
@@ -342,6 +346,16 @@ class HopSession:
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(error)
         self._changed()
+
+
+def expected(hop: Hop, slowness: float, limit: float) -> Patience:
+    """What a server announces of itself is all that is known of work that it has not done yet."""
+    blocks, server = hop.span.length, hop.server
+    step = TRAVEL + server.queue + blocks / max(server.throughput, 1e-3)
+    token = blocks / max(server.forward_throughput or server.throughput, 1e-3)
+    if server.network_throughput:
+        token += 2 / server.network_throughput
+    return Patience(slowness * step, slowness * token, limit)
 
 
 def checked(

@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 FIRST_PINGS = 1.0
 """Seconds that the first route waits for pings: a guess would last for the whole session."""
 
+LOOK = 15.0
+"""Seconds to wait for a look at the swarm."""
+
 OLD_PICTURE = 2.0
 """Seconds to wait for a new picture where there is an old one, which may still be right."""
 
@@ -126,8 +129,14 @@ class SwarmPlanner:
             return plan()
 
     async def refresh(self) -> None:
-        """Look at the swarm again; pings go on in the background. Several callers share one look."""
-        await asyncio.shield(self._look())
+        """Look at the swarm again; pings go on in the background. Several callers share one look.
+
+        A look that fails, or takes too long, leaves the picture as it is.
+        """
+        looking = self._look()
+        await asyncio.wait({looking}, timeout=LOOK)
+        if looking.done() and not looking.cancelled() and (error := looking.exception()) is not None:
+            logger.warning("looking at the swarm failed: %r", error)
 
     def failed(self, peer_id: str, error: Exception) -> None:
         """Keep the peer out of routes for a while."""
@@ -139,6 +148,10 @@ class SwarmPlanner:
     def succeeded(self, peer_id: str) -> None:
         """The peer works."""
         self.router.health.succeeded(peer_id, time.monotonic())
+
+    def slowness(self, peer_id: str) -> float:
+        """Twice for each time that it lately did not answer in time: it may be slow, not dead."""
+        return 2.0 ** self.router.health.reasons(peer_id).count(Failure.TIMED_OUT)
 
     def taken(self, route: Route) -> None:
         """A session goes by this route from now on."""
@@ -190,7 +203,4 @@ class SwarmPlanner:
             await asyncio.sleep(self._config.refresh)
             if time.monotonic() - self._used > IDLE:
                 continue
-            try:
-                await self.refresh()
-            except Exception as error:  # the next look may succeed; until then the picture stays as it is
-                logger.debug("looking at the swarm failed: %r", error)
+            await self.refresh()

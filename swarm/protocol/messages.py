@@ -200,10 +200,11 @@ class ProbeReply(Message, frozen=True):
 
 
 class Refusal(Message, frozen=True):
-    """The request failed with a typed error (see `swarm.errors`)."""
+    """The request failed with a typed error (see `swarm.errors`); `step` is the number of the step that was refused."""
 
     code: Name
     message: Text
+    step: Count | None = None
 
 
 ClientMessage = (
@@ -245,6 +246,6 @@ def decode_server(header: bytes) -> ServerMessage:
         raise ProtocolViolation(f"not a valid reply: {error}") from None
 
 
-def refusal(error: RemoteError) -> Refusal:
+def refusal(error: RemoteError, step: int | None = None) -> Refusal:
     """The error as it travels."""
-    return Refusal(error.code, str(error)[:2000])
+    return Refusal(error.code, str(error)[:2000], step)

@@ -135,14 +135,19 @@ class Handler:
             reply, payload = await self._handle(stream, message, frame.payload, conversation)
         except ProtocolViolation:
             raise
-        except RemoteError as error:
-            reply, payload = messages.refusal(error), b""
-        except Exception:
-            logger.exception("a %s of peer …%s failed", type(message).__name__, stream.peer_id[-6:])
-            reply = messages.refusal(ServerFault("the computation failed at this server; its log says why"))
-            payload = b""
+        except Exception as error:
+            step = message.step if isinstance(message, messages.StepRequest) else None
+            reply, payload = self._refusal(error, message, stream.peer_id, step), b""
         if reply is not None:
-            await stream.send(reply, payload)
+            with suppress(PeerLost):  # a client that has hung up may have said before that its session is over
+                await stream.send(reply, payload)
+
+    def _refusal(self, error: Exception, message: messages.Message, client: str, step: int | None) -> messages.Refusal:
+        """What the client is told of an error; what went wrong inside is for this server's log alone."""
+        if not isinstance(error, RemoteError):
+            logger.error("a %s of peer …%s failed", type(message).__name__, client[-6:], exc_info=error)
+            error = ServerFault("the computation failed at this server; its log says why")
+        return messages.refusal(error, step)
 
     async def _handle(
         self, stream: Stream, message: messages.ClientMessage, payload: Bytes, conversation: _Conversation
@@ -251,12 +256,8 @@ class Handler:
         output: Bytes
         try:
             reply, output = await self._step(session, message.step, payload, asked_by_client=False)
-        except RemoteError as error:
-            reply, output = messages.refusal(error), b""
-        except Exception:
-            logger.exception("a pushed step of peer …%s failed", message.client[-6:])
-            reply = messages.refusal(ServerFault("the computation failed at this server; its log says why"))
-            output = b""
+        except Exception as error:
+            reply, output = self._refusal(error, message, message.client, message.step.step), b""
         if reply is not None and session.client is not None:
             with suppress(PeerLost):  # a client that is away may ask again
                 await session.client.send(reply, output)
@@ -272,7 +273,7 @@ class Handler:
             wanted = session.reply_format if message.want_outputs else None
             output, milliseconds = await self._extend(session, message, layout, payload, wanted)
             session.last = None
-            session.next_step = max(session.next_step, message.next_step)
+            session.next_step = message.next_step
             return messages.ReplayReply(session.reply_format, self._dtype, milliseconds), output
 
     async def _extend(

@@ -130,6 +130,9 @@ class RoutingPlanner:
     def succeeded(self, peer_id: str) -> None:
         self.router.health.succeeded(peer_id, time.monotonic())
 
+    def slowness(self, peer_id: str) -> float:
+        return 1.0
+
     def taken(self, route: Route) -> None:
         self.routes.append(" ".join(f"{hop.span}@{hop.server.peer_id}" for hop in route.hops))
 

@@ -294,3 +294,15 @@ def test_a_route_is_shown_when_asked(play, capsys, show):
         assert capsys.readouterr().out == ("route: 0:3 …a → 3:6 …b\n" if show else "")
 
     play(act, show_route=show)
+
+
+def test_who_was_too_slow_is_given_longer(play):
+    async def act(world, planner):
+        await route(planner)
+        assert planner.slowness("a") == 1
+        for _ in range(2):
+            planner.failed("a", PeerSilent("x"))
+        planner.failed("b", PeerLost("x"))
+        assert (planner.slowness("a"), planner.slowness("b")) == (4, 1)
+
+    play(act)

@@ -83,7 +83,7 @@ SERVER_MESSAGES: dict[type, st.SearchStrategy[messages.ServerMessage]] = {
         messages.InfoReply, start=counts, end=counts, cache_tokens_free=counts, sessions=counts, version=names
     ),
     messages.ProbeReply: st.just(messages.ProbeReply()),
-    messages.Refusal: st.builds(messages.Refusal, code=names, message=st.text(max_size=2000)),
+    messages.Refusal: st.builds(messages.Refusal, code=names, message=st.text(max_size=2000), step=st.none() | counts),
 }
 client_messages = st.one_of(*CLIENT_MESSAGES.values())
 server_messages = st.one_of(*SERVER_MESSAGES.values())
@@ -269,6 +269,7 @@ def test_no_message_at_all(data):
         pytest.param(changed(PROBE, 1, -1), id="negative bytes wanted"),
         pytest.param(changed(PROBE, 1, messages.MAX_PROBE + 1), id="more bytes wanted than a probe may carry"),
         pytest.param(changed(REPLY, 5, 1), id="pushed is a number"),
+        pytest.param(msgspec.msgpack.encode(["Refusal", "code", "why", -1]), id="refusal of a negative step"),
         pytest.param(msgspec.msgpack.encode(["ProbeReply", 0]), id="probe reply with a field"),
         pytest.param(changed(["ReplayReply", "none", "float32", 1.5], 3, -1.0), id="replay took negative time"),
         pytest.param(msgspec.msgpack.encode(["InfoRequest", 1]), id="info with a field"),
@@ -303,6 +304,7 @@ def test_a_time_that_cannot_be(number):
 def test_a_refusal_carries_code_and_reason():
     refusal = messages.refusal(WrongShape("too few values"))
     assert refusal == messages.Refusal("wrong_shape", "too few values")
+    assert messages.refusal(WrongShape("too few values"), 7) == messages.Refusal("wrong_shape", "too few values", 7)
 
 
 @given(st.text(alphabet="aé€😀", min_size=1999, max_size=2400))

@@ -148,6 +148,8 @@ class Client:
         reply, rest = await self.ask(message, payload)
         assert isinstance(reply, messages.Refusal), reply
         assert (reply.code, rest) == (code, b"")
+        # The client has to know what is refused, because other answers may be under way.
+        assert reply.step is None or reply.step == message.step
         assert reply.message
         return reply.message
 

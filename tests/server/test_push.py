@@ -244,7 +244,7 @@ def test_what_is_wrong_with_a_pushed_step_is_told_to_the_client(model, code, cha
         await before.stream.send(push(changed(STEP, **changes)), payload)
         refusal, _ = await client.hear()
         assert isinstance(refusal, messages.Refusal)
-        assert refusal.code == code
+        assert (refusal.code, refusal.step) == (code, STEP.step)
         await before.hears_nothing(LONG)
         await client.right_step()  # its own copy of the same step
         await pushed_step(client, before)
@@ -261,7 +261,7 @@ def test_a_server_that_takes_no_more_steps_tells_the_client(model):
         await before.stream.send(push(client.next_step()), payload_of(client))
         refusal, _ = await client.hear()
         assert isinstance(refusal, messages.Refusal)
-        assert refusal.code == "server_closing"
+        assert (refusal.code, refusal.step) == ("server_closing", client.steps)
         await before.hears_nothing(LONG)
 
     on_virtual_time(model, act)
@@ -279,7 +279,7 @@ def test_a_computation_that_fails_is_told_to_the_client(model, monkeypatch, capl
             await before.stream.send(push(client.next_step()), payload_of(client))
             refusal, _ = await client.hear()
         assert isinstance(refusal, messages.Refusal)
-        assert refusal.code == "server_fault"
+        assert (refusal.code, refusal.step) == ("server_fault", client.steps)
         assert "secret" not in refusal.message
         assert "secret" in caplog.text
         await before.hears_nothing(LONG)
