@@ -92,7 +92,7 @@ class Chain:
     async def resume(self) -> None:
         """Replace the servers that were lost now, instead of at the next step. Raises `MissingBlocks`."""
         for hop in list(self._hops):
-            if hop.error is not None:
+            if hop.error is not None or hop.leaving is not None:
                 await self._mend(self._hops.index(hop))
 
     async def close(self) -> None:
@@ -128,6 +128,7 @@ class Chain:
 
     async def _mend(self, index: int) -> None:
         hop = self._hops[index]
+        hop.error = hop.error or (None if hop.stale else hop.leaving)
         if hop.error is not None and not is_hop_lost(hop.error):
             error, hop.error = hop.error, None
             raise error

@@ -301,7 +301,7 @@ def _may_recover(hop: HopSession) -> bool:
     """Whether it makes sense to go on with the same server."""
     if hop.error is None:
         return hop.stale
-    if hop.abandoned or hop.forgiven == hop.replied:
+    if hop.abandoned or hop.forgiven == hop.replied or hop.leaving is not None:
         return False
     lost = isinstance(hop.error, PeerLost) and not isinstance(hop.error, PeerSilent)
     return lost or isinstance(hop.error, UnknownSession | WrongPosition)

@@ -23,6 +23,7 @@ from swarm.errors import (
     ProtocolViolation,
     RemoteError,
     RequestRefused,
+    ServerClosing,
     WrongDtype,
     remote_error,
 )
@@ -69,6 +70,7 @@ class HopSession:
         rejected: number of the last step that it refused as it was pushed.
         due: time (of `time.perf_counter`) by which the answer that is awaited should have come.
         error: why it cannot go on.
+        leaving: its word that it is going to leave; it still answers what it was handed.
         stale: its cache may hold a step that was given up, or too little, and has to be filled anew.
         abandoned: it has been reported and left; only its record is of use.
         forgiven: what `replied` was when the server was last given another chance.
@@ -97,6 +99,7 @@ class HopSession:
         self.passed_on = self._may_push = False
         self.due = float("inf")
         self.error: Exception | None = None
+        self.leaving: ServerClosing | None = None
         self.stale = False
         self.abandoned = False
         self.forgiven: int | None = None
@@ -287,7 +290,8 @@ class HopSession:
                 self._hear_step(reply, payload)
             case messages.Refusal():
                 if reply.step is None or not self._is_past(reply.step):
-                    self._refused(remote_error(reply.code, f"{whose(self.hop)} refused: {reply.message}"))
+                    error = remote_error(reply.code, f"{whose(self.hop)} refused: {reply.message}")
+                    self._refused(error, reply.step)
             case messages.ReplayReply() if self._unheard:
                 self._replay_answered(lambda answer: answer.set_result((reply, payload)))
             case _ if self._answer is not None and not self._answer.done():
@@ -314,9 +318,11 @@ class HopSession:
         self._void = {number for number in self._void if number > reply.step}
         self._heard(self, reply.step, outputs)
 
-    def _refused(self, error: RemoteError) -> None:
+    def _refused(self, error: RemoteError, step: int | None) -> None:
         if self._unheard:
             self._replay_answered(lambda answer: answer.set_exception(error))
+        elif isinstance(error, ServerClosing) and step is None:
+            self.leaving = error
         elif isinstance(error, RequestRefused) and (self.asked < self.pushed or not self._is_asked):
             # A step that was given up, or what was pushed to it was not right (perhaps before we heard of the push).
             # The server before may be to blame: our copy will show.

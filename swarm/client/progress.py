@@ -21,6 +21,9 @@ class HopState(Protocol):
     stale: bool
 
     @property
+    def leaving(self) -> Exception | None: ...
+
+    @property
     def error(self) -> Exception | None: ...
 
     @property
@@ -79,6 +82,8 @@ def next_action(hops: Sequence[HopState], numbers: Sequence[int], now: float) ->
             continue
         there = hop.received >= number
         handed = max(hop.asked, hop.pushed) >= number
+        if hop.leaving is not None and not handed:
+            return Mend(index)  # between two steps; what it was handed it still answers
         if there and not handed:
             return Deliver(index, number)
         if handed and now >= hop.due:

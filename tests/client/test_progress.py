@@ -30,6 +30,7 @@ class State:
     due: float = INF
     stale: bool = False
     error: Exception | None = None
+    leaving: Exception | None = None
 
 
 LOST = PeerLost("gone")
@@ -48,6 +49,10 @@ TABLE = [
     pytest.param([State(0, 1, 1, due=NOW), State()], [1], Mend(0, overdue=True), id="just due"),
     pytest.param([State(0, 1), State(error=LOST)], [1], Mend(1), id="broken before its turn"),
     pytest.param([State(0, 1), State(stale=True)], [1], Mend(1), id="stale"),
+    pytest.param([State(0, 1, 1, due=SOON, leaving=LOST)], [1], Wait(SOON), id="leaving, but at work"),
+    pytest.param([State(0, 1, 1, due=PAST, leaving=LOST)], [1], Mend(0, overdue=True), id="left without an answer"),
+    pytest.param([State(0, 1, leaving=LOST)], [1], Mend(0), id="leaving"),
+    pytest.param([State(0, 1, 1, due=SOON), State(leaving=LOST)], [1], Mend(1), id="leaving before its turn"),
     pytest.param([State(error=LOST), State(error=LOST)], [1], Mend(0), id="two broken"),
     pytest.param([State(0, 2, 1, due=SOON), State(1, 1)], [1, 2], Wait(SOON), id="first the older step"),
     pytest.param([State(1, 2, 1), State(1, 1)], [1, 2], Deliver(0, 2), id="then the newer one"),
@@ -105,7 +110,11 @@ class Play:
                     self.handed(hop, wanted)
                 case Mend(index, overdue):
                     hop = self.hops[index]
-                    assert overdue == (hop.error is None and not hop.stale)
+                    if overdue:
+                        assert hop.error is None
+                        assert not hop.stale
+                    else:
+                        assert hop.error is not None or hop.stale or hop.leaving is not None
                     done = min(hop.replied, hop.received, number - 1)
                     self.hops[index] = State(done, hop.received, done, done)
                 case Wait(until):
@@ -147,6 +156,8 @@ class Play:
                     following.pushed, following.due = max(following.pushed, number), self.now + 3
         if self.chance.random() < 0.02:
             self.chance.choice(self.hops).stale = True
+        if self.chance.random() < 0.02:
+            self.chance.choice(self.hops).leaving = LOST
 
 
 @given(st.randoms(use_true_random=False), st.integers(1, 5), st.sampled_from([0.0, 0.1, 0.4]))
