@@ -11,6 +11,9 @@ import uvloop
 
 T = TypeVar("T")
 
+SETTLE = 0.02
+"""Seconds that a loop gets to close what has ended, before it is closed itself."""
+
 
 class BackgroundLoop:
     """Runs coroutines for threads that wait for their results."""
@@ -44,3 +47,5 @@ async def _cancel_others() -> None:
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
+    # The pipes of a daemon that has just ended close a moment later; once the loop is closed they could not any more.
+    await asyncio.sleep(SETTLE)
