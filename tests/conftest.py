@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-import tempfile
 
 import hypothesis
 import pytest
 import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may look for a hub
-
-# Real server processes remember their throughput, but not where the person who runs the tests keeps hers.
-os.environ["XDG_CACHE_HOME"] = os.path.join(tempfile.gettempdir(), f"swarm-tests-{os.getuid()}")
 
 # How long an example takes depends on what else runs on the machine.
 hypothesis.settings.register_profile("default", deadline=None)
@@ -23,3 +19,9 @@ hypothesis.settings.load_profile("default")
 def _one_thread() -> None:
     """Tests run side by side on few cores."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Real server processes remember their throughput, but not where the person who runs the tests keeps hers."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
