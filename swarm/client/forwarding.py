@@ -12,10 +12,10 @@ import logging
 from dataclasses import dataclass
 
 from swarm.client.failover import TRIES, Planner, Waiting, is_hop_lost
-from swarm.client.hop_session import Outputs, checked, expected, out_of_place, whose
+from swarm.client.hop_session import Outputs, accepted, answering, checked, expected, out_of_place
 from swarm.client.packed import Manner, Packed
 from swarm.data_structures import Hop, Route, Span, StepLayout
-from swarm.errors import MissingBlocks, PeerLost, PeerSilent, RemoteError, remote_error
+from swarm.errors import MissingBlocks, RemoteError
 from swarm.protocol import messages
 from swarm.transport.stream import Network
 
@@ -111,21 +111,14 @@ async def forward(
         offsets=list(layout.offsets) if layout.offsets is not None else None,
     )
     outputs = Outputs(hidden.tokens, hidden.hidden_size)
-    try:
-        async with asyncio.timeout(patience):
-            stream = await network.open_stream(hop.server.peer_id)
-            try:
-                await stream.send(request, hidden.payload)
-                frame = await stream.receive(4 * outputs.values)
-            finally:
-                stream.close()
-    except TimeoutError:
-        raise PeerSilent(f"{whose(hop)} did not answer within {patience:.1f} s") from None
-    except PeerLost as error:
-        raise PeerLost(f"{whose(hop)} is gone: {error}") from None
-    reply = messages.decode_server(frame.header)
-    if isinstance(reply, messages.Refusal):
-        raise remote_error(reply.code, f"{whose(hop)} refused: {reply.message}")
+    async with answering(hop, patience):
+        stream = await network.open_stream(hop.server.peer_id)
+        try:
+            await stream.send(request, hidden.payload)
+            frame = await stream.receive(4 * outputs.values)
+        finally:
+            stream.close()
+    reply = accepted(hop, frame)
     if not isinstance(reply, messages.ForwardReply):
         raise out_of_place(hop, reply)
     return checked(hop, outputs, frame.payload, reply)

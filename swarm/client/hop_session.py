@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from swarm.client.packed import Manner, Packed
@@ -29,6 +29,7 @@ from swarm.errors import (
 )
 from swarm.protocol import messages
 from swarm.protocol.compression import is_finite, payload_length
+from swarm.protocol.framing import Frame
 from swarm.transport.stream import Network, Stream
 
 CLOSE_TIMEOUT = 1.0
@@ -145,18 +146,11 @@ class HopSession:
             max_length=self._max_length,
             reply_format=self._manner.wire,
         )
-        try:
-            async with asyncio.timeout(patience):
-                self._stream = await self._network.open_stream(self.peer_id)
-                await self._stream.send(request)
-                frame = await self._stream.receive(0)
-        except TimeoutError:
-            raise PeerSilent(f"{whose(self.hop)} did not answer within {patience:.1f} s") from None
-        except PeerLost as error:
-            raise PeerLost(f"{whose(self.hop)} is gone: {error}") from None
-        reply = messages.decode_server(frame.header)
-        if isinstance(reply, messages.Refusal):
-            raise remote_error(reply.code, f"{whose(self.hop)} refused: {reply.message}")
+        async with answering(self.hop, patience):
+            self._stream = await self._network.open_stream(self.peer_id)
+            await self._stream.send(request)
+            frame = await self._stream.receive(0)
+        reply = accepted(self.hop, frame)
         if not isinstance(reply, messages.SessionOpened):
             raise out_of_place(self.hop, reply)
         self.error = None
@@ -352,6 +346,26 @@ class HopSession:
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(error)
         self._changed()
+
+
+@asynccontextmanager
+async def answering(hop: Hop, patience: float) -> AsyncIterator[None]:
+    """An exchange with a server that has to end within `patience` seconds. Raises `PeerSilent` or `PeerLost`."""
+    try:
+        async with asyncio.timeout(patience):
+            yield
+    except TimeoutError:
+        raise PeerSilent(f"{whose(hop)} did not answer within {patience:.1f} s") from None
+    except PeerLost as error:
+        raise PeerLost(f"{whose(hop)} is gone: {error}") from None
+
+
+def accepted(hop: Hop, frame: Frame) -> messages.ServerMessage:
+    """The header of an answer. A refusal is raised."""
+    reply = messages.decode_server(frame.header)
+    if isinstance(reply, messages.Refusal):
+        raise remote_error(reply.code, f"{whose(hop)} refused: {reply.message}")
+    return reply
 
 
 def expected(hop: Hop, slowness: float, limit: float) -> Patience:

@@ -10,7 +10,8 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from swarm.client.config import ClientConfig
 from swarm.data_structures import Route, ServerInfo, Span
@@ -33,6 +34,8 @@ from swarm.transport.p2p import Peer
 from swarm.transport.ping import ping_many
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 FIRST_PINGS = 1.0
 """Seconds that the first route waits for pings: a guess would last for the whole session."""
@@ -99,34 +102,26 @@ class SwarmPlanner:
 
     async def route(self, span: Span, before: str | None, after: str | None, max_length: int) -> Route:
         """See `swarm.client.failover.Planner`."""
-        await self._prepare()
 
-        def plan() -> Route:
-            now = time.monotonic()
+        def plan(now: float) -> Route:
             return self.router.route(span, now, before=before, after=after, cache_tokens=max_length)
 
+        return await self._planned(plan)
+
+    async def split(self, span: Span, token_counts: Sequence[int]) -> tuple[Portion, ...]:
+        """Portions of a batch without a session. Raises `MissingBlocks`."""
+        return await self._planned(lambda now: self.router.split(span, token_counts, now, self._random))
+
+    async def _planned(self, plan: Callable[[float], T]) -> T:
+        """What `plan` makes of the picture now; of a new one, if blocks are missing and it is not new already."""
+        await self._prepare()
         try:
-            return plan()
+            return plan(time.monotonic())
         except MissingBlocks:
             if time.monotonic() - self._fetched < AGAIN:
                 raise
             await self.refresh()  # a server may have come since
-            return plan()
-
-    async def split(self, span: Span, token_counts: Sequence[int]) -> tuple[Portion, ...]:
-        """Portions of a batch without a session. Raises `MissingBlocks`."""
-        await self._prepare()
-
-        def plan() -> tuple[Portion, ...]:
-            return self.router.split(span, token_counts, time.monotonic(), self._random)
-
-        try:
-            return plan()
-        except MissingBlocks:
-            if time.monotonic() - self._fetched < AGAIN:
-                raise
-            await self.refresh()
-            return plan()
+            return plan(time.monotonic())
 
     async def refresh(self) -> None:
         """Look at the swarm again; pings go on in the background. Several callers share one look.

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import yaml
 
+from swarm import yaml_file
 from swarm.errors import UsageError
 from swarm.planning.group import Device, Group, ModelSize, tables
 from swarm.planning.partition import tries_all_orders
@@ -21,7 +22,6 @@ from swarm.units import Rate, Seconds, Size, human
 CLIENT = "client"
 """What links call the client's machine, if it is none of the devices."""
 
-MAX_FILE = 1 << 20
 MAX_DEVICES = 32
 MAX_BLOCKS = 256
 
@@ -105,45 +105,18 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def read(path: Path) -> Description:
     """Read and check a file. Raises `UsageError` that names the field."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE + 1)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-    if len(data) > MAX_FILE:
-        raise UsageError(f"{path} is larger than {MAX_FILE >> 20} MiB, so it is no description of a group")
-    try:
-        return parse(data)
-    except UsageError as error:
-        raise UsageError(f"{path}: {error}") from None
+    return yaml_file.read(path, parse, "description of a group", UsageError)
 
 
 def parse(data: bytes) -> Description:
     """Check the content of a file. Raises `UsageError` that names the field."""
-    try:
-        content = yaml.safe_load(data)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: no such date, a number of thousands of digits
-        raise UsageError(f"no YAML: {_yaml_problem(error)}") from None
-    except RecursionError:
-        raise UsageError("no YAML of this kind: it is nested too deeply") from None
-    try:
-        description = msgspec.convert(content, Description, dec_hook=_quantity)
-    except msgspec.ValidationError as error:
-        problem, _, place = str(error).partition(" - at ")
-        field = place.strip("`").removeprefix("$").removeprefix(".")
-        raise UsageError(f"{field}: {problem}" if field else problem) from None
+    description = yaml_file.convert(data, Description, UsageError, dec_hook=_quantity)
     _check_names(description)
     return description
 
 
 def _quantity(kind: type[Any], value: object) -> Any:
     return kind.read(value)
-
-
-def _yaml_problem(error: Exception) -> str:
-    mark = getattr(error, "problem_mark", None)
-    where = f"line {mark.line + 1}: " if mark is not None else ""
-    return where + str(getattr(error, "problem", None) or error).splitlines()[0]
 
 
 def _check_names(description: Description) -> None:

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
-import yaml
 
+from swarm import yaml_file
 from swarm.errors import ScenarioError
 from swarm.server.rebalancing import Policy
 
-MAX_FILE = 1 << 20
 _SHIPPED = resources.files("swarm.simulation") / "scenarios"
 MAX_SERVERS = 20_000
 MAX_CHECKS = 20_000_000
@@ -149,34 +148,12 @@ def find(name: str) -> Scenario:
         if name not in _shipped_names():
             raise ScenarioError(f"{name}: no such scenario; give a .yaml file, or one of {', '.join(_shipped_names())}")
         return parse((_SHIPPED / f"{name}.yaml").read_bytes())
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE + 1)
-    except OSError as error:
-        raise ScenarioError(f"{path} cannot be read: {error.strerror}") from None
-    if len(data) > MAX_FILE:
-        raise ScenarioError(f"{path} is larger than {MAX_FILE >> 20} MiB, so it is no scenario")
-    try:
-        return parse(data)
-    except ScenarioError as error:
-        raise ScenarioError(f"{path}: {error}") from None
+    return yaml_file.read(path, parse, "scenario", ScenarioError)
 
 
 def parse(data: bytes) -> Scenario:
     """Check the content of a file. Raises `ScenarioError` that names the field."""
-    try:
-        content = yaml.safe_load(data)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}: " if mark is not None else ""
-        problem = getattr(error, "problem", None) or (str(error).splitlines() or ["nested too deeply"])[0]
-        raise ScenarioError(f"no YAML: {where}{problem}") from None
-    try:
-        scenario = msgspec.convert(content, Scenario, strict=False)  # to YAML 1e9 is a string
-    except msgspec.ValidationError as error:
-        problem, _, place = str(error).partition(" - at ")
-        field = place.strip("`").removeprefix("$").removeprefix(".")
-        raise ScenarioError(f"{field}: {problem}" if field else problem) from None
+    scenario = yaml_file.convert(data, Scenario, ScenarioError, strict=False)  # to YAML 1e9 is a string
     _check(scenario)
     return scenario
 
