@@ -108,7 +108,7 @@ class Record:
 
 
 def _extended(rows: tuple[_Row, ...], step: Step) -> tuple[_Row, ...]:
-    """The rows after a step, as `swarm.server.kv_cache` has them."""
+    """The rows after a step, as `swarm.models.kv_cache` has them."""
     layout, hidden = step.layout, step.hidden
     flat_TH = unpack(hidden.payload, hidden.tokens, hidden.hidden_size, hidden.wire, hidden.dtype, _CPU)
     bounds = itertools.accumulate(layout.counts, initial=0)

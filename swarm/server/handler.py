@@ -29,12 +29,12 @@ from swarm.errors import (
     UnknownSession,
     WrongPosition,
 )
+from swarm.models.kv_cache import SessionCache, forward_packed
 from swarm.models.span import SpanModel
 from swarm.protocol import messages
 from swarm.protocol.compression import dtype_name, pack, unpack
 from swarm.protocol.framing import Frame
 from swarm.server.checks import Checks, Limits
-from swarm.server.kv_cache import SessionCache, forward_packed
 from swarm.server.push import PushLink
 from swarm.server.runtime import Runtime
 from swarm.server.sessions import Session, Sessions

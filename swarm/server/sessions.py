@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from swarm.data_structures import Span, WireFormat
 from swarm.errors import CacheFull, UnknownSession, WrongSpan
+from swarm.models.kv_cache import SessionCache
 from swarm.protocol.messages import StepReply
-from swarm.server.kv_cache import SessionCache
 from swarm.server.push import PushLink
 from swarm.transport.stream import Stream
 

@@ -15,8 +15,8 @@ from swarm.client import record
 from swarm.client.packed import Packed
 from swarm.client.record import Record, Step
 from swarm.data_structures import Span, StepLayout, WireFormat
+from swarm.models.kv_cache import SessionCache
 from swarm.protocol.compression import pack, unpack
-from swarm.server.kv_cache import SessionCache
 
 HIDDEN, MAX_ROWS, MAX_COUNT = 2, 4, 5
 CPU = torch.device("cpu")

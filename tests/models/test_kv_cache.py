@@ -14,8 +14,8 @@ from swarm.data_structures import Span, StepLayout
 from swarm.errors import WrongPosition
 from swarm.models.cache import RectangleCache
 from swarm.models.checkpoint import open_checkpoint
+from swarm.models.kv_cache import SessionCache, forward_packed
 from swarm.models.span import SpanModel, load_span
-from swarm.server.kv_cache import SessionCache, forward_packed
 from tests import zoo
 
 torch.set_num_threads(1)
