@@ -34,7 +34,7 @@ from swarm.client.chain import Chain
 from swarm.client.packed import Manner, Packed
 from swarm.data_structures import Hop, Route, ServerInfo, ServerState, Span, StepLayout, WireFormat
 from swarm.models.checkpoint import open_checkpoint
-from swarm.models.span import load_span
+from swarm.models.span_loading import load_span
 from swarm.protocol.compression import pack
 from swarm.server.handler import Handler
 from swarm.server.runtime import Runtime

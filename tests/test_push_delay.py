@@ -21,7 +21,8 @@ from swarm.client.chain import Chain
 from swarm.client.packed import Manner, Packed
 from swarm.data_structures import Hop, Route, Span, StepLayout, WireFormat
 from swarm.models.checkpoint import open_checkpoint
-from swarm.models.span import SpanModel, load_span
+from swarm.models.span import SpanModel
+from swarm.models.span_loading import load_span
 from swarm.protocol import messages
 from swarm.protocol.compression import pack, unpack
 from swarm.server.handler import Handler

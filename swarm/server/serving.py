@@ -13,7 +13,8 @@ import torch
 
 from swarm.data_structures import Span
 from swarm.models.checkpoint import Checkpoint
-from swarm.models.span import SpanModel, load_span
+from swarm.models.span import SpanModel
+from swarm.models.span_loading import load_span
 from swarm.server.handler import Handler
 from swarm.server.runtime import Runtime
 from swarm.server.sessions import Sessions

@@ -7,7 +7,8 @@ import torch
 
 from swarm.data_structures import Span
 from swarm.models.checkpoint import open_checkpoint
-from swarm.models.span import SpanModel, load_span
+from swarm.models.span import SpanModel
+from swarm.models.span_loading import load_span
 from tests import zoo
 
 

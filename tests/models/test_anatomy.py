@@ -10,7 +10,7 @@ from swarm.data_structures import Span
 from swarm.models.anatomy import dissect
 from swarm.models.checkpoint import open_checkpoint
 from swarm.models.footprint import footprint
-from swarm.models.span import load_span
+from swarm.models.span_loading import load_span
 from tests.zoo import BLOCKS, FAMILIES, config_of, make_checkpoint
 
 

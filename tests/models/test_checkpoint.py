@@ -14,7 +14,7 @@ from swarm.data_structures import Span
 from swarm.errors import CheckpointError, InvalidSpan, ModelNotFound, UnsupportedModel
 from swarm.models import checkpoint as checkpoint_module
 from swarm.models.checkpoint import INDEX, SINGLE, Checkpoint, open_checkpoint
-from swarm.models.span import load_span
+from swarm.models.span_loading import load_span
 from tests import zoo
 from tests.zoo import make_checkpoint
 

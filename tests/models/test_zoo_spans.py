@@ -16,7 +16,8 @@ from swarm.errors import UnsupportedModel
 from swarm.models import surgery
 from swarm.models.cache import RectangleCache
 from swarm.models.checkpoint import open_checkpoint
-from swarm.models.span import SpanModel, load_span
+from swarm.models.span import SpanModel
+from swarm.models.span_loading import load_span
 from tests import zoo
 
 torch.set_num_threads(1)

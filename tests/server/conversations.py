@@ -14,7 +14,8 @@ import torch
 from swarm.data_structures import Span, WireFormat
 from swarm.errors import PeerLost
 from swarm.models.checkpoint import open_checkpoint
-from swarm.models.span import SpanModel, load_span
+from swarm.models.span import SpanModel
+from swarm.models.span_loading import load_span
 from swarm.protocol import messages
 from swarm.protocol.compression import pack, payload_length, unpack
 from swarm.server.checks import Limits

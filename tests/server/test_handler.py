@@ -9,7 +9,8 @@ import torch
 
 from swarm.data_structures import Span, WireFormat
 from swarm.models.checkpoint import open_checkpoint
-from swarm.models.span import SpanModel, load_span
+from swarm.models.span import SpanModel
+from swarm.models.span_loading import load_span
 from swarm.protocol import messages
 from swarm.protocol.compression import pack, unpack
 from swarm.protocol.framing import MAX_HEADER

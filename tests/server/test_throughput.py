@@ -9,7 +9,8 @@ import torch
 
 from swarm.data_structures import Span
 from swarm.models.checkpoint import open_checkpoint
-from swarm.models.span import SpanModel, load_span
+from swarm.models.span import SpanModel
+from swarm.models.span_loading import load_span
 from swarm.server import throughput
 from swarm.server.throughput import BATCHES, DECODE_BUDGET, FORWARD_BUDGET, ROW, STEPS, WARM_UP, determine, measure
 from swarm.server.throughput_cache import Throughput
