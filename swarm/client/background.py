@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import uvloop
 
+from swarm.client.baton import current_turn
+
 T = TypeVar("T")
 
 SETTLE = 0.02
@@ -24,10 +26,14 @@ class BackgroundLoop:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The coroutine's result or exception. Ctrl-C in the waiting thread cancels it."""
+        """The coroutine's result or exception. Ctrl-C in the waiting thread cancels it.
+
+        A thread that is one lane of several lets the others compute meanwhile.
+        """
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        turn = current_turn()
         try:
-            return future.result()
+            return future.result() if turn is None else turn.wait(future)
         except BaseException:
             future.cancel()
             raise

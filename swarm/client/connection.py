@@ -62,6 +62,22 @@ class SwarmConnection:
         self._background.run(self._planner.refresh())
         return self._planner.servers
 
+    def stages(self) -> int:
+        """Peers that a token goes through, on the route that a session would take now.
+
+        Waits for servers of missing blocks; raises `MissingBlocks`.
+        """
+
+        async def plan() -> int:
+            waiting = Waiting(self._planner)
+            while True:
+                try:
+                    return len((await self._planner.route(Span(0, self.blocks), None, None, 1)).hops)
+                except MissingBlocks as missing:
+                    await waiting.more(missing)
+
+        return self._background.run(plan())
+
     def open_chain(self, max_length: int) -> Chain:
         """A session for `max_length` tokens a row over all blocks. Raises `MissingBlocks` or a `RemoteError`."""
 

@@ -6,14 +6,18 @@ import inspect
 import os
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from swarm.client.baton import Turn
 from swarm.client.config import ClientConfig
 from swarm.client.connection import SwarmConnection
+from swarm.client.lane_generation import generate_in_lanes
+from swarm.client.lanes import LanesWanted
 from swarm.client.remote_sequential import Call, RemoteLayer, RemoteSequential
 from swarm.client.session import InferenceSession
 from swarm.data_structures import Span, WireFormat
@@ -115,19 +119,45 @@ class DistributedMixin:
         """
         return InferenceSession(self, self.swarm, max_length)
 
-    def generate(self, inputs: Any = None, *args: Any, session: InferenceSession | None = None, **kwargs: Any) -> Any:
+    def generate(
+        self,
+        inputs: Any = None,
+        *args: Any,
+        session: InferenceSession | None = None,
+        lanes: LanesWanted | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """transformers' `generate`, with everything it takes.
 
         Args:
             session: the session to use; else the one whose `with` block this is in; else one for this call alone.
+            lanes: divide the rows into so many groups, each with a session of its own, that are in flight at once, so
+                that servers need not wait for each other; "auto" for one a server of the route. There is at most one
+                a row. The texts are the same as without, but for sampled ones, and those depend on the seed and the
+                number of lanes alone.
+
+        Raises:
+            UsageError: the arguments cannot be divided among lanes; it says why.
         """
         session = session or self._active.session
+        if lanes is not None:
+            if session is not None:
+                raise UsageError(
+                    "lanes have sessions of their own; leave session out (and generate outside of its `with`)"
+                )
+            named = inspect.signature(super().generate).bind(inputs, *args, **kwargs).arguments  # type: ignore[misc]
+            return generate_in_lanes(self, lanes, {**named, **named.pop("kwargs", {})}, self._generate)
         if session is not None and kwargs.get("past_key_values") is None:
             tokens = inputs if inputs is not None else kwargs.get("input_ids")
             _continue_session(session, tokens, kwargs.get("attention_mask"))
             kwargs["past_key_values"] = session.cache
+        return self._generate({"inputs": inputs, **kwargs}, None, *args)
+
+    def _generate(self, arguments: dict[str, Any], turn: Turn | None, *args: Any) -> Any:
+        """transformers' `generate`, computing inside the turn if this is one lane of several."""
         try:
-            return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+            with turn if turn is not None else nullcontext():
+                return super().generate(arguments.pop("inputs", None), *args, **arguments)  # type: ignore[misc]
         finally:
             own, self._active.own = self._active.own, None
             if own is not None:
