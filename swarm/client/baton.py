@@ -1,11 +1,11 @@
-"""Who computes: of several threads that share this process's torch, one at a time, while the others wait for the swarm.
+"""Who computes: of several threads that share this process's torch, one at a time; the others wait for the swarm.
 
-A lane hands the baton on whenever it waits for the network, and stands in line for it again once its answer is there. So
-the client's own part (embeddings, first blocks, head, sampling) is one stage of the pipeline, like each server is, and
-threads do not disturb each other in the middle of a step.
+A lane hands the baton on whenever it waits for the network, and stands in line for it again once its answer is there.
+So the client's own part (embeddings, first blocks, head, sampling) is one stage of the pipeline, like each server is,
+and threads do not disturb each other in the middle of a step.
 
-The stage has one random generator, torch's own. Each lane brings its state along and takes it away again, so that what a
-lane samples does not depend on who was quicker.
+The stage has one random generator, torch's own. Each lane brings its state along and takes it away again, so that what
+a lane samples does not depend on who was quicker.
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ def cache_full(error: CacheFull, lanes: int) -> CacheFull:
 def run_lanes(works: Sequence[Callable[[Turn], T]], randoms: Sequence[RandomState]) -> list[T]:
     """What each of `works` returns; each runs in a thread of its own and computes inside the turn that it is given.
 
-    The first error ends the other lanes, at their next wait at the latest, and is raised when all have ended. So does an
-    interruption of the calling thread.
+    The first error ends the other lanes, at their next wait at the latest, and is raised when all have ended. So does
+    an interruption of the calling thread.
     """
     baton = Baton()
     ended: queue.SimpleQueue[_Lane[T]] = queue.SimpleQueue()

@@ -1,12 +1,13 @@
-"""Lanes: recurrent pipeline parallelism (MDI-LLM, section III-C). How many there are, and which rows each one has. Pure.
+"""Lanes: recurrent pipeline parallelism (MDI-LLM, section III-C). How many there are, and who has which rows. Pure.
 
-A text's next token can only be computed when the one before is known, so a chain of servers that writes one text lets all
-but one of them wait. Several groups of rows, each with its own caches at every server (the paper's rotating KV caches),
-keep all of them busy: the token of one lane travels while the others are computed.
+A text's next token can only be computed when the one before is known, so a chain of servers that writes one text lets
+all but one of them wait. Several groups of rows, each with its own caches at every server (the paper's rotating KV
+caches), keep all of them busy: the token of one lane travels while the others are computed.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Literal
 
 from swarm.errors import InvalidOption
@@ -39,4 +40,4 @@ def divide(rows: int, lanes: int) -> list[slice]:
     """Contiguous groups of rows, in order, whose sizes differ by at most one. There are no more lanes than rows."""
     size, larger = divmod(rows, lanes)
     edges = [lane * size + min(lane, larger) for lane in range(lanes + 1)]
-    return [slice(start, end) for start, end in zip(edges, edges[1:], strict=False)]
+    return [slice(start, end) for start, end in itertools.pairwise(edges)]

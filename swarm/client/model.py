@@ -16,8 +16,9 @@ from torch import nn
 from swarm.client.baton import Turn
 from swarm.client.config import ClientConfig
 from swarm.client.connection import SwarmConnection
+from swarm.client.inference_lanes import InferenceLanes
 from swarm.client.lane_generation import generate_in_lanes
-from swarm.client.lanes import LanesWanted
+from swarm.client.lanes import LanesWanted, check_lanes
 from swarm.client.remote_sequential import Call, RemoteLayer, RemoteSequential
 from swarm.client.session import InferenceSession
 from swarm.data_structures import Span, WireFormat
@@ -119,6 +120,17 @@ class DistributedMixin:
         """
         return InferenceSession(self, self.swarm, max_length)
 
+    def inference_lanes(self, lanes: LanesWanted = "auto", *, max_length: int) -> InferenceLanes:
+        """Open several sessions that are in flight at once; see `InferenceLanes`.
+
+        Args:
+            lanes: how many; "auto" for one a server of the route.
+            max_length: as for `inference_session`.
+        """
+        check_lanes(lanes)
+        count = self.swarm.stages() if lanes == "auto" else lanes
+        return InferenceLanes([self.inference_session(max_length=max_length) for _ in range(count)])
+
     def generate(
         self,
         inputs: Any = None,
@@ -146,7 +158,8 @@ class DistributedMixin:
                     "lanes have sessions of their own; leave session out (and generate outside of its `with`)"
                 )
             named = inspect.signature(super().generate).bind(inputs, *args, **kwargs).arguments  # type: ignore[misc]
-            return generate_in_lanes(self, lanes, {**named, **named.pop("kwargs", {})}, self._generate)
+            settings = named.pop("kwargs", {})
+            return generate_in_lanes(self, lanes, {**named, **settings}, self._generate)
         if session is not None and kwargs.get("past_key_values") is None:
             tokens = inputs if inputs is not None else kwargs.get("input_ids")
             _continue_session(session, tokens, kwargs.get("attention_mask"))
