@@ -2,14 +2,17 @@
 
 Formats (see `WireFormat`):
     none                 the tensor's own dtype, little endian
-    float16, bfloat16    rounded to 16 bits
+    float16, bfloat16    rounded to 16 bits; float16 ends at 65504, which the hidden states of some models exceed
     blockwise8           blocks of 256 values share one float32 scale; each value becomes an index into the dynamic
                          8-bit map (Dettmers et al. 2022b, used by Petals section 3.1). Layout: n bytes of indices,
                          then one float32 per block. bitsandbytes does the arithmetic.
+
+What each costs in bytes and milliseconds: `benchmarks/wire.py`. What each costs in quality: `docs/wire.md`.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from functools import cache
 from typing import Any, cast
@@ -23,8 +26,12 @@ from swarm.errors import WrongDtype, WrongShape
 BLOCK = 256
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SIXTEEN_BIT = {WireFormat.FLOAT16: "float16", WireFormat.BFLOAT16: "bfloat16"}
-_BFLOAT16_INFINITY = {"float32": 0x7F80, "bfloat16": 0x7F80, "float16": 0x4780}
-"""The bits of the least bfloat16, its sign taken away, that is infinite in each dtype."""
+_SIGN = 0x8000
+_INFINITY = {
+    "bfloat16": {"float32": 0x7F80, "bfloat16": 0x7F80, "float16": 0x4780},
+    "float16": {"float32": 0x7C00, "bfloat16": 0x7C00, "float16": 0x7C00},
+}
+"""The bits of the least 16-bit number, by its format, that is infinite in each dtype. All larger ones are, or NaN."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -44,15 +51,24 @@ def payload_length(values: int, wire: WireFormat, dtype: str) -> int:
 def pack(hidden: torch.Tensor, wire: WireFormat) -> bytes | memoryview:
     """Encode a tensor of any shape (float32, bfloat16 or float16).
 
-    Raises `WrongDtype` for other dtypes. With `none` on a CPU the result shares the tensor's memory.
+    With `none` on a CPU the result shares the tensor's memory. Raises `WrongDtype` for other dtypes, and where float16
+    was asked for and cannot hold a finite value: sent as infinity, it would be blamed on whoever computed it.
     """
     if dtype_name(hidden.dtype) not in DTYPES:
         raise WrongDtype(f"hidden states of dtype {dtype_name(hidden.dtype)} cannot be sent")
     if wire is WireFormat.BLOCKWISE8:
         return _pack_blockwise(hidden)
-    if wire is not WireFormat.NONE:
-        hidden = hidden.to(DTYPES[_SIXTEEN_BIT[wire]])
-    return _bytes_of(hidden)
+    if wire is WireFormat.NONE:
+        return _bytes_of(hidden)
+    payload = _bytes_of(hidden.to(DTYPES[_SIXTEEN_BIT[wire]]))
+    if wire is WireFormat.FLOAT16 and not is_finite(payload, hidden.numel(), wire, "float16"):
+        largest = float(hidden.detach().abs().max())
+        if math.isfinite(largest):
+            raise WrongDtype(
+                f"hidden states of this model reach {largest:.3g}, and float16 ends at 65504; "
+                'use wire="bfloat16" or wire="blockwise8"'
+            )
+    return payload
 
 
 def unpack(
@@ -85,9 +101,12 @@ def is_finite(payload: bytes | memoryview, values: int, wire: WireFormat, dtype:
         scales = np.frombuffer(payload, np.float32, offset=values) if values else np.empty(0, np.float32)
         return bool((np.abs(scales) <= torch.finfo(DTYPES[dtype]).max).all())
     name = _SIXTEEN_BIT.get(wire, dtype)
-    if name == "bfloat16":  # which numpy does not know: the upper half of a float32
-        return bool((np.frombuffer(payload, np.uint16) & 0x7FFF < _BFLOAT16_INFINITY[dtype]).all())
-    return bool(np.isfinite(np.frombuffer(payload, np.dtype(name))).all())
+    if name == "float32":
+        return bool(np.isfinite(np.frombuffer(payload, np.float32)).all())
+    # numpy has no bfloat16 and is slow with float16. As integers both are ordered by size: the largest signed one is
+    # the largest positive number, the largest unsigned one the lowest negative number, if there is any.
+    bits, limit = np.frombuffer(payload, np.uint16), _INFINITY[name][dtype]
+    return int(bits.view(np.int16).max(initial=0)) < limit and int(bits.max(initial=0)) < _SIGN | limit
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -98,32 +117,42 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 @cache
-def _dynamic_map() -> torch.Tensor:
+def _operators() -> Any:
+    """bitsandbytes' operators. Its `functional` wraps them in work that is thrown away, at half their cost a token."""
+    log = logging.getLogger("bitsandbytes")
+    before = log.level
+    log.setLevel(logging.ERROR)  # it warns of a kernel for something else
+    try:
+        import bitsandbytes  # noqa: F401
+    finally:
+        log.setLevel(before)
+    return torch.ops.bitsandbytes
+
+
+@cache
+def _dynamic_map(device: torch.device) -> torch.Tensor:
+    _operators()
     from bitsandbytes import functional
 
-    return cast(torch.Tensor, functional.create_dynamic_map())
+    return cast(torch.Tensor, functional.create_dynamic_map()).to(device)
 
 
 def _pack_blockwise(hidden: torch.Tensor) -> bytes:
-    from bitsandbytes import functional
-
     flat = hidden.detach().reshape(-1).float()
     if flat.numel() == 0:
         return b""
-    indices, state = functional.quantize_blockwise(flat, code=_dynamic_map().to(flat.device), blocksize=BLOCK)
-    scales = state.absmax.float()
-    if flat.isnan().any():  # which would become an ordinary value, and nobody would know
+    code = _dynamic_map(flat.device)
+    indices, scales = _operators().quantize_blockwise.default(flat, code, BLOCK)
+    # NaN would become an ordinary value, and nobody would know. A sum that is no NaN has none among its terms; one
+    # that is may also be of infinities.
+    if math.isnan(float(flat.sum())):
         blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
         scales = scales.masked_fill(blocks.isnan().any(1), torch.nan)
-    return bytes(_bytes_of(indices)) + bytes(_bytes_of(scales))
+    return b"".join((indices.cpu().numpy(), scales.cpu().numpy()))
 
 
 def _unpack_blockwise(payload: bytes | memoryview, values: int, device: torch.device) -> torch.Tensor:
-    from bitsandbytes import functional
-
-    buffer: Any = bytearray(payload)
-    indices = torch.frombuffer(buffer, dtype=torch.uint8, count=values).to(device)
-    scales = torch.frombuffer(buffer[values:], dtype=torch.float32).to(device)
-    code = _dynamic_map().to(device)
-    values_F = functional.dequantize_blockwise(indices, absmax=scales, code=code, blocksize=BLOCK)
-    return cast(torch.Tensor, values_F.float())
+    indices = torch.from_numpy(np.frombuffer(payload, np.uint8, values).copy()).to(device)
+    scales = torch.from_numpy(np.frombuffer(payload, np.float32, offset=values).copy()).to(device)
+    code = _dynamic_map(device)
+    return cast(torch.Tensor, _operators().dequantize_blockwise.default(indices, scales, code, BLOCK, torch.float32))
