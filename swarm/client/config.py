@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swarm.data_structures import WireFormat
+from swarm.data_structures import Span, WireFormat
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,7 @@ class ClientConfig:
     blocked_servers: peer ids that are never used.
     push: let servers hand their outputs on to each other.
     show_route: print every route that a session takes.
+    local_blocks: first blocks that the client computes itself.
     """
 
     initial_peers: tuple[str, ...]
@@ -30,3 +31,4 @@ class ClientConfig:
     blocked_servers: frozenset[str] = frozenset()
     push: bool = True
     show_route: bool = False
+    local_blocks: Span | None = None

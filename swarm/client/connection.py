@@ -10,6 +10,7 @@ from swarm.client.chain import Chain
 from swarm.client.config import ClientConfig
 from swarm.client.failover import Waiting
 from swarm.client.forwarding import Portion, forward_all
+from swarm.client.local_blocks import LocalBlocks
 from swarm.client.packed import Manner, Packed
 from swarm.client.planner import SwarmPlanner
 from swarm.data_structures import ServerInfo, Span, StepLayout
@@ -28,6 +29,10 @@ class SwarmConnection:
         revision: the client's revision of the model.
         blocks: number of blocks of the whole model.
         digests: right digest of every block, if the client knows them.
+        local: the first blocks, if the client computes them itself.
+
+    Attributes:
+        span: the blocks that servers compute.
     """
 
     def __init__(
@@ -37,9 +42,12 @@ class SwarmConnection:
         revision: str,
         blocks: int,
         digests: Sequence[str] | None,
+        local: LocalBlocks | None = None,
     ) -> None:
         self.config = config
         self.blocks = blocks
+        self.local = local
+        self.span = Span(local.span.end if local is not None else 0, blocks)
         self._manner = Manner(revision, config.wire, config.request_timeout, config.push)
 
         async def connect() -> tuple[Peer, SwarmPlanner]:
@@ -63,7 +71,7 @@ class SwarmConnection:
         return self._planner.servers
 
     def stages(self) -> int:
-        """Peers that a token goes through, on the route that a session would take now.
+        """Peers that a token goes through on the route that a session would take now, and this one if it has blocks.
 
         Waits for servers of missing blocks; raises `MissingBlocks`.
         """
@@ -72,25 +80,26 @@ class SwarmConnection:
             waiting = Waiting(self._planner)
             while True:
                 try:
-                    return len((await self._planner.route(Span(0, self.blocks), None, None, 1)).hops)
+                    servers = len((await self._planner.route(self.span, None, None, 1)).hops)
+                    return servers + (self.local is not None)
                 except MissingBlocks as missing:
                     await waiting.more(missing)
 
         return self._background.run(plan())
 
     def open_chain(self, max_length: int) -> Chain:
-        """A session for `max_length` tokens a row over all blocks. Raises `MissingBlocks` or a `RemoteError`."""
+        """A session for `max_length` tokens a row over all remote blocks. Raises `MissingBlocks` or a `RemoteError`."""
 
         async def open_chain() -> Chain:
-            chain = Chain(self._peer, self._planner, self._manner, Span(0, self.blocks), max_length)
+            chain = Chain(self._peer, self._planner, self._manner, self.span, max_length)
             await chain.open()
             return chain
 
         return self._background.run(open_chain())
 
-    def step(self, chain: Chain, hidden: Packed, layout: StepLayout) -> Packed:
-        """One step of a session."""
-        return self._background.run(chain.step(hidden, layout))
+    def steps(self, chain: Chain, parts: Sequence[tuple[Packed, StepLayout]]) -> list[Packed]:
+        """Steps of a session, one behind the other; see `Chain.steps`."""
+        return self._background.run(chain.steps(parts))
 
     def resume_chain(self, chain: Chain) -> None:
         """Replace the servers that a session has lost."""

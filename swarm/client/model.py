@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from swarm.client.connection import SwarmConnection
 from swarm.client.inference_lanes import InferenceLanes
 from swarm.client.lane_generation import generate_in_lanes
 from swarm.client.lanes import LanesWanted, check_lanes
+from swarm.client.local_blocks import LocalBlocks, parse_local_blocks
 from swarm.client.remote_sequential import Call, RemoteLayer, RemoteSequential
 from swarm.client.session import InferenceSession
 from swarm.data_structures import Span, WireFormat
@@ -27,6 +29,7 @@ from swarm.models.checkpoint import Checkpoint, open_checkpoint
 from swarm.models.heads import load_heads
 from swarm.models.loading import resolve_dtype
 from swarm.models.sequence_cache import SequenceCache
+from swarm.models.span_loading import load_span
 from swarm.transport.addresses import parse_peers
 
 CANDIDATES = 64
@@ -52,6 +55,7 @@ class AutoDistributedModelForCausalLM:
         allowed_servers: Iterable[str] | None = None,
         blocked_servers: Iterable[str] = (),
         push: bool = True,
+        local_blocks: int | str | Span | None = None,
     ) -> Any:
         """The transformers model with embeddings, final norm and head here and all blocks in the swarm.
 
@@ -68,6 +72,8 @@ class AutoDistributedModelForCausalLM:
             allowed_servers: peer ids of servers that may be used; None allows all.
             blocked_servers: peer ids of servers that are never used.
             push: let servers hand their outputs on to each other, instead of through this client.
+            local_blocks: first blocks that this process computes itself, such as 4 or "0:4"; only their weights are
+                loaded. The swarm needs to hold the others alone.
 
         Returns:
             an instance of the family's own class (such as `LlamaForCausalLM`), with the additions of
@@ -87,8 +93,9 @@ class AutoDistributedModelForCausalLM:
             show_route=show_route,
         )
         checkpoint = open_checkpoint(model, revision=revision, cache_dir=cache_dir)
+        config = replace(config, local_blocks=parse_local_blocks(local_blocks, checkpoint.blocks))
         resolved = resolve_dtype(dtype, checkpoint.config)
-        connection = _connect(config, checkpoint)
+        connection = _connect(config, checkpoint, resolved)
         try:
             return _build(checkpoint, connection, resolved)
         except BaseException:
@@ -259,9 +266,12 @@ def _continue_session(session: InferenceSession, tokens: Any, mask: torch.Tensor
     session.position = min(known, tokens.shape[1] - 1)
 
 
-def _connect(config: ClientConfig, checkpoint: Checkpoint) -> SwarmConnection:
+def _connect(config: ClientConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> SwarmConnection:
     digests = checkpoint.digests(0, checkpoint.blocks)
-    return SwarmConnection(config, checkpoint.name, checkpoint.revision, checkpoint.blocks, digests)
+    local = None
+    if config.local_blocks is not None:
+        local = LocalBlocks(load_span(checkpoint, config.local_blocks, dtype=dtype, device=torch.device("cpu")))
+    return SwarmConnection(config, checkpoint.name, checkpoint.revision, checkpoint.blocks, digests, local)
 
 
 def _initial_peers(given: Sequence[str] | None) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from swarm.client.config import ClientConfig
+from swarm.client.local_blocks import described
 from swarm.data_structures import Route, ServerInfo, Span
 from swarm.dht.directory import fetch_servers
 from swarm.errors import (
@@ -151,7 +152,7 @@ class SwarmPlanner:
     def taken(self, route: Route) -> None:
         """A session goes by this route from now on."""
         if self._config.show_route:
-            print(route)
+            print(described(route, self._config.local_blocks))
 
     async def close(self) -> None:
         """End what runs in the background."""

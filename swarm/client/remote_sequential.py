@@ -1,4 +1,4 @@
-"""The remote blocks as torch modules: the one layer inside the client's model, and `model.remote_blocks[a:b]`."""
+"""The blocks as torch modules: the one layer inside the client's model, and `model.remote_blocks[a:b]`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from swarm.protocol.messages import MAX_ROWS
 
 
 class RemoteSequential(nn.Module):
-    """Blocks `[start, end)` of the swarm as one module, without a session: nothing is kept between calls."""
+    """Blocks `[start, end)` as one module, without a session: nothing is kept between calls.
+
+    Those that the client holds itself are computed here, the others by the swarm.
+    """
 
     def __init__(self, connection: SwarmConnection, span: Span) -> None:
         super().__init__()
@@ -68,16 +71,34 @@ class RemoteSequential(nn.Module):
         filled = [row for row, count in enumerate(counts) if count]
         if not filled:
             return result
-        split = self._connection.split(self.span, [counts[row] for row in filled])
+        hidden, span = self._run_here(hidden, real, positions, counts)
+        if span is None:
+            return hidden
+        split = self._connection.split(span, [counts[row] for row in filled])
         places = [torch.tensor([filled[row] for row in portion.rows]) for portion in split]
         requests = [
             self._request(hidden, real, positions, counts, rows_of, portion.route)
             for rows_of, portion in zip(places, split, strict=True)
         ]
-        outputs = self._connection.forward(self.span, requests)
+        outputs = self._connection.forward(span, requests)
         for rows_of, output in zip(places, outputs, strict=True):
             result[rows_of] = unpack_rows(output, hidden[rows_of], real[rows_of] if real is not None else None)
         return result
+
+    def _run_here(
+        self,
+        hidden: torch.Tensor,
+        real: torch.Tensor | None,
+        positions: torch.Tensor | None,
+        counts: tuple[int, ...],
+    ) -> tuple[torch.Tensor, Span | None]:
+        """What the client's own blocks make of the rows, and which blocks are left to servers, if any."""
+        local = self._connection.local
+        if local is None or self.span.start >= local.span.end:
+            return hidden, self.span
+        here = Span(self.span.start, min(self.span.end, local.span.end))
+        output = local.forward(here, hidden, real, _layout(real, positions, counts))
+        return output, Span(here.end, self.span.end) if here.end < self.span.end else None
 
     def _request(
         self,
@@ -90,8 +111,7 @@ class RemoteSequential(nn.Module):
     ) -> Portion:
         real = real[rows] if real is not None else None
         positions = positions[rows] if positions is not None else None
-        layout = StepLayout((0,) * len(rows), tuple(counts[row] for row in rows.tolist()))
-        layout = replace(layout, offsets=position_offsets(positions, real, layout))
+        layout = _layout(real, positions, tuple(counts[row] for row in rows.tolist()))
         return Portion(pack_rows(hidden[rows], real, self._connection), layout, route)
 
     def __len__(self) -> int:
@@ -110,6 +130,12 @@ class RemoteSequential(nn.Module):
 
     def extra_repr(self) -> str:
         return f"blocks {self.span}"
+
+
+def _layout(real: torch.Tensor | None, positions: torch.Tensor | None, counts: tuple[int, ...]) -> StepLayout:
+    """Whole sequences of so many tokens."""
+    layout = StepLayout((0,) * len(counts), counts)
+    return replace(layout, offsets=position_offsets(positions, real, layout))
 
 
 def _portions(rows: int, slots: int) -> Iterator[slice]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from swarm.client.chain import Chain
+from swarm.client.chunking import chunk_slots
 from swarm.client.connection import SwarmConnection
 from swarm.client.packed import Packed
 from swarm.client.record import REQUEST_TOKENS
@@ -37,6 +39,7 @@ class InferenceSession:
         self._model = model
         self._connection = connection
         self._chain: Chain | None = None
+        self._local = connection.local.session() if connection.local is not None else None
         self._closed = False
 
     def step(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -69,8 +72,9 @@ class InferenceSession:
 
     @property
     def timings(self) -> tuple[HopTiming, ...]:
-        """Where the time of the last step went, one entry for each server of the route."""
-        return self._chain.timings if self._chain is not None else ()
+        """Where the time of the last step went: in this client's own blocks if it has any, then at each server."""
+        here = (self._local.timing,) if self._local is not None and self._local.timing is not None else ()
+        return here + (self._chain.timings if self._chain is not None else ())
 
     def compute(
         self,
@@ -97,33 +101,31 @@ class InferenceSession:
                 f"the session would be {longest} tokens long; it was opened with max_length={self.max_length}"
             )
         size = max(1, REQUEST_TOKENS // rows)
+        if layout.tokens:
+            chain = self._opened()
+            chunk = chunk_slots(new, rows, [hop.server for hop in chain.route.hops])
+            if chunk < new and not chain.appends(layout):
+                size = chunk  # alone: what copies rows or sets them back must be behind all servers before others follow
         if new > size:
             return self._compute_in_parts(hidden, mask, positions, tokens, size)
-        layout = replace(layout, offsets=position_offsets(positions, fresh, layout))
         result = hidden
         if layout.tokens:
-            result = unpack_rows(self._send(pack_rows(hidden, fresh, self._connection), layout), hidden, fresh)
+            result = self._compute_chunks(hidden, layout, fresh, positions, chunk)
         self.cache.commit(rows, new, fresh, tokens)
         return result
 
     def open(self) -> Route:
         """Find a route and reserve room on its servers now, instead of at the first step."""
-        if self._closed:
-            raise SessionClosed("this inference session is closed; open another one")
-        if self._chain is None:
-            self._chain = self._connection.open_chain(self.max_length)
-        return self._chain.route
+        return self._opened().route
 
     def resume(self) -> Route:
         """Go on after servers came back: replace those that were lost, now instead of at the next step.
 
         After `MissingBlocks` the session still knows everything up to the last step that succeeded.
         """
-        route = self.open()
-        if self._chain is not None:
-            self._connection.resume_chain(self._chain)
-            route = self._chain.route
-        return route
+        chain = self._opened()
+        self._connection.resume_chain(chain)
+        return chain.route
 
     def _compute_in_parts(
         self,
@@ -133,25 +135,53 @@ class InferenceSession:
         tokens: torch.Tensor | None,
         size: int,
     ) -> torch.Tensor:
-        """`compute`, `size` slots at a time."""
+        """`compute` of the first `size` slots, and then of the rest."""
         past = self.position
         parts = []
-        for first in range(0, hidden.shape[1], size):
-            part = slice(first, first + size)
+        for part in (slice(0, size), slice(size, hidden.shape[1])):
             parts.append(
                 self.compute(
                     hidden[:, part],
-                    mask[:, : past + first + hidden[:, part].shape[1]] if mask is not None else None,
+                    mask[:, : past + part.stop] if mask is not None else None,
                     positions[:, part] if positions is not None else None,
                     tokens[:, part] if tokens is not None else None,
                 )
             )
         return torch.cat(parts, dim=1)
 
-    def _send(self, packed: Packed, layout: StepLayout) -> Packed:
-        self.open()
-        assert self._chain is not None
-        return self._connection.step(self._chain, packed, layout)
+    def _compute_chunks(
+        self,
+        hidden: torch.Tensor,
+        layout: StepLayout,
+        fresh: torch.Tensor | None,
+        positions: torch.Tensor | None,
+        size: int,
+    ) -> torch.Tensor:
+        """The blocks' outputs; chunks of `size` slots follow each other through the chain."""
+        slices, parts = [], []
+        for slots, of_slots, real in chunks(layout, fresh, hidden.shape[1], size):
+            of_slots = replace(
+                of_slots, offsets=position_offsets(positions[:, slots] if positions is not None else None, real, of_slots)
+            )
+            slices.append((slots, real))
+            parts.append((pack_rows(hidden[:, slots], real, self._connection), of_slots))
+        outputs = self._send(parts)
+        if len(parts) == 1 and slices[0][0] == slice(0, hidden.shape[1]):
+            return unpack_rows(outputs[0], hidden, fresh)
+        result = torch.zeros_like(hidden)
+        for (slots, real), output in zip(slices, outputs, strict=True):
+            result[:, slots] = unpack_rows(output, hidden[:, slots], real)
+        return result
+
+    def _send(self, parts: Sequence[tuple[Packed, StepLayout]]) -> list[Packed]:
+        return self._connection.steps(self._opened(), parts)
+
+    def _opened(self) -> Chain:
+        if self._closed:
+            raise SessionClosed("this inference session is closed; open another one")
+        if self._chain is None:
+            self._chain = self._connection.open_chain(self.max_length)
+        return self._chain
 
     def close(self) -> None:
         """Free the session on all servers. A closed session cannot be used again."""
@@ -159,6 +189,7 @@ class InferenceSession:
         if self._chain is not None:
             chain, self._chain = self._chain, None
             self._connection.close_chain(chain)
+        self._local = None
 
     def __enter__(self) -> InferenceSession:
         self._model.enter_session(self)
@@ -167,6 +198,23 @@ class InferenceSession:
     def __exit__(self, *exception: object) -> None:
         self._model.leave_session(self)
         self.close()
+
+
+def chunks(
+    layout: StepLayout, fresh: torch.Tensor | None, slots: int, size: int
+) -> Iterator[tuple[slice, StepLayout, torch.Tensor | None]]:
+    """A step, `size` slots at a time: which slots, their layout, and which of them are real `[rows, size]` (None: all).
+
+    Where all slots are padding nothing is sent.
+    """
+    starts, sources = layout.starts, layout.sources
+    for first in range(0, slots, size):
+        part = slice(first, min(first + size, slots))
+        real = fresh[:, part] if fresh is not None else None
+        counts = (part.stop - first,) * layout.rows if real is None else tuple(real.sum(1).tolist())
+        if any(counts):
+            yield part, StepLayout(starts, counts, sources), real if real is not None and not bool(real.all()) else None
+            starts, sources = tuple(start + count for start, count in zip(starts, counts, strict=True)), None
 
 
 def position_offsets(
