@@ -22,6 +22,9 @@ CANNOT_BE_CUT = {
 }
 """Families whose blocks exchange more than one hidden state, with the reason."""
 
+POSITIONS_BY_SLOT = {"llama4_text"}
+"""Families that take a token's place from the length of the cache, which tokens of several rows do not share."""
+
 ATTENTION_ONLY = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 """Layer types that keep plain keys and values; others keep a recurrent state, which cannot be rolled back, or more."""
 

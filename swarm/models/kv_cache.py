@@ -1,195 +1,152 @@
-"""One session's attention cache: rows that grow, are rolled back and are reordered independently of each other.
+"""One session's attention cache, and the computation of its steps, many sessions' at once.
 
-transformers computes on rectangles. Rows that grew together lie in one rectangle and stay there; rows that no longer
-fit together (one was rolled back alone, a beam was copied) are copied into a new one. So the ordinary case, every row
-one token further, copies nothing.
+A step is begun, computed (whole, or in portions between other sessions' steps), and committed. Only then do the
+session's rows change: a step that fails can be sent again.
+
+There are two ways to lay out the rows and to compute. `packed_rows` puts tokens of all sessions into one forward and
+needs a family whose attention can be exchanged; `rectangle_rows` is the slow, readable one that works for every family.
+Both give the same results.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from swarm.data_structures import StepLayout
 from swarm.errors import WrongPosition
-from swarm.models.cache import RectangleCache, RowPiece
+from swarm.models import packed_rows, rectangle_rows
 from swarm.models.span import SpanModel
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """Where a row's past lies: `length` positions from slot `pad` of row `index` of a rectangle."""
+class Draft(Protocol):
+    """The rows of a session as a step leaves them, while it is being computed."""
 
-    rectangle: RectangleCache | None
-    index: int
-    pad: int
-    length: int
+    def commit(self) -> None:
+        """Make them the session's rows."""
 
 
-_Uses = Counter[RectangleCache | None]
-"""How many rows lie in each rectangle, before or after a step's copying."""
+class Rows(Protocol):
+    """A session's rows."""
 
-_EMPTY = _Row(None, 0, 0, 0)
+    @property
+    def lengths(self) -> tuple[int, ...]: ...
+
+    def begin(self, layout: StepLayout) -> Draft:
+        """Arrange the rows as the layout says (copied, set back) without changing what the session could go on from."""
+
+
+@dataclass
+class Work:
+    """A step that is being computed. Made by `SessionCache.begin`.
+
+    Attributes:
+        model: the blocks that compute it; only works of the same blocks can be computed together.
+        inputs: `[tokens, hidden]`, packed.
+        output: the same shape; complete when `left` is 0.
+        done: how many of the packed tokens are computed.
+    """
+
+    model: SpanModel
+    layout: StepLayout
+    inputs: torch.Tensor
+    draft: Draft
+    output: torch.Tensor = field(init=False)
+    done: int = 0
+
+    def __post_init__(self) -> None:
+        self.output = torch.empty_like(self.inputs)
+
+    @property
+    def left(self) -> int:
+        """Tokens still to be computed."""
+        return self.layout.tokens - self.done
+
+    def commit(self) -> None:
+        """Append what was computed to the session's rows."""
+        self.draft.commit()
+
+    def next_part(self, tokens: int) -> StepLayout:
+        """The layout of the next `tokens` packed tokens: other rows of the step bring none."""
+        starts, counts = [], []
+        bounds = itertools.accumulate(self.layout.counts, initial=0)
+        for (first, last), start in zip(itertools.pairwise(bounds), self.layout.starts, strict=True):
+            begin, end = max(first, self.done), min(last, self.done + tokens)
+            starts.append(start + min(max(0, begin - first), last - first))
+            counts.append(max(0, end - begin))
+        return StepLayout(tuple(starts), tuple(counts), None, self.layout.offsets)
 
 
 class SessionCache:
-    """The cached past of a session's rows, and the computation of its steps."""
+    """The cached past of a session's rows.
+
+    Args:
+        model: the blocks.
+    """
 
     def __init__(self, model: SpanModel) -> None:
         self._model = model
-        self._rows: list[_Row] = []
+        self._rows: Rows = packed_rows.PackedRows() if model.packed else rectangle_rows.RectangleRows(model)
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """Cached positions of each row."""
-        return tuple(row.length for row in self._rows)
+        return self._rows.lengths
 
     def check(self, layout: StepLayout) -> None:
         """Raise `WrongPosition` if the layout does not continue what is cached."""
-        known = len(self._rows)
+        lengths = self.lengths
+        known = len(lengths)
         if layout.sources is not None:
             bad = [source for source in layout.sources if source >= known]
             if bad:
                 raise WrongPosition(f"a row is to be copied from row {bad[0]}, but the session has {known} rows")
         for row, start in enumerate(layout.starts):
             source = layout.sources[row] if layout.sources is not None else row
-            length = self._rows[source].length if source < known else 0
+            length = lengths[source] if source < known else 0
             if start > length:
                 raise WrongPosition(f"row {row} continues at position {start}, but only {length} positions are cached")
 
-    def step(self, packed_TH: torch.Tensor, layout: StepLayout) -> torch.Tensor:
-        """Compute a step and append it to the cache.
+    def begin(self, packed_TH: torch.Tensor, layout: StepLayout) -> Work:
+        """Prepare a step: `packed_TH` is `[layout.tokens, hidden]`, the rows' new tokens one row after the other.
 
-        Args:
-            packed_TH: `[layout.tokens, hidden]`, the rows' new tokens one row after the other.
-
-        Returns:
-            outputs, packed alike.
-
-        A step that fails can be sent again: the rows change only when it has been computed.
+        Raises `WrongPosition`. A step that is never committed leaves the rows as they were, except that rows which it
+        set back stay so.
         """
         self.check(layout)
-        rows = self._arranged(layout)
-        bounds = list(itertools.accumulate(layout.counts, initial=0))
-        output = torch.empty_like(packed_TH)
-        uses = Counter(row.rectangle for row in self._rows) | Counter(row.rectangle for row in rows)
-        for group in _groups(layout):
-            self._compute(packed_TH, output, layout, bounds, rows, group, uses)
-        self._rows = _compacted(rows)
-        return output
+        return Work(self._model, layout, packed_TH, self._rows.begin(layout))
 
-    def _arranged(self, layout: StepLayout) -> list[_Row]:
-        """The rows after copying and rolling back, before anything is computed."""
-        sources = layout.sources if layout.sources is not None else range(layout.rows)
-        rows = []
-        for source, start in zip(sources, layout.starts, strict=True):
-            row = self._rows[source] if source < len(self._rows) and start > 0 else _EMPTY
-            rows.append(_Row(row.rectangle, row.index, row.pad, start))
-        return rows
+    def step(self, packed_TH: torch.Tensor, layout: StepLayout) -> torch.Tensor:
+        """Compute a whole step and append it to the cache; the outputs, packed alike."""
+        work = self.begin(packed_TH, layout)
+        advance([(work, work.left)])
+        work.commit()
+        return work.output
 
-    def _compute(
-        self,
-        packed_TH: torch.Tensor,
-        output_TH: torch.Tensor,
-        layout: StepLayout,
-        bounds: Sequence[int],
-        rows: list[_Row],
-        group: Sequence[int],
-        uses: _Uses,
-    ) -> None:
-        """Compute the rows of `group` as one rectangle: read them from `packed_TH`, write to `output_TH` and `rows`."""
-        counts = layout.counts
-        new = max(counts[row] for row in group)
-        rectangle = self._rectangle(rows, group, uses)
-        end = rectangle.length + new
-        pads = [end - rows[row].length - counts[row] for row in group]
-        offsets = [layout.offsets[row] for row in group] if layout.offsets is not None else None
-        if _is_whole(packed_TH, counts, group, new):
-            hidden = packed_TH.view(len(group), new, -1)
-            output_TH.copy_(self._model.forward(hidden, rectangle, pads, offsets).reshape(output_TH.shape))
-        else:
-            hidden = packed_TH.new_zeros(len(group), new, packed_TH.shape[-1])
-            for place, row in enumerate(group):
-                hidden[place, new - counts[row] :] = packed_TH[bounds[row] : bounds[row + 1]]
-            result = self._model.forward(hidden, rectangle, pads, offsets)
-            for place, row in enumerate(group):
-                output_TH[bounds[row] : bounds[row + 1]] = result[place, new - counts[row] :]
-        for place, row in enumerate(group):
-            rows[row] = _Row(rectangle, place, pads[place], rows[row].length + counts[row])
 
-    def _rectangle(self, rows: Sequence[_Row], group: Sequence[int], uses: _Uses) -> RectangleCache:
-        """The rectangle that holds just these rows, all ending at the same slot; copied together if there is none."""
-        first = rows[group[0]]
-        if first.rectangle is None:
-            return self._model.new_cache()
-        end = first.pad + first.length
-        together = first.rectangle.rows == len(group) and all(
-            rows[row].rectangle is first.rectangle
-            and rows[row].index == place
-            and rows[row].pad + rows[row].length == end
-            for place, row in enumerate(group)
-        )
-        # A row outside of the group may be a copy that has not parted from its original yet.
-        if not together or uses[first.rectangle] > len(group):
-            return _copied([rows[row] for row in group])
-        # What lies behind is going to be overwritten; should the step fail, nobody may continue from there.
-        self._rows = [
-            replace(row, length=min(row.length, end - row.pad)) if row.rectangle is first.rectangle else row
-            for row in self._rows
-        ]
-        first.rectangle.set_length(end)
-        return first.rectangle
+def advance(portions: Sequence[tuple[Work, int]]) -> None:
+    """Compute the next tokens of some works, all of the same model, in one forward if its family allows.
+
+    Args:
+        portions: works, none of them twice, and how many packed tokens of each to compute, at most what is left.
+    """
+    portions = [(work, tokens) for work, tokens in portions if tokens]
+    if not portions:
+        return
+    model = portions[0][0].model
+    parts = [
+        (work.draft, work.next_part(tokens), work.inputs[work.done : work.done + tokens]) for work, tokens in portions
+    ]
+    outputs = packed_rows.compute(model, parts) if model.packed else rectangle_rows.compute(model, parts)
+    for (work, tokens), output in zip(portions, outputs, strict=True):
+        work.output[work.done : work.done + tokens] = output
+        work.done += tokens
 
 
 def forward_packed(model: SpanModel, packed_TH: torch.Tensor, layout: StepLayout) -> torch.Tensor:
     """Run whole sequences. Same packing as `SessionCache.step`, nothing is kept."""
     return SessionCache(model).step(packed_TH, layout)
-
-
-def _groups(layout: StepLayout) -> list[list[int]]:
-    """Rows that can be computed as one rectangle: those that begin, padded on the left, and those of equal count.
-
-    Beginning rows of very different lengths are divided further, so that at most half of a rectangle is padding.
-    """
-    fresh = [row for row, start in enumerate(layout.starts) if not start and layout.counts[row]]
-    counts = [layout.counts[row] for row in fresh]
-    ragged = len(fresh) * max(counts, default=0) > 2 * sum(counts)
-    groups: dict[int, list[int]] = {}
-    for row in fresh:
-        groups.setdefault(-layout.counts[row].bit_length() if ragged else 0, []).append(row)
-    for row, (start, count) in enumerate(zip(layout.starts, layout.counts, strict=True)):
-        if start and count:
-            groups.setdefault(count, []).append(row)
-    return list(groups.values())
-
-
-def _copied(rows: Sequence[_Row]) -> RectangleCache:
-    pieces = [RowPiece(row.rectangle, row.index, row.pad, row.length) for row in rows if row.rectangle is not None]
-    return RectangleCache.assemble(pieces)
-
-
-def _compacted(rows: list[_Row]) -> list[_Row]:
-    """The rows, those that have stopped moved out of rectangles of which they are the lesser part.
-
-    Without this, rows that end one after the other would each keep a rectangle of all rows alive.
-    """
-    holders: dict[RectangleCache, list[int]] = {}
-    for place, row in enumerate(rows):
-        if row.rectangle is not None:
-            holders.setdefault(row.rectangle, []).append(place)
-    for rectangle, places in holders.items():
-        if 2 * len(places) <= rectangle.rows:
-            copy = _copied([rows[place] for place in places])
-            for index, place in enumerate(places):
-                length = rows[place].length
-                rows[place] = _Row(copy, index, copy.length - length, length)
-    return rows
-
-
-def _is_whole(packed: torch.Tensor, counts: Sequence[int], group: Sequence[int], new: int) -> bool:
-    """True if the group is the whole step and has no ragged row, so that packed tokens already form a rectangle."""
-    return len(group) == len(counts) and packed.shape[0] == len(group) * new

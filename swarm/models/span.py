@@ -17,7 +17,9 @@ from torch import nn
 from swarm.data_structures import Span
 from swarm.errors import InvalidSpan
 from swarm.models import surgery
+from swarm.models.attention_switch import AttentionSwitch
 from swarm.models.cache import RectangleCache
+from swarm.models.packed_attention import PackedBatch, running
 
 
 class SpanModel:
@@ -25,15 +27,25 @@ class SpanModel:
 
     Attributes:
         span: which blocks.
+        family: the config's `model_type`.
         hidden_size: width of the hidden states.
         dtype, device: what it computes in, and where.
         digests: one a block, see `swarm.models.digest`.
         weight_bytes: memory that the parameters take.
         positions: how many positions the model's tables hold, or None if it computes any position.
+        packed: whether tokens of many sessions can be computed together by `forward_tokens`; decided by
+            `swarm.models.packing` for the whole span, and never changed once a session is open.
     """
 
     def __init__(
-        self, model: nn.Module, path: str, span: Span, digests: list[str], hidden_size: int, first: int = 0
+        self,
+        model: nn.Module,
+        path: str,
+        span: Span,
+        digests: list[str],
+        hidden_size: int,
+        first: int = 0,
+        attention: AttentionSwitch | None = None,
     ) -> None:
         self.span = span
         self.hidden_size = hidden_size
@@ -45,7 +57,10 @@ class SpanModel:
         parameter = next(layers.parameters())
         self.dtype, self.device = parameter.dtype, parameter.device
         self.weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        self.family: str = model.config.model_type  # type: ignore[union-attr, assignment]
         self._model = model
+        self._attention = attention or AttentionSwitch(model)
+        self.packed = False
         self.positions = _table_length(model)
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._received: torch.Tensor | None = None
@@ -65,7 +80,10 @@ class SpanModel:
             start, end = span.start - self.span.start, span.end - self.span.start
             model = surgery.narrowed(self._model, self._path, start, end)
             digests = self.digests[start:end]
-            self._narrowed[span] = SpanModel(model, self._path, span, digests, self.hidden_size, self._first + start)
+            self._attention.add(model)
+            part = SpanModel(model, self._path, span, digests, self.hidden_size, self._first + start, self._attention)
+            part.packed = self.packed
+            self._narrowed[span] = part
         return self._narrowed[span]
 
     @torch.inference_mode()
@@ -110,15 +128,48 @@ class SpanModel:
             positions = positions + torch.tensor(offsets, device=self.device).unsqueeze(1)
         if self._takes_positions:
             arguments["position_ids"] = positions
-        self._received = hidden_RTH
+        try:
+            self._attention.use_own()
+            return self._run(hidden_RTH, arguments)
+        finally:
+            if cache is not None:
+                cache.length = past + new
+
+    @torch.inference_mode()
+    def forward_tokens(self, hidden_NH: torch.Tensor, positions: Sequence[int], batch: PackedBatch) -> torch.Tensor:
+        """Run the span over single tokens, each of which sees its own row's past.
+
+        Args:
+            hidden_NH: `[tokens, hidden]`, in this span's dtype and on its device.
+            positions: what the model is told of each token's place.
+            batch: whose the tokens are, and where keys and values go.
+
+        Returns:
+            outputs `[tokens, hidden]`. Only for spans that are `packed`.
+        """
+        hidden_N1H = hidden_NH.unsqueeze(1)
+        arguments: dict[str, Any] = {
+            "inputs_embeds": hidden_N1H.clone(),  # some families scale it in place
+            "attention_mask": None,
+            "past_key_values": batch,
+            "use_cache": True,
+        }
+        if self._takes_positions:
+            arguments["position_ids"] = torch.tensor(positions, device=self.device).unsqueeze(1)
+        self._attention.use_packed()
+        with running(batch):
+            output_NH = self._run(hidden_N1H, arguments).squeeze(1)
+        batch.check()
+        return output_NH
+
+    def _run(self, hidden: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
+        self._received = hidden
         try:
             self._model(**arguments)
             assert self._produced is not None
             return self._produced
         finally:
             self._received = self._produced = None
-            if cache is not None:
-                cache.length = past + new
 
     def _put_in(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._received is None:

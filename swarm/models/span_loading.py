@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from swarm.data_structures import Span
-from swarm.models import families, surgery
+from swarm.models import families, packing, surgery
 from swarm.models.checkpoint import Checkpoint
 from swarm.models.digest import block_digest
 from swarm.models.loading import load_cut
@@ -16,9 +16,18 @@ from swarm.models.span import SpanModel
 
 
 def load_span(
-    checkpoint: Checkpoint, span: Span, *, dtype: torch.dtype, device: torch.device, progress: bool = False
+    checkpoint: Checkpoint,
+    span: Span,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: bool = False,
+    packed: bool = True,
 ) -> SpanModel:
     """Load the tensors of `span` and nothing else.
+
+    Args:
+        packed: compute tokens of many sessions together, if the family allows.
 
     Raises:
         InvalidSpan: the span lies outside the model.
@@ -41,7 +50,10 @@ def load_span(
     model = load_cut(model_class, config, cut, tensors, dtype).to(device)
     # After loading, because rotary tables are filled while it happens, for the layer types of the whole model.
     surgery.slice_config(model.config, span, blocks)
-    return SpanModel(model, path, span, digests, config.hidden_size)
+    result = SpanModel(model, path, span, digests, config.hidden_size)
+    if packed:
+        packing.decide(result)
+    return result
 
 
 def _read_blocks(checkpoint: Checkpoint, span: Span, progress: bool) -> tuple[dict[str, torch.Tensor], list[str]]:

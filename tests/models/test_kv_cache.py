@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from swarm.errors import WrongPosition
 from swarm.models.cache import RectangleCache
 from swarm.models.checkpoint import open_checkpoint
 from swarm.models.kv_cache import SessionCache, forward_packed
+from swarm.models.row_store import RowStore
 from swarm.models.span import SpanModel
 from swarm.models.span_loading import load_span
 from tests import zoo
@@ -32,14 +33,16 @@ FAMILIES = {"llama": 80, "mistral": 30, "gpt2": 30, "falcon_alibi": 30}
 slow = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
-def load(family: str, factory) -> SpanModel:
-    folder = zoo.make_checkpoint(family, factory.mktemp("checkpoint"))
-    return load_span(open_checkpoint(folder), Span(1, 4), dtype=torch.float32, device=torch.device("cpu"))
+def load(family: str, factory, *, packed: bool = True) -> SpanModel:
+    checkpoint = open_checkpoint(zoo.make_checkpoint(family, factory.mktemp("checkpoint")))
+    return load_span(checkpoint, Span(1, 4), dtype=torch.float32, device=torch.device("cpu"), packed=packed)
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory) -> SpanModel:
-    return load("llama", tmp_path_factory)
+@pytest.fixture(scope="module", params=[True, False], ids=["packed", "rectangles"])
+def llama(request, tmp_path_factory) -> SpanModel:
+    model = load("llama", tmp_path_factory, packed=request.param)
+    assert model.packed == request.param
+    return model
 
 
 class Reference:
@@ -127,9 +130,10 @@ def layouts(draw, lengths: Sequence[int], offsets: Sequence[int] = ()) -> StepLa
     return StepLayout(starts, counts, sources, told if any(told) or draw(st.booleans()) else None)
 
 
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "rectangles"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_any_sequence_of_steps_is_as_if_there_were_no_cache(family, tmp_path_factory):
-    model = load(family, tmp_path_factory)
+def test_any_sequence_of_steps_is_as_if_there_were_no_cache(family, packed, tmp_path_factory):
+    model = load(family, tmp_path_factory, packed=packed)
 
     @given(st.data())
     @settings(slow, max_examples=FAMILIES[family])
@@ -142,29 +146,29 @@ def test_any_sequence_of_steps_is_as_if_there_were_no_cache(family, tmp_path_fac
 
 
 class Failing:
-    """`model.forward` that fails in its n-th call, before or after it has written to the cache."""
+    """A method of the model that fails in its n-th call, before or after it has written to the cache."""
 
-    def __init__(self, model: SpanModel, calls: int, late: bool) -> None:
-        self.model, self.calls, self.late = model, calls, late
+    def __init__(self, method: Callable[..., torch.Tensor], calls: int, late: bool) -> None:
+        self.method, self.calls, self.late = method, calls, late
 
     def __call__(self, *args, **kwargs) -> torch.Tensor:
         self.calls -= 1
         if self.calls == 0 and not self.late:
             raise MemoryError("before")
-        result = SpanModel.forward(self.model, *args, **kwargs)
+        result = self.method(*args, **kwargs)
         if self.calls == 0:
             raise MemoryError("after")
         return result
 
 
 def step_that_fails(both: Both, layout: StepLayout, calls: int, late: bool, packed: torch.Tensor) -> bool:
-    both.model.forward = Failing(both.model, calls, late)
-    try:
-        both.cache.step(packed, layout)
-    except MemoryError:
-        return True
-    finally:
-        del both.model.forward
+    name = "forward_tokens" if both.model.packed else "forward"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(both.model, name, Failing(getattr(both.model, name), calls, late))
+        try:
+            both.cache.step(packed, layout)
+        except MemoryError:
+            return True
     return False
 
 
@@ -284,10 +288,11 @@ def test_the_ordinary_case_copies_nothing(llama, monkeypatch):
     both.append(3, 7, 5)
     both.append(1, 1, 1)
 
-    def copied(pieces):
+    def copied(*args):
         raise AssertionError("rows were copied")
 
     monkeypatch.setattr(RectangleCache, "assemble", copied)
+    monkeypatch.setattr(RowStore, "selected", copied)
     for _ in range(4):
         both.append(1, 1, 1)
     both.step(StepLayout(tuple(length - 2 for length in both.lengths), (3, 3, 3)))
@@ -298,8 +303,12 @@ def test_the_ordinary_case_copies_nothing(llama, monkeypatch):
 def held(model: SpanModel) -> int:
     """Slots of attention cache that exist in this process, one layer's keys."""
     gc.collect()
-    caches = [one for one in gc.get_objects() if type(one) is RectangleCache and one.rows]
-    return sum(one.layers[one.first].keys.shape[0] * one.layers[one.first].keys.shape[2] for one in caches)
+    if model.packed:
+        keys = [next(iter(one.layers.values()))[0] for one in gc.get_objects() if type(one) is RowStore and one.layers]
+    else:
+        caches = [one for one in gc.get_objects() if type(one) is RectangleCache and one.rows]
+        keys = [one.layers[one.first].keys for one in caches]
+    return sum(one.shape[0] * one.shape[2] for one in keys)
 
 
 def test_rows_that_stop_one_by_one_do_not_hold_the_memory_of_all(llama):
@@ -343,8 +352,9 @@ def test_a_forward_without_a_session(llama, counts):
     close(forward_packed(llama, packed, layout), Reference(llama).step(packed, layout))
 
 
-def test_a_ragged_forward_computes_little_more_than_its_tokens(llama, monkeypatch):
+def test_a_ragged_forward_computes_little_more_than_its_tokens(tmp_path_factory, monkeypatch):
     """Padding one long row and many short ones to a rectangle would take memory that nobody has accounted for."""
+    llama = load("llama", tmp_path_factory, packed=False)
     slots = []
     forward = llama.forward
 

@@ -1,0 +1,132 @@
+"""Tokens/s of several lanes against one: on a slow network, and on a quick one where computing is all that there is.
+
+    python -m benchmarks.lanes [--tokens 40] [--repeats 3] [--json FILE]
+
+A lane is one text here. On the slow network (three servers, 50 ms one way between all, libp2p processes whose streams are
+slowed down) a lane's token takes four delays, in which the servers do nothing unless there are other lanes. On the quick
+one, two servers of one thread each share two cores with the client, whose own work counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks import machine, push
+from benchmarks.chain import seconds_a_token, split, spread
+from benchmarks.delayed import DelayedPeer
+from benchmarks.shapes import SHAPES, make_model
+from swarm import AutoDistributedModelForCausalLM
+from swarm.cli.local_swarm import LocalSwarm
+from swarm.client import connection
+from swarm.transport.p2p import Peer, quiet_hivemind
+
+PROMPT = 16
+
+Rates = dict[int, list[float]]
+"""Tokens/s of so many lanes together, by repeat."""
+
+
+def measure(model: Any, local: Any, lanes: Sequence[int], tokens: int, repeats: int) -> Rates:
+    """Let numbers of lanes take turns."""
+
+    def run(count: int, new: int) -> torch.Tensor:
+        return model.generate(prompts(count), max_new_tokens=new, do_sample=False, lanes=count)
+
+    found: Rates = {count: [] for count in lanes}
+    expected = local.generate(prompts(max(lanes)), max_new_tokens=8, do_sample=False)
+    for count in lanes:  # warms up, too
+        if not torch.equal(run(count, 8), expected[:count]):
+            raise SystemExit(f"{count} lanes: the tokens differ from the local model's")
+    for _ in range(repeats):
+        for count in lanes:
+            found[count].append(count / seconds_a_token(partial(run, count), tokens))
+    return found
+
+
+def prompts(rows: int) -> torch.Tensor:
+    """Token ids `[rows, PROMPT]`; the first rows are the same for any number."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.stack([torch.randint(0, 1024, (PROMPT,), generator=generator) for _ in range(rows)])
+
+
+@contextmanager
+def slow(path: Path, shape: str, servers: int, delay: float) -> Iterator[Any]:
+    """A client of servers on a slow network."""
+    DelayedPeer.seconds = delay
+    connection.Peer = DelayedPeer  # type: ignore[attr-defined, misc]
+    try:
+        with push.slow_servers(path, servers, delay) as address:
+            model: Any = AutoDistributedModelForCausalLM.from_pretrained(path, initial_peers=[address])
+            yield model
+            model.swarm.close()
+    finally:
+        connection.Peer = Peer  # type: ignore[attr-defined, misc]
+
+
+@contextmanager
+def quick(path: Path, shape: str, servers: int) -> Iterator[Any]:
+    """A client of servers beside it."""
+    blocks = split(SHAPES[shape].num_hidden_layers, servers)
+    with LocalSwarm(str(path), blocks, options=("--threads", "1", "--throughput", "1000")) as swarm:
+        model: Any = AutoDistributedModelForCausalLM.from_pretrained(path, initial_peers=[swarm.address])
+        yield model
+        model.swarm.close()
+
+
+def table(found: dict[str, Rates]) -> str:
+    """The figures for people, in Markdown."""
+    lines = [
+        "tokens/s of all lanes together, one text a lane; median (range)",
+        "",
+        "| where | lanes | tokens/s | times one lane |",
+        "| --- | --- | --- | --- |",
+    ]
+    for where, rates in found.items():
+        for count, values in rates.items():
+            ratios = [value / one for value, one in zip(values, rates[1], strict=True)]
+            lines.append(f"| {where} | {count} | {spread(values, 1)} | {spread(ratios)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=40)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--delay", type=float, default=0.05, help="seconds, one way")
+    parser.add_argument("--only", choices=["slow", "quick"], help="one of the two parts")
+    parser.add_argument("--json", type=Path, help="write the raw figures here too")
+    arguments = parser.parse_args()
+    quiet_hivemind()
+    torch.set_num_threads(1)
+    about = machine.describe()
+    found: dict[str, Rates] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.only != "quick":
+            path = make_model("tiny", Path(folder))
+            local: Any = AutoModelForCausalLM.from_pretrained(path)
+            with slow(path, "tiny", 3, arguments.delay) as model:
+                where = f"tiny, 3 servers, {1e3 * arguments.delay:.0f} ms one way"
+                found[where] = measure(model, local, (1, 3, 6), arguments.tokens, arguments.repeats)
+        if arguments.only != "slow":
+            path = make_model("small", Path(folder))
+            local = AutoModelForCausalLM.from_pretrained(path)
+            with quick(path, "small", 2) as model:
+                found["small, 2 servers, no delay"] = measure(model, local, (1, 2), arguments.tokens, arguments.repeats)
+    print(", ".join(f"{name} {value}" for name, value in about.items()), end="\n\n")
+    print(table(found))
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"machine": about, "tokens_a_second": found}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
