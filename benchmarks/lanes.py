@@ -2,9 +2,9 @@
 
     python -m benchmarks.lanes [--tokens 40] [--repeats 3] [--json FILE]
 
-A lane is one text here. On the slow network (three servers, 50 ms one way between all, libp2p processes whose streams are
-slowed down) a lane's token takes four delays, in which the servers do nothing unless there are other lanes. On the quick
-one, two servers of one thread each share two cores with the client, whose own work counts.
+A lane is one text here. On the slow network (three servers, 50 ms one way between all, libp2p processes whose streams
+are slowed down) a lane's token takes four delays, in which the servers do nothing unless there are other lanes. On the
+quick one, two servers of one thread each share two cores with the client, whose own work counts.
 """
 
 from __future__ import annotations
