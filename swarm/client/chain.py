@@ -3,6 +3,10 @@
 The first server is handed each step; the others get it from the server before. Every server also answers this client,
 so that the record of each hop is complete (`swarm.client.failover` lives on it). What to do next is decided by
 `swarm.client.progress`; here it is done.
+
+Several steps may be under way at once if each only continues the one before, and the first of them what all servers
+are known to have: the chunks of a prompt. A server that has missed one refuses the next, because that would begin
+beyond the end of its cache. So nothing is ever computed on top of a wrong past, whatever is lost or late.
 """
 
 from __future__ import annotations
@@ -11,8 +15,10 @@ import asyncio
 import logging
 import math
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 
+from swarm.client.chunking import window
 from swarm.client.failover import Failover, Past, Planner, is_hop_lost
 from swarm.client.hop_session import NOTHING_YET, HopSession, Outputs, whose
 from swarm.client.packed import Manner, Packed
@@ -43,10 +49,13 @@ class Chain:
         self._steps: dict[int, StepLayout] = {}
         """Steps that some hop may still have to answer."""
         self._number = 0
-        self._committed = NOTHING_YET
-        """The last step that came to its end. Records are folded up to here at most: a step behind may be given up."""
+        self._foldable = NOTHING_YET
+        """Records are folded up to this step at most: one behind may be given up, and could not be taken out again."""
+        self._lengths: tuple[int, ...] | None = ()
+        """Of each row after the last step; None if that was given up, so that some servers may have more."""
+        self._window = 1
         self._hidden_size = 0
-        self._outputs: Packed | None = None
+        self._outputs: dict[int, Packed] = {}
         self._event = asyncio.Event()
         self._closed = False
 
@@ -57,37 +66,54 @@ class Chain:
 
     @property
     def timings(self) -> tuple[HopTiming, ...]:
-        """Of the last step, one a hop; empty before the first."""
+        """Of the last step (all its chunks together), one a hop; empty before the first."""
         return tuple(hop.timing for hop in self._hops if hop.timing is not None)
 
     async def open(self) -> None:
         """Find a route and reserve room on its servers. Raises `MissingBlocks` or a `RemoteError`."""
         self._hops = await self._failover.open(self._span)
 
+    def appends(self, layout: StepLayout) -> bool:
+        """Whether a step does nothing but continue what all rows have."""
+        lengths = (0,) * layout.rows if self._lengths == () else self._lengths
+        return layout.sources is None and layout.starts == lengths
+
     async def step(self, hidden: Packed, layout: StepLayout) -> Packed:
-        """One step through all blocks, whatever happens to the servers meanwhile.
+        """One step through all blocks, whatever happens to the servers meanwhile. Raises as `steps` does."""
+        return (await self.steps([(hidden, layout)]))[0]
+
+    async def steps(self, parts: Sequence[tuple[Packed, StepLayout]]) -> list[Packed]:
+        """Steps through all blocks, one behind the other, whatever happens to the servers meanwhile; their outputs.
+
+        Either all of them come to their end, or all are given up.
+
+        Args:
+            parts: what goes in. Several only where the first `appends`, and each other one continues the one before.
 
         Raises:
             MissingBlocks: nobody held some blocks for too long; `resume` or another step tries again.
-            NotFinite, TooLong: the step itself is wrong. The session goes on with another one.
+            NotFinite, TooLong: a step itself is wrong. The session goes on with another one.
         """
         if self._closed:
             raise SessionClosed("this session is closed; open another one")
-        hidden.check()
-        number = self._number
-        self._number += 1
-        self._steps[number] = layout
-        self._hidden_size, self._outputs = hidden.hidden_size, None
-        for hop in self._hops:
-            hop.expect(number, Outputs(hidden.tokens, hidden.hidden_size))
-        # A copy, because the caller may change a tensor that the payload is a view of.
-        kept = Packed(bytes(hidden.payload), hidden.tokens, hidden.hidden_size, hidden.wire, hidden.dtype)
-        self._hops[0].record.add(Step(number, layout, kept))
+        for hidden, _ in parts:
+            hidden.check()
+        if len(parts) > 1:
+            if not self.appends(parts[0][1]):
+                raise ValueError("steps that set rows back or copy them cannot be under way together with others")
+            self._window = 1
+            await self._advance(everywhere=True)
+        numbers = range(self._number, self._number + len(parts))
+        self._begin(numbers, parts)
         try:
-            return await self._complete()
+            await self._advance()
         except BaseException:
-            self._give_up(number)
+            self._give_up(numbers)
             raise
+        self._foldable, self._lengths = numbers[-1], _ends(parts[-1][1])
+        self._forget_answered()
+        outputs, self._outputs = self._outputs, {}
+        return [outputs[number] for number in numbers]
 
     async def resume(self) -> None:
         """Replace the servers that were lost now, instead of at the next step. Raises `MissingBlocks`."""
@@ -100,20 +126,35 @@ class Chain:
         self._closed = True
         await asyncio.gather(*(hop.close() for hop in self._hops))
 
-    async def _complete(self) -> Packed:
-        """Bring the current step to its end."""
+    def _begin(self, numbers: range, parts: Sequence[tuple[Packed, StepLayout]]) -> None:
+        """Take the steps in, to be delivered by `_advance`."""
+        if self.appends(parts[0][1]):
+            # Whatever comes of them: a later step sets back by itself what it does not continue.
+            self._foldable = numbers[-1]
+        self._window = window(parts[0][0].tokens) if len(parts) > 1 else 1
+        self._hidden_size, self._outputs = parts[0][0].hidden_size, {}
+        for hop in self._hops:
+            hop.call_start = numbers.start
+        for number, (hidden, layout) in zip(numbers, parts, strict=True):
+            self._steps[number] = layout
+            for hop in self._hops:
+                hop.expect(number, Outputs(hidden.tokens, hidden.hidden_size))
+            # A copy, because the caller may change a tensor that the payload is a view of.
+            kept = Packed(bytes(hidden.payload), hidden.tokens, hidden.hidden_size, hidden.wire, hidden.dtype)
+            self._hops[0].record.add(Step(number, layout, kept))
+        self._number = numbers.stop
+
+    async def _advance(self, everywhere: bool = False) -> None:
+        """Bring the steps that are under way to their end: at the last hop, or everywhere."""
         while True:
             self._event.clear()
-            action = next_action(self._hops, list(self._steps), time.perf_counter())
+            action = next_action(self._hops, list(self._steps), time.perf_counter(), self._window, everywhere)
             match action:
                 case Done():
-                    assert self._outputs is not None
-                    self._committed = self._number - 1
-                    self._forget_answered()
-                    return self._outputs
+                    return
                 case Deliver(index, number):
                     hop = self._hops[index]
-                    if number in (hop.pushed, hop.rejected) and index:
+                    if index and (number <= hop.pushed or hop.distrusts_pushes):
                         await self._stop_pushing(index)
                     await hop.deliver(hop.record.get(number))
                 case Mend(index, overdue):
@@ -132,12 +173,13 @@ class Chain:
         if hop.error is not None and not is_hop_lost(hop.error):
             error, hop.error = hop.error, None
             raise error
-        done = min(hop.replied, hop.received, self._committed)
+        done = min(hop.replied, hop.received, self._foldable)
         upcoming = next((number for number in self._steps if number > done), self._number)
         mended = await self._failover.mend(self._hops, index, Past(hop.record, done, upcoming))
         self._hops[index : index + 1] = mended
-        for number, layout in self._steps.items():
-            for one in mended:
+        for one in mended:
+            one.owes = self._number - 1
+            for number, layout in self._steps.items():
                 if one.replied < number:
                     one.expect(number, Outputs(layout.tokens, self._hidden_size))
         # Only now, because from now on steps may be pushed to them.
@@ -148,7 +190,7 @@ class Chain:
 
         Which of the two servers is at fault cannot be known, so neither is blamed; but it happens once, not each step.
         """
-        pusher = self._hops[index - 1]
+        pusher, self._hops[index].distrusts_pushes = self._hops[index - 1], False
         logger.debug("%s pushes no more: that failed", whose(pusher.hop))
         await pusher.link(self._hops[index - 2] if index > 1 else None, None)
 
@@ -159,13 +201,14 @@ class Chain:
             return
         index = self._hops.index(hop)
         if hop is self._hops[-1]:
-            self._outputs = outputs
+            self._outputs[number] = outputs
             return
         following = self._hops[index + 1]
         following.record.add(Step(number, layout, outputs))
-        if following.replied < number and following.rejected < number and hop.passed_on:
-            following.pushed = max(following.pushed, number)
-            following.handed(outputs.tokens)
+        before = max((earlier for earlier in self._steps if earlier < number), default=NOTHING_YET)
+        # What was pushed to a server that has missed the step before is refused there: nobody needs to wait for it.
+        if hop.passed_on and following.rejected < number and following.is_handed(before):
+            following.was_pushed(number)
 
     def _changed(self) -> None:
         self._event.set()
@@ -178,12 +221,19 @@ class Chain:
         for hop in self._hops:
             hop.record.tidy(done)
 
-    def _give_up(self, number: int) -> None:
-        """The step did not come to its end: what some servers have computed of it must never be built upon.
+    def _give_up(self, numbers: range) -> None:
+        """The steps did not come to their end: what some servers have computed of them must never be built upon.
 
-        A later step that goes on before it sets them back by itself. Rows that it has copied about cannot be set back.
+        A later step that goes on before them sets them back by itself. Rows that they copied about cannot be set back.
         """
-        layout = self._steps.pop(number)
-        for hop in self._hops:
-            hop.give_up(number)
-            hop.stale = hop.stale or layout.sources is not None
+        self._lengths = None
+        for number in numbers:
+            layout = self._steps.pop(number)
+            for hop in self._hops:
+                hop.give_up(number)
+                hop.stale = hop.stale or layout.sources is not None
+
+
+def _ends(layout: StepLayout) -> tuple[int, ...]:
+    """How long each row is after a step."""
+    return tuple(start + count for start, count in zip(layout.starts, layout.counts, strict=True))

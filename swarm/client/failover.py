@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from swarm.client.hop_session import NOTHING_YET, HopSession, whose
+from swarm.client.hop_session import NOTHING_YET, PARDONS, HopSession, whose
 from swarm.client.packed import Manner, Packed
 from swarm.client.record import Record
 from swarm.data_structures import Route, Span
@@ -184,7 +184,7 @@ class Failover:
     async def _recovered(self, hop: HopSession, past: Past) -> bool:
         """True if the same server can go on: only the connection was lost, or what it remembered.
 
-        It gets this chance once; then it has to answer a step before it gets another.
+        It gets this chance a few times; then it has to answer a step before it gets another.
         """
         error = hop.error
         if not _may_recover(hop):
@@ -193,7 +193,7 @@ class Failover:
         try:
             if isinstance(error, PeerLost | UnknownSession):
                 async with asyncio.timeout(RECONNECT):
-                    hop.stale = await hop.open() <= hop.replied or hop.stale
+                    hop.stale = not hop.can_answer(await hop.open()) or hop.stale
             elif error is not None:
                 hop.stale = True
             hop.error = None
@@ -206,7 +206,7 @@ class Failover:
         if trouble is not None:
             logger.debug("%s does not come back: %s", whose(hop.hop), trouble)
             hop.error = error or trouble
-        hop.forgiven = hop.replied
+        hop.pardons += 1
         return trouble is None
 
     async def _find(self, span: Span, before: str | None, after: str | None, past: Past) -> list[HopSession]:
@@ -287,8 +287,7 @@ class Failover:
                     following.record.add_replayed(layout, outputs, past.done)
                     hidden = outputs
         for hop in hops:
-            hop.stale = False
-            hop.replied = hop.asked = hop.pushed = past.done
+            hop.filled(past.done)
         return None
 
     def _blame(self, hop: HopSession, error: RemoteError) -> RemoteError:
@@ -301,7 +300,7 @@ def _may_recover(hop: HopSession) -> bool:
     """Whether it makes sense to go on with the same server."""
     if hop.error is None:
         return hop.stale
-    if hop.abandoned or hop.forgiven == hop.replied or hop.leaving is not None:
+    if hop.abandoned or hop.pardons >= PARDONS or hop.leaving is not None:
         return False
     lost = isinstance(hop.error, PeerLost) and not isinstance(hop.error, PeerSilent)
     return lost or isinstance(hop.error, UnknownSession | WrongPosition)

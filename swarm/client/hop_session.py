@@ -41,6 +41,9 @@ OPEN_TIMEOUT = 5.0
 TRAVEL = 0.1
 """Seconds assumed for the way to a server and back before anything was measured."""
 
+PARDONS = 3
+"""How often a server may lose its memory, its connection or an answer before it has answered anything new."""
+
 _Answer = asyncio.Future[tuple[messages.ServerMessage, bytes | memoryview]]
 
 NOTHING_YET = -1
@@ -64,18 +67,21 @@ class HopSession:
 
     Attributes:
         record: what went into these blocks so far.
-        replied: number of the last step that it answered.
+        replied: number of the last step that it answered; it has answered all before.
         passed_on: whether it handed that step's outputs to the server behind it.
         asked: number of the last step that this client handed to it.
-        pushed: number of the last step that the server before says it has handed to it.
+        pushed: number of the last step that the server before says it has handed to it, none left out.
         rejected: number of the last step that it refused as it was pushed.
+        owes: number of the last step that had been begun when its cache was filled with what came before.
+        distrusts_pushes: it refused a pushed step whose turn it was.
         due: time (of `time.perf_counter`) by which the answer that is awaited should have come.
         error: why it cannot go on.
         leaving: its word that it is going to leave; it still answers what it was handed.
         stale: its cache may hold a step that was given up, or too little, and has to be filled anew.
         abandoned: it has been reported and left; only its record is of use.
-        forgiven: what `replied` was when the server was last given another chance.
-        timing: of the last step.
+        pardons: how often the server was given another chance since it answered something new.
+        call_start: number of the first of the steps that were begun together with the current one.
+        timing: of these steps.
 
     Args:
         heard: called with the number and the checked outputs of each step that is answered.
@@ -96,15 +102,17 @@ class HopSession:
         self.hop = hop
         self.session_id = secrets.token_bytes(16)
         self.record = Record()
-        self.replied = self.asked = self.pushed = self.rejected = NOTHING_YET
+        self.replied = self.asked = self.pushed = self.rejected = self.owes = NOTHING_YET
         self.passed_on = self._may_push = False
         self.due = float("inf")
         self.error: Exception | None = None
         self.leaving: ServerClosing | None = None
         self.stale = False
         self.abandoned = False
-        self.forgiven: int | None = None
+        self.distrusts_pushes = False
+        self.pardons = 0
         self.timing: HopTiming | None = None
+        self.call_start = 0
         self._network = network
         self._manner = manner
         self._max_length = max_length
@@ -115,6 +123,8 @@ class HopSession:
         self._answer: _Answer | None = None
         self._expected: dict[int, Outputs] = {}
         self._void: set[int] = set()
+        self._furthest = NOTHING_YET
+        """Number of the newest step that it ever answered; `replied` goes back where a replay begins earlier."""
         self._replaying: Outputs | None = None
         self._unheard = 0
         """Replays whose answers have not come, also those that nobody waits for any more."""
@@ -173,9 +183,13 @@ class HopSession:
         )
 
     async def deliver(self, step: Step) -> None:
-        """Hand the server a step. Its answer comes through `heard`. Trouble becomes `error`."""
+        """Hand the server a step. Its answer comes through `heard`. Trouble becomes `error`.
+
+        It reads the step when it has computed those before: that is waited for here.
+        """
         self.asked = step.number
-        self.handed(step.hidden.tokens)
+        self._expected.setdefault(step.number, Outputs(step.hidden.tokens, step.hidden.hidden_size))
+        self._start_clock(step.number)
         request = messages.StepRequest(
             step=step.number,
             starts=list(step.layout.starts),
@@ -185,17 +199,33 @@ class HopSession:
             sources=_list(step.layout.sources),
             offsets=_list(step.layout.offsets),
         )
-        await self._send(request, step.hidden.payload, self._patience.allowed(step.hidden.tokens))
+        before = sum(self._expected[number].tokens for number in self._awaited() if number < step.number)
+        await self._send(request, step.hidden.payload, self._patience.allowed(before + step.hidden.tokens))
 
     def expect(self, number: int, outputs: Outputs) -> None:
         """A step is going to come to the server, from whomever."""
         self._expected[number] = outputs
         self._handed_at = time.perf_counter()
 
-    def handed(self, tokens: int) -> None:
-        """A step of so many tokens is on its way to the server: its answer is due some time from now."""
-        self._handed_at = time.perf_counter()
-        self.due = self._handed_at + self._patience.allowed(tokens)
+    def is_handed(self, number: int) -> bool:
+        """Whether the server has the step, or it is on its way there, from whomever."""
+        return number <= max(self.replied, self.asked, self.pushed)
+
+    def was_pushed(self, number: int) -> None:
+        """The server before says that it has handed the step on."""
+        self.pushed = max(self.pushed, number)
+        self._start_clock(number)
+
+    def can_answer(self, next_step: int) -> bool:
+        """Whether a server that expects step `next_step` next can still tell all that it has not answered."""
+        computed = [number for number in self._awaited() if number < next_step]
+        return next_step > self.replied and len(computed) <= 1
+
+    def filled(self, done: int) -> None:
+        """The server is where it was after step `done`; what came later has to be handed to it again."""
+        self.stale = False
+        self.replied = self.asked = self.pushed = done
+        self.due = float("inf")
 
     def give_up(self, number: int) -> None:
         """No answer to this step is wanted any more, though one may still come."""
@@ -214,6 +244,7 @@ class HopSession:
             want_outputs=want_outputs,
         )
         self._answer = asyncio.get_running_loop().create_future()
+        self.asked = self.pushed = self.replied  # what is under way may still be refused, and counts no more
         outputs = Outputs(hidden.tokens, hidden.hidden_size)
         self._replaying = outputs if want_outputs else None
         patience = self._patience.allowed(hidden.tokens)
@@ -298,30 +329,48 @@ class HopSession:
             return
         due = self._expected.get(reply.step)
         if due is None:
+            if reply.step <= self._furthest:
+                return  # given up long ago
             raise out_of_place(self.hop, reply)
         outputs = checked(self.hop, due, payload, reply)
+        if reply.step > min(self._awaited()):
+            self._missed(reply.step)
+            return
         seconds = time.perf_counter() - self._handed_at
         self._patience.answered(seconds, due.tokens)
-        self.timing = HopTiming(seconds, reply.compute_ms / 1e3)
+        self._time(reply.step, HopTiming(seconds, reply.compute_ms / 1e3))
         self.replied, self.passed_on = reply.step, reply.pushed and self._may_push
-        # The newest one stays: if it was asked for twice, it may come twice.
-        self._expected = {number: outputs for number, outputs in self._expected.items() if number >= reply.step}
-        handed = range(reply.step + 1, max(self.asked, self.pushed) + 1)
-        more = sum(outputs.tokens for number, outputs in self._expected.items() if number in handed)
-        self.due = time.perf_counter() + self._patience.allowed(more) if more else float("inf")
+        if reply.step > self._furthest:
+            self._furthest, self.pardons = reply.step, 0
+        # Those of the newest call stay: what was asked for twice may come twice.
+        oldest = min(reply.step, self.call_start)
+        self._expected = {number: outputs for number, outputs in self._expected.items() if number >= oldest}
         self._void = {number for number in self._void if number > reply.step}
+        self.due = float("inf")
+        self._handed_at = time.perf_counter()
+        for number in self._awaited()[:1]:
+            self._start_clock(number)
         self._heard(self, reply.step, outputs)
 
+    def _missed(self, step: int) -> None:
+        """An answer before that to `step` was lost, and the server remembers only the newest: it has to begin again."""
+        if self.pardons < PARDONS:
+            self.stale = True
+        else:
+            self._fail(ProtocolViolation(f"{whose(self.hop)} answers step {step}, but never the one before"))
+
     def _refused(self, error: RemoteError, step: int | None) -> None:
-        if self._unheard:
+        if self._unheard and step is None:
             self._replay_answered(lambda answer: answer.set_exception(error))
         elif isinstance(error, ServerClosing) and step is None:
             self.leaving = error
-        elif isinstance(error, RequestRefused) and (self.asked < self.pushed or not self._is_asked):
-            # A step that was given up, or what was pushed to it was not right (perhaps before we heard of the push).
+        elif isinstance(error, RequestRefused) and not self._is_asked(step):
+            # What was pushed to it was not right (perhaps before we heard of the push), or it has missed a step before.
             # The server before may be to blame: our copy will show.
+            first = min(self._awaited(), default=self.rejected)
+            self.distrusts_pushes = step is None or step == first
             self.pushed = min(self.pushed, self.asked)
-            self.rejected = min((n for n in self._expected if n > self.replied), default=self.rejected)
+            self.rejected = max(self.rejected, first if step is None else step)
         else:
             self._fail(error)
 
@@ -335,10 +384,27 @@ class HopSession:
         """Whether the step was answered (it was asked for twice) or given up."""
         return number <= self.replied or number in self._void
 
-    @property
-    def _is_asked(self) -> bool:
-        """Whether the answer to a step that this client itself has handed to the server is still due."""
-        return self.asked > self.replied and self.asked not in self._void
+    def _is_asked(self, step: int | None) -> bool:
+        """Whether this client itself has handed the step to the server, and not only the server before; None is any."""
+        if step is None:
+            return self.asked >= self.pushed and self.asked > self.replied and self.asked not in self._void
+        return step <= self.asked
+
+    def _awaited(self) -> list[int]:
+        """Steps that the server still has to answer, ascending."""
+        return sorted(number for number in self._expected if not self._is_past(number))
+
+    def _start_clock(self, number: int) -> None:
+        """The step is on its way to the server: if no other one is before it, its answer is due some time from now."""
+        if self.is_handed(number) and number == min(self._awaited(), default=number):
+            self._handed_at = time.perf_counter()
+            self.due = self._handed_at + self._patience.allowed(self._expected[number].tokens)
+
+    def _time(self, number: int, timing: HopTiming) -> None:
+        """Add up what the steps of one call took."""
+        if self.timing is not None and number > self.call_start:
+            timing = HopTiming(self.timing.total + timing.total, self.timing.compute + timing.compute)
+        self.timing = timing
 
     def _fail(self, error: Exception) -> None:
         if self.error is None:

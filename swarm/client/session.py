@@ -105,7 +105,7 @@ class InferenceSession:
             chain = self._opened()
             chunk = chunk_slots(new, rows, [hop.server for hop in chain.route.hops])
             if chunk < new and not chain.appends(layout):
-                size = chunk  # alone: what copies rows or sets them back must be behind all servers before others follow
+                size = chunk  # what copies rows or sets them back has to be done everywhere before others follow
         if new > size:
             return self._compute_in_parts(hidden, mask, positions, tokens, size)
         result = hidden
@@ -158,18 +158,20 @@ class InferenceSession:
         size: int,
     ) -> torch.Tensor:
         """The blocks' outputs; chunks of `size` slots follow each other through the chain."""
-        slices, parts = [], []
-        for slots, of_slots, real in chunks(layout, fresh, hidden.shape[1], size):
-            of_slots = replace(
-                of_slots, offsets=position_offsets(positions[:, slots] if positions is not None else None, real, of_slots)
-            )
-            slices.append((slots, real))
-            parts.append((pack_rows(hidden[:, slots], real, self._connection), of_slots))
+        cut = list(chunks(layout, fresh, positions, hidden.shape[1], size))
+        parts = []
+        for slots, of_slots, real in cut:
+            inputs = hidden[:, slots]
+            if self._local is not None:
+                inputs = self._local.compute(inputs, real, of_slots)
+            parts.append((pack_rows(inputs, real, self._connection), of_slots))
         outputs = self._send(parts)
-        if len(parts) == 1 and slices[0][0] == slice(0, hidden.shape[1]):
+        if self._local is not None:
+            self._local.confirm()
+        if len(cut) == 1 and cut[0][0] == slice(0, hidden.shape[1]):
             return unpack_rows(outputs[0], hidden, fresh)
         result = torch.zeros_like(hidden)
-        for (slots, real), output in zip(slices, outputs, strict=True):
+        for (slots, _, real), output in zip(cut, outputs, strict=True):
             result[:, slots] = unpack_rows(output, hidden[:, slots], real)
         return result
 
@@ -201,20 +203,24 @@ class InferenceSession:
 
 
 def chunks(
-    layout: StepLayout, fresh: torch.Tensor | None, slots: int, size: int
+    layout: StepLayout, fresh: torch.Tensor | None, positions: torch.Tensor | None, slots: int, size: int
 ) -> Iterator[tuple[slice, StepLayout, torch.Tensor | None]]:
     """A step, `size` slots at a time: which slots, their layout, and which of them are real `[rows, size]` (None: all).
 
-    Where all slots are padding nothing is sent.
+    Where all slots are padding nothing is sent. For `fresh` and `positions` see `InferenceSession.compute`.
     """
     starts, sources = layout.starts, layout.sources
     for first in range(0, slots, size):
         part = slice(first, min(first + size, slots))
         real = fresh[:, part] if fresh is not None else None
+        real = None if real is None or bool(real.all()) else real
         counts = (part.stop - first,) * layout.rows if real is None else tuple(real.sum(1).tolist())
-        if any(counts):
-            yield part, StepLayout(starts, counts, sources), real if real is not None and not bool(real.all()) else None
-            starts, sources = tuple(start + count for start, count in zip(starts, counts, strict=True)), None
+        if not any(counts):
+            continue
+        plain = StepLayout(starts, counts, sources)
+        offsets = position_offsets(positions[:, part] if positions is not None else None, real, plain)
+        yield part, replace(plain, offsets=offsets), real
+        starts, sources = tuple(start + count for start, count in zip(starts, counts, strict=True)), None
 
 
 def position_offsets(

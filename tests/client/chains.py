@@ -221,30 +221,48 @@ class Conversation:
         lengths = [*self.lengths, *[0] * len(counts)][: len(counts)]
         await self.step(StepLayout(tuple(lengths), counts))
 
-    async def step(self, layout: StepLayout) -> None:
-        """A step whose outputs are checked. One that fails does not count."""
-        hidden = torch.randn(layout.tokens, HIDDEN, generator=self.random)
-        after = self._after(hidden, layout)
-        if layout.sources is None:
-            starts = dict(enumerate(layout.starts))
+    async def prefill(self, *chunks: tuple[int, ...]) -> None:
+        """Steps that are under way at once, as many new tokens for each row as each of them says."""
+        lengths = [*self.lengths, *[0] * len(chunks[0])][: len(chunks[0])]
+        layouts = []
+        for counts in chunks:
+            layouts.append(StepLayout(tuple(lengths), counts))
+            lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
+        await self.step(*layouts)
+
+    async def step(self, *layouts: StepLayout) -> None:
+        """Steps whose outputs are checked. Those that fail do not count."""
+        hiddens = [torch.randn(layout.tokens, HIDDEN, generator=self.random) for layout in layouts]
+        if layouts[0].sources is None:
+            starts = dict(enumerate(layouts[0].starts))
             self.caps = [min(cap, starts.get(row, 0)) for row, cap in enumerate(self.caps)]
-        packed = Packed(pack(hidden, WireFormat.NONE), layout.tokens, HIDDEN, WireFormat.NONE, "float32")
-        result = await self.chain.step(packed, layout)
-        self.histories = after
+        parts = [
+            (Packed(pack(hidden, WireFormat.NONE), layout.tokens, HIDDEN, WireFormat.NONE, "float32"), layout)
+            for hidden, layout in zip(hiddens, layouts, strict=True)
+        ]
+        results = await self.chain.steps(parts)
+        for layout, hidden, result in zip(layouts, hiddens, results, strict=True):
+            self.histories = _after(self.histories, hidden, layout)
+            self._check(layout, result)
         self.caps = self.lengths
+
+    def _check(self, layout: StepLayout, result: Packed) -> None:
+        """Outputs of the step after which the rows are what they are now."""
         outputs = unpack(result.payload, result.tokens, HIDDEN, result.wire, result.dtype, torch.device("cpu"))
         expected = torch.cat(
             [
                 self.model.forward(history.unsqueeze(0))[0, len(history) - count :]
-                for history, count in zip(after, layout.counts, strict=True)
+                for history, count in zip(self.histories, layout.counts, strict=True)
                 if count
             ]
         )
         torch.testing.assert_close(outputs, expected, rtol=0, atol=TOLERANCE * max(1.0, float(expected.abs().max())))
 
-    def _after(self, hidden: torch.Tensor, layout: StepLayout) -> list[torch.Tensor]:
-        nothing = torch.empty(0, HIDDEN)
-        sources = layout.sources if layout.sources is not None else range(layout.rows)
-        pasts = [self.histories[source] if source < len(self.histories) else nothing for source in sources]
-        news = hidden.split(layout.counts)
-        return [torch.cat([past[:start], new]) for past, start, new in zip(pasts, layout.starts, news, strict=True)]
+
+def _after(histories: list[torch.Tensor], hidden: torch.Tensor, layout: StepLayout) -> list[torch.Tensor]:
+    """The rows after a step."""
+    nothing = torch.empty(0, HIDDEN)
+    sources = layout.sources if layout.sources is not None else range(layout.rows)
+    pasts = [histories[source] if source < len(histories) else nothing for source in sources]
+    news = hidden.split(layout.counts)
+    return [torch.cat([past[:start], new]) for past, start, new in zip(pasts, layout.starts, news, strict=True)]

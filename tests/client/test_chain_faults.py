@@ -127,7 +127,21 @@ async def next_step(talk: Conversation, chance: random.Random) -> None:
     counts = tuple(chance.choice([1, 1, 1, 0, 2, 4]) for _ in range(rows))
     if not any(counts):
         counts = (1,) * rows
-    await talk.step(StepLayout(starts, counts, sources))
+    layout = StepLayout(starts, counts, sources)
+    if talk.chain.appends(layout) and chance.random() < 0.5:
+        await talk.prefill(*chunks(chance, counts))
+    else:
+        await talk.step(layout)
+
+
+def chunks(chance: random.Random, counts: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """A prompt, a few tokens at a time, as a padded batch would be cut."""
+    left = [count + chance.choice([0, 2, 4]) for count in counts]
+    found = []
+    while any(left):
+        found.append(tuple(min(more, chance.choice([0, 1, 2])) for more in left))
+        left = [more - taken for more, taken in zip(left, found[-1], strict=True)]
+    return [counts for counts in found if any(counts)]
 
 
 def play(model: Any, seed: int) -> list[str]:

@@ -65,8 +65,8 @@ def others_were_left_alone(swarm: Swarm, *replaced: str) -> None:
 
 
 async def everything(talk: Conversation) -> None:
-    """A prefill, tokens, a beam search, a rollback."""
-    await talk.append(3, 5)
+    """A prefill, tokens, more of a prompt, a beam search, a rollback."""
+    await talk.prefill((3, 0), (0, 2), (0, 3))
     await talk.append(1, 1)
     await talk.step(StepLayout((4, 6), (1, 1), (1, 1)))
     await talk.step(StepLayout((3, 2), (1, 3)))

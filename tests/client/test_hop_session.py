@@ -76,6 +76,7 @@ def test_it_says_what_it_wants_and_hands_on_what_it_gets():
         await one.ask(0)
         assert (one.replied, one.asked, one.due, one.error) == (0, 0, INF, None)
         second = StepLayout((2, 1), (1, 2), (1, 0), (5, 0))
+        one.call_start = 1
         await one.ask(1, second)
         assert one.outputs == [(0, OUTPUTS), (1, Packed(b"p" * 24, 3, HIDDEN, WireFormat.FLOAT16, "float32"))]
         assert one.changes == 2

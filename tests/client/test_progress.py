@@ -27,6 +27,7 @@ class State:
     received: int = 0
     asked: int = 0
     pushed: int = 0
+    owes: int = -1
     due: float = INF
     stale: bool = False
     error: Exception | None = None

@@ -1,0 +1,48 @@
+"""Into how many chunks a prompt is cut, so that all servers of a chain work on it at once. Pure.
+
+With h servers and m chunks the last chunk leaves the last server after m + h - 1 turns (GPipe; MDI-LLM): few chunks
+leave servers idle while the pipeline fills and empties. Many chunks cost more each, because a chunk has a cost of its
+own besides its tokens': the weights are read once a chunk. The best m is between.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from swarm.data_structures import ServerInfo
+
+OVERHEAD = 16.0
+"""What a chunk costs beyond its tokens', in tokens, where servers did not say."""
+
+LEAST_OVERHEAD, LARGEST_OVERHEAD = 4.0, 128.0
+"""Announcements beyond these are not believed."""
+
+SMALLEST, LARGEST = 32, 512
+"""Tokens of a chunk. Between two chunks a server can do others' steps, also where it is the only one of its route."""
+
+IN_FLIGHT = 1024
+"""Tokens that a server may have been handed and not answered, if that is two steps or more."""
+
+
+def overhead(servers: Sequence[ServerInfo]) -> float:
+    """What a chunk costs beyond its tokens', in tokens: a step of one token over one further token of a batch."""
+    found = [server.forward_throughput / server.throughput for server in servers if server.forward_throughput > 0]
+    return min(max(LEAST_OVERHEAD, statistics.median(found)), LARGEST_OVERHEAD) if found else OVERHEAD
+
+
+def chunk_slots(slots: int, rows: int, servers: Sequence[ServerInfo]) -> int:
+    """Slots of each chunk of a step that brings `rows` rows of `slots` slots. All chunks are about as long.
+
+    m chunks of T tokens take (m + h - 1) (T / m + o) turns of a token, which is least for m = sqrt(T (h - 1) / o).
+    """
+    tokens = slots * rows
+    best = math.sqrt(tokens * (len(servers) - 1) / overhead(servers)) if servers else 1.0
+    chunks = min(max(round(best), math.ceil(tokens / LARGEST), 1), max(1, tokens // SMALLEST))
+    return max(1, math.ceil(slots / chunks))
+
+
+def window(tokens: int) -> int:
+    """How many chunks of so many tokens a server may have been handed and not answered."""
+    return max(2, IN_FLIGHT // max(1, tokens))
