@@ -36,6 +36,7 @@ from swarm.data_structures import Hop, Route, ServerInfo, ServerState, Span, Ste
 from swarm.models.checkpoint import open_checkpoint
 from swarm.models.span_loading import load_span
 from swarm.protocol.compression import pack
+from swarm.server.engine import Engine
 from swarm.server.handler import Handler
 from swarm.server.runtime import Runtime
 from swarm.server.sessions import Sessions
@@ -87,7 +88,7 @@ async def in_memory(path: Path, servers: int, delay: float, tokens: int, repeats
         runtimes.append(Runtime())
         sessions = Sessions(1 << 16, time.monotonic)
         network = MemoryNetwork(hub, name)
-        await network.serve(Handler(network, model, checkpoint.revision, sessions, runtimes[-1]))
+        await network.serve(Handler(network, model, checkpoint.revision, sessions, Engine(runtimes[-1])))
         hops.append(Hop(_info(name, span, checkpoint.revision), span))
 
     async def run(push: bool) -> list[float]:

@@ -25,6 +25,7 @@ from swarm.models.span import SpanModel
 from swarm.models.span_loading import load_span
 from swarm.protocol import messages
 from swarm.protocol.compression import pack, unpack
+from swarm.server.engine import Engine
 from swarm.server.handler import Handler
 from swarm.server.sessions import Sessions
 from swarm.transport.memory import MemoryHub, MemoryNetwork
@@ -112,7 +113,7 @@ class Swarm:
     def _add(self, name: str, model: SpanModel) -> None:
         loop = asyncio.get_running_loop()
         network, runtime = MemoryNetwork(self.hub, name), InlineRuntime()
-        self.hub.handlers[name] = Handler(network, model, "main", Sessions(1024, loop.time), runtime)
+        self.hub.handlers[name] = Handler(network, model, "main", Sessions(1024, loop.time), Engine(runtime))
 
     def _watch(self, source: str, target: str, message: messages.Message) -> bool:
         self.sent[source, target, type(message)] += 1

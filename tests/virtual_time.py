@@ -66,8 +66,6 @@ class InlineRuntime:
         seconds: that each job seems to take.
     """
 
-    queue_seconds = 0.0
-
     def __init__(self, seconds: float = 0.0) -> None:
         self.jobs = 0
         self._seconds = seconds
@@ -80,6 +78,12 @@ class InlineRuntime:
         if self._seconds:
             await asyncio.sleep(self._seconds)
         return job(*args, **kwargs)
+
+    def post(self, job: Callable[[], None]) -> bool:
+        if self._closed:
+            return False
+        self._posted = asyncio.get_running_loop().create_task(self.run(job))
+        return True
 
     def close(self) -> None:
         self._closed = True

@@ -11,7 +11,7 @@ Both give the same results.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -47,7 +47,6 @@ class Work:
     Attributes:
         model: the blocks that compute it; only works of the same blocks can be computed together.
         inputs: `[tokens, hidden]`, packed.
-        output: the same shape; complete when `left` is 0.
         done: how many of the packed tokens are computed.
     """
 
@@ -55,16 +54,25 @@ class Work:
     layout: StepLayout
     inputs: torch.Tensor
     draft: Draft
-    output: torch.Tensor = field(init=False)
     done: int = 0
+    _outputs: list[torch.Tensor] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.output = torch.empty_like(self.inputs)
+    @property
+    def output(self) -> torch.Tensor:
+        """What is computed so far, `[done, hidden]`."""
+        if len(self._outputs) != 1:
+            self._outputs = [torch.cat(self._outputs) if self._outputs else self.inputs[:0]]
+        return self._outputs[0]
 
     @property
     def left(self) -> int:
         """Tokens still to be computed."""
         return self.layout.tokens - self.done
+
+    def add(self, output: torch.Tensor) -> None:
+        """The next tokens are computed."""
+        self._outputs.append(output)
+        self.done += len(output)
 
     def commit(self) -> None:
         """Append what was computed to the session's rows."""
@@ -84,12 +92,12 @@ class Work:
 class SessionCache:
     """The cached past of a session's rows.
 
-    Args:
+    Attributes:
         model: the blocks.
     """
 
     def __init__(self, model: SpanModel) -> None:
-        self._model = model
+        self.model = model
         self._rows: Rows = packed_rows.PackedRows() if model.packed else rectangle_rows.RectangleRows(model)
 
     @property
@@ -118,7 +126,7 @@ class SessionCache:
         set back stay so.
         """
         self.check(layout)
-        return Work(self._model, layout, packed_TH, self._rows.begin(layout))
+        return Work(self.model, layout, packed_TH, self._rows.begin(layout))
 
     def step(self, packed_TH: torch.Tensor, layout: StepLayout) -> torch.Tensor:
         """Compute a whole step and append it to the cache; the outputs, packed alike."""
@@ -138,13 +146,20 @@ def advance(portions: Sequence[tuple[Work, int]]) -> None:
     if not portions:
         return
     model = portions[0][0].model
+    if model.packed:
+        _advance(portions, packed_rows.compute)
+    else:
+        for portion in portions:
+            _advance([portion], rectangle_rows.compute)
+
+
+def _advance(portions: Sequence[tuple[Work, int]], compute: Callable[..., list[torch.Tensor]]) -> None:
     parts = [
         (work.draft, work.next_part(tokens), work.inputs[work.done : work.done + tokens]) for work, tokens in portions
     ]
-    outputs = packed_rows.compute(model, parts) if model.packed else rectangle_rows.compute(model, parts)
-    for (work, tokens), output in zip(portions, outputs, strict=True):
-        work.output[work.done : work.done + tokens] = output
-        work.done += tokens
+    outputs = compute(portions[0][0].model, parts)
+    for (work, _), output in zip(portions, outputs, strict=True):
+        work.add(output)
 
 
 def forward_packed(model: SpanModel, packed_TH: torch.Tensor, layout: StepLayout) -> torch.Tensor:

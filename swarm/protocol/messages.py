@@ -56,7 +56,11 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True,
 
 
 class OpenSession(Message, frozen=True):
-    """Reserve room for up to `max_length` tokens in each row and keep attention caches for blocks [start, end)."""
+    """Reserve room for up to `max_length` tokens in each row and keep attention caches for blocks [start, end).
+
+    Room for `rows` rows is reserved at once, for more of them when a step brings them. Where there is none the server
+    refuses, after it has waited `patience` seconds for other sessions to end.
+    """
 
     session_id: SessionId
     revision: Name
@@ -64,6 +68,8 @@ class OpenSession(Message, frozen=True):
     end: Count
     max_length: Annotated[int, msgspec.Meta(ge=1, le=2**24)]
     reply_format: WireFormat
+    rows: Annotated[int, msgspec.Meta(ge=1, le=MAX_ROWS)] = 1
+    patience: Annotated[float, msgspec.Meta(ge=0, le=60)] = 0.0
 
 
 class SessionOpened(Message, frozen=True):

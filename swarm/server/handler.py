@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -29,14 +27,14 @@ from swarm.errors import (
     UnknownSession,
     WrongPosition,
 )
-from swarm.models.kv_cache import SessionCache, forward_packed
+from swarm.models.kv_cache import SessionCache
 from swarm.models.span import SpanModel
 from swarm.protocol import messages
 from swarm.protocol.compression import dtype_name, pack, unpack
 from swarm.protocol.framing import Frame
 from swarm.server.checks import Checks, Limits
+from swarm.server.engine import Bytes, Engine, Request
 from swarm.server.push import PushLink
-from swarm.server.runtime import Runtime
 from swarm.server.sessions import Session, Sessions
 from swarm.transport.stream import Network, Stream
 from swarm.version import VERSION
@@ -45,8 +43,6 @@ logger = logging.getLogger(__name__)
 
 NOTICE = 1.0
 """Seconds that a client gets to read that this server is leaving."""
-
-Bytes = bytes | memoryview
 
 
 class Handler:
@@ -63,7 +59,7 @@ class Handler:
         model: SpanModel,
         revision: str,
         sessions: Sessions,
-        runtime: Runtime,
+        engine: Engine,
         limits: Limits | None = None,
     ) -> None:
         self.closing = False
@@ -71,7 +67,7 @@ class Handler:
         self._network = network
         self._model = model
         self._sessions = sessions
-        self._runtime = runtime
+        self._engine = engine
         self._limits = limits or Limits()
         self._checks = Checks(model, revision, self._limits)
         self._streams: dict[str, set[Stream]] = {}
@@ -160,7 +156,7 @@ class Handler:
             case messages.ReplayRequest():
                 return await self._replay(conversation.current(), message, payload)
             case messages.OpenSession():
-                return self._open(stream, message, conversation), b""
+                return await self._open(stream, message, conversation), b""
             case messages.Link():
                 self._link(conversation.current(), message)
                 return None, b""
@@ -170,13 +166,15 @@ class Handler:
                 conversation.over = True
                 return None, b""
             case messages.ForwardRequest():
-                return await self._forward(message, payload)
+                return await self._forward(stream.peer_id, message, payload)
             case messages.InfoRequest():
                 return self._info(), b""
             case messages.ProbeRequest():
                 return self._probe(message, payload)
 
-    def _open(self, stream: Stream, message: messages.OpenSession, conversation: _Conversation) -> messages.Message:
+    async def _open(
+        self, stream: Stream, message: messages.OpenSession, conversation: _Conversation
+    ) -> messages.Message:
         self._check_open()
         if conversation.session is not None:
             raise ProtocolViolation("a stream carries one session; open another stream")
@@ -194,8 +192,9 @@ class Handler:
             reply_format=message.reply_format,
             cache=SessionCache(self._model.narrowed(span)),
             last_seen=0.0,
+            patience=message.patience,
         )
-        conversation.session = self._sessions.open(fresh, stream)
+        conversation.session = await self._sessions.open(fresh, message.rows, stream)
         return messages.SessionOpened(conversation.session.next_step)
 
     def _link(self, session: Session, message: messages.Link) -> None:
@@ -288,46 +287,59 @@ class Handler:
         self._checks.length(layout, session.max_length)
         self._checks.payload(layout.tokens, message.format, message.dtype, payload)
         session.cache.check(layout)
-        self._sessions.reserve(session, layout.rows)
+        await self._sessions.reserve(session, layout.rows)
+        return await self._compute(
+            session.peer_id, session.session_id, session.cache, layout, payload, message.format, message.dtype, wanted
+        )
 
-        def step(hidden: torch.Tensor) -> torch.Tensor:
-            return session.cache.step(hidden, layout)
-
-        return await self._compute(step, payload, layout.tokens, message.format, message.dtype, wanted)
-
-    async def _forward(self, message: messages.ForwardRequest, payload: Bytes) -> tuple[messages.ForwardReply, Bytes]:
+    async def _forward(
+        self, peer_id: str, message: messages.ForwardRequest, payload: Bytes
+    ) -> tuple[messages.ForwardReply, Bytes]:
         self._check_open()
         model = self._model.narrowed(self._checks.span(message.revision, message.start, message.end))
         layout = self._checks.layout(message)
         self._checks.payload(layout.tokens, message.format, message.dtype, payload)
-
-        def forward(hidden: torch.Tensor) -> torch.Tensor:
-            return forward_packed(model, hidden, layout)
-
         output, milliseconds = await self._compute(
-            forward, payload, layout.tokens, message.format, message.dtype, message.reply_format
+            peer_id, None, SessionCache(model), layout, payload, message.format, message.dtype, message.reply_format
         )
         return messages.ForwardReply(message.reply_format, self._dtype, milliseconds), output
 
     async def _compute(
         self,
-        function: Callable[[torch.Tensor], torch.Tensor],
+        peer_id: str,
+        session_id: bytes | None,
+        cache: SessionCache,
+        layout: StepLayout,
         payload: Bytes,
-        tokens: int,
         wire: WireFormat,
         dtype: str,
         wanted: WireFormat | None,
     ) -> tuple[Bytes, float]:
-        """Decode, run `function`, encode, all in the compute thread; the outputs and the milliseconds in the blocks."""
+        """The encoded outputs, if they are wanted, and the milliseconds in the blocks. The cache gets the new tokens.
 
-        def job() -> tuple[Bytes, float]:
-            hidden = unpack(payload, tokens, self._model.hidden_size, wire, dtype, self._model.device)
-            began = time.perf_counter()
-            output = function(hidden.to(self._model.dtype))
-            milliseconds = (time.perf_counter() - began) * 1e3
-            return pack(output, wanted) if wanted is not None else b"", milliseconds
+        Without a session it is a forward, of which nothing is kept: training, or work that nobody waits for token by
+        token.
+        """
+        model = cache.model
 
-        return await self._runtime.run(job)
+        def decode() -> torch.Tensor:
+            return unpack(payload, layout.tokens, model.hidden_size, wire, dtype, model.device)
+
+        def encode(output: torch.Tensor) -> Bytes:
+            return pack(output, wanted) if wanted is not None else b""
+
+        outcome = await self._engine.compute(
+            Request(
+                peer=peer_id,
+                session=(peer_id, session_id),
+                cache=cache,
+                layout=layout,
+                decode=decode,
+                encode=encode,
+                training=session_id is None,
+            )
+        )
+        return outcome.payload, outcome.milliseconds
 
     def _info(self) -> messages.InfoReply:
         span = self._model.span

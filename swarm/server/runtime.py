@@ -6,17 +6,13 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from swarm.errors import ServerClosing
-from swarm.server.queue_meter import QueueMeter
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-_Job = tuple[asyncio.Future[Any], asyncio.AbstractEventLoop, Callable[[], Any], float]
 
 
 class Runtime:
@@ -26,9 +22,8 @@ class Runtime:
     """
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         self._closed = False
-        self._meter = QueueMeter()
         threading.Thread(target=self._work, name="swarm-compute", daemon=True).start()
 
     async def run(self, job: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -37,13 +32,26 @@ class Runtime:
             raise ServerClosing("this server is leaving; use another one")
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        self._jobs.put((future, loop, lambda: job(*args, **kwargs), time.monotonic()))
+
+        def work() -> None:
+            if future.cancelled():
+                return
+            try:
+                result, error = job(*args, **kwargs), None
+            except BaseException as raised:
+                result, error = None, raised
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_settle, future, result, error)
+
+        self._jobs.put(work)
         return await future
 
-    @property
-    def queue_seconds(self) -> float:
-        """How long a job may expect to wait for the thread."""
-        return self._meter.seconds(time.monotonic())
+    def post(self, job: Callable[[], None]) -> bool:
+        """Run a job that tells nobody of its end and never raises. False after `close`."""
+        if self._closed:
+            return False
+        self._jobs.put(job)
+        return True
 
     def close(self) -> None:
         """Accept no more jobs; the thread ends after those it has."""
@@ -53,17 +61,7 @@ class Runtime:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            future, loop, work, came = job
-            now = time.monotonic()
-            self._meter.started(now - came, now)
-            if future.cancelled():
-                continue
-            try:
-                result, error = work(), None
-            except BaseException as raised:
-                result, error = None, raised
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(_settle, future, result, error)
+            job()
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:

@@ -15,6 +15,7 @@ from swarm.data_structures import Span
 from swarm.models.checkpoint import Checkpoint
 from swarm.models.span import SpanModel
 from swarm.models.span_loading import load_span
+from swarm.server.engine import Engine, token_budget
 from swarm.server.handler import Handler
 from swarm.server.runtime import Runtime
 from swarm.server.sessions import Sessions
@@ -63,6 +64,7 @@ class Serving:
     model: SpanModel
     sessions: Sessions
     handler: Handler
+    engine: Engine
     throughput: Throughput
     load_seconds: float
 
@@ -84,8 +86,10 @@ class Serving:
         )
         sessions = Sessions(plan.cache_tokens, time.monotonic)
         logger.info("Attention cache: room for %d tokens", sessions.capacity)
-        handler = Handler(network, model, checkpoint.revision, sessions, runtime)
-        return cls(span, model, sessions, handler, throughput, seconds)
+        engine = Engine(runtime, token_budget(throughput.forward / span.length))
+        logger.info("Scheduler: up to %d tokens an iteration", engine.budget)
+        handler = Handler(network, model, checkpoint.revision, sessions, engine)
+        return cls(span, model, sessions, handler, engine, throughput, seconds)
 
     async def drain(self, finish: float, hand_over: float = HAND_OVER) -> None:
         """Stop serving: give sessions `finish` seconds to end, then `hand_over` seconds to move elsewhere.

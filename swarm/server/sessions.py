@@ -1,32 +1,38 @@
-"""The sessions that a server keeps, and the accountant of their cache.
+"""The sessions that a server keeps.
 
-A session reserves `rows x max_length` tokens of cache when its rows are first seen, and frees them when it is closed,
-when its connection has been gone for `GRACE` seconds (so that a client may reconnect and ask for a lost reply again),
-or when nothing was heard of it for `IDLE` seconds. It belongs to the peer that opened it.
+A session reserves `rows x max_length` tokens of cache when it is opened, or when more rows are first seen. It frees
+them when it is closed, when its connection has been gone for `GRACE` seconds (so that a client may reconnect and ask
+for a lost reply again), or when nothing was heard of it for `IDLE` seconds. It belongs to the peer that opened it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 from swarm.data_structures import Span, WireFormat
 from swarm.errors import CacheFull, UnknownSession, WrongSpan
 from swarm.models.kv_cache import SessionCache
 from swarm.protocol.messages import StepReply
+from swarm.server.accountant import PEER_SHARE, Accountant
 from swarm.server.push import PushLink
 from swarm.transport.stream import Stream
 
 GRACE = 30.0
 IDLE = 1800.0
 
+LOOK = 1.0
+"""Seconds between looks for expired sessions while somebody waits for room."""
+
+PEER_SESSIONS = 256
+
 LINKING = 2.0
 """Seconds that a push may be ahead of the client's word that it is allowed."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Session:
     """One client's open generation at this server.
 
@@ -34,6 +40,7 @@ class Session:
         next_step: the least number that the next step may have. (A step that its client gave up leaves a gap.)
         last: the step before, kept so that its reply can be sent again: fingerprint of the request, reply, payload.
         rows: rows for which cache is reserved.
+        patience: seconds that its client would rather wait for room than be refused.
         attached: number of open connections that use the session.
         client: the newest of them, to which replies to pushed steps go.
         previous: the peer that may push steps into the session, besides the client itself.
@@ -50,16 +57,13 @@ class Session:
     next_step: int = 0
     last: tuple[int, StepReply, bytes | memoryview] | None = None
     rows: int = 0
+    patience: float = 0.0
     attached: int = 0
     client: Stream | None = None
     previous: str | None = None
     link: PushLink | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _linked: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def reserved(self) -> int:
-        return self.rows * self.max_length
 
     def let_push(self, previous: str | None) -> None:
         """Take pushes from this peer and from no other."""
@@ -88,10 +92,20 @@ class Sessions:
     Args:
         capacity: tokens of cache that all sessions together may reserve.
         now: clock in seconds.
+        peer_share: of the cache, that the sessions of one peer may reserve.
+        peer_sessions: sessions that one peer may have.
     """
 
-    def __init__(self, capacity: int, now: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        now: Callable[[], float],
+        peer_share: float = PEER_SHARE,
+        peer_sessions: int = PEER_SESSIONS,
+    ) -> None:
         self.capacity = capacity
+        self._accountant = Accountant(capacity, peer_share)
+        self._peer_sessions = peer_sessions
         self._now = now
         self._sessions: dict[tuple[str, bytes], Session] = {}
 
@@ -101,17 +115,17 @@ class Sessions:
     @property
     def free(self) -> int:
         """Tokens of cache that nobody has reserved."""
-        return self.capacity - sum(session.reserved for session in self._sessions.values())
+        return self._accountant.free
 
-    def open(self, session: Session, client: Stream | None = None) -> Session:
-        """Register the session, or return the same client's session of that id if it is still there.
+    async def open(self, session: Session, rows: int = 1, client: Stream | None = None) -> Session:
+        """Register the session with room for so many rows, or return the same client's session of that id.
 
         Args:
             client: the connection that uses it from now on.
 
         Raises:
             WrongSpan: the id is in use for other blocks.
-            CacheFull: not even one row would fit.
+            CacheFull: there is no room, or the peer has too many sessions.
         """
         self.expire()
         known = self._sessions.get((session.peer_id, session.session_id))
@@ -119,12 +133,19 @@ class Sessions:
             if known.span != session.span or known.max_length != session.max_length:
                 raise WrongSpan(f"the session is open for blocks {known.span} and {known.max_length} tokens")
             session = known
-        elif session.max_length > self.free:
-            raise self._full(session.max_length)
+        elif sum(one.peer_id == session.peer_id for one in self._sessions.values()) >= self._peer_sessions:
+            raise CacheFull(f"a peer may have {self._peer_sessions} sessions; close some, or ask another server")
         self._sessions[session.peer_id, session.session_id] = session
         session.attached += 1
         session.client = client
         session.last_seen = self._now()
+        try:
+            await self.reserve(session, rows)
+        except BaseException:
+            self.detach(session, client)
+            if known is None:
+                self.close(session)
+            raise
         return session
 
     async def pushed_by(self, previous: str, client: str, session_id: bytes) -> Session:
@@ -146,16 +167,44 @@ class Sessions:
         if self._sessions.get((session.peer_id, session.session_id)) is not session:
             raise UnknownSession("the session has expired; open it again")
 
-    def reserve(self, session: Session, rows: int) -> None:
-        """Make room for `rows` rows in all. Raises `CacheFull` and changes nothing if there is none."""
+    async def reserve(self, session: Session, rows: int) -> None:
+        """Make room for `rows` rows in all, or wait for it as long as the session's client wants.
+
+        Raises `CacheFull`, and changes nothing, if there is none, or `UnknownSession` if the session is closed.
+        """
         self.check(session)
         more = (rows - session.rows) * session.max_length
         if more > 0:
             self.expire()
-            if more > self.free:
-                raise self._full(more)
+            async with self._expiring(session.patience):
+                await self._accountant.wait(session, session.peer_id, more, session.patience)
             session.rows = rows
+            self._check_or_free(session)
         session.last_seen = self._now()
+
+    def _check_or_free(self, session: Session) -> None:
+        """`check`; what a session that was closed meanwhile has got is free again."""
+        try:
+            self.check(session)
+        except UnknownSession:
+            self._accountant.give_back(session)
+            raise
+
+    @asynccontextmanager
+    async def _expiring(self, patience: float) -> AsyncIterator[None]:
+        """Somebody waits for room: look often for sessions whose client is gone."""
+
+        async def look() -> None:
+            while True:
+                await asyncio.sleep(LOOK)
+                self.expire()
+
+        task = asyncio.create_task(look()) if patience > 0 else None
+        try:
+            yield
+        finally:
+            if task is not None:
+                task.cancel()
 
     def detach(self, session: Session, client: Stream | None = None) -> None:
         """A connection that used the session has ended."""
@@ -169,6 +218,7 @@ class Sessions:
         if self._sessions.get((session.peer_id, session.session_id)) is session:
             del self._sessions[session.peer_id, session.session_id]
             session.unlink()
+            self._accountant.give_back(session)
 
     def clear(self) -> None:
         """Close all sessions."""
@@ -181,9 +231,3 @@ class Sessions:
         for session in list(self._sessions.values()):
             if now - session.last_seen > (IDLE if session.attached else GRACE) and not session.lock.locked():
                 self.close(session)
-
-    def _full(self, wanted: int) -> CacheFull:
-        return CacheFull(
-            f"{wanted} tokens of attention cache are needed and {self.free} of {self.capacity} are free; "
-            "ask for a smaller max_length, fewer rows, or another server"
-        )

@@ -19,6 +19,7 @@ from swarm.models.span_loading import load_span
 from swarm.protocol import messages
 from swarm.protocol.compression import pack, payload_length, unpack
 from swarm.server.checks import Limits
+from swarm.server.engine import Engine
 from swarm.server.handler import Handler
 from swarm.server.runtime import Runtime
 from swarm.server.sessions import Session, Sessions
@@ -65,10 +66,10 @@ class Server:
         self.now = 0.0
         self.hub = MemoryHub()
         self.runtime = runtime or Runtime()
-        self.sessions = Sessions(capacity, lambda: self.now)
+        self.sessions = Sessions(capacity, lambda: self.now, peer_share=1.0)
         self.network = MemoryNetwork(self.hub, "server")
         self.handler = Handler(
-            self.network, model, REVISION, self.sessions, self.runtime, Limits(**{"step_tokens": 16, **limits})
+            self.network, model, REVISION, self.sessions, Engine(self.runtime), Limits(**{"step_tokens": 16, **limits})
         )
 
     async def start(self) -> None:

@@ -1,0 +1,230 @@
+"""The loop around the scheduler: takes what all sessions wait for, lets it decide, and computes, iteration after
+iteration, in the compute thread. One request's trouble never reaches another."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from swarm.data_structures import StepLayout
+from swarm.errors import ServerClosing
+from swarm.models.kv_cache import SessionCache, Work, advance
+from swarm.server.queue_meter import QueueMeter
+from swarm.server.runtime import Runtime
+from swarm.server.scheduler import SHORT, Shares, Waiting, next_batch
+
+Bytes = bytes | memoryview
+
+ITERATION = 0.2
+"""Seconds that an iteration should take at most: so long a decode step may wait for a prompt's chunk."""
+
+LEAST, MOST = 64, 4096
+"""Tokens of an iteration. Fewer would make products inefficient; more would take memory and gain nothing."""
+
+
+def token_budget(tokens_per_second: float) -> int:
+    """Tokens of one iteration, for blocks that compute so many tokens a second in batches."""
+    return int(min(MOST, max(LEAST, tokens_per_second * ITERATION)))
+
+
+@dataclass(frozen=True)
+class Request:
+    """Something to compute.
+
+    Attributes:
+        peer: who asked.
+        session: what its share is counted by.
+        cache: the session's past, or an empty one that nobody keeps.
+        layout: which rows bring tokens.
+        decode: makes the packed inputs `[tokens, hidden]` from what travelled.
+        encode: makes what travels from the outputs.
+        training: nobody waits for the next token.
+    """
+
+    peer: str
+    session: Hashable
+    cache: SessionCache
+    layout: StepLayout
+    decode: Callable[[], torch.Tensor]
+    encode: Callable[[torch.Tensor], Bytes]
+    training: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Attributes:
+    payload: the encoded outputs.
+    milliseconds: spent in the blocks, together with the other requests of the same iterations.
+    """
+
+    payload: Bytes
+    milliseconds: float
+
+
+@dataclass(eq=False)
+class _Entry:
+    """A request that waits or is being computed."""
+
+    number: int
+    request: Request
+    future: asyncio.Future[Outcome]
+    loop: asyncio.AbstractEventLoop
+    served: float
+    work: Work | None = None
+    seconds: float = 0.0
+
+    def waiting(self, now: float) -> Waiting:
+        request, layout = self.request, self.request.layout
+        return Waiting(
+            number=self.number,
+            span=request.cache.model.span,
+            peer=request.peer,
+            session=request.session,
+            tokens=self.work.left if self.work is not None else layout.tokens,
+            short=max(layout.counts) <= SHORT,
+            training=request.training,
+            idle=now - self.served,
+        )
+
+
+@dataclass
+class Engine:
+    """Attributes:
+    runtime: the compute thread.
+    budget: tokens of one iteration.
+    """
+
+    runtime: Runtime
+    budget: int = LEAST
+    _incoming: deque[_Entry] = field(default_factory=deque)
+    _entries: dict[int, _Entry] = field(default_factory=dict)
+    _shares: Shares = field(default_factory=Shares)
+    _meter: QueueMeter = field(default_factory=QueueMeter)
+    _numbers: itertools.count[int] = field(default_factory=itertools.count)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _running: bool = False
+
+    @property
+    def queue_seconds(self) -> float:
+        """How long a request may expect to wait for its first token to be computed."""
+        return self._meter.seconds(time.monotonic())
+
+    async def compute(self, request: Request) -> Outcome:
+        """Compute a request. Raises what decoding, computing or encoding it raises, or `ServerClosing`.
+
+        The cache changes only if this returns, or would have: a caller that is cancelled may find either.
+        """
+        loop = asyncio.get_running_loop()
+        entry = _Entry(next(self._numbers), request, loop.create_future(), loop, time.monotonic())
+        with self._lock:
+            self._incoming.append(entry)
+            start, self._running = not self._running, True
+        if start:
+            self._go_on()
+        return await entry.future
+
+    def _go_on(self) -> None:
+        if not self.runtime.post(self._iterate):
+            with self._lock:
+                left, self._running = [*self._entries.values(), *self._incoming], False
+                self._entries.clear()
+                self._incoming.clear()
+            _settle([(entry, ServerClosing("this server is leaving; use another one")) for entry in left])
+
+    def _iterate(self) -> None:
+        """One iteration, in the compute thread."""
+        self._take_in()
+        now = time.monotonic()
+        batch = next_batch([entry.waiting(now) for entry in self._entries.values()], self._shares, self.budget)
+        chosen = [(self._entries[portion.number], portion.tokens) for portion in batch]
+        self._shares.charge([(entry.request.session, tokens) for entry, tokens in chosen])
+        settled = self._begin([entry for entry, _ in chosen], now)
+        settled += self._advance([(entry, tokens) for entry, tokens in chosen if entry.work is not None], now)
+        settled += [(entry, _finished(entry)) for entry, _ in chosen if entry.work is not None and not entry.work.left]
+        for entry, _ in settled:
+            self._entries.pop(entry.number, None)
+        _settle(settled)
+        with self._lock:
+            self._running = bool(self._entries or self._incoming)
+            running = self._running
+        if running:
+            self._go_on()
+
+    def _take_in(self) -> None:
+        while self._incoming:
+            entry = self._incoming.popleft()
+            self._entries[entry.number] = entry
+        for entry in [entry for entry in self._entries.values() if entry.future.cancelled()]:
+            del self._entries[entry.number]
+
+    def _begin(self, entries: Sequence[_Entry], now: float) -> list[_Settled]:
+        failed: list[_Settled] = []
+        for entry in entries:
+            if entry.work is not None:
+                continue
+            self._meter.started(now - entry.served, now)
+            request = entry.request
+            try:
+                entry.work = request.cache.begin(request.decode().to(request.cache.model.dtype), request.layout)
+            except Exception as error:
+                failed.append((entry, error))
+        return failed
+
+    def _advance(self, portions: Sequence[tuple[_Entry, int]], now: float) -> list[_Settled]:
+        """Compute the portions together; if that fails, each alone, to find the one that is to blame."""
+        began = time.perf_counter()
+        failed: list[_Settled] = []
+        try:
+            works = [(entry.work, tokens) for entry, tokens in portions if entry.work is not None]
+            advance([(work, min(tokens, work.left)) for work, tokens in works])
+        except Exception as error:
+            if len(portions) > 1:
+                return [one for portion in portions for one in self._advance([portion], now)]
+            failed = [(entry, error) for entry, _ in portions]
+            for entry, _ in portions:
+                entry.work = None
+        seconds = time.perf_counter() - began
+        for entry, _ in portions:
+            entry.seconds += seconds
+            entry.served = now
+        return failed
+
+
+_Settled = tuple[_Entry, Outcome | BaseException]
+
+
+def _finished(entry: _Entry) -> Outcome | BaseException:
+    """Commit a request that is computed, and encode its outputs."""
+    assert entry.work is not None
+    try:
+        payload = entry.request.encode(entry.work.output)
+        entry.work.commit()
+    except Exception as error:
+        return error
+    return Outcome(payload, entry.seconds * 1e3)
+
+
+def _settle(settled: Sequence[_Settled]) -> None:
+    """Hand results to their loops; one wake-up for each loop."""
+    for loop in {entry.loop for entry, _ in settled}:
+        mine = [(entry.future, result) for entry, result in settled if entry.loop is loop]
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(_deliver, mine)
+
+
+def _deliver(results: Sequence[tuple[asyncio.Future[Any], Outcome | BaseException]]) -> None:
+    for future, result in results:
+        if future.cancelled():
+            continue
+        if isinstance(result, BaseException):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
