@@ -160,7 +160,8 @@ class TestSwarm:
         return server
 
     def client(self, **options: Any) -> Any:
-        """A new client's model."""
+        """A new client's model; what travels is exact unless said otherwise, so that texts can be compared."""
+        options = {"wire": "none", **options}
         return AutoDistributedModelForCausalLM.from_pretrained(self.model, initial_peers=self.addresses, **options)
 
     def stop(self) -> None:

@@ -51,6 +51,7 @@ def _write(address: str, prompt: str, tokens: int, temperature: float, seed: int
     import torch
 
     from swarm.client.model import AutoDistributedModelForCausalLM
+    from swarm.data_structures import WireFormat
     from swarm.models.checkpoint import DEMO
     from swarm.models.text import TextStreamer, load_local_model, load_tokenizer
     from swarm.transport.p2p import quiet_hivemind
@@ -58,7 +59,9 @@ def _write(address: str, prompt: str, tokens: int, temperature: float, seed: int
     quiet_hivemind()
     torch.set_num_threads(1)
     tokenizer = load_tokenizer(DEMO)
-    model = AutoDistributedModelForCausalLM.from_pretrained(initial_peers=[address])
+    # Exactly as computed: what the usual format rounds off would now and then change a token.
+    model = AutoDistributedModelForCausalLM.from_pretrained(initial_peers=[address], wire=WireFormat.NONE)
+    click.echo(_what_travels(model.config))
     try:
         inputs = tokenizer(prompt, return_tensors="pt")
         settings: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": temperature > 0}
@@ -85,3 +88,16 @@ def _write(address: str, prompt: str, tokens: int, temperature: float, seed: int
         click.echo("The tokens DIFFER from the local model's. This is a bug: please report it.", err=True)
         sys.exit(1)
     click.echo(f"All {count} tokens equal the local model's.")
+
+
+def _what_travels(config: Any) -> str:
+    from swarm.data_structures import WireFormat
+    from swarm.models.wire_defaults import default_wire
+    from swarm.protocol.compression import dtype_name, payload_length
+
+    usual, dtype = default_wire(config), dtype_name(config.dtype)
+    exact, rounded = (payload_length(config.hidden_size, wire, dtype) for wire in (WireFormat.NONE, usual))
+    return (
+        f"  hidden states travel as computed (wire=none), {exact} bytes a token, so that tokens can be compared; "
+        f"the model's default, {usual}, takes {rounded}"
+    )

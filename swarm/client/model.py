@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import threading
 from collections.abc import Iterable, Sequence
@@ -30,7 +31,13 @@ from swarm.models.heads import load_heads
 from swarm.models.loading import resolve_dtype
 from swarm.models.sequence_cache import SequenceCache
 from swarm.models.span_loading import load_span
+from swarm.models.wire_defaults import default_wire
 from swarm.transport.addresses import parse_peers
+
+logger = logging.getLogger(__name__)
+
+AUTO = "auto"
+"""The wire format that is left to the family."""
 
 CANDIDATES = 64
 """Tokens that assisted generation may try beyond the end of the text."""
@@ -47,7 +54,7 @@ class AutoDistributedModelForCausalLM:
         initial_peers: Sequence[str] | None = None,
         revision: str | None = None,
         dtype: str | torch.dtype = "auto",
-        wire: str | WireFormat = WireFormat.NONE,
+        wire: str | WireFormat = AUTO,
         cache_dir: str | Path | None = None,
         show_route: bool = False,
         request_timeout: float = 60.0,
@@ -64,7 +71,9 @@ class AutoDistributedModelForCausalLM:
             initial_peers: addresses of peers; the environment variable SWARM_INITIAL_PEERS stands in for it.
             revision: branch, tag or commit of a hub model.
             dtype: of the local part: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
-            wire: how hidden states travel: "none" (as computed), "float16", "bfloat16" or "blockwise8".
+            wire: how hidden states travel: "none" (as computed), "float16", "bfloat16", "blockwise8", or "auto": 8 bits
+                where they were measured to be harmless for the family, else 16 (docs/wire.md). The log and
+                `repr(model)` say which.
             cache_dir: where files from the hub are kept.
             show_route: print every route that a session takes.
             request_timeout: seconds to wait for one answer at most; usually much less, from what answers took so far.
@@ -82,9 +91,9 @@ class AutoDistributedModelForCausalLM:
         Raises:
             UsageError: of the fitting kind; see `swarm.errors`.
         """
+        asked = _wire_format(wire)
         config = ClientConfig(
             initial_peers=_initial_peers(initial_peers),
-            wire=_wire_format(wire),
             request_timeout=request_timeout,
             wait_for_blocks=wait_for_blocks,
             allowed_servers=frozenset(allowed_servers) if allowed_servers is not None else None,
@@ -94,6 +103,8 @@ class AutoDistributedModelForCausalLM:
         )
         checkpoint = open_checkpoint(model, revision=revision, cache_dir=cache_dir)
         config = replace(config, local_blocks=parse_local_blocks(local_blocks, checkpoint.blocks))
+        config = replace(config, wire=asked or default_wire(checkpoint.config))
+        logger.info("hidden states of %s travel as %s", checkpoint.name, config.wire)
         resolved = resolve_dtype(dtype, checkpoint.config)
         connection = _connect(config, checkpoint, resolved)
         try:
@@ -113,6 +124,9 @@ class DistributedMixin:
 
     swarm: SwarmConnection
     remote_blocks: RemoteSequential
+
+    def extra_repr(self) -> str:
+        return f"wire={self.swarm.config.wire}"
 
     @property
     def word_embeddings(self) -> nn.Module:
@@ -288,8 +302,11 @@ def _initial_peers(given: Sequence[str] | None) -> tuple[str, ...]:
     return peers
 
 
-def _wire_format(wire: str | WireFormat) -> WireFormat:
+def _wire_format(wire: str | WireFormat) -> WireFormat | None:
+    """What was asked for; None leaves it to the family."""
+    if wire == AUTO:
+        return None
     try:
         return WireFormat(wire)
     except ValueError:
-        raise InvalidOption(f"wire={wire!r} is not one of {', '.join(WireFormat)}") from None
+        raise InvalidOption(f"wire={wire!r} is not one of {AUTO}, {', '.join(WireFormat)}") from None

@@ -36,6 +36,8 @@ def test_three_servers_write_what_the_model_alone_writes() -> None:
     spans = re.findall(r"server …\w{6} holds blocks (\S+) \(process \d+\)", result.stdout)
     assert spans == ["0:4", "4:8", "8:12"]
     assert re.search(r"route: 0:4 …\w{6} → 4:8 …\w{6} → 8:12 …\w{6}", result.stdout)
+    assert "travel as computed (wire=none), 768 bytes a token" in result.stdout
+    assert "the model's default, blockwise8, takes 196" in result.stdout
     assert "Once upon a time" in result.stdout
     assert re.search(r"12 tokens in \S+ s: \d+ tokens/s through three servers", result.stdout)
     assert "All 12 tokens equal the local model's." in result.stdout

@@ -234,7 +234,9 @@ def test_ranges_of_blocks_are_checked(model: Any) -> None:
         model.remote_blocks(torch.zeros(1, 3, model.config.hidden_size, requires_grad=True))
 
 
-@pytest.mark.parametrize(("wire", "tolerance"), [("bfloat16", 0.03), ("float16", 0.005), ("blockwise8", 0.1)])
+@pytest.mark.parametrize(
+    ("wire", "tolerance"), [("bfloat16", 0.03), ("float16", 0.005), ("blockwise8", 0.1), ("auto", 0.1)]
+)
 def test_wire_formats(folder: Path, local: Any, wire: str, tolerance: float) -> None:
     with torch.no_grad():
         expected = local(prompt()).logits
@@ -244,6 +246,7 @@ def test_wire_formats(folder: Path, local: Any, wire: str, tolerance: float) -> 
         torch.no_grad(),
     ):
         logits = model(prompt()).logits
+        assert f"wire={'blockwise8' if wire == 'auto' else wire}" in repr(model)
     error = float((logits - expected).norm() / expected.norm())
     assert 0 < error < tolerance
 
