@@ -84,7 +84,7 @@ def measure_chain(shape: str, path: Path, local: PreTrainedModel, servers: int, 
     blocks = split(SHAPES[shape].num_hidden_layers, servers)
     series = Series([], [], [])
     with LocalSwarm(str(path), blocks, options=("--threads", "1", "--throughput", "1000")) as swarm:
-        model = AutoDistributedModelForCausalLM.from_pretrained(path, initial_peers=[swarm.address])
+        model = AutoDistributedModelForCausalLM.from_pretrained(path, initial_peers=[swarm.address], wire="none")
 
         def run(which: PreTrainedModel, count: int) -> torch.Tensor:
             return which.generate(prompt, max_new_tokens=count, do_sample=False)

@@ -249,7 +249,7 @@ def _client(
     torch.set_num_threads(1)
     quiet_hivemind()
     chance = random.Random(f"{seed} {number}")
-    model = AutoDistributedModelForCausalLM.from_pretrained(DEMO, initial_peers=addresses, dtype="float32")
+    model = AutoDistributedModelForCausalLM.from_pretrained(DEMO, initial_peers=addresses, wire="none", dtype="float32")
     while not connection.poll():
         connection.send(_write(model, chance.choice(texts), number))
     model.swarm.close()

@@ -66,7 +66,7 @@ def slow(path: Path, shape: str, servers: int, delay: float) -> Iterator[Any]:
     connection.Peer = DelayedPeer  # type: ignore[attr-defined, misc]
     try:
         with push.slow_servers(path, servers, delay) as address:
-            model: Any = AutoDistributedModelForCausalLM.from_pretrained(path, initial_peers=[address])
+            model: Any = AutoDistributedModelForCausalLM.from_pretrained(path, initial_peers=[address], wire="none")
             yield model
             model.swarm.close()
     finally:
@@ -78,7 +78,7 @@ def quick(path: Path, shape: str, servers: int) -> Iterator[Any]:
     """A client of servers beside it."""
     blocks = split(SHAPES[shape].num_hidden_layers, servers)
     with LocalSwarm(str(path), blocks, options=("--threads", "1", "--throughput", "1000")) as swarm:
-        model: Any = AutoDistributedModelForCausalLM.from_pretrained(path, initial_peers=[swarm.address])
+        model: Any = AutoDistributedModelForCausalLM.from_pretrained(path, initial_peers=[swarm.address], wire="none")
         yield model
         model.swarm.close()
 

@@ -136,7 +136,7 @@ def over_libp2p(path: Path, servers: int, delay: float, tokens: int, repeats: in
     connection.Peer = DelayedPeer  # type: ignore[attr-defined, misc]
     with slow_servers(path, servers, delay) as address:
         models: dict[bool, Any] = {
-            push: AutoDistributedModelForCausalLM.from_pretrained(path, initial_peers=[address], push=push)
+            push: AutoDistributedModelForCausalLM.from_pretrained(path, initial_peers=[address], wire="none", push=push)
             for push in PUSH
         }
         for _, push in itertools.product(range(repeats), PUSH):
