@@ -33,6 +33,9 @@ WINDOW, WINDOWS = 256, 64
 SHORT = 128
 """Tokens a window of the small models, which know no longer texts."""
 FORMATS = (WireFormat.FLOAT16, WireFormat.BFLOAT16, WireFormat.BLOCKWISE8)
+LEARNT = 290.0
+"""The perplexity that a small model has to reach before its figures say anything: half of that of counting tokens."""
+
 STRESS = (OUTLIERS, 100.0, 1000.0)
 
 Row = dict[str, Any]
@@ -135,7 +138,9 @@ def small_models(options: argparse.Namespace, train: Sequence[str], held_out: st
 
 
 def harmless(row: Row) -> bool:
-    """The rule of `swarm.models.wire_defaults`."""
+    """The rule of `swarm.models.wire_defaults`; a model that has learnt nothing proves nothing."""
+    if row["perplexity"] > LEARNT:
+        return False
     found = [_find(row, WireFormat.BLOCKWISE8, HOPS, times) for times in (1.0, OUTLIERS)]
     return all(abs(one["perplexity"]) + one["uncertainty"] < HARMLESS for one in found)
 

@@ -32,6 +32,7 @@ from swarm.models.loading import resolve_dtype
 from swarm.models.sequence_cache import SequenceCache
 from swarm.models.span_loading import load_span
 from swarm.models.wire_defaults import default_wire
+from swarm.protocol.compression import warm_up
 from swarm.transport.addresses import parse_peers
 
 logger = logging.getLogger(__name__)
@@ -105,6 +106,8 @@ class AutoDistributedModelForCausalLM:
         config = replace(config, local_blocks=parse_local_blocks(local_blocks, checkpoint.blocks))
         config = replace(config, wire=asked or default_wire(checkpoint.config))
         logger.info("hidden states of %s travel as %s", checkpoint.name, config.wire)
+        if config.wire is WireFormat.BLOCKWISE8:
+            warm_up(torch.device("cpu"))
         resolved = resolve_dtype(dtype, checkpoint.config)
         connection = _connect(config, checkpoint, resolved)
         try:

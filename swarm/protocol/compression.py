@@ -48,6 +48,11 @@ def payload_length(values: int, wire: WireFormat, dtype: str) -> int:
     return values * DTYPES[_SIXTEEN_BIT.get(wire, dtype)].itemsize
 
 
+def warm_up(device: torch.device) -> None:
+    """Load what 8 bits need, which takes a second or more, before somebody waits for the first step."""
+    _dynamic_map(device)
+
+
 def pack(hidden: torch.Tensor, wire: WireFormat) -> bytes | memoryview:
     """Encode a tensor of any shape (float32, bfloat16 or float16).
 

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import math
 import struct
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -171,6 +173,12 @@ def test_packing_needs_no_gradient():
         assert len(pack(hidden, wire)) == payload_length(4, wire, "float32")
 
 
+def test_loading_what_8_bits_need_says_nothing():
+    code = "import torch; from swarm.protocol.compression import warm_up; warm_up(torch.device('cpu'))"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout == ended.stderr == ""
+
+
 anything = st.floats(width=32) | st.sampled_from([math.inf, -math.inf, math.nan, 65504.0, 65519.0, 65520.0, -3.39e38])
 
 
@@ -192,7 +200,9 @@ def test_what_float16_cannot_hold_is_said_instead_of_sent_as_infinity(number, dt
     with pytest.raises(WrongDtype, match=r'float16 ends at 65504; use wire="bfloat16"'):
         pack(hidden, WireFormat.FLOAT16)
     for wire in (WireFormat.BFLOAT16, WireFormat.BLOCKWISE8):
-        assert torch.allclose(travelled(hidden, wire)[2, 7].double(), hidden[2, 7].double(), rtol=BLOCKWISE_ERROR + 2**-8)
+        assert torch.allclose(
+            travelled(hidden, wire)[2, 7].double(), hidden[2, 7].double(), rtol=BLOCKWISE_ERROR + 2**-8
+        )
 
 
 @pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
