@@ -75,7 +75,7 @@ class PackedBatch(Cache):
     def __init__(self, segments: Sequence[Segment]) -> None:
         super().__init__(layers=[])
         self._segments = segments
-        self._longest = max(segment.end for segment in segments)
+        self._longest = max((segment.end for segment in segments), default=1)
         self._written: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._handed_on: torch.Tensor | None = None
         self._open = 0
@@ -107,12 +107,20 @@ class PackedBatch(Cache):
         self,
         module: Any,
         query_NH1D: torch.Tensor,
-        keys: torch.Tensor,
+        keys: torch.Tensor | None,
+        width: int,
         mask: PackedMask,
         scale: float | None,
-        extra: _Extra,
+        extra: Extra,
     ) -> torch.Tensor:
-        """Attention of all tokens, `[tokens, 1, heads, dim]`. Raises `NotPackable`."""
+        """Attention of all tokens, `[tokens, 1, heads, width]`.
+
+        Args:
+            module: the family's attention.
+            keys: as the layer hands them to attention, which must be as they were written.
+
+        Raises `NotPackable`.
+        """
         self._open -= 1
         written = self._written
         if hasattr(module, "expand_kv"):  # the cache holds what keys and values are computed from (DeepSeek's latents)
@@ -151,7 +159,7 @@ class PackedMask:
 
 
 @dataclass(frozen=True, slots=True)
-class _Extra:
+class Extra:
     """What some families add to attention: soft-capped scores, a learned sink for each head."""
 
     softcap: float | None
@@ -163,6 +171,14 @@ class _Extra:
 
 
 _running = threading.local()
+
+
+def current_batch() -> PackedBatch:
+    """What this thread is running. Raises `NotPackable` if it is nothing."""
+    batch: PackedBatch | None = getattr(_running, "batch", None)
+    if batch is None:
+        raise NotPackable("the layers call attention outside of a forward over packed tokens")
+    return batch
 
 
 class running:
@@ -189,11 +205,10 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function that transformers calls, on `[tokens, heads, 1, dim]`."""
-    batch: PackedBatch | None = getattr(_running, "batch", None)
-    if batch is None or not isinstance(attention_mask, PackedMask) or query.shape[2] != 1:
+    if not isinstance(attention_mask, PackedMask) or query.shape[2] != 1:
         raise NotPackable("the layers call attention in a way of their own")
-    extra = _Extra(kwargs.get("softcap"), kwargs.get("s_aux"))
-    return batch.attend(module, query, key, attention_mask, scaling, extra), None
+    extra = Extra(kwargs.get("softcap"), kwargs.get("s_aux"))
+    return current_batch().attend(module, query, key, value.shape[-1], attention_mask, scaling, extra), None
 
 
 def _mask(*args: Any, mask_function: MaskFunction, **kwargs: Any) -> PackedMask:
@@ -251,7 +266,7 @@ def _attend(
     values_RKSD: torch.Tensor,
     mask: torch.Tensor | None,
     scale: float | None,
-    extra: _Extra,
+    extra: Extra,
 ) -> torch.Tensor:
     """Attention of one segment, `[rows * new, 1, heads, dim]`.
 
@@ -282,7 +297,7 @@ def _general(
     values_RKSD: torch.Tensor,
     mask: torch.Tensor | None,
     scale: float | None,
-    extra: _Extra,
+    extra: Extra,
 ) -> torch.Tensor:
     """Attention written out, for what the fused kernels do not know; `[rows, new, heads, dim]`."""
     rows, new, (_, shared, slots, dim) = segment.rows, segment.new, keys_RKSD.shape

@@ -8,10 +8,13 @@ the attempt fails, and the slower way, which works for every family, is kept.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from swarm.data_structures import StepLayout
+from swarm.models.capture import Capture, faster
 from swarm.models.families import POSITIONS_BY_SLOT
 from swarm.models.kv_cache import SessionCache, advance
 from swarm.models.span import SpanModel
@@ -20,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 2e-2}
 """Of what the blocks add to a token, relative to its norm."""
+
+CAPTURED_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+"""Of all outputs together, relative to their norm."""
 
 AGREEING = 0.75
 """Share of tokens that have to agree. A mixture of experts may send a token elsewhere for a rounding error."""
@@ -41,6 +47,60 @@ def decide(model: SpanModel) -> None:
         model.packed = False
     if not model.packed:
         logger.info("These blocks compute one session at a time: their attention cannot be shared between sessions")
+
+
+def try_capture(model: SpanModel, compile_in: Path | None = None) -> str:
+    """Set `model.captured` to the fastest way of running a step's tokens that gives the same results.
+
+    Takes a second or two for small models; half a minute more where it compiles.
+
+    Args:
+        compile_in: folder of compiled code; None not to compile.
+
+    Returns:
+        "plain", "flat" or "compiled".
+    """
+    model.captured, best = None, "plain"
+    if not model.packed:
+        return best
+    _, expected = _schedule(model)
+    example = torch.randn(2, 1, model.hidden_size).to(model.device, model.dtype)
+    ways = {"flat": lambda capture: capture.flat()}
+    if compile_in is not None:
+        ways["compiled"] = lambda capture: capture.compiled(compile_in)
+    try:
+        capture = Capture(model.module, model.run_tokens, example)
+    except Exception as error:  # whatever torch makes of a family's code
+        logger.info("This family's forward cannot be written down; its modules run as they are")
+        logger.debug("because of %r", error)
+        return best
+    for name, way in ways.items():
+        before, known = _decode_step(model), model.captured
+        try:
+            model.captured = way(capture)
+            off = float((_schedule(model)[1] - expected).norm() / expected.norm())
+            if off < CAPTURED_TOLERANCE[model.dtype] and faster(_decode_step(model), before):
+                best, known = name, model.captured
+            else:
+                logger.debug("%s is no better: relative error %.1e", name, off)
+        except Exception as error:
+            logger.warning("A %s forward is not possible here: %r", name, error)
+        model.captured = known
+    return best
+
+
+def _decode_step(model: SpanModel) -> Callable[[], object]:
+    """A step of one token, again and again in the same place, by what `model.captured` is now."""
+    captured = model.captured
+    cache = SessionCache(model)
+    cache.step(torch.randn(16, model.hidden_size).to(model.device, model.dtype), StepLayout((0,), (16,)))
+    hidden = torch.randn(1, model.hidden_size).to(model.device, model.dtype)
+
+    def step() -> None:
+        model.captured = captured
+        cache.step(hidden, StepLayout((16,), (1,)))
+
+    return step
 
 
 def _schedule(model: SpanModel) -> tuple[torch.Tensor, torch.Tensor]:

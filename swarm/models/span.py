@@ -19,6 +19,7 @@ from swarm.errors import InvalidSpan
 from swarm.models import surgery
 from swarm.models.attention_switch import AttentionSwitch
 from swarm.models.cache import RectangleCache
+from swarm.models.capture import Function
 from swarm.models.packed_attention import PackedBatch, running
 
 
@@ -28,6 +29,7 @@ class SpanModel:
     Attributes:
         span: which blocks.
         family: the config's `model_type`.
+        module: the cut transformers model.
         hidden_size: width of the hidden states.
         dtype, device: what it computes in, and where.
         digests: one a block, see `swarm.models.digest`.
@@ -35,6 +37,7 @@ class SpanModel:
         positions: how many positions the model's tables hold, or None if it computes any position.
         packed: whether tokens of many sessions can be computed together by `forward_tokens`; decided by
             `swarm.models.packing` for the whole span, and never changed once a session is open.
+        captured: the same as a flat function, see `swarm.models.capture`; None to run the family's modules.
     """
 
     def __init__(
@@ -58,9 +61,10 @@ class SpanModel:
         self.dtype, self.device = parameter.dtype, parameter.device
         self.weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
         self.family: str = model.config.model_type  # type: ignore[union-attr, assignment]
-        self._model = model
+        self.module = model
         self._attention = attention or AttentionSwitch(model)
         self.packed = False
+        self.captured: Function | None = None
         self.positions = _table_length(model)
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._received: torch.Tensor | None = None
@@ -78,7 +82,7 @@ class SpanModel:
             if not self.span.start <= span.start < span.end <= self.span.end:
                 raise InvalidSpan(f"blocks {span} are no part of {self.span}")
             start, end = span.start - self.span.start, span.end - self.span.start
-            model = surgery.narrowed(self._model, self._path, start, end)
+            model = surgery.narrowed(self.module, self._path, start, end)
             digests = self.digests[start:end]
             self._attention.add(model)
             part = SpanModel(model, self._path, span, digests, self.hidden_size, self._first + start, self._attention)
@@ -147,7 +151,17 @@ class SpanModel:
         Returns:
             outputs `[tokens, hidden]`. Only for spans that are `packed`.
         """
-        hidden_N1H = hidden_NH.unsqueeze(1)
+        positions_N1 = torch.tensor(positions, device=self.device).unsqueeze(1)
+        with running(batch):
+            if self.captured is not None:
+                output_N1H = self.captured(hidden_NH.unsqueeze(1), positions_N1)
+            else:
+                output_N1H = self.run_tokens(batch, hidden_NH.unsqueeze(1), positions_N1)
+        batch.check()
+        return output_N1H.squeeze(1)
+
+    def run_tokens(self, batch: PackedBatch, hidden_N1H: torch.Tensor, positions_N1: torch.Tensor) -> torch.Tensor:
+        """`forward_tokens` by the family's own modules, whatever stands for the batch."""
         arguments: dict[str, Any] = {
             "inputs_embeds": hidden_N1H.clone(),  # some families scale it in place
             "attention_mask": None,
@@ -155,17 +169,14 @@ class SpanModel:
             "use_cache": True,
         }
         if self._takes_positions:
-            arguments["position_ids"] = torch.tensor(positions, device=self.device).unsqueeze(1)
+            arguments["position_ids"] = positions_N1
         self._attention.use_packed()
-        with running(batch):
-            output_NH = self._run(hidden_N1H, arguments).squeeze(1)
-        batch.check()
-        return output_NH
+        return self._run(hidden_N1H, arguments)
 
     def _run(self, hidden: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
         self._received = hidden
         try:
-            self._model(**arguments)
+            self.module(**arguments)
             assert self._produced is not None
             return self._produced
         finally:

@@ -46,6 +46,12 @@ logger = logging.getLogger("swarm.server")
     "--cache-dir", type=click.Path(file_okay=False, path_type=Path), help="Where files from the hub are kept."
 )
 @click.option("--update-period", type=click.FloatRange(1, 200), default=30.0, help="Seconds between announcements.")
+@click.option(
+    "--compile",
+    "compiled",
+    is_flag=True,
+    help="Compile the blocks for decoding: quicker steps of small blocks, for half a minute once and a C++ compiler.",
+)
 @click.option("--threads", type=click.IntRange(min=1), help="Torch threads.  [default: torch's choice]")
 @console.exit_codes
 def main(
@@ -65,6 +71,7 @@ def main(
     cache_tokens: int | None,
     cache_dir: Path | None,
     update_period: float,
+    compiled: bool,
     threads: int | None,
 ) -> None:
     """Serve blocks of MODEL: a local folder, a model's name on the hub, or nothing for the demo model."""
@@ -81,6 +88,7 @@ def main(
 
     wanted = BlocksWanted.parse(blocks)
     rate = ThroughputWanted.parse(throughput)
+    remembered = default_path()
     console.plain_log_lines()
     quiet_hivemind()
     config = ServerConfig(
@@ -96,7 +104,8 @@ def main(
         device=device,
         dtype=dtype,
         throughput=rate,
-        throughput_cache=default_path(),
+        throughput_cache=remembered,
+        compile_in=remembered.parent / "compiled" if compiled and remembered is not None else None,
         stay=stay,
         name=name,
         cache_tokens=cache_tokens,

@@ -53,6 +53,7 @@ class ServerConfig:
     throughput_cache: file of throughputs measured before; None for none.
     stay: never move to other blocks.
     name: shown to others beside the peer id.
+    compile_in: folder of compiled code; None not to compile.
     cache_tokens: tokens that the attention cache can hold; None for the default.
     update_period: seconds between announcements.
     threads: torch threads; None for torch's own choice.
@@ -68,6 +69,7 @@ class ServerConfig:
     throughput_cache: Path | None = None
     stay: bool = False
     name: str = ""
+    compile_in: Path | None = None
     cache_tokens: int | None = None
     cache_dir: Path | None = None
     update_period: float = UPDATE_PERIOD

@@ -112,6 +112,7 @@ class Server:
             cache_tokens=config.cache_tokens or CACHE_TOKENS,
             throughput=config.throughput,
             throughput_cache=config.throughput_cache,
+            compile_in=config.compile_in,
         )
         logger.info("Model: %s, revision %s, %d blocks", checkpoint.name, checkpoint.revision, checkpoint.blocks)
         logger.info("Device: %s, computing in %s", plan.device, dtype_name(plan.dtype))

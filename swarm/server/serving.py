@@ -13,6 +13,7 @@ import torch
 
 from swarm.data_structures import Span
 from swarm.models.checkpoint import Checkpoint
+from swarm.models.packing import try_capture
 from swarm.models.span import SpanModel
 from swarm.models.span_loading import load_span
 from swarm.server.engine import Engine, token_budget
@@ -43,6 +44,7 @@ class Plan:
         cache_tokens: room in the attention cache.
         throughput: where the throughput comes from.
         throughput_cache: file of results measured before; None for none.
+        compile_in: folder of compiled code; None not to compile.
     """
 
     checkpoint: Checkpoint
@@ -51,6 +53,7 @@ class Plan:
     cache_tokens: int
     throughput: ThroughputWanted
     throughput_cache: Path | None
+    compile_in: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,11 @@ class Serving:
         model = await runtime.run(load_span, checkpoint, span, dtype=plan.dtype, device=plan.device, progress=True)
         seconds = time.monotonic() - began
         logger.info("Loaded: %s of weights in %.1f s", human(model.weight_bytes), seconds)
+        began = time.monotonic()
+        if plan.compile_in is not None:
+            logger.info("Compiling, unless it was done before: about half a minute")
+        way = await runtime.run(try_capture, model, plan.compile_in)
+        logger.info("Forward: %s, after %.1f s", way, time.monotonic() - began)
         throughput = await runtime.run(
             determine,
             plan.throughput,

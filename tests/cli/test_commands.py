@@ -16,7 +16,7 @@ OPTIONS = {
     "server": {
         "model", "--revision", "--blocks", "--initial-peers", "--new-swarm", "--host-maddrs", "--announce-maddrs",
         "--identity-path", "--device", "--dtype", "--throughput", "--name", "--cache-tokens", "--cache-dir",
-        "--update-period", "--threads", "--stay", "--help",
+        "--update-period", "--compile", "--threads", "--stay", "--help",
     },
     "dht": {"--initial-peers", "--host-maddrs", "--announce-maddrs", "--identity-path", "--help"},
     "plan": {
