@@ -54,6 +54,8 @@ class Chain:
         self._lengths: tuple[int, ...] | None = ()
         """Of each row after the last step; None if that was given up, so that some servers may have more."""
         self._window = 1
+        self._unlinked = False
+        """Some server pushes no more until the steps that are under way have come to their end."""
         self._hidden_size = 0
         self._outputs: dict[int, Packed] = {}
         self._event = asyncio.Event()
@@ -98,6 +100,9 @@ class Chain:
             raise SessionClosed("this session is closed; open another one")
         for hidden, _ in parts:
             hidden.check()
+        if self._unlinked:
+            self._unlinked = False
+            await self._failover.link(self._hops, range(len(self._hops)))
         if len(parts) > 1:
             if not self.appends(parts[0][1]):
                 raise ValueError("steps that set rows back or copy them cannot be under way together with others")
@@ -183,13 +188,21 @@ class Chain:
                 if one.replied < number:
                     one.expect(number, Outputs(layout.tokens, self._hidden_size))
         # Only now, because from now on steps may be pushed to them.
-        await self._failover.link(self._hops, range(max(0, index - 1), min(len(self._hops), index + len(mended) + 1)))
+        neighbours = range(max(0, index - 1), min(len(self._hops), index + len(mended) + 1))
+        if index and self._window > 1:
+            # It has to catch up first: what the server before would push meanwhile, it would refuse.
+            self._unlinked = True
+            await self._failover.link(self._hops, neighbours, silent=index - 1)
+        else:
+            await self._failover.link(self._hops, neighbours)
 
     async def _stop_pushing(self, index: int) -> None:
         """What was pushed to a hop did not arrive there, or was refused, and this client has to deliver it itself.
 
         Which of the two servers is at fault cannot be known, so neither is blamed; but it happens once, not each step.
+        Where several steps are under way it may just have missed one. Then they may try again afterwards.
         """
+        self._unlinked = self._unlinked or self._window > 1
         pusher, self._hops[index].distrusts_pushes = self._hops[index - 1], False
         logger.debug("%s pushes no more: that failed", whose(pusher.hop))
         await pusher.link(self._hops[index - 2] if index > 1 else None, None)
@@ -206,9 +219,9 @@ class Chain:
         following = self._hops[index + 1]
         following.record.add(Step(number, layout, outputs))
         before = max((earlier for earlier in self._steps if earlier < number), default=NOTHING_YET)
-        # What was pushed to a server that has missed the step before is refused there: nobody needs to wait for it.
-        if hop.passed_on and following.rejected < number and following.is_handed(before):
-            following.was_pushed(number)
+        if hop.passed_on:
+            # What was pushed to a server that has missed the step before is refused there: nobody needs to wait for it.
+            following.was_pushed(number, reliable=hop.may_push and following.is_handed(before))
 
     def _changed(self) -> None:
         self._event.set()

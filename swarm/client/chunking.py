@@ -28,7 +28,8 @@ IN_FLIGHT = 1024
 
 def overhead(servers: Sequence[ServerInfo]) -> float:
     """What a chunk costs beyond its tokens', in tokens: a step of one token over one further token of a batch."""
-    found = [server.forward_throughput / server.throughput for server in servers if server.forward_throughput > 0]
+    known = [server for server in servers if server.forward_throughput > 0 and server.throughput > 0]
+    found = [server.forward_throughput / server.throughput for server in known]
     return min(max(LEAST_OVERHEAD, statistics.median(found)), LARGEST_OVERHEAD) if found else OVERHEAD
 
 

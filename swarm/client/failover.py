@@ -172,13 +172,13 @@ class Failover:
         logger.info("replaced in %.2f s; %s", time.perf_counter() - began, route)
         return fresh
 
-    async def link(self, hops: Sequence[HopSession], which: range) -> None:
-        """Tell the servers of `hops[which]` who stands before and behind them."""
+    async def link(self, hops: Sequence[HopSession], which: range, silent: int | None = None) -> None:
+        """Tell the servers of `hops[which]` who stands before and behind them; `hops[silent]` is not to push."""
         if not self._manner.push:
             return
         for index in which:
             before = hops[index - 1] if index else None
-            after = hops[index + 1] if index + 1 < len(hops) else None
+            after = hops[index + 1] if index + 1 < len(hops) and index != silent else None
             await hops[index].link(before, after)
 
     async def _recovered(self, hop: HopSession, past: Past) -> bool:
@@ -253,8 +253,7 @@ class Failover:
                 if (failed := await self._replay(hops, past)) is not None:
                     trouble = self._blame(*failed)
         except BaseException:  # also when the person interrupts
-            for hop in hops:
-                hop.hang_up()
+            await asyncio.gather(*(hop.close() for hop in hops))
             raise
         if trouble is not None:
             await asyncio.gather(*(hop.close() for hop in hops))

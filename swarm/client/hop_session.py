@@ -25,6 +25,7 @@ from swarm.errors import (
     RequestRefused,
     ServerClosing,
     WrongDtype,
+    WrongPosition,
     remote_error,
 )
 from swarm.protocol import messages
@@ -68,12 +69,13 @@ class HopSession:
     Attributes:
         record: what went into these blocks so far.
         replied: number of the last step that it answered; it has answered all before.
-        passed_on: whether it handed that step's outputs to the server behind it.
+        passed_on: whether it handed that step's outputs to the server behind it, as it says.
+        may_push: whether it is meant to; it may not know yet that it is not.
         asked: number of the last step that this client handed to it.
         pushed: number of the last step that the server before says it has handed to it, none left out.
         rejected: number of the last step that it refused as it was pushed.
         owes: number of the last step that had been begun when its cache was filled with what came before.
-        distrusts_pushes: it refused a pushed step whose turn it was.
+        distrusts_pushes: it refused a pushed step.
         due: time (of `time.perf_counter`) by which the answer that is awaited should have come.
         error: why it cannot go on.
         leaving: its word that it is going to leave; it still answers what it was handed.
@@ -103,7 +105,7 @@ class HopSession:
         self.session_id = secrets.token_bytes(16)
         self.record = Record()
         self.replied = self.asked = self.pushed = self.rejected = self.owes = NOTHING_YET
-        self.passed_on = self._may_push = False
+        self.passed_on = self.may_push = False
         self.due = float("inf")
         self.error: Exception | None = None
         self.leaving: ServerClosing | None = None
@@ -125,6 +127,8 @@ class HopSession:
         self._void: set[int] = set()
         self._furthest = NOTHING_YET
         """Number of the newest step that it ever answered; `replied` goes back where a replay begins earlier."""
+        self._pushes: set[int] = set()
+        """Steps that were pushed to it, whatever has become of that: one that is refused may be one of those."""
         self._replaying: Outputs | None = None
         self._unheard = 0
         """Replays whose answers have not come, also those that nobody waits for any more."""
@@ -171,7 +175,7 @@ class HopSession:
 
     async def link(self, before: HopSession | None, after: HopSession | None) -> None:
         """Tell the server who may push to it and to whom it may push; None is this client."""
-        self._may_push = after is not None
+        self.may_push = after is not None
         await self._send(
             messages.Link(
                 previous=before.peer_id if before is not None else None,
@@ -211,10 +215,14 @@ class HopSession:
         """Whether the server has the step, or it is on its way there, from whomever."""
         return number <= max(self.replied, self.asked, self.pushed)
 
-    def was_pushed(self, number: int) -> None:
-        """The server before says that it has handed the step on."""
-        self.pushed = max(self.pushed, number)
-        self._start_clock(number)
+    def was_pushed(self, number: int, reliable: bool) -> None:
+        """The server before says that it has handed the step on. Only where that is `reliable` it is waited for."""
+        if number <= self.replied or number <= self.rejected:
+            return
+        self._pushes.add(number)
+        if reliable:
+            self.pushed = max(self.pushed, number)
+            self._start_clock(number)
 
     def can_answer(self, next_step: int) -> bool:
         """Whether a server that expects step `next_step` next can still tell all that it has not answered."""
@@ -265,11 +273,25 @@ class HopSession:
         """Free the session at the server, if it can still be told."""
         try:
             if self._stream is not None:
-                with suppress(PeerLost, TimeoutError):
+                with suppress(RemoteError, TimeoutError):
                     async with asyncio.timeout(CLOSE_TIMEOUT):
                         await self._stream.send(messages.CloseSession())
+                        await self._heard_out(self._stream)
         finally:
             self.hang_up()
+
+    async def _heard_out(self, stream: Stream) -> None:
+        """Wait until a server that is still going to answer has ended the stream.
+
+        Its answer to somebody who has hung up would fail, and with it the stream, on which the farewell waits unread.
+        """
+        if self.error is not None:
+            return
+        if self._listener is None:  # the answer to the opening
+            while True:
+                await stream.receive(0)
+        if any(number > self.replied for number in self._expected):
+            await asyncio.wait({self._listener})
 
     def hang_up(self) -> None:
         """End the connection without a word."""
@@ -339,13 +361,14 @@ class HopSession:
         seconds = time.perf_counter() - self._handed_at
         self._patience.answered(seconds, due.tokens)
         self._time(reply.step, HopTiming(seconds, reply.compute_ms / 1e3))
-        self.replied, self.passed_on = reply.step, reply.pushed and self._may_push
+        self.replied, self.passed_on = reply.step, reply.pushed
         if reply.step > self._furthest:
             self._furthest, self.pardons = reply.step, 0
         # Those of the newest call stay: what was asked for twice may come twice.
         oldest = min(reply.step, self.call_start)
         self._expected = {number: outputs for number, outputs in self._expected.items() if number >= oldest}
         self._void = {number for number in self._void if number > reply.step}
+        self._pushes = {number for number in self._pushes if number > reply.step}
         self.due = float("inf")
         self._handed_at = time.perf_counter()
         for number in self._awaited()[:1]:
@@ -364,11 +387,12 @@ class HopSession:
             self._replay_answered(lambda answer: answer.set_exception(error))
         elif isinstance(error, ServerClosing) and step is None:
             self.leaving = error
-        elif isinstance(error, RequestRefused) and not self._is_asked(step):
+        elif isinstance(error, RequestRefused) and not self._is_asked(step, error):
             # What was pushed to it was not right (perhaps before we heard of the push), or it has missed a step before.
             # The server before may be to blame: our copy will show.
             first = min(self._awaited(), default=self.rejected)
-            self.distrusts_pushes = step is None or step == first
+            self._pushes.discard(step if step is not None else first)
+            self.distrusts_pushes = True
             self.pushed = min(self.pushed, self.asked)
             self.rejected = max(self.rejected, first if step is None else step)
         else:
@@ -384,11 +408,14 @@ class HopSession:
         """Whether the step was answered (it was asked for twice) or given up."""
         return number <= self.replied or number in self._void
 
-    def _is_asked(self, step: int | None) -> bool:
-        """Whether this client itself has handed the step to the server, and not only the server before; None is any."""
+    def _is_asked(self, step: int | None, error: RemoteError) -> bool:
+        """Whether a refusal of a step (None: of any) means what this client has handed over, not the server before.
+
+        Where both have, and the server had missed a step before, the first refusal is that of the push.
+        """
         if step is None:
             return self.asked >= self.pushed and self.asked > self.replied and self.asked not in self._void
-        return step <= self.asked
+        return step <= self.asked and not (isinstance(error, WrongPosition) and step in self._pushes)
 
     def _awaited(self) -> list[int]:
         """Steps that the server still has to answer, ascending."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from contextlib import suppress
 
 import pytest
@@ -208,3 +209,113 @@ def test_a_client_needs_no_server_but_the_first_to_hear_from_it(span_model):
         assert [entry for entry in sent if entry[0] == CLIENT] == [(CLIENT, "a", messages.StepRequest)]
 
     virtual_time.run(scenario)
+
+
+@pytest.mark.parametrize("push", [True, False])
+def test_chunks_of_a_prompt_keep_all_servers_at_work(span_model, push):
+    """m chunks through h servers take m + h - 1 computations, not m h."""
+
+    async def scenario():
+        swarm = Swarm(span_model, ONCE, push=push)
+        await swarm.start()
+        talk = await swarm.chain()
+        await talk.append(3, 5)
+        await asyncio.sleep(1)
+        began = now()
+        await talk.prefill((2, 1), (0, 2), (3, 0), (1, 1), (1, 0), (2, 2))
+        assert now() - began == pytest.approx((4 if push else 6) * DELAY + (6 + 3 - 1) * COMPUTE)
+        assert [server.runtime.jobs for server in swarm.servers.values()] == [7, 7, 7]
+        by_client = [server.count(messages.StepRequest) for server in swarm.servers.values()]
+        assert by_client == ([7, 0, 0] if push else [7, 7, 7])
+        assert [round(timing.compute, 3) >= 0 for timing in talk.chain.timings] == [True] * 3
+        await talk.append(1, 1)
+        assert swarm.planner.failures == []
+
+    virtual_time.run(scenario)
+
+
+@pytest.mark.parametrize("push", [True, False])
+def test_a_server_is_handed_no_more_than_a_window(span_model, push, monkeypatch):
+    async def scenario():
+        monkeypatch.setattr("swarm.client.chain.window", lambda tokens: 2)
+        swarm = Swarm(span_model, ONCE, push=push)
+        unanswered, most = Counter(), Counter()
+
+        def watch(source, target, message):
+            if source == CLIENT and isinstance(message, messages.StepRequest):
+                unanswered[target] += 1
+                most[target] = max(most[target], unanswered[target])
+            elif target == CLIENT and isinstance(message, messages.StepReply) and unanswered[source]:
+                unanswered[source] -= 1
+            return False
+
+        swarm.on_message = watch
+        await swarm.start()
+        talk = await swarm.chain()
+        await talk.prefill(*[(1, 2)] * 8)
+        assert most == ({"a": 2} if push else {"a": 2, "b": 2, "c": 2})
+
+    virtual_time.run(scenario)
+
+
+def test_only_steps_that_continue_each_other_may_be_under_way_at_once(span_model):
+    async def scenario():
+        swarm = Swarm(span_model, ONCE)
+        await swarm.start()
+        talk = await swarm.chain()
+        for layouts in (
+            [StepLayout((1,), (2,)), StepLayout((3,), (1,))],
+            [StepLayout((0,), (2,), (0,)), StepLayout((2,), (1,))],
+        ):
+            with pytest.raises(ValueError, match="cannot be under way together"):
+                await talk.chain.steps([(Packed(b"", 0, HIDDEN, WireFormat.NONE, "float32"), one) for one in layouts])
+        await talk.append(4)
+        assert talk.chain.appends(StepLayout((4,), (2,)))
+        assert not talk.chain.appends(StepLayout((3,), (2,)))
+        assert not talk.chain.appends(StepLayout((4,), (2,), (0,)))
+        await talk.prefill((2,), (1,))
+
+    virtual_time.run(scenario)
+
+
+def test_a_chunk_that_is_refused_by_the_clients_own_fault_gives_up_those_behind_it(span_model):
+    async def scenario():
+        swarm = Swarm(span_model, ONCE)
+        await swarm.start()
+        talk = await swarm.chain()
+        await talk.append(3)
+        with pytest.raises(TooLong, match=f"opened for {MAX_LENGTH}"):
+            await talk.prefill((20,), (20,), (30,), (2,), (2,))
+        assert not talk.chain.appends(StepLayout((3,), (1,)))  # somebody may have more
+        await talk.append(1)
+        await talk.prefill((20,), (20,), (2,))
+        assert swarm.planner.failures == []
+        assert [server.count(messages.OpenSession) for server in swarm.servers.values()] == [1, 1, 1]
+
+    virtual_time.run(scenario)
+
+
+@pytest.mark.parametrize("push", [True, False])
+@pytest.mark.parametrize(
+    "then", [StepLayout((3, 5), (1, 1)), StepLayout((2, 2), (2, 1)), StepLayout((5, 3), (1, 1), (1, 0))]
+)
+def test_interrupted_chunks_are_never_built_upon(span_model, push, then):
+    async def interrupted_after(seconds):
+        swarm = Swarm(span_model, ONCE, push=push)
+        await swarm.start()
+        talk = await swarm.chain()
+        await talk.append(3, 5)
+        call = asyncio.ensure_future(talk.prefill((2, 0), (0, 3), (1, 1), (2, 2)))
+        await asyncio.wait({call}, timeout=seconds)
+        assert not call.done()
+        call.cancel()
+        with suppress(asyncio.CancelledError):
+            await call
+        await talk.step(then)
+        await talk.prefill((1, 0), (2, 1))
+        assert swarm.planner.failures == []
+        assert [server.count(messages.OpenSession) for server in swarm.servers.values()] == [1, 1, 1]
+
+    took = (4 if push else 6) * DELAY + (4 + 3 - 1) * COMPUTE
+    for part in range(8):
+        virtual_time.run(lambda part=part: interrupted_after(took * part / 8))

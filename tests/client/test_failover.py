@@ -214,6 +214,79 @@ def test_a_neighbour_fails_during_the_replay(span_model, neighbour):
     run(span_model, TWICE, act)
 
 
+CHUNKS = ((1, 2), (0, 2), (2, 0), (1, 1), (3, 0), (0, 1), (1, 1), (1, 2))
+
+
+@pytest.mark.parametrize("push", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_in_the_middle_of_a_long_prompt(span_model, name, push):
+    """What was answered is replayed in one request, what was not is delivered again; the other servers go on."""
+
+    async def act(swarm, talk):
+        replies = []
+
+        def watch(source, target, message):
+            if source == name and target == CLIENT and isinstance(message, messages.StepReply):
+                replies.append(message.step)
+                if len(replies) == 4:
+                    swarm.kill_soon(name)
+            return False
+
+        swarm.on_message = watch
+        await talk.prefill(*CHUNKS)
+        assert [peer for peer, _ in swarm.planner.failures] == [name]
+        others_were_left_alone(swarm, name)
+        replacement = swarm.servers[name + "2"]
+        assert replacement.count(messages.ReplayRequest) == 1
+        assert replacement.runtime.jobs < 1 + len(CHUNKS)
+        for other in NAMES:
+            if other != name:
+                assert swarm.servers[other].runtime.jobs == 2 + len(CHUNKS)
+
+    run(span_model, TWICE, act, push=push)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_leaving_in_the_middle_of_a_long_prompt(span_model, name):
+    async def act(swarm, talk):
+        server = swarm.servers[name]
+
+        def leave() -> None:
+            server.handler.closing = True
+            asyncio.get_running_loop().create_task(server.handler.hand_over())
+
+        swarm.on_message = at_first(messages.StepReply, name, CLIENT, leave, lost=False)
+        began = now()
+        await talk.prefill(*CHUNKS)
+        await talk.append(1, 1)
+        assert now() - began < 1
+        assert [(peer, type(why)) for peer, why in swarm.planner.failures] == [(name, ServerClosing)]
+        others_were_left_alone(swarm, name)
+
+    run(span_model, TWICE, act)
+
+
+@pytest.mark.parametrize(("source", "target"), [("a", "b"), ("b", "c")])
+def test_a_push_lost_in_the_middle_of_a_long_prompt_is_noticed_by_what_follows_it(span_model, source, target):
+    """The next chunk is refused, because it begins beyond the end of the cache: nobody has to wait until it is late."""
+
+    async def act(swarm, talk):
+        swarm.on_message = at_first(messages.PushRequest, source, target, lambda: None)
+        began = now()
+        await talk.prefill(*CHUNKS)
+        assert now() - began < 0.5
+        assert 1 <= swarm.servers[target].count(messages.StepRequest) <= len(CHUNKS)
+        assert swarm.planner.failures == []
+        others_were_left_alone(swarm)
+        # Afterwards they push again: it was the way, not the servers.
+        await talk.append(1, 1)
+        before = swarm.servers[target].count(messages.StepRequest)
+        await talk.append(1, 1)
+        assert swarm.servers[target].count(messages.StepRequest) == before
+
+    run(span_model, {"a": (0, 2), "b": (2, 4), "c": (4, 6)}, act)
+
+
 CUTS = [
     pytest.param({"x": (2, 3), "y": (3, 4)}, "0:2@a 2:3@x 3:4@y 4:6@c", id="one by two"),
     pytest.param({"x": (0, 6)}, "0:2@a 2:4@x 4:6@c", id="entered and left in the middle"),
