@@ -176,6 +176,7 @@ class Capture:
                 with graph.inserting_before(first):
                     held = graph.placeholder(f"held_{len(bound)}")
                 bound.append(operator.attrgetter(str(node.target))(module))
+                held.meta["val"] = bound[-1]
                 node.replace_all_uses_with(held)
                 graph.erase_node(node)
             elif node.op == "call_module" or node.target is _ATEN._assert_tensor_metadata.default:
