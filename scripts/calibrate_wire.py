@@ -157,17 +157,19 @@ def _percent(figures: Row, digits: int = 3) -> str:
 def format_rows(rows: dict[str, Row]) -> str:
     """One line a model and format."""
     lines = [
-        f"| model | format | bytes a token | perplexity %, 1 hop | {HOPS} hops | most | KL, nats | greedy changed |",
-        f"|{' --- |' * 8}",
+        f"| model | format | bytes a token | perplexity %, 1 hop | {HOPS} hops | most | KL, nats | greedy changed "
+        f"| {OUTLIERS:.0f} × |",
+        f"|{' --- |' * 9}",
     ]
     for title, row in rows.items():
         most = min(8, row["blocks"])
         for wire in FORMATS:
             one, some, many = (_find(row, wire, hops) for hops in (1, HOPS, most))
+            stressed = _percent(_find(row, wire, HOPS, OUTLIERS)) if wire is WireFormat.BLOCKWISE8 else ""
             size = payload_length(row["hidden_size"], wire, "float32")
             lines.append(
                 f"| {title} | {wire} | {size} | {_percent(one)} | {_percent(some)} | {_percent(many)} ({most}) "
-                f"| {some['divergence']:.1e} | {some['greedy_changed']:.2f} % |"
+                f"| {some['divergence']:.1e} | {some['greedy_changed']:.2f} % | {stressed} |"
             )
     return "\n".join(lines)
 
@@ -217,12 +219,9 @@ def main() -> None:
     real = own_weights(options, held_out)
     small = small_models(options, train, held_out)
     page = options.page.read_text("utf-8")
-    for name, text in (
-        ("models", format_rows(real)),
-        ("defaults", family_rows(small)),
-        ("families", format_rows(small)),
-    ):
-        page = put(page, name, text)
+    page = put(page, "models", format_rows(real))
+    if small:
+        page = put(put(page, "defaults", family_rows(small)), "families", format_rows(small))
     options.page.write_text(page, "utf-8")
     print("BLOCKWISE8 =", sorted(family for family, row in small.items() if harmless(row)))
 

@@ -12,7 +12,14 @@ HOPS, HARMLESS, OUTLIERS = 3, 0.5, 20.0
 included; also where some channels of every block are `OUTLIERS` times as large, which is how far those of large models
 stand out (Dettmers et al. 2022a, LLM.int8)."""
 
-BLOCKWISE8 = frozenset({"llama"})
+BLOCKWISE8 = frozenset(
+    {
+        *("bloom", "deepseek_v2", "deepseek_v3", "ernie4_5", "exaone4", "falcon", "gemma", "gemma2", "gemma3_text"),
+        *("glm4_moe", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "gptj", "granite", "llama", "llama4_text"),
+        *("mistral", "mixtral", "mpt", "olmo2", "olmo3", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3"),
+        *("qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2"),
+    }
+)
 """Families whose hidden states travel in 8 bits: those that keep the rule. `docs/wire.md` has the figures."""
 
 
