@@ -24,6 +24,7 @@ from swarm.client.lanes import LanesWanted, check_lanes
 from swarm.client.local_blocks import LocalBlocks, parse_local_blocks
 from swarm.client.remote_sequential import Call, RemoteLayer, RemoteSequential
 from swarm.client.session import InferenceSession
+from swarm.client.speculation import bounded, check_speculation, unseen_length
 from swarm.data_structures import Span, WireFormat
 from swarm.errors import InvalidOption, UsageError
 from swarm.models.checkpoint import Checkpoint, open_checkpoint
@@ -39,9 +40,6 @@ logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 """The wire format that is left to the family."""
-
-CANDIDATES = 64
-"""Tokens that assisted generation may try beyond the end of the text."""
 
 
 class AutoDistributedModelForCausalLM:
@@ -215,10 +213,28 @@ class DistributedMixin:
         """transformers' hook: the cache of a `generate` that was given none is a session of its own."""
         given = model_kwargs.get("past_key_values")
         if given is None and generation_config.use_cache is not False:
-            # Candidates of assisted generation run ahead of the text's end before they are taken back.
-            ahead = CANDIDATES if "assisted" in str(generation_mode).lower() else 0
-            self._active.own = self.inference_session(max_length=max(1, length + ahead))
+            self._active.own = self.inference_session(max_length=max(1, length))
             model_kwargs["past_key_values"] = self._active.own.cache
+
+    def _get_candidate_generator(self, generation_config: Any, assistant_model: Any = None, **kwargs: Any) -> Any:
+        """transformers' hook: what proposes the candidates of assisted generation."""
+        check_speculation(generation_config, is_draft_remote=isinstance(assistant_model, DistributedMixin))
+        generator = super()._get_candidate_generator(  # type: ignore[misc]
+            generation_config=generation_config, assistant_model=assistant_model, **kwargs
+        )
+        return bounded(generator, generation_config.max_length - 1)
+
+    def prepare_inputs_for_generation(
+        self, input_ids: torch.Tensor, next_sequence_length: int | None = None, **kwargs: Any
+    ) -> Any:
+        """transformers' hook: which tokens a forward gets."""
+        cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+        if next_sequence_length is None and isinstance(cache, SequenceCache):
+            mask_length = mask.shape[1] if mask is not None else None
+            next_sequence_length = unseen_length(cache.length, input_ids.shape[1], mask_length)
+        return super().prepare_inputs_for_generation(  # type: ignore[misc]
+            input_ids, next_sequence_length=next_sequence_length, **kwargs
+        )
 
     _active: _Active
 
