@@ -1,0 +1,208 @@
+"""Several clients at once on one chain of servers: what they get together, and what each of them loses.
+
+    python -m benchmarks.clients [--shape small] [--clients 8] [--servers 3] [--tokens 48] [--repeats 3] [--json FILE]
+
+Servers and clients are processes of one torch thread each. One client alone, all of them at once, and the local
+transformers model (one row, and a batch of as many rows as there are clients) take turns. Every client writes a text of
+its own; the first of them checks its tokens against the local model's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks import machine
+from benchmarks.chain import split, spread
+from benchmarks.shapes import SHAPES, make_model
+from swarm import AutoDistributedModelForCausalLM
+from swarm.cli.local_swarm import LocalSwarm
+from swarm.transport.p2p import quiet_hivemind
+
+PROMPT = 16
+END = 10.0
+"""Seconds that a client gets to leave."""
+
+
+def prompts(rows: int) -> torch.Tensor:
+    """One prompt a client, `[rows, PROMPT]`."""
+    return torch.randint(0, 1024, (rows, PROMPT), generator=torch.Generator().manual_seed(1))
+
+
+class Client:
+    """A client in a process of its own, told by lines what to do."""
+
+    def __init__(self, path: Path, address: str, number: int) -> None:
+        command = [sys.executable, "-m", "benchmarks.clients", "--worker", str(path), address, str(number)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.hear()  # it is ready
+
+    def tell(self, tokens: int) -> None:
+        """Begin to write so many tokens."""
+        stdin = cast(IO[str], self._process.stdin)
+        stdin.write(f"{tokens}\n")
+        stdin.flush()
+
+    def hear(self) -> Any:
+        """What it says next."""
+        line = cast(IO[str], self._process.stdout).readline()
+        if not line:
+            raise SystemExit(f"a client ended with code {self._process.wait(END)}; what it said stands above")
+        return json.loads(line)
+
+    def close(self) -> None:
+        cast(IO[str], self._process.stdin).close()
+        try:
+            self._process.wait(END)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def work(path: str, address: str, number: int) -> None:
+    """A client's process: write texts as long as it is told to, and say how long each took."""
+    torch.set_num_threads(1)
+    quiet_hivemind()
+    model = AutoDistributedModelForCausalLM.from_pretrained(path, initial_peers=[address], wire="none")
+    prompt = prompts(number + 1)[number:]
+    with closing(model.swarm):
+        model.generate(prompt, max_new_tokens=4, do_sample=False)
+        print(json.dumps("ready"), flush=True)
+        for line in sys.stdin:
+            began = time.perf_counter()
+            text = model.generate(prompt, max_new_tokens=int(line), do_sample=False)
+            print(json.dumps([time.perf_counter() - began, text[0, PROMPT:].tolist()]), flush=True)
+
+
+@dataclass
+class Figures:
+    """Tokens a second, by repeat.
+
+    Attributes:
+        alone: one client.
+        together: all of them, the sum.
+        slowdowns: of every client in every repeat: how much longer its text took than alone, 0 is no longer.
+        local, batch: the local model with one row, and with one row a client, all rows together.
+    """
+
+    alone: list[float] = field(default_factory=list)
+    together: list[float] = field(default_factory=list)
+    slowdowns: list[float] = field(default_factory=list)
+    local: list[float] = field(default_factory=list)
+    batch: list[float] = field(default_factory=list)
+
+
+@contextmanager
+def started(path: Path, address: str, count: int) -> Iterator[list[Client]]:
+    with ExitStack() as stack:
+        clients = []
+        for number in range(count):
+            client = Client(path, address, number)
+            stack.callback(client.close)
+            clients.append(client)
+        yield clients
+
+
+def run(clients: Sequence[Client], tokens: int) -> tuple[float, list[float], list[list[int]]]:
+    """Let clients write at the same time: seconds for all, seconds of each, their tokens."""
+    began = time.perf_counter()
+    for client in clients:
+        client.tell(tokens)
+    seconds, texts = zip(*(client.hear() for client in clients), strict=True)
+    return time.perf_counter() - began, list(seconds), list(texts)
+
+
+def measure(shape: str, count: int, servers: int, tokens: int, repeats: int, options: Sequence[str]) -> Figures:
+    """Let one client, all clients and the local model take turns."""
+    torch.set_num_threads(1)
+    figures = Figures()
+    with tempfile.TemporaryDirectory() as folder:
+        path = make_model(shape, Path(folder))
+        local = AutoModelForCausalLM.from_pretrained(path)
+        blocks = split(SHAPES[shape].num_hidden_layers, servers)
+
+        def write(rows: int) -> float:
+            began = time.perf_counter()
+            local.generate(prompts(rows), max_new_tokens=tokens, do_sample=False)
+            return rows * tokens / (time.perf_counter() - began)
+
+        expected = local.generate(prompts(1), max_new_tokens=tokens, do_sample=False)[0, PROMPT:].tolist()
+        with (
+            LocalSwarm(str(path), blocks, options=("--threads", "1", "--throughput", "1000", *options)) as swarm,
+            started(path, swarm.address, count) as clients,
+        ):
+            for _ in range(repeats):
+                alone, _, (text,) = run(clients[:1], tokens)
+                if text != expected:
+                    raise SystemExit("the tokens differ from the local model's")
+                together, seconds, texts = run(clients, tokens)
+                if texts[0] != expected:
+                    raise SystemExit("with other clients beside it, a client's tokens differ from the local model's")
+                figures.alone.append(tokens / alone)
+                figures.together.append(count * tokens / together)
+                figures.slowdowns += [one / alone - 1 for one in seconds]
+                figures.local.append(write(1))
+                figures.batch.append(write(count))
+    return figures
+
+
+def table(figures: Figures, count: int) -> str:
+    """The figures for people, in Markdown."""
+    ratios = [together / alone for together, alone in zip(figures.together, figures.alone, strict=True)]
+    beside = [alone / local for alone, local in zip(figures.alone, figures.local, strict=True)]
+    rows = [
+        ("one client alone, tokens/s", spread(figures.alone, 1)),
+        (f"{count} clients at once, tokens/s together", spread(figures.together, 1)),
+        ("together, of one alone", spread(ratios)),
+        ("how much longer a client's text takes than alone", spread(figures.slowdowns)),
+        ("local model, one row, tokens/s", spread(figures.local, 1)),
+        (f"local model, {count} rows in one batch, tokens/s together", spread(figures.batch, 1)),
+        (
+            "one client alone, of the local model",
+            spread(beside),
+        ),
+    ]
+    return "\n".join(["| | median (range) |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="small")
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--servers", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--compile", action="store_true", help="servers compile their blocks")
+    parser.add_argument("--json", type=Path, help="write the raw figures here too")
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        path, address, number = arguments.worker
+        return work(path, address, int(number))
+    quiet_hivemind()
+    about = machine.describe()
+    options = ["--compile"] if arguments.compile else []
+    figures = measure(
+        arguments.shape, arguments.clients, arguments.servers, arguments.tokens, arguments.repeats, options
+    )
+    print(", ".join(f"{name} {value}" for name, value in about.items()), end="\n\n")
+    print(f"shape {arguments.shape}, fp32, {arguments.servers} servers, {arguments.tokens} tokens a text")
+    print(table(figures, arguments.clients))
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"machine": about, "figures": asdict(figures)}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
