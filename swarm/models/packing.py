@@ -27,6 +27,10 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 2e-2}
 CAPTURED_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 """Of all outputs together, relative to their norm."""
 
+WORTH_CAPTURING = 32e6
+"""Bytes of a block's weights. Larger blocks spend their time reading them; the 5 % that a flat forward gains there is not
+worth the 32 MB that writing it down leaves in memory."""
+
 AGREEING = 0.75
 """Share of tokens that have to agree. A mixture of experts may send a token elsewhere for a rounding error."""
 
@@ -61,7 +65,8 @@ def try_capture(model: SpanModel, compile_in: Path | None = None) -> str:
         "plain", "flat" or "compiled".
     """
     model.captured, best = None, "plain"
-    if not model.packed:
+    small = model.weight_bytes < WORTH_CAPTURING * model.span.length
+    if not model.packed or (not small and compile_in is None):
         return best
     _, expected = _schedule(model)
     example = torch.randn(2, 1, model.hidden_size).to(model.device, model.dtype)

@@ -18,6 +18,7 @@ import torch
 
 from swarm.data_structures import StepLayout, WireFormat
 from swarm.errors import (
+    CacheFull,
     PeerLost,
     ProtocolViolation,
     RemoteError,
@@ -30,10 +31,11 @@ from swarm.errors import (
 from swarm.models.kv_cache import SessionCache
 from swarm.models.span import SpanModel
 from swarm.protocol import messages
-from swarm.protocol.compression import dtype_name, pack, unpack
+from swarm.protocol.compression import dtype_name, pack, unpack, warm_up
 from swarm.protocol.framing import Frame
 from swarm.server.checks import Checks, Limits
 from swarm.server.engine import Bytes, Engine, Request
+from swarm.server.patient_stream import PatientStream
 from swarm.server.push import PushLink
 from swarm.server.sessions import Session, Sessions
 from swarm.transport.stream import Network, Stream
@@ -49,7 +51,7 @@ class Handler:
     """Answers the streams of all peers of one server.
 
     Attributes:
-        closing: no new sessions and forwards are accepted.
+        closing: no new sessions and forwards are accepted, and nobody waits for room any more.
         closed: no steps either.
     """
 
@@ -62,18 +64,28 @@ class Handler:
         engine: Engine,
         limits: Limits | None = None,
     ) -> None:
-        self.closing = False
         self.closed = False
+        self._closing = False
         self._network = network
         self._model = model
         self._sessions = sessions
         self._engine = engine
         self._limits = limits or Limits()
         self._checks = Checks(model, revision, self._limits)
-        self._streams: dict[str, set[Stream]] = {}
+        self._streams: dict[str, set[PatientStream]] = {}
         self._answering = 0
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @property
+    def closing(self) -> bool:
+        return self._closing
+
+    @closing.setter
+    def closing(self, closing: bool) -> None:
+        self._closing = closing
+        if closing:
+            self._sessions.refuse_waiting()
 
     async def idle(self) -> None:
         """Return when every request that has come is answered."""
@@ -91,14 +103,15 @@ class Handler:
         await asyncio.gather(*map(tell, self._sessions.clients()))
 
     def hang_up(self) -> None:
-        """Accept nothing any more and end all streams, so that nothing keeps the blocks in memory."""
+        """Accept nothing any more and break off all conversations, so that nothing keeps the blocks in memory."""
         self.closing = self.closed = True
         for stream in [stream for streams in self._streams.values() for stream in streams]:
             stream.close()
         self._sessions.clear()
 
-    async def __call__(self, stream: Stream) -> None:
-        """Serve one stream until the peer closes it or sends garbage."""
+    async def __call__(self, raw: Stream) -> None:
+        """Serve one stream until the peer closes it, sends garbage or reads no answers."""
+        stream = PatientStream(raw)
         streams = self._streams.setdefault(stream.peer_id, set())
         streams.add(stream)
         conversation = _Conversation()
@@ -194,7 +207,13 @@ class Handler:
             last_seen=0.0,
             patience=message.patience,
         )
+        try:
+            if message.reply_format is WireFormat.BLOCKWISE8:
+            await self._engine.runtime.run(warm_up, self._model.device)
         conversation.session = await self._sessions.open(fresh, message.rows, stream)
+        except CacheFull:
+            self._check_open()  # or is it that this server leaves?
+            raise
         return messages.SessionOpened(conversation.session.next_step)
 
     def _link(self, session: Session, message: messages.Link) -> None:
