@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from swarm.data_structures import Span
-from swarm.models import families, packing, surgery
+from swarm.models import families, linear, packing, surgery
 from swarm.models.checkpoint import Checkpoint
 from swarm.models.digest import block_digest
 from swarm.models.loading import load_cut
@@ -50,6 +50,7 @@ def load_span(
     model = load_cut(model_class, config, cut, tensors, dtype).to(device)
     # After loading, because rotary tables are filled while it happens, for the layer types of the whole model.
     surgery.slice_config(model.config, span, blocks)
+    linear.prepack(model.get_submodule(path))
     result = SpanModel(model, path, span, digests, config.hidden_size)
     if packed:
         packing.decide(result)

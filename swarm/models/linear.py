@@ -1,0 +1,133 @@
+"""Linear layers whose weights never change: on a CPU they are held in the layout that oneDNN computes with.
+
+A plain `nn.Linear` leaves oneDNN to rearrange the weight at every product, or takes another path; arranged once, the
+same product is up to twice as fast (`benchmarks/quantization.py`). Gradients flow to the inputs, never to the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+ROWS = 128
+"""Batch that weights are arranged for. oneDNN has two layouts: one for a single row, which loses where there are more,
+and one for everything else, which is the same from 4 rows on and as good as the other for a single one."""
+
+WORTH_ARRANGING = 1 << 18
+"""Numbers in the smallest fp32 weight that is arranged. A call costs 8 us more than a plain one, which a smaller weight
+that lies in the processor's cache does not give back. In bfloat16 the plain call costs more, so all are arranged."""
+
+
+class FrozenLinear(nn.Module):
+    """`x @ weight.T + bias` for a weight that is held in a form of its own.
+
+    Subclasses say how to multiply (`product`) and what the plain weight is (`dense`).
+
+    Shapes: any number of dimensions in front, `[..., in_features]` to `[..., out_features]`.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bias = linear.bias
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The plain weight, made for this call: a family that reads it gets the right one, slowly."""
+        return self.dense()
+
+    def product(self, inputs: torch.Tensor) -> torch.Tensor:
+        """The result for inputs, without a way back for gradients."""
+        raise NotImplementedError
+
+    def dense(self) -> torch.Tensor:
+        """`[out_features, in_features]`, in the dtype it computes in."""
+        raise NotImplementedError
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() and inputs.requires_grad:
+            result: torch.Tensor = _WithInputGradient.apply(inputs, self)
+            return result
+        return self.product(inputs)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class _WithInputGradient(torch.autograd.Function):
+    """A frozen product whose gradient goes to its inputs. Keeps nothing but the module."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, module: FrozenLinear) -> torch.Tensor:
+        ctx.module = module
+        return module.product(inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (gradient,) = gradients
+        return gradient @ ctx.module.dense().to(gradient.dtype), None
+
+
+class PrepackedLinear(FrozenLinear):
+    """A linear layer on the CPU whose weight is held in oneDNN's layout alone."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear)
+        arranged = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS)
+        self.arranged = nn.Parameter(arranged, requires_grad=False)
+
+    def product(self, inputs: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(
+            inputs, self.arranged, self.bias, "none", [], ""
+        )
+        return result
+
+    def dense(self) -> torch.Tensor:
+        return self.arranged.to_dense()
+
+
+@cache
+def can_prepack(dtype: torch.dtype) -> bool:
+    """Whether this machine's processor and torch compute prepacked products in `dtype`."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    try:
+        PrepackedLinear(nn.Linear(16, 16, dtype=dtype))(torch.zeros(1, 16, dtype=dtype))
+    except (RuntimeError, AttributeError):  # the processor lacks the instructions, or torch the functions
+        return False
+    return True
+
+
+def prepack(layers: nn.Module) -> None:
+    """Replace, in place, the plain linear layers on the CPU that gain by it; one plain weight after the other is freed.
+
+    Subclasses of `nn.Linear` stay: they may read their weight in their own way.
+    """
+    replace_linears(layers, lambda linear: PrepackedLinear(linear) if _gains(linear) else None)
+
+
+def _gains(linear: nn.Linear) -> bool:
+    weight = linear.weight
+    large = weight.dtype is not torch.float32 or weight.numel() >= WORTH_ARRANGING
+    return weight.device.type == "cpu" and large and can_prepack(weight.dtype)
+
+
+def replace_linears(layers: nn.Module, replacement: Callable[[nn.Linear], nn.Module | None]) -> None:
+    """Put what `replacement` returns in the place of every plain `nn.Linear`; None leaves it.
+
+    A linear layer that stands in several places is replaced by one module in all of them.
+    """
+    made: dict[nn.Linear, nn.Module | None] = {}
+    for parent in list(layers.modules()):
+        for name, child in list(parent._modules.items()):
+            if type(child) is not nn.Linear:
+                continue
+            if child not in made:
+                made[child] = replacement(child)
+            new = made[child]
+            if new is not None:
+                setattr(parent, name, new)
