@@ -20,6 +20,7 @@ from swarm.data_structures import StepLayout, WireFormat
 from swarm.errors import (
     CacheFull,
     PeerLost,
+    PeerSilent,
     ProtocolViolation,
     RemoteError,
     ServerClosing,
@@ -148,8 +149,12 @@ class Handler:
             step = message.step if isinstance(message, messages.StepRequest) else None
             reply, payload = self._refusal(error, message, stream.peer_id, step), b""
         if reply is not None:
-            with suppress(PeerLost):  # a client that has hung up may have said before that its session is over
+            try:
                 await stream.send(reply, payload)
+            except PeerSilent:
+                raise
+            except PeerLost:  # a client that has hung up may have said before that its session is over
+                pass
 
     def _refusal(self, error: Exception, message: messages.Message, client: str, step: int | None) -> messages.Refusal:
         """What the client is told of an error; what went wrong inside is for this server's log alone."""
@@ -207,10 +212,10 @@ class Handler:
             last_seen=0.0,
             patience=message.patience,
         )
-        try:
-            if message.reply_format is WireFormat.BLOCKWISE8:
+        if message.reply_format is WireFormat.BLOCKWISE8:
             await self._engine.runtime.run(warm_up, self._model.device)
-        conversation.session = await self._sessions.open(fresh, message.rows, stream)
+        try:
+            conversation.session = await self._sessions.open(fresh, message.rows, stream)
         except CacheFull:
             self._check_open()  # or is it that this server leaves?
             raise
