@@ -166,7 +166,9 @@ class Failover:
             await lost.close()
         before = hops[index - 1].peer_id if index else None
         after = hops[index + 1].peer_id if index + 1 < len(hops) else None
-        fresh = await self._find(lost.hop.span, before, after, past)
+        # Where nobody else has room either, that is what has to be said, not that blocks are missing.
+        full = lost.error if isinstance(lost.error, CacheFull) else None
+        fresh = await self._find(lost.hop.span, before, after, past, full)
         route = Route(tuple(hop.hop for hop in [*hops[:index], *fresh, *hops[index + 1 :]]))
         self._planner.taken(route)
         logger.info("replaced in %.2f s; %s", time.perf_counter() - began, route)
@@ -209,11 +211,12 @@ class Failover:
         hop.pardons += 1
         return trouble is None
 
-    async def _find(self, span: Span, before: str | None, after: str | None, past: Past) -> list[HopSession]:
-        """Open hops over `span` and fill their caches."""
+    async def _find(
+        self, span: Span, before: str | None, after: str | None, past: Past, trouble: RemoteError | None = None
+    ) -> list[HopSession]:
+        """Open hops over `span` and fill their caches. `trouble` is why others were left."""
         tries = 0
         waiting = Waiting(self._planner)
-        trouble: RemoteError | None = None
         while True:
             try:
                 hops = self._hops(await self._planner.route(span, before, after, self._max_length))

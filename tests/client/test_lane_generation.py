@@ -251,6 +251,13 @@ def test_lanes_for_which_there_is_no_room(swarm: TestSwarm, model: Any) -> None:
     assert write(model, lanes=2).shape == (5, LONGEST + NEW)
 
 
+def test_lanes_whose_rows_have_no_room(swarm: TestSwarm, model: Any) -> None:
+    """Room for a lane's further rows is asked for with its first step."""
+    with run_client(swarm, wait_for_blocks=1.0) as other, pytest.raises(CacheFull, match="fewer lanes or rows"):
+        write(other, lanes=2, max_new_tokens=400)
+    assert write(model, lanes=2).shape == (5, LONGEST + NEW)
+
+
 def test_a_lane_survives_the_loss_of_a_server(folder: Path, local: Any) -> None:
     spans = ("0:3", "3:6", "3:6")
     with run_swarm(folder, spans, dtype="float32") as swarm, run_client(swarm, dtype="float32") as model:
