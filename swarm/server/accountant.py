@@ -20,10 +20,21 @@ PEER_SHARE = 0.75
 
 @dataclass(eq=False)
 class _Waiter:
+    """Somebody in the line.
+
+    Attributes:
+        decided: done once it has left the line: with its tokens if `granted`.
+    """
+
     holder: Hashable
     peer: str
     tokens: int
-    granted: asyncio.Future[None]
+    decided: asyncio.Future[None]
+    granted: bool = False
+
+    def decide(self, granted: bool) -> None:
+        self.granted = granted
+        self.decided.set_result(None)
 
 
 class Accountant:
@@ -40,6 +51,7 @@ class Accountant:
         self._held: dict[Hashable, tuple[str, int]] = {}
         self._peers: Counter[str] = Counter()
         self._waiters: list[_Waiter] = []
+        self._closing = False
 
     @property
     def free(self) -> int:
@@ -50,64 +62,86 @@ class Accountant:
         """Tokens that a holder has."""
         return self._held.get(holder, ("", 0))[1]
 
-    def check(self, peer: str, tokens: int) -> None:
-        """Raise `CacheFull` if `tokens` more for this peer would not fit now."""
-        if not self._fits(peer, tokens) or self._waiters:
-            raise self._full(peer, tokens)
-
     def take(self, holder: Hashable, peer: str, tokens: int) -> None:
-        """Give a holder `tokens` more. Raises `CacheFull`, and changes nothing, if there is no room now."""
-        self.check(peer, tokens)
+        """Give a holder `tokens` more. Raises `CacheFull`, and changes nothing, if it cannot have them now."""
+        first = self._first()
+        overtakes = first is not None and self._peers[first.peer] <= self._peers[peer]
+        if overtakes or tokens > self.free or self._peers[peer] + tokens > self.quota:
+            raise self._full(peer, tokens)
         self._grant(holder, peer, tokens)
 
     async def wait(self, holder: Hashable, peer: str, tokens: int, patience: float) -> None:
-        """As `take`, but wait up to `patience` seconds for room if there may ever be enough."""
-        if patience <= 0 or tokens + self.held(holder) > self.quota:
+        """As `take`, but wait up to `patience` seconds for room if there may ever be enough.
+
+        Raises `CacheFull` too when the holder gives back what it has meanwhile. Who is cancelled holds no more than
+        before, even if it was granted at that very moment.
+        """
+        if patience <= 0 or self._closing or tokens + self.held(holder) > self.quota:
             return self.take(holder, peer, tokens)
         waiter = _Waiter(holder, peer, tokens, asyncio.get_running_loop().create_future())
         self._waiters.append(waiter)
         self._admit()
         try:
-            async with asyncio.timeout(patience):
-                await waiter.granted
-        except TimeoutError:
-            raise self._full(peer, tokens) from None
+            # Unlike `wait_for`, this leaves the decision alone: a grant and the end of the patience may come together.
+            await asyncio.wait([waiter.decided], timeout=patience)
+        except BaseException:
+            if waiter.granted:
+                self._take_back(holder, tokens)
+            raise
         finally:
-            if waiter in self._waiters:
-                self._waiters.remove(waiter)
-                self._admit()
+            self._leave_line(waiter)
+        if not waiter.granted:
+            raise self._full(peer, tokens)
 
     def give_back(self, holder: Hashable) -> None:
-        """The holder needs nothing any more."""
-        peer, tokens = self._held.pop(holder, ("", 0))
-        self._peers[peer] -= tokens
-        if not self._peers[peer]:
-            del self._peers[peer]
-        self._admit()
+        """The holder needs nothing any more, and waits for nothing. It is never seen again."""
+        for waiter in [waiter for waiter in self._waiters if waiter.holder is holder]:
+            self._waiters.remove(waiter)
+            waiter.decide(False)
+        self._take_back(holder, self.held(holder))
+
+    def close(self) -> None:
+        """From now on nobody waits for room, and who does is told that there is none."""
+        self._closing = True
+        for waiter in self._waiters:
+            waiter.decide(False)
+        self._waiters.clear()
+
+    def _first(self) -> _Waiter | None:
+        """Who is next in the line. Who is held back by its own quota keeps nobody else waiting."""
+        line = [one for one in self._waiters if self._peers[one.peer] + one.tokens <= self.quota]
+        return min(line, key=lambda one: self._peers[one.peer], default=None)
 
     def _admit(self) -> None:
         """Grant what those who wait can have."""
-        while True:
-            line = sorted(self._waiters, key=lambda one: self._peers[one.peer])
-            # Who is held back by its own quota keeps nobody else waiting.
-            first = next((one for one in line if self._peers[one.peer] + one.tokens <= self.quota), None)
-            if first is None or first.tokens > self.free:
-                return
+        while (first := self._first()) is not None and first.tokens <= self.free:
             self._waiters.remove(first)
             self._grant(first.holder, first.peer, first.tokens)
-            if not first.granted.done():
-                first.granted.set_result(None)
+            first.decide(True)
 
-    def _fits(self, peer: str, tokens: int) -> bool:
-        return tokens <= self.free and self._peers[peer] + tokens <= self.quota
+    def _leave_line(self, waiter: _Waiter) -> None:
+        if waiter in self._waiters:
+            self._waiters.remove(waiter)
+            self._admit()
 
     def _grant(self, holder: Hashable, peer: str, tokens: int) -> None:
         self._held[holder] = peer, self.held(holder) + tokens
         self._peers[peer] += tokens
 
+    def _take_back(self, holder: Hashable, tokens: int) -> None:
+        peer, held = self._held.pop(holder, ("", 0))
+        tokens = min(tokens, held)  # a holder that was granted room may have given back all since
+        if held > tokens:
+            self._held[holder] = peer, held - tokens
+        self._peers[peer] -= tokens
+        if not self._peers[peer]:
+            del self._peers[peer]
+        self._admit()
+
     def _full(self, peer: str, tokens: int) -> CacheFull:
+        others = f", {len(self._waiters)} others wait" if self._waiters else ""
         return CacheFull(
-            f"{tokens} tokens of attention cache are needed and {max(0, self.free)} of {self.capacity} are free; this "
-            f"peer holds {self._peers[peer]} of the {self.quota} that one peer may have. Ask for a smaller max_length, "
-            "fewer rows, or another server"
+            f"{tokens} tokens of attention cache are needed and {max(0, self.free)} of {self.capacity} are "
+            f"free{others}; this peer holds {self._peers[peer]} of the {self.quota} that one peer may have. Ask for a "
+            "smaller max_length, fewer rows, or another server"
         )

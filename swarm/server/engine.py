@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -18,7 +18,7 @@ from swarm.data_structures import StepLayout
 from swarm.errors import ServerClosing
 from swarm.models.kv_cache import SessionCache, Work, advance
 from swarm.server.queue_meter import QueueMeter
-from swarm.server.runtime import Runtime
+from swarm.server.runtime import Runtime, call_in, settle
 from swarm.server.scheduler import SHORT, Shares, Waiting, next_batch
 
 Bytes = bytes | memoryview
@@ -71,17 +71,25 @@ class Outcome:
 
 @dataclass(eq=False)
 class _Entry:
-    """A request that waits or is being computed."""
+    """A request that waits or is being computed.
+
+    Attributes:
+        came, served: when it came, and when it was last served or came.
+        work: once it has begun.
+        seconds: spent in the blocks so far.
+    """
 
     number: int
     request: Request
     future: asyncio.Future[Outcome]
     loop: asyncio.AbstractEventLoop
+    came: float
     served: float
     work: Work | None = None
     seconds: float = 0.0
 
-    def waiting(self, now: float) -> Waiting:
+    def waiting(self, now: float, trained: float) -> Waiting:
+        """As the scheduler sees it, if training was last served at `trained`."""
         request, layout = self.request, self.request.layout
         return Waiting(
             number=self.number,
@@ -91,7 +99,7 @@ class _Entry:
             tokens=self.work.left if self.work is not None else layout.tokens,
             short=max(layout.counts) <= SHORT,
             training=request.training,
-            idle=now - self.served,
+            idle=now - (max(self.served, trained) if request.training else self.served),
         )
 
 
@@ -111,6 +119,7 @@ class Engine:
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _running: bool = False
+    _trained: float = -math.inf
 
     @property
     def queue_seconds(self) -> float:
@@ -122,8 +131,8 @@ class Engine:
 
         The cache changes only if this returns, or would have: a caller that is cancelled may find either.
         """
-        loop = asyncio.get_running_loop()
-        entry = _Entry(next(self._numbers), request, loop.create_future(), loop, time.monotonic())
+        loop, now = asyncio.get_running_loop(), time.monotonic()
+        entry = _Entry(next(self._numbers), request, loop.create_future(), loop, came=now, served=now)
         with self._lock:
             self._incoming.append(entry)
             start, self._running = not self._running, True
@@ -133,30 +142,43 @@ class Engine:
 
     def _go_on(self) -> None:
         if not self.runtime.post(self._iterate):
-            with self._lock:
-                left, self._running = [*self._entries.values(), *self._incoming], False
-                self._entries.clear()
-                self._incoming.clear()
-            _settle([(entry, ServerClosing("this server is leaving; use another one")) for entry in left])
+            self._give_up(ServerClosing("this server is leaving; use another one"))
+
+    def _give_up(self, error: BaseException) -> None:
+        """Nothing that waits will be computed."""
+        with self._lock:
+            left, self._running = [*self._entries.values(), *self._incoming], False
+            self._entries.clear()
+            self._incoming.clear()
+        _settle([(entry, error) for entry in left])
 
     def _iterate(self) -> None:
         """One iteration, in the compute thread."""
         self._take_in()
-        now = time.monotonic()
-        batch = next_batch([entry.waiting(now) for entry in self._entries.values()], self._shares, self.budget)
-        chosen = [(self._entries[portion.number], portion.tokens) for portion in batch]
-        self._shares.charge([(entry.request.session, tokens) for entry, tokens in chosen])
-        settled = self._begin([entry for entry, _ in chosen], now)
-        settled += self._advance([(entry, tokens) for entry, tokens in chosen if entry.work is not None], now)
-        settled += [(entry, _finished(entry)) for entry, _ in chosen if entry.work is not None and not entry.work.left]
+        try:
+            settled = self._compute_next(time.monotonic())
+        except BaseException as error:  # no request's fault: whoever waits has to hear of it
+            return self._give_up(error)
         for entry, _ in settled:
             self._entries.pop(entry.number, None)
         _settle(settled)
         with self._lock:
-            self._running = bool(self._entries or self._incoming)
-            running = self._running
+            self._running = running = bool(self._entries or self._incoming)
         if running:
             self._go_on()
+
+    def _compute_next(self, now: float) -> list[_Settled]:
+        """Compute the next batch; what became of the requests that are through with it, one way or the other."""
+        waiting = [entry.waiting(now, self._trained) for entry in self._entries.values()]
+        batch = next_batch(waiting, self._shares, self.budget)
+        self._shares.charge(waiting, batch)
+        chosen = [(self._entries[portion.number], portion.tokens) for portion in batch]
+        if any(entry.request.training for entry, _ in chosen):
+            self._trained = now
+        settled = self._begin([entry for entry, _ in chosen], now)
+        settled += self._advance([(entry, tokens) for entry, tokens in chosen if entry.work is not None], now)
+        settled += [(entry, _finished(entry)) for entry, _ in chosen if entry.work is not None and not entry.work.left]
+        return settled
 
     def _take_in(self) -> None:
         while self._incoming:
@@ -170,24 +192,25 @@ class Engine:
         for entry in entries:
             if entry.work is not None:
                 continue
-            self._meter.started(now - entry.served, now)
+            self._meter.started(now - entry.came, now)
             request = entry.request
             try:
                 entry.work = request.cache.begin(request.decode().to(request.cache.model.dtype), request.layout)
-            except Exception as error:
+            except BaseException as error:
                 failed.append((entry, error))
         return failed
 
     def _advance(self, portions: Sequence[tuple[_Entry, int]], now: float) -> list[_Settled]:
-        """Compute the portions together; if that fails, each alone, to find the one that is to blame."""
+        """Compute the portions together; if that fails, each half alone, down to the ones that are to blame."""
         began = time.perf_counter()
         failed: list[_Settled] = []
         try:
             works = [(entry.work, tokens) for entry, tokens in portions if entry.work is not None]
             advance([(work, min(tokens, work.left)) for work, tokens in works])
-        except Exception as error:
+        except BaseException as error:
             if len(portions) > 1:
-                return [one for portion in portions for one in self._advance([portion], now)]
+                middle = len(portions) // 2
+                return self._advance(portions[:middle], now) + self._advance(portions[middle:], now)
             failed = [(entry, error) for entry, _ in portions]
             for entry, _ in portions:
                 entry.work = None
@@ -207,7 +230,7 @@ def _finished(entry: _Entry) -> Outcome | BaseException:
     try:
         payload = entry.request.encode(entry.work.output)
         entry.work.commit()
-    except Exception as error:
+    except BaseException as error:
         return error
     return Outcome(payload, entry.seconds * 1e3)
 
@@ -215,16 +238,12 @@ def _finished(entry: _Entry) -> Outcome | BaseException:
 def _settle(settled: Sequence[_Settled]) -> None:
     """Hand results to their loops; one wake-up for each loop."""
     for loop in {entry.loop for entry, _ in settled}:
-        mine = [(entry.future, result) for entry, result in settled if entry.loop is loop]
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(_deliver, mine)
+        call_in(loop, _deliver, [(entry.future, result) for entry, result in settled if entry.loop is loop])
 
 
-def _deliver(results: Sequence[tuple[asyncio.Future[Any], Outcome | BaseException]]) -> None:
+def _deliver(results: Sequence[tuple[asyncio.Future[Outcome], Outcome | BaseException]]) -> None:
     for future, result in results:
-        if future.cancelled():
-            continue
         if isinstance(result, BaseException):
-            future.set_exception(result)
+            settle(future, None, result)
         else:
-            future.set_result(result)
+            settle(future, result, None)

@@ -7,6 +7,7 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
 from swarm.errors import ServerClosing
@@ -18,18 +19,19 @@ T = TypeVar("T")
 class Runtime:
     """Runs jobs in order in its own thread.
 
-    The thread is a daemon: a process that leaves does not wait for a job that never ends, such as loading a model.
+    Attributes:
+        thread: a daemon, so that a process that leaves does not wait for a job that never ends, such as loading a model.
     """
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         self._closed = False
-        threading.Thread(target=self._work, name="swarm-compute", daemon=True).start()
+        self._closing = threading.Lock()  # nothing may slip in behind the end of the queue, where it would never run
+        self.thread = threading.Thread(target=self._work, name="swarm-compute", daemon=True)
+        self.thread.start()
 
     async def run(self, job: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The job's result, or its exception. Raises `ServerClosing` after `close`."""
-        if self._closed:
-            raise ServerClosing("this server is leaving; use another one")
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
@@ -40,31 +42,39 @@ class Runtime:
                 result, error = job(*args, **kwargs), None
             except BaseException as raised:
                 result, error = None, raised
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(_settle, future, result, error)
+            call_in(loop, settle, future, result, error)
 
-        self._jobs.put(work)
+        if not self.post(work):
+            raise ServerClosing("this server is leaving; use another one")
         return await future
 
     def post(self, job: Callable[[], None]) -> bool:
-        """Run a job that tells nobody of its end and never raises. False after `close`."""
-        if self._closed:
-            return False
-        self._jobs.put(job)
-        return True
+        """Run a job that tells nobody of its end and never raises. False after `close`. For any thread."""
+        with self._closing:
+            if not self._closed:
+                self._jobs.put(job)
+            return not self._closed
 
     def close(self) -> None:
         """Accept no more jobs; the thread ends after those it has."""
-        if not self._closed:
-            self._closed = True
-            self._jobs.put(None)
+        with self._closing:
+            if not self._closed:
+                self._closed = True
+                self._jobs.put(None)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
 
 
-def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+def call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *args: Any) -> None:
+    """Call a function in another thread's loop, if that still runs."""
+    with suppress(RuntimeError):  # it is closed, and nobody waits there
+        loop.call_soon_threadsafe(function, *args)
+
+
+def settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    """Give a future its result or its error, unless nobody waits for it any more."""
     if future.cancelled():
         return
     if isinstance(error, StopIteration):  # which a future cannot carry

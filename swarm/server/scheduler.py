@@ -8,10 +8,12 @@ Every iteration merges tokens of many requests into one forward. The laws:
   take what is left of the token budget, and at least a share of it.
 - Among sessions, who was served least goes first (start-time fair queueing, Goyal et al. 1996): a session that was
   idle does not save up. When tokens are scarce, no peer gets more than its equal part, however many sessions it opens.
+- Who has waited for long goes before all of these, so that nobody waits for ever, whatever else comes.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -23,8 +25,14 @@ SHORT = 16
 LONG_SHARE = 0.25
 """Of the budget, for long requests while short ones fill the rest."""
 
+PATIENCE = 1.0
+"""Seconds after which a request goes first, however much its session has had."""
+
 TRAINING_PATIENCE = 2.0
 """Seconds after which training gets an iteration, however much inference waits."""
+
+REMEMBERED = 1024
+"""Sessions whose shares are kept, besides those that wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +47,7 @@ class Waiting:
         tokens: left to compute.
         short: see `SHORT`.
         training: nobody waits for the next token.
-        idle: seconds since it came or was last served.
+        idle: seconds since it came or was last served; for training, since any training was, if that is less.
     """
 
     number: int
@@ -62,23 +70,50 @@ class Portion:
 
 @dataclass
 class Shares:
-    """How much each session was served, in tokens, on a common virtual clock."""
+    """How much each session was served, in tokens. Inference and training have clocks of their own."""
 
-    _served: dict[Hashable, float] = field(default_factory=dict)
-    _now: float = 0.0
+    _clocks: dict[bool, _Clock] = field(default_factory=lambda: {False: _Clock(), True: _Clock()})
+
+    def __len__(self) -> int:
+        return sum(len(clock.served) for clock in self._clocks.values())
+
+    def of(self, one: Waiting) -> float:
+        """Where the request's session stands: less means sooner. Who was idle begins where the others are."""
+        return self._clocks[one.training].of(one.session)
+
+    def charge(self, waiting: Sequence[Waiting], batch: Sequence[Portion]) -> None:
+        """The portions were served, of all that waited."""
+        tokens = {portion.number: portion.tokens for portion in batch}
+        for training, clock in self._clocks.items():
+            ours = [one for one in waiting if one.training == training]
+            if any(one.number in tokens for one in ours):
+                for one in ours:
+                    clock.served[one.session] = clock.of(one.session) + tokens.get(one.number, 0)
+                clock.advance({one.session for one in ours if tokens.get(one.number, 0) < one.tokens})
+
+
+@dataclass
+class _Clock:
+    """Tokens that sessions were served, as if each had been served `now` tokens at least."""
+
+    served: dict[Hashable, float] = field(default_factory=dict)
+    now: float = 0.0
 
     def of(self, session: Hashable) -> float:
-        """Where the session stands: less means sooner. Who was idle begins where the others are."""
-        return max(self._served.get(session, 0.0), self._now)
+        return max(self.served.get(session, 0.0), self.now)
 
-    def charge(self, batch: Sequence[tuple[Hashable, int]]) -> None:
-        """Sessions were served so many tokens each."""
-        starts = {session: self.of(session) for session, _ in batch}
-        for session, tokens in batch:
-            self._served[session] = self.of(session) + tokens
-        # The clock stands where the least served of them began; who is behind it needs no memory of its own.
-        self._now = max(self._now, min(starts.values(), default=self._now))
-        self._served = {session: served for session, served in self._served.items() if served > self._now}
+    def advance(self, waiting: set[Hashable]) -> None:
+        """These sessions still wait. The least served of them tells the time; who is behind needs no memory of it.
+
+        Sessions of other blocks count as well, and those that want nothing now do not: else the clock would run away
+        from those that wait, or be held up by one that needs little.
+        """
+        self.now = min(map(self.of, waiting), default=max(self.served.values(), default=self.now))
+        ahead = {session: served for session, served in self.served.items() if served > self.now}
+        gone = [session for session in ahead if session not in waiting]
+        for session in heapq.nsmallest(len(gone) - REMEMBERED, gone, key=ahead.__getitem__):
+            del ahead[session]
+        self.served = ahead
 
 
 def next_batch(waiting: Sequence[Waiting], shares: Shares, budget: int) -> list[Portion]:
@@ -86,14 +121,21 @@ def next_batch(waiting: Sequence[Waiting], shares: Shares, budget: int) -> list[
     candidates = _class(waiting)
     if not candidates:
         return []
-    span = max(candidates, key=lambda one: (one.idle, -one.number)).span
-    together = [one for one in candidates if one.span == span]
-    queue = sorted(together, key=lambda one: (shares.of(one.session), one.number))
+    oldest = max(candidates, key=lambda one: (one.idle, -one.number))
+    queue = sorted((one for one in candidates if one.span == oldest.span), key=lambda one: _turn(one, shares))
     short, long = [one for one in queue if one.short], [one for one in queue if not one.short]
-    kept = min(int(budget * LONG_SHARE), sum(one.tokens for one in long))
-    portions = _filled(short, max(1, budget - kept) if short else 0)
+    # The oldest decides which blocks compute, so it must not go away empty.
+    least = 0 if oldest.short else 1
+    kept = min(max(least, int(budget * LONG_SHARE)), sum(one.tokens for one in long))
+    portions = _filled(short, budget - kept)
     portions += _filled(long, budget - sum(portion.tokens for portion in portions))
     return portions
+
+
+def _turn(one: Waiting, shares: Shares) -> tuple[bool, float, int]:
+    """What requests are sorted by."""
+    impatient = one.idle >= PATIENCE
+    return not impatient, -one.idle if impatient else shares.of(one), one.number
 
 
 def _class(waiting: Sequence[Waiting]) -> list[Waiting]:

@@ -45,6 +45,8 @@ class Session:
         client: the newest of them, to which replies to pushed steps go.
         previous: the peer that may push steps into the session, besides the client itself.
         link: the way to the next server.
+        lock: held by the step that is being computed.
+        growing: held by who reserves room, so that two connections never reserve the same rows twice.
     """
 
     session_id: bytes
@@ -63,6 +65,7 @@ class Session:
     previous: str | None = None
     link: PushLink | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    growing: asyncio.Lock = field(default_factory=asyncio.Lock)
     _linked: asyncio.Event = field(default_factory=asyncio.Event)
 
     def let_push(self, previous: str | None) -> None:
@@ -137,15 +140,15 @@ class Sessions:
             raise CacheFull(f"a peer may have {self._peer_sessions} sessions; close some, or ask another server")
         self._sessions[session.peer_id, session.session_id] = session
         session.attached += 1
-        session.client = client
         session.last_seen = self._now()
         try:
             await self.reserve(session, rows)
         except BaseException:
-            self.detach(session, client)
+            self.detach(session)
             if known is None:
                 self.close(session)
             raise
+        session.client = client  # a connection that was refused does not take the place of one that works
         return session
 
     async def pushed_by(self, previous: str, client: str, session_id: bytes) -> Session:
@@ -172,23 +175,24 @@ class Sessions:
 
         Raises `CacheFull`, and changes nothing, if there is none, or `UnknownSession` if the session is closed.
         """
-        self.check(session)
-        more = (rows - session.rows) * session.max_length
-        if more > 0:
-            self.expire()
-            async with self._expiring(session.patience):
-                await self._accountant.wait(session, session.peer_id, more, session.patience)
-            session.rows = rows
-            self._check_or_free(session)
+        async with session.growing:
+            self.check(session)
+            more = (rows - session.rows) * session.max_length
+            if more > 0:
+                self.expire()
+                try:
+                    async with self._expiring(session.patience):
+                        await self._accountant.wait(session, session.peer_id, more, session.patience)
+                except CacheFull:
+                    self.check(session)  # which was closed meanwhile?
+                    raise
+                self.check(session)
+                session.rows = rows
         session.last_seen = self._now()
 
-    def _check_or_free(self, session: Session) -> None:
-        """`check`; what a session that was closed meanwhile has got is free again."""
-        try:
-            self.check(session)
-        except UnknownSession:
-            self._accountant.give_back(session)
-            raise
+    def refuse_waiting(self) -> None:
+        """From now on nobody waits for room."""
+        self._accountant.close()
 
     @asynccontextmanager
     async def _expiring(self, patience: float) -> AsyncIterator[None]:
@@ -209,7 +213,7 @@ class Sessions:
     def detach(self, session: Session, client: Stream | None = None) -> None:
         """A connection that used the session has ended."""
         session.attached -= 1
-        if session.client is client:
+        if client is not None and session.client is client:
             session.client = None
         session.last_seen = self._now()
 

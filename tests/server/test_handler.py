@@ -314,19 +314,20 @@ def test_the_same_session_id_of_another_peer_is_another_session(model):
 
 def test_a_lost_reply_is_sent_again_and_not_computed_again(model, monkeypatch):
     calls = []
-    forward = model.forward
+    forward = model.forward_tokens
 
     def counted(*args):
         calls.append(1)
         return forward(*args)
 
-    monkeypatch.setattr(model, "forward", counted)
+    monkeypatch.setattr(model, "forward_tokens", counted)
 
     async def act(server):
         client = await (await server.client()).begin()
         request = (STEP, pack(random(1, 7), WireFormat.NONE))
         first = await client.ask(*request)
         computed = len(calls)
+        assert computed == 2
         assert await client.ask(*request) == first
         client.stream.close()
 
@@ -496,7 +497,7 @@ def test_a_step_that_comes_after_the_last_one_was_computed(model):
 @pytest.fixture
 def poisonable(model, monkeypatch):
     """The model, which fails on one input after having written to the cache."""
-    forward = model.forward
+    forward = model.forward_tokens
 
     def fragile(hidden, *args):
         output = forward(hidden, *args)
@@ -504,7 +505,7 @@ def poisonable(model, monkeypatch):
             raise RuntimeError("secret path /home/somebody")
         return output
 
-    monkeypatch.setattr(model, "forward", fragile)
+    monkeypatch.setattr(model, "forward_tokens", fragile)
     return model
 
 

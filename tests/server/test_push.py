@@ -275,7 +275,7 @@ def test_a_computation_that_fails_is_told_to_the_client(model, monkeypatch, capl
             raise RuntimeError("secret path")
 
         with monkeypatch.context() as patch:
-            patch.setattr(model, "forward", broken)
+            patch.setattr(model, "forward_tokens", broken)
             await before.stream.send(push(client.next_step()), payload_of(client))
             refusal, _ = await client.hear()
         assert isinstance(refusal, messages.Refusal)

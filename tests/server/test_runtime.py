@@ -163,15 +163,38 @@ def test_a_loop_that_is_gone_does_not_hurt_the_thread():
     runtimes[0].close()
 
 
-def test_how_long_jobs_wait_is_measured():
+def test_posted_jobs_take_their_turn():
     async def scenario(runtime):
-        assert runtime.queue_seconds == 0
-        go_on = threading.Event()
-        first = asyncio.create_task(runtime.run(go_on.wait, SOON))
-        behind = asyncio.create_task(runtime.run(int))
+        log = []
+        first = asyncio.create_task(runtime.run(log.append, "run"))
         await asyncio.sleep(0)
-        go_on.set()
-        await asyncio.gather(first, behind)
-        assert 0 < runtime.queue_seconds < SOON
+        assert runtime.post(lambda: log.append("posted"))
+        await runtime.run(log.append, "run again")
+        await first
+        assert log == ["run", "posted", "run again"]
 
     run(scenario)
+
+
+def test_whatever_is_accepted_is_run_however_close_the_end_is():
+    """Jobs come from other threads as well, while the loop closes the runtime."""
+    for _ in range(50):
+        runtime, begin = Runtime(), threading.Barrier(3)
+        accepted, ran = [], []
+
+        def post(runtime=runtime, begin=begin, accepted=accepted, ran=ran):
+            begin.wait(SOON)
+            while runtime.post(lambda: ran.append(1)):
+                accepted.append(1)
+
+        threads = [threading.Thread(target=post) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        begin.wait(SOON)
+        runtime.close()
+        assert not runtime.post(lambda: ran.append(1))
+        for thread in threads:
+            thread.join(SOON)
+        runtime.thread.join(SOON)
+        assert not runtime.thread.is_alive()
+        assert len(ran) == len(accepted)

@@ -78,7 +78,7 @@ def test_five_servers_of_one_process_spread_over_the_blocks(folder: str) -> None
 
 def test_a_leaving_server_finishes_the_running_step(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     began, go_on = threading.Event(), threading.Event()
-    forward = SpanModel.forward
+    forward = SpanModel.forward_tokens
 
     def slow(self: SpanModel, *args: Any, **kwargs: Any) -> torch.Tensor:
         began.set()
@@ -94,7 +94,7 @@ def test_a_leaving_server_finishes_the_running_step(folder: str, monkeypatch: py
         planner = RoutingPlanner(lambda: announced, patience=0.0)
         chain = Chain(client, planner, Manner(info.revision, WireFormat.NONE, 20), Span(0, 6), 16)
         await chain.open()
-        monkeypatch.setattr(SpanModel, "forward", slow)
+        monkeypatch.setattr(SpanModel, "forward_tokens", slow)
         step = asyncio.create_task(chain.step(hidden_states(3), StepLayout((0,), (3,))))
         assert await asyncio.to_thread(began.wait, 10)
         leaving = asyncio.create_task(only.stop())

@@ -1,0 +1,62 @@
+"""A stream to a peer that may not read what it is sent: frames take turns and have deadlines.
+
+Without this, one client that reads nothing could keep its handler, and with it the blocks, in memory for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from swarm.errors import PeerSilent
+from swarm.protocol.framing import MAX_PAYLOAD, Frame
+from swarm.protocol.messages import Message
+from swarm.server.push import PATIENCE, SLOWEST
+from swarm.transport.stream import Limit, Stream
+
+
+class PatientStream:
+    """A peer's stream, as the task that serves it sees it. Made in that task, which alone receives.
+
+    A frame waits for those before it, so that only one at a time lies in the buffers of a slow peer, and its n bytes
+    have `PATIENCE + n / SLOWEST` seconds to leave. A peer that is slower is given up.
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self.peer_id = stream.peer_id
+        self._stream = stream
+        self._task = asyncio.current_task()
+        self._turn = asyncio.Lock()
+        self._receiving = False
+        self._over = False
+
+    async def send(self, message: Message, payload: bytes | memoryview = b"") -> None:
+        """Send one frame. Raises `PeerLost`, or `PeerSilent` if the peer does not read."""
+        async with self._turn:
+            self._check()
+            try:
+                async with asyncio.timeout(PATIENCE + len(payload) / SLOWEST):
+                    await self._stream.send(message, payload)
+            except TimeoutError:
+                self.close()
+                self._check()
+
+    async def receive(self, max_payload: Limit = MAX_PAYLOAD) -> Frame:
+        """Wait for one frame. Raises `PeerLost` at the end of the stream, `ProtocolViolation` when it is too large."""
+        self._check()
+        self._receiving = True
+        try:
+            return await self._stream.receive(max_payload)
+        finally:
+            self._receiving = False
+
+    def close(self) -> None:
+        """End the stream, and the task that serves it as soon as it computes nothing."""
+        self._over = True
+        self._stream.close()
+        # While something is still unsent, a stream that is closed tells its reader nothing.
+        if self._receiving and self._task is not None:
+            self._task.cancel()
+
+    def _check(self) -> None:
+        if self._over:
+            raise PeerSilent(f"peer …{self.peer_id[-6:]} was given up, or does not read what it is sent")
