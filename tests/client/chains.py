@@ -20,6 +20,7 @@ from swarm.protocol import messages
 from swarm.protocol.compression import pack, unpack
 from swarm.routing.peer_health import Failure
 from swarm.routing.router import Router
+from swarm.server.engine import Engine
 from swarm.server.handler import Handler
 from swarm.server.sessions import Sessions
 from swarm.transport.memory import MemoryHub, MemoryNetwork
@@ -47,11 +48,11 @@ class Server:
     def __init__(self, hub: MemoryHub, model: SpanModel, info: ServerInfo, seconds: float) -> None:
         self.info = info
         self.runtime = InlineRuntime(seconds)
+        runtime: Any = self.runtime
         self.sessions = Sessions(1 << 16, time.monotonic)
         self.network = MemoryNetwork(hub, info.peer_id)
-        runtime: Any = self.runtime
         network = _TappedNetwork(self)
-        self.handler = Handler(network, model.narrowed(info.span), REVISION, self.sessions, runtime)
+        self.handler = Handler(network, model.narrowed(info.span), REVISION, self.sessions, Engine(runtime))
         self.tamper: Tamper = lambda message, payload: (message, payload)
         self.heard: list[tuple[str, messages.ClientMessage]] = []
 
