@@ -121,13 +121,19 @@ def replace_linears(layers: nn.Module, replacement: Callable[[nn.Linear], nn.Mod
 
     A linear layer that stands in several places is replaced by one module in all of them.
     """
-    made: dict[nn.Linear, nn.Module | None] = {}
-    for parent in list(layers.modules()):
-        for name, child in list(parent._modules.items()):
-            if type(child) is not nn.Linear:
-                continue
-            if child not in made:
-                made[child] = replacement(child)
-            new = made[child]
-            if new is not None:
+    for places in _plain_linears(layers):
+        parent, name = places[0]
+        new = replacement(getattr(parent, name))
+        if new is not None:
+            for parent, name in places:
                 setattr(parent, name, new)
+
+
+def _plain_linears(layers: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Where each plain linear layer stands. It is not named itself: nobody but its places may keep its weight alive."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for parent in layers.modules():
+        for name, child in parent._modules.items():
+            if type(child) is nn.Linear:
+                places.setdefault(id(child), []).append((parent, name))
+    return list(places.values())

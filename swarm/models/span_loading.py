@@ -48,6 +48,7 @@ def load_span(
         surgery.renumber(kept)
 
     model = load_cut(model_class, config, cut, tensors, dtype).to(device)
+    del tensors  # weights take another form now, one after the other
     # After loading, because rotary tables are filled while it happens, for the layer types of the whole model.
     surgery.slice_config(model.config, span, blocks)
     linear.prepack(model.get_submodule(path))
