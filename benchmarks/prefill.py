@@ -41,7 +41,7 @@ def cut(chunks: str) -> Iterator[None]:
         yield
         return
 
-    def slots(slots: int, rows: int, servers: object) -> int:
+    def slots(slots: int, rows: int, servers: object, first_alone: bool) -> int:
         return slots if chunks == "whole" else max(1, int(chunks) // rows)
 
     with mock.patch.object(session, "chunk_slots", slots):

@@ -22,25 +22,34 @@ LEAST_OVERHEAD, LARGEST_OVERHEAD = 4.0, 128.0
 SMALLEST, LARGEST = 32, 512
 """Tokens of a chunk. Between two chunks a server can do others' steps, also where it is the only one of its route."""
 
-IN_FLIGHT = 1024
+IN_FLIGHT = 512
 """Tokens that a server may have been handed and not answered, if that is two steps or more."""
 
 
 def overhead(servers: Sequence[ServerInfo]) -> float:
-    """What a chunk costs beyond its tokens', in tokens: a step of one token over one further token of a batch."""
-    known = [server for server in servers if server.forward_throughput > 0 and server.throughput > 0]
+    """What a chunk costs beyond its tokens', in tokens: a step of one token over one further token of a batch.
+
+    A server for which both cost the same has not measured it: somebody gave it a figure.
+    """
+    known = [server for server in servers if server.forward_throughput > server.throughput > 0]
     found = [server.forward_throughput / server.throughput for server in known]
     return min(max(LEAST_OVERHEAD, statistics.median(found)), LARGEST_OVERHEAD) if found else OVERHEAD
 
 
-def chunk_slots(slots: int, rows: int, servers: Sequence[ServerInfo]) -> int:
+def chunk_slots(slots: int, rows: int, servers: Sequence[ServerInfo], first_alone: bool = False) -> int:
     """Slots of each chunk of a step that brings `rows` rows of `slots` slots. All chunks are about as long.
 
     m chunks of T tokens take (m + h - 1) (T / m + o) turns of a token, which is least for m = sqrt(T (h - 1) / o).
+
+    Args:
+        first_alone: the others wait until the first chunk has left the last server; the pipeline is filled twice.
     """
-    tokens = slots * rows
-    best = math.sqrt(tokens * (len(servers) - 1) / overhead(servers)) if servers else 1.0
-    chunks = min(max(round(best), math.ceil(tokens / LARGEST), 1), max(1, tokens // SMALLEST))
+    tokens, cost = slots * rows, overhead(servers)
+    filling = (len(servers) - 1) * (2 if first_alone else 1)
+    best = max(1, round(math.sqrt(tokens * filling / cost))) if filling > 0 else 1
+    if (best + filling) * (tokens / best + cost) >= len(servers) * (tokens + cost):
+        best = 1
+    chunks = max(1, min(max(best, math.ceil(tokens / LARGEST)), tokens // SMALLEST))
     return max(1, math.ceil(slots / chunks))
 
 

@@ -103,9 +103,10 @@ class InferenceSession:
         size = max(1, REQUEST_TOKENS // rows)
         if layout.tokens:
             chain = self._opened()
-            chunk = chunk_slots(new, rows, [hop.server for hop in chain.route.hops])
-            if chunk < new and not chain.appends(layout):
-                size = chunk  # what copies rows or sets them back has to be done everywhere before others follow
+            alone = not chain.appends(layout)  # what copies rows or sets them back has to be done everywhere at first
+            chunk = chunk_slots(new, rows, [hop.server for hop in chain.route.hops], alone)
+            if chunk < new and alone:
+                size = chunk
         if new > size:
             return self._compute_in_parts(hidden, mask, positions, tokens, size)
         result = hidden

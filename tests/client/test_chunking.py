@@ -50,6 +50,14 @@ def test_examples(slots, rows, hops, expected):
     assert chunk_slots(slots, rows, servers(hops)) == expected
 
 
+def test_where_the_first_chunk_goes_alone_it_has_to_pay_twice():
+    """A few candidates of speculative decoding, after others were rejected, are one step; a long prompt is not."""
+    assert chunk_slots(64, 1, servers(3)) == 32
+    assert chunk_slots(64, 1, servers(3), first_alone=True) == 64
+    assert 32 < chunk_slots(512, 1, servers(3), first_alone=True) < 64
+    assert chunk_slots(600, 1, servers(1), first_alone=True) == 300
+
+
 def test_servers_that_lose_much_with_each_chunk_get_fewer():
     quick, slow = (chunk_slots(2048, 1, servers(3, rate)) for rate in (400.0, 6400.0))
     assert quick < slow <= LARGEST
@@ -60,7 +68,8 @@ def test_what_a_chunk_costs_is_what_servers_say_within_bounds():
     assert overhead(servers(3, 2000.0)) == 20.0
     assert overhead([*servers(2, 2000.0), *servers(1, 9e9)]) == 20.0  # one that boasts changes nothing
     assert overhead(servers(1, 1e9)) == LARGEST_OVERHEAD
-    assert overhead(servers(1, 1e-9)) == LEAST_OVERHEAD
+    assert overhead(servers(1, 101.0)) == LEAST_OVERHEAD
+    assert overhead(servers(1, 100.0)) == OVERHEAD
 
 
 @given(st.integers(1, 8192), st.integers(1, 64), st.integers(0, 12), st.sampled_from([0.0, 500.0, 4000.0]))
