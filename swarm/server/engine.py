@@ -17,6 +17,7 @@ import torch
 from swarm.data_structures import StepLayout
 from swarm.errors import ServerClosing
 from swarm.models.kv_cache import SessionCache, Work, advance
+from swarm.server.gathering import Gathering
 from swarm.server.queue_meter import QueueMeter
 from swarm.server.runtime import Runtime, call_in, settle
 from swarm.server.scheduler import SHORT, Shares, Waiting, next_batch
@@ -88,6 +89,10 @@ class _Entry:
     work: Work | None = None
     seconds: float = 0.0
 
+    @property
+    def short(self) -> bool:
+        return max(self.request.layout.counts) <= SHORT
+
     def waiting(self, now: float, trained: float) -> Waiting:
         """As the scheduler sees it, if training was last served at `trained`."""
         request, layout = self.request, self.request.layout
@@ -97,7 +102,7 @@ class _Entry:
             peer=request.peer,
             session=request.session,
             tokens=self.work.left if self.work is not None else layout.tokens,
-            short=max(layout.counts) <= SHORT,
+            short=self.short,
             training=request.training,
             idle=now - (max(self.served, trained) if request.training else self.served),
         )
@@ -117,7 +122,8 @@ class Engine:
     _shares: Shares = field(default_factory=Shares)
     _meter: QueueMeter = field(default_factory=QueueMeter)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _lock: threading.Condition = field(default_factory=threading.Condition)
+    _gathering: Gathering = field(default_factory=Gathering)
     _running: bool = False
     _trained: float = -math.inf
 
@@ -135,6 +141,8 @@ class Engine:
         entry = _Entry(next(self._numbers), request, loop.create_future(), loop, came=now, served=now)
         with self._lock:
             self._incoming.append(entry)
+            self._gathering.came(request.session, now)
+            self._lock.notify()
             start, self._running = not self._running, True
         if start:
             self._go_on()
@@ -154,6 +162,7 @@ class Engine:
 
     def _iterate(self) -> None:
         """One iteration, in the compute thread."""
+        self._gather()
         self._take_in()
         try:
             settled = self._compute_next(time.monotonic())
@@ -179,6 +188,15 @@ class Engine:
         settled += self._advance([(entry, tokens) for entry, tokens in chosen if entry.work is not None], now)
         settled += [(entry, _finished(entry)) for entry, _ in chosen if entry.work is not None and not entry.work.left]
         return settled
+
+    def _gather(self) -> None:
+        """Give sessions that are about a moment to join, unless there is a prompt to compute anyway."""
+        with self._lock:
+            waiting = [*self._entries.values(), *self._incoming]
+            patience = self._gathering.patience(len(waiting))
+            if patience and all(entry.short for entry in waiting):
+                about = self._gathering.about
+                self._lock.wait_for(lambda: len(self._entries) + len(self._incoming) >= about, patience)
 
     def _take_in(self) -> None:
         while self._incoming:
@@ -215,6 +233,8 @@ class Engine:
             for entry, _ in portions:
                 entry.work = None
         seconds = time.perf_counter() - began
+        if all(entry.short for entry, _ in portions):
+            self._gathering.took(seconds)
         for entry, _ in portions:
             entry.seconds += seconds
             entry.served = now
