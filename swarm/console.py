@@ -1,4 +1,4 @@
-"""What all commands share: options that mean the same everywhere, plain log lines, and exit codes.
+"""What all commands share: options that mean the same everywhere, log lines, progress bars, and exit codes.
 
 Exit code 2: something was asked for that cannot be done (one line says what to do). 1: the program failed.
 """
@@ -9,15 +9,16 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import click
 
 from swarm.errors import SwarmError, UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 INITIAL_PEERS_VARIABLE = "SWARM_INITIAL_PEERS"
 
@@ -117,11 +118,44 @@ def exit_codes(function: F) -> F:
     return run  # type: ignore[return-value]
 
 
+class _BesideBars(logging.StreamHandler[TextIO]):
+    """Writes log lines above a progress bar that is on the terminal, not into it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        shown = "tqdm" in sys.modules and sys.stderr.isatty()
+        if not shown:
+            super().emit(record)
+            return
+        from tqdm import tqdm
+
+        with tqdm.external_write_mode(file=self.stream):
+            super().emit(record)
+
+
 def plain_log_lines() -> None:
     """Log lines without ornaments, on stdout, for a person who watches a command."""
-    handler = logging.StreamHandler(sys.stdout)
+    handler = _BesideBars(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s"))
     logger = logging.getLogger("swarm")
     logger.handlers = [handler]
     logger.propagate = False
     logger.setLevel(os.environ.get("SWARM_LOGLEVEL", "INFO"))
+
+
+def progress_bar(title: str | None, total: int, unit: str) -> Any:
+    """A bar on stderr for `with`, moved on by `update(count)`. Nothing without a title, or where no terminal is."""
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc=title, unit=unit, file=sys.stderr, disable=_hidden(title), leave=False)
+
+
+def progress(items: Sequence[T], title: str | None, unit: str) -> Iterator[T]:
+    """The items, with a bar as in `progress_bar` that counts those done."""
+    with progress_bar(title, len(items), unit) as bar:
+        for item in items:
+            yield item
+            bar.update()
+
+
+def _hidden(title: str | None) -> bool:
+    return title is None or not sys.stderr.isatty()

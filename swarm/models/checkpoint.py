@@ -17,9 +17,9 @@ import torch
 from huggingface_hub import constants, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
-from tqdm.auto import tqdm
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
+from swarm import console
 from swarm.errors import CheckpointError, InvalidSpan, ModelNotFound
 from swarm.models import families
 from swarm.models.anatomy import Anatomy, dissect
@@ -78,7 +78,7 @@ class Checkpoint:
             if wanted(name):
                 by_file.setdefault(file, []).append(name)
         total = sum(map(len, by_file.values()))
-        with tqdm(total=total, desc=title, unit="tensor", disable=None if title else True, leave=False) as bar:
+        with console.progress_bar(title, total, "tensor") as bar:
             for file, names in by_file.items():
                 try:
                     path = self.fetch(file)
@@ -101,13 +101,21 @@ class Checkpoint:
 
     def locate(self, name: str) -> tuple[int, str] | None:
         """(block, name inside the block) of a tensor, or None if it belongs to no block that is served."""
-        match = self._block_names.match(name)
-        return (int(match[1]), match[2]) if match is not None and int(match[1]) < self.blocks else None
+        if name not in self._places:
+            match = self._block_names.match(name)
+            found = (int(match[1]), match[2]) if match is not None and int(match[1]) < self.blocks else None
+            self._places[name] = found
+        return self._places[name]
 
     def is_head(self, name: str) -> bool:
         """Whether a tensor may be the client's: neither a block's, nor of layers that no token passes (such as those
         for multi-token prediction behind the last block), nor of a tower for images or sound."""
         return self._block_names.match(name) is None and _OTHER_TOWERS.search(name) is None
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[int, str] | None]:
+        """What `locate` found: a large checkpoint has a hundred thousand names and is gone through for every block."""
+        return {}
 
     @cached_property
     def _block_names(self) -> re.Pattern[str]:

@@ -33,7 +33,7 @@ class FrozenLinear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.bias = linear.bias
+        self.bias: nn.Parameter | None = linear.bias
 
     @property
     def weight(self) -> torch.Tensor:

@@ -21,6 +21,7 @@ from swarm.models.attention_switch import AttentionSwitch
 from swarm.models.cache import RectangleCache
 from swarm.models.capture import Function
 from swarm.models.packed_attention import PackedBatch, running
+from swarm.models.quantization import weight_bytes
 
 
 class SpanModel:
@@ -33,7 +34,7 @@ class SpanModel:
         hidden_size: width of the hidden states.
         dtype, device: what it computes in, and where.
         digests: one a block, see `swarm.models.digest`.
-        weight_bytes: memory that the parameters take.
+        weight_bytes: memory that the weights take, in whatever form they are held.
         positions: how many positions the model's tables hold, or None if it computes any position.
         packed: whether tokens of many sessions can be computed together by `forward_tokens`; decided by
             `swarm.models.packing` for the whole span, and never changed once a session is open.
@@ -57,9 +58,10 @@ class SpanModel:
         self._first = first  # number of the first layer in the span that the weights were loaded for
         self._narrowed: dict[Span, SpanModel] = {span: self}
         layers: Any = model.get_submodule(path)
-        parameter = next(layers.parameters())
-        self.dtype, self.device = parameter.dtype, parameter.device
-        self.weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        # Not the parameters' dtype: quantized weights are integers.
+        self.dtype: torch.dtype = model.config.dtype  # type: ignore[union-attr, assignment]
+        self.device = next(layers.parameters()).device
+        self.weight_bytes = weight_bytes(model)
         self.family: str = model.config.model_type  # type: ignore[union-attr, assignment]
         self.module = model
         self._attention = attention or AttentionSwitch(model)
