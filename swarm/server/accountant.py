@@ -95,7 +95,7 @@ class Accountant:
 
     def give_back(self, holder: Hashable) -> None:
         """The holder needs nothing any more, and waits for nothing. It is never seen again."""
-        for waiter in [waiter for waiter in self._waiters if waiter.holder is holder]:
+        for waiter in [waiter for waiter in self._waiters if waiter.holder == holder]:
             self._waiters.remove(waiter)
             waiter.decide(False)
         self._take_back(holder, self.held(holder))

@@ -192,7 +192,7 @@ def test_whatever_is_accepted_is_run_however_close_the_end_is():
             thread.start()
         begin.wait(SOON)
         runtime.close()
-        assert not runtime.post(lambda: ran.append(1))
+        assert not runtime.post(ran.clear)
         for thread in threads:
             thread.join(SOON)
         runtime.thread.join(SOON)
