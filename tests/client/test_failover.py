@@ -376,7 +376,8 @@ def test_a_replacement_that_refuses_is_not_the_only_one(span_model, name, error)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_server_without_room_for_more_rows(span_model, name):
     async def act(swarm, talk):
-        swarm.servers[name].sessions.capacity = 2 * 64  # two rows
+        accountant = swarm.servers[name].sessions._accountant
+        accountant.capacity = accountant.quota = 2 * 64  # two rows
         await talk.step(StepLayout((4, 4, 4), (1, 1, 1), (0, 1, 1)))
         assert [(peer, type(why)) for peer, why in swarm.planner.failures] == [(name, CacheFull)]
         others_were_left_alone(swarm, name)
