@@ -18,9 +18,10 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+from swarm.client.answers import Outputs, whose
 from swarm.client.chunking import window
 from swarm.client.failover import Failover, Past, Planner, is_hop_lost
-from swarm.client.hop_session import NOTHING_YET, HopSession, Outputs, whose
+from swarm.client.hop_session import NOTHING_YET, HopSession
 from swarm.client.packed import Manner, Packed
 from swarm.client.progress import Deliver, Done, Mend, Wait, next_action
 from swarm.client.record import Step

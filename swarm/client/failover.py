@@ -19,7 +19,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from swarm.client.hop_session import NOTHING_YET, PARDONS, HopSession, whose
+from swarm.client.answers import whose
+from swarm.client.hop_session import NOTHING_YET, PARDONS, HopSession
 from swarm.client.packed import Manner, Packed
 from swarm.client.record import Record
 from swarm.data_structures import Route, Span

@@ -11,8 +11,8 @@ import asyncio
 import logging
 from dataclasses import dataclass
 
+from swarm.client.answers import Outputs, accepted, answering, checked, expected, out_of_place
 from swarm.client.failover import TRIES, Planner, Waiting, is_hop_lost
-from swarm.client.hop_session import Outputs, accepted, answering, checked, expected, out_of_place
 from swarm.client.packed import Manner, Packed
 from swarm.data_structures import Hop, Route, Span, StepLayout
 from swarm.errors import MissingBlocks, RemoteError

@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
+from swarm.client.answers import Outputs, accepted, answering, checked, expected, out_of_place, whose
 from swarm.client.packed import Manner, Packed
-from swarm.client.patience import Patience
 from swarm.client.record import Record, Step
 from swarm.data_structures import Hop, HopTiming, StepLayout
 from swarm.errors import (
@@ -24,13 +23,10 @@ from swarm.errors import (
     RemoteError,
     RequestRefused,
     ServerClosing,
-    WrongDtype,
     WrongPosition,
     remote_error,
 )
 from swarm.protocol import messages
-from swarm.protocol.compression import is_finite, payload_length
-from swarm.protocol.framing import Frame
 from swarm.transport.stream import Network, Stream
 
 CLOSE_TIMEOUT = 1.0
@@ -39,9 +35,6 @@ CLOSE_TIMEOUT = 1.0
 OPEN_TIMEOUT = 5.0
 """Seconds to connect and to be let in."""
 
-TRAVEL = 0.1
-"""Seconds assumed for the way to a server and back before anything was measured."""
-
 PARDONS = 3
 """How often a server may lose its memory, its connection or an answer before it has answered anything new."""
 
@@ -49,18 +42,6 @@ _Answer = asyncio.Future[tuple[messages.ServerMessage, bytes | memoryview]]
 
 NOTHING_YET = -1
 """In place of a step's number."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outputs:
-    """How much an answer has to hold: hidden states `[tokens, hidden_size]`."""
-
-    tokens: int
-    hidden_size: int
-
-    @property
-    def values(self) -> int:
-        return self.tokens * self.hidden_size
 
 
 class HopSession:
@@ -422,10 +403,16 @@ class HopSession:
         return sorted(number for number in self._expected if not self._is_past(number))
 
     def _start_clock(self, number: int) -> None:
-        """The step is on its way to the server: if no other one is before it, its answer is due some time from now."""
-        if self.is_handed(number) and number == min(self._awaited(), default=number):
+        """The step is on its way to the server, or next there: an answer is due in the time of all that are under way.
+
+        That runs from when the first of them came to be the first.
+        """
+        under_way = [number for number in self._awaited() if self.is_handed(number)]
+        if not under_way:
+            return
+        if number == under_way[0]:
             self._handed_at = time.perf_counter()
-            self.due = self._handed_at + self._patience.allowed(self._expected[number].tokens)
+        self.due = self._handed_at + self._patience.allowed(sum(self._expected[n].tokens for n in under_way))
 
     def _time(self, number: int, timing: HopTiming) -> None:
         """Add up what the steps of one call took."""
@@ -439,64 +426,6 @@ class HopSession:
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(error)
         self._changed()
-
-
-@asynccontextmanager
-async def answering(hop: Hop, patience: float) -> AsyncIterator[None]:
-    """An exchange with a server that has to end within `patience` seconds. Raises `PeerSilent` or `PeerLost`."""
-    try:
-        async with asyncio.timeout(patience):
-            yield
-    except TimeoutError:
-        raise PeerSilent(f"{whose(hop)} did not answer within {patience:.1f} s") from None
-    except PeerLost as error:
-        raise PeerLost(f"{whose(hop)} is gone: {error}") from None
-
-
-def accepted(hop: Hop, frame: Frame) -> messages.ServerMessage:
-    """The header of an answer. A refusal is raised."""
-    reply = messages.decode_server(frame.header)
-    if isinstance(reply, messages.Refusal):
-        raise remote_error(reply.code, f"{whose(hop)} refused: {reply.message}")
-    return reply
-
-
-def expected(hop: Hop, slowness: float, limit: float) -> Patience:
-    """What a server announces of itself is all that is known of work that it has not done yet."""
-    blocks, server = hop.span.length, hop.server
-    step = TRAVEL + server.queue + blocks / max(server.throughput, 1e-3)
-    token = blocks / max(server.forward_throughput or server.throughput, 1e-3)
-    if server.network_throughput:
-        token += 2 / server.network_throughput
-    return Patience(slowness * step, slowness * token, limit)
-
-
-def checked(
-    hop: Hop,
-    due: Outputs,
-    payload: bytes | memoryview,
-    reply: messages.StepReply | messages.ReplayReply | messages.ForwardReply,
-) -> Packed:
-    """The outputs in an answer. Raises `ProtocolViolation` if they are not as many as are due, or not finite."""
-    try:
-        expected = payload_length(due.values, reply.format, reply.dtype)
-    except WrongDtype as error:
-        raise ProtocolViolation(f"{whose(hop)} answered in an unknown format: {error}") from None
-    if len(payload) != expected:
-        raise ProtocolViolation(f"{whose(hop)} answered with {len(payload)} bytes where {expected} were due")
-    if not is_finite(payload, due.values, reply.format, reply.dtype):
-        raise ProtocolViolation(f"{whose(hop)} answered with values that are not finite")
-    return Packed(payload, due.tokens, due.hidden_size, reply.format, reply.dtype)
-
-
-def out_of_place(hop: Hop, reply: messages.ServerMessage) -> ProtocolViolation:
-    """An answer that is right in itself, but not here."""
-    return ProtocolViolation(f"{whose(hop)} answered with a {type(reply).__name__} out of place")
-
-
-def whose(hop: Hop) -> str:
-    """The server, for people."""
-    return f"server {hop.server.short_id} (blocks {hop.span})"
 
 
 def _list(values: Sequence[int] | None) -> list[int] | None:

@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from swarm.client.hop_session import OPEN_TIMEOUT, HopSession, Outputs
+from swarm.client.answers import Outputs
+from swarm.client.hop_session import OPEN_TIMEOUT, PARDONS, HopSession
 from swarm.client.packed import Manner, Packed
 from swarm.client.record import Step
 from swarm.data_structures import StepLayout, WireFormat
@@ -23,6 +24,7 @@ from swarm.errors import (
     ServerClosing,
     ServerFault,
     UnknownSession,
+    WrongPosition,
 )
 from swarm.protocol import messages
 from tests.client.fakes import (
@@ -482,5 +484,86 @@ def test_a_server_that_has_stopped_reading():
         swarm.hub.resume("server")
         await asyncio.sleep(1)
         assert server.open_streams == 0
+
+    run(scenario)
+
+
+def test_an_answer_waits_for_those_before_it():
+    """The time that is allowed is that of all steps under way, and begins again with each answer."""
+
+    async def scenario(swarm):
+        loop = asyncio.get_running_loop()
+        server = await swarm.add(OPENED)
+        one = Session(swarm)
+        await one.open()
+        for number in range(3):
+            one.expect(number, Outputs(3, HIDDEN))
+        await one.deliver(Step(0, LAYOUT, INPUT))
+        alone = one.due
+        await one.deliver(Step(1, LAYOUT, INPUT))
+        one.was_pushed(2, reliable=True)
+        assert alone < one.due < 2 * alone
+        together = one.due
+        await asyncio.sleep(1)
+        await server.say(*reply(0))
+        assert one.due > together
+        await server.say(*reply(1))
+        await server.say(*reply(2))
+        assert one.due == INF
+        assert loop.time() < together
+
+    run(scenario)
+
+
+def test_an_answer_that_leaves_one_out_is_not_taken():
+    """The one before was lost and cannot be told again; what comes next would leave a hole in the record."""
+
+    async def scenario(swarm):
+        server = await swarm.add(OPENED)
+        one = Session(swarm)
+        await one.open()
+        await one.ask(0)
+        await one.ask(1)
+        await server.say(*reply(1))
+        assert (one.outputs, one.replied, one.stale, one.error) == ([], -1, True, None)
+        one.pardons = PARDONS
+        await server.say(*reply(1))
+        assert isinstance(one.error, ProtocolViolation)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(("next_step", "can"), [(0, False), (1, False), (2, True), (3, True), (4, False)])
+def test_what_a_server_that_was_away_can_still_tell(next_step, can):
+    async def scenario(swarm):
+        server = await swarm.add(OPENED)
+        one = Session(swarm)
+        await one.open()
+        for number in range(4):
+            await one.ask(number)
+        for number in range(2):
+            await server.say(*reply(number))
+        assert one.can_answer(next_step) == can
+
+    run(scenario)
+
+
+def test_the_refusal_of_a_push_is_not_taken_for_that_of_the_clients_own_copy():
+    async def scenario(swarm):
+        server = await swarm.add(OPENED)
+        one = Session(swarm)
+        await one.open()
+        refused = messages.refusal(WrongPosition("a step is missing"), 1)
+        for number in range(2):
+            one.expect(number, Outputs(3, HIDDEN))
+        one.was_pushed(0, reliable=True)
+        one.was_pushed(1, reliable=True)
+        assert one.pushed == 1
+        await one.deliver(Step(0, LAYOUT, INPUT))
+        await one.deliver(Step(1, LAYOUT, INPUT))
+        await server.say(refused, b"")
+        assert (one.error, one.distrusts_pushes) == (None, True)
+        await server.say(refused, b"")
+        assert isinstance(one.error, WrongPosition)
 
     run(scenario)
