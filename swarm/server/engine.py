@@ -190,13 +190,18 @@ class Engine:
         return settled
 
     def _gather(self) -> None:
-        """Give sessions that are about a moment to join, unless there is a prompt to compute anyway."""
+        """Give sessions that were computed together a moment to come together, unless a prompt is to compute anyway."""
         with self._lock:
-            waiting = [*self._entries.values(), *self._incoming]
-            patience = self._gathering.patience(len(waiting))
-            if patience and all(entry.short for entry in waiting):
-                about = self._gathering.about
-                self._lock.wait_for(lambda: len(self._entries) + len(self._incoming) >= about, patience)
+            if not all(entry.short for entry in (*self._entries.values(), *self._incoming)):
+                return
+            missing = self._gathering.missing(self._sessions())
+            patience = self._gathering.patience(missing, time.monotonic())
+            if patience:
+                self._lock.wait_for(lambda: missing <= self._sessions(), patience)
+
+    def _sessions(self) -> set[Hashable]:
+        """Whose requests wait."""
+        return {entry.request.session for entry in (*self._entries.values(), *self._incoming)}
 
     def _take_in(self) -> None:
         while self._incoming:
@@ -234,7 +239,7 @@ class Engine:
                 entry.work = None
         seconds = time.perf_counter() - began
         if all(entry.short for entry, _ in portions):
-            self._gathering.took(seconds)
+            self._gathering.computed([entry.request.session for entry, _ in portions], seconds)
         for entry, _ in portions:
             entry.seconds += seconds
             entry.served = now

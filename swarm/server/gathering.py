@@ -1,49 +1,75 @@
-"""How long an iteration should wait for more sessions to join it. Pure: the clock is handed in.
+"""How long an iteration should wait for more sessions to join it. Pure: what happens is told, the answer is seconds.
 
-Steps that were computed together go to the next server one after the other, a fraction of a millisecond apart. An
-iteration that began with the first of them would leave the others to a second one, which costs as much again, and
-batches would fall apart from server to server. So while other sessions are known to be about, an idle server lets a
-small share of an iteration's time pass before it begins.
+Reading the weights costs the same for one row as for several. Steps that were computed together go on to the next
+server, and come back from their clients, a little apart; an iteration that began with the first of them would leave the
+others to a second one, which costs as much again, and batches would fall apart from server to server. So sessions that
+were computed together are waited for, for a part of an iteration's time: less by half for each time that would have
+been in vain, and more again when they do come close together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 
-SHARE = 0.1
-"""Of what an iteration takes lately: the most that can be lost by waiting."""
+PART = 0.5
+"""Of what an iteration takes, at most. Who comes within half of it wins more than those that wait for it lose."""
 
-LONGEST = 0.002
-"""Seconds; steps that were computed together arrive sooner than that."""
+LONGEST = 0.1
+"""Seconds. Slow servers compute for seconds; nobody comes that much later than the others."""
 
-ABOUT = 2.0
-"""Seconds since a session's last request within which the next one is expected."""
+LEAST = 1 / 64
+"""A trust below this is none."""
+
+KNOWN = 4096
+"""Sessions that are remembered."""
 
 
 @dataclass
 class Gathering:
-    """Who is about, and what an iteration takes."""
+    """Who was computed together lately, and what an iteration takes."""
 
-    _seen: dict[Hashable, float] = field(default_factory=dict)
+    _company: dict[Hashable, frozenset[Hashable]] = field(default_factory=dict)
+    _trust: dict[Hashable, float] = field(default_factory=dict)
     _seconds: float = 0.0
+    _awaited: frozenset[Hashable] = frozenset()
+    _until: float = 0.0
+
+    def missing(self, waiting: Collection[Hashable]) -> frozenset[Hashable]:
+        """Sessions that were computed with one of those that wait, and are not here yet."""
+        company = (self._company.get(session, frozenset()) for session in waiting)
+        return frozenset().union(*company).difference(waiting)
+
+    def patience(self, missing: frozenset[Hashable], now: float) -> float:
+        """Seconds to wait for them from now on. Whether they come in time is noted in any case."""
+        longest = min(LONGEST, PART * self._seconds)
+        self._lose(self._awaited - missing)
+        self._awaited, self._until = missing, now + longest
+        trust = max((self._trust.get(session, 1.0) for session in missing), default=0.0)
+        return longest * trust if trust >= LEAST else 0.0
 
     def came(self, session: Hashable, now: float) -> None:
         """A session wants a step."""
-        self._seen.pop(session, None)
-        self._seen[session] = now
-        while (oldest := next(iter(self._seen))) is not session and now - self._seen[oldest] > ABOUT:
-            del self._seen[oldest]
+        if session in self._awaited:
+            self._awaited -= {session}
+            if now <= self._until:
+                self._trust[session] = min(1.0, 2 * self._trust.get(session, 1.0))
+            else:
+                self._lose([session])
 
-    def took(self, seconds: float) -> None:
-        """An iteration of decode steps is over."""
+    def _lose(self, sessions: Iterable[Hashable]) -> None:
+        """They did not come in time."""
+        for session in sessions:
+            self._trust[session] = max(LEAST / 2, self._trust.get(session, 1.0) / 2)
+        while len(self._trust) > KNOWN:
+            del self._trust[next(iter(self._trust))]
+
+    def computed(self, sessions: Collection[Hashable], seconds: float) -> None:
+        """An iteration of short requests is over."""
         self._seconds = seconds
-
-    @property
-    def about(self) -> int:
-        """Sessions that have come lately."""
-        return len(self._seen)
-
-    def patience(self, waiting: int) -> float:
-        """Seconds to wait for others, while `waiting` sessions wait already."""
-        return min(LONGEST, SHARE * self._seconds) if 0 < waiting < self.about else 0.0
+        company = frozenset(sessions)
+        for session in company:
+            self._company.pop(session, None)
+            self._company[session] = company
+        while len(self._company) > KNOWN:
+            del self._company[next(iter(self._company))]
