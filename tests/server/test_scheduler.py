@@ -163,7 +163,7 @@ def test_nobody_waits_for_ever_whatever_else_comes(flood, one, budget):
     schedule.add(one)
     every = TRAINING_PATIENCE / ITERATION + 2
     if one.training:  # in turn, an iteration now and then
-        bound = every * (2 + sum(other.tokens for other in schedule.waiting if other.training) / budget)
+        bound = every * (2 + sum(other.tokens for other in schedule.waiting if other.training))
     else:  # each of those before it is served once at most, when all have lost their patience
         bound = 2 * (len(schedule.waiting) + PATIENCE / ITERATION + every)
     left, iterations = one.tokens, 0
