@@ -20,6 +20,7 @@ class ClientConfig:
     push: let servers hand their outputs on to each other.
     show_route: print every route that a session takes.
     local_blocks: first blocks that the client computes itself.
+    quant: forms of weights that servers may have, see `swarm.models.quantization`; None allows all.
     """
 
     initial_peers: tuple[str, ...]
@@ -32,3 +33,4 @@ class ClientConfig:
     push: bool = True
     show_route: bool = False
     local_blocks: Span | None = None
+    quant: frozenset[str] | None = None

@@ -30,6 +30,7 @@ from swarm.errors import InvalidOption, UsageError
 from swarm.models.checkpoint import Checkpoint, open_checkpoint
 from swarm.models.heads import load_heads
 from swarm.models.loading import resolve_dtype
+from swarm.models.quantization import FORMS
 from swarm.models.sequence_cache import SequenceCache
 from swarm.models.span_loading import load_span
 from swarm.models.wire_defaults import default_wire
@@ -62,6 +63,7 @@ class AutoDistributedModelForCausalLM:
         blocked_servers: Iterable[str] = (),
         push: bool = True,
         local_blocks: int | str | Span | None = None,
+        quant: str | Iterable[str] | None = None,
     ) -> Any:
         """The transformers model with embeddings, final norm and head here and all blocks in the swarm.
 
@@ -82,6 +84,8 @@ class AutoDistributedModelForCausalLM:
             push: let servers hand their outputs on to each other, instead of through this client.
             local_blocks: first blocks that this process computes itself, such as 4 or "0:4"; only their weights are
                 loaded. The swarm needs to hold the others alone.
+            quant: use only servers that hold their weights so: "none", "int8", "nf4", "int4" (what CPUs have in the
+                place of nf4), or several of them; None uses all.
 
         Returns:
             an instance of the family's own class (such as `LlamaForCausalLM`), with the additions of
@@ -99,6 +103,7 @@ class AutoDistributedModelForCausalLM:
             blocked_servers=frozenset(blocked_servers),
             push=push,
             show_route=show_route,
+            quant=_quantizations(quant),
         )
         checkpoint = open_checkpoint(model, revision=revision, cache_dir=cache_dir)
         config = replace(config, local_blocks=parse_local_blocks(local_blocks, checkpoint.blocks))
@@ -319,6 +324,15 @@ def _initial_peers(given: Sequence[str] | None) -> tuple[str, ...]:
             "say which swarm to use: initial_peers=[ADDRESS], or the environment variable SWARM_INITIAL_PEERS"
         )
     return peers
+
+
+def _quantizations(quant: str | Iterable[str] | None) -> frozenset[str] | None:
+    if quant is None:
+        return None
+    wanted = frozenset([quant] if isinstance(quant, str) else quant)
+    if not wanted or not wanted <= FORMS:
+        raise InvalidOption(f"quant={quant!r} is not one or several of {', '.join(sorted(FORMS))}, or None for all")
+    return wanted
 
 
 def _wire_format(wire: str | WireFormat) -> WireFormat | None:

@@ -182,7 +182,7 @@ class SwarmPlanner:
 
     async def _renew(self) -> None:
         announced = await fetch_servers(self._peer.dht, self._model, self._blocks.end)
-        found = compatible_servers(announced, self._revision, self._digests)
+        found = compatible_servers(announced, self._revision, self._digests, self._config.quant)
         self.router.update(found.servers, found.excluded)
         _ = self.router.snapshot.links  # read now what is announced, so that no failover has to
         self._fetched = time.monotonic()

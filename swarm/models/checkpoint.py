@@ -19,7 +19,6 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidat
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
-from swarm import console
 from swarm.errors import CheckpointError, InvalidSpan, ModelNotFound
 from swarm.models import families
 from swarm.models.anatomy import Anatomy, dissect
@@ -67,27 +66,20 @@ class Checkpoint:
                 "Convert it with transformers: model.save_pretrained(FOLDER)"
             ) from None
 
-    def read(self, wanted: Callable[[str], bool], title: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, tensor on the CPU as stored) of the tensors that `wanted` accepts, file by file.
-
-        Args:
-            title: text of a progress bar on the terminal; None for none.
-        """
+    def read(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, tensor on the CPU as stored) of the tensors that `wanted` accepts, file by file."""
         by_file: dict[str, list[str]] = {}
         for name, file in self.files.items():
             if wanted(name):
                 by_file.setdefault(file, []).append(name)
-        total = sum(map(len, by_file.values()))
-        with console.progress_bar(title, total, "tensor") as bar:
-            for file, names in by_file.items():
-                try:
-                    path = self.fetch(file)
-                except EntryNotFoundError:
-                    raise CheckpointError(f"{self.source} has lost {file}, which holds {names[0]}") from None
-                with _open(path) as shard:
-                    for name in names:
-                        yield name, _tensor(shard, name, file)
-                        bar.update()
+        for file, names in by_file.items():
+            try:
+                path = self.fetch(file)
+            except EntryNotFoundError:
+                raise CheckpointError(f"{self.source} has lost {file}, which holds {names[0]}") from None
+            with _open(path) as shard:
+                for name in names:
+                    yield name, _tensor(shard, name, file)
 
     @cached_property
     def anatomy(self) -> Anatomy:

@@ -26,6 +26,7 @@ from swarm.errors import InvalidOption
 from swarm.models.linear import FrozenLinear, replace_linears
 
 NONE, INT8, NF4, INT4 = "none", "int8", "nf4", "int4"
+FORMS = frozenset({NONE, INT8, NF4, INT4})
 
 GROUP = 64
 """Weights that share a scale and an offset in int4."""
@@ -83,6 +84,8 @@ def quantize(layers: nn.Module, form: str, device: torch.device) -> None:
     Raises `InvalidOption` if this machine cannot compute with them.
     """
     check_available(form, device)
+    if form == NONE:
+        return
     on_gpu = device.type == "cuda"
     makers: dict[str, type[FrozenLinear]] = {INT8: Int8Linear, INT4: Int4Linear}
 
@@ -96,9 +99,13 @@ def quantize(layers: nn.Module, form: str, device: torch.device) -> None:
 
 def check_available(form: str, device: torch.device) -> None:
     """Raise `InvalidOption` if this machine cannot compute with weights in `form`."""
-    if form == INT4 and device.type != "cuda" and _int4_layout() is None:
-        raise InvalidOption("--quant nf4: torch packs 4-bit weights in a way unknown to this version; use int8 or none")
-    if form == INT8 and device.type != "cuda" and not hasattr(torch.ops.aten, "_weight_int8pack_mm"):
+    if form == NONE or device.type == "cuda":
+        return
+    if device.type != "cpu":
+        raise InvalidOption(f"--quant: weights are quantized on CPUs and CUDA devices, not on {device.type}; use none")
+    if form == INT4 and _int4_layout() is None:
+        raise InvalidOption("--quant nf4: this torch packs 4-bit weights in a way that is not known; use int8 or none")
+    if form == INT8 and not hasattr(torch.ops.aten, "_weight_int8pack_mm"):
         raise InvalidOption("--quant int8: this torch has no 8-bit products on CPUs; use none")
 
 
@@ -151,12 +158,17 @@ class Int8Linear(_WeightOnly):
 
     KERNEL_TOKENS = 12
 
+    @torch.no_grad()
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear)
-        weight = linear.weight.detach().float()
-        # Rounded first, so that what the kernel multiplies by is what the values were divided by.
-        scales = (weight.abs().amax(dim=1) / 127).clamp(min=1e-12).bfloat16()
-        values = (weight / scales.float().unsqueeze(1)).round().clamp(-127, 127).to(torch.int8)
+        values = torch.empty_like(linear.weight, dtype=torch.int8)
+        scales = torch.empty(self.out_features, dtype=torch.bfloat16)
+        for start, end in self._bounds():
+            weight = linear.weight[start:end].float()
+            # Rounded first, so that what the kernel multiplies by is what the values were divided by.
+            scales[start:end] = (weight.abs().amax(dim=1) / 127).clamp_(min=1e-12)
+            weight.div_(scales[start:end].float().unsqueeze(1)).round_().clamp_(-127, 127)
+            values[start:end] = weight
         self.values = nn.Parameter(values, requires_grad=False)
         self.scales = nn.Parameter(scales, requires_grad=False)
 
@@ -177,17 +189,21 @@ class Int4Linear(_WeightOnly):
 
     KERNEL_TOKENS = 64
 
+    @torch.no_grad()
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear)
         groups = self.in_features // GROUP
-        weight_OGK = linear.weight.detach().float().view(self.out_features, groups, GROUP)
-        least, greatest = weight_OGK.amin(dim=2), weight_OGK.amax(dim=2)
-        scales_OG = ((greatest - least) / 15).clamp(min=1e-9).bfloat16().float()
-        offsets_OG = (least + 8 * scales_OG).bfloat16().float()
-        levels = ((weight_OGK - offsets_OG.unsqueeze(2)) / scales_OG.unsqueeze(2)).round().add_(8).clamp_(0, 15)
-        values = levels.view(self.out_features, self.in_features).to(torch.int32)
-        self.values = nn.Parameter(_pack_int4(values), requires_grad=False)
-        scales_GO2 = torch.stack([scales_OG.T, offsets_OG.T], dim=2).bfloat16().contiguous()
+        values = torch.empty(self.out_features, self.in_features // 2, dtype=torch.uint8)
+        scales_GO2 = torch.empty(groups, self.out_features, 2, dtype=torch.bfloat16)
+        for start, end in self._bounds():  # as torch packs whole blocks of 64 rows, parts can be packed by themselves
+            weight_OGK = linear.weight[start:end].float().view(end - start, groups, GROUP)
+            least, greatest = weight_OGK.aminmax(dim=2)
+            scales_OG = ((greatest - least) / 15).clamp_(min=1e-9).bfloat16().float()
+            offsets_OG = (least + 8 * scales_OG).bfloat16().float()
+            weight_OGK.sub_(offsets_OG.unsqueeze(2)).div_(scales_OG.unsqueeze(2)).round_().add_(8).clamp_(0, 15)
+            values[start:end] = _pack_int4(weight_OGK.flatten(1).to(torch.int32))
+            scales_GO2[:, start:end] = torch.stack([scales_OG.T, offsets_OG.T], dim=2)
+        self.values = nn.Parameter(values, requires_grad=False)
         self.scales = nn.Parameter(scales_GO2, requires_grad=False)
 
     def _kernel(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -44,11 +46,7 @@ def load_span(
     """
     checkpoint.check_span(span.start, span.end)
     quantization.check_available(quant, device)
-    if quant == quantization.NONE:
-        model, digests = _load_blocks(checkpoint, span, dtype, f"Loading blocks {span}" if progress else None)
-        linear.prepack(model.to(device).get_submodule(checkpoint.anatomy.path))
-    else:
-        model, digests = _load_quantized(checkpoint, span, dtype, device, quant, progress)
+    model, digests = _load_blocks(checkpoint, span, dtype, device, quant, progress)
     # After loading, because rotary tables are filled while it happens, for the layer types of the whole model.
     surgery.slice_config(model.config, span, checkpoint.blocks)
     result = SpanModel(model, checkpoint.anatomy.path, span, digests, checkpoint.config.hidden_size)
@@ -57,26 +55,35 @@ def load_span(
     return result
 
 
-def _load_quantized(
-    checkpoint: Checkpoint, span: Span, dtype: torch.dtype, device: torch.device, form: str, progress: bool
+def _load_blocks(
+    checkpoint: Checkpoint, span: Span, dtype: torch.dtype, device: torch.device, quant: str, progress: bool
 ) -> tuple[Any, list[str]]:
-    """One block after the other is loaded, quantized and put behind those before it."""
+    """One block after the other is read, brought into its form and put behind those before it; a digest a block."""
     path = checkpoint.anatomy.path
     whole: Any = None
     layers: Any = nn.ModuleList()
     digests: list[str] = []
-    title = f"Quantizing blocks {span} to {form}" if progress else None
+    doing = "Loading" if quant == quantization.NONE else f"Quantizing to {quant}:"
+    title = f"{doing} blocks {span}" if progress else None
     for block in console.progress(range(span.start, span.end), title, "block"):
-        model, found = _load_blocks(checkpoint, Span(block, block + 1), dtype, None)
-        digests += found
-        quantization.quantize(model.get_submodule(path), form, device)
-        linear.prepack(model.to(device).get_submodule(path))  # what has a shape that cannot be quantized
+        model, digest = _load_block(checkpoint, block, dtype)
+        quantization.quantize(model.get_submodule(path), quant, device)
+        # On a CPU, what was not quantized.
+        linear.prepack(model.to(device).get_submodule(path))
+        digests.append(digest)
+        _return_freed_memory()
         if whole is None:
             whole, layers = model, model.get_submodule(path)
         else:
             layers.extend(_moved(model.get_submodule(path), model.config, whole.config))
     surgery.renumber(layers)
     return whole, digests
+
+
+def _return_freed_memory() -> None:
+    """Give what the allocator keeps of the plain weights back to the system, where the C library is glibc."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _moved(layers: Any, old: Any, new: Any) -> Iterator[nn.Module]:
@@ -89,36 +96,38 @@ def _moved(layers: Any, old: Any, new: Any) -> Iterator[nn.Module]:
         yield layer
 
 
-def _load_blocks(checkpoint: Checkpoint, span: Span, dtype: torch.dtype, title: str | None) -> tuple[Any, list[str]]:
-    """The model cut down to `span`, on the CPU, with the config of the whole model, and a digest a block."""
+def _load_block(checkpoint: Checkpoint, block: int, dtype: torch.dtype) -> tuple[Any, str]:
+    """The model cut down to one block, on the CPU, with the config of the whole model, and the block's digest."""
     config = copy.deepcopy(checkpoint.config)
     blocks = checkpoint.blocks
-    tensors, digests = _read_blocks(checkpoint, span, title)
+    tensors = _read_block(checkpoint, block)
+    digest = block_digest(tensors)
 
     def cut(model: nn.Module) -> None:
         _, owner, name = surgery.find_layers(model, blocks)
-        kept = getattr(owner, name)[span.start : span.end]
+        kept = getattr(owner, name)[block : block + 1]
         setattr(owner, name, kept)
         surgery.drop_weights(owner, keep=(name,))
         surgery.renumber(kept)
 
-    return load_cut(families.base_class(config), config, cut, tensors, dtype), digests
+    prefix = f"{checkpoint.anatomy.path}.0."
+    tensors = {prefix + name: tensor for name, tensor in tensors.items()}
+    return load_cut(families.base_class(config), config, cut, tensors, dtype), digest
 
 
-def _read_blocks(checkpoint: Checkpoint, span: Span, title: str | None) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """The span's tensors, named as if the span were the whole model, and a digest a block."""
-    locate, path = checkpoint.locate, checkpoint.anatomy.path
+def _read_block(checkpoint: Checkpoint, block: int) -> dict[str, torch.Tensor]:
+    """The block's tensors by their names inside the block.
+
+    They are copied: safetensors maps the file into memory, where one small tensor that is kept would keep all of it.
+    """
     tensors: dict[str, torch.Tensor] = {}
-    by_block: dict[int, dict[str, torch.Tensor]] = {block: {} for block in range(span.start, span.end)}
 
     def wanted(name: str) -> bool:
-        place = locate(name)
-        return place is not None and place[0] in span
+        place = checkpoint.locate(name)
+        return place is not None and place[0] == block
 
-    for name, tensor in checkpoint.read(wanted, title):
-        place = locate(name)
+    for name, tensor in checkpoint.read(wanted):
+        place = checkpoint.locate(name)
         assert place is not None
-        block, inner = place
-        by_block[block][inner] = tensor
-        tensors[f"{path}.{block - span.start}.{inner}"] = tensor
-    return tensors, [block_digest(by_block[block]) for block in by_block]
+        tensors[place[1]] = tensor.clone()
+    return tensors

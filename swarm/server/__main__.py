@@ -35,6 +35,13 @@ logger = logging.getLogger("swarm.server")
 @click.option("--device", default="auto", help="Torch device such as cpu or cuda:0.")
 @click.option("--dtype", default="auto", help="auto (the checkpoint's), float32, bfloat16 or float16.")
 @click.option(
+    "--quant",
+    type=click.Choice(["auto", "none", "int8", "nf4"]),
+    default="auto",
+    help="Weights in 8 or 4 bits. auto: none if the blocks fit, else int8. "
+    "On a CPU nf4 is held as int4 (16 evenly spaced values a group), and announced so.",
+)
+@click.option(
     "--throughput",
     default="auto",
     help="Blocks this server computes for one token, per second. auto: measured once and remembered; measure: again.",
@@ -65,6 +72,7 @@ def main(
     identity_path: Path | None,
     device: str,
     dtype: str,
+    quant: str,
     throughput: str,
     stay: bool,
     name: str,
@@ -103,6 +111,7 @@ def main(
         ),
         device=device,
         dtype=dtype,
+        quant=quant,
         throughput=rate,
         throughput_cache=remembered,
         compile_in=remembered.parent / "compiled" if compiled and remembered is not None else None,

@@ -54,6 +54,7 @@ class ServerConfig:
     stay: never move to other blocks.
     name: shown to others beside the peer id.
     compile_in: folder of compiled code; None not to compile.
+    quant: form of the weights: "none", "int8", "nf4" (on a CPU held as int4), or "auto" for what fits.
     cache_tokens: tokens that the attention cache can hold; None for the default.
     update_period: seconds between announcements.
     threads: torch threads; None for torch's own choice.
@@ -70,6 +71,7 @@ class ServerConfig:
     stay: bool = False
     name: str = ""
     compile_in: Path | None = None
+    quant: str = "auto"
     cache_tokens: int | None = None
     cache_dir: Path | None = None
     update_period: float = UPDATE_PERIOD

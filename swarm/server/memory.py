@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import torch
 
+from swarm.data_structures import Span
 from swarm.errors import InvalidOption, NotEnoughMemory
-from swarm.models.footprint import Footprint
+from swarm.models.checkpoint import Checkpoint
+from swarm.models.footprint import Footprint, footprint
+from swarm.models.quantization import INT8, NF4, NONE, check_available, form_on
+from swarm.protocol.compression import dtype_name
 from swarm.server.limits import HEADROOM
 from swarm.units import human
+
+logger = logging.getLogger(__name__)
 
 
 def blocks_that_fit(footprint: Footprint, free: int, cache_tokens: int) -> int:
@@ -24,7 +33,7 @@ def blocks_that_fit(footprint: Footprint, free: int, cache_tokens: int) -> int:
     if count == 0:
         raise NotEnoughMemory(
             f"one block takes {human(per_block)} with its attention cache of {cache_tokens} tokens, and "
-            f"{human(budget)} are free; lower --cache-tokens or use a smaller --dtype"
+            f"{human(budget)} are free; lower --cache-tokens or use --quant nf4"
         )
     return count
 
@@ -35,8 +44,76 @@ def check_fits(footprint: Footprint, start: int, end: int, free: int, cache_toke
     if needed > int(free * HEADROOM):
         raise NotEnoughMemory(
             f"blocks {start}:{end} take {human(needed)} with an attention cache of {cache_tokens} tokens, and "
-            f"{human(int(free * HEADROOM))} are free; ask for fewer blocks or lower --cache-tokens"
+            f"{human(int(free * HEADROOM))} are free; ask for fewer blocks, lower --cache-tokens or use --quant int8"
         )
+
+
+def resolve_quantization(
+    requested: str,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    wanted: Span | int | None,
+    cache_tokens: int,
+) -> str:
+    """The form in which weights will be held, see `swarm.models.quantization`. Says so in the log.
+
+    Args:
+        requested: "none", "int8", "nf4", or "auto" for `choose_quantization`.
+
+    Raises `InvalidOption` if this machine cannot compute with it.
+    """
+    if requested != "auto":
+        form = form_on(device, requested)
+        check_available(form, device)
+        logger.info("Weights: %s, as asked for%s", form, " (on a CPU nf4 is int4)" if form != requested else "")
+        return form
+    needs = {form: footprint(checkpoint, dtype, form) for form in _possible_forms(device)}
+    form = choose_quantization(needs, wanted, free_memory(device), cache_tokens)
+    reason = "which fits" if form == NONE else f"because not all blocks wanted fit in {dtype_name(dtype)}"
+    logger.info("Weights: %s, %s; --quant says otherwise", form if form != NONE else "not quantized", reason)
+    return form
+
+
+def _possible_forms(device: torch.device) -> list[str]:
+    """From exact to small."""
+    forms = [NONE]
+    for form in (INT8, form_on(device, NF4)):
+        with suppress(InvalidOption):
+            check_available(form, device)
+            forms.append(form)
+    return forms
+
+
+def choose_quantization(
+    footprints: Mapping[str, Footprint], wanted: Span | int | None, free: int, cache_tokens: int
+) -> str:
+    """The form of the weights where nobody asked for one: exact where the blocks fit, else what makes them fit.
+
+    Args:
+        footprints: by form, from exact to small.
+        wanted: these blocks, so many, or as many as possible. For the latter nothing is squeezed into the smallest
+            form that would be there in a better one.
+    """
+    blocks = len(next(iter(footprints.values())).weights)
+    rooms = {form: _room(needs, wanted, free, cache_tokens) for form, needs in footprints.items()}
+    if wanted is None:
+        *gentle, smallest = rooms
+        best = max(gentle or [smallest], key=rooms.__getitem__)
+        return best if rooms[best] else max(rooms, key=rooms.__getitem__)
+    enough = min(wanted, blocks) if isinstance(wanted, int) else wanted.length
+    return next((form for form, room in rooms.items() if room >= enough), next(iter(rooms)))
+
+
+def _room(footprint: Footprint, wanted: Span | int | None, free: int, cache_tokens: int) -> int:
+    """How many of the blocks fit; of blocks that were named, all or none."""
+    try:
+        if isinstance(wanted, Span):
+            check_fits(footprint, wanted.start, wanted.end, free, cache_tokens)
+            return wanted.length
+        return blocks_that_fit(footprint, free, cache_tokens)
+    except NotEnoughMemory:
+        return 0
 
 
 def free_memory(device: torch.device) -> int:

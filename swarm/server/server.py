@@ -105,14 +105,19 @@ class Server:
         checkpoint = await self._runtime.run(
             open_checkpoint, config.model, revision=config.revision, cache_dir=config.cache_dir
         )
+        device, dtype = memory.resolve_device(config.device), resolve_dtype(config.dtype, checkpoint.config)
+        cache_tokens, wanted = config.cache_tokens or CACHE_TOKENS, config.blocks.span or config.blocks.count
         plan = Plan(
             checkpoint=checkpoint,
-            device=memory.resolve_device(config.device),
-            dtype=resolve_dtype(config.dtype, checkpoint.config),
-            cache_tokens=config.cache_tokens or CACHE_TOKENS,
+            device=device,
+            dtype=dtype,
+            cache_tokens=cache_tokens,
             throughput=config.throughput,
             throughput_cache=config.throughput_cache,
             compile_in=config.compile_in,
+            quant=await self._runtime.run(
+                memory.resolve_quantization, config.quant, checkpoint, device, dtype, wanted, cache_tokens
+            ),
         )
         logger.info("Model: %s, revision %s, %d blocks", checkpoint.name, checkpoint.revision, checkpoint.blocks)
         logger.info("Device: %s, computing in %s", plan.device, dtype_name(plan.dtype))
@@ -156,7 +161,7 @@ class Server:
 
     async def _choose_span(self, plan: Plan) -> Span:
         wanted, checkpoint, blocks = self.config.blocks, plan.checkpoint, plan.checkpoint.blocks
-        needs = await self._runtime.run(footprint, checkpoint, plan.dtype)
+        needs = await self._runtime.run(footprint, checkpoint, plan.dtype, plan.quant)
         free = memory.free_memory(plan.device)
         if wanted.span is not None:
             memory.check_fits(needs, wanted.span.start, wanted.span.end, free, plan.cache_tokens)
@@ -184,7 +189,7 @@ class Server:
             return self.config.throughput.rate
         name, revision = plan.checkpoint.name, plan.checkpoint.revision
         known = await self._runtime.run(
-            remembered, span, plan.device, plan.dtype, name, revision, cache=plan.throughput_cache
+            remembered, span, plan.device, plan.dtype, name, revision, plan.quant, plan.throughput_cache
         )
         return known.decode if known is not None else self._throughput
 
@@ -237,7 +242,7 @@ class Server:
             revision=plan.checkpoint.revision,
             digests=tuple(serving.model.digests) if serving else (),
             compute_dtype=dtype_name(plan.dtype),
-            quantization="none",
+            quantization=plan.quant,
             version=VERSION,
             name=self.config.name,
             forward_throughput=serving.throughput.forward if serving else 0.0,

@@ -45,6 +45,7 @@ class Plan:
         throughput: where the throughput comes from.
         throughput_cache: file of results measured before; None for none.
         compile_in: folder of compiled code; None not to compile.
+        quant: form of the weights, see `swarm.models.quantization`.
     """
 
     checkpoint: Checkpoint
@@ -54,6 +55,7 @@ class Plan:
     throughput: ThroughputWanted
     throughput_cache: Path | None
     compile_in: Path | None = None
+    quant: str = "none"
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,9 @@ class Serving:
         """Read the blocks and get ready. Raises what loading raises."""
         checkpoint = plan.checkpoint
         began = time.monotonic()
-        model = await runtime.run(load_span, checkpoint, span, dtype=plan.dtype, device=plan.device, progress=True)
+        model = await runtime.run(
+            load_span, checkpoint, span, dtype=plan.dtype, device=plan.device, quant=plan.quant, progress=True
+        )
         seconds = time.monotonic() - began
         logger.info("Loaded: %s of weights in %.1f s", human(model.weight_bytes), seconds)
         began = time.monotonic()
@@ -90,7 +94,9 @@ class Serving:
             model,
             checkpoint.name,
             checkpoint.revision,
-            cache=plan.throughput_cache,
+            plan.quant,
+            plan.throughput_cache,
+            True,
         )
         sessions = Sessions(plan.cache_tokens, time.monotonic)
         logger.info("Attention cache: room for %d tokens", sessions.capacity)

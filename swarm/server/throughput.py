@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from swarm import console
 from swarm.data_structures import Span
 from swarm.models.span import SpanModel
 from swarm.protocol.compression import dtype_name
@@ -51,6 +52,7 @@ def determine(
     revision: str,
     quantization: str = "none",
     cache: Path | None = None,
+    progress: bool = False,
 ) -> Throughput:
     """The throughput to announce for the loaded span: as given, as remembered, or measured now.
 
@@ -60,7 +62,9 @@ def determine(
     Args:
         wanted: see `ThroughputWanted`.
         name, revision: the model's, as announced.
+        quantization: form of the weights, as announced.
         cache: file of remembered results (`throughput_cache.default_path`); None to remember nothing.
+        progress: show progress on the terminal.
     """
     if wanted.rate is not None:
         return _reported(Throughput(wanted.rate, wanted.rate), model, "as given")
@@ -69,7 +73,7 @@ def determine(
         known = throughput_cache.lookup(cache, circumstances, time.time())
         if known is not None:
             return _reported(known, model, "measured before; --throughput measure does it again")
-    found = measure(model)
+    found = measure(model, progress)
     if cache is not None:
         throughput_cache.remember(cache, circumstances, found, time.time())
     return _reported(found, model, "measured")
@@ -91,7 +95,7 @@ def remembered(
     return throughput_cache.lookup(cache, circumstances, time.time())
 
 
-def measure(model: SpanModel) -> Throughput:
+def measure(model: SpanModel, progress: bool = False) -> Throughput:
     """Measure the span on its device, in a few seconds at most unless a single step takes so long.
 
     Inputs are random: equal tokens would all go to the same experts, whose weights are then read once for all.
@@ -102,27 +106,32 @@ def measure(model: SpanModel) -> Throughput:
         hidden_RTH = torch.randn(rows, length, model.hidden_size, generator=generator)
         return hidden_RTH.to(model.device, model.dtype)
 
-    step = _decode_step(model, tokens)
-    try:
-        token = _forward_token(model, tokens)
-    except torch.OutOfMemoryError:
-        token = step  # not even the smallest batch fits
+    title = "Measuring throughput" if progress else None
+    with console.progress_bar(title, WARM_UP + STEPS + len(BATCHES) * REPEATS, "step") as bar:
+        step = _decode_step(model, tokens, bar.update)
+        try:
+            token = _forward_token(model, tokens, bar.update)
+        except torch.OutOfMemoryError:
+            token = step  # not even the smallest batch fits
     return Throughput(model.span.length / step, model.span.length / token)
 
 
-def _decode_step(model: SpanModel, tokens: Callable[[int, int], torch.Tensor]) -> float:
+def _decode_step(model: SpanModel, tokens: Callable[[int, int], torch.Tensor], moved_on: Callable[[], object]) -> float:
     """Seconds of one step of one token: the median of a few."""
     cache = model.new_cache()
     inputs = [tokens(1, 1) for _ in range(WARM_UP + STEPS)]
     times: list[float] = []
     for hidden_11H in inputs:
         times.append(_timed(model, partial(model.forward, hidden_11H, cache)))
+        moved_on()
         if len(times) > 1 and sum(times) > DECODE_BUDGET:
             break
     return statistics.median(times[min(WARM_UP, len(times) - 1) :])
 
 
-def _forward_token(model: SpanModel, tokens: Callable[[int, int], torch.Tensor]) -> float:
+def _forward_token(
+    model: SpanModel, tokens: Callable[[int, int], torch.Tensor], moved_on: Callable[[], object]
+) -> float:
     """Seconds a token in the largest batch that the budget allows."""
     longest = min(ROW, model.positions or ROW)
     spent, best = 0.0, float("inf")
@@ -134,6 +143,7 @@ def _forward_token(model: SpanModel, tokens: Callable[[int, int], torch.Tensor])
         for _ in range(REPEATS):
             try:
                 times.append(_timed(model, partial(model.forward, hidden_RTH)))
+                moved_on()
             except torch.OutOfMemoryError:
                 if best == float("inf"):
                     raise

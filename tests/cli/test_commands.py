@@ -15,7 +15,7 @@ from swarm.version import VERSION
 OPTIONS = {
     "server": {
         "model", "--revision", "--blocks", "--initial-peers", "--new-swarm", "--host-maddrs", "--announce-maddrs",
-        "--identity-path", "--device", "--dtype", "--throughput", "--name", "--cache-tokens", "--cache-dir",
+        "--identity-path", "--device", "--dtype", "--quant", "--throughput", "--name", "--cache-tokens", "--cache-dir",
         "--update-period", "--compile", "--threads", "--stay", "--help",
     },
     "dht": {"--initial-peers", "--host-maddrs", "--announce-maddrs", "--identity-path", "--help"},

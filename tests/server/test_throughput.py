@@ -133,7 +133,7 @@ def measured(monkeypatch):
     """Counts the measurements, each of which finds something else."""
     found = []
 
-    def fake(model):
+    def fake(model, progress):
         found.append(Throughput(10.0 + len(found), 100.0))
         return found[-1]
 
