@@ -162,9 +162,9 @@ class Engine:
 
     def _iterate(self) -> None:
         """One iteration, in the compute thread."""
-        self._gather()
-        self._take_in()
         try:
+            self._gather()
+            self._take_in()
             settled = self._compute_next(time.monotonic())
         except BaseException as error:  # no request's fault: whoever waits has to hear of it
             return self._give_up(error)
