@@ -71,7 +71,7 @@ def _load_blocks(
         # On a CPU, what was not quantized.
         linear.prepack(model.to(device).get_submodule(path))
         digests.append(digest)
-        _return_freed_memory()
+        return_freed_memory()
         if whole is None:
             whole, layers = model, model.get_submodule(path)
         else:
@@ -80,8 +80,8 @@ def _load_blocks(
     return whole, digests
 
 
-def _return_freed_memory() -> None:
-    """Give what the allocator keeps of the plain weights back to the system, where the C library is glibc."""
+def return_freed_memory() -> None:
+    """Give what the allocator keeps of freed tensors back to the system, where the C library is glibc."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -22,6 +22,7 @@ import torch
 from swarm import console
 from swarm.data_structures import Span
 from swarm.models.span import SpanModel
+from swarm.models.span_loading import return_freed_memory
 from swarm.protocol.compression import dtype_name
 from swarm.server import throughput_cache
 from swarm.server.throughput_cache import Circumstances, Throughput
@@ -113,6 +114,7 @@ def measure(model: SpanModel, progress: bool = False) -> Throughput:
             token = _forward_token(model, tokens, bar.update)
         except torch.OutOfMemoryError:
             token = step  # not even the smallest batch fits
+    return_freed_memory()  # the largest batch took more than any step will
     return Throughput(model.span.length / step, model.span.length / token)
 
 
