@@ -61,7 +61,8 @@ def quantized_bytes(out_features: int, in_features: int, form: str) -> int:
         return values + 4 * out_features  # bitsandbytes' scales take 4 bytes, torch's 2
     if form == INT4:
         return values // 2 + 4 * (values // GROUP)
-    return values // 2 + values // GROUP + 4 * -(-values // (GROUP * 256)) + 1024  # absmax in 8 bits, and its scales
+    # One scale in 8 bits for a group, one in 32 for 256 groups, and the tables of both codes.
+    return values // 2 + values // GROUP + 4 * -(-values // (GROUP * 256)) + 4 * (16 + 256)
 
 
 def weight_bytes(model: nn.Module) -> int:
@@ -164,7 +165,7 @@ class Int8Linear(_WeightOnly):
         values = torch.empty_like(linear.weight, dtype=torch.int8)
         scales = torch.empty(self.out_features, dtype=torch.bfloat16)
         for start, end in self._bounds():
-            weight = linear.weight[start:end].float()
+            weight = linear.weight[start:end].to(torch.float32, copy=True)
             # Rounded first, so that what the kernel multiplies by is what the values were divided by.
             scales[start:end] = (weight.abs().amax(dim=1) / 127).clamp_(min=1e-12)
             weight.div_(scales[start:end].float().unsqueeze(1)).round_().clamp_(-127, 127)
@@ -196,7 +197,7 @@ class Int4Linear(_WeightOnly):
         values = torch.empty(self.out_features, self.in_features // 2, dtype=torch.uint8)
         scales_GO2 = torch.empty(groups, self.out_features, 2, dtype=torch.bfloat16)
         for start, end in self._bounds():  # as torch packs whole blocks of 64 rows, parts can be packed by themselves
-            weight_OGK = linear.weight[start:end].float().view(end - start, groups, GROUP)
+            weight_OGK = linear.weight[start:end].to(torch.float32, copy=True).view(end - start, groups, GROUP)
             least, greatest = weight_OGK.aminmax(dim=2)
             scales_OG = ((greatest - least) / 15).clamp_(min=1e-9).bfloat16().float()
             offsets_OG = (least + 8 * scales_OG).bfloat16().float()
