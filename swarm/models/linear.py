@@ -19,7 +19,7 @@ and one for everything else, which is the same from 4 rows on and as good as the
 
 FEWEST = 4
 """Rows that a product gets at least, zeros if need be. Reading the weight is all that so few rows cost, and oneDNN
-reads it slower for one row (by a quarter in fp32, a seventh in bfloat16) and for two (by half, a third) than for four."""
+reads it slower for one row (by a quarter in fp32, a seventh in bfloat16) and for two (half, a third) than for four."""
 
 WORTH_ARRANGING = 1 << 18
 """Numbers in the smallest fp32 weight that is arranged. A call costs 8 us more than a plain one, which a smaller weight

@@ -190,18 +190,14 @@ class Engine:
         return settled
 
     def _gather(self) -> None:
-        """Give sessions that were computed together a moment to come together, unless a prompt is to compute anyway."""
+        """Give sessions a moment to come together, unless a prompt is to compute anyway."""
         with self._lock:
             if not all(entry.short for entry in (*self._entries.values(), *self._incoming)):
                 return
-            missing = self._gathering.missing(self._sessions())
-            patience = self._gathering.patience(missing, time.monotonic())
+            patience = self._gathering.patience(len(self._entries) + len(self._incoming), time.monotonic())
             if patience:
-                self._lock.wait_for(lambda: missing <= self._sessions(), patience)
-
-    def _sessions(self) -> set[Hashable]:
-        """Whose requests wait."""
-        return {entry.request.session for entry in (*self._entries.values(), *self._incoming)}
+                enough = self._gathering.enough
+                self._lock.wait_for(lambda: len(self._entries) + len(self._incoming) >= enough, patience)
 
     def _take_in(self) -> None:
         while self._incoming:
@@ -239,7 +235,7 @@ class Engine:
                 entry.work = None
         seconds = time.perf_counter() - began
         if all(entry.short for entry, _ in portions):
-            self._gathering.computed([entry.request.session for entry, _ in portions], seconds)
+            self._gathering.computed(seconds, time.monotonic())
         for entry, _ in portions:
             entry.seconds += seconds
             entry.served = now

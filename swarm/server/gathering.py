@@ -1,75 +1,66 @@
 """How long an iteration should wait for more sessions to join it. Pure: what happens is told, the answer is seconds.
 
-Reading the weights costs the same for one row as for several. Steps that were computed together go on to the next
-server, and come back from their clients, a little apart; an iteration that began with the first of them would leave the
-others to a second one, which costs as much again, and batches would fall apart from server to server. So sessions that
-were computed together are waited for, for a part of an iteration's time: less by half for each time that would have
-been in vain, and more again when they do come close together.
+Reading the weights costs the same for one row as for several. A server that is busy most of the time computes more
+tokens if it lets some sessions come together first; from then on they travel together from server to server. So an
+iteration that has fewer than half of the sessions that are about waits for more, for a part of what it takes. A server
+that has time to spare, or a session or two, starts at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable
+import math
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 PART = 0.5
 """Of what an iteration takes, at most. Who comes within half of it wins more than those that wait for it lose."""
 
 LONGEST = 0.1
-"""Seconds. Slow servers compute for seconds; nobody comes that much later than the others."""
+"""Seconds. Slow servers compute for seconds; who is together comes sooner than that."""
 
-LEAST = 1 / 64
-"""A trust below this is none."""
+BUSY = 0.4
+"""Share of the time that a server computes, from which on it is short of it."""
 
-KNOWN = 4096
-"""Sessions that are remembered."""
+ABOUT = 2.0
+"""Seconds since a session's last request within which the next one is expected."""
+
+MEMORY = 1.0
+"""Seconds in which what was computed loses all but 1/e of its weight."""
 
 
 @dataclass
 class Gathering:
-    """Who was computed together lately, and what an iteration takes."""
+    """Who is about, how busy the server is, and what an iteration takes."""
 
-    _company: dict[Hashable, frozenset[Hashable]] = field(default_factory=dict)
-    _trust: dict[Hashable, float] = field(default_factory=dict)
-    _seconds: float = 0.0
-    _awaited: frozenset[Hashable] = frozenset()
-    _until: float = 0.0
-
-    def missing(self, waiting: Collection[Hashable]) -> frozenset[Hashable]:
-        """Sessions that were computed with one of those that wait, and are not here yet."""
-        company = (self._company.get(session, frozenset()) for session in waiting)
-        return frozenset().union(*company).difference(waiting)
-
-    def patience(self, missing: frozenset[Hashable], now: float) -> float:
-        """Seconds to wait for them from now on. Whether they come in time is noted in any case."""
-        longest = min(LONGEST, PART * self._seconds)
-        self._lose(self._awaited - missing)
-        self._awaited, self._until = missing, now + longest
-        trust = max((self._trust.get(session, 1.0) for session in missing), default=0.0)
-        return longest * trust if trust >= LEAST else 0.0
+    _seen: dict[Hashable, float] = field(default_factory=dict)
+    _iteration: float = 0.0
+    _busy: float = 0.0
+    _when: float = -math.inf
 
     def came(self, session: Hashable, now: float) -> None:
         """A session wants a step."""
-        if session in self._awaited:
-            self._awaited -= {session}
-            if now <= self._until:
-                self._trust[session] = min(1.0, 2 * self._trust.get(session, 1.0))
-            else:
-                self._lose([session])
+        self._seen.pop(session, None)
+        self._seen[session] = now
+        while now - self._seen[oldest := next(iter(self._seen))] > ABOUT:
+            del self._seen[oldest]
 
-    def _lose(self, sessions: Iterable[Hashable]) -> None:
-        """They did not come in time."""
-        for session in sessions:
-            self._trust[session] = max(LEAST / 2, self._trust.get(session, 1.0) / 2)
-        while len(self._trust) > KNOWN:
-            del self._trust[next(iter(self._trust))]
-
-    def computed(self, sessions: Collection[Hashable], seconds: float) -> None:
+    def computed(self, seconds: float, now: float) -> None:
         """An iteration of short requests is over."""
-        self._seconds = seconds
-        company = frozenset(sessions)
-        for session in company:
-            self._company.pop(session, None)
-            self._company[session] = company
-        while len(self._company) > KNOWN:
-            del self._company[next(iter(self._company))]
+        self._iteration = seconds
+        self._busy = self._busy_at(now) + seconds
+        self._when = now
+
+    @property
+    def enough(self) -> int:
+        """Sessions with which an iteration starts at once."""
+        return len(self._seen) // 2
+
+    def patience(self, waiting: int, now: float) -> float:
+        """Seconds to wait for others, while `waiting` sessions wait already."""
+        if waiting >= self.enough or self._busy_at(now) < BUSY * MEMORY:
+            return 0.0
+        return min(LONGEST, PART * self._iteration)
+
+    def _busy_at(self, now: float) -> float:
+        """Seconds of computing, each weighted by its age: `MEMORY` for a server that never rests."""
+        return self._busy * math.exp(-max(0.0, now - self._when) / MEMORY) if self._busy else 0.0
