@@ -61,16 +61,23 @@ def assert_close(output: torch.Tensor, expected: torch.Tensor) -> None:
 class Server:
     """One server, "server". `now` is its sessions' clock."""
 
-    def __init__(self, model: SpanModel, capacity: int = 64, runtime: Any = None, **limits: int) -> None:
+    def __init__(
+        self,
+        model: SpanModel,
+        capacity: int = 64,
+        runtime: Any = None,
+        budget: int = 64,
+        peer_share: float = 1.0,
+        **limits: int,
+    ) -> None:
         self.model = model
         self.now = 0.0
         self.hub = MemoryHub()
         self.runtime = runtime or Runtime()
-        self.sessions = Sessions(capacity, lambda: self.now, peer_share=1.0)
+        self.sessions = Sessions(capacity, lambda: self.now, peer_share=peer_share)
         self.network = MemoryNetwork(self.hub, "server")
-        self.handler = Handler(
-            self.network, model, REVISION, self.sessions, Engine(self.runtime), Limits(**{"step_tokens": 16, **limits})
-        )
+        engine, bounds = Engine(self.runtime, budget), Limits(**{"step_tokens": 16, **limits})
+        self.handler = Handler(self.network, model, REVISION, self.sessions, engine, bounds)
 
     async def start(self) -> None:
         await self.network.serve(self.handler)
@@ -165,7 +172,7 @@ class Client:
 Act = Callable[[Server], Awaitable[None]]
 
 
-def scenario(model: SpanModel, act: Act, **options: int) -> None:
+def scenario(model: SpanModel, act: Act, **options: Any) -> None:
     """Let `act` do its worst to a server, while another client works and goes on working."""
 
     async def besides(server: Server) -> None:
@@ -178,7 +185,7 @@ def scenario(model: SpanModel, act: Act, **options: int) -> None:
     alone(model, besides, **options)
 
 
-def alone(model: SpanModel, act: Act, **options: int) -> None:
+def alone(model: SpanModel, act: Act, **options: Any) -> None:
     """Let `act` do what it likes to a server."""
 
     async def whole() -> None:
@@ -193,7 +200,7 @@ def alone(model: SpanModel, act: Act, **options: int) -> None:
     asyncio.run(whole())
 
 
-def on_virtual_time(model: SpanModel, act: Act, seconds: float = 0.0, **options: int) -> None:
+def on_virtual_time(model: SpanModel, act: Act, seconds: float = 0.0, **options: Any) -> None:
     """The same on virtual time; each job of the server takes so many seconds of it."""
 
     async def whole() -> None:
