@@ -8,11 +8,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from swarm.data_structures import Span
 from swarm.errors import InvalidOption, NotEnoughMemory
+from swarm.models.checkpoint import open_checkpoint
 from swarm.models.footprint import Footprint
 from swarm.server import memory
 from swarm.server.limits import HEADROOM
-from swarm.server.memory import blocks_that_fit, check_fits, free_memory, resolve_device
+from swarm.server.memory import (
+    blocks_that_fit,
+    check_fits,
+    choose_quantization,
+    free_memory,
+    resolve_device,
+    resolve_quantization,
+)
 
 CPU = torch.device("cpu")
 
@@ -95,3 +104,56 @@ def test_the_device():
 def test_a_device_that_this_machine_has_not(name):
     with pytest.raises(InvalidOption, match="--device"):
         resolve_device(name)
+
+
+FORMS = {form: Footprint((weight,) * 8, 1) for form, weight in (("none", 400), ("int8", 200), ("int4", 100))}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "free", "form"),
+    [
+        (Span(0, 4), 2000, "none"),
+        (Span(0, 4), 1000, "int8"),
+        (Span(0, 4), 500, "int4"),
+        (Span(0, 4), 100, "none"),  # fits in no form, which is then said of the exact one
+        (2, 1000, "none"),
+        (2, 500, "int8"),
+        (2, 300, "int4"),
+        (99, 4000, "none"),  # more than there are
+        (None, 4000, "none"),  # the whole model
+        (None, 3000, "int8"),  # some more of it
+        (None, 1000, "int8"),  # never 4 bits for more blocks
+        (None, 150, "int4"),  # unless it is the only way to serve
+        (None, 10, "none"),
+    ],
+)
+def test_the_form_of_weights_that_nobody_asked_for(wanted, free, form):
+    assert choose_quantization(FORMS, wanted, int(free / HEADROOM) + 10, 1) == form
+
+
+def test_where_the_cache_is_what_does_not_fit_weights_stay_exact():
+    large_cache = {form: Footprint(needs.weights, 10**6) for form, needs in FORMS.items()}
+    assert choose_quantization(large_cache, None, 4 * 10**6, 1) == "none"
+
+
+def test_a_device_that_can_hold_only_exact_weights():
+    assert choose_quantization({"none": FORMS["none"]}, None, 1000, 1) == "none"
+
+
+def test_the_form_is_said(caplog, monkeypatch):
+    checkpoint = open_checkpoint()
+
+    def resolved(requested: str, free: int = 1 << 40) -> tuple[str, str]:
+        monkeypatch.setattr(memory, "free_memory", lambda device: free)
+        caplog.clear()
+        with caplog.at_level("INFO", logger="swarm"):
+            form = resolve_quantization(requested, checkpoint, CPU, torch.float32, None, 16)
+        return form, caplog.messages[-1]
+
+    assert resolved("auto") == ("none", "Weights: not quantized, which fits; --quant says otherwise")
+    assert resolved("auto", 10_000_000) == (
+        "int8",
+        "Weights: int8, because not all blocks wanted fit in float32; --quant says otherwise",
+    )
+    assert resolved("nf4") == ("int4", "Weights: int4, as asked for (on a CPU nf4 is int4)")
+    assert resolved("int8", 10) == ("int8", "Weights: int8, as asked for")
