@@ -32,6 +32,7 @@ from swarm.errors import (
     RemoteError,
     TooLong,
     UnknownSession,
+    WrongDtype,
     WrongPosition,
 )
 from swarm.transport.stream import Network
@@ -77,11 +78,12 @@ class Planner(Protocol):
 
 
 def is_hop_lost(error: Exception) -> bool:
-    """True if another server should be asked. Only what may be too long for every server is the client's own matter.
+    """True if another server should be asked. Only what every server would refuse is the client's own matter: what may
+    be too long for all, and outputs that the wire format cannot hold.
 
     Whatever else could be wrong with a request was checked before it was sent: a server that refuses it errs or lies.
     """
-    return not isinstance(error, TooLong)
+    return not isinstance(error, TooLong | WrongDtype)
 
 
 @dataclass(frozen=True)
@@ -228,8 +230,8 @@ class Failover:
                 if tries >= TRIES and waiting.is_over:
                     raise trouble
             except MissingBlocks as missing:
-                if isinstance(trouble, TooLong):
-                    raise trouble from None  # waiting makes no server larger
+                if isinstance(trouble, TooLong | WrongDtype):
+                    raise trouble from None  # waiting makes no server larger, and no number smaller
                 if isinstance(trouble, CacheFull) and waiting.is_over:
                     raise trouble from None
                 await waiting.more(missing)

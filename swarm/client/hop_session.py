@@ -32,6 +32,9 @@ from swarm.transport.stream import Network, Stream
 CLOSE_TIMEOUT = 1.0
 """Seconds that a server gets to read that a session is over."""
 
+ROOM_PATIENCE = 1.0
+"""Seconds that a full server may let us wait for room, before we look elsewhere."""
+
 OPEN_TIMEOUT = 5.0
 """Seconds to connect and to be let in."""
 
@@ -140,6 +143,7 @@ class HopSession:
             end=self.hop.span.end,
             max_length=self._max_length,
             reply_format=self._manner.wire,
+            patience=ROOM_PATIENCE,
         )
         async with answering(self.hop, patience):
             self._stream = await self._network.open_stream(self.peer_id)
