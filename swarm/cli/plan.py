@@ -29,6 +29,11 @@ OUTPUT = click.Path(dir_okay=False, path_type=Path)
     type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
     help="What the servers compute in.  [default: the checkpoint's]",
 )
+@click.option(
+    "--quant",
+    type=click.Choice(["none", "int8", "nf4"]),
+    help="Form of the servers' weights.  [default: what all servers announce, else none]",
+)
 @click.option("--cache-tokens", type=click.IntRange(1, 2**40), help="Room in the attention cache.  [default: 16384]")
 @click.option(
     "--cache-dir", type=click.Path(file_okay=False, path_type=Path), help="Where files from the hub are kept."
@@ -43,6 +48,7 @@ def main(
     model: str | None,
     revision: str | None,
     dtype: str | None,
+    quant: str | None,
     cache_tokens: int | None,
     cache_dir: Path | None,
     initial_peers: tuple[str, ...],
@@ -56,13 +62,13 @@ def main(
     --initial-peers are planned for, by what they announce.
     """
     peers = console.split(initial_peers)
-    wishes = {"model": model, "revision": revision, "dtype": dtype, "cache_tokens": cache_tokens}
+    wishes = {"model": model, "revision": revision, "dtype": dtype, "quant": quant, "cache_tokens": cache_tokens}
     given = {name: value for name, value in wishes.items() if value is not None}
     if file is not None:
         description = msgspec.structs.replace(described.read(file), **given)
         size = _size(description, cache_dir)
     elif peers:
-        description, size = _measure(peers, model, revision, dtype or "auto", cache_tokens, cache_dir)
+        description, size = _measure(peers, model, revision, dtype or "auto", quant, cache_tokens, cache_dir)
     else:
         raise UsageError(
             "say what to plan for: a FILE that describes the devices, or --initial-peers ADDRESS... of a running swarm"
@@ -88,7 +94,7 @@ def _size(description: Description, cache_dir: Path | None) -> ModelSize:
         return described.size_in_numbers(model, description.dtype)
     from swarm.planning.live import open_model  # loads torch, which numbers do without
 
-    return open_model(model, description.revision, description.dtype, cache_dir)[1]
+    return open_model(model, description.revision, description.dtype, cache_dir, description.quant)[1]
 
 
 def _measure(
@@ -96,6 +102,7 @@ def _measure(
     model: str | None,
     revision: str | None,
     dtype: str,
+    quant: str | None,
     cache_tokens: int | None,
     cache_dir: Path | None,
 ) -> tuple[Description, ModelSize]:
@@ -105,12 +112,19 @@ def _measure(
     from swarm.transport.p2p import quiet_hivemind
 
     quiet_hivemind()
-    checkpoint, size = open_model(model, revision, dtype, cache_dir)
+    checkpoint, _ = open_model(model, revision, dtype, cache_dir)
     found = uvloop.run(servers_of(checkpoint, peers))
     for peer, reason in found.excluded.items():
         click.echo(f"Not planned for: …{peer[-6:]}, {reason}", err=True)
-    description = measured.describe(found.servers, size, model, cache_tokens)
-    return msgspec.structs.replace(description, revision=revision, dtype=dtype), size
+    form = quant or measured.common_quantization(found.servers)
+
+    def size_in(form: str) -> ModelSize:
+        return open_model(model, revision, dtype, cache_dir, form)[1]
+
+    size = size_in(form)
+    held = {form: size_in(form) for form in ("none", "int8", "int4", "nf4")}
+    description = measured.describe(found.servers, size, model, cache_tokens, held)
+    return msgspec.structs.replace(description, revision=revision, dtype=dtype, quant=form), size
 
 
 def _startup(description: Description, peers: tuple[str, ...]) -> report.Startup:
@@ -120,6 +134,8 @@ def _startup(description: Description, peers: tuple[str, ...]) -> report.Startup
         options += ["--revision", description.revision]
     if description.dtype != "auto":
         options += ["--dtype", description.dtype]
+    if description.quant != "none":
+        options += ["--quant", description.quant]
     return report.Startup(model, tuple(options), peers)
 
 

@@ -88,7 +88,8 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         model: local folder or hub id, or numbers; None for the demo model.
         revision: branch, tag or commit of a hub model.
         dtype: what the servers compute in and send; auto is the checkpoint's own, of a model in numbers bfloat16.
-        client: the device on which the client runs; None for a machine of its own.
+        quant: form of the servers' weights; of a model in numbers, block_memory says what it comes to.
+    client: the device on which the client runs; None for a machine of its own.
         order: all devices in the order of the ring; None for the best order.
     """
 
@@ -96,6 +97,7 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str | ModelNumbers | None = None
     revision: str | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    quant: Literal["none", "int8", "nf4"] = "none"
     cache_tokens: Tokens = CACHE_TOKENS
     client: Name | None = None
     link: Link = Link()

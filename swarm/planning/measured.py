@@ -6,7 +6,7 @@ A server does not announce its memory. What it holds now, with the cache that is
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from swarm.data_structures import ServerInfo
 from swarm.errors import UsageError
@@ -28,7 +28,11 @@ link holds for every pair that was not measured, and for the client."""
 
 
 def describe(
-    servers: Sequence[ServerInfo], model: ModelSize, source: str | None, cache_tokens: int | None
+    servers: Sequence[ServerInfo],
+    model: ModelSize,
+    source: str | None,
+    cache_tokens: int | None,
+    held: Mapping[str, ModelSize] | None = None,
 ) -> Description:
     """Describe online servers of a model.
 
@@ -36,6 +40,7 @@ def describe(
         servers: in the order in which they shall be listed.
         source: local folder or hub id of the model; None for the demo model.
         cache_tokens: room in the attention cache; None for a server's default, or less where servers have less.
+        held: the model's size in the forms of weights that servers announce, where that is not `model`.
 
     Raises:
         UsageError: there are no servers, or too many.
@@ -50,7 +55,7 @@ def describe(
     devices = tuple(
         DeviceEntry(
             name=names[server.peer_id],
-            memory=_memory(server, model, least),
+            memory=_memory(server, (held or {}).get(server.quantization, model), least),
             speed=min(max(server.throughput, 1e-6), 1e9),
             upload=_upload(server, model),
         )
@@ -63,6 +68,12 @@ def describe(
         link=_usual_link(servers),
         links=_links(servers, names),
     )
+
+
+def common_quantization(servers: Sequence[ServerInfo]) -> str:
+    """The `--quant` that all servers were started with; "none", which takes the most memory, where they differ."""
+    forms = {"nf4" if server.quantization == "int4" else server.quantization for server in servers}
+    return forms.pop() if forms in ({"int8"}, {"nf4"}) else "none"
 
 
 def _names(servers: Sequence[ServerInfo]) -> dict[str, str]:

@@ -70,8 +70,8 @@ def resolve_quantization(
         return form
     needs = {form: footprint(checkpoint, dtype, form) for form in _possible_forms(device)}
     form = choose_quantization(needs, wanted, free_memory(device), cache_tokens)
-    reason = "which fits" if form == NONE else f"because not all blocks wanted fit in {dtype_name(dtype)}"
-    logger.info("Weights: %s, %s; --quant says otherwise", form if form != NONE else "not quantized", reason)
+    said = "not quantized" if form == NONE else f"{form}, because not all blocks wanted fit in {dtype_name(dtype)}"
+    logger.info("Weights: %s; --quant says otherwise", said)
     return form
 
 

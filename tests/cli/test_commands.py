@@ -20,7 +20,7 @@ OPTIONS = {
     },
     "dht": {"--initial-peers", "--host-maddrs", "--announce-maddrs", "--identity-path", "--help"},
     "plan": {
-        "file", "--model", "--revision", "--dtype", "--cache-tokens", "--cache-dir", "--initial-peers", "--write",
+        "file", "--model", "--revision", "--dtype", "--quant", "--cache-tokens", "--cache-dir", "--initial-peers", "--write",
         "--json", "--plot", "--help",
     },
     "demo": {"--prompt", "--tokens", "--temperature", "--seed", "--help"},

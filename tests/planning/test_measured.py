@@ -10,7 +10,7 @@ from swarm.data_structures import ServerInfo
 from swarm.errors import UsageError
 from swarm.planning.description import Link, parse, to_group, to_yaml
 from swarm.planning.group import ModelSize
-from swarm.planning.measured import HEADING, describe
+from swarm.planning.measured import HEADING, common_quantization, describe
 from swarm.planning.partition import partition
 from swarm.server.limits import CACHE_TOKENS
 from tests.infos import server_info
@@ -35,6 +35,34 @@ def test_what_servers_announce() -> None:
     assert description.link == Link(latency=link.latency)
     group = to_group(description, MODEL)
     assert [device.budget for device in group.devices] == [3000 + 2 * 100 * 10, 2000 + 2 * 200 * 10]
+
+
+def test_memory_is_what_the_announced_form_of_the_weights_takes() -> None:
+    servers = [
+        server_info(0, 2, "a", quantization="int8"),
+        server_info(0, 2, "b"),
+        server_info(0, 2, "c", quantization="x"),
+    ]
+    small = ModelSize("model", (500, 1000, 500, 500), 10, 64)
+    group = to_group(describe(servers, MODEL, None, None, {"int8": small, "none": MODEL}), MODEL)
+    cache = 2 * servers[0].cache_tokens_free * 10
+    assert [device.budget - cache for device in group.devices] == [1500, 3000, 3000]
+
+
+@pytest.mark.parametrize(
+    ("announced", "quant"),
+    [
+        ({"none"}, "none"),
+        ({"int8"}, "int8"),
+        ({"int4"}, "nf4"),
+        ({"nf4", "int4"}, "nf4"),
+        ({"int8", "none"}, "none"),
+        ({"int8", "int4"}, "none"),
+        ({"something else"}, "none"),
+    ],
+)
+def test_the_form_of_the_weights_that_servers_have_in_common(announced: set[str], quant: str) -> None:
+    assert common_quantization([server_info(0, 1, form, quantization=form) for form in announced]) == quant
 
 
 def test_both_ends_measured_the_link() -> None:

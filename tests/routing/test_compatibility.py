@@ -13,6 +13,7 @@ def server(
     digests: str,
     revision: str = "main",
     state: ServerState = ServerState.ONLINE,
+    quantization: str = "none",
 ) -> ServerInfo:
     """A server of as many blocks as there are letters in `digests`."""
     return ServerInfo(
@@ -24,7 +25,7 @@ def server(
         revision=revision,
         digests=tuple(digests),
         compute_dtype="float32",
-        quantization="none",
+        quantization=quantization,
         version="1",
     )
 
@@ -45,6 +46,21 @@ def test_another_revision():
     assert [one.peer_id for one in found.servers] == ["a"]
     assert "revision old" in found.excluded["b"]
     assert "main" in found.excluded["b"]
+
+
+def test_only_servers_of_a_precision():
+    servers = [server("a", 0, "x"), server("b", 0, "x", quantization="int8"), server("c", 0, "x", quantization="nf4")]
+    assert len(compatible_servers(servers, "main").servers) == 3
+    found = compatible_servers(servers, "main", quant={"none", "int8"})
+    assert [one.peer_id for one in found.servers] == ["a", "b"]
+    assert found.excluded == {"c": "its weights are nf4, this client wants int8 or none"}
+    found = compatible_servers(servers, "main", quant={"nf4"})
+    assert found.excluded["a"] == "its weights are not quantized, this client wants nf4"
+
+
+def test_servers_of_an_unwanted_precision_still_say_which_weights_are_right():
+    servers = [server("a", 0, "q"), *(server(name, 0, "x", quantization="int8") for name in "bc")]
+    assert compatible_servers(servers, "main", quant={"none"}).servers == ()
 
 
 def test_only_online_servers_count_and_the_others_are_not_accused():

@@ -150,7 +150,7 @@ def test_the_form_is_said(caplog, monkeypatch):
             form = resolve_quantization(requested, checkpoint, CPU, torch.float32, None, 16)
         return form, caplog.messages[-1]
 
-    assert resolved("auto") == ("none", "Weights: not quantized, which fits; --quant says otherwise")
+    assert resolved("auto") == ("none", "Weights: not quantized; --quant says otherwise")
     assert resolved("auto", 10_000_000) == (
         "int8",
         "Weights: int8, because not all blocks wanted fit in float32; --quant says otherwise",
