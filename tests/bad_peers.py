@@ -5,10 +5,13 @@ A bad server is a real server, which looks better than all others and does every
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,8 +25,9 @@ from hivemind.utils import MSGPackSerializer
 from hivemind.utils.crypto import RSAPrivateKey
 
 from swarm.client.background import BackgroundLoop
-from swarm.data_structures import ServerInfo
+from swarm.data_structures import ServerInfo, WireFormat
 from swarm.dht.records import encode, model_key
+from swarm.errors import PeerLost
 from swarm.protocol import messages
 from swarm.server.config import ServerConfig
 from swarm.server.server import Server
@@ -37,6 +41,9 @@ ATTRACTIVE = 1e6
 
 FROM_STEP = 3
 """The first step at which a bad server misbehaves: by then clients have come to trust it."""
+
+STALLED = 3.0
+"""Seconds after which a server that takes no more of a stream stands still there."""
 
 Bytes = bytes | memoryview
 Sent = tuple[messages.Message, Bytes] | None
@@ -226,14 +233,93 @@ class Forger:
 
 
 @contextmanager
-def run_forger(swarm: TestSwarm) -> Iterator[Forger]:
-    """A forger that has joined the swarm, with a libp2p daemon of its own."""
+def run_peer(swarm: TestSwarm) -> Iterator[tuple[Peer, BackgroundLoop]]:
+    """A peer that has joined the swarm, with a libp2p daemon of its own, and the loop that it lives in."""
     background = BackgroundLoop()
     try:
         peer = background.run(Peer.create(P2PConfig(swarm.addresses, LOOPBACK), Anything()))
         try:
-            yield Forger(peer, background)
+            yield peer, background
         finally:
             background.run(peer.shutdown())
     finally:
         background.close()
+
+
+@contextmanager
+def run_forger(swarm: TestSwarm) -> Iterator[Forger]:
+    """A forger that has joined the swarm."""
+    with run_peer(swarm) as (peer, background):
+        yield Forger(peer, background)
+
+
+class GreedyClient:
+    """A client, by hand, of the server `info`, that takes whatever it can get."""
+
+    def __init__(self, peer: Peer, background: BackgroundLoop, info: ServerInfo) -> None:
+        self._peer = peer
+        self._background = background
+        self._info = info
+        self._streams: list[Stream] = []
+
+    def open_sessions(self, count: int, close_streams: bool) -> Counter[str]:
+        """Open so many sessions, each on a stream of its own; how many were opened, or refused for each reason."""
+        return self._background.run(self._open_sessions(count, close_streams))
+
+    async def _open_sessions(self, count: int, close_streams: bool) -> Counter[str]:
+        answers: Counter[str] = Counter()
+        span = self._info.span
+        for _ in range(count):
+            stream = await self._peer.open_stream(self._info.peer_id)
+            self._streams.append(stream)
+            opening = messages.OpenSession(
+                os.urandom(16), self._info.revision, span.start, span.end, 8, WireFormat.NONE
+            )
+            try:
+                await stream.send(opening)
+                answer = messages.decode_server((await stream.receive()).header)
+            except PeerLost:  # a stream too many is closed, perhaps before the reason was read
+                answers["closed"] += 1
+                continue
+            answers[answer.code if isinstance(answer, messages.Refusal) else "opened"] += 1
+            if close_streams:
+                stream.close()
+        return answers
+
+    def ask_without_reading(self, streams: int, requests: int, hidden_TH: np.ndarray) -> int:
+        """Ask for forwards on so many streams at once and read no answer; how many requests the server has taken."""
+        return sum(self._background.run(self._ask_on_all(streams, requests, hidden_TH)))
+
+    async def _ask_on_all(self, streams: int, requests: int, hidden_TH: np.ndarray) -> list[int]:
+        self._streams += [await self._peer.open_stream(self._info.peer_id) for _ in range(streams)]
+        return await asyncio.gather(*(self._ask(stream, requests, hidden_TH) for stream in self._streams[-streams:]))
+
+    async def _ask(self, stream: Stream, requests: int, hidden_TH: np.ndarray) -> int:
+        info, wire = self._info, WireFormat.NONE
+        rows = [len(hidden_TH) // 4] * 4
+        forward = messages.ForwardRequest(
+            info.revision, info.span.start, info.span.end, rows, wire, info.compute_dtype, wire
+        )
+        for number in range(requests):
+            try:
+                async with asyncio.timeout(STALLED):
+                    await stream.send(forward, hidden_TH.tobytes())
+            except TimeoutError:
+                return number
+        return requests
+
+    def answers(self) -> list[int]:
+        """Read at last: how many answers there are on each stream before it ends."""
+        return self._background.run(self._read_all())
+
+    async def _read_all(self) -> list[int]:
+        async def read(stream: Stream) -> int:
+            count = 0
+            with suppress(PeerLost):
+                while True:
+                    await stream.receive()
+                    count += 1
+            return count
+
+        async with asyncio.timeout(60):
+            return await asyncio.gather(*map(read, self._streams))

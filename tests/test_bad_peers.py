@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import psutil
 import pytest
 import torch
 from hivemind.utils.crypto import RSAPrivateKey
@@ -19,9 +21,24 @@ from swarm.dht.records import encode
 from swarm.models.checkpoint import DEMO
 from swarm.protocol import messages
 from swarm.routing.peer_health import Failure, PeerHealth
+from swarm.server.checks import Limits
+from swarm.server.push import PATIENCE, SLOWEST
+from swarm.server.sessions import PEER_SESSIONS
 from swarm.server.throughput_option import ThroughputWanted
 from tests import bad_peers
-from tests.bad_peers import Forger, Lie, Stored, is_opening, is_output, is_push, is_reply, run_forger, start_bad_server
+from tests.bad_peers import (
+    Forger,
+    GreedyClient,
+    Lie,
+    Stored,
+    is_opening,
+    is_output,
+    is_push,
+    is_reply,
+    run_forger,
+    run_peer,
+    start_bad_server,
+)
 from tests.disturbances import demo_prompt, demo_text, holder, write
 from tests.swarms import ServerProcess, TestSwarm, run_client, run_swarm
 
@@ -248,3 +265,57 @@ def test_a_well_formed_announcement_of_a_peer_that_serves_nothing(
         assert write(model, prompt, NEW) == expected
         assert banned(model) == {forger.peer_id}
         assert health(model).reasons(forger.peer_id) == (Failure.UNREACHABLE,)
+
+
+def server_of(bystander: Any, server: ServerProcess) -> ServerInfo:
+    """What a server announces."""
+    [info] = [info for info in bystander.swarm.servers() if info.peer_id == server.peer_id]
+    return info
+
+
+@pytest.mark.parametrize("close_streams", [False, True], ids=["at once", "one after the other, never closed"])
+def test_a_client_that_opens_a_thousand_sessions(
+    swarm: TestSwarm, bystander: Any, prompt: torch.Tensor, expected: list[int], close_streams: bool
+) -> None:
+    info = server_of(bystander, swarm.holders("4:8")[0])
+    with run_peer(swarm) as (peer, background):
+        client = GreedyClient(peer, background, info)
+        texts: list[list[int]] = []
+        other = threading.Thread(target=lambda: texts.append(write(bystander, prompt, NEW)))
+        other.start()
+        answers = client.open_sessions(1000, close_streams)
+        other.join()
+        assert texts == [expected]
+        assert answers.total() == 1000
+        assert answers["opened"] == min(PEER_SESSIONS, Limits().streams)
+        assert set(answers) <= ({"opened", "cache_full"} if close_streams else {"opened", "server_fault", "closed"})
+        assert write(bystander, prompt, NEW) == expected
+    assert write(bystander, prompt, NEW) == expected
+    assert not banned(bystander)
+
+
+TOKENS, REQUESTS, STREAMS = 400, 60, 6
+
+
+def test_a_client_that_never_reads(swarm: TestSwarm, bystander: Any, prompt: torch.Tensor, expected: list[int]) -> None:
+    """Its streams stand still and are given up in the end; what it is owed stays small, and the server can leave."""
+    server = swarm.start("4:8", dtype="float32", throughput=ThroughputWanted(40.0)).wait_ready()
+    try:
+        hidden = np.zeros((TOKENS, bystander.config.hidden_size), dtype=np.float32)
+        with run_client(swarm, dtype="float32") as model, run_peer(swarm) as (peer, background):
+            client = GreedyClient(peer, background, server_of(model, server))
+            memory = psutil.Process(server.pid).memory_info().rss
+            taken = client.ask_without_reading(STREAMS, REQUESTS, hidden)
+            assert taken < STREAMS * REQUESTS
+            # More is asked for than may be kept: answers of 100 MB.
+            assert psutil.Process(server.pid).memory_info().rss < memory + STREAMS * REQUESTS * hidden.nbytes / 2
+            deadline = time.monotonic() + PATIENCE + hidden.nbytes / SLOWEST
+            while time.monotonic() < deadline:
+                assert write(bystander, prompt, NEW) == expected
+            assert all(count < REQUESTS for count in client.answers())
+            client.ask_without_reading(STREAMS, REQUESTS, hidden)
+            server.stop()  # which it does in order, though some answers are unsent
+        assert write(bystander, prompt, NEW) == expected
+    finally:
+        if server.works:
+            server.stop()
