@@ -1,0 +1,58 @@
+"""Servers of several precisions in one swarm: what they announce, and clients that ask for one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from swarm.data_structures import Span, StepLayout
+from swarm.errors import InvalidOption, MissingBlocks
+from swarm.models.checkpoint import open_checkpoint
+from swarm.models.kv_cache import SessionCache
+from swarm.models.span_loading import load_span
+from tests.swarms import TestSwarm, run_client, run_swarm
+
+PROMPT = torch.tensor([[5, 33, 101, 77, 12, 58, 99, 41, 8]])
+BLOCKS = 12
+
+
+@pytest.fixture(scope="module")
+def swarm():
+    with run_swarm("swarm/models/demo", ("0:12",), quant="int8") as found:
+        found.start("0:12", quant="nf4").wait_ready()
+        yield found
+
+
+def precisions(swarm: TestSwarm, **options) -> list[str]:
+    with run_client(swarm, **options) as model:
+        return sorted(server.quantization for server in model.swarm.servers())
+
+
+def test_servers_announce_what_they_hold_and_clients_choose(swarm):
+    assert precisions(swarm) == ["int4", "int8"]  # nf4 on a CPU is int4, and says so
+    assert precisions(swarm, quant="int8") == ["int8"]
+    assert precisions(swarm, quant=["int8", "int4"]) == ["int4", "int8"]
+    assert precisions(swarm, quant=["nf4", "none"]) == []
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_text_of_quantized_servers(swarm, form):
+    """The client gets what the quantized blocks compute in this process."""
+    span = load_span(open_checkpoint(), Span(0, BLOCKS), dtype=torch.float32, device=torch.device("cpu"), quant=form)
+    with run_client(swarm, quant=form) as model, model.inference_session(max_length=32) as session:
+        hidden = torch.randn(1, 9, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+        came = session.step(hidden)
+        assert model.generate(PROMPT, max_new_tokens=8, do_sample=False).shape == (1, 17)
+        expected = model.model.norm(SessionCache(span).step(hidden[0], StepLayout((0,), (9,))))
+    assert (came[0] - expected).norm() <= 0.02 * expected.norm()
+
+
+def test_a_precision_that_nobody_has(swarm):
+    with run_client(swarm, quant="none", wait_for_blocks=0.1) as model, pytest.raises(MissingBlocks):
+        model.generate(PROMPT, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("quant", ["int3", [], ["int8", "something"]])
+def test_a_precision_that_does_not_exist(swarm, quant):
+    with pytest.raises(InvalidOption, match="int4, int8, nf4, none"):
+        swarm.client(quant=quant)
