@@ -28,8 +28,8 @@ CAPTURED_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 
 """Of all outputs together, relative to their norm."""
 
 WORTH_CAPTURING = 32e6
-"""Bytes of a block's weights. Larger blocks spend their time reading them; the 5 % that a flat forward gains there is not
-worth the 32 MB that writing it down leaves in memory."""
+"""Bytes of a block's weights. Larger blocks spend their time reading them; the 5 % that a flat forward gains there is
+not worth the 32 MB that writing it down leaves in memory."""
 
 AGREEING = 0.75
 """Share of tokens that have to agree. A mixture of experts may send a token elsewhere for a rounding error."""

@@ -20,7 +20,7 @@ class Runtime:
     """Runs jobs in order in its own thread.
 
     Attributes:
-        thread: a daemon, so that a process that leaves does not wait for a job that never ends, such as loading a model.
+        thread: a daemon, so that a process that leaves does not wait for a job that never ends, such as loading.
     """
 
     def __init__(self) -> None:

@@ -20,8 +20,8 @@ OPTIONS = {
     },
     "dht": {"--initial-peers", "--host-maddrs", "--announce-maddrs", "--identity-path", "--help"},
     "plan": {
-        "file", "--model", "--revision", "--dtype", "--quant", "--cache-tokens", "--cache-dir", "--initial-peers", "--write",
-        "--json", "--plot", "--help",
+        "file", "--model", "--revision", "--dtype", "--quant", "--cache-tokens", "--cache-dir", "--initial-peers",
+        "--write", "--json", "--plot", "--help",
     },
     "demo": {"--prompt", "--tokens", "--temperature", "--seed", "--help"},
     "simulate": {"scenario", "--list", "--plot", "--json", "--seed", "--help"},
