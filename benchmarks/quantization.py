@@ -1,11 +1,11 @@
 """Linear layers in each form that a server on a CPU may hold them in: milliseconds of one block's products.
 
-    python -m benchmarks.quantization [--shape 4096x11008] [--batches 1,8,32,512] [--repeats 5] [--json FILE]
+    python -m benchmarks.quantization [--shape 4096x11008] [--blocks 1] [--batches 1,8,32,512] [--repeats 5] [--json F]
 
-A block is that of a Llama model: four products hidden x hidden and three hidden x intermediate. One torch thread. All
-forms take turns, so that whatever else the machine does falls on all of them; ratios are of the same round. `plain` is
-torch's own linear layer, `prepacked` the one with the weight in oneDNN's layout. Inputs have the dtype that the form
-stands beside: the quantized forms round them to bfloat16.
+A block is that of a Llama model: four products hidden x hidden and three hidden x intermediate. With several blocks no
+weight stays in the processor's cache, as in any larger model. One torch thread. All forms take turns, so that whatever
+else the machine does falls on all of them; ratios are of the same round. `plain` is torch's own linear layer,
+`prepacked` the one with the weight in oneDNN's layout. The quantized forms get inputs in bfloat16.
 """
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ class Form:
     dtype: torch.dtype
 
 
-def plain(hidden: int, intermediate: int, dtype: torch.dtype) -> nn.ModuleList:
-    """The linear layers of a block with random weights, the same in every dtype."""
+def plain(hidden: int, intermediate: int, blocks: int, dtype: torch.dtype) -> nn.ModuleList:
+    """The linear layers of the blocks with random weights, the same in every dtype."""
     generator = torch.Generator().manual_seed(0)
     sizes = [(hidden, hidden)] * 4 + [(intermediate, hidden)] * 2 + [(hidden, intermediate)]
     layers = nn.ModuleList()
-    for out, into in sizes:
+    for out, into in sizes * blocks:
         layer = nn.Linear(into, out, bias=False, device="meta")
         layer.weight = nn.Parameter((torch.randn(out, into, generator=generator) / into**0.5).to(dtype), False)
         layers.append(layer)
     return layers
 
 
-def forms(hidden: int, intermediate: int) -> list[Form]:
+def forms(hidden: int, intermediate: int, blocks: int) -> list[Form]:
     """All forms that this processor computes with."""
     found = []
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        layers = plain(hidden, intermediate, dtype)
+        layers = plain(hidden, intermediate, blocks, dtype)
         found.append(Form(f"{name} plain", layers, dtype))
         if can_prepack(dtype):
             found.append(Form(f"{name} prepacked", nn.ModuleList(map(PrepackedLinear, layers)), dtype))
     for name in (INT8, INT4):
-        layers = plain(hidden, intermediate, torch.bfloat16)
+        layers = plain(hidden, intermediate, blocks, torch.bfloat16)
         quantize(layers, name, CPU)
         found.append(Form(name, layers, torch.bfloat16))
     return found
@@ -117,13 +117,14 @@ def report(every: list[Form], found: dict[int, dict[str, list[float]]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="4096x11008", help="hidden x intermediate")
+    parser.add_argument("--blocks", type=int, default=1)
     parser.add_argument("--batches", default="1,8,32,512")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     hidden, intermediate = map(int, arguments.shape.split("x"))
-    every = forms(hidden, intermediate)
+    every = forms(hidden, intermediate, arguments.blocks)
     found = measure(every, [int(batch) for batch in arguments.batches.split(",")], arguments.repeats)
     print(", ".join(machine.describe().values()))
     print(report(every, found))
