@@ -246,6 +246,13 @@ class _End:
         await asyncio.sleep(0)
         await self._out.has_room()
 
+    @property
+    def transport(self) -> _End:
+        return self
+
+    def abort(self) -> None:
+        self.close()
+
     def close(self) -> None:
         if not self._closed:
             self._closed = True

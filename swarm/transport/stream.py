@@ -68,6 +68,10 @@ class FrameStream:
             await self._writer.drain()
         except (OSError, RuntimeError) as error:  # uvloop raises RuntimeError on a closed transport
             raise PeerLost(f"the connection to peer …{self.peer_id[-6:]} broke: {error}") from None
+        except asyncio.CancelledError:
+            # The other side does not read. Closing would wait for it, and keep socket and buffer until it does.
+            self._writer.transport.abort()
+            raise
 
     async def receive(self, max_payload: Limit = MAX_PAYLOAD) -> Frame:
         try:
