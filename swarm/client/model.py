@@ -230,9 +230,15 @@ class DistributedMixin:
         return bounded(generator, generation_config.max_length - 1)
 
     def prepare_inputs_for_generation(
-        self, input_ids: torch.Tensor, next_sequence_length: int | None = None, **kwargs: Any
+        self,
+        input_ids: torch.Tensor,
+        next_sequence_length: int | None = None,
+        inputs_embeds: torch.Tensor | None = None,  # by name: transformers looks whether it is taken
+        **kwargs: Any,
     ) -> Any:
         """transformers' hook: which tokens a forward gets."""
+        if inputs_embeds is not None:
+            kwargs["inputs_embeds"] = inputs_embeds
         cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
         if next_sequence_length is None and isinstance(cache, SequenceCache):
             mask_length = mask.shape[1] if mask is not None else None

@@ -116,9 +116,17 @@ class Peer:
     async def _start_daemon(config: P2PConfig, identity: Identity, folder: str) -> P2P:
         local = config.is_client or addresses.is_loopback(config.host_maddrs)
         # hivemind leaves its sockets behind when a daemon fails to start; in a folder of ours they go with it.
-        p2p_class: type[P2P] = type("P2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/"})
+        started: list[P2P] = []
+
+        class Daemon(P2P):
+            _UNIX_SOCKET_PREFIX = f"/unix{folder}/"
+
+            def __init__(self) -> None:
+                super().__init__()
+                started.append(self)
+
         try:
-            return await p2p_class.create(
+            return await Daemon.create(
                 initial_peers=list(config.initial_peers) or None,
                 host_maddrs=list(config.host_maddrs) or None,
                 announce_maddrs=list(config.announce_maddrs) or None,
@@ -132,6 +140,8 @@ class Peer:
                 nat_port_map=not local,
             )
         except P2PDaemonError as error:
+            for daemon in started:
+                await daemon.shutdown()  # its process ends before the loop does that would hear of it
             if "bootstrap" in str(error):
                 raise _unreachable(config) from error
             raise PeerLost(f"the libp2p daemon did not start: {error}") from error

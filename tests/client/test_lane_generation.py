@@ -224,6 +224,15 @@ def test_an_error_in_one_lane_ends_all_and_is_raised(model: Any) -> None:
 
 
 def test_ctrl_c_ends_all_lanes(model: Any, local: Any) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
+    try:
+        interrupt_lanes(model)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert write(model, lanes=5).tolist() == write(local).tolist()
+
+
+def interrupt_lanes(model: Any) -> None:
     main = threading.main_thread().ident
     assert main is not None
     for _ in range(4):
@@ -231,7 +240,6 @@ def test_ctrl_c_ends_all_lanes(model: Any, local: Any) -> None:
         with pytest.raises(KeyboardInterrupt):
             write(model, lanes=5, max_new_tokens=90, stopping_criteria=StoppingCriteriaList([trouble]))
         assert trouble.done
-    assert write(model, lanes=5).tolist() == write(local).tolist()
 
 
 def test_what_is_refused(model: Any) -> None:

@@ -13,7 +13,7 @@ import torch
 import uvloop
 from transformers import AutoModelForCausalLM
 
-from swarm.data_structures import Mobility, ServerState, Span
+from swarm.data_structures import Mobility, ServerInfo, ServerState, Span
 from swarm.dht.directory import fetch_servers
 from swarm.server.config import BlocksWanted, ServerConfig
 from swarm.server.server import Server
@@ -85,7 +85,10 @@ def test_whoever_names_its_blocks_stays(folder: str) -> None:
         address = await keeper.peer.visible_addresses()
         named = await start(folder, "0:2", address)
         asked = await start(folder, "2", address, stay=True)
-        infos = {info.peer_id: info for info in await fetch_servers(keeper.peer.dht, "model", BLOCKS)}
+        infos: dict[str, ServerInfo] = {}
+        async with asyncio.timeout(PATIENCE):
+            while not {server.peer.peer_id for server in (keeper, named, asked)} <= infos.keys():
+                infos = {info.peer_id: info for info in await fetch_servers(keeper.peer.dht, "model", BLOCKS)}
         assert all(infos[server.peer.peer_id].mobility is Mobility.PINNED for server in (keeper, named, asked))
         free = await start(folder, "2", address)
         # blocks 4:6 went to the first that came for them
