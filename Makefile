@@ -38,6 +38,13 @@ soak: $(VENV)/dev
 
 bench: $(VENV)/dev
 	$(BIN)/python -m benchmarks.chain
+	$(BIN)/python -m benchmarks.chain --shape small
+	$(BIN)/python -m benchmarks.clients
+	$(BIN)/python -m benchmarks.lanes
+	$(BIN)/python -m benchmarks.prefill
+	$(BIN)/python -m benchmarks.memory
+	$(BIN)/python -m benchmarks.wire
+	$(BIN)/python -m benchmarks.quantization
 	$(BIN)/python -m benchmarks.push
 	$(BIN)/python -m benchmarks.failover
 	$(BIN)/python -m benchmarks.routing

@@ -71,7 +71,7 @@ class ServerInfo:
         revision: which version of the checkpoint it loaded.
         digests: one digest a block, in order, of the weights it loaded (see `swarm.models.digest`).
         compute_dtype: name of the torch dtype it computes in, such as "bfloat16".
-        quantization: "none", "int8" or "nf4".
+        quantization: "none", "int8", "int4" or "nf4".
         forward_throughput: blocks x tokens per second where many tokens are computed at once (prefill, training); 0 if
             it did not say.
         network_throughput: tokens/s of hidden states that its link to other peers carries; 0 if it did not say.
