@@ -37,7 +37,7 @@ class PatientStream:
                 async with asyncio.timeout(PATIENCE + len(payload) / SLOWEST):
                     await self._stream.send(message, payload)
             except TimeoutError:
-                self.close()
+                self.abort()
                 self._check()
 
     async def receive(self, max_payload: Limit = MAX_PAYLOAD) -> Frame:
@@ -56,6 +56,11 @@ class PatientStream:
         # While something is still unsent, a stream that is closed tells its reader nothing.
         if self._receiving and self._task is not None:
             self._task.cancel()
+
+    def abort(self) -> None:
+        """As `close`, whatever is unsent."""
+        self.close()
+        self._stream.abort()
 
     def _check(self) -> None:
         if self._over:

@@ -30,7 +30,10 @@ class Stream(Protocol):
         """Wait for one frame. Raises `PeerLost` at the end of the stream, `ProtocolViolation` when it is too large."""
 
     def close(self) -> None:
-        """Close the stream; the other side's `receive` raises `PeerLost`."""
+        """Close the stream once all is sent; the other side's `receive` raises `PeerLost`."""
+
+    def abort(self) -> None:
+        """Close the stream at once. To a peer that does not read, `close` would keep what is unsent until it does."""
 
 
 StreamHandler = Callable[[Stream], Awaitable[None]]
@@ -68,10 +71,6 @@ class FrameStream:
             await self._writer.drain()
         except (OSError, RuntimeError) as error:  # uvloop raises RuntimeError on a closed transport
             raise PeerLost(f"the connection to peer …{self.peer_id[-6:]} broke: {error}") from None
-        except asyncio.CancelledError:
-            # The other side does not read. Closing would wait for it, and keep socket and buffer until it does.
-            self._writer.transport.abort()
-            raise
 
     async def receive(self, max_payload: Limit = MAX_PAYLOAD) -> Frame:
         try:
@@ -85,3 +84,6 @@ class FrameStream:
 
     def close(self) -> None:
         self._writer.close()
+
+    def abort(self) -> None:
+        self._writer.transport.abort()
