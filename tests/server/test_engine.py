@@ -217,9 +217,9 @@ def test_chunks_of_a_long_prompt_leave_room_for_decode_rows(llama, monkeypatch):
 
         monkeypatch.setattr(llama, "forward_tokens", note)
         await reader.step(90)
-        monkeypatch.undo()
         for step in steps:
             await asyncio.wrap_future(step)
+        monkeypatch.undo()
         # 20, 19 + the first step, 20, 19 + the second step, the prompt's last 12, the third step.
         assert sizes == [20, 20, 20, 20, 12, 1]
 
