@@ -14,9 +14,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-FIRST_CAPACITY = 64
-LARGEST_GROWTH = 512
-"""Slots."""
+from swarm.models.row_store import FIRST_CAPACITY, grown_capacity
 
 
 class GrowingLayer(CacheLayerMixin):
@@ -62,9 +60,7 @@ class GrowingLayer(CacheLayerMixin):
 
 
 def _grown(storage: torch.Tensor, used: int, needed: int) -> torch.Tensor:
-    # Doubling at first, then by steps: room that is never used stays small beside what was reserved.
-    growth = min(max(FIRST_CAPACITY, storage.shape[-2]), LARGEST_GROWTH)
-    capacity = max(storage.shape[-2] + growth, needed)
+    capacity = grown_capacity(storage.shape[-2], needed)
     # Zeros, not empty: slots under a left pad are never written but are multiplied by a weight of zero.
     larger = storage.new_zeros(*storage.shape[:2], capacity, storage.shape[-1])
     larger[:, :, :used] = storage[:, :, :used]

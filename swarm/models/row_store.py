@@ -51,9 +51,15 @@ class RowStore:
         return result
 
     def _grown_capacity(self, capacity: int, needed: int) -> int:
-        # Doubling at first, then by steps: room that is never used stays small beside what was reserved.
-        growth = min(max(FIRST_CAPACITY, capacity), LARGEST_GROWTH)
-        return max(capacity + growth, needed, self._capacity)
+        return max(grown_capacity(capacity, needed), self._capacity)
+
+
+def grown_capacity(capacity: int, needed: int) -> int:
+    """Slots for storage of `capacity` slots that needs more: twice as many at first, then by steps.
+
+    So room that is never used stays small beside what was reserved.
+    """
+    return max(capacity + min(max(FIRST_CAPACITY, capacity), LARGEST_GROWTH), needed)
 
 
 def _nothing_like(tensor: torch.Tensor, rows: int) -> torch.Tensor:
