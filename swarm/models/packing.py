@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from swarm.data_structures import StepLayout
-from swarm.models.capture import Capture, faster
+from swarm.models.capture import Capture, Function, faster
 from swarm.models.families import POSITIONS_BY_SLOT
 from swarm.models.kv_cache import SessionCache, advance
 from swarm.models.span import SpanModel
@@ -80,23 +80,24 @@ def try_capture(model: SpanModel, compile_in: Path | None = None) -> str:
         logger.debug("because of %r", error)
         return best
     for name, way in ways.items():
-        before, known = _decode_step(model), model.captured
+        fastest = model.captured
         try:
-            model.captured = way(capture)
+            candidate = model.captured = way(capture)
             off = float((_schedule(model)[1] - expected).norm() / expected.norm())
-            if off < CAPTURED_TOLERANCE[model.dtype] and faster(_decode_step(model), before):
-                best, known = name, model.captured
+            if off < CAPTURED_TOLERANCE[model.dtype] and faster(
+                _decode_step(model, candidate), _decode_step(model, fastest)
+            ):
+                best, fastest = name, candidate
             else:
                 logger.debug("%s is no better: relative error %.1e", name, off)
         except Exception as error:
             logger.warning("A %s forward is not possible here: %r", name, error)
-        model.captured = known
+        model.captured = fastest
     return best
 
 
-def _decode_step(model: SpanModel) -> Callable[[], object]:
-    """A step of one token, again and again in the same place, by what `model.captured` is now."""
-    captured = model.captured
+def _decode_step(model: SpanModel, captured: Function | None) -> Callable[[], object]:
+    """A step of one token, again and again in the same place, by `captured`: it leaves that in `model.captured`."""
     cache = SessionCache(model)
     cache.step(torch.randn(16, model.hidden_size).to(model.device, model.dtype), StepLayout((0,), (16,)))
     hidden = torch.randn(1, model.hidden_size).to(model.device, model.dtype)

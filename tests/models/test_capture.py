@@ -95,6 +95,24 @@ def test_what_is_wrong_or_slower_is_not_used(tmp_path_factory, monkeypatch):
     assert model.captured is None
 
 
+def test_what_is_faster_stays_in_use_after_the_comparison(tmp_path_factory, monkeypatch):
+    """The comparison runs both ways in turns, and the slower one last."""
+    model = load("llama", tmp_path_factory)
+
+    def slower_last(one, other):
+        one(), other()
+        return True
+
+    monkeypatch.setattr(packing, "faster", slower_last)
+    assert packing.try_capture(model) == "flat"
+    assert model.captured is not None
+    used = model.captured
+    monkeypatch.setattr(packing, "faster", lambda one, other: (one(), other(), False)[-1])
+    monkeypatch.setattr(Capture, "compiled", lambda self, folder: lambda hidden, positions: used(hidden, positions))
+    assert packing.try_capture(model, "unused") == "plain"
+    assert model.captured is None
+
+
 def test_a_family_that_cannot_be_packed_is_left_alone(tmp_path_factory):
     model = load("falcon_alibi", tmp_path_factory)
     assert packing.try_capture(model) == "plain"
