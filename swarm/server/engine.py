@@ -1,5 +1,8 @@
 """The loop around the scheduler: takes what all sessions wait for, lets it decide, and computes, iteration after
-iteration, in the compute thread. One request's trouble never reaches another."""
+iteration, in the compute thread. One request's trouble never reaches another.
+
+Blocks that take a millisecond or two (small models, few blocks) compute a lone step in the network loop: two changes of
+thread would cost as much."""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ import torch
 from swarm.data_structures import StepLayout
 from swarm.errors import ServerClosing
 from swarm.models.kv_cache import SessionCache, Work, advance
+from swarm.server.crowding import Machine
 from swarm.server.gathering import Gathering
 from swarm.server.queue_meter import QueueMeter
 from swarm.server.runtime import Runtime, call_in, settle
@@ -26,6 +30,9 @@ Bytes = bytes | memoryview
 
 ITERATION = 0.2
 """Seconds that an iteration should take at most: so long a decode step may wait for a prompt's chunk."""
+
+QUICK = 3e-3
+"""Seconds. An iteration of less may be computed in the network loop, which answers nobody else meanwhile."""
 
 LEAST, MOST = 64, 4096
 """Tokens of an iteration. Fewer would make products inefficient; more would take memory and gain nothing."""
@@ -124,6 +131,7 @@ class Engine:
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
     _lock: threading.Condition = field(default_factory=threading.Condition)
     _gathering: Gathering = field(default_factory=Gathering)
+    _machine: Machine = field(default_factory=Machine)
     _running: bool = False
     _trained: float = -math.inf
 
@@ -144,12 +152,25 @@ class Engine:
             self._gathering.came(request.session, now)
             self._lock.notify()
             start, self._running = not self._running, True
-        if start:
+        if start and not self._at_once(entry):
             self._go_on()
         return await entry.future
 
+    def _at_once(self, entry: _Entry) -> bool:
+        """Compute a request in this thread, if that takes less than is lost by handing it to another one and back.
+
+        In between, the other thread's processor has fallen asleep and its caches have gone cold (0.3 ms a step).
+        """
+        if entry.request.layout.tokens > SHORT or not 0 < self._gathering.iteration < QUICK or self._patience(1, 0.0):
+            return False
+        return self.runtime.try_now(self._iterate)
+
     def _go_on(self) -> None:
-        if not self.runtime.post(self._iterate):
+        def gather_and_iterate() -> None:
+            self._gather()
+            self._iterate()
+
+        if not self.runtime.post(gather_and_iterate):
             self._give_up(ServerClosing("this server is leaving; use another one"))
 
     def _give_up(self, error: BaseException) -> None:
@@ -161,15 +182,13 @@ class Engine:
         _settle([(entry, error) for entry in left])
 
     def _iterate(self) -> None:
-        """One iteration, in the compute thread."""
+        """One iteration."""
         try:
-            self._gather()
             self._take_in()
             settled = self._compute_next(time.monotonic())
         except BaseException as error:  # no request's fault: whoever waits has to hear of it
             return self._give_up(error)
-        for entry, _ in settled:
-            self._entries.pop(entry.number, None)
+        self._forget([entry for entry, _ in settled])
         _settle(settled)
         with self._lock:
             self._running = running = bool(self._entries or self._incoming)
@@ -190,21 +209,33 @@ class Engine:
         return settled
 
     def _gather(self) -> None:
-        """Give sessions a moment to come together, unless a prompt is to compute anyway."""
+        """Wait for sessions that are about to come, unless a prompt is to compute anyway."""
+        began = time.monotonic()
         with self._lock:
-            if not all(entry.short for entry in (*self._entries.values(), *self._incoming)):
-                return
-            patience = self._gathering.patience(len(self._entries) + len(self._incoming), time.monotonic())
-            if patience:
-                enough = self._gathering.enough
-                self._lock.wait_for(lambda: len(self._entries) + len(self._incoming) >= enough, patience)
+            while all(entry.short for entry in (*self._entries.values(), *self._incoming)):
+                patience = self._patience(len(self._entries) + len(self._incoming), time.monotonic() - began)
+                if not patience:
+                    return
+                self._lock.wait(patience)
+
+    def _patience(self, waiting: int, waited: float) -> float:
+        """Seconds that `waiting` requests should wait for more, after they have waited so long."""
+        if self._gathering.sessions < 2:
+            return 0.0
+        return self._gathering.patience(waiting, waited, self._machine.crowding(), time.monotonic())
 
     def _take_in(self) -> None:
         while self._incoming:
             entry = self._incoming.popleft()
             self._entries[entry.number] = entry
-        for entry in [entry for entry in self._entries.values() if entry.future.cancelled()]:
-            del self._entries[entry.number]
+        self._forget([entry for entry in self._entries.values() if entry.future.cancelled()])
+
+    def _forget(self, entries: Sequence[_Entry]) -> None:
+        """These requests are over."""
+        with self._lock:
+            for entry in entries:
+                del self._entries[entry.number]
+                self._gathering.answered(entry.request.session, time.monotonic())
 
     def _begin(self, entries: Sequence[_Entry], now: float) -> list[_Settled]:
         failed: list[_Settled] = []
@@ -235,7 +266,7 @@ class Engine:
                 entry.work = None
         seconds = time.perf_counter() - began
         if all(entry.short for entry, _ in portions):
-            self._gathering.computed(seconds, time.monotonic())
+            self._gathering.computed(seconds)
         for entry, _ in portions:
             entry.seconds += seconds
             entry.served = now

@@ -1,66 +1,122 @@
 """How long an iteration should wait for more sessions to join it. Pure: what happens is told, the answer is seconds.
 
-Reading the weights costs the same for one row as for several. A server that is busy most of the time computes more
-tokens if it lets some sessions come together first; from then on they travel together from server to server. So an
-iteration that has fewer than half of the sessions that are about waits for more, for a part of what it takes. A server
-that has time to spare, or a session or two, starts at once.
+Reading the weights costs about the same for one row as for several, so sessions that are computed together cost one
+iteration instead of several. But who waits for others loses that time. A session that was answered comes again when its
+token has been round the other servers and its client, each time after about as long; so it is known who is about to
+come, and an iteration waits as long as that shortens the waiting of all together.
+
+Suppose `w` requests wait, `n` more come within `d` seconds, and an iteration takes `T`. If nobody waits, each of the
+`n` finds the server at work, for `T` less the time until it came. If all wait, they start in `d` seconds. The
+difference, summed over all of them, is `n T - (w + n) d`.
+
+Where other programs want the same processors (other servers, the clients), an iteration that is avoided is theirs as
+well: every session that is about, wherever it is, goes on `T` sooner. Sessions that have come together stay together,
+as they are answered at the same time; so a server waits longer for that, up to `TOGETHER` iterations.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-PART = 0.5
-"""Of what an iteration takes, at most. Who comes within half of it wins more than those that wait for it lose."""
-
 LONGEST = 0.1
-"""Seconds. Slow servers compute for seconds; who is together comes sooner than that."""
+"""Seconds. A slow server computes for seconds; who is due that late may come much later."""
 
-BUSY = 0.4
-"""Share of the time that a server computes, from which on it is short of it."""
+TOGETHER = 3.0
+"""Iterations to wait at most, on a machine that has other work; one otherwise."""
 
 ABOUT = 2.0
-"""Seconds since a session's last request within which the next one is expected."""
+"""Seconds since its last answer, after which a session is not expected any more."""
 
-MEMORY = 1.0
-"""Seconds in which what was computed loses all but 1/e of its weight."""
+PRECISION = 0.05
+"""Part of an iteration: times are not known better."""
+
+
+def worth_waiting(waiting: int, coming: Sequence[float], iteration: float, elsewhere: float = 0.0) -> float:
+    """Seconds to wait so that all together lose least.
+
+    Args:
+        waiting: requests that wait.
+        coming: in how many seconds others are expected, ascending.
+        iteration: seconds that it takes.
+        elsewhere: sessions that are held up by an iteration although they are not here.
+    """
+    best, result = 0.0, 0.0
+    for more, seconds in enumerate(coming, 1):
+        gain = (more + elsewhere) * iteration - (waiting + more) * seconds
+        if gain > best:
+            best, result = gain, seconds
+    return result
+
+
+@dataclass(slots=True)
+class _Session:
+    """Attributes:
+    answered: when it was answered last; None while it waits for an answer.
+    away: seconds from that to its next request, the last time; None before it has come twice.
+    """
+
+    answered: float | None = None
+    away: float | None = None
 
 
 @dataclass
 class Gathering:
-    """Who is about, how busy the server is, and what an iteration takes."""
+    """When each session is expected.
 
-    _seen: dict[Hashable, float] = field(default_factory=dict)
-    _iteration: float = 0.0
-    _busy: float = 0.0
-    _when: float = -math.inf
+    Attributes:
+        iteration: seconds that the last iteration of short requests took.
+    """
+
+    _sessions: dict[Hashable, _Session] = field(default_factory=dict)
+    iteration: float = 0.0
+
+    @property
+    def sessions(self) -> int:
+        """Sessions that are about."""
+        return len(self._sessions)
 
     def came(self, session: Hashable, now: float) -> None:
         """A session wants a step."""
-        self._seen.pop(session, None)
-        self._seen[session] = now
-        while now - self._seen[oldest := next(iter(self._seen))] > ABOUT:
-            del self._seen[oldest]
+        known = self._sessions.setdefault(session, _Session())
+        if known.answered is not None:
+            known.away, known.answered = now - known.answered, None
 
-    def computed(self, seconds: float, now: float) -> None:
+    def answered(self, session: Hashable, now: float) -> None:
+        """A session has got what it wanted, or never will."""
+        known = self._sessions.pop(session, None) or _Session()
+        known.answered = now
+        self._sessions[session] = known  # at the end: those that were answered longest ago come first
+        for gone in [*self._gone(now)]:
+            del self._sessions[gone]
+
+    def computed(self, seconds: float) -> None:
         """An iteration of short requests is over."""
-        self._iteration = seconds
-        self._busy = self._busy_at(now) + seconds
-        self._when = now
+        self.iteration = seconds
 
-    @property
-    def enough(self) -> int:
-        """Sessions with which an iteration starts at once."""
-        return len(self._seen) // 2
+    def patience(self, waiting: int, waited: float, crowded: float, now: float) -> float:
+        """Seconds to wait for others; 0 if it is better to begin.
 
-    def patience(self, waiting: int, now: float) -> float:
-        """Seconds to wait for others, while `waiting` sessions wait already."""
-        if waiting >= self.enough or self._busy_at(now) < BUSY * MEMORY:
+        Args:
+            waiting: sessions that wait.
+            waited: seconds that this iteration has been put off already.
+            crowded: how much other work the machine has, 0 to 1.
+        """
+        left = min(LONGEST, self.iteration * (1 + crowded * (TOGETHER - 1))) - waited
+        if left <= 0:
             return 0.0
-        return min(LONGEST, PART * self._iteration)
+        elsewhere = crowded * self.sessions
+        return min(left, worth_waiting(waiting, sorted(self._coming(now)), self.iteration, elsewhere))
 
-    def _busy_at(self, now: float) -> float:
-        """Seconds of computing, each weighted by its age: `MEMORY` for a server that never rests."""
-        return self._busy * math.exp(-max(0.0, now - self._when) / MEMORY) if self._busy else 0.0
+    def _coming(self, now: float) -> Iterator[float]:
+        for one in self._sessions.values():
+            if one.answered is not None and one.away is not None:
+                # One that is late is expected to be as late again: nothing else is known of it.
+                yield max(PRECISION * self.iteration, abs(one.answered + one.away - now))
+
+    def _gone(self, now: float) -> Iterator[Hashable]:
+        for session, known in self._sessions.items():
+            if known.answered is not None:
+                if now - known.answered <= ABOUT:
+                    return
+                yield session

@@ -1,5 +1,6 @@
 """The one compute thread. Everything that touches torch runs here, one job after the other; the network loop never
-waits for arithmetic and arithmetic never waits for the network."""
+waits for arithmetic and arithmetic never waits for the network. What is over sooner than it could be handed over may
+take the thread's turn instead."""
 
 from __future__ import annotations
 
@@ -27,6 +28,7 @@ class Runtime:
         self._jobs: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         self._closed = False
         self._closing = threading.Lock()  # nothing may slip in behind the end of the queue, where it would never run
+        self._turn = threading.Lock()
         self.thread = threading.Thread(target=self._work, name="swarm-compute", daemon=True)
         self.thread.start()
 
@@ -55,6 +57,19 @@ class Runtime:
                 self._jobs.put(job)
             return not self._closed
 
+    def try_now(self, job: Callable[[], None]) -> bool:
+        """Run a job that never raises in the calling thread, instead of the compute thread, if that has nothing to do.
+
+        False, and nothing is run, if it has, and after `close`.
+        """
+        if self._closed or not self._jobs.empty() or not self._turn.acquire(blocking=False):
+            return False
+        try:
+            job()
+        finally:
+            self._turn.release()
+        return True
+
     def close(self) -> None:
         """Accept no more jobs; the thread ends after those it has."""
         with self._closing:
@@ -64,7 +79,8 @@ class Runtime:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            job()
+            with self._turn:
+                job()
 
 
 def call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *args: Any) -> None:

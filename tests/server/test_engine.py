@@ -15,7 +15,9 @@ from swarm.data_structures import Span, StepLayout
 from swarm.errors import ServerClosing, WrongPosition
 from swarm.models.kv_cache import SessionCache
 from swarm.models.span import SpanModel
+from swarm.server import engine as engine_module
 from swarm.server.engine import LEAST, MOST, Engine, Outcome, Request, token_budget
+from swarm.server.gathering import Gathering
 from swarm.server.runtime import Runtime
 from tests.models.test_kv_cache import HIDDEN, load
 
@@ -502,6 +504,45 @@ def test_training_keeps_nothing_and_waits_for_inference(llama, monkeypatch):
         assert order[0] == "written" or len(sizes) == 6
 
     run(scenario, budget=16)
+
+
+def test_a_lone_quick_step_is_computed_where_it_came(llama, monkeypatch):
+    """Once it is known that steps are quick, and only if nothing else waits."""
+    threads: list[int] = []
+    advance = engine_module.advance
+
+    def watched(works: Any) -> None:
+        threads.append(threading.get_ident())
+        advance(works)
+
+    async def scenario(engine: Engine) -> None:
+        async def idle() -> None:
+            """Return when the compute thread is through with its last job."""
+            while not engine.runtime.try_now(lambda: None):
+                await asyncio.sleep(0)
+
+        monkeypatch.setattr(engine_module, "advance", watched)
+        one, two = Session(engine, llama, 1), Session(engine, llama, 2)
+        monkeypatch.setattr(engine_module, "QUICK", 0.0)
+        for tokens in (5, 1, 1):
+            await one.step(tokens)
+        here = threading.get_ident()
+        assert here not in threads
+        await idle()
+        monkeypatch.setattr(engine_module, "QUICK", 60.0)
+        threads.clear()
+        await one.step(1)
+        assert threads == [here]
+        await two.step(40)  # long
+        assert threads.pop() != here
+        await idle()
+        waits = [0.001, 0.001]
+        monkeypatch.setattr(Gathering, "patience", lambda *_: waits.pop() if waits else 0.0)
+        threads.clear()
+        await one.step(1)  # others are about to come, for whom the loop cannot wait
+        assert here not in threads
+
+    run(scenario)
 
 
 def test_how_long_requests_wait_is_measured(llama):

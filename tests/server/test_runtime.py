@@ -198,3 +198,53 @@ def test_whatever_is_accepted_is_run_however_close_the_end_is():
         runtime.thread.join(SOON)
         assert not runtime.thread.is_alive()
         assert len(ran) == len(accepted)
+
+
+def test_a_short_job_may_take_the_threads_turn_while_that_is_idle():
+    async def scenario(runtime):
+        assert await runtime.run(lambda: 1) == 1
+        threads = []
+        while not runtime.try_now(lambda: threads.append(threading.get_ident())):
+            await asyncio.sleep(0)  # the thread has told of its last job before it is through with it
+        assert threads == [threading.get_ident()]
+        assert await runtime.run(lambda: 2) == 2
+
+    run(scenario)
+
+
+def test_a_short_job_never_runs_beside_another():
+    async def scenario(runtime):
+        begun, go_on = threading.Event(), threading.Event()
+
+        def job():
+            begun.set()
+            return go_on.wait(SOON)
+
+        computing = asyncio.create_task(runtime.run(job))
+        await asyncio.to_thread(begun.wait, SOON)
+        assert not runtime.try_now(pytest.fail)
+        go_on.set()
+        assert await computing
+
+    run(scenario)
+
+
+def test_what_is_posted_during_a_short_job_waits_for_its_end():
+    async def scenario(runtime):
+        log = []
+
+        def job():
+            assert runtime.post(lambda: log.append("posted"))
+            log.append("short job")
+
+        assert runtime.try_now(job)
+        await runtime.run(lambda: None)
+        assert log == ["short job", "posted"]
+
+    run(scenario)
+
+
+def test_a_closed_runtime_runs_nothing_now():
+    runtime = Runtime()
+    runtime.close()
+    assert not runtime.try_now(pytest.fail)
