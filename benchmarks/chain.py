@@ -57,7 +57,7 @@ class Series:
 
     Attributes:
         chain, local: seconds a token of the chain and of the local model beside it.
-        hop: seconds that a hop takes beyond what its server spends in its blocks, median over the steps.
+        hop: see `hop_cost`.
     """
 
     chain: list[float]
@@ -100,12 +100,16 @@ def measure_chain(shape: str, path: Path, local: PreTrainedModel, servers: int, 
 
 
 def hop_cost(model: PreTrainedModel, prompt: torch.Tensor, tokens: int) -> float:
-    """What the client sees of a hop, less what the server says that its blocks took: seconds, median over the steps."""
+    """What the client sees of a hop, less what the server says that its blocks took: seconds, mean over the hops, median
+    over the steps."""
     costs: list[float] = []
 
     class Watch(StoppingCriteria):
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object) -> torch.Tensor:
-            costs.extend(timing.beyond_compute for timing in session.timings)
+            # Each hop's time begins where the one before ends as the client sees it, so only the mean over all has a
+            # meaning: the client's copies come a little after what is pushed from server to server.
+            if timings := session.timings:
+                costs.append(statistics.mean(timing.beyond_compute for timing in timings))
             return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
     with model.inference_session(max_length=prompt.shape[1] + tokens) as session:

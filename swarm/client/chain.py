@@ -69,7 +69,10 @@ class Chain:
 
     @property
     def timings(self) -> tuple[HopTiming, ...]:
-        """Of the last step (all its chunks together), one a hop; empty before the first."""
+        """Of the last step (all its chunks together), one a hop; empty before the first.
+
+        A server tells this client of a step after the next server; what has not come yet is that of the step before.
+        """
         return tuple(hop.timing for hop in self._hops if hop.timing is not None)
 
     async def open(self) -> None:

@@ -84,7 +84,7 @@ class _Recorder(PackedBatch):
     """Stands for a batch while the forward is written down: remembers what each attention was called with."""
 
     def __init__(self) -> None:
-        super().__init__(())
+        super().__init__()
         self.sites: list[_Site] = []
         self._layer = 0
         self._kept: tuple[torch.Tensor, torch.Tensor] | None = None

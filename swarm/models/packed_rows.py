@@ -1,4 +1,4 @@
-"""A session's rows, and one forward for tokens of many sessions; see `swarm.models.packed_attention`."""
+"""A session's rows, and one forward for tokens of many sessions; see `swarm.models.row_attention`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from swarm.data_structures import StepLayout
-from swarm.models.packed_attention import PackedBatch, Segment
+from swarm.models.row_attention import RowBatch, Segment
 from swarm.models.row_store import RowStore
 from swarm.models.span import SpanModel
 
@@ -73,7 +73,7 @@ def compute(model: SpanModel, parts: Sequence[tuple[Any, StepLayout, torch.Tenso
                 positions.extend(range(start + offset, start + offset + segment.new))
     inputs = [hidden for _, _, hidden in parts]
     hidden_NH = inputs[0] if len(inputs) == 1 else torch.cat(inputs)
-    output_NH = model.forward_tokens(hidden_NH, positions, PackedBatch(segments))
+    output_NH = model.forward_tokens(hidden_NH, positions, RowBatch(segments))
     return list(output_NH.split([len(hidden) for hidden in inputs]))
 
 
