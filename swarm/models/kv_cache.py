@@ -3,9 +3,9 @@
 A step is begun, computed (whole, or in portions between other sessions' steps), and committed. Only then do the
 session's rows change: a step that fails can be sent again.
 
-There are two ways to lay out the rows and to compute. `packed_rows` puts tokens of all sessions into one forward and
-needs a family whose attention can be exchanged; `rectangle_rows` is the slow, readable one that works for every family.
-Both give the same results.
+There are three ways to lay out the rows and to compute. `packed_rows` and `page_rows` put tokens of all sessions into
+one forward and need a family whose attention can be exchanged; the latter keeps all sessions' rows in pages, which is
+for GPUs. `rectangle_rows` is the slow, readable one that works for every family. All give the same results.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from swarm.data_structures import StepLayout
 from swarm.errors import WrongPosition
-from swarm.models import packed_rows, rectangle_rows
+from swarm.models import packed_rows, page_rows, rectangle_rows
 from swarm.models.span import SpanModel
 
 
@@ -98,7 +98,7 @@ class SessionCache:
 
     def __init__(self, model: SpanModel) -> None:
         self.model = model
-        self._rows: Rows = packed_rows.PackedRows() if model.packed else rectangle_rows.RectangleRows(model)
+        self._rows = _empty_rows(model)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -136,6 +136,12 @@ class SessionCache:
         return work.output
 
 
+def _empty_rows(model: SpanModel) -> Rows:
+    if model.paging is not None:
+        return page_rows.PageRows(model.paging.pool)
+    return packed_rows.PackedRows() if model.packed else rectangle_rows.RectangleRows(model)
+
+
 def advance(portions: Sequence[tuple[Work, int]]) -> None:
     """Compute the next tokens of some works, all of the same model, in one forward if its family allows.
 
@@ -147,7 +153,7 @@ def advance(portions: Sequence[tuple[Work, int]]) -> None:
         return
     model = portions[0][0].model
     if model.packed:
-        _advance(portions, packed_rows.compute)
+        _advance(portions, page_rows.compute if model.paging is not None else packed_rows.compute)
     else:
         for portion in portions:
             _advance([portion], rectangle_rows.compute)

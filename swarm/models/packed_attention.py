@@ -6,7 +6,8 @@ family's own code on one big product. transformers lets attention and masks be e
 family's own mask function allows.
 
 Where keys and values are kept is the batch's business: in stores of rows (`row_attention`) or in pages of a pool
-(`page_attention`). The layers hand on neither batch nor cache to the attention function, so the batch in progress is kept by thread.
+(`page_attention`). The layers hand on neither batch nor cache to the attention function, so the batch in progress is
+kept by thread.
 """
 
 from __future__ import annotations

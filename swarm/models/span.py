@@ -20,7 +20,9 @@ from swarm.models import surgery
 from swarm.models.attention_switch import AttentionSwitch
 from swarm.models.cache import RectangleCache
 from swarm.models.capture import Function
+from swarm.models.cuda_graphs import DecodeGraphs
 from swarm.models.packed_attention import PackedBatch, running
+from swarm.models.page_attention import Paging
 from swarm.models.quantization import weight_bytes
 
 
@@ -38,6 +40,8 @@ class SpanModel:
         positions: how many positions the model's tables hold, or None if it computes any position.
         packed: whether tokens of many sessions can be computed together by `forward_tokens`; decided by
             `swarm.models.packing` for the whole span, and never changed once a session is open.
+        paging: where rows lie if they lie in pages; None if each session keeps its own. Decided with `packed`.
+        graphs: decode steps as recorded graphs, see `swarm.models.cuda_graphs`; None if nothing is recorded.
         captured: the same as a flat function, see `swarm.models.capture`; None to run the family's modules.
     """
 
@@ -66,6 +70,8 @@ class SpanModel:
         self.module = model
         self._attention = attention or AttentionSwitch(model)
         self.packed = False
+        self.paging: Paging | None = None
+        self.graphs: DecodeGraphs | None = None
         self.captured: Function | None = None
         self.positions = _table_length(model)
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
@@ -88,7 +94,8 @@ class SpanModel:
             digests = self.digests[start:end]
             self._attention.add(model)
             part = SpanModel(model, self._path, span, digests, self.hidden_size, self._first + start, self._attention)
-            part.packed = self.packed
+            part.packed, part.paging = self.packed, self.paging
+            part.graphs = DecodeGraphs(part, self.graphs.record) if self.graphs is not None else None
             self._narrowed[span] = part
         return self._narrowed[span]
 
@@ -153,7 +160,10 @@ class SpanModel:
         Returns:
             outputs `[tokens, hidden]`. Only for spans that are `packed`.
         """
-        positions_N1 = torch.tensor(positions, device=self.device).unsqueeze(1)
+        return self.run_packed(hidden_NH, torch.tensor(positions, device=self.device).unsqueeze(1), batch)
+
+    def run_packed(self, hidden_NH: torch.Tensor, positions_N1: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+        """`forward_tokens` for positions that are on the device already. Only in inference mode."""
         with running(batch):
             if self.captured is not None:
                 output_N1H = self.captured(hidden_NH.unsqueeze(1), positions_N1)

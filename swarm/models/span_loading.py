@@ -28,7 +28,7 @@ def load_span(
     device: torch.device,
     quant: str = quantization.NONE,
     progress: bool = False,
-    packed: bool = True,
+    layout: packing.Layout = "auto",
 ) -> SpanModel:
     """Load the tensors of `span` and nothing else.
 
@@ -37,7 +37,7 @@ def load_span(
     Args:
         quant: form of the weights, see `swarm.models.quantization`.
         progress: show progress on the terminal.
-        packed: compute tokens of many sessions together, if the family allows.
+        layout: how the attention cache is laid out, see `swarm.models.packing`.
 
     Raises:
         InvalidSpan: the span lies outside the model.
@@ -50,8 +50,7 @@ def load_span(
     # After loading, because rotary tables are filled while it happens, for the layer types of the whole model.
     surgery.slice_config(model.config, span, checkpoint.blocks)
     result = SpanModel(model, checkpoint.anatomy.path, span, digests, checkpoint.config.hidden_size)
-    if packed:
-        packing.decide(result)
+    packing.decide(result, layout)
     return result
 
 

@@ -33,9 +33,10 @@ FAMILIES = {"llama": 80, "mistral": 30, "gpt2": 30, "falcon_alibi": 30}
 slow = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
-def load(family: str, factory, *, packed: bool = True) -> SpanModel:
+def load(family: str, factory, *, packed: bool = True, layout: str = "auto") -> SpanModel:
     checkpoint = open_checkpoint(zoo.make_checkpoint(family, factory.mktemp("checkpoint")))
-    return load_span(checkpoint, Span(1, 4), dtype=torch.float32, device=torch.device("cpu"), packed=packed)
+    layout = layout if packed else "rectangles"
+    return load_span(checkpoint, Span(1, 4), dtype=torch.float32, device=torch.device("cpu"), layout=layout)
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["packed", "rectangles"])

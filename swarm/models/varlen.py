@@ -1,0 +1,176 @@
+"""Attention over a pool of pages in one call for all rows of a batch: torch's kernel, and what it has to compute.
+
+The kernel is `torch.nn.attention.varlen.varlen_attn` with a block table (Kwon et al. 2023, "Efficient memory management
+for large language model serving with PagedAttention"). The reference is the same function written out; a CPU, which has
+no such kernel, computes with it, and no kernel is used that does not agree with it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, Protocol
+
+import torch
+from torch.nn import functional
+
+Window = tuple[int, int]
+"""Positions that a token sees to its left and to its right, beside itself; -1 for any number."""
+
+AGREEMENT = {torch.bfloat16: 3e-2, torch.float16: 5e-3}
+"""Error of a kernel's outputs relative to their norm."""
+
+
+class Kernel(Protocol):
+    """Attention of packed queries over pages."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cu_seq_q: torch.Tensor,
+        cu_seq_k: torch.Tensor | None,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float | None,
+        window_size: Window,
+        enable_gqa: bool,
+        seqused_k: torch.Tensor,
+        block_table: torch.Tensor,
+        num_splits: int,
+    ) -> Any:
+        """Outputs `[T, Hq, D]`.
+
+        Shapes: T tokens of N rows, Hq heads that share Hkv keys, D wide, P pages of S positions each.
+
+        Args:
+            query: `[T, Hq, D]`, one row after the other; a row's last token is at the row's last position.
+            key, value: `[P, S, Hkv, D]`.
+            cu_seq_q: int32 `[N + 1]`, where each row's tokens begin, and where the last one's end.
+            cu_seq_k: not used with pages.
+            max_q, max_k: tokens and positions that no row has more of.
+            seqused_k: int32 `[N]`, positions of each row.
+            block_table: int32 `[N, ...]`, the pages of each row in order; what is behind the last one is not read.
+            num_splits: 1. FlashAttention 2 writes wrong rows if it divides a row's positions (pytorch issue 194167).
+        """
+
+
+def kernel_for(device: torch.device) -> Kernel:
+    """What a device computes with. Raises `ImportError` if this torch has no kernel for it."""
+    if device.type != "cuda":
+        return reference
+    from torch.nn.attention.varlen import varlen_attn  # late: a second, and of no use without a GPU
+
+    return varlen_attn
+
+
+def reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None,
+    window_size: Window,
+    enable_gqa: bool,
+    seqused_k: torch.Tensor,
+    block_table: torch.Tensor,
+    num_splits: int,
+) -> torch.Tensor:
+    """See `Kernel`. One row after the other, in any dtype and on any device.
+
+    Raises `ValueError` where the kernel would refuse, or would read what is not there.
+    """
+    bounds, lengths, tables = cu_seq_q.tolist(), seqused_k.tolist(), block_table.tolist()
+    if any(one.dtype is not torch.int32 for one in (cu_seq_q, seqused_k, block_table)):
+        raise ValueError("bounds, lengths and pages have to be int32")
+    if query.shape[1] % key.shape[2] or (query.shape[1] != key.shape[2] and not enable_gqa):
+        raise ValueError(f"{query.shape[1]} heads cannot share {key.shape[2]} keys")
+    if not len(bounds) - 1 == len(lengths) == len(tables) or (bounds[0], bounds[-1]) != (0, len(query)):
+        raise ValueError("rows, their tokens and their pages do not fit together")
+    output = torch.empty_like(query)
+    for first, end, length, table in zip(bounds, bounds[1:], lengths, tables, strict=False):
+        if not (first <= end <= first + min(max_q, length) and length <= max_k):
+            raise ValueError("a row is longer than was said, or brings more tokens than it has positions")
+        pages = table[: -(-length // key.shape[1])]
+        if length > len(table) * key.shape[1] or any(not 0 <= page < len(key) for page in pages):
+            raise ValueError("the block table names pages that do not exist, or too few")
+        if first < end:
+            output[first:end] = _row(query[first:end], key, value, pages, length, scale, window_size, enable_gqa)
+    return output
+
+
+def agrees(kernel: Kernel, pages: torch.Tensor) -> bool:
+    """Whether a kernel computes what the reference does, for the pages of a model, `[pages, page, heads, dim]`.
+
+    Rows that begin, go on, and bring one token, over several pages, with and without a window. Real windows are far
+    longer than what a model is tried with, so a kernel that ignores them would go unnoticed there.
+    """
+    _, page, heads, dim = pages.shape
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(pages.device, pages.dtype)
+
+    def integers(*values: Any) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=pages.device)
+
+    keys, values = noise(6, page, heads, dim), noise(6, page, heads, dim)
+    lengths, table = integers(page + 3, 2 * page, page), integers((4, 1), (2, 5), (3, 0))
+    for news in ((1, 1, 1), (1, 6, page)):
+        query, bounds = noise(sum(news), 2 * heads, dim), integers(0, *itertools.accumulate(news))
+        for window in ((-1, 0), (page // 2, 0), (3, 0)):
+            outputs = [
+                one(
+                    query, keys, values, bounds, None, max(news), 2 * page, scale=None, window_size=window,
+                    enable_gqa=True, seqused_k=lengths, block_table=table, num_splits=1,
+                ).float()
+                for one in (kernel, reference)
+            ]  # fmt: skip
+            error = (outputs[0] - outputs[1]).norm() / outputs[1].norm()
+            if not error < AGREEMENT.get(pages.dtype, 1e-4):  # nor if it is no number
+                return False
+    return True
+
+
+def _row(
+    query_THD: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pages: list[int],
+    length: int,
+    scale: float | None,
+    window: Window,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    keys_HKD, values_HKD = (
+        (one[pages[0]] if len(pages) == 1 else one[pages].flatten(0, 1))[:length].transpose(0, 1)
+        for one in (key, value)
+    )
+    return functional.scaled_dot_product_attention(
+        query_THD.transpose(0, 1).unsqueeze(0),
+        keys_HKD.unsqueeze(0),
+        values_HKD.unsqueeze(0),
+        attn_mask=_visible(len(query_THD), length, window, query_THD.device),
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )[0].transpose(0, 1)
+
+
+def _visible(new: int, length: int, window: Window, device: torch.device) -> torch.Tensor | None:
+    """What the last `new` of `length` positions see, `[new, length]`; None if everything."""
+    left, right = window
+    if left < 0 and (right < 0 or (right == 0 and new == 1)):
+        return None
+    queries = torch.arange(length - new, length, device=device).unsqueeze(1)
+    distance = queries - torch.arange(length, device=device)
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    if left >= 0:
+        seen &= distance <= left
+    if right >= 0:
+        seen &= distance >= -right
+    return seen
