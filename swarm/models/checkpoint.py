@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -68,10 +68,12 @@ class Checkpoint:
 
     def read(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor on the CPU as stored) of the tensors that `wanted` accepts, file by file."""
+        yield from self._read(filter(wanted, self.files))
+
+    def _read(self, wanted: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         by_file: dict[str, list[str]] = {}
-        for name, file in self.files.items():
-            if wanted(name):
-                by_file.setdefault(file, []).append(name)
+        for name in wanted:
+            by_file.setdefault(self.files[name], []).append(name)
         for file, names in by_file.items():
             try:
                 path = self.fetch(file)
@@ -120,20 +122,15 @@ class Checkpoint:
         """Digests of blocks [start, end), or None if not all of their files are on this machine."""
         if not Path(self.source).is_dir():
             return None
-        locate = self.locate
-        tensors: dict[int, dict[str, torch.Tensor]] = {block: {} for block in range(start, end)}
-
-        def wanted(name: str) -> bool:
-            place = locate(name)
-            return place is not None and start <= place[0] < end
-
-        if any(not (Path(self.source) / file).exists() for name, file in self.files.items() if wanted(name)):
+        blocks: dict[int, dict[str, str]] = {block: {} for block in range(start, end)}
+        for name in self.files:
+            place = self.locate(name)
+            if place is not None and place[0] in blocks:
+                blocks[place[0]][name] = place[1]
+        if any(not (Path(self.source) / self.files[name]).exists() for names in blocks.values() for name in names):
             return None
-        for name, tensor in self.read(wanted):
-            place = locate(name)
-            if place is not None:
-                tensors[place[0]][place[1]] = tensor
-        return [block_digest(tensors[block]) for block in range(start, end)]
+        # Each block's files are opened anew: what was looked at stays in memory until they are closed.
+        return [block_digest({names[name]: one for name, one in self._read(names)}) for names in blocks.values()]
 
     def check_span(self, start: int, end: int) -> None:
         """Raise `InvalidSpan` unless [start, end) lies inside the model."""
