@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from swarm.errors import WrongPosition
 from swarm.models.cache import RectangleCache
 from swarm.models.checkpoint import open_checkpoint
 from swarm.models.kv_cache import SessionCache, forward_packed
+from swarm.models.page_pool import PagePool
 from swarm.models.row_store import RowStore
 from swarm.models.span import SpanModel
 from swarm.models.span_loading import load_span
@@ -39,10 +41,22 @@ def load(family: str, factory, *, packed: bool = True, layout: str = "auto") -> 
     return load_span(checkpoint, Span(1, 4), dtype=torch.float32, device=torch.device("cpu"), layout=layout)
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["packed", "rectangles"])
+def load_in_pages(family: str, factory, page: int) -> SpanModel:
+    """Small pages, so that tiny rows have many."""
+    model = load(family, factory, layout="pages")
+    if model.paging is not None:
+        model.paging = replace(model.paging, pool=PagePool(page))
+    return model
+
+
+def load_as(layout: str, family: str, factory, page: int = 8) -> SpanModel:
+    return load_in_pages(family, factory, page) if layout == "pages" else load(family, factory, layout=layout)
+
+
+@pytest.fixture(scope="module", params=["pages", "rows", "rectangles"])
 def llama(request, tmp_path_factory) -> SpanModel:
-    model = load("llama", tmp_path_factory, packed=request.param)
-    assert model.packed == request.param
+    model = load_as(request.param, "llama", tmp_path_factory)
+    assert (model.packed, model.paging is not None) == (request.param != "rectangles", request.param == "pages")
     return model
 
 
@@ -131,10 +145,10 @@ def layouts(draw, lengths: Sequence[int], offsets: Sequence[int] = ()) -> StepLa
     return StepLayout(starts, counts, sources, told if any(told) or draw(st.booleans()) else None)
 
 
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "rectangles"])
+@pytest.mark.parametrize("layout", ["pages", "rows", "rectangles"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_any_sequence_of_steps_is_as_if_there_were_no_cache(family, packed, tmp_path_factory):
-    model = load(family, tmp_path_factory, packed=packed)
+def test_any_sequence_of_steps_is_as_if_there_were_no_cache(family, layout, tmp_path_factory):
+    model = load_as(layout, family, tmp_path_factory, page=3)
 
     @given(st.data())
     @settings(slow, max_examples=FAMILIES[family])
@@ -144,6 +158,8 @@ def test_any_sequence_of_steps_is_as_if_there_were_no_cache(family, packed, tmp_
             both.step(data.draw(layouts(both.lengths, both.offsets)))
 
     steps()
+    if model.paging is not None:
+        assert model.paging.pool.in_use == 0
 
 
 class Failing:
@@ -294,6 +310,7 @@ def test_the_ordinary_case_copies_nothing(llama, monkeypatch):
 
     monkeypatch.setattr(RectangleCache, "assemble", copied)
     monkeypatch.setattr(RowStore, "selected", copied)
+    monkeypatch.setattr(PagePool, "copy", lambda pool, sources, targets: sources and copied())
     for _ in range(4):
         both.append(1, 1, 1)
     both.step(StepLayout(tuple(length - 2 for length in both.lengths), (3, 3, 3)))
@@ -304,6 +321,8 @@ def test_the_ordinary_case_copies_nothing(llama, monkeypatch):
 def held(model: SpanModel) -> int:
     """Slots of attention cache that exist in this process, one layer's keys."""
     gc.collect()
+    if model.paging is not None:
+        return model.paging.pool.in_use * model.paging.pool.page
     if model.packed:
         keys = [next(iter(one.layers.values()))[0] for one in gc.get_objects() if type(one) is RowStore and one.layers]
     else:
