@@ -1,6 +1,6 @@
 """Decode speed of a chain of 1, 2, 3 and 4 servers against the local transformers model, and what a hop costs.
 
-    python -m benchmarks.chain [--shape tiny] [--tokens 64] [--repeats 5] [--json FILE]
+    python -m benchmarks.chain [--shape tiny] [--tokens 64] [--repeats 5] [--compile] [--json FILE]
 
 Every server is a process with one torch thread; so is the local model. For each length of chain the local model and the
 chain take turns, so that whatever else the machine does falls on both. `ms a hop` is the slope, over the number of
@@ -69,21 +69,23 @@ class Series:
         return [local / chain for local, chain in zip(self.local, self.chain, strict=True)]
 
 
-def measure(shape: str, tokens: int, repeats: int) -> dict[int, Series]:
+def measure(shape: str, tokens: int, repeats: int, options: Sequence[str] = ()) -> dict[int, Series]:
     """One series for each length of chain."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         path = make_model(shape, Path(folder))
         local = AutoModelForCausalLM.from_pretrained(path)
-        return {servers: measure_chain(shape, path, local, servers, tokens, repeats) for servers in CHAINS}
+        return {servers: measure_chain(shape, path, local, servers, tokens, repeats, options) for servers in CHAINS}
 
 
-def measure_chain(shape: str, path: Path, local: PreTrainedModel, servers: int, tokens: int, repeats: int) -> Series:
+def measure_chain(
+    shape: str, path: Path, local: PreTrainedModel, servers: int, tokens: int, repeats: int, options: Sequence[str] = ()
+) -> Series:
     """Let a chain and the local model take turns."""
     prompt = torch.randint(0, 1024, (1, PROMPT), generator=torch.Generator().manual_seed(1))
     blocks = split(SHAPES[shape].num_hidden_layers, servers)
     series = Series([], [], [])
-    with LocalSwarm(str(path), blocks, options=("--threads", "1", "--throughput", "1000")) as swarm:
+    with LocalSwarm(str(path), blocks, options=("--threads", "1", "--throughput", "1000", *options)) as swarm:
         model = AutoDistributedModelForCausalLM.from_pretrained(path, initial_peers=[swarm.address], wire="none")
 
         def run(which: PreTrainedModel, count: int) -> torch.Tensor:
@@ -100,8 +102,10 @@ def measure_chain(shape: str, path: Path, local: PreTrainedModel, servers: int, 
 
 
 def hop_cost(model: PreTrainedModel, prompt: torch.Tensor, tokens: int) -> float:
-    """What the client sees of a hop, less what the server says that its blocks took: seconds, mean over the hops, median
-    over the steps."""
+    """What the client sees of a hop, less what the server says that its blocks took, in seconds.
+
+    Mean over a step's hops, median over the steps.
+    """
     costs: list[float] = []
 
     class Watch(StoppingCriteria):
@@ -157,11 +161,13 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--compile", action="store_true", help="servers compile their blocks")
     parser.add_argument("--json", type=Path, help="write the raw figures here too")
     arguments = parser.parse_args()
     quiet_hivemind()
     about = machine.describe()
-    results = measure(arguments.shape, arguments.tokens, arguments.repeats)
+    options = ["--compile"] if arguments.compile else []
+    results = measure(arguments.shape, arguments.tokens, arguments.repeats, options)
     print(", ".join(f"{name} {value}" for name, value in about.items()), end="\n\n")
     print(table(arguments.shape, results))
     if arguments.json:

@@ -1,6 +1,6 @@
 """Several clients at once on one chain of servers: what they get together, and what each of them loses.
 
-    python -m benchmarks.clients [--shape small] [--clients 8] [--servers 3] [--tokens 48] [--repeats 3] [--json FILE]
+    python -m benchmarks.clients [--shape small] [--clients 8] [--servers 3] [--tokens 128] [--repeats 3] [--json FILE]
 
 Servers and clients are processes of one torch thread each. One client alone, all of them at once, and the local
 transformers model (one row, and a batch of as many rows as there are clients) take turns. Every client writes a text of
@@ -182,7 +182,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--servers", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--compile", action="store_true", help="servers compile their blocks")
     parser.add_argument("--json", type=Path, help="write the raw figures here too")

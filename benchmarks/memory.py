@@ -5,8 +5,8 @@
 The partitions of MDI-LLM's tables I and II: the starter is a client that runs first blocks itself, secondaries are
 servers. Every device is a process with one torch thread (and a libp2p daemon, which is counted). Random weights.
 
-The peak counts pages of the checkpoint's files that are looked at, one block after the other (a client compares digests of all
-blocks).
+The peak counts pages of the checkpoint's files that are looked at, one block after the other (a client compares digests
+of all blocks).
 """
 
 from __future__ import annotations

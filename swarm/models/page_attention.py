@@ -117,9 +117,8 @@ class PageBatch(PackedBatch):
     ) -> torch.Tensor:
         assert self._layer is not None
         keys, values = self._layer
-        heads, dim = query_NH1D.shape[1], query_NH1D.shape[-1]
-        if expand is not None or not extra.plain or not dim == width == keys.shape[-1] == values.shape[-1]:
-            raise NotPackable("attention over pages has neither latents, soft caps, sinks, nor values of another width")
+        if expand is not None or not extra.plain:
+            raise NotPackable("attention over pages has neither latents in the cache, nor soft caps, nor sinks")
         index = self._index
         output: torch.Tensor = self._paging.kernel(
             query_NH1D.squeeze(2),
@@ -131,7 +130,7 @@ class PageBatch(PackedBatch):
             index.longest,
             scale=scale,
             window_size=self._window(mask),
-            enable_gqa=heads != keys.shape[2],
+            enable_gqa=query_NH1D.shape[1] != keys.shape[2],
             seqused_k=index.lengths,
             block_table=index.table,
             num_splits=1,

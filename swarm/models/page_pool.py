@@ -145,7 +145,10 @@ class PagePool:
 
 
 class Lease:
-    """The pages of some rows, held until `end` is called or nobody has the lease any more.
+    """The pages of some rows, held until nobody has the lease any more: neither session nor step that is computed.
+
+    However a session ends (closed, expired, disconnected, its step failed), its pages come back, and never while a step
+    still writes to them.
 
     Attributes:
         tables: the pages of each row, in order.
@@ -154,12 +157,7 @@ class Lease:
     def __init__(self, pool: PagePool, tables: tuple[tuple[int, ...], ...]) -> None:
         self.tables = tables
         held = tuple(page for table in tables for page in table)
-        self._end = weakref.finalize(self, pool.give_back, held)
-        self._end.atexit = False
-
-    def end(self) -> None:
-        """Give the pages back."""
-        self._end()
+        weakref.finalize(self, pool.give_back, held).atexit = False
 
 
 @torch.inference_mode()

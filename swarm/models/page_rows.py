@@ -74,9 +74,7 @@ class PageDraft:
     lengths: tuple[int, ...]
 
     def commit(self) -> None:
-        before, self.rows.lease, self.rows.lengths = self.rows.lease, self.lease, self.lengths
-        if before is not self.lease:
-            before.end()
+        self.rows.lease, self.rows.lengths = self.lease, self.lengths
 
 
 class PageRows:

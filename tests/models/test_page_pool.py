@@ -159,12 +159,10 @@ def test_a_lease_ends_when_nobody_has_it_any_more():
     pool = written()
     one, other = Lease(pool, (tuple(pool.take(2)), ())), Lease(pool, (tuple(pool.take(3)),))
     assert pool.in_use == 5
-    other.end()
+    same = one
+    del one, other
     assert pool.in_use == 2
-    other.end()  # once is enough
-    del other
-    assert pool.in_use == 2
-    del one
+    del same
     assert pool.in_use == 0
 
 
