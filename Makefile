@@ -45,6 +45,7 @@ bench: $(VENV)/dev
 	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.wire
 	$(BIN)/python -m benchmarks.quantization
+	$(BIN)/python -m benchmarks.gpu_decode
 	$(BIN)/python -m benchmarks.push
 	$(BIN)/python -m benchmarks.failover
 	$(BIN)/python -m benchmarks.routing

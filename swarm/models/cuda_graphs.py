@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from swarm.models.page_attention import Member, PageBatch, PageIndex, slots
+from swarm.models.page_attention import Member, PageBatch, PageIndex
 from swarm.models.page_pool import SCRATCH
 
 if TYPE_CHECKING:
@@ -62,32 +61,36 @@ class CudaRecorder:
 
 @dataclass(frozen=True)
 class _Recording:
-    """A forward over buffers.
+    """A forward over buffers, for so many rows of so many pages (`width`).
 
     Attributes:
-        hidden_NH, positions_N1: the inputs.
-        index: where rows lie; all of its tensors are buffers.
+        hidden_NH: the inputs.
+        numbers: int32, one after the other: the rows' positions, slots, lengths and pages. One copy brings all of them.
         output_NH: the outputs.
         replay: computes them.
     """
 
+    rows: int
+    width: int
     hidden_NH: torch.Tensor
-    positions_N1: torch.Tensor
-    index: PageIndex
+    numbers: torch.Tensor
     output_NH: torch.Tensor
     replay: Replay
 
     def fill(self, hidden_NH: torch.Tensor, positions: Sequence[int], members: Sequence[Member], page: int) -> None:
         """Put a batch in front; the rows behind it go to the page that belongs to nobody."""
-        rows, width = self.index.table.shape
-        empty = rows - len(members)
-        tables = [[*member.table, *[SCRATCH] * (width - len(member.table))] for member in members]
+        empty = self.rows - len(members)
+        numbers = [*positions, *[0] * empty]
+        numbers += [member.table[member.start // page] * page + member.start % page for member in members]
+        numbers += [SCRATCH * page] * empty
+        numbers += [member.end for member in members]
+        numbers += [1] * empty
+        for member in members:
+            numbers += member.table
+            numbers += [SCRATCH] * (self.width - len(member.table))
+        numbers += [SCRATCH] * (self.width * empty)
+        self.numbers.copy_(torch.tensor(numbers, dtype=torch.int32))
         self.hidden_NH[: len(members)] = hidden_NH
-        self.positions_N1.copy_(torch.tensor([*positions, *[0] * empty]).unsqueeze(1))
-        places = [place for member in members for place in slots(member, page)]
-        self.index.slots_N.copy_(torch.tensor([*places, *[SCRATCH * page] * empty]))
-        self.index.lengths.copy_(torch.tensor([*(member.end for member in members), *[1] * empty]))
-        self.index.table.copy_(torch.tensor([*tables, *[[SCRATCH] * width] * empty]))
 
 
 class DecodeGraphs:
@@ -140,21 +143,22 @@ class DecodeGraphs:
         return self._recordings.get((rows, width))
 
     def _made(self, rows: int, width: int) -> _Recording:
-        model = self._model
-        device, longest = model.device, width * self._page
-        hidden_NH = torch.zeros(rows, model.hidden_size, dtype=model.dtype, device=device)
+        model, page = self._model, self._page
+        hidden_NH = torch.zeros(rows, model.hidden_size, dtype=model.dtype, device=model.device)
         output_NH = torch.zeros_like(hidden_NH)
-        positions_N1 = torch.zeros(rows, 1, dtype=torch.int64, device=device)
-        integers = partial(torch.zeros, dtype=torch.int32, device=device)
-        bounds = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        slots_N = torch.zeros(rows, dtype=torch.int64, device=device)
-        index = PageIndex(slots_N, bounds, integers(rows) + 1, integers(rows, width), 1, longest)
+        numbers = torch.zeros(rows * (3 + width), dtype=torch.int32, device=model.device)
+        bounds = torch.arange(rows + 1, dtype=torch.int32, device=model.device)
 
         def forward() -> None:
             assert model.paging is not None
-            output_NH.copy_(model.run_packed(hidden_NH, positions_N1, PageBatch(model.paging, index)))
+            positions_N, slots_N, lengths, table = numbers.split([rows, rows, rows, rows * width])
+            index = PageIndex(slots_N.long(), bounds, lengths, table.view(rows, width), 1, width * page)
+            batch = PageBatch(model.paging, index)
+            output_NH.copy_(model.run_packed(hidden_NH, positions_N.long().unsqueeze(1), batch))
 
-        return _Recording(hidden_NH, positions_N1, index, output_NH, self.record(forward))
+        recording = _Recording(rows, width, hidden_NH, numbers, output_NH, lambda: None)
+        recording.fill(hidden_NH[:0], (), (), page)
+        return replace(recording, replay=self.record(forward))
 
     @property
     def _page(self) -> int:

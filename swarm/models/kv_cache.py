@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -80,6 +80,8 @@ class Work:
 
     def next_part(self, tokens: int) -> StepLayout:
         """The layout of the next `tokens` packed tokens: other rows of the step bring none."""
+        if not self.done and tokens == len(self.inputs):
+            return replace(self.layout, sources=None) if self.layout.sources is not None else self.layout
         starts, counts = [], []
         bounds = itertools.accumulate(self.layout.counts, initial=0)
         for (first, last), start in zip(itertools.pairwise(bounds), self.layout.starts, strict=True):

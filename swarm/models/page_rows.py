@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -95,15 +96,27 @@ class PageRows:
 
         Raises `torch.OutOfMemoryError`, and changes nothing, if the pool cannot grow.
         """
+        ends = tuple(map(operator.add, layout.starts, layout.counts))
+        if self._goes_on(layout):
+            return PageDraft(self, self.lease, ends)
         plans = plan(self.lease.tables, self.lengths, layout, self.pool.page, self.pool.holders)
         lease = self._leased(plans)
         self.lengths = self._left(layout, plans)
-        ends = tuple(start + count for start, count in zip(layout.starts, layout.counts, strict=True))
         return PageDraft(self, lease, ends)
+
+    def _goes_on(self, layout: StepLayout) -> bool:
+        """Whether a plan would change nothing, without making one: rows go on where they end, in pages of their own."""
+        if layout.sources is not None or layout.starts != self.lengths:
+            return False
+        page, holders = self.pool.page, self.pool.holders
+        for table, start, count in zip(self.lease.tables, layout.starts, layout.counts, strict=True):
+            if start + count > len(table) * page or any(holders(one) > 1 for one in table[start // page :]):
+                return False
+        return True
 
     def _leased(self, plans: Sequence[RowPlan]) -> Lease:
         if tuple(one.kept for one in plans) == self.lease.tables and not any(one.fresh for one in plans):
-            return self.lease  # the ordinary case
+            return self.lease
         fresh = iter(self.pool.take(sum(one.fresh for one in plans)))
         tables, pairs = [], []
         for one in plans:
