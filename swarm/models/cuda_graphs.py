@@ -43,19 +43,21 @@ Record = Callable[[Callable[[], None]], Replay]
 class CudaRecorder:
     """Records with CUDA graphs, which share their memory: they never run at the same time."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._memory = torch.cuda.graph_pool_handle()
 
     def __call__(self, function: Callable[[], None]) -> Replay:
-        graph, aside = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            for _ in range(WARM_UPS):
+        with torch.cuda.device(self._device):
+            graph, aside = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+            aside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(aside):
+                for _ in range(WARM_UPS):
+                    function()
+            torch.cuda.current_stream().wait_stream(aside)
+            # Other threads may use the GPU meanwhile, for what has nothing to do with this.
+            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
                 function()
-        torch.cuda.current_stream().wait_stream(aside)
-        # Other threads may use the GPU meanwhile: the network loop encodes what was computed.
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            function()
         return graph.replay
 
 

@@ -23,7 +23,7 @@ from swarm.models.kv_cache import SessionCache, advance
 from swarm.models.page_attention import Paging
 from swarm.models.page_pool import PAGE, PagePool
 from swarm.models.span import SpanModel
-from swarm.models.varlen import agrees, kernel_for
+from swarm.models.varlen import agrees, kernels_for
 
 logger = logging.getLogger(__name__)
 
@@ -70,21 +70,25 @@ def _try_pages(model: SpanModel) -> None:
     longer = PAGE if model.positions is None or model.positions > 2 * PAGE else 0
     inputs, expected = _schedule(model, longer)
     try:
-        model.paging = Paging(PagePool(), kernel_for(model.device))
-        right = _agrees(model, inputs, expected, longer)
-        # Whatever layer wrote: all rows of a model go through the same kernel.
-        right = right and all(agrees(model.paging.kernel, keys) for keys in _kinds(model.paging.pool))
-    except Exception as error:  # whatever torch and its kernels make of this machine
-        logger.debug("pages are not possible: %r", error)
-        right = False
-    if not right:
-        model.paging = None
-        logger.info("The attention cache is not kept in pages: these blocks, or this GPU, cannot compute with them")
+        for kernel in kernels_for(model.device):
+            model.paging = Paging(PagePool(), kernel)
+            # A model is computed right by a kernel that ignores a window which is longer than what is tried here.
+            if _agrees(model, inputs, expected, longer) and _agrees_itself(model.paging):
+                return
+    except ImportError as error:
+        logger.debug("this torch has no attention over pages: %r", error)
+    model.paging = None
+    logger.info("The attention cache is not kept in pages: these blocks, or this GPU, cannot compute with them")
 
 
-def _kinds(pool: PagePool) -> list[torch.Tensor]:
-    """The keys of a layer of each shape."""
-    return list({keys.shape: keys for keys, _ in pool.layers.values()}.values())
+def _agrees_itself(paging: Paging) -> bool:
+    """Whether the kernel computes what it should for layers of each shape that have written to the pool."""
+    kinds = {keys.shape: keys for keys, _ in paging.pool.layers.values()}.values()
+    try:
+        return all(agrees(paging.kernel, keys) for keys in kinds)
+    except Exception as error:  # whatever a kernel makes of shapes that it does not know
+        logger.debug("attention over pages is not possible: %r", error)
+        return False
 
 
 def _agrees(model: SpanModel, inputs: torch.Tensor, expected: torch.Tensor, longer: int = 0) -> bool:
@@ -115,7 +119,7 @@ def try_capture(model: SpanModel, compile_in: Path | None = None, record: Record
         return "plain"
     best = _try_written_down(model, compile_in)
     if record is None and model.device.type == "cuda":
-        record = CudaRecorder()
+        record = CudaRecorder(model.device)
     return "graphs" if record is not None and _try_graphs(model, record) else best
 
 

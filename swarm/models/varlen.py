@@ -56,13 +56,18 @@ class Kernel(Protocol):
         """
 
 
-def kernel_for(device: torch.device) -> Kernel:
-    """What a device computes with. Raises `ImportError` if this torch has no kernel for it."""
+def kernels_for(device: torch.device) -> tuple[Kernel, ...]:
+    """What a device may compute with, to be tried in this order. Raises `ImportError` if this torch has no kernel."""
     if device.type != "cuda":
-        return reference
+        return (reference,)
     from torch.nn.attention.varlen import varlen_attn  # late: a second, and of no use without a GPU
 
-    return varlen_attn
+    def with_bounds_of_keys(*args: Any, **kwargs: Any) -> Any:
+        """FlashAttention 3 refuses `cu_seq_k` beside pages; FlashAttention 2 wants one, and goes by `seqused_k`."""
+        query, key, value, cu_seq_q, _, *rest = args
+        return varlen_attn(query, key, value, cu_seq_q, cu_seq_q, *rest, **kwargs)
+
+    return varlen_attn, with_bounds_of_keys
 
 
 def reference(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import pytest
@@ -169,4 +170,24 @@ def test_kernels_that_compute_something_else_are_found_out(kernel):
 
 
 def test_a_cpu_computes_with_the_reference():
-    assert varlen.kernel_for(torch.device("cpu")) is reference
+    assert varlen.kernels_for(torch.device("cpu")) == (reference,)
+
+
+def test_a_gpu_computes_with_torch_s_kernel_in_one_of_two_ways(monkeypatch):
+    """With bounds of the keys, which one implementation wants, or without them, as another one does."""
+    from torch.nn.attention import varlen as of_torch
+
+    asked = []
+
+    def stands_in(*args, **kwargs):
+        inspect.signature(real).bind(*args, **kwargs)
+        asked.append(args[4])
+        return reference(*args[:4], None, *args[5:], **kwargs)
+
+    real = of_torch.varlen_attn
+    monkeypatch.setattr(of_torch, "varlen_attn", stands_in)
+    for kernel in varlen.kernels_for(torch.device("cuda")):
+        asked.clear()
+        assert agrees(kernel, PAGES)
+        assert len(set(map(type, asked))) == 1
+    assert isinstance(asked[0], torch.Tensor)
