@@ -79,6 +79,9 @@ class InlineRuntime:
             await asyncio.sleep(self._seconds)
         return job(*args, **kwargs)
 
+    def try_now(self, job: Callable[[], None]) -> bool:
+        return False  # where no time passes, no step is quick
+
     def post(self, job: Callable[[], None]) -> bool:
         if self._closed:
             return False

@@ -31,7 +31,7 @@ Bytes = bytes | memoryview
 ITERATION = 0.2
 """Seconds that an iteration should take at most: so long a decode step may wait for a prompt's chunk."""
 
-QUICK = 3e-3
+QUICK = 5e-3
 """Seconds. An iteration of less may be computed in the network loop, which answers nobody else meanwhile."""
 
 LEAST, MOST = 64, 4096

@@ -143,7 +143,7 @@ class Handler:
             if conversation.session is not None:
                 self._sessions.detach(conversation.session, stream)
 
-    async def _answer(self, stream: Stream, frame: Frame, conversation: _Conversation) -> None:
+    async def _answer(self, stream: PatientStream, frame: Frame, conversation: _Conversation) -> None:
         message = messages.decode_client(frame.header)
         try:
             reply, payload = await self._handle(stream, message, frame.payload, conversation)
@@ -154,7 +154,7 @@ class Handler:
             reply, payload = self._refusal(error, message, stream.peer_id, step), b""
         if reply is not None:
             try:
-                await stream.send(reply, payload)
+                await _tell(stream, reply, payload)
             except PeerSilent:
                 raise
             except PeerLost:  # a client that has hung up may have said before that its session is over
@@ -168,7 +168,7 @@ class Handler:
         return messages.refusal(error, step)
 
     async def _handle(
-        self, stream: Stream, message: messages.ClientMessage, payload: Bytes, conversation: _Conversation
+        self, stream: PatientStream, message: messages.ClientMessage, payload: Bytes, conversation: _Conversation
     ) -> tuple[messages.Message | None, Bytes]:
         match message:
             case messages.StepRequest():
@@ -195,7 +195,7 @@ class Handler:
                 return self._probe(message, payload)
 
     async def _open(
-        self, stream: Stream, message: messages.OpenSession, conversation: _Conversation
+        self, stream: PatientStream, message: messages.OpenSession, conversation: _Conversation
     ) -> messages.Message:
         self._check_open()
         if conversation.session is not None:
@@ -274,8 +274,6 @@ class Handler:
             offsets=message.offsets,
         )
         pushed = await link.push(onward, output)
-        if pushed:
-            await asyncio.sleep(COPY_AFTER)
         return messages.StepReply(reply.step, reply.format, reply.dtype, reply.compute_ms, pushed)
 
     async def _pushed(self, peer_id: str, message: messages.PushRequest, payload: Bytes) -> tuple[None, Bytes]:
@@ -289,7 +287,7 @@ class Handler:
             reply, output = self._refusal(error, message, message.client, message.step.step), b""
         if reply is not None and session.client is not None:
             with suppress(PeerLost):  # a client that is away may ask again
-                await session.client.send(reply, output)
+                await _tell(session.client, reply, output)
         return None, b""
 
     async def _replay(
@@ -387,6 +385,14 @@ class Handler:
     @property
     def _dtype(self) -> str:
         return dtype_name(self._model.dtype)
+
+
+async def _tell(stream: PatientStream, reply: messages.Message, payload: Bytes) -> None:
+    """Send an answer; the copy of what was pushed on lets that go first."""
+    if isinstance(reply, messages.StepReply) and reply.pushed:
+        await stream.send_later(COPY_AFTER, reply, payload)
+    else:
+        await stream.send(reply, payload)
 
 
 @dataclass

@@ -6,8 +6,9 @@ Without this, one client that reads nothing could keep its handler, and with it 
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
-from swarm.errors import PeerSilent
+from swarm.errors import PeerLost, PeerSilent
 from swarm.protocol.framing import MAX_PAYLOAD, Frame
 from swarm.protocol.messages import Message
 from swarm.server.push import PATIENCE, SLOWEST
@@ -26,19 +27,20 @@ class PatientStream:
         self._stream = stream
         self._task = asyncio.current_task()
         self._turn = asyncio.Lock()
+        self._later: asyncio.Task[None] | None = None
         self._receiving = False
         self._over = False
 
     async def send(self, message: Message, payload: bytes | memoryview = b"") -> None:
         """Send one frame. Raises `PeerLost`, or `PeerSilent` if the peer does not read."""
         async with self._turn:
-            self._check()
-            try:
-                async with asyncio.timeout(PATIENCE + len(payload) / SLOWEST):
-                    await self._stream.send(message, payload)
-            except TimeoutError:
-                self.abort()
-                self._check()
+            await self._send(message, payload)
+
+    async def send_later(self, delay: float, message: Message, payload: bytes | memoryview = b"") -> None:
+        """Send one frame after `delay` seconds, for which only the next frame waits. If it fails, so does that."""
+        await self._turn.acquire()
+        self._later = asyncio.get_running_loop().create_task(self._send_after(delay, message, payload))
+        self._later.add_done_callback(lambda _: self._turn.release())
 
     async def receive(self, max_payload: Limit = MAX_PAYLOAD) -> Frame:
         """Wait for one frame. Raises `PeerLost` at the end of the stream, `ProtocolViolation` when it is too large."""
@@ -49,9 +51,25 @@ class PatientStream:
         finally:
             self._receiving = False
 
+    async def _send_after(self, delay: float, message: Message, payload: bytes | memoryview) -> None:
+        await asyncio.sleep(delay)
+        with suppress(PeerLost):
+            await self._send(message, payload)
+
+    async def _send(self, message: Message, payload: bytes | memoryview) -> None:
+        self._check()
+        try:
+            async with asyncio.timeout(PATIENCE + len(payload) / SLOWEST):
+                await self._stream.send(message, payload)
+        except TimeoutError:
+            self.abort()
+            self._check()
+
     def close(self) -> None:
         """End the stream, and the task that serves it as soon as it computes nothing."""
         self._over = True
+        if self._later is not None:
+            self._later.cancel()
         self._stream.close()
         # While something is still unsent, a stream that is closed tells its reader nothing.
         if self._receiving and self._task is not None:

@@ -17,8 +17,8 @@ from swarm.errors import CacheFull, UnknownSession, WrongSpan
 from swarm.models.kv_cache import SessionCache
 from swarm.protocol.messages import StepReply
 from swarm.server.accountant import PEER_SHARE, Accountant
+from swarm.server.patient_stream import PatientStream
 from swarm.server.push import PushLink
-from swarm.transport.stream import Stream
 
 GRACE = 30.0
 IDLE = 1800.0
@@ -61,7 +61,7 @@ class Session:
     rows: int = 0
     patience: float = 0.0
     attached: int = 0
-    client: Stream | None = None
+    client: PatientStream | None = None
     previous: str | None = None
     link: PushLink | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -120,7 +120,7 @@ class Sessions:
         """Tokens of cache that nobody has reserved."""
         return self._accountant.free
 
-    async def open(self, session: Session, rows: int = 1, client: Stream | None = None) -> Session:
+    async def open(self, session: Session, rows: int = 1, client: PatientStream | None = None) -> Session:
         """Register the session with room for so many rows, or return the same client's session of that id.
 
         Args:
@@ -161,7 +161,7 @@ class Sessions:
             raise UnknownSession("there is no session here into which this peer may push")
         return session
 
-    def clients(self) -> list[Stream]:
+    def clients(self) -> list[PatientStream]:
         """The connections of all sessions."""
         return [session.client for session in self._sessions.values() if session.client is not None]
 
@@ -210,7 +210,7 @@ class Sessions:
             if task is not None:
                 task.cancel()
 
-    def detach(self, session: Session, client: Stream | None = None) -> None:
+    def detach(self, session: Session, client: PatientStream | None = None) -> None:
         """A connection that used the session has ended."""
         session.attached -= 1
         if client is not None and session.client is client:
