@@ -107,6 +107,10 @@ class SessionCache:
         """Cached positions of each row."""
         return self._rows.lengths
 
+    def clear(self) -> None:
+        """Forget all rows, whoever still has the session. For any thread: a step in progress goes on, for nothing."""
+        self._rows = _empty_rows(self.model)
+
     def check(self, layout: StepLayout) -> None:
         """Raise `WrongPosition` if the layout does not continue what is cached."""
         lengths = self.lengths

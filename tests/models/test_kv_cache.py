@@ -15,7 +15,7 @@ from swarm.data_structures import Span, StepLayout
 from swarm.errors import WrongPosition
 from swarm.models.cache import RectangleCache
 from swarm.models.checkpoint import open_checkpoint
-from swarm.models.kv_cache import SessionCache, forward_packed
+from swarm.models.kv_cache import SessionCache, advance, forward_packed
 from swarm.models.page_pool import PagePool
 from swarm.models.row_store import RowStore
 from swarm.models.span import SpanModel
@@ -341,6 +341,21 @@ def test_rows_that_stop_one_by_one_do_not_hold_the_memory_of_all(llama):
         counts = (0,) * stopped + (1,) * (rows - stopped)
         cache.step(torch.randn(sum(counts), HIDDEN), StepLayout(cache.lengths, counts))
     assert held(llama) - elsewhere <= 2 * alone
+
+
+def test_a_session_that_is_cleared_holds_nothing(llama):
+    """Also where a step of it is being computed, and somebody keeps the session."""
+    elsewhere = held(llama)
+    cache = SessionCache(llama)
+    cache.step(torch.randn(5, HIDDEN), StepLayout((0, 0), (3, 2)))
+    work = cache.begin(torch.randn(2, HIDDEN), StepLayout((3, 2), (1, 1)))
+    cache.clear()
+    advance([(work, work.left)])
+    work.commit()
+    del work
+    assert (cache.lengths, held(llama)) == ((), elsewhere)
+    both = Both(llama)
+    both.append(2, 2)
 
 
 def refused(cache: SessionCache, layout: StepLayout) -> None:
