@@ -143,9 +143,9 @@ class SessionCache:
 
 
 def _empty_rows(model: SpanModel) -> Rows:
-    if model.paging is not None:
-        return page_rows.PageRows(model.paging.pool)
-    return packed_rows.PackedRows() if model.packed else rectangle_rows.RectangleRows(model)
+    if not model.packed:
+        return rectangle_rows.RectangleRows(model)
+    return page_rows.PageRows(model.paging.pool) if model.paging is not None else packed_rows.PackedRows()
 
 
 def advance(portions: Sequence[tuple[Work, int]]) -> None:
