@@ -5,8 +5,8 @@
 Every server is a process with one torch thread; so is the local model. For each length of chain the local model and the
 chain take turns, so that whatever else the machine does falls on both. `ms a hop` is the slope, over the number of
 servers, of the time that a token takes beyond the local model's; it also holds what a processor loses by sleeping
-between a server's turns. `hop` is measured directly: what the client sees of a hop, less what the server says that its
-blocks took.
+between a server's turns. `hop` is measured directly: what a step takes, less what the servers say that their blocks took,
+by the number of servers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks import machine
 from benchmarks.shapes import SHAPES, make_model
@@ -102,24 +102,27 @@ def measure_chain(
 
 
 def hop_cost(model: PreTrainedModel, prompt: torch.Tensor, tokens: int) -> float:
-    """What the client sees of a hop, less what the server says that its blocks took, in seconds.
+    """What a step takes beyond what the servers spend in their blocks, a hop, in seconds; median over the steps.
 
-    Mean over a step's hops, median over the steps.
+    All together, because the client hears of the servers on the way a little after the next one does.
     """
     costs: list[float] = []
+    send = model.swarm.steps
 
-    class Watch(StoppingCriteria):
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object) -> torch.Tensor:
-            # Each hop's time begins where the one before ends as the client sees it, so only the mean over all has a
-            # meaning: the client's copies come a little after what is pushed from server to server.
-            if timings := session.timings:
-                costs.append(statistics.mean(timing.beyond_compute for timing in timings))
-            return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+    def timed(*arguments: object) -> object:
+        began = time.perf_counter()
+        result = send(*arguments)
+        seconds = time.perf_counter() - began
+        if timings := session.timings:
+            costs.append((seconds - sum(timing.compute for timing in timings)) / len(timings))
+        return result
 
     with model.inference_session(max_length=prompt.shape[1] + tokens) as session:
-        model.generate(
-            prompt, max_new_tokens=tokens, do_sample=False, stopping_criteria=StoppingCriteriaList([Watch()])
-        )
+        model.swarm.steps = timed
+        try:
+            model.generate(prompt, max_new_tokens=tokens, do_sample=False)
+        finally:
+            model.swarm.steps = send
     return statistics.median(costs)
 
 

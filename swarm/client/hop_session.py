@@ -117,6 +117,8 @@ class HopSession:
         self._unheard = 0
         """Replays whose answers have not come, also those that nobody waits for any more."""
         self._handed_at = 0.0
+        self._clocked = NOTHING_YET
+        """Number of the step of which that is known."""
         self._patience = expected(hop, slowness, manner.timeout)
 
     @property
@@ -343,9 +345,13 @@ class HopSession:
         if reply.step > min(self._awaited()):
             self._missed(reply.step)
             return
-        seconds = time.perf_counter() - self._handed_at
-        self._patience.answered(seconds, due.tokens)
-        self._time(reply.step, HopTiming(seconds, reply.compute_ms / 1e3))
+        compute = reply.compute_ms / 1e3
+        if self._clocked == reply.step:
+            seconds = time.perf_counter() - self._handed_at
+            self._patience.answered(seconds, due.tokens)
+        else:  # the answer has overtaken the word of the server before that it has pushed the step
+            seconds = compute
+        self._time(reply.step, HopTiming(seconds, compute))
         self.replied, self.passed_on = reply.step, reply.pushed
         if reply.step > self._furthest:
             self._furthest, self.pardons = reply.step, 0
@@ -415,7 +421,7 @@ class HopSession:
         if not under_way:
             return
         if number == under_way[0]:
-            self._handed_at = time.perf_counter()
+            self._handed_at, self._clocked = time.perf_counter(), number
         self.due = self._handed_at + self._patience.allowed(sum(self._expected[n].tokens for n in under_way))
 
     def _time(self, number: int, timing: HopTiming) -> None:

@@ -322,6 +322,29 @@ def test_answers_to_what_was_pushed_to_it():
     run(scenario)
 
 
+def test_an_answer_that_overtakes_the_word_of_the_push_says_nothing_of_the_time():
+    """What the servers before took is not this server's: nobody knows when it was handed the step."""
+
+    async def scenario(swarm):
+        server = await swarm.add(OPENED)
+        one = Session(swarm)
+        await one.open()
+        one.expect(0, Outputs(3, HIDDEN))
+        before = one._patience.allowed(3)
+        await asyncio.sleep(5)
+        await server.say(*reply(0))
+        assert one.timing.total == one.timing.compute
+        assert one._patience.allowed(3) == before
+        one.expect(1, Outputs(3, HIDDEN))
+        await asyncio.sleep(5)
+        one.was_pushed(1, reliable=True)
+        await asyncio.sleep(0.25)
+        await server.say(*reply(1))
+        assert 0.25 <= one.timing.total < 1
+
+    run(scenario)
+
+
 def test_answers_that_come_twice_or_late_are_ignored():
     async def scenario(swarm):
         server = await swarm.add(OPENED)
