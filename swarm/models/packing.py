@@ -47,8 +47,8 @@ AGREEING = 0.75
 Layout = Literal["auto", "pages", "rows", "rectangles"]
 """How rows are laid out: in pages of one pool, in a store for each session, or as rectangles, which every family can
 compute with. A layout that the family or the device cannot compute with is replaced by the next one of these three.
-"auto" is pages on a GPU in 16 bits, for which kernels exist, and stores elsewhere. On a CPU (hidden 256, 8 blocks, fp32,
-one thread) pages took 1.05 times as long for rows of 64 positions; for 1,024, 1.5 times in one session and 2.3 in 8."""
+"auto" is pages on a GPU in 16 bits, for which kernels exist, and stores elsewhere. On a CPU (hidden 256, 8 blocks, fp32
+and one thread) pages took 1.05 times as long for rows of 64 positions; for 1,024, 1.5 times (1 session), 2.3 (8)."""
 
 
 def decide(model: SpanModel, layout: Layout = "auto") -> None:
