@@ -5,8 +5,8 @@
 Every server is a process with one torch thread; so is the local model. For each length of chain the local model and the
 chain take turns, so that whatever else the machine does falls on both. `ms a hop` is the slope, over the number of
 servers, of the time that a token takes beyond the local model's; it also holds what a processor loses by sleeping
-between a server's turns. `hop` is measured directly: what a step takes, less what the servers say that their blocks took,
-by the number of servers.
+between a server's turns. `hop` is measured directly: what a step takes, less what the servers say that their blocks
+took, by the number of servers.
 """
 
 from __future__ import annotations
