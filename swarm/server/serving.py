@@ -86,6 +86,11 @@ class Serving:
         began = time.monotonic()
         if plan.compile_in is not None:
             logger.info("Compiling, unless it was done before: about half a minute")
+        page = 1
+        if model.paging is not None:
+            page = model.paging.pool.page
+            # All at once: a pool that grows moves, and what was recorded of it has to be recorded again.
+            await runtime.run(model.paging.pool.reserve, plan.cache_tokens)
         way = await runtime.run(try_capture, model, plan.compile_in)
         logger.info("Forward: %s, after %.1f s", way, time.monotonic() - began)
         throughput = await runtime.run(
@@ -98,7 +103,7 @@ class Serving:
             plan.throughput_cache,
             True,
         )
-        sessions = Sessions(plan.cache_tokens, time.monotonic)
+        sessions = Sessions(plan.cache_tokens, time.monotonic, page=page)
         logger.info("Attention cache: room for %d tokens", sessions.capacity)
         engine = Engine(runtime, token_budget(throughput.forward / span.length))
         logger.info("Scheduler: up to %d tokens an iteration", engine.budget)

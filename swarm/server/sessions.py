@@ -97,6 +97,7 @@ class Sessions:
         now: clock in seconds.
         peer_share: of the cache, that the sessions of one peer may reserve.
         peer_sessions: sessions that one peer may have.
+        page: tokens of the smallest piece that the cache is given out in.
     """
 
     def __init__(
@@ -105,9 +106,11 @@ class Sessions:
         now: Callable[[], float],
         peer_share: float = PEER_SHARE,
         peer_sessions: int = PEER_SESSIONS,
+        page: int = 1,
     ) -> None:
-        self.capacity = capacity
-        self._accountant = Accountant(capacity, peer_share)
+        self.capacity = capacity // page * page
+        self._page = page
+        self._accountant = Accountant(self.capacity, peer_share)
         self._peer_sessions = peer_sessions
         self._now = now
         self._sessions: dict[tuple[str, bytes], Session] = {}
@@ -177,7 +180,7 @@ class Sessions:
         """
         async with session.growing:
             self.check(session)
-            more = (rows - session.rows) * session.max_length
+            more = (rows - session.rows) * self._room(session.max_length)
             if more > 0:
                 self.expire()
                 try:
@@ -189,6 +192,10 @@ class Sessions:
                 self.check(session)
                 session.rows = rows
         session.last_seen = self._now()
+
+    def _room(self, length: int) -> int:
+        """Tokens of cache that a row of so many takes: whole pages."""
+        return -(-length // self._page) * self._page
 
     def refuse_waiting(self) -> None:
         """From now on nobody waits for room."""
@@ -223,6 +230,7 @@ class Sessions:
             del self._sessions[session.peer_id, session.session_id]
             session.unlink()
             self._accountant.give_back(session)
+            session.cache.clear()  # its connection may stay, and remember the session
 
     def clear(self) -> None:
         """Close all sessions."""

@@ -28,7 +28,8 @@ class Clock:
 
 
 def session(number: int = 0, peer: str = "peer", max_length: int = 10, span: Span | None = None) -> Session:
-    cache: Any = SimpleNamespace()
+    cache: Any = SimpleNamespace(cleared=0)
+    cache.clear = lambda: setattr(cache, "cleared", cache.cleared + 1)
     return Session(
         session_id=number.to_bytes(16, "big"),
         peer_id=peer,
@@ -38,6 +39,27 @@ def session(number: int = 0, peer: str = "peer", max_length: int = 10, span: Spa
         cache=cache,
         last_seen=0.0,
     )
+
+
+def test_rows_take_whole_pages():
+    sessions = Sessions(CAPACITY, Clock(), peer_share=1.0, page=16)
+    assert sessions.capacity == 96
+    one = opened(sessions, session(1, max_length=17), rows=2)
+    assert sessions.free == 96 - 2 * 32
+    with pytest.raises(CacheFull):
+        reserve(sessions, one, 4)
+    opened(sessions, session(2, max_length=32))
+    assert sessions.free == 0
+
+
+def test_what_is_closed_forgets_its_past_whoever_still_has_it():
+    sessions = Sessions(CAPACITY, Clock())
+    one, two = opened(sessions, session(1)), opened(sessions, session(2))
+    sessions.close(one)
+    sessions.close(one)
+    assert (one.cache.cleared, two.cache.cleared) == (1, 0)
+    sessions.clear()
+    assert two.cache.cleared == 1
 
 
 def at_once(coroutine: Coroutine[Any, Any, T]) -> T:
