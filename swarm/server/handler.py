@@ -1,4 +1,4 @@
-"""What a server does with each message: decode, validate, refuse, pass on. It never computes in the network loop.
+"""What a server does with each message: decode, validate, refuse, pass on. Computing is the engine's.
 
 Laws:
 - Whatever a peer sends, the answer is a reply or a typed `Refusal` to the one that has to act: to that peer, or, for a
