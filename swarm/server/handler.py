@@ -312,6 +312,7 @@ class Handler:
         wanted: WireFormat | None,
     ) -> tuple[Bytes, float]:
         """Check what is to be appended to the session's cache, append it, and encode the outputs if they are wanted."""
+        self._sessions.check(session)  # one that is closed remembers nothing, so any step would seem wrong
         self._checks.length(layout, session.max_length)
         self._checks.payload(layout.tokens, message.format, message.dtype, payload)
         session.cache.check(layout)
