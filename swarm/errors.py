@@ -144,6 +144,18 @@ class UnknownSession(RequestRefused):
     code = "unknown_session"
 
 
+class UnknownAdapter(RequestRefused):
+    """The server does not have the adapter: it was never sent, or has left after its time. It can be sent again."""
+
+    code = "unknown_adapter"
+
+
+class AdapterRefused(RequestRefused):
+    """The adapter does not fit to the blocks, or is larger than what the server takes."""
+
+    code = "adapter_refused"
+
+
 class WrongPosition(RequestRefused):
     """The step starts behind what the server has in its cache, or its number is out of order."""
 

@@ -22,6 +22,10 @@ A conversation is one libp2p stream:
 
     ForwardRequest + payload ->          (no session, nothing is kept)
                        <-                ForwardReply + payload | Refusal
+    BackwardRequest + payload ->         (computes the activations again, keeps nothing)
+                       <-                BackwardReply + payload | Refusal
+    PutAdapters + payload ->             (what this peer adds to blocks, named by digests in other requests)
+                       <-                AdaptersKept | Refusal
 
     InfoRequest        ->
                        <-                InfoReply
@@ -50,6 +54,18 @@ Name = Annotated[str, msgspec.Meta(max_length=256)]
 Text = Annotated[str, msgspec.Meta(max_length=2000)]
 SessionId = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 
+MAX_BLOCKS = 1024
+"""Blocks that one message may speak of."""
+
+MAX_RANK = 1024
+"""Of LoRA factors; servers may take less."""
+
+DIGEST_BYTES = 16
+Digests = Annotated[
+    list[Annotated[bytes, msgspec.Meta(max_length=DIGEST_BYTES)]], msgspec.Meta(min_length=1, max_length=MAX_BLOCKS)
+]
+"""The adapter of each block of a request, in order; empty bytes where a block has none."""
+
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, array_like=True):
     """Base of all headers. Encoded as a msgpack array that begins with the class name."""
@@ -70,6 +86,7 @@ class OpenSession(Message, frozen=True):
     reply_format: WireFormat
     rows: Annotated[int, msgspec.Meta(ge=1, le=MAX_ROWS)] = 1
     patience: Annotated[float, msgspec.Meta(ge=0, le=60)] = 0.0
+    adapters: Digests | None = None
 
 
 class SessionOpened(Message, frozen=True):
@@ -167,6 +184,7 @@ class ForwardRequest(Message, frozen=True):
     dtype: Name
     reply_format: WireFormat
     offsets: Rows | None = None
+    adapters: Digests | None = None
 
 
 class ForwardReply(Message, frozen=True):
@@ -175,6 +193,68 @@ class ForwardReply(Message, frozen=True):
     format: WireFormat
     dtype: Name
     compute_ms: Milliseconds
+
+
+class BackwardRequest(Message, frozen=True):
+    """Gradients of the inputs and of the adapters of a forward over packed sequences, which is computed again.
+
+    Payload: the inputs `[sum(counts), hidden]` in `format`, then the gradients of the outputs, of the same shape, in
+    `gradient_format`. Other fields as in `ForwardRequest`.
+    """
+
+    revision: Name
+    start: Count
+    end: Count
+    counts: Rows
+    format: WireFormat
+    dtype: Name
+    gradient_format: WireFormat
+    offsets: Rows | None = None
+    adapters: Digests | None = None
+
+
+class BackwardReply(Message, frozen=True):
+    """Payload: the gradients of the inputs `[sum(counts), hidden]` in `format` and `dtype`, then those of all adapters,
+    in the order of their bytes, in float32 (`swarm.protocol.adapters`)."""
+
+    format: WireFormat
+    dtype: Name
+    compute_ms: Milliseconds
+
+
+class ModuleShape(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """LoRA factors of one module: A `[rank, inputs]` and B `[outputs, rank]`. `module`: its path inside the block."""
+
+    module: Name
+    rank: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANK)]
+    inputs: Annotated[int, msgspec.Meta(ge=1, le=2**20)]
+    outputs: Annotated[int, msgspec.Meta(ge=1, le=2**20)]
+
+
+class BlockAdapter(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What is added to one block: a soft prompt of `prompt` positions (0 for none), and factors of some modules."""
+
+    digest: Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+    prompt: Annotated[int, msgspec.Meta(ge=0, le=MAX_ROWS)]
+    modules: Annotated[list[ModuleShape], msgspec.Meta(max_length=64)]
+
+
+class PutAdapters(Message, frozen=True):
+    """Keep these adapters for this peer, of blocks from `start` on, one a block; None for a block without.
+
+    They leave after a time in which nothing has used them; a request that names one which is not there is refused with
+    `unknown_adapter`. Payload: all their bytes, in `dtype`, see `swarm.protocol.adapters`.
+    """
+
+    start: Count
+    blocks: Annotated[list[BlockAdapter | None], msgspec.Meta(min_length=1, max_length=MAX_BLOCKS)]
+    dtype: Name
+
+
+class AdaptersKept(Message, frozen=True):
+    """They are there, for at least `seconds` from now or from their last use if nobody needs the room."""
+
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 class InfoRequest(Message, frozen=True):
@@ -221,10 +301,22 @@ ClientMessage = (
     | ReplayRequest
     | CloseSession
     | ForwardRequest
+    | BackwardRequest
+    | PutAdapters
     | InfoRequest
     | ProbeRequest
 )
-ServerMessage = SessionOpened | StepReply | ReplayReply | ForwardReply | InfoReply | ProbeReply | Refusal
+ServerMessage = (
+    SessionOpened
+    | StepReply
+    | ReplayReply
+    | ForwardReply
+    | BackwardReply
+    | AdaptersKept
+    | InfoReply
+    | ProbeReply
+    | Refusal
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _client_decoder = msgspec.msgpack.Decoder(ClientMessage)

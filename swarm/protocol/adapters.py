@@ -1,0 +1,154 @@
+"""What clients add to frozen blocks, as bytes, and back.
+
+A block's part of an adapter is a soft prompt, which is added to the block's inputs, and LoRA factors of some of its
+linear modules (Hu et al. 2021). Its bytes are: the prompt, then for each module A and B, row after row, little endian.
+A digest over description and bytes names it: the same factors have the same name at every server, and other factors
+another one. Gradients lie in the same order, always in float32.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from swarm.data_structures import WireFormat
+from swarm.errors import NotFinite, WrongShape
+from swarm.protocol.compression import DTYPES, dtype_name, is_finite, pack, payload_length, unpack
+from swarm.protocol.messages import DIGEST_BYTES, BlockAdapter, ModuleShape
+
+GRADIENTS = torch.float32
+
+
+@dataclass(frozen=True, eq=False)
+class Factors:
+    """LoRA of one module: `up @ down` is what is added to its weight.
+
+    Attributes:
+        module: where it stands inside the block, such as "self_attn.q_proj".
+        down: A, `[rank, inputs]`.
+        up: B, `[outputs, rank]`, times whatever the adapter is scaled by.
+    """
+
+    module: str
+    down: torch.Tensor
+    up: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class BlockPart:
+    """What is added to one block.
+
+    Attributes:
+        prompt: `[positions, hidden_size]`, added to the inputs of each row's first positions; None for none.
+        factors: no module twice.
+    """
+
+    prompt: torch.Tensor | None = None
+    factors: tuple[Factors, ...] = ()
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """In the order in which they travel."""
+        prompt = () if self.prompt is None else (self.prompt,)
+        return (*prompt, *(tensor for one in self.factors for tensor in (one.down, one.up)))
+
+
+def pack_parts(parts: Sequence[BlockPart], dtype: torch.dtype) -> tuple[list[BlockAdapter], bytes]:
+    """The parts' descriptions and their bytes one behind the other, all in `dtype`."""
+    blocks, payloads = [], []
+    for part in parts:
+        payload = b"".join(pack(tensor.to(dtype), WireFormat.NONE) for tensor in part.tensors)
+        prompt = 0 if part.prompt is None else len(part.prompt)
+        modules = [ModuleShape(one.module, one.down.shape[0], one.down.shape[1], len(one.up)) for one in part.factors]
+        blocks.append(BlockAdapter(digest_of(prompt, modules, payload, dtype_name(dtype)), prompt, modules))
+        payloads.append(payload)
+    return blocks, b"".join(payloads)
+
+
+def unpack_parts(
+    blocks: Sequence[BlockAdapter], payload: bytes | memoryview, dtype: str, hidden_size: int, device: torch.device
+) -> list[BlockPart]:
+    """The inverse of `pack_parts`.
+
+    Raises:
+        WrongShape: the payload is not as long as the descriptions say, or has another digest.
+        WrongDtype: the dtype is unknown.
+        NotFinite: there is NaN or infinity in it.
+    """
+    lengths = [payload_length(count_values(block, hidden_size), WireFormat.NONE, dtype) for block in blocks]
+    if len(payload) != sum(lengths):
+        raise WrongShape(f"the adapters described take {sum(lengths)} bytes as {dtype}, got {len(payload)}")
+    parts, view, first = [], memoryview(payload), 0
+    for block, length in zip(blocks, lengths, strict=True):
+        mine = view[first : first + length]
+        if digest_of(block.prompt, block.modules, mine, dtype) != block.digest:
+            raise WrongShape("an adapter's bytes have another digest than it was announced with")
+        if not is_finite(mine, length // DTYPES[dtype].itemsize, WireFormat.NONE, dtype):
+            raise NotFinite("an adapter holds NaN or infinity; look for it in what was trained")
+        flat = unpack(mine, 1, length // DTYPES[dtype].itemsize, WireFormat.NONE, dtype, device)[0]
+        parts.append(_part(block, list(_split(flat, block, hidden_size))))
+        first += length
+    return parts
+
+
+def pack_gradients(gradients: Sequence[torch.Tensor]) -> bytes:
+    """Gradients of the tensors of some parts, in their order."""
+    return b"".join(pack(gradient.to(GRADIENTS), WireFormat.NONE) for gradient in gradients)
+
+
+def unpack_gradients(
+    blocks: Sequence[BlockAdapter], payload: bytes | memoryview, hidden_size: int
+) -> list[list[torch.Tensor]]:
+    """For every block its tensors' gradients, float32, on the CPU. Raises `WrongShape` or `NotFinite`."""
+    values = [count_values(block, hidden_size) for block in blocks]
+    name = dtype_name(GRADIENTS)
+    if len(payload) != gradient_length(blocks, hidden_size):
+        raise WrongShape(f"the gradients of these adapters are {sum(values)} numbers, got {len(payload)} bytes")
+    if not is_finite(payload, sum(values), WireFormat.NONE, name):
+        raise NotFinite("an adapter's gradients hold NaN or infinity")
+    flat = unpack(payload, 1, sum(values), WireFormat.NONE, name, torch.device("cpu"))[0]
+    return [list(_split(mine, block, hidden_size)) for block, mine in zip(blocks, flat.split(values), strict=True)]
+
+
+def gradient_length(blocks: Sequence[BlockAdapter], hidden_size: int) -> int:
+    """Bytes of the gradients of some blocks' adapters."""
+    return GRADIENTS.itemsize * sum(count_values(block, hidden_size) for block in blocks)
+
+
+def count_values(block: BlockAdapter, hidden_size: int) -> int:
+    """Numbers in a block's adapter."""
+    return block.prompt * hidden_size + sum(one.rank * (one.inputs + one.outputs) for one in block.modules)
+
+
+def digest_of(prompt: int, modules: Sequence[ModuleShape], payload: bytes | memoryview, dtype: str) -> bytes:
+    """The name of a block's adapter."""
+    digest = hashlib.blake2b(msgspec.msgpack.encode((prompt, modules, dtype)), digest_size=DIGEST_BYTES)
+    digest.update(payload)
+    return digest.digest()
+
+
+def _shapes(block: BlockAdapter, hidden_size: int) -> Iterator[tuple[int, int]]:
+    if block.prompt:
+        yield block.prompt, hidden_size
+    for one in block.modules:
+        yield one.rank, one.inputs
+        yield one.outputs, one.rank
+
+
+def _split(flat: torch.Tensor, block: BlockAdapter, hidden_size: int) -> Iterator[torch.Tensor]:
+    shapes = list(_shapes(block, hidden_size))
+    for piece, shape in zip(flat.split([math.prod(shape) for shape in shapes]), shapes, strict=True):
+        yield piece.view(shape)
+
+
+def _part(block: BlockAdapter, tensors: list[torch.Tensor]) -> BlockPart:
+    rest = tensors[1:] if block.prompt else tensors
+    factors = [
+        Factors(one.module, down, up) for one, down, up in zip(block.modules, rest[::2], rest[1::2], strict=True)
+    ]
+    return BlockPart(tensors[0] if block.prompt else None, tuple(factors))
