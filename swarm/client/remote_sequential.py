@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from swarm.client.adapter import Adapter
 from swarm.client.connection import SwarmConnection
 from swarm.client.forwarding import Portion
 from swarm.client.record import REQUEST_TOKENS
@@ -25,10 +26,23 @@ class RemoteSequential(nn.Module):
     Those that the client holds itself are computed here, the others by the swarm.
     """
 
-    def __init__(self, connection: SwarmConnection, span: Span) -> None:
+    def __init__(self, connection: SwarmConnection, span: Span, adapter: Adapter | None = None) -> None:
         super().__init__()
         self.span = span
         self._connection = connection
+        self._tuning = _Tuning(adapter)
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """What is added to the blocks; may be set at any time, for all slices of these blocks at once."""
+        return self._tuning.adapter
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # An adapter may be a module itself, which torch would make a child of this one, past any property.
+        if name == "adapter":
+            self._tuning.adapter = value
+        else:
+            super().__setattr__(name, value)
 
     def forward(
         self,
@@ -126,10 +140,19 @@ class RemoteSequential(nn.Module):
         else:
             start = range(len(self))[wanted]
             end = start + 1
-        return RemoteSequential(self._connection, Span(self.span.start + start, self.span.start + end))
+        part = RemoteSequential(self._connection, Span(self.span.start + start, self.span.start + end))
+        part._tuning = self._tuning
+        return part
 
     def extra_repr(self) -> str:
         return f"blocks {self.span}"
+
+
+@dataclass
+class _Tuning:
+    """What all slices of the same blocks share."""
+
+    adapter: Adapter | None
 
 
 def _layout(real: torch.Tensor | None, positions: torch.Tensor | None, counts: tuple[int, ...]) -> StepLayout:
