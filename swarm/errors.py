@@ -57,6 +57,14 @@ class IdentityError(UsageError):
     """The identity file cannot be used."""
 
 
+class AdapterError(UsageError):
+    """The adapter's files cannot be used (pickled, broken, of another form, for modules that the model has not)."""
+
+
+class AdapterMismatch(AdapterError):
+    """The adapter was trained for another model, or for another revision of this one."""
+
+
 class ScenarioError(UsageError):
     """The description of a simulation cannot be used."""
 

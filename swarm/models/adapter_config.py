@@ -1,0 +1,149 @@
+"""What `adapter_config.json` says, checked: which method, which model, and nothing that the swarm cannot do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NoReturn
+
+from swarm.errors import AdapterError
+from swarm.protocol.messages import MAX_RANK, MAX_ROWS
+
+Method = Literal["lora", "ptune", "deep_ptune"]
+
+PEFT_TYPES: dict[Method, str] = {
+    "lora": "LORA",
+    "ptune": "PROMPT_TUNING",
+    "deep_ptune": "SWARM_DEEP_PROMPT_TUNING",
+}
+"""Our name of a method to PEFT's; the last one is not PEFT's."""
+
+INITIAL = (None, True, False, "gaussian", "orthogonal", "eva")
+"""Ways to initialise LoRA that leave the model's own weights as they are; others subtract something from these."""
+
+HARMLESS = frozenset(
+    (
+        *("auto_mapping", "base_model_name_or_path", "revision", "peft_type", "peft_version", "task_type"),
+        *("inference_mode", "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "fan_in_fan_out"),
+        *("layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "use_rslora", "modules_to_save"),
+        *("init_lora_weights", "bias", "runtime_config", "ensure_weight_tying", "loftq_config", "eva_config"),
+        *("corda_config", "lora_ga_config", "velora_config", "megatron_config", "megatron_core", "qalora_group_size"),
+        # of prompt tuning
+        *("num_virtual_tokens", "token_dim", "num_transformer_submodules", "num_attention_heads", "num_layers"),
+        *("prompt_tuning_init", "prompt_tuning_init_text", "tokenizer_name_or_path", "tokenizer_kwargs"),
+    )
+)
+"""Entries that are read, or that change nothing in what the adapter computes. Any other one has to be empty."""
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """Attributes:
+    method: how it was trained.
+    peft_type: PEFT's name of that.
+    task_type: "CAUSAL_LM", "SEQ_CLS", or "" if it does not say.
+    base, revision: of the model that it was trained for; None if it does not say.
+    rank, alpha, use_rslora, rank_pattern, alpha_pattern: of LoRA, as in PEFT's `LoraConfig`.
+    dropout: of LoRA; matters in training only.
+    positions: virtual tokens; 0 for LoRA.
+    """
+
+    method: Method
+    peft_type: str
+    task_type: str = ""
+    base: str | None = None
+    revision: str | None = None
+    rank: int = 8
+    alpha: float = 8
+    use_rslora: bool = False
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    dropout: float = 0.0
+    positions: int = 0
+
+    @property
+    def is_deep(self) -> bool:
+        return self.method == "deep_ptune"
+
+    def rank_and_alpha(self, place: str) -> tuple[int, float]:
+        """LoRA's r and alpha of a module, given by its path in the model."""
+        return (
+            next((rank for name, rank in self.rank_pattern.items() if names(name, place)), self.rank),
+            next((alpha for name, alpha in self.alpha_pattern.items() if names(name, place)), self.alpha),
+        )
+
+
+def names(name: str, place: str) -> bool:
+    """Whether an entry of a pattern means the module at `place`: its path, or the end of it ("^" before it: all)."""
+    return place == name.removeprefix("^") or (not name.startswith("^") and place.endswith(f".{name}"))
+
+
+def read_config(config: Any, source: str) -> AdapterConfig:
+    """Check what a file held. Raises `AdapterError`, naming what cannot be done here."""
+    return _Config(config, source).read()
+
+
+class _Config:
+    def __init__(self, config: Any, source: str) -> None:
+        self._source = source
+        if not isinstance(config, dict):
+            self._refuse("its config is no object")
+        self._config: dict[str, Any] = config
+
+    def read(self) -> AdapterConfig:
+        peft_type = self._get("peft_type", str, "")
+        method = next((ours for ours, theirs in PEFT_TYPES.items() if theirs == peft_type), None)
+        if method is None:
+            self._refuse(f"its method is {peft_type[:50]!r}, and only {', '.join(PEFT_TYPES.values())} can be used")
+        self._check_nothing_else()
+        return AdapterConfig(
+            method=method,
+            peft_type=peft_type,
+            task_type=self._get("task_type", str, ""),
+            base=self._get("base_model_name_or_path", str, None),
+            revision=self._get("revision", str, None),
+            rank=self._number("r", 8, 1, MAX_RANK),
+            alpha=self._number("lora_alpha", 8, 0, 1e6),
+            use_rslora=self._get("use_rslora", bool, False),
+            rank_pattern=self._pattern("rank_pattern", MAX_RANK),
+            alpha_pattern=self._pattern("alpha_pattern", 1e6),
+            dropout=self._number("lora_dropout", 0.0, 0, 1),
+            positions=self._number("num_virtual_tokens", 0, 1, MAX_ROWS) if method != "lora" else 0,
+        )
+
+    def _check_nothing_else(self) -> None:
+        for name, value in self._config.items():
+            if name not in HARMLESS and value:
+                self._refuse(f"it uses {name[:50]}, which the swarm cannot do")
+        if self._config.get("bias") not in (None, "none"):
+            self._refuse("it trains biases (bias), and servers' weights stay as they are")
+        initial = self._config.get("init_lora_weights")
+        if not isinstance(initial, str | bool | None) or initial not in INITIAL:
+            self._refuse(f"init_lora_weights={str(initial)[:50]!r} changes the model's own weights")
+
+    def _get(self, name: str, kind: type, default: Any) -> Any:
+        value = self._config.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, kind):
+            self._refuse(f"{name} is {str(value)[:50]!r}")
+        return value
+
+    def _number(self, name: str, default: float, least: float, most: float) -> Any:
+        return self._checked(name, self._config.get(name, default), least, most, whole=isinstance(default, int))
+
+    def _pattern(self, name: str, most: float) -> dict[str, Any]:
+        pattern = self._get(name, dict, {})
+        if len(pattern) > 100_000 or any(set(place) & set("*+?[](){}|\\$") for place in pattern):
+            self._refuse(f"{name} has regular expressions, and only names of modules are understood")
+        least, whole = (1, True) if name == "rank_pattern" else (0, False)
+        return {place: self._checked(name, value, least, most, whole) for place, value in pattern.items()}
+
+    def _checked(self, name: str, value: Any, least: float, most: float, whole: bool) -> Any:
+        kinds = (int,) if whole and name != "lora_alpha" else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
+            self._refuse(f"{name} is {str(value)[:50]}, and not a number from {least} to {most}")
+        return value
+
+    def _refuse(self, why: str) -> NoReturn:
+        raise AdapterError(f"the adapter {self._source} cannot be used: {why}")
