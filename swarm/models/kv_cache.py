@@ -20,7 +20,9 @@ import torch
 from swarm.data_structures import StepLayout
 from swarm.errors import WrongPosition
 from swarm.models import packed_rows, page_rows, rectangle_rows
+from swarm.models.adapters import NOTHING, Parts
 from swarm.models.span import SpanModel
+from swarm.models.work_part import WorkPart
 
 
 class Draft(Protocol):
@@ -47,6 +49,7 @@ class Work:
     Attributes:
         model: the blocks that compute it; only works of the same blocks can be computed together.
         inputs: `[tokens, hidden]`, packed.
+        adapter: what the client adds to the blocks.
         done: how many of the packed tokens are computed.
     """
 
@@ -54,6 +57,7 @@ class Work:
     layout: StepLayout
     inputs: torch.Tensor
     draft: Draft
+    adapter: Parts = field(default_factory=dict)
     done: int = 0
     _outputs: list[torch.Tensor] = field(default_factory=list)
 
@@ -96,10 +100,12 @@ class SessionCache:
 
     Attributes:
         model: the blocks.
+        adapter: what the session's client adds to them, which has been checked (`AdaptedLayers.check`).
     """
 
-    def __init__(self, model: SpanModel) -> None:
+    def __init__(self, model: SpanModel, adapter: Parts = NOTHING) -> None:
         self.model = model
+        self.adapter = adapter
         self._rows = _empty_rows(model)
 
     @property
@@ -108,8 +114,9 @@ class SessionCache:
         return self._rows.lengths
 
     def clear(self) -> None:
-        """Forget all rows, whoever still has the session. For any thread: a step in progress goes on, for nothing."""
+        """Forget everything, whoever still has the session. For any thread: a step in progress goes on, for nothing."""
         self._rows = _empty_rows(self.model)
+        self.adapter = NOTHING
 
     def check(self, layout: StepLayout) -> None:
         """Raise `WrongPosition` if the layout does not continue what is cached."""
@@ -132,7 +139,7 @@ class SessionCache:
         set back stay so.
         """
         self.check(layout)
-        return Work(self.model, layout, packed_TH, self._rows.begin(layout))
+        return Work(self.model, layout, packed_TH, self._rows.begin(layout), self.adapter)
 
     def step(self, packed_TH: torch.Tensor, layout: StepLayout) -> torch.Tensor:
         """Compute a whole step and append it to the cache; the outputs, packed alike."""
@@ -167,13 +174,16 @@ def advance(portions: Sequence[tuple[Work, int]]) -> None:
 
 def _advance(portions: Sequence[tuple[Work, int]], compute: Callable[..., list[torch.Tensor]]) -> None:
     parts = [
-        (work.draft, work.next_part(tokens), work.inputs[work.done : work.done + tokens]) for work, tokens in portions
+        WorkPart(work.draft, work.next_part(tokens), work.inputs[work.done : work.done + tokens], work.adapter)
+        for work, tokens in portions
     ]
     outputs = compute(portions[0][0].model, parts)
     for (work, _), output in zip(portions, outputs, strict=True):
         work.add(output)
 
 
-def forward_packed(model: SpanModel, packed_TH: torch.Tensor, layout: StepLayout) -> torch.Tensor:
+def forward_packed(
+    model: SpanModel, packed_TH: torch.Tensor, layout: StepLayout, adapter: Parts = NOTHING
+) -> torch.Tensor:
     """Run whole sequences. Same packing as `SessionCache.step`, nothing is kept."""
-    return SessionCache(model).step(packed_TH, layout)
+    return SessionCache(model, adapter).step(packed_TH, layout)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -13,6 +12,7 @@ from swarm.data_structures import StepLayout
 from swarm.models.row_attention import RowBatch, Segment
 from swarm.models.row_store import RowStore
 from swarm.models.span import SpanModel
+from swarm.models.work_part import WorkPart, shares
 
 
 @dataclass
@@ -61,19 +61,20 @@ class PackedRows:
         return self.store.selected(taken, max(layout.starts))
 
 
-def compute(model: SpanModel, parts: Sequence[tuple[Any, StepLayout, torch.Tensor]]) -> list[torch.Tensor]:
-    """One forward for all parts: drafts, how many tokens their rows bring, and these tokens `[tokens, hidden]`."""
+def compute(model: SpanModel, parts: Sequence[WorkPart]) -> list[torch.Tensor]:
+    """One forward for all parts, whose drafts are `PackedDraft`s."""
     segments: list[Segment] = []
     positions: list[int] = []
-    for draft, layout, _ in parts:
-        for segment in _segments(draft.store, layout, len(positions)):
+    for part in parts:
+        for segment in _segments(part.draft.store, part.layout, len(positions)):
             segments.append(segment)
             for row, start in enumerate(segment.starts, segment.first):
-                offset = layout.offsets[row] if layout.offsets is not None else 0
+                offset = part.layout.offsets[row] if part.layout.offsets is not None else 0
                 positions.extend(range(start + offset, start + offset + segment.new))
-    inputs = [hidden for _, _, hidden in parts]
+    inputs = [part.inputs for part in parts]
     hidden_NH = inputs[0] if len(inputs) == 1 else torch.cat(inputs)
-    output_NH = model.forward_tokens(hidden_NH, positions, RowBatch(segments))
+    with model.adapted.running(shares(parts)):
+        output_NH = model.forward_tokens(hidden_NH, positions, RowBatch(segments))
     return list(output_NH.split([len(hidden) for hidden in inputs]))
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from swarm.data_structures import StepLayout
+from swarm.models import adapters
 from swarm.models.page_attention import Member, PageBatch, page_index
 from swarm.models.page_pool import Lease, PagePool
 from swarm.models.span import SpanModel
+from swarm.models.work_part import WorkPart, shares
 
 Tables = tuple[tuple[int, ...], ...]
 
@@ -39,7 +40,8 @@ def plan(
     """Which pages each row of a step shares, takes over, copies and needs.
 
     Full pages before a row's start are shared. The others are written to, so a row takes them over if nobody else
-    needs them, neither another session's row nor another row of the step; else it gets fresh ones.
+    needs them, neither another session's row nor another row of the step; else it gets fresh ones. A row that copies a
+    page's beginning needs no more of it, unless the step fails and comes again: then it must still be there.
 
     Args:
         tables, lengths: pages and positions of the session's rows.
@@ -50,13 +52,17 @@ def plan(
     needed_by_others = {
         page_id for before, start in zip(befores, layout.starts, strict=True) for page_id in before[: start // page]
     }
+    reach: dict[int, int] = {}
+    for before, start in zip(befores, layout.starts, strict=True):
+        for page_id in before[: -(-start // page)]:
+            reach[page_id] = max(reach.get(page_id, 0), start)
     plans = []
     for source, before, start, count in zip(sources, befores, layout.starts, layout.counts, strict=True):
         full, rest = divmod(start, page)
         needed = -(-(start + count) // page)
         kept = before[:full]
         for page_id in before[full:needed]:
-            if holders(page_id) > 1 or page_id in needed_by_others:
+            if holders(page_id) > 1 or page_id in needed_by_others or reach.get(page_id, 0) > start:
                 break
             kept += (page_id,)
             needed_by_others.add(page_id)
@@ -139,20 +145,22 @@ class PageRows:
         return tuple(left)
 
 
-def compute(model: SpanModel, parts: Sequence[tuple[Any, StepLayout, torch.Tensor]]) -> list[torch.Tensor]:
-    """One forward for all parts: drafts, how many tokens their rows bring, and these tokens `[tokens, hidden]`."""
+def compute(model: SpanModel, parts: Sequence[WorkPart]) -> list[torch.Tensor]:
+    """One forward for all parts, whose drafts are `PageDraft`s."""
     members: list[Member] = []
     positions: list[int] = []
-    for draft, layout, _ in parts:
+    for part in parts:
+        layout = part.layout
         offsets = layout.offsets if layout.offsets is not None else (0,) * layout.rows
-        rows = zip(draft.lease.tables, layout.starts, layout.counts, offsets, strict=True)
+        rows = zip(part.draft.lease.tables, layout.starts, layout.counts, offsets, strict=True)
         for table, start, count, offset in rows:
             if count:
                 members.append(Member(table, start, count))
                 positions.extend(range(start + offset, start + offset + count))
-    inputs = [hidden for _, _, hidden in parts]
+    inputs = [part.inputs for part in parts]
     hidden_NH = inputs[0] if len(inputs) == 1 else torch.cat(inputs)
-    output_NH = _forward(model, hidden_NH, positions, members)
+    with model.adapted.running(shares(parts)):
+        output_NH = _forward(model, hidden_NH, positions, members)
     return list(output_NH.split([len(hidden) for hidden in inputs]))
 
 
@@ -160,7 +168,7 @@ def _forward(
     model: SpanModel, hidden_NH: torch.Tensor, positions: Sequence[int], members: Sequence[Member]
 ) -> torch.Tensor:
     assert model.paging is not None
-    if model.graphs is not None:
+    if model.graphs is not None and adapters.current() is None:  # what is recorded knows no adapters
         replayed = model.graphs.step(hidden_NH, positions, members)
         if replayed is not None:
             return replayed

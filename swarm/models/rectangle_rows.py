@@ -11,13 +11,14 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from swarm.data_structures import StepLayout
+from swarm.models.adapters import Parts, Share
 from swarm.models.cache import RectangleCache, RowPiece
 from swarm.models.span import SpanModel
+from swarm.models.work_part import WorkPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,49 +74,51 @@ class RectangleRows:
         return RectangleDraft(self, rows)
 
 
-def compute(model: SpanModel, parts: Sequence[tuple[Any, StepLayout, torch.Tensor]]) -> list[torch.Tensor]:
-    """Compute drafts one after the other: which of their rows bring tokens, and these `[tokens, hidden]`."""
-    return [_computed(model, draft, layout, packed_TH) for draft, layout, packed_TH in parts]
+def compute(model: SpanModel, parts: Sequence[WorkPart]) -> list[torch.Tensor]:
+    """Compute parts, whose drafts are `RectangleDraft`s, one after the other."""
+    return [_computed(model, part) for part in parts]
 
 
-def _computed(model: SpanModel, draft: RectangleDraft, layout: StepLayout, packed_TH: torch.Tensor) -> torch.Tensor:
+def _computed(model: SpanModel, part: WorkPart) -> torch.Tensor:
     """The draft's rows get their new tokens."""
-    bounds = list(itertools.accumulate(layout.counts, initial=0))
-    output = torch.empty_like(packed_TH)
+    draft: RectangleDraft = part.draft
+    bounds = list(itertools.accumulate(part.layout.counts, initial=0))
+    output = torch.empty_like(part.inputs)
     kept = draft.keeper.rows
     uses = Counter(row.rectangle for row in kept) | Counter(row.rectangle for row in draft.rows)
-    for group in _groups(layout):
-        _compute_group(model, packed_TH, output, layout, bounds, draft, group, uses)
+    for group in groups(part.layout):
+        _compute_group(model, part, output, bounds, group, uses)
     return output
 
 
 def _compute_group(
     model: SpanModel,
-    packed_TH: torch.Tensor,
+    part: WorkPart,
     output_TH: torch.Tensor,
-    layout: StepLayout,
     bounds: Sequence[int],
-    draft: RectangleDraft,
     group: Sequence[int],
     uses: _Uses,
 ) -> None:
-    """Compute the rows of `group` as one rectangle: read them from `packed_TH`, write to `output_TH` and the draft."""
+    """Compute the rows of `group` as one rectangle: read their tokens, write to `output_TH` and the draft."""
+    draft: RectangleDraft = part.draft
+    layout, packed_TH = part.layout, part.inputs
     rows, counts = draft.rows, layout.counts
     new = max(counts[row] for row in group)
     rectangle = _rectangle(model, draft, group, uses)
     end = rectangle.length + new
     pads = [end - rows[row].length - counts[row] for row in group]
     offsets = [layout.offsets[row] for row in group] if layout.offsets is not None else None
-    if _is_whole(packed_TH, counts, group, new):
-        hidden = packed_TH.view(len(group), new, -1)
-        output_TH.copy_(model.forward(hidden, rectangle, pads, offsets).reshape(output_TH.shape))
-    else:
-        hidden = packed_TH.new_zeros(len(group), new, packed_TH.shape[-1])
-        for place, row in enumerate(group):
-            hidden[place, new - counts[row] :] = packed_TH[bounds[row] : bounds[row + 1]]
-        result = model.forward(hidden, rectangle, pads, offsets)
-        for place, row in enumerate(group):
-            output_TH[bounds[row] : bounds[row + 1]] = result[place, new - counts[row] :]
+    with model.adapted.running(_shares(part.adapter, rectangle.length, new, pads)):
+        if _is_whole(packed_TH, counts, group, new):
+            hidden = packed_TH.view(len(group), new, -1)
+            output_TH.copy_(model.forward(hidden, rectangle, pads, offsets).reshape(output_TH.shape))
+        else:
+            hidden = packed_TH.new_zeros(len(group), new, packed_TH.shape[-1])
+            for place, row in enumerate(group):
+                hidden[place, new - counts[row] :] = packed_TH[bounds[row] : bounds[row + 1]]
+            result = model.forward(hidden, rectangle, pads, offsets)
+            for place, row in enumerate(group):
+                output_TH[bounds[row] : bounds[row + 1]] = result[place, new - counts[row] :]
     for place, row in enumerate(group):
         rows[row] = _Row(rectangle, place, pads[place], rows[row].length + counts[row])
 
@@ -143,7 +146,12 @@ def _rectangle(model: SpanModel, draft: RectangleDraft, group: Sequence[int], us
     return first.rectangle
 
 
-def _groups(layout: StepLayout) -> list[list[int]]:
+def _shares(adapter: Parts, past: int, new: int, pads: Sequence[int]) -> list[Share]:
+    """What is added to the new slots of a rectangle."""
+    return [Share(adapter, [past + slot - pad for pad in pads for slot in range(new)])] if adapter else []
+
+
+def groups(layout: StepLayout) -> list[list[int]]:
     """Rows that can be computed as one rectangle: those that begin, padded on the left, and those of equal count.
 
     Beginning rows of very different lengths are divided further, so that at most half of a rectangle is padding.
@@ -151,13 +159,13 @@ def _groups(layout: StepLayout) -> list[list[int]]:
     fresh = [row for row, start in enumerate(layout.starts) if not start and layout.counts[row]]
     counts = [layout.counts[row] for row in fresh]
     ragged = len(fresh) * max(counts, default=0) > 2 * sum(counts)
-    groups: dict[int, list[int]] = {}
+    found: dict[int, list[int]] = {}
     for row in fresh:
-        groups.setdefault(-layout.counts[row].bit_length() if ragged else 0, []).append(row)
+        found.setdefault(-layout.counts[row].bit_length() if ragged else 0, []).append(row)
     for row, (start, count) in enumerate(zip(layout.starts, layout.counts, strict=True)):
         if start and count:
-            groups.setdefault(count, []).append(row)
-    return list(groups.values())
+            found.setdefault(count, []).append(row)
+    return list(found.values())
 
 
 def _copied(rows: Sequence[_Row]) -> RectangleCache:

@@ -16,7 +16,8 @@ from torch import nn
 
 from swarm.data_structures import Span
 from swarm.errors import InvalidSpan
-from swarm.models import surgery
+from swarm.models import adapters, surgery
+from swarm.models.adapters import AdaptedLayers
 from swarm.models.attention_switch import AttentionSwitch
 from swarm.models.cache import RectangleCache
 from swarm.models.capture import Function
@@ -43,6 +44,7 @@ class SpanModel:
         paging: where rows lie if they lie in pages; None if each session keeps its own. Decided with `packed`.
         graphs: decode steps as recorded graphs, see `swarm.models.cuda_graphs`; None if nothing is recorded.
         captured: the same as a flat function, see `swarm.models.capture`; None to run the family's modules.
+        adapted: the layers, where adapters are added to them.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class SpanModel:
         hidden_size: int,
         first: int = 0,
         attention: AttentionSwitch | None = None,
+        adapted: AdaptedLayers | None = None,
     ) -> None:
         self.span = span
         self.hidden_size = hidden_size
@@ -69,6 +72,7 @@ class SpanModel:
         self.family: str = model.config.model_type  # type: ignore[union-attr, assignment]
         self.module = model
         self._attention = attention or AttentionSwitch(model)
+        self.adapted = adapted or AdaptedLayers(layers, span.start, hidden_size)
         self.packed = False
         self.paging: Paging | None = None
         self.graphs: DecodeGraphs | None = None
@@ -77,7 +81,8 @@ class SpanModel:
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._received: torch.Tensor | None = None
         self._produced: torch.Tensor | None = None
-        layers[0].register_forward_pre_hook(self._put_in, with_kwargs=True)
+        # Before hooks that add to a layer's inputs, which may have been there for a wider span.
+        layers[0].register_forward_pre_hook(self._put_in, with_kwargs=True, prepend=True)
         layers[-1].register_forward_hook(self._take_out)
 
     def new_cache(self) -> RectangleCache:
@@ -93,7 +98,8 @@ class SpanModel:
             model = surgery.narrowed(self.module, self._path, start, end)
             digests = self.digests[start:end]
             self._attention.add(model)
-            part = SpanModel(model, self._path, span, digests, self.hidden_size, self._first + start, self._attention)
+            first = self._first + start
+            part = SpanModel(model, self._path, span, digests, self.hidden_size, first, self._attention, self.adapted)
             part.packed, part.paging = self.packed, self.paging
             part.graphs = DecodeGraphs(part, self.graphs.record) if self.graphs is not None else None
             self._narrowed[span] = part
@@ -107,7 +113,17 @@ class SpanModel:
         pads: Sequence[int] | None = None,
         offsets: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Run the span over a rectangle of rows.
+        """Run the span over a rectangle of rows, for which no gradients are wanted; see `run_rectangle`."""
+        return self.run_rectangle(hidden_RTH, cache, pads, offsets)
+
+    def run_rectangle(
+        self,
+        hidden_RTH: torch.Tensor,
+        cache: RectangleCache | None = None,
+        pads: Sequence[int] | None = None,
+        offsets: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """Run the span over a rectangle of rows. Without a cache, gradients find their way back.
 
         Shapes: R rows, T new tokens a row, H hidden size.
 
@@ -165,7 +181,7 @@ class SpanModel:
     def run_packed(self, hidden_NH: torch.Tensor, positions_N1: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
         """`forward_tokens` for positions that are on the device already. Only in inference mode."""
         with running(batch):
-            if self.captured is not None:
+            if self.captured is not None and adapters.current() is None:  # what is captured knows no adapters
                 output_N1H = self.captured(hidden_NH.unsqueeze(1), positions_N1)
             else:
                 output_N1H = self.run_tokens(batch, hidden_NH.unsqueeze(1), positions_N1)

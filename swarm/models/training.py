@@ -1,0 +1,108 @@
+"""Gradients through frozen blocks: what a client's inputs and adapters need, and nothing for the blocks themselves.
+
+The family's own modules run over rectangles, and torch's autograd goes back through them. Rows are padded at their
+ends: what comes behind a token is invisible to it, so nothing has to be masked. A forward is computed again in the
+backward, and nothing is kept in between (Petals, section 2.2).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from swarm.data_structures import StepLayout
+from swarm.models.adapters import NOTHING, Parts, Share
+from swarm.models.rectangle_rows import groups
+from swarm.models.span import SpanModel
+from swarm.protocol.adapters import BlockPart, Factors
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Attributes:
+    inputs: `[tokens, hidden]`, in the span's dtype.
+    parts: by block, one for each of `BlockPart.tensors`, in that order, of the same shapes, float32.
+    """
+
+    inputs: torch.Tensor
+    parts: dict[int, list[torch.Tensor]]
+
+
+def forward(model: SpanModel, inputs_TH: torch.Tensor, layout: StepLayout, adapter: Parts = NOTHING) -> torch.Tensor:
+    """Run whole sequences, as `kv_cache.forward_packed`, with a way back to inputs and adapter if they want gradients.
+
+    Args:
+        inputs_TH: packed, in the span's dtype and on its device.
+
+    Returns:
+        outputs `[tokens, hidden]`.
+    """
+    rows = inputs_TH.split(list(layout.counts))
+    outputs = [rows[0][:0]] * layout.rows
+    for group in groups(layout):
+        hidden_RTH = pad_sequence([rows[row] for row in group], batch_first=True)
+        result_RTH = _run(model, hidden_RTH, layout, group, adapter)
+        for row, output_TH in zip(group, result_RTH, strict=True):
+            outputs[row] = output_TH[: layout.counts[row]]
+    return torch.cat(outputs)
+
+
+def backward(
+    model: SpanModel,
+    inputs_TH: torch.Tensor,
+    gradients_TH: torch.Tensor,
+    layout: StepLayout,
+    adapter: Parts = NOTHING,
+) -> Gradients:
+    """Gradients of a forward over whole sequences.
+
+    Args:
+        inputs_TH: packed, in the span's dtype and on its device.
+        gradients_TH: of the outputs, alike.
+    """
+    rows = inputs_TH.detach().split(list(layout.counts))
+    ends = gradients_TH.split(list(layout.counts))
+    found = [row.new_zeros(row.shape) for row in rows]
+    parts = {block: part for block, part in sorted(adapter.items()) if block in model.span}
+    totals = {
+        block: [torch.zeros_like(tensor, dtype=torch.float32) for tensor in part.tensors]
+        for block, part in parts.items()
+    }
+    with torch.enable_grad():
+        for group in groups(layout):
+            leaves = {block: _leaves(part) for block, part in parts.items()}
+            hidden_RTH = pad_sequence([rows[row] for row in group], batch_first=True).requires_grad_()
+            result_RTH = _run(model, hidden_RTH, layout, group, leaves)
+            wanted = [hidden_RTH, *(tensor for part in leaves.values() for tensor in part.tensors)]
+            ends_RTH = pad_sequence([ends[row] for row in group], batch_first=True)
+            first, *rest = torch.autograd.grad(result_RTH, wanted, ends_RTH, materialize_grads=True)
+            for row, gradient_TH in zip(group, first, strict=True):
+                found[row] = gradient_TH[: layout.counts[row]]
+            for total, gradient in zip(itertools.chain(*totals.values()), rest, strict=True):
+                total += gradient
+    return Gradients(torch.cat(found), totals)
+
+
+def _run(
+    model: SpanModel, hidden_RTH: torch.Tensor, layout: StepLayout, group: Sequence[int], adapter: Parts
+) -> torch.Tensor:
+    """Some rows as a rectangle, `[R, T, H]`; what comes behind their ends has no meaning."""
+    rows, length, _ = hidden_RTH.shape
+    offsets = [layout.offsets[row] for row in group] if layout.offsets is not None else None
+    shares = [Share(adapter, list(range(length)) * rows)] if adapter else []
+    with model.adapted.running(shares):
+        return model.run_rectangle(hidden_RTH, None, None, offsets)
+
+
+def _leaves(part: BlockPart) -> BlockPart:
+    """The same numbers, of which gradients are wanted."""
+
+    def leaf(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().requires_grad_()
+
+    factors = tuple(Factors(one.module, leaf(one.down), leaf(one.up)) for one in part.factors)
+    return replace(part, prompt=leaf(part.prompt) if part.prompt is not None else None, factors=factors)
