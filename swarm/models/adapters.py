@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers.pytorch_utils import Conv1D
 
 from swarm.errors import AdapterRefused
 from swarm.models.linear import FrozenLinear
+from swarm.models.linear_modules import sizes
 from swarm.protocol.adapters import BlockPart, Factors
 
 Parts = Mapping[int, BlockPart]
@@ -235,26 +235,21 @@ def _low_rank(factors: Factors, inputs: torch.Tensor) -> torch.Tensor:
 
 def _check_factors(block: int, factors: Factors, modules: Mapping[str, nn.Module]) -> None:
     name = factors.module
-    sizes = _sizes(modules[name]) if name in modules else None
-    if sizes is None:
+    expected = _sizes(modules[name]) if name in modules else None
+    if expected is None:
         known = [other for other, module in modules.items() if _sizes(module) is not None]
         more = f" and {len(known) - NAMED} more" if len(known) > NAMED else ""
         raise AdapterRefused(
             f"block {block} has no linear module {name[:80]!r}; it has {', '.join(known[:NAMED])}{more}"
         )
     down, up = tuple(factors.down.shape), tuple(factors.up.shape)
-    if (down[1], up[0]) != sizes or down[0] != up[1]:
+    if (down[1], up[0]) != expected or down[0] != up[1]:
         raise AdapterRefused(
-            f"factors for {name} of block {block} are A {down} and B {up}; it takes A [rank, {sizes[0]}] and "
-            f"B [{sizes[1]}, rank]"
+            f"factors for {name} of block {block} are A {down} and B {up}; it takes A [rank, {expected[0]}] and "
+            f"B [{expected[1]}, rank]"
         )
 
 
 def _sizes(module: nn.Module) -> tuple[int, int] | None:
-    """Inputs and outputs of a linear module; None for any other."""
-    if isinstance(module, nn.Linear | FrozenLinear):
-        return module.in_features, module.out_features
-    if isinstance(module, Conv1D):
-        inputs, outputs = module.weight.shape
-        return int(inputs), int(outputs)
-    return None
+    """Inputs and outputs of a linear module, in whatever form its weight is held; None for any other."""
+    return (module.in_features, module.out_features) if isinstance(module, FrozenLinear) else sizes(module)

@@ -11,7 +11,7 @@ from swarm.models.span import SpanModel
 from swarm.protocol import messages
 from swarm.protocol.compression import is_finite, payload_length
 
-Rows = messages.StepRequest | messages.ReplayRequest | messages.ForwardRequest
+Rows = messages.StepRequest | messages.ReplayRequest | messages.ForwardRequest | messages.BackwardRequest
 """Requests that carry hidden states for some rows."""
 
 
@@ -21,10 +21,12 @@ class Limits:
 
     Attributes:
         step_tokens: tokens in one step or forward.
+        backward_tokens: tokens in one backward, which has to remember more of them.
         streams: connections that one peer may have open. Another server needs one for each session that it pushes to.
     """
 
     step_tokens: int = 16384
+    backward_tokens: int = 4096
     streams: int = 256
 
 
@@ -45,7 +47,8 @@ class Checks:
     @property
     def max_payload(self) -> int:
         """Bytes that no payload exceeds."""
-        return max(self._limits.step_tokens * self._model.hidden_size * 4, messages.MAX_PROBE)
+        tokens = max(self._limits.step_tokens, 2 * self._limits.backward_tokens)
+        return max(tokens * self._model.hidden_size * 4, messages.MAX_PROBE)
 
     def span(self, revision: str, start: int, end: int) -> Span:
         """The blocks [start, end), if this server holds them. Raises `WrongSpan`."""
@@ -59,7 +62,9 @@ class Checks:
     def layout(self, message: Rows) -> StepLayout:
         """The rows of a request. Raises `WrongShape` if its lists disagree about how many there are, or `TooLong`."""
         rows = len(message.counts)
-        starts = [0] * rows if isinstance(message, messages.ForwardRequest) else message.starts
+        starts = [0] * rows
+        if isinstance(message, messages.StepRequest | messages.ReplayRequest):
+            starts = message.starts
         sources = message.sources if isinstance(message, messages.StepRequest) else None
         for name, values in (("starts", starts), ("sources", sources), ("offsets", message.offsets)):
             if values is not None and len(values) != rows:
@@ -82,14 +87,37 @@ class Checks:
 
     def payload(self, tokens: int, wire: WireFormat, dtype: str, payload: bytes | memoryview) -> None:
         """Raise `TooLong`, `WrongDtype` or `WrongShape` if the payload is not `[tokens, hidden]` in that format."""
-        if not 0 < tokens <= self._limits.step_tokens:
-            raise TooLong(f"{tokens} tokens in one request; this server takes 1 to {self._limits.step_tokens}")
+        self._tokens(tokens, self._limits.step_tokens)
         hidden = self._model.hidden_size
         expected = payload_length(tokens * hidden, wire, dtype)
         if len(payload) != expected:
             raise WrongShape(f"{tokens} tokens of {hidden} values take {expected} bytes as {wire}, got {len(payload)}")
         if not is_finite(payload, tokens * hidden, wire, dtype):
             raise NotFinite("the hidden states hold NaN or infinity, which would spoil the session's cache")
+
+    def gradients(self, tokens: int, message: messages.BackwardRequest, payload: bytes | memoryview) -> None:
+        """Raise `TooLong`, `WrongDtype`, `WrongShape` or `NotFinite` unless the payload is a backward's.
+
+        That is inputs and gradients, each `[tokens, hidden]` in its format.
+        """
+        self._tokens(tokens, self._limits.backward_tokens)
+        values, dtype = tokens * self._model.hidden_size, message.dtype
+        inputs = payload_length(values, message.format, dtype)
+        gradients = payload_length(values, message.gradient_format, dtype)
+        if len(payload) != inputs + gradients:
+            raise WrongShape(
+                f"inputs and gradients of {tokens} tokens take {inputs} + {gradients} bytes as {message.format} and "
+                f"{message.gradient_format}, got {len(payload)}"
+            )
+        whole = memoryview(payload)
+        if not is_finite(whole[:inputs], values, message.format, dtype):
+            raise NotFinite("the hidden states hold NaN or infinity")
+        if not is_finite(whole[inputs:], values, message.gradient_format, dtype):
+            raise NotFinite("the gradients hold NaN or infinity; look for it in the loss")
+
+    def _tokens(self, tokens: int, limit: int) -> None:
+        if not 0 < tokens <= limit:
+            raise TooLong(f"{tokens} tokens in one request; this server takes 1 to {limit}")
 
     def _positions(self, starts: Sequence[int], message: Rows) -> None:
         """A position beyond a table of the model would fail in the middle of the computation; on a GPU, for all."""

@@ -12,21 +12,18 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
-
-from swarm.data_structures import StepLayout
 from swarm.errors import ServerClosing
-from swarm.models.kv_cache import SessionCache, Work, advance
+from swarm.models import training
+from swarm.models.kv_cache import Work, advance
 from swarm.server.crowding import Machine
 from swarm.server.gathering import Gathering
 from swarm.server.queue_meter import QueueMeter
+from swarm.server.requests import Backward, Outcome, Request
 from swarm.server.runtime import Runtime, call_in, settle
 from swarm.server.scheduler import SHORT, Shares, Waiting, next_batch
-
-Bytes = bytes | memoryview
 
 ITERATION = 0.2
 """Seconds that an iteration should take at most: so long a decode step may wait for a prompt's chunk."""
@@ -38,43 +35,13 @@ LEAST, MOST = 64, 4096
 """Tokens of an iteration. Fewer would make products inefficient; more would take memory and gain nothing."""
 
 
+BACKWARD_COST = 3
+"""What a token costs in a backward: a forward that is computed again, and about two of them back."""
+
+
 def token_budget(tokens_per_second: float) -> int:
     """Tokens of one iteration, for blocks that compute so many tokens a second in batches."""
     return int(min(MOST, max(LEAST, tokens_per_second * ITERATION)))
-
-
-@dataclass(frozen=True)
-class Request:
-    """Something to compute.
-
-    Attributes:
-        peer: who asked.
-        session: what its share is counted by.
-        cache: the session's past, or an empty one that nobody keeps.
-        layout: which rows bring tokens.
-        decode: makes the packed inputs `[tokens, hidden]` from what travelled.
-        encode: makes what travels from the outputs.
-        training: nobody waits for the next token.
-    """
-
-    peer: str
-    session: Hashable
-    cache: SessionCache
-    layout: StepLayout
-    decode: Callable[[], torch.Tensor]
-    encode: Callable[[torch.Tensor], Bytes]
-    training: bool = False
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Attributes:
-    payload: the encoded outputs.
-    milliseconds: spent in the blocks, together with the other requests of the same iterations.
-    """
-
-    payload: Bytes
-    milliseconds: float
 
 
 @dataclass(eq=False)
@@ -88,7 +55,7 @@ class _Entry:
     """
 
     number: int
-    request: Request
+    request: Request | Backward
     future: asyncio.Future[Outcome]
     loop: asyncio.AbstractEventLoop
     came: float
@@ -98,18 +65,29 @@ class _Entry:
 
     @property
     def short(self) -> bool:
-        return max(self.request.layout.counts) <= SHORT
+        return not self.whole and max(self.request.layout.counts) <= SHORT
+
+    @property
+    def whole(self) -> bool:
+        return isinstance(self.request, Backward)
+
+    @property
+    def left(self) -> int:
+        """Tokens to compute, or what costs as much as so many."""
+        tokens = self.work.left if self.work is not None else self.request.layout.tokens
+        return tokens * BACKWARD_COST if self.whole else tokens
 
     def waiting(self, now: float, trained: float) -> Waiting:
         """As the scheduler sees it, if training was last served at `trained`."""
-        request, layout = self.request, self.request.layout
+        request = self.request
         return Waiting(
             number=self.number,
-            span=request.cache.model.span,
+            span=request.span,
             peer=request.peer,
             session=request.session,
-            tokens=self.work.left if self.work is not None else layout.tokens,
+            tokens=self.left,
             short=self.short,
+            whole=self.whole,
             training=request.training,
             idle=now - (max(self.served, trained) if request.training else self.served),
         )
@@ -140,7 +118,7 @@ class Engine:
         """How long a request may expect to wait for its first token to be computed."""
         return self._meter.seconds(time.monotonic())
 
-    async def compute(self, request: Request) -> Outcome:
+    async def compute(self, request: Request | Backward) -> Outcome:
         """Compute a request. Raises what decoding, computing or encoding it raises, or `ServerClosing`.
 
         The cache changes only if this returns, or would have: a caller that is cancelled may find either.
@@ -161,7 +139,7 @@ class Engine:
 
         In between, the other thread's processor has fallen asleep and its caches have gone cold (0.3 ms a step).
         """
-        if entry.request.layout.tokens > SHORT or not 0 < self._gathering.iteration < QUICK or self._patience(1, 0.0):
+        if entry.whole or entry.left > SHORT or not 0 < self._gathering.iteration < QUICK or self._patience(1, 0.0):
             return False
         return self.runtime.try_now(self._iterate)
 
@@ -203,6 +181,8 @@ class Engine:
         chosen = [(self._entries[portion.number], portion.tokens) for portion in batch]
         if any(entry.request.training for entry, _ in chosen):
             self._trained = now
+        if chosen and chosen[0][0].whole:
+            return [self._backward(entry, now) for entry, _ in chosen]
         settled = self._begin([entry for entry, _ in chosen], now)
         settled += self._advance([(entry, tokens) for entry, tokens in chosen if entry.work is not None], now)
         settled += [(entry, _finished(entry)) for entry, _ in chosen if entry.work is not None and not entry.work.left]
@@ -244,11 +224,25 @@ class Engine:
                 continue
             self._meter.started(now - entry.came, now)
             request = entry.request
+            assert isinstance(request, Request)
             try:
                 entry.work = request.cache.begin(request.decode().to(request.cache.model.dtype), request.layout)
             except BaseException as error:
                 failed.append((entry, error))
         return failed
+
+    def _backward(self, entry: _Entry, now: float) -> _Settled:
+        self._meter.started(now - entry.came, now)
+        request = entry.request
+        assert isinstance(request, Backward)
+        try:
+            inputs, gradients = (tensor.to(request.model.dtype) for tensor in request.decode())
+            began = time.perf_counter()
+            found = training.backward(request.model, inputs, gradients, request.layout, request.adapter)
+            seconds = time.perf_counter() - began
+            return entry, Outcome(request.encode(found), seconds * 1e3)
+        except BaseException as error:
+            return entry, error
 
     def _advance(self, portions: Sequence[tuple[_Entry, int]], now: float) -> list[_Settled]:
         """Compute the portions together; if that fails, each half alone, down to the ones that are to blame."""
@@ -279,6 +273,7 @@ _Settled = tuple[_Entry, Outcome | BaseException]
 def _finished(entry: _Entry) -> Outcome | BaseException:
     """Commit a request that is computed, and encode its outputs."""
     assert entry.work is not None
+    assert isinstance(entry.request, Request)
     try:
         payload = entry.request.encode(entry.work.output)
         entry.work.commit()

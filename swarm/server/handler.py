@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from contextlib import suppress
 from dataclasses import dataclass
-
-import torch
 
 from swarm.data_structures import StepLayout, WireFormat
 from swarm.errors import (
@@ -32,13 +31,17 @@ from swarm.errors import (
 from swarm.models.kv_cache import SessionCache
 from swarm.models.span import SpanModel
 from swarm.protocol import messages
-from swarm.protocol.compression import dtype_name, pack, unpack, warm_up
+from swarm.protocol.compression import dtype_name, warm_up
 from swarm.protocol.framing import Frame
+from swarm.server import requests
+from swarm.server.adapters import AdapterStore
 from swarm.server.checks import Checks, Limits
-from swarm.server.engine import Bytes, Engine, Request
+from swarm.server.engine import Engine
 from swarm.server.patient_stream import PatientStream
 from swarm.server.push import PushLink
+from swarm.server.requests import Bytes
 from swarm.server.sessions import Session, Sessions
+from swarm.server.training import Training
 from swarm.transport.stream import Network, Stream
 from swarm.version import VERSION
 
@@ -56,7 +59,7 @@ class Handler:
     """Answers the streams of all peers of one server.
 
     Attributes:
-        closing: no new sessions and forwards are accepted, and nobody waits for room any more.
+        closing: no new sessions, forwards and backwards are accepted, and nobody waits for room any more.
         closed: no steps either.
     """
 
@@ -68,6 +71,7 @@ class Handler:
         sessions: Sessions,
         engine: Engine,
         limits: Limits | None = None,
+        adapters: AdapterStore | None = None,
     ) -> None:
         self.closed = False
         self._closing = False
@@ -77,6 +81,8 @@ class Handler:
         self._engine = engine
         self._limits = limits or Limits()
         self._checks = Checks(model, revision, self._limits)
+        kept = adapters if adapters is not None else AdapterStore(time.monotonic)
+        self._training = Training(model, self._checks, engine, kept)
         self._streams: dict[str, set[PatientStream]] = {}
         self._answering = 0
         self._idle = asyncio.Event()
@@ -113,6 +119,7 @@ class Handler:
         for stream in [stream for streams in self._streams.values() for stream in streams]:
             stream.close()
         self._sessions.clear()
+        self._training.adapters.clear()
 
     async def __call__(self, raw: Stream) -> None:
         """Serve one stream until the peer closes it, sends garbage or reads no answers."""
@@ -125,7 +132,7 @@ class Handler:
                 await stream.send(messages.refusal(ServerFault(f"a peer may open {self._limits.streams} streams")))
                 return
             while not conversation.over:
-                frame = await stream.receive(self._checks.max_payload)
+                frame = await stream.receive(self._training.max_payload)
                 self._answering += 1
                 self._idle.clear()
                 try:
@@ -188,7 +195,14 @@ class Handler:
                 conversation.over = True
                 return None, b""
             case messages.ForwardRequest():
-                return await self._forward(stream.peer_id, message, payload)
+                self._check_open()
+                return await self._training.forward(stream.peer_id, message, payload)
+            case messages.BackwardRequest():
+                self._check_open()
+                return await self._training.backward(stream.peer_id, message, payload)
+            case messages.PutAdapters():
+                self._check_open()
+                return await self._training.put(stream.peer_id, message, payload), b""
             case messages.InfoRequest():
                 return self._info(), b""
             case messages.ProbeRequest():
@@ -206,13 +220,15 @@ class Handler:
                 f"a session of {message.max_length} tokens is longer than the {self._sessions.capacity} tokens of "
                 "this server's whole cache"
             )
+        adapter = self._training.adapter(stream.peer_id, span, message.adapters)
         fresh = Session(
             session_id=message.session_id,
             peer_id=stream.peer_id,
             span=span,
             max_length=message.max_length,
             reply_format=message.reply_format,
-            cache=SessionCache(self._model.narrowed(span)),
+            cache=SessionCache(self._model.narrowed(span), adapter),
+            adapters=message.adapters,
             last_seen=0.0,
             patience=message.patience,
         )
@@ -317,55 +333,16 @@ class Handler:
         self._checks.payload(layout.tokens, message.format, message.dtype, payload)
         session.cache.check(layout)
         await self._sessions.reserve(session, layout.rows)
-        return await self._compute(
-            session.peer_id, session.session_id, session.cache, layout, payload, message.format, message.dtype, wanted
-        )
-
-    async def _forward(
-        self, peer_id: str, message: messages.ForwardRequest, payload: Bytes
-    ) -> tuple[messages.ForwardReply, Bytes]:
-        self._check_open()
-        model = self._model.narrowed(self._checks.span(message.revision, message.start, message.end))
-        layout = self._checks.layout(message)
-        self._checks.payload(layout.tokens, message.format, message.dtype, payload)
-        output, milliseconds = await self._compute(
-            peer_id, None, SessionCache(model), layout, payload, message.format, message.dtype, message.reply_format
-        )
-        return messages.ForwardReply(message.reply_format, self._dtype, milliseconds), output
-
-    async def _compute(
-        self,
-        peer_id: str,
-        session_id: bytes | None,
-        cache: SessionCache,
-        layout: StepLayout,
-        payload: Bytes,
-        wire: WireFormat,
-        dtype: str,
-        wanted: WireFormat | None,
-    ) -> tuple[Bytes, float]:
-        """The encoded outputs, if they are wanted, and the milliseconds in the blocks. The cache gets the new tokens.
-
-        Without a session it is a forward, of which nothing is kept: training, or work that nobody waits for token by
-        token.
-        """
-        model = cache.model
-
-        def decode() -> torch.Tensor:
-            return unpack(payload, layout.tokens, model.hidden_size, wire, dtype, model.device)
-
-        def encode(output: torch.Tensor) -> Bytes:
-            return pack(output, wanted) if wanted is not None else b""
-
         outcome = await self._engine.compute(
-            Request(
-                peer=peer_id,
-                session=(peer_id, session_id),
-                cache=cache,
-                layout=layout,
-                decode=decode,
-                encode=encode,
-                training=session_id is None,
+            requests.request(
+                session.peer_id,
+                session.session_id,
+                session.cache,
+                layout,
+                payload,
+                message.format,
+                message.dtype,
+                wanted,
             )
         )
         return outcome.payload, outcome.milliseconds

@@ -8,6 +8,7 @@ Every iteration merges tokens of many requests into one forward. The laws:
   take what is left of the token budget, and at least a share of it.
 - Among sessions, who was served least goes first (start-time fair queueing, Goyal et al. 1996): a session that was
   idle does not save up. When tokens are scarce, no peer gets more than its equal part, however many sessions it opens.
+- What cannot be cut (a backward) gets an iteration of its own when its turn comes, however many tokens it costs.
 - Who has waited for long goes before all of these, so that nobody waits for ever, whatever else comes.
 """
 
@@ -46,6 +47,7 @@ class Waiting:
         session: what shares are counted by.
         tokens: left to compute.
         short: see `SHORT`.
+        whole: computed in one iteration, alone.
         training: nobody waits for the next token.
         idle: seconds since it came or was last served; for training, since any training was, if that is less.
     """
@@ -58,6 +60,7 @@ class Waiting:
     short: bool
     training: bool
     idle: float
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +120,16 @@ class _Clock:
 
 
 def next_batch(waiting: Sequence[Waiting], shares: Shares, budget: int) -> list[Portion]:
-    """The next iteration: at most `budget` tokens, all for the same blocks. Empty only if nothing waits."""
+    """The next iteration: all for the same blocks, at most `budget` tokens unless it is one request that is computed
+    whole. Empty only if nothing waits."""
     candidates = _class(waiting)
     if not candidates:
         return []
     oldest = max(candidates, key=lambda one: (one.idle, -one.number))
     queue = sorted((one for one in candidates if one.span == oldest.span), key=lambda one: _turn(one, shares))
+    if queue[0].whole:
+        return [Portion(queue[0].number, queue[0].tokens)]
+    queue = [one for one in queue if not one.whole]
     short, long = [one for one in queue if one.short], [one for one in queue if not one.short]
     # The oldest decides which blocks compute, so it must not go away empty.
     least = 0 if oldest.short else 1

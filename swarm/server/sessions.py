@@ -40,6 +40,7 @@ class Session:
         next_step: the least number that the next step may have. (A step that its client gave up leaves a gap.)
         last: the step before, kept so that its reply can be sent again: fingerprint of the request, reply, payload.
         rows: rows for which cache is reserved.
+        adapters: digests of what its client adds to the blocks; the cache has the adapters themselves.
         patience: seconds that its client would rather wait for room than be refused.
         attached: number of open connections that use the session.
         client: the newest of them, to which replies to pushed steps go.
@@ -59,6 +60,7 @@ class Session:
     next_step: int = 0
     last: tuple[int, StepReply, bytes | memoryview] | None = None
     rows: int = 0
+    adapters: list[bytes] | None = None
     patience: float = 0.0
     attached: int = 0
     client: PatientStream | None = None
@@ -130,7 +132,7 @@ class Sessions:
             client: the connection that uses it from now on.
 
         Raises:
-            WrongSpan: the id is in use for other blocks.
+            WrongSpan: the id is in use for other blocks or adapters.
             CacheFull: there is no room, or the peer has too many sessions.
         """
         self.expire()
@@ -138,6 +140,8 @@ class Sessions:
         if known is not None:
             if known.span != session.span or known.max_length != session.max_length:
                 raise WrongSpan(f"the session is open for blocks {known.span} and {known.max_length} tokens")
+            if known.adapters != session.adapters:
+                raise WrongSpan("the session is open with other adapters; open another one")
             session = known
         elif sum(one.peer_id == session.peer_id for one in self._sessions.values()) >= self._peer_sessions:
             raise CacheFull(f"a peer may have {self._peer_sessions} sessions; close some, or ask another server")

@@ -18,6 +18,7 @@ from swarm.models.span import SpanModel
 from swarm.models.span_loading import load_span
 from swarm.protocol import messages
 from swarm.protocol.compression import pack, payload_length, unpack
+from swarm.server.adapters import AdapterLimits, AdapterStore
 from swarm.server.checks import Limits
 from swarm.server.engine import Engine
 from swarm.server.handler import Handler
@@ -28,6 +29,7 @@ from tests import virtual_time, zoo
 from tests.virtual_time import InlineRuntime
 
 HIDDEN, SPAN, REVISION = 32, Span(1, 4), "main"
+ADAPTERS = AdapterLimits(rank=8, memory=200_000, seconds=100.0)
 CPU = torch.device("cpu")
 PATIENCE = 30.0
 OPEN = messages.OpenSession(b"hostile-session!", REVISION, SPAN.start, SPAN.end, 8, WireFormat.NONE)
@@ -76,8 +78,9 @@ class Server:
         self.runtime = runtime or Runtime()
         self.sessions = Sessions(capacity, lambda: self.now, peer_share=peer_share)
         self.network = MemoryNetwork(self.hub, "server")
-        engine, bounds = Engine(self.runtime, budget), Limits(**{"step_tokens": 16, **limits})
-        self.handler = Handler(self.network, model, REVISION, self.sessions, engine, bounds)
+        engine, bounds = Engine(self.runtime, budget), Limits(**{"step_tokens": 16, "backward_tokens": 12, **limits})
+        self.adapters = AdapterStore(lambda: self.now, ADAPTERS)
+        self.handler = Handler(self.network, model, REVISION, self.sessions, engine, bounds, self.adapters)
 
     async def start(self) -> None:
         await self.network.serve(self.handler)
