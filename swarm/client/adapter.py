@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
-from swarm.protocol.adapters import BlockPart
+import torch
+
+from swarm.data_structures import Span
+from swarm.protocol.adapters import BlockPart, Factors
 
 
 class Adapter(Protocol):
@@ -12,3 +16,26 @@ class Adapter(Protocol):
 
     def part(self, block: int) -> BlockPart | None:
         """What is added to a block of the whole model, as it is now; None for nothing."""
+
+
+def parts_of(adapter: Adapter | None, span: Span) -> dict[int, BlockPart]:
+    """What is added to the blocks of `span` now, by block; nothing for blocks to which nothing is added."""
+    if adapter is None:
+        return {}
+    parts = {block: adapter.part(block) for block in range(span.start, span.end)}
+    return {block: part for block, part in parts.items() if part is not None and part.tensors}
+
+
+def frozen(parts: Mapping[int, BlockPart]) -> dict[int, BlockPart]:
+    """The parts as they are now, whatever becomes of their tensors."""
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().clone()
+
+    return {
+        block: BlockPart(
+            copy(part.prompt) if part.prompt is not None else None,
+            tuple(Factors(one.module, copy(one.down), copy(one.up)) for one in part.factors),
+        )
+        for block, part in parts.items()
+    }

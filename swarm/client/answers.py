@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+
+import torch
 
 from swarm.client.packed import Packed
 from swarm.client.patience import Patience
 from swarm.data_structures import Hop
-from swarm.errors import PeerLost, PeerSilent, ProtocolViolation, WrongDtype, remote_error
+from swarm.errors import NotFinite, PeerLost, PeerSilent, ProtocolViolation, WrongDtype, WrongShape, remote_error
 from swarm.protocol import messages
+from swarm.protocol.adapters import gradient_length, unpack_gradients
 from swarm.protocol.compression import is_finite, payload_length
 from swarm.protocol.framing import Frame
 
@@ -65,7 +68,7 @@ def checked(
     hop: Hop,
     due: Outputs,
     payload: bytes | memoryview,
-    reply: messages.StepReply | messages.ReplayReply | messages.ForwardReply,
+    reply: messages.StepReply | messages.ReplayReply | messages.ForwardReply | messages.BackwardReply,
 ) -> Packed:
     """The outputs in an answer. Raises `ProtocolViolation` if they are not as many as are due, or not finite."""
     try:
@@ -77,6 +80,23 @@ def checked(
     if not is_finite(payload, due.values, reply.format, reply.dtype):
         raise ProtocolViolation(f"{whose(hop)} answered with values that are not finite")
     return Packed(payload, due.tokens, due.hidden_size, reply.format, reply.dtype)
+
+
+def checked_gradients(
+    hop: Hop,
+    due: Outputs,
+    adapters: Sequence[messages.BlockAdapter],
+    payload: bytes | memoryview,
+    reply: messages.BackwardReply,
+) -> tuple[Packed, list[list[torch.Tensor]]]:
+    """The gradients in an answer: of the inputs, and of the tensors of each adapter. Raises as `checked` does."""
+    view, length = memoryview(payload), gradient_length(adapters, due.hidden_size)
+    first = max(0, len(view) - length)
+    inputs = checked(hop, due, view[:first], reply)
+    try:
+        return inputs, unpack_gradients(adapters, view[first:], due.hidden_size)
+    except (WrongShape, NotFinite) as error:
+        raise ProtocolViolation(f"{whose(hop)} answered with wrong gradients: {error}") from None
 
 
 def out_of_place(hop: Hop, reply: messages.ServerMessage) -> ProtocolViolation:

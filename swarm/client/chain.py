@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+from swarm.client.adapter_sending import Carried
 from swarm.client.answers import Outputs, whose
 from swarm.client.chunking import window
 from swarm.client.failover import Failover, Past, Planner, is_hop_lost
@@ -41,11 +42,22 @@ class Chain:
         manner: what is asked of every server.
         span: the blocks.
         max_length: tokens that a row may have.
+        adapter: what is added to the blocks.
     """
 
-    def __init__(self, network: Network, planner: Planner, manner: Manner, span: Span, max_length: int) -> None:
+    def __init__(
+        self,
+        network: Network,
+        planner: Planner,
+        manner: Manner,
+        span: Span,
+        max_length: int,
+        adapter: Carried | None = None,
+    ) -> None:
         self._span = span
-        self._failover = Failover(network, planner, manner, max_length, self._heard, self._changed)
+        self._failover = Failover(
+            network, planner, manner, max_length, adapter or Carried(), self._heard, self._changed
+        )
         self._hops: list[HopSession] = []
         self._steps: dict[int, StepLayout] = {}
         """Steps that some hop may still have to answer."""

@@ -39,18 +39,24 @@ def overhead(servers: Sequence[ServerInfo]) -> float:
 def chunk_slots(slots: int, rows: int, servers: Sequence[ServerInfo], first_alone: bool = False) -> int:
     """Slots of each chunk of a step that brings `rows` rows of `slots` slots. All chunks are about as long.
 
-    m chunks of T tokens take (m + h - 1) (T / m + o) turns of a token, which is least for m = sqrt(T (h - 1) / o).
-
     Args:
         first_alone: the others wait until the first chunk has left the last server; the pipeline is filled twice.
     """
-    tokens, cost = slots * rows, overhead(servers)
-    filling = (len(servers) - 1) * (2 if first_alone else 1)
-    best = max(1, round(math.sqrt(tokens * filling / cost))) if filling > 0 else 1
-    if (best + filling) * (tokens / best + cost) >= len(servers) * (tokens + cost):
-        best = 1
-    chunks = max(1, min(max(best, math.ceil(tokens / LARGEST)), tokens // SMALLEST))
+    chunks = best_chunks(slots * rows, len(servers), overhead(servers), first_alone)
     return max(1, math.ceil(slots / chunks))
+
+
+def best_chunks(tokens: int, hops: int, cost: float, first_alone: bool = False) -> int:
+    """Into how many chunks of about the same size so many tokens are best cut, if each costs `cost` tokens more.
+
+    m chunks of T tokens take (m + h - 1) (T / m + o) turns of a token, which is least for m = sqrt(T (h - 1) / o).
+    How long the way to the servers is does not matter: chunks that follow each other travel at the same time.
+    """
+    filling = (hops - 1) * (2 if first_alone else 1)
+    best = max(1, round(math.sqrt(tokens * filling / cost))) if filling > 0 else 1
+    if (best + filling) * (tokens / best + cost) >= hops * (tokens + cost):
+        best = 1
+    return max(1, min(max(best, math.ceil(tokens / LARGEST)), tokens // SMALLEST))
 
 
 def window(tokens: int) -> int:

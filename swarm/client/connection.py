@@ -5,11 +5,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 
+import torch
+
+from swarm.client.adapter_sending import Carried, PackedAdapter
+from swarm.client.asking import Asker
 from swarm.client.background import BackgroundLoop
+from swarm.client.backwarding import backward_all
 from swarm.client.chain import Chain
 from swarm.client.config import ClientConfig
 from swarm.client.failover import Waiting
-from swarm.client.forwarding import Portion, forward_all
+from swarm.client.forwarding import MicroBatch, Pass, Passage, forward_all
+from swarm.client.gradients import Gradients
 from swarm.client.local_blocks import LocalBlocks
 from swarm.client.packed import Manner, Packed
 from swarm.client.planner import SwarmPlanner
@@ -50,19 +56,19 @@ class SwarmConnection:
         self.span = Span(local.span.end if local is not None else 0, blocks)
         self._manner = Manner(revision, config.wire, config.request_timeout, config.push)
 
-        async def connect() -> tuple[Peer, SwarmPlanner]:
+        async def connect() -> tuple[Peer, SwarmPlanner, Asker]:
             peer = await Peer.create(P2PConfig(initial_peers=config.initial_peers), AnnouncementValidator())
-            return peer, SwarmPlanner(peer, config, model, revision, blocks, digests)
+            return peer, SwarmPlanner(peer, config, model, revision, blocks, digests), Asker(peer, self._manner)
 
         self._background = BackgroundLoop()
         try:
-            self._peer, self._planner = self._background.run(connect())
+            self._peer, self._planner, self._asker = self._background.run(connect())
         except BaseException:
             self._background.close()
             raise
         # Also at interpreter exit, so that the daemon and its sockets never stay behind.
         self.close: Callable[[], object] = weakref.finalize(
-            self, _shutdown, self._background, self._planner, self._peer
+            self, _shutdown, self._background, self._planner, self._asker, self._peer
         )
 
     def servers(self) -> tuple[ServerInfo, ...]:
@@ -87,11 +93,15 @@ class SwarmConnection:
 
         return self._background.run(plan())
 
-    def open_chain(self, max_length: int) -> Chain:
-        """A session for `max_length` tokens a row over all remote blocks. Raises `MissingBlocks` or a `RemoteError`."""
+    def open_chain(self, max_length: int, adapter: PackedAdapter) -> Chain:
+        """A session for `max_length` tokens a row over all remote blocks, with what `adapter` adds to them.
+
+        Raises `MissingBlocks` or a `RemoteError`.
+        """
 
         async def open_chain() -> Chain:
-            chain = Chain(self._peer, self._planner, self._manner, self.span, max_length)
+            carried = Carried(adapter, self._asker.sent)
+            chain = Chain(self._peer, self._planner, self._manner, self.span, max_length, carried)
             await chain.open()
             return chain
 
@@ -122,13 +132,23 @@ class SwarmConnection:
 
         return self._background.run(split())
 
-    def forward(self, span: Span, portions: list[Portion]) -> list[Packed]:
-        """Run packed sequences through the blocks of `span`, the portions at the same time."""
-        return self._background.run(forward_all(self._peer, self._planner, self._manner, span, portions))
+    def forward(self, span: Span, batches: Sequence[MicroBatch], adapter: PackedAdapter) -> list[Passage]:
+        """Run packed sequences through the blocks of `span`; see `swarm.client.forwarding`."""
+        return self._background.run(forward_all(self._pass(adapter), span, batches))
+
+    def backward(
+        self, passages: Sequence[Passage], gradients: Sequence[torch.Tensor], adapter: PackedAdapter, first: int
+    ) -> list[Gradients]:
+        """The gradients of what went in, from those of what came out; see `swarm.client.backwarding`."""
+        return self._background.run(backward_all(self._pass(adapter), passages, gradients, first))
+
+    def _pass(self, adapter: PackedAdapter) -> Pass:
+        return Pass(self._asker, self._planner, adapter)
 
 
-def _shutdown(background: BackgroundLoop, planner: SwarmPlanner, peer: Peer) -> None:
+def _shutdown(background: BackgroundLoop, planner: SwarmPlanner, asker: Asker, peer: Peer) -> None:
     async def leave() -> None:
+        asker.close()
         await planner.close()
         await peer.shutdown()
 

@@ -19,12 +19,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from swarm.client.adapter_sending import Carried
 from swarm.client.answers import whose
 from swarm.client.hop_session import NOTHING_YET, PARDONS, HopSession
 from swarm.client.packed import Manner, Packed
 from swarm.client.record import Record
 from swarm.data_structures import Route, Span
 from swarm.errors import (
+    AdapterRefused,
     CacheFull,
     MissingBlocks,
     PeerLost,
@@ -79,11 +81,11 @@ class Planner(Protocol):
 
 def is_hop_lost(error: Exception) -> bool:
     """True if another server should be asked. Only what every server would refuse is the client's own matter: what may
-    be too long for all, and outputs that the wire format cannot hold.
+    be too long for all, outputs that the wire format cannot hold, and adapters that do not fit to the blocks.
 
     Whatever else could be wrong with a request was checked before it was sent: a server that refuses it errs or lies.
     """
-    return not isinstance(error, TooLong | WrongDtype)
+    return not isinstance(error, TooLong | WrongDtype | AdapterRefused)
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,7 @@ class Failover:
     """Opens and mends the hops of one session.
 
     Args:
+        adapter: what is added to the blocks.
         heard, changed: see `HopSession`.
     """
 
@@ -138,6 +141,7 @@ class Failover:
         planner: Planner,
         manner: Manner,
         max_length: int,
+        adapter: Carried,
         heard: Callable[[HopSession, int, Packed], None],
         changed: Callable[[], None],
     ) -> None:
@@ -145,6 +149,7 @@ class Failover:
         self._planner = planner
         self._manner = manner
         self._max_length = max_length
+        self._adapter = adapter
         self._heard = heard
         self._changed = changed
 
@@ -227,7 +232,7 @@ class Failover:
                 if trouble is None:
                     return hops
                 tries += 1
-                if tries >= TRIES and waiting.is_over:
+                if (tries >= TRIES and waiting.is_over) or isinstance(trouble, AdapterRefused):
                     raise trouble
             except MissingBlocks as missing:
                 if isinstance(trouble, TooLong | WrongDtype):
@@ -246,6 +251,7 @@ class Failover:
                 self._heard,
                 self._changed,
                 self._planner.slowness(hop.server.peer_id),
+                self._adapter,
             )
             for hop in route.hops
         ]
@@ -296,8 +302,9 @@ class Failover:
         return None
 
     def _blame(self, hop: HopSession, error: RemoteError) -> RemoteError:
-        """Tell the planner."""
-        self._planner.failed(hop.peer_id, error)
+        """Tell the planner, but of what is nobody's fault but ours: what does not fit here fits nowhere."""
+        if not isinstance(error, AdapterRefused):
+            self._planner.failed(hop.peer_id, error)
         return error
 
 

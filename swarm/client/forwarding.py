@@ -1,29 +1,31 @@
-"""Batches without a session: forwards of whole sequences, split among several routes at once.
+"""Batches without a session: whole sequences through the blocks, in micro-batches that go several ways at once.
 
-The portions are sized by throughput, so that all should come back at about the same time (SWARM parallelism, Ryabinin
-et al. 2023). One that does not is sent again from the block where it was lost, and the server that kept it waiting is
-left alone from then on: nobody waits for a straggler twice.
+They are divided among routes by throughput, so that all should come back at about the same time (SWARM parallelism,
+Ryabinin et al. 2023), and each route's part into micro-batches, so that its servers work at the same time. Where a
+server fails, the micro-batches that it had are sent again from the block where they were lost.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from dataclasses import dataclass
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-from swarm.client.answers import Outputs, accepted, answering, checked, expected, out_of_place
-from swarm.client.failover import TRIES, Planner, Waiting, is_hop_lost
-from swarm.client.packed import Manner, Packed
+from swarm.client.adapter_sending import PackedAdapter
+from swarm.client.asking import Asker
+from swarm.client.detours import Detours
+from swarm.client.failover import Planner
+from swarm.client.packed import Packed
 from swarm.data_structures import Hop, Route, Span, StepLayout
-from swarm.errors import MissingBlocks, RemoteError
-from swarm.protocol import messages
-from swarm.transport.stream import Network
+from swarm.errors import RemoteError
 
-logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Portion:
+class MicroBatch:
     """Whole sequences and the route that they should take."""
 
     hidden: Packed
@@ -31,94 +33,121 @@ class Portion:
     route: Route
 
 
-async def forward_all(
-    network: Network, planner: Planner, manner: Manner, span: Span, portions: list[Portion]
-) -> list[Packed]:
-    """The outputs of the blocks of `span`, in the order of the portions.
+@dataclass(frozen=True)
+class Leg:
+    """What went into the blocks of one hop."""
+
+    hop: Hop
+    inputs: Packed
+
+
+@dataclass(frozen=True)
+class Passage:
+    """The way that a micro-batch took, from which its backward pass begins.
+
+    Attributes:
+        legs: its hops; they cover the blocks in order.
+        outputs: of the last one.
+    """
+
+    layout: StepLayout
+    legs: tuple[Leg, ...]
+    outputs: Packed
+
+
+@dataclass
+class Pass:
+    """One forward or backward pass of a batch.
+
+    Attributes:
+        adapter: what is added to the blocks.
+        lost: servers that failed meanwhile, and when.
+    """
+
+    asker: Asker
+    planner: Planner
+    adapter: PackedAdapter = field(default_factory=PackedAdapter)
+    lost: dict[str, float] = field(default_factory=dict)
+
+    def detours(self) -> Detours:
+        """For one micro-batch."""
+        return Detours(self.planner, self.lost)
+
+
+async def forward_all(work: Pass, span: Span, batches: Sequence[MicroBatch]) -> list[Passage]:
+    """All micro-batches through the blocks of `span`, at the same time; in their order.
 
     Raises:
         MissingBlocks: servers failed, and nobody else holds their blocks.
         RemoteError: a server refused the request as wrong, or all that were tried failed.
     """
-    lost: set[str] = set()
-    work = [_complete(network, planner, manner, span, portion, lost) for portion in portions]
+    for batch in batches:
+        batch.hidden.check()
+    # Servers behind the first ones get the adapter while those compute.
+    later = {hop.server.peer_id: hop for batch in batches for hop in batch.route.hops[1:]}
+    bringing = [asyncio.ensure_future(_bring(work, hop)) for hop in later.values() if work.adapter.keys(hop.span)]
+    try:
+        return await together([_forward(work, span, batch) for batch in batches])
+    finally:
+        await cancelled(bringing)
+
+
+async def _bring(work: Pass, hop: Hop) -> None:
+    with suppress(RemoteError):  # whoever needs it there will see
+        await work.asker.bring(hop, work.adapter)
+
+
+async def _forward(work: Pass, span: Span, batch: MicroBatch) -> Passage:
+    legs, outputs = await travel(work, work.detours(), span, batch.hidden, batch.layout, batch.route.hops)
+    return Passage(batch.layout, tuple(legs), outputs)
+
+
+async def travel(
+    work: Pass,
+    detours: Detours,
+    span: Span,
+    hidden: Packed,
+    layout: StepLayout,
+    hops: Sequence[Hop],
+    whole: bool = True,
+) -> tuple[list[Leg], Packed]:
+    """One micro-batch through the blocks of `span`, whatever happens to the servers.
+
+    Args:
+        whole: False to leave out the last hop: its inputs are wanted, not its outputs.
+
+    Returns:
+        the way that it took, and what came out of it.
+    """
+    legs: list[Leg] = []
+    while hops:
+        rest = Span(hops[0].span.start, span.end)
+        hop, *behind = await detours.begin(hops, rest)
+        if not behind and not whole:
+            return [*legs, Leg(hop, hidden)], hidden
+        try:
+            slowness = work.planner.slowness(hop.server.peer_id)
+            outputs = await work.asker.forward(hop, hidden, layout, work.adapter, slowness)
+        except RemoteError as error:
+            hops = await detours.after(hop, error, rest)
+            continue
+        work.planner.succeeded(hop.server.peer_id)
+        legs.append(Leg(hop, hidden))
+        hidden, hops = outputs, behind
+    return legs, hidden
+
+
+async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results, in order. When one fails the others are broken off."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return list(await asyncio.gather(*tasks))
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancelled(tasks)
 
 
-async def _complete(
-    network: Network, planner: Planner, manner: Manner, span: Span, portion: Portion, lost: set[str]
-) -> Packed:
-    """One portion through all blocks, whatever happens to the servers. `lost` are those that failed any portion."""
-    portion.hidden.check()
-    hidden, block = portion.hidden, span.start
-    hops = list(portion.route.hops)
-    tries, waiting = 0, Waiting(planner)
-    while hops:
-        hop = hops.pop(0)
-        if hop.server.peer_id in lost:
-            hops = await _other_way(planner, Span(block, span.end), waiting)
-            hop = hops.pop(0)
-        try:
-            slowness = planner.slowness(hop.server.peer_id)
-            hidden = await forward(network, hop, manner, hidden, portion.layout, slowness)
-            block = hop.span.end
-            planner.succeeded(hop.server.peer_id)
-        except RemoteError as error:
-            if not is_hop_lost(error):
-                raise
-            planner.failed(hop.server.peer_id, error)
-            lost.add(hop.server.peer_id)
-            tries += 1
-            logger.info("%s; trying another server", error)
-            enough = tries >= TRIES and waiting.is_over
-            hops = await _other_way(planner, Span(block, span.end), waiting)
-            if enough:
-                raise
-    return hidden
-
-
-async def _other_way(planner: Planner, span: Span, waiting: Waiting) -> list[Hop]:
-    """Hops over the blocks that are left. Waits for servers as a session does; raises `MissingBlocks`."""
-    while True:
-        try:
-            return list((await planner.route(span, None, None, 0)).hops)
-        except MissingBlocks as missing:
-            await waiting.more(missing)
-
-
-async def forward(
-    network: Network, hop: Hop, manner: Manner, hidden: Packed, layout: StepLayout, slowness: float = 1.0
-) -> Packed:
-    """Run packed sequences through one server's blocks; the server keeps nothing.
-
-    Raises `RemoteError` of the fitting kind; `PeerSilent` when it takes much longer than such work should.
-    """
-    patience = expected(hop, slowness, manner.timeout).allowed(layout.tokens)
-    request = messages.ForwardRequest(
-        revision=manner.revision,
-        start=hop.span.start,
-        end=hop.span.end,
-        counts=list(layout.counts),
-        format=hidden.wire,
-        dtype=hidden.dtype,
-        reply_format=manner.wire,
-        offsets=list(layout.offsets) if layout.offsets is not None else None,
-    )
-    outputs = Outputs(hidden.tokens, hidden.hidden_size)
-    async with answering(hop, patience):
-        stream = await network.open_stream(hop.server.peer_id)
-        try:
-            await stream.send(request, hidden.payload)
-            frame = await stream.receive(4 * outputs.values)
-        finally:
-            stream.close()
-    reply = accepted(hop, frame)
-    if not isinstance(reply, messages.ForwardReply):
-        raise out_of_place(hop, reply)
-    return checked(hop, outputs, frame.payload, reply)
+async def cancelled(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    """End tasks that are not wanted any more."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from swarm.client.adapter_sending import Carried
 from swarm.client.answers import Outputs, accepted, answering, checked, expected, out_of_place, whose
 from swarm.client.packed import Manner, Packed
 from swarm.client.record import Record, Step
@@ -73,6 +74,7 @@ class HopSession:
         heard: called with the number and the checked outputs of each step that is answered.
         changed: called after anything has happened.
         slowness: how many times longer than it announces the server is given, because it was too slow before.
+        adapter: what is added to the blocks.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class HopSession:
         heard: Callable[[HopSession, int, Packed], None],
         changed: Callable[[], None],
         slowness: float = 1.0,
+        adapter: Carried | None = None,
     ) -> None:
         self.hop = hop
         self.session_id = secrets.token_bytes(16)
@@ -102,6 +105,7 @@ class HopSession:
         self._network = network
         self._manner = manner
         self._max_length = max_length
+        self._adapter = adapter or Carried()
         self._heard = heard
         self._changed = changed
         self._stream: Stream | None = None
@@ -146,11 +150,11 @@ class HopSession:
             max_length=self._max_length,
             reply_format=self._manner.wire,
             patience=ROOM_PATIENCE,
+            adapters=self._adapter.adapter.digests(self.hop.span),
         )
-        async with answering(self.hop, patience):
+        async with answering(self.hop, patience + self._adapter.seconds(self.hop)):
             self._stream = await self._network.open_stream(self.peer_id)
-            await self._stream.send(request)
-            frame = await self._stream.receive(0)
+            frame = await self._adapter.ask(self._stream, self.hop, request, b"", 0)
         reply = accepted(self.hop, frame)
         if not isinstance(reply, messages.SessionOpened):
             raise out_of_place(self.hop, reply)

@@ -12,8 +12,12 @@ from typing import Any
 
 import torch
 
+from swarm.client.record import REQUEST_TOKENS
+from swarm.client.rows import Rows, flat_rows, shaped_rows
 from swarm.data_structures import HopTiming, Route, Span, StepLayout
 from swarm.errors import InvalidSpan, TooLong
+from swarm.models import training
+from swarm.models.adapters import NOTHING, Parts
 from swarm.models.kv_cache import SessionCache
 from swarm.models.span import SpanModel
 
@@ -71,19 +75,49 @@ class LocalBlocks:
         self._model = model
         self._lock = threading.Lock()
 
-    def session(self) -> LocalSession:
-        """Caches for one session."""
-        return LocalSession(self)
+    def session(self, adapter: Parts = NOTHING) -> LocalSession:
+        """Caches for one session, with an adapter as for `new_cache`."""
+        return LocalSession(self, adapter)
 
-    def new_cache(self, span: Span) -> SessionCache:
-        """An empty cache for some of the blocks."""
-        return SessionCache(self._model.narrowed(span))
+    def new_cache(self, span: Span, adapter: Parts = NOTHING) -> SessionCache:
+        """An empty cache for some of the blocks.
 
-    def forward(
-        self, span: Span, hidden_RTH: torch.Tensor, real_RT: torch.Tensor | None, layout: StepLayout
-    ) -> torch.Tensor:
-        """Run whole sequences through the blocks of `span`; nothing is kept. Else as `compute`."""
-        return self.compute(self.new_cache(span), hidden_RTH, real_RT, layout)
+        Args:
+            adapter: what is added to blocks, also to those of others. Raises `AdapterRefused` if it does not fit.
+        """
+        return SessionCache(self._model.narrowed(span), self._checked(span, adapter))
+
+    def forward(self, span: Span, hidden_RTH: torch.Tensor, rows: Rows, adapter: Parts = NOTHING) -> torch.Tensor:
+        """Run whole sequences through the blocks of `span`, with torch's own graph behind them if gradients are wanted.
+
+        Args:
+            adapter: as for `new_cache`.
+
+        Returns and raises as `compute`.
+        """
+        size = max(1, REQUEST_TOKENS // max(1, hidden_RTH.shape[1]))
+        pieces = [slice(first, first + size) for first in range(0, max(1, len(hidden_RTH)), size)]
+        return torch.cat([self._forward(span, hidden_RTH[piece], rows[piece], adapter) for piece in pieces])
+
+    def _forward(self, span: Span, hidden_RTH: torch.Tensor, rows: Rows, adapter: Parts) -> torch.Tensor:
+        layout = rows.layout
+        if not layout.tokens:
+            return torch.zeros_like(hidden_RTH)
+        tensors = [hidden_RTH, *(tensor for part in adapter.values() for tensor in part.tensors)]
+        if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
+            return self.compute(self.new_cache(span, adapter), hidden_RTH, rows.real, layout)
+        self._check_positions(layout)
+        model = self._model.narrowed(span)
+        packed_TH = flat_rows(hidden_RTH, rows.real).to(model.device, model.dtype)
+        with self._lock:
+            output_TH = training.forward(model, packed_TH, layout, self._checked(span, adapter))
+        return shaped_rows(output_TH, hidden_RTH, rows.real)
+
+    def _checked(self, span: Span, adapter: Parts) -> Parts:
+        mine = {block: part for block, part in adapter.items() if block in span}
+        for block, part in mine.items():
+            self._model.adapted.check(block, part)
+        return mine
 
     def compute(
         self, cache: SessionCache, hidden_RTH: torch.Tensor, real_RT: torch.Tensor | None, layout: StepLayout
@@ -102,17 +136,10 @@ class LocalBlocks:
             TooLong: the model has no such position.
         """
         self._check_positions(layout)
-        model = self._model
-        real = real_RT.to(hidden_RTH.device) if real_RT is not None else None
-        packed_TH = (hidden_RTH.flatten(0, 1) if real is None else hidden_RTH[real]).to(model.device, model.dtype)
+        packed_TH = flat_rows(hidden_RTH, real_RT).to(self._model.device, self._model.dtype)
         with self._lock:
             output_TH = cache.step(packed_TH.contiguous(), layout)
-        output_TH = output_TH.to(hidden_RTH.device, hidden_RTH.dtype)
-        if real is None:
-            return output_TH.view(hidden_RTH.shape)
-        result = torch.zeros_like(hidden_RTH)
-        result[real] = output_TH
-        return result
+        return shaped_rows(output_TH, hidden_RTH, real_RT)
 
     def _check_positions(self, layout: StepLayout) -> None:
         limit = self._model.positions
@@ -133,9 +160,9 @@ class LocalSession:
     computed again (a start below what is cached is a rollback), but its rows must not be copied about again.
     """
 
-    def __init__(self, blocks: LocalBlocks) -> None:
+    def __init__(self, blocks: LocalBlocks, adapter: Parts = NOTHING) -> None:
         self._blocks = blocks
-        self._cache = blocks.new_cache(blocks.span)
+        self._cache = blocks.new_cache(blocks.span, adapter)
         self._copied: tuple[int, ...] | None = None
         """Where the rows were copied from, in steps that have not come to their end."""
         self.timing: HopTiming | None = None

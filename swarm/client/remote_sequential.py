@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from swarm.client.adapter import Adapter
+from swarm.client.adapter import Adapter, parts_of
 from swarm.client.connection import SwarmConnection
-from swarm.client.forwarding import Portion
-from swarm.client.record import REQUEST_TOKENS
-from swarm.client.session import InferenceSession, pack_rows, position_offsets, unpack_rows
-from swarm.data_structures import Route, Span, StepLayout
+from swarm.client.rows import Rows
+from swarm.client.sequential_autograd import run_remotely
+from swarm.client.session import InferenceSession
+from swarm.data_structures import Span
 from swarm.errors import InvalidSpan, SwarmError
-from swarm.protocol.messages import MAX_ROWS
 
 
 class RemoteSequential(nn.Module):
     """Blocks `[start, end)` as one module, without a session: nothing is kept between calls.
 
-    Those that the client holds itself are computed here, the others by the swarm.
+    Those that the client holds itself are computed here, the others by the swarm. Gradients come back to the hidden
+    states and to the tensors of the adapter, never to the blocks' own weights.
     """
 
     def __init__(self, connection: SwarmConnection, span: Span, adapter: Adapter | None = None) -> None:
@@ -58,10 +57,8 @@ class RemoteSequential(nn.Module):
             position_ids: `[rows or 1, tokens]`; None counts each row's real tokens.
 
         Returns:
-            the blocks' outputs, same shape; zero where padded.
+            the blocks' outputs, same shape; zero where padded. Differentiable once.
         """
-        if torch.is_grad_enabled() and hidden.requires_grad:
-            raise SwarmError("gradients through remote blocks are not available yet; use torch.no_grad()")
         if hidden.ndim != 3:
             raise ValueError(f"hidden states are [rows, tokens, hidden_size], got {list(hidden.shape)}")
         real = None
@@ -69,64 +66,19 @@ class RemoteSequential(nn.Module):
             real = attention_mask.cpu().bool()
         if position_ids is not None:
             position_ids = position_ids.expand(hidden.shape[0], -1)
-        portions = _portions(hidden.shape[0], hidden.shape[1])
-        return torch.cat(
-            [self._run(*(_part(value, rows) for value in (hidden, real, position_ids))) for rows in portions]
-        )
+        counts = (hidden.shape[1],) * hidden.shape[0] if real is None else tuple(real.sum(1).tolist())
+        return self._run(hidden, Rows(counts, real, position_ids))
 
-    def _run(
-        self, hidden: torch.Tensor | None, real: torch.Tensor | None, positions: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Some rows at once, split among routes by what these can compute."""
-        assert hidden is not None
-        rows, slots, _ = hidden.shape
-        counts = (slots,) * rows if real is None else tuple(real.sum(1).tolist())
-        result = torch.zeros_like(hidden)
-        filled = [row for row, count in enumerate(counts) if count]
-        if not filled:
-            return result
-        hidden, span = self._run_here(hidden, real, positions, counts)
-        if span is None:
+    def _run(self, hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
+        parts = parts_of(self.adapter, self.span)
+        local, end = self._connection.local, self.span.start
+        if local is not None and local.span.end > self.span.start:
+            end = min(self.span.end, local.span.end)
+            hidden = local.forward(Span(self.span.start, end), hidden, rows, parts)
+        if end == self.span.end:
             return hidden
-        split = self._connection.split(span, [counts[row] for row in filled])
-        places = [torch.tensor([filled[row] for row in portion.rows]) for portion in split]
-        requests = [
-            self._request(hidden, real, positions, counts, rows_of, portion.route)
-            for rows_of, portion in zip(places, split, strict=True)
-        ]
-        outputs = self._connection.forward(span, requests)
-        for rows_of, output in zip(places, outputs, strict=True):
-            result[rows_of] = unpack_rows(output, hidden[rows_of], real[rows_of] if real is not None else None)
-        return result
-
-    def _run_here(
-        self,
-        hidden: torch.Tensor,
-        real: torch.Tensor | None,
-        positions: torch.Tensor | None,
-        counts: tuple[int, ...],
-    ) -> tuple[torch.Tensor, Span | None]:
-        """What the client's own blocks make of the rows, and which blocks are left to servers, if any."""
-        local = self._connection.local
-        if local is None or self.span.start >= local.span.end:
-            return hidden, self.span
-        here = Span(self.span.start, min(self.span.end, local.span.end))
-        output = local.forward(here, hidden, real, _layout(real, positions, counts))
-        return output, Span(here.end, self.span.end) if here.end < self.span.end else None
-
-    def _request(
-        self,
-        hidden: torch.Tensor,
-        real: torch.Tensor | None,
-        positions: torch.Tensor | None,
-        counts: Sequence[int],
-        rows: torch.Tensor,
-        route: Route,
-    ) -> Portion:
-        real = real[rows] if real is not None else None
-        positions = positions[rows] if positions is not None else None
-        layout = _layout(real, positions, tuple(counts[row] for row in rows.tolist()))
-        return Portion(pack_rows(hidden[rows], real, self._connection), layout, route)
+        remote = {block: part for block, part in parts.items() if block >= end}
+        return run_remotely(self._connection, Span(end, self.span.end), remote, hidden, rows)
 
     def __len__(self) -> int:
         return self.span.length
@@ -153,22 +105,6 @@ class _Tuning:
     """What all slices of the same blocks share."""
 
     adapter: Adapter | None
-
-
-def _layout(real: torch.Tensor | None, positions: torch.Tensor | None, counts: tuple[int, ...]) -> StepLayout:
-    """Whole sequences of so many tokens."""
-    layout = StepLayout((0,) * len(counts), counts)
-    return replace(layout, offsets=position_offsets(positions, real, layout))
-
-
-def _portions(rows: int, slots: int) -> Iterator[slice]:
-    """Rows that go into one request each."""
-    size = max(1, min(MAX_ROWS, REQUEST_TOKENS // max(1, slots)))
-    return (slice(first, first + size) for first in range(0, max(1, rows), size))
-
-
-def _part(value: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
-    return value[rows] if value is not None else None
 
 
 @dataclass

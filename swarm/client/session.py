@@ -8,20 +8,25 @@ from typing import Any
 
 import torch
 
+from swarm.client.adapter import frozen, parts_of
+from swarm.client.adapter_sending import pack_adapter
 from swarm.client.chain import Chain
 from swarm.client.chunking import chunk_slots
 from swarm.client.connection import SwarmConnection
+from swarm.client.local_blocks import LocalSession
 from swarm.client.packed import Packed
 from swarm.client.record import REQUEST_TOKENS
-from swarm.data_structures import HopTiming, Route, StepLayout
+from swarm.client.rows import pack_rows, position_offsets, unpack_rows
+from swarm.data_structures import HopTiming, Route, Span, StepLayout
 from swarm.errors import SessionClosed, TooLong
 from swarm.models.sequence_cache import SequenceCache
-from swarm.protocol.compression import dtype_name, pack, unpack
 
 
 class InferenceSession:
     """The servers of a route keep this session's attention keys and values; the client keeps its place, and a record of
     what it sent, with which a server that vanishes is replaced by another one.
+
+    What the model's adapter adds to the blocks stays as it is when the session's route is found, with the first step.
 
     A session is used by one thread at a time. `generate` within the `with` block uses it by itself.
 
@@ -39,7 +44,7 @@ class InferenceSession:
         self._model = model
         self._connection = connection
         self._chain: Chain | None = None
-        self._local = connection.local.session() if connection.local is not None else None
+        self._local: LocalSession | None = None
         self._closed = False
 
     def step(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -165,7 +170,7 @@ class InferenceSession:
             inputs = hidden[:, slots]
             if self._local is not None:
                 inputs = self._local.compute(inputs, real, of_slots)
-            parts.append((pack_rows(inputs, real, self._connection), of_slots))
+            parts.append((pack_rows(inputs, real, self._connection.config.wire), of_slots))
         outputs = self._send(parts)
         if self._local is not None:
             self._local.confirm()
@@ -183,7 +188,11 @@ class InferenceSession:
         if self._closed:
             raise SessionClosed("this inference session is closed; open another one")
         if self._chain is None:
-            self._chain = self._connection.open_chain(self.max_length)
+            parts = parts_of(self._model.remote_blocks.adapter, Span(0, self._connection.blocks))
+            remote = {block: part for block, part in parts.items() if block in self._connection.span}
+            self._chain = self._connection.open_chain(self.max_length, pack_adapter(remote))
+            if self._connection.local is not None:
+                self._local = self._connection.local.session(frozen(parts))
         return self._chain
 
     def close(self) -> None:
@@ -222,42 +231,3 @@ def chunks(
         offsets = position_offsets(positions[:, part] if positions is not None else None, real, plain)
         yield part, replace(plain, offsets=offsets), real
         starts, sources = tuple(start + count for start, count in zip(starts, counts, strict=True)), None
-
-
-def position_offsets(
-    positions: torch.Tensor | None, real: torch.Tensor | None, layout: StepLayout
-) -> tuple[int, ...] | None:
-    """How far each row's positions are from counting its real tokens; None if they are just that.
-
-    Args:
-        positions: `[rows or 1, slots]`, or None.
-        real: which slots are real `[rows, slots]`, None for all.
-    """
-    if positions is None or not layout.tokens:
-        return None
-    if real is None:
-        first = positions[:, 0].expand(layout.rows)
-    else:
-        first = positions.expand(layout.rows, -1).gather(1, real.long().argmax(1, keepdim=True).to(positions.device))[
-            :, 0
-        ]
-    offsets = tuple(max(0, at - start) for at, start in zip(first.tolist(), layout.starts, strict=True))
-    return offsets if any(offsets) else None
-
-
-def pack_rows(hidden: torch.Tensor, real: torch.Tensor | None, connection: SwarmConnection) -> Packed:
-    """The real slots of `[rows, slots, hidden_size]`, row after row, encoded for the wire."""
-    flat = hidden.flatten(0, 1) if real is None else hidden[real.to(hidden.device)]
-    wire = connection.config.wire
-    return Packed(pack(flat, wire), flat.shape[0], flat.shape[1], wire, dtype_name(hidden.dtype))
-
-
-def unpack_rows(packed: Packed, like: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
-    """The inverse of `pack_rows`, in shape, dtype and device of `like`; padded slots are zero."""
-    flat = unpack(packed.payload, packed.tokens, packed.hidden_size, packed.wire, packed.dtype, like.device)
-    flat = flat.to(like.dtype)
-    if real is None:
-        return flat.view(like.shape)
-    result = torch.zeros_like(like)
-    result[real.to(like.device)] = flat
-    return result

@@ -1,4 +1,4 @@
-"""Batches without a session: one request to one server, and several portions while servers fail."""
+"""Batches without a session: several micro-batches while servers fail."""
 
 from __future__ import annotations
 
@@ -10,102 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from swarm.client.forwarding import Portion, forward, forward_all
+from swarm.client.asking import Asker
+from swarm.client.forwarding import MicroBatch, Pass, forward_all
 from swarm.client.packed import Packed
 from swarm.data_structures import Hop, Route, Span, StepLayout, WireFormat
-from swarm.errors import MissingBlocks, PeerLost, PeerSilent, ProtocolViolation, RemoteError, TooLong
+from swarm.errors import MissingBlocks, TooLong
 from swarm.protocol import messages
 from swarm.protocol.compression import pack, unpack
 from tests import virtual_time
 from tests.client.chains import BLOCKS, CLIENT, TOLERANCE, Swarm
 from tests.client.chains import HIDDEN as WIDTH
-from tests.client.fakes import (
-    BAD_REPLIES,
-    HIDDEN,
-    INPUT,
-    LAYOUT,
-    MANNER,
-    OUTPUT,
-    bad_payloads,
-    forward_reply,
-    hop,
-    refusal,
-    reply,
-    run,
-)
-from tests.client.test_hop_session import cases, remote_errors
-
-
-def test_it_says_what_it_wants_and_leaves():
-    async def scenario(swarm):
-        server = await swarm.add(forward_reply())
-        layout = StepLayout((0, 0), (2, 1), None, (4, 0))
-        output = await forward(swarm.network, hop(), MANNER, INPUT, layout)
-        assert output == Packed(OUTPUT, 3, HIDDEN, WireFormat.FLOAT16, "float32")
-        await asyncio.sleep(0.1)
-        assert server.open_streams == 0
-        request = messages.ForwardRequest(
-            "main", 0, 3, [2, 1], WireFormat.NONE, "float32", WireFormat.FLOAT16, offsets=[4, 0]
-        )
-        assert server.requests == [(request, INPUT.payload)]
-
-    run(scenario)
-
-
-@cases([*BAD_REPLIES, ("a step", reply(), "StepReply out of place"), *bad_payloads(forward_reply)])
-def test_a_server_that_answers_wrongly(answer, why):
-    async def scenario(swarm):
-        server = await swarm.add(answer)
-        with pytest.raises(ProtocolViolation, match=why):
-            await forward(swarm.network, hop(), MANNER, INPUT, LAYOUT)
-        await asyncio.sleep(0.1)
-        assert server.open_streams == 0
-
-    run(scenario)
-
-
-@pytest.mark.parametrize("kind", remote_errors())
-def test_a_refusal_is_raised_as_the_error_that_it_was(kind):
-    async def scenario(swarm):
-        await swarm.add(refusal(kind("because")))
-        with pytest.raises(RemoteError, match=r"server …\w+ \(blocks 0:3\) refused: because") as caught:
-            await forward(swarm.network, hop(), MANNER, INPUT, LAYOUT)
-        assert type(caught.value) is kind
-
-    run(scenario)
-
-
-@pytest.mark.parametrize(
-    ("answer", "kind", "why"), [(None, PeerSilent, "did not answer within"), ("hang up", PeerLost, "is gone")]
-)
-def test_a_server_that_does_not_answer(answer, kind, why):
-    async def scenario(swarm):
-        await swarm.add(answer)
-        with pytest.raises(PeerLost, match=why) as caught:
-            await forward(swarm.network, hop(), MANNER, INPUT, LAYOUT)
-        assert type(caught.value) is kind
-        assert asyncio.get_running_loop().time() < 10
-        with pytest.raises(PeerLost, match="cannot be reached"):
-            await forward(swarm.network, hop("nobody"), MANNER, INPUT, LAYOUT)
-
-    run(scenario)
-
-
-def test_long_work_may_take_as_long_as_was_announced():
-    """A server that computes 10 tokens a second is not given up after a few seconds of a long batch."""
-
-    async def scenario(swarm):
-        async def slow(stream):
-            await stream.receive()
-            await asyncio.sleep(30)
-            await stream.send(*forward_reply())
-
-        await swarm.network.serve(slow)
-        patient = hop("client", forward_throughput=3.0 * 10 / 300)
-        assert (await forward(swarm.network, patient, MANNER, INPUT, LAYOUT)).payload == OUTPUT
-
-    run(scenario)
-
 
 SERVERS = {"a": (0, 3), "b": (3, 6), "a2": (0, 3), "b2": (3, 6)}
 
@@ -115,7 +29,7 @@ class Batch:
 
     def __init__(self, swarm: Swarm) -> None:
         self.swarm = swarm
-        self.portions: list[Portion] = []
+        self.batches: list[MicroBatch] = []
         self.expected: list[torch.Tensor] = []
 
     def add(self, tokens: int, *names: str) -> None:
@@ -123,15 +37,20 @@ class Batch:
         hidden = torch.randn(tokens, WIDTH, generator=torch.Generator().manual_seed(tokens))
         packed = Packed(pack(hidden, WireFormat.NONE), tokens, WIDTH, WireFormat.NONE, "float32")
         infos = [self.swarm.announced[name] for name in names]
-        self.portions.append(
-            Portion(packed, StepLayout((0,), (tokens,)), Route(tuple(Hop(info, info.span) for info in infos)))
+        self.batches.append(
+            MicroBatch(packed, StepLayout((0,), (tokens,)), Route(tuple(Hop(info, info.span) for info in infos)))
         )
         self.expected.append(self.swarm.model.forward(hidden.unsqueeze(0))[0])
 
     async def run(self) -> None:
         swarm = self.swarm
-        results = await forward_all(swarm.network, swarm.planner, swarm.manner, Span(0, BLOCKS), self.portions)
-        for result, expected in zip(results, self.expected, strict=True):
+        asker = Asker(swarm.network, swarm.manner)
+        try:
+            passages = await forward_all(Pass(asker, swarm.planner), Span(0, BLOCKS), self.batches)
+        finally:
+            asker.close()
+        for passage, expected in zip(passages, self.expected, strict=True):
+            result = passage.outputs
             outputs = unpack(result.payload, result.tokens, WIDTH, result.wire, result.dtype, torch.device("cpu"))
             torch.testing.assert_close(outputs, expected, rtol=0, atol=TOLERANCE * float(expected.abs().max()))
 
