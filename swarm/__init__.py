@@ -7,15 +7,24 @@ from typing import TYPE_CHECKING, Any
 from swarm.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from swarm.client.model import AutoDistributedModelForCausalLM
+    from swarm.client.model import (
+        AutoDistributedModelForCausalLM,
+        AutoDistributedModelForSequenceClassification,
+        AutoModelForPromptTuning,
+    )
 
-__all__ = ["AutoDistributedModelForCausalLM", "__version__"]
+__all__ = [
+    "AutoDistributedModelForCausalLM",
+    "AutoDistributedModelForSequenceClassification",
+    "AutoModelForPromptTuning",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:
     """Import torch and transformers only for those who use them."""
-    if name == "AutoDistributedModelForCausalLM":
-        from swarm.client.model import AutoDistributedModelForCausalLM
+    if name in __all__:
+        from swarm.client import model
 
-        return AutoDistributedModelForCausalLM
+        return getattr(model, name)
     raise AttributeError(f"module 'swarm' has no attribute {name!r}")

@@ -1,37 +1,32 @@
-"""`AutoDistributedModelForCausalLM`: the transformers model itself, with the swarm in the place of its blocks."""
+"""`AutoDistributedModelFor...`: the transformers model itself, with the swarm in the place of its blocks."""
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
-import threading
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
-from swarm.client.baton import Turn
+from swarm.client.calls import Calls
 from swarm.client.config import ClientConfig
 from swarm.client.connection import SwarmConnection
-from swarm.client.inference_lanes import InferenceLanes
-from swarm.client.lane_generation import generate_in_lanes
-from swarm.client.lanes import LanesWanted, check_lanes
+from swarm.client.distributed import Active, Distributed, DistributedGeneration
 from swarm.client.local_blocks import LocalBlocks, parse_local_blocks
-from swarm.client.remote_sequential import Call, RemoteLayer, RemoteSequential
-from swarm.client.session import InferenceSession
-from swarm.client.speculation import bounded, check_speculation, unseen_length
+from swarm.client.remote_sequential import RemoteLayer, RemoteSequential
+from swarm.client.tuning.options import TuningOptions, tuning_options
+from swarm.client.tuning.trained import Trained
 from swarm.data_structures import Span, WireFormat
-from swarm.errors import InvalidOption, UsageError
+from swarm.errors import AdapterMismatch, InvalidOption
+from swarm.models.adapter_files import StoredAdapter, read_adapter
 from swarm.models.checkpoint import Checkpoint, open_checkpoint
-from swarm.models.heads import load_heads
+from swarm.models.families import classification_class
+from swarm.models.heads import Task, load_heads
 from swarm.models.loading import resolve_dtype
 from swarm.models.quantization import FORMS
-from swarm.models.sequence_cache import SequenceCache
 from swarm.models.span_loading import load_span
 from swarm.models.wire_defaults import default_wire
 from swarm.protocol.compression import warm_up
@@ -43,8 +38,16 @@ AUTO = "auto"
 """The wire format that is left to the family."""
 
 
-class AutoDistributedModelForCausalLM:
-    """Makes distributed models; see `from_pretrained`."""
+class _AutoDistributedModel:
+    """Makes distributed models for one task.
+
+    Attributes:
+        task: what the models are for.
+        tuning_mode: what is trained if nothing else is said.
+    """
+
+    task: ClassVar[Task]
+    tuning_mode: ClassVar[str | None] = None
 
     @classmethod
     def from_pretrained(
@@ -64,8 +67,22 @@ class AutoDistributedModelForCausalLM:
         push: bool = True,
         local_blocks: int | str | Span | None = None,
         quant: str | Iterable[str] | None = None,
+        num_labels: int | None = None,
+        tuning_mode: str | None = None,
+        pre_seq_len: int | None = None,
+        lora_config: Any = None,
+        lora_rank: int | None = None,
+        lora_alpha: float | None = None,
+        target_modules: str | Iterable[str] | None = None,
+        adapter: str | Path | None = None,
+        adapter_revision: str | None = None,
+        trainable: bool | None = None,
+        force_adapter: bool = False,
     ) -> Any:
-        """The transformers model with embeddings, final norm and head here and all blocks in the swarm.
+        """The family's transformers model with embeddings, final norm and head here and all blocks in the swarm.
+
+        All parameters are frozen but those that `tuning_mode`, or a new head, asks for; these are float32, whatever
+        the dtype of the model. `model.parameters()` may go into any optimizer.
 
         Args:
             model: local folder or hub id; None for the demo model.
@@ -86,15 +103,40 @@ class AutoDistributedModelForCausalLM:
                 loaded. The swarm needs to hold the others alone.
             quant: use only servers that hold their weights so: "none", "int8", "nf4", "int4" (what CPUs have in the
                 place of nf4), or several of them; None uses all.
+            num_labels: classes to tell apart; None for what the adapter or the config says. For classification only.
+            tuning_mode: what is trained: "ptune" (virtual tokens in front of the text, `model.prompts`),
+                "deep_ptune" (also what is added to them at each block, `model.deep_prompts`), "lora" (`model.lora`).
+                A model for classification trains its head as well.
+            pre_seq_len: virtual tokens; None for 16.
+            lora_config: a `peft.LoraConfig`, or a dict of its entries. What servers cannot do is refused by name.
+            lora_rank, lora_alpha, target_modules: the same said directly, 8 and 8 and queries and values by default.
+            adapter: folder or hub repository with what was trained, in PEFT's format (safetensors only). It is used
+                frozen, unless `tuning_mode` or `trainable` says that training goes on.
+            adapter_revision: branch, tag or commit of that repository.
+            trainable: whether training of the adapter goes on.
+            force_adapter: use an adapter that was trained for another revision of the model.
 
         Returns:
             an instance of the family's own class (such as `LlamaForCausalLM`), with the additions of
-            `DistributedMixin`.
+            `swarm.client.distributed`.
 
         Raises:
             UsageError: of the fitting kind; see `swarm.errors`.
         """
         asked = _wire_format(wire)
+        tuning = tuning_options(
+            tuning_mode=tuning_mode or (cls.tuning_mode if adapter is None else None),
+            pre_seq_len=pre_seq_len,
+            lora_config=lora_config,
+            lora_rank=lora_rank,
+            lora_alpha=lora_alpha,
+            target_modules=target_modules,
+            adapter=adapter,
+            adapter_revision=adapter_revision,
+            force_adapter=force_adapter,
+            trainable=trainable,
+        )
+        _check_labels(cls.task, num_labels)
         config = ClientConfig(
             initial_peers=_initial_peers(initial_peers),
             request_timeout=request_timeout,
@@ -106,6 +148,9 @@ class AutoDistributedModelForCausalLM:
             quant=_quantizations(quant),
         )
         checkpoint = open_checkpoint(model, revision=revision, cache_dir=cache_dir)
+        if cls.task == "SEQ_CLS":
+            classification_class(checkpoint.config)  # whether there is any, before anybody is asked
+        stored = _stored(tuning, checkpoint, cache_dir)
         config = replace(config, local_blocks=parse_local_blocks(local_blocks, checkpoint.blocks))
         config = replace(config, wire=asked or default_wire(checkpoint.config))
         logger.info("hidden states of %s travel as %s", checkpoint.name, config.wire)
@@ -114,200 +159,84 @@ class AutoDistributedModelForCausalLM:
         resolved = resolve_dtype(dtype, checkpoint.config)
         connection = _connect(config, checkpoint, resolved)
         try:
-            return _build(checkpoint, connection, resolved)
+            return _build(checkpoint, connection, resolved, cls.task, _labels(num_labels, stored), tuning, stored)
         except BaseException:
             connection.close()
             raise
 
 
-class DistributedMixin:
-    """What a distributed model has beyond its transformers class.
+class AutoDistributedModelForCausalLM(_AutoDistributedModel):
+    """Makes distributed language models; see `from_pretrained`."""
 
-    Attributes:
-        swarm: the connection; `swarm.close()` disconnects.
-        remote_blocks: the blocks as a module; slices of it run some of them.
-    """
-
-    swarm: SwarmConnection
-    remote_blocks: RemoteSequential
-
-    def extra_repr(self) -> str:
-        return f"wire={self.swarm.config.wire}"
-
-    @property
-    def word_embeddings(self) -> nn.Module:
-        """Token ids to the hidden states that `session.step` takes."""
-        return self.get_input_embeddings()  # type: ignore[attr-defined, no-any-return]
-
-    def inference_session(self, *, max_length: int) -> InferenceSession:
-        """Open a session for up to `max_length` tokens a row; servers reserve room for them at the first step.
-
-        As a context manager it is used by every `generate` inside, which then computes only what is new: a prompt
-        that begins with tokens of an earlier call continues there.
-        """
-        return InferenceSession(self, self.swarm, max_length)
-
-    def inference_lanes(self, lanes: LanesWanted = "auto", *, max_length: int) -> InferenceLanes:
-        """Open several sessions that are in flight at once; see `InferenceLanes`.
-
-        Args:
-            lanes: how many; "auto" for one a server of the route.
-            max_length: as for `inference_session`.
-        """
-        check_lanes(lanes)
-        count = self.swarm.stages() if lanes == "auto" else lanes
-        return InferenceLanes([self.inference_session(max_length=max_length) for _ in range(count)])
-
-    def generate(
-        self,
-        inputs: Any = None,
-        *args: Any,
-        session: InferenceSession | None = None,
-        lanes: LanesWanted | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """transformers' `generate`, with everything it takes.
-
-        Args:
-            session: the session to use; else the one whose `with` block this is in; else one for this call alone.
-            lanes: divide the rows into so many groups, each with a session of its own, that are in flight at once, so
-                that servers need not wait for each other; "auto" for one a server of the route. There is at most one
-                a row. The texts are the same as without, but for sampled ones, and those depend on the seed and the
-                number of lanes alone.
-
-        Raises:
-            UsageError: the arguments cannot be divided among lanes; it says why.
-        """
-        session = session or self._active.session
-        if lanes is not None:
-            if session is not None:
-                raise UsageError(
-                    "lanes have sessions of their own; leave session out (and generate outside of its `with`)"
-                )
-            named = inspect.signature(super().generate).bind(inputs, *args, **kwargs).arguments  # type: ignore[misc]
-            settings = named.pop("kwargs", {})
-            return generate_in_lanes(self, lanes, {**named, **settings}, self._generate)
-        if session is not None and kwargs.get("past_key_values") is None:
-            tokens = inputs if inputs is not None else kwargs.get("input_ids")
-            _continue_session(session, tokens, kwargs.get("attention_mask"))
-            kwargs["past_key_values"] = session.cache
-        return self._generate({"inputs": inputs, **kwargs}, None, *args)
-
-    def _generate(self, arguments: dict[str, Any], turn: Turn | None, *args: Any) -> Any:
-        """transformers' `generate`, computing inside the turn if this is one lane of several."""
-        try:
-            with turn if turn is not None else nullcontext():
-                return super().generate(arguments.pop("inputs", None), *args, **arguments)  # type: ignore[misc]
-        finally:
-            own, self._active.own = self._active.own, None
-            if own is not None:
-                own.close()
-
-    def enter_session(self, session: InferenceSession) -> None:
-        """Make `session` the one that `generate` uses in this thread."""
-        self._active.session = session
-
-    def leave_session(self, session: InferenceSession) -> None:
-        """End the effect of `enter_session`."""
-        if self._active.session is session:
-            self._active.session = None
-
-    def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int, length: int
-    ) -> None:
-        """transformers' hook: the cache of a `generate` that was given none is a session of its own."""
-        given = model_kwargs.get("past_key_values")
-        if given is None and generation_config.use_cache is not False:
-            self._active.own = self.inference_session(max_length=max(1, length))
-            model_kwargs["past_key_values"] = self._active.own.cache
-
-    def _get_candidate_generator(self, generation_config: Any, assistant_model: Any = None, **kwargs: Any) -> Any:
-        """transformers' hook: what proposes the candidates of assisted generation."""
-        check_speculation(generation_config, is_draft_remote=isinstance(assistant_model, DistributedMixin))
-        generator = super()._get_candidate_generator(  # type: ignore[misc]
-            generation_config=generation_config, assistant_model=assistant_model, **kwargs
-        )
-        return bounded(generator, generation_config.max_length - 1)
-
-    def prepare_inputs_for_generation(
-        self,
-        input_ids: torch.Tensor,
-        next_sequence_length: int | None = None,
-        inputs_embeds: torch.Tensor | None = None,  # by name: transformers looks whether it is taken
-        **kwargs: Any,
-    ) -> Any:
-        """transformers' hook: which tokens a forward gets."""
-        if inputs_embeds is not None:
-            kwargs["inputs_embeds"] = inputs_embeds
-        cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
-        if next_sequence_length is None and isinstance(cache, SequenceCache):
-            mask_length = mask.shape[1] if mask is not None else None
-            next_sequence_length = unseen_length(cache.length, input_ids.shape[1], mask_length)
-        return super().prepare_inputs_for_generation(  # type: ignore[misc]
-            input_ids, next_sequence_length=next_sequence_length, **kwargs
-        )
-
-    _active: _Active
+    task = "CAUSAL_LM"
 
 
-class _Active(threading.local):
-    """Sessions in use by the current thread."""
+class AutoDistributedModelForSequenceClassification(_AutoDistributedModel):
+    """Makes distributed models that classify texts: the family's own head over the last real token of each row."""
 
-    session: InferenceSession | None = None
-    own: InferenceSession | None = None
+    task = "SEQ_CLS"
 
 
-def _build(checkpoint: Checkpoint, connection: SwarmConnection, dtype: torch.dtype) -> Any:
+class AutoModelForPromptTuning(AutoDistributedModelForSequenceClassification):
+    """Classification by prompt tuning, as in figure 3 of the Petals paper: 16 virtual tokens and a linear head."""
+
+    tuning_mode = "ptune"
+
+
+def _build(
+    checkpoint: Checkpoint,
+    connection: SwarmConnection,
+    dtype: torch.dtype,
+    task: Task,
+    num_labels: int | None,
+    tuning: TuningOptions,
+    stored: StoredAdapter | None,
+) -> Any:
     blocks = RemoteSequential(connection, Span(0, connection.blocks))
     layer = RemoteLayer(blocks, checkpoint.anatomy.outputs)
-    model, owner = load_heads(checkpoint, layer, DistributedMixin, dtype=dtype)
+    mixin = DistributedGeneration if task == "CAUSAL_LM" else Distributed
+    heads = load_heads(checkpoint, layer, mixin, dtype=dtype, task=task, num_labels=num_labels)
+    model = heads.model
     # Past nn.Module's bookkeeping: neither is a part of the model's weights.
     object.__setattr__(model, "remote_blocks", blocks)
     object.__setattr__(model, "swarm", connection)
-    object.__setattr__(model, "_active", _Active())
-    if not hasattr(model, "lm_head"):
+    object.__setattr__(model, "_active", Active())
+    if task == "CAUSAL_LM" and not hasattr(model, "lm_head"):
         object.__setattr__(model, "lm_head", model.get_output_embeddings())
-    _watch_calls(model, owner, layer)
+    Calls(model, heads.owner, layer)
+    model.trained = Trained(heads, checkpoint)
+    if stored is not None:
+        model.trained.load(stored, tuning)
+    else:
+        model.trained.begin(tuning)
     return model
 
 
-def _watch_calls(model: Any, owner: nn.Module, layer: RemoteLayer) -> None:
-    """Before every forward of the module around the layers, tell the remote layer what it is for."""
-    signature = inspect.signature(owner.forward)
-    positioned = "position_ids" in signature.parameters
-
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args:
-            kwargs = {**signature.bind_partial(*args).arguments, **kwargs}
-        cache = kwargs.get("past_key_values")
-        if cache is None and kwargs.get("use_cache"):
-            # A hand-written loop: out = model(ids, use_cache=True), then model(next, past_key_values=out...).
-            limit = getattr(model.config, "max_position_embeddings", None) or 2048
-            cache = model.inference_session(max_length=min(limit, 2048)).cache
-            kwargs = {**kwargs, "past_key_values": cache}
-        if cache is not None and not isinstance(cache, SequenceCache):
-            raise UsageError(
-                f"a {type(cache).__name__} cannot hold what remote servers compute; leave past_key_values out, or "
-                "use model.inference_session()"
-            )
-        mask = kwargs.get("attention_mask")
-        if mask is not None and getattr(mask, "ndim", 0) != 2:
-            raise UsageError("the swarm takes attention masks of shape [rows, tokens] only")
-        session = cache.session if cache is not None else None
-        layer.expect(Call(session, mask, kwargs.get("position_ids"), positioned, kwargs.get("input_ids")))
-        return (), kwargs
-
-    owner.register_forward_pre_hook(before, with_kwargs=True)
+def _stored(tuning: TuningOptions, checkpoint: Checkpoint, cache_dir: str | Path | None) -> StoredAdapter | None:
+    if tuning.adapter is None:
+        return None
+    return read_adapter(
+        tuning.adapter, checkpoint, revision=tuning.adapter_revision, cache_dir=cache_dir, force=tuning.force
+    )
 
 
-def _continue_session(session: InferenceSession, tokens: Any, mask: torch.Tensor | None) -> None:
-    """Roll a session back to where it agrees with the prompt of a new `generate`."""
-    if not isinstance(tokens, torch.Tensor) or tokens.ndim != 2:
-        session.position = 0
+def _check_labels(task: Task, num_labels: int | None) -> None:
+    if num_labels is None:
         return
-    known = session.cache.common_prefix(tokens, mask)
-    # At least one token has to be computed, or there would be no logits to go on from.
-    session.position = min(known, tokens.shape[1] - 1)
+    if task != "SEQ_CLS":
+        raise InvalidOption("num_labels is for classification; use AutoDistributedModelForSequenceClassification")
+    if isinstance(num_labels, bool) or not isinstance(num_labels, int) or num_labels < 1:
+        raise InvalidOption(f"num_labels={num_labels!r} is no number of classes")
+
+
+def _labels(asked: int | None, stored: StoredAdapter | None) -> int | None:
+    """How many classes: what the adapter's head tells apart, or what was asked for."""
+    found = {len(tensor) for tensor in stored.heads.values()} if stored is not None else set()
+    if not found:
+        return asked
+    if asked not in (None, *found):
+        raise AdapterMismatch(f"num_labels={asked}, but the adapter's head tells {min(found)} classes apart")
+    return min(found)
 
 
 def _connect(config: ClientConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> SwarmConnection:

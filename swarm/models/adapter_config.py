@@ -9,14 +9,15 @@ from typing import Any, Literal, NoReturn
 from swarm.errors import AdapterError
 from swarm.protocol.messages import MAX_RANK, MAX_ROWS
 
-Method = Literal["lora", "ptune", "deep_ptune"]
+Method = Literal["lora", "ptune", "deep_ptune", "head"]
 
 PEFT_TYPES: dict[Method, str] = {
     "lora": "LORA",
     "ptune": "PROMPT_TUNING",
     "deep_ptune": "SWARM_DEEP_PROMPT_TUNING",
+    "head": "SWARM_HEAD",
 }
-"""Our name of a method to PEFT's; the last one is not PEFT's."""
+"""Our name of a method to PEFT's. PEFT has no counterpart of the last two, and refuses them by these names."""
 
 INITIAL = (None, True, False, "gaussian", "orthogonal", "eva")
 """Ways to initialise LoRA that leave the model's own weights as they are; others subtract something from these."""
@@ -108,7 +109,7 @@ class _Config:
             rank_pattern=self._pattern("rank_pattern", MAX_RANK),
             alpha_pattern=self._pattern("alpha_pattern", 1e6),
             dropout=self._number("lora_dropout", 0.0, 0, 1),
-            positions=self._number("num_virtual_tokens", 0, 1, MAX_ROWS) if method != "lora" else 0,
+            positions=self._number("num_virtual_tokens", 0, 1, MAX_ROWS) if "ptune" in method else 0,
         )
 
     def _check_nothing_else(self) -> None:

@@ -1,8 +1,8 @@
 """Adapters in files, as PEFT writes them: `adapter_config.json` and `adapter_model.safetensors`.
 
-Three methods are read: LoRA, prompt tuning (virtual tokens), and deep prompt tuning, which PEFT does not have (its
-files name the method `SWARM_DEEP_PROMPT_TUNING`, so PEFT refuses them instead of leaving the deep prompts out). The
-files are foreign input: only safetensors are opened, sizes are bounded, every key and shape is checked against the
+Four methods are read: LoRA, prompt tuning (virtual tokens), deep prompt tuning, and a head alone. PEFT does not have
+the last two; their files name methods that PEFT refuses, instead of leaving something out silently. The files are
+foreign input: only safetensors are opened, sizes are bounded, every key and shape is checked against the
 model, NaN is refused.
 """
 
@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from swarm.data_structures import Span
 from swarm.errors import AdapterError, AdapterMismatch
 from swarm.models.adapter_config import AdapterConfig, read_config
-from swarm.models.adapter_source import CONFIG, WEIGHTS, AdapterSource
+from swarm.models.adapter_source import WEIGHTS, AdapterSource
 from swarm.models.checkpoint import Checkpoint
 from swarm.models.linear_modules import LinearModules, linear_modules
 from swarm.protocol.adapters import BlockPart, Factors
@@ -42,6 +42,7 @@ class StoredFactors:
 
     down: torch.Tensor
     up: torch.Tensor
+    alpha: float
     scaling: float
 
 
@@ -174,7 +175,7 @@ class _Reader:
                 self._refuse(f"{key[:200]} is for a module outside of the blocks, which the swarm does not compute")
             else:
                 heads[re.sub(r"^base_model\.(model\.(?=.+\.))?", "", key)] = self._tensor(key, None)
-        self._check_complete(halves, prompts, deep)
+        self._check_complete(bool(halves), prompts is not None, deep is not None, bool(heads))
         lora = {
             block: {module: self._factors(block, module, halves[block][module]) for module in sorted(halves[block])}
             for block in sorted(halves)
@@ -182,12 +183,11 @@ class _Reader:
         }
         return StoredAdapter(self._config, lora, prompts, deep, heads)
 
-    def _check_complete(self, halves: Mapping[int, Any], prompts: Any, deep: Any) -> None:
-        wanted = self._config.method
-        if (wanted == "lora") != bool(halves) or (wanted != "lora") != (prompts is not None):
-            self._refuse(f"its tensors are not those of the method that {CONFIG} names, {self._config.peft_type}")
-        if self._config.is_deep != (deep is not None):
-            self._refuse(f"it has no {DEEP_PROMPTS}")
+    def _check_complete(self, has_lora: bool, has_prompts: bool, has_deep: bool, has_heads: bool) -> None:
+        method = self._config.method
+        wanted = (method == "lora", "ptune" in method, method == "deep_ptune", has_heads or method == "head")
+        if (has_lora, has_prompts, has_deep, has_heads) != wanted:
+            self._refuse(f"its tensors are not those of its method, {self._config.peft_type}")
 
     def _factors(self, block: int, module: str, keys: Mapping[str, str]) -> StoredFactors:
         size = self._modules.blocks[block].get(module)
@@ -200,7 +200,7 @@ class _Reader:
             self._refuse(f"rank {rank} is not between 1 and {MAX_RANK}")
         down = self._tensor(keys["A"], (rank, size[0]))
         up = self._tensor(keys["B"], (size[1], rank))
-        return StoredFactors(down, up, scaling(rank, alpha, self._config.use_rslora))
+        return StoredFactors(down, up, alpha, scaling(rank, alpha, self._config.use_rslora))
 
     def _tensor(self, key: str, shape: tuple[int | None, ...] | None) -> torch.Tensor:
         """One tensor as float32. `shape` is what it has to be, None where anything goes."""

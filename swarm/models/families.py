@@ -10,7 +10,11 @@ import inspect
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_MAPPING,
+)
 
 from swarm.errors import UnsupportedModel
 
@@ -65,6 +69,16 @@ def base_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 def causal_lm_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """The family's model with a language modelling head."""
     return _only(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+
+
+def classification_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The family's model with a head that classifies whole texts. Raises `UnsupportedModel` if there is none."""
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise UnsupportedModel(
+            f"transformers has no {config.model_type!r} model that classifies texts; take another family, or put a "
+            "head of your own behind model.base_model"
+        )
+    return _only(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)])
 
 
 def _only(entry: Any) -> type[PreTrainedModel]:

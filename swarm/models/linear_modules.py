@@ -19,11 +19,13 @@ class LinearModules:
     path: where the blocks are from the base model, such as "layers" or "decoder.layers".
     blocks: for each block, module path inside it ("self_attn.q_proj") to (inputs, outputs).
     outside: linear modules that belong to no block, such as a projection of the embeddings.
+    is_transposed: whether weights lie as `[inputs, outputs]` (transformers' Conv1D).
     """
 
     path: str
     blocks: tuple[dict[str, tuple[int, int]], ...]
     outside: tuple[str, ...]
+    is_transposed: bool
 
 
 def linear_modules(config: PreTrainedConfig) -> LinearModules:
@@ -40,7 +42,7 @@ def linear_modules(config: PreTrainedConfig) -> LinearModules:
     outside = tuple(
         place for place, module in model.named_modules() if sizes(module) and not place.startswith(f"{path}.")
     )
-    return LinearModules(path, blocks, outside)
+    return LinearModules(path, blocks, outside, any(isinstance(module, Conv1D) for module in layers.modules()))
 
 
 def sizes(module: nn.Module) -> tuple[int, int] | None:

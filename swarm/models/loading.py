@@ -39,8 +39,12 @@ def load_cut(
     cut: Callable[[PreTrainedModel], None],
     tensors: Mapping[str, torch.Tensor],
     dtype: torch.dtype,
+    may_be_new: Callable[[str], bool] = lambda name: False,
 ) -> Any:
     """Build `model_class` on the meta device, let `cut` change it, then fill it with `tensors`.
+
+    Args:
+        may_be_new: whether a tensor of this name may be missing; the family then initialises it at random.
 
     Raises:
         CheckpointError: the tensors do not fill the model, do not fit it, or need a package that is not here.
@@ -63,8 +67,8 @@ def load_cut(
         raise CheckpointError(f"the weights do not fit a {config.model_type} model: {error}") from error
     except ImportError as error:  # a way of quantizing that needs a package of its own
         raise CheckpointError(f"this checkpoint cannot be loaded here: {error}") from error
-    if report["missing_keys"]:
-        names = sorted(report["missing_keys"])
+    names = sorted(name for name in report["missing_keys"] if not may_be_new(name))
+    if names:
         raise CheckpointError(f"the checkpoint lacks {len(names)} tensors that the model needs, such as {names[0]}")
     model.requires_grad_(False)
     return model

@@ -1,0 +1,1 @@
+"""Fine-tuning: what is trained at this client, how it enters the frozen model, and its files."""

@@ -1,0 +1,213 @@
+"""What LoRA is wanted: PEFT's `LoraConfig`, a dict of its entries, or keyword arguments; and which modules that is.
+
+What the swarm cannot do is refused by name, before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from swarm.errors import InvalidOption
+from swarm.models.linear_modules import LinearModules
+from swarm.protocol.messages import MAX_RANK
+
+ALL_LINEAR = "all-linear"
+
+FUSED = ("query_key_value", "c_attn", "Wqkv", "qkv_proj")
+"""What families call the module that makes queries, keys and values at once."""
+
+MORE = {"phi": ("fc1", "fc2")}
+"""What PEFT trains by default in some families besides queries and values."""
+
+Initial = bool | Literal["gaussian"]
+
+READ = frozenset(
+    (
+        *("r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform", "use_rslora", "rank_pattern"),
+        *("alpha_pattern", "init_lora_weights", "modules_to_save"),
+    )
+)
+IGNORED = frozenset(
+    (
+        *("peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision"),
+        *("inference_mode", "fan_in_fan_out", "layers_pattern", "megatron_core", "qalora_group_size", "runtime_config"),
+    )
+)
+"""Entries that say nothing about what is computed."""
+
+WHY_NOT = {
+    "lora_dropout": "servers compute the same for everybody and apply no dropout",
+    "use_dora": "DoRA rescales the model's own weights, which lie on servers",
+    "bias": "servers' weights and biases stay as they are",
+    "lora_bias": "servers take factors without biases",
+    "target_parameters": "servers add LoRA to linear modules only",
+}
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """Attributes as in PEFT's `LoraConfig`; `rank` and `alpha` are its `r` and `lora_alpha`."""
+
+    rank: int = 8
+    alpha: float = 8
+    target_modules: tuple[str, ...] | str | None = None
+    exclude_modules: tuple[str, ...] | str | None = None
+    layers_to_transform: frozenset[int] | None = None
+    use_rslora: bool = False
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    initial: Initial = True
+
+    def rank_and_alpha(self, place: str) -> tuple[int, float]:
+        """Of the module at `place` in the model."""
+        return _of(self.rank_pattern, place, self.rank), _of(self.alpha_pattern, place, self.alpha)
+
+
+def lora_settings(
+    config: Any = None,
+    rank: int | None = None,
+    alpha: float | None = None,
+    target_modules: str | Iterable[str] | None = None,
+    heads: Iterable[str] = (),
+) -> LoraSettings:
+    """What a person asked for.
+
+    Args:
+        config: a `peft.LoraConfig`, a mapping of its entries, or None.
+        rank, alpha, target_modules: win over what `config` says.
+        heads: names that `modules_to_save` may have, because they are trained anyway.
+
+    Raises:
+        InvalidOption: names what cannot be done.
+    """
+    settings = _from_mapping(_entries(config), frozenset(heads))
+    settings = replace(
+        settings,
+        rank=settings.rank if rank is None else rank,
+        alpha=settings.alpha if alpha is None else alpha,
+        target_modules=settings.target_modules if target_modules is None else _names("target_modules", target_modules),
+    )
+    for name, value in {"lora_rank": settings.rank, **settings.rank_pattern}.items():
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_RANK:
+            raise InvalidOption(f"{name}={value!r} is no rank from 1 to {MAX_RANK}")
+    for name, factor in {"lora_alpha": settings.alpha, **settings.alpha_pattern}.items():
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < float("inf"):
+            raise InvalidOption(f"{name}={factor!r} is no positive number")
+    return settings
+
+
+def _entries(config: Any) -> Mapping[str, Any]:
+    if config is None:
+        return {}
+    entries = config.to_dict() if hasattr(config, "to_dict") else config
+    if not isinstance(entries, Mapping):
+        raise InvalidOption(f"lora_config={config!r} is neither a peft.LoraConfig nor a dict of its entries")
+    kind = getattr(entries.get("peft_type"), "value", entries.get("peft_type"))
+    if kind not in (None, "LORA"):
+        raise InvalidOption(f"lora_config is for {kind}; use a peft.LoraConfig")
+    return entries
+
+
+def _from_mapping(entries: Mapping[str, Any], heads: frozenset[str]) -> LoraSettings:
+    for name, value in entries.items():
+        if name not in READ | IGNORED and value and (name, value) != ("bias", "none"):
+            why = WHY_NOT.get(name, "the swarm does not know how")
+            raise InvalidOption(f"{name}={value!r} cannot be done over the swarm: {why}")
+    initial = entries.get("init_lora_weights", True)
+    if initial not in (True, False, "gaussian"):
+        raise InvalidOption(f"init_lora_weights={initial!r} needs the model's weights; use True, False or 'gaussian'")
+    others = sorted(set(entries.get("modules_to_save") or ()) - heads - {"score", "classifier"})
+    if others:
+        raise InvalidOption(f"modules_to_save={others}: only the head of a classification can be trained whole")
+    layers = entries.get("layers_to_transform")
+    return LoraSettings(
+        rank=entries.get("r", 8),
+        alpha=entries.get("lora_alpha", 8),
+        target_modules=_names("target_modules", entries.get("target_modules")),
+        exclude_modules=_names("exclude_modules", entries.get("exclude_modules")),
+        layers_to_transform=None if layers is None else frozenset([layers] if isinstance(layers, int) else layers),
+        use_rslora=bool(entries.get("use_rslora", False)),
+        rank_pattern=dict(entries.get("rank_pattern") or {}),
+        alpha_pattern=dict(entries.get("alpha_pattern") or {}),
+        initial=initial,
+    )
+
+
+def _names(option: str, wanted: Any) -> tuple[str, ...] | str | None:
+    if wanted is None or isinstance(wanted, str):
+        return wanted
+    names = tuple(sorted(wanted)) if isinstance(wanted, set | frozenset) else tuple(wanted)
+    if not names or not all(isinstance(name, str) for name in names):
+        raise InvalidOption(f'{option}={wanted!r} is not a list of names such as ["q_proj", "v_proj"]')
+    return names
+
+
+def _of(pattern: Mapping[str, Any], place: str, default: Any) -> Any:
+    """PEFT's rule: the first entry that, as a regular expression, is the path or the end of it."""
+    return next((value for name, value in pattern.items() if re.match(rf"(.*\.)?({name})$", place)), default)
+
+
+def targets(
+    settings: LoraSettings, modules: LinearModules, path: str, family: str
+) -> dict[int, dict[str, tuple[int, int]]]:
+    """The modules that LoRA is added to: by block, path inside it to (inputs, outputs), sorted.
+
+    Args:
+        path: of the list of blocks in the whole model, such as "model.layers".
+        family: the config's model type.
+
+    Raises:
+        InvalidOption: nothing is named so, or something outside of the blocks is.
+    """
+    wanted = settings.target_modules or default_targets(modules, family)
+    layers = settings.layers_to_transform
+    if layers is not None and not layers <= set(range(len(modules.blocks))):
+        raise InvalidOption(f"layers_to_transform={sorted(layers)}: the model has blocks 0:{len(modules.blocks)}")
+    found = {
+        block: {
+            module: sizes
+            for module, sizes in sorted(inside.items())
+            if _matches(wanted, place := f"{path}.{block}.{module}")
+            and not (settings.exclude_modules and _matches(settings.exclude_modules, place))
+        }
+        for block, inside in enumerate(modules.blocks)
+        if layers is None or block in layers
+    }
+    _check_found(wanted, found, modules, path)
+    return {block: inside for block, inside in found.items() if inside}
+
+
+def _check_found(wanted: tuple[str, ...] | str, found: Mapping[int, Any], modules: LinearModules, path: str) -> None:
+    if wanted != ALL_LINEAR:
+        root = path.removesuffix(modules.path)
+        for outside in (*(root + name for name in modules.outside), "lm_head", "score", "classifier"):
+            if _matches(wanted, outside):
+                raise InvalidOption(f"target_modules: {outside} lies outside of the blocks, where servers add no LoRA")
+    names = [wanted] if isinstance(wanted, str) else wanted
+    places = [f"{path}.{block}.{module}" for block, inside in found.items() for module in inside]
+    for name in names:
+        if not any(_matches(name if isinstance(wanted, str) else (name,), place) for place in places):
+            known = sorted({module for block in modules.blocks for module in block})
+            raise InvalidOption(f"target_modules: no linear module is named {name!r}; the blocks have {known}")
+
+
+def _matches(wanted: tuple[str, ...] | str, place: str) -> bool:
+    if wanted == ALL_LINEAR:
+        return True
+    if isinstance(wanted, str):
+        return re.fullmatch(wanted, place) is not None
+    return any(place == name or place.endswith(f".{name}") for name in wanted)
+
+
+def default_targets(modules: LinearModules, family: str) -> tuple[str, ...]:
+    """PEFT's: queries and values, or the module that makes both. Raises `InvalidOption` if the blocks have neither."""
+    names = {module.rpartition(".")[2] for block in modules.blocks for module in block}
+    if {"q_proj", "v_proj"} <= names:
+        return ("q_proj", "v_proj", *MORE.get(family, ()))
+    for fused in FUSED:
+        if fused in names:
+            return (fused,)
+    raise InvalidOption(f"say target_modules=[...]: there is no usual choice for {family!r}, which has {sorted(names)}")

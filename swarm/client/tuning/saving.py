@@ -1,0 +1,176 @@
+"""Writing what was trained: PEFT's files and a model card, into a folder or a repository of the hub."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import HfApi
+from safetensors.torch import save_file
+
+from swarm.client.tuning.lora import Lora
+from swarm.client.tuning.model_card import model_card
+from swarm.models.adapter_config import PEFT_TYPES, Method
+from swarm.models.adapter_files import DEEP_PROMPTS, PROMPTS
+from swarm.models.adapter_source import CONFIG, WEIGHTS
+from swarm.models.checkpoint import Checkpoint
+from swarm.models.linear_modules import LinearModules, linear_modules
+
+STATE = "model.safetensors"
+CARD = "README.md"
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """What is written.
+
+    Attributes:
+        checkpoint: the model that it was trained for.
+        path: of the list of blocks in the model, such as "model.layers".
+        prompts, deep_prompts, lora: as in the model.
+        heads: tensors of what was trained whole, by their names in the model.
+    """
+
+    checkpoint: Checkpoint
+    method: Method
+    path: str
+    prompts: torch.Tensor | None
+    deep_prompts: torch.Tensor | None
+    lora: Lora | None
+    heads: Mapping[str, torch.Tensor]
+
+    @property
+    def task(self) -> str:
+        return "SEQ_CLS" if self.heads else "CAUSAL_LM"
+
+    @property
+    def base(self) -> str:
+        """What the model is called: its repository, or a folder's name; paths of this machine are nobody's matter."""
+        is_folder = Path(self.checkpoint.source).is_dir()
+        return self.checkpoint.name if is_folder else self.checkpoint.source
+
+
+def save(snapshot: Snapshot, folder: str | Path) -> None:
+    """Write config, weights and model card into `folder`, which is made if need be."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors_of(snapshot), folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(config_of(snapshot), indent=2, sort_keys=True) + "\n")
+    (folder / CARD).write_text(model_card(snapshot.base, snapshot.checkpoint.revision, snapshot.method, snapshot.task))
+
+
+def save_state(state: Mapping[str, torch.Tensor], folder: str | Path) -> None:
+    """Write parameters by their names in the model."""
+    tensors = {name: tensor.detach().contiguous() for name, tensor in state.items()}
+    save_file(tensors, Path(folder) / STATE, metadata={"format": "pt"})
+
+
+def push(
+    snapshot: Snapshot,
+    repository: str,
+    *,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    revision: str | None = None,
+    commit_message: str = "Upload adapter",
+    create_pr: bool = False,
+) -> str:
+    """Upload what `save` writes to a repository of the hub, which is made if need be.
+
+    Args:
+        repository: such as "name/adapter"; other arguments as in `huggingface_hub.HfApi`.
+
+    Returns:
+        the address of the commit.
+    """
+    api = HfApi(token=token)
+    made = api.create_repo(repository, private=private, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        save(snapshot, folder)
+        commit = api.upload_folder(
+            repo_id=made.repo_id,
+            folder_path=folder,
+            commit_message=commit_message,
+            revision=revision,
+            create_pr=create_pr,
+        )
+    return str(commit.commit_url)
+
+
+def tensors_of(snapshot: Snapshot) -> dict[str, torch.Tensor]:
+    """The tensors under PEFT's names."""
+    found: dict[str, torch.Tensor] = {}
+    if snapshot.prompts is not None:
+        found[PROMPTS] = snapshot.prompts
+    if snapshot.deep_prompts is not None:
+        found[DEEP_PROMPTS] = snapshot.deep_prompts
+    if snapshot.lora is not None:
+        for block in snapshot.lora:
+            for module, one in snapshot.lora[block].items():
+                place = f"base_model.model.{snapshot.path}.{block}.{module}"
+                found[f"{place}.lora_A.weight"] = one.lora_A
+                found[f"{place}.lora_B.weight"] = one.lora_B
+    wrappers = "base_model.model." if snapshot.method == "lora" else "base_model."
+    found.update({wrappers + name: tensor for name, tensor in snapshot.heads.items()})
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in found.items()}
+
+
+def config_of(snapshot: Snapshot) -> dict[str, Any]:
+    """What `adapter_config.json` says."""
+    config = snapshot.checkpoint.config
+    common = {
+        "peft_type": PEFT_TYPES[snapshot.method],
+        "task_type": snapshot.task,
+        "base_model_name_or_path": snapshot.base,
+        "revision": snapshot.checkpoint.revision,
+        "inference_mode": True,
+        "modules_to_save": sorted({name.rpartition(".")[0] for name in snapshot.heads}) or None,
+    }
+    if snapshot.lora is not None:
+        return {**common, **_lora_config(snapshot.lora, snapshot.path, linear_modules(config))}
+    if snapshot.prompts is None:
+        return common
+    return {
+        **common,
+        "num_virtual_tokens": len(snapshot.prompts),
+        "token_dim": snapshot.prompts.shape[1],
+        "num_layers": snapshot.checkpoint.blocks,
+        "num_attention_heads": config.num_attention_heads,
+        "num_transformer_submodules": 1,
+    }
+
+
+def _lora_config(lora: Lora, path: str, modules: LinearModules) -> dict[str, Any]:
+    trained = {(block, module): one for block in lora for module, one in lora[block].items()}
+    rank = Counter(one.rank for one in trained.values()).most_common(1)[0][0]
+    alpha = Counter(one.alpha for one in trained.values()).most_common(1)[0][0]
+    places = {place: f"{path}.{place[0]}.{place[1]}" for place in trained}
+    return {
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "use_rslora": lora.use_rslora,
+        "target_modules": _target_modules(trained, places, modules),
+        "rank_pattern": {places[key]: one.rank for key, one in trained.items() if one.rank != rank},
+        "alpha_pattern": {places[key]: one.alpha for key, one in trained.items() if one.alpha != alpha},
+        "fan_in_fan_out": modules.is_transposed,
+    }
+
+
+def _target_modules(
+    trained: Mapping[tuple[int, str], Any], places: Mapping[tuple[int, str], str], modules: LinearModules
+) -> list[str]:
+    """Names inside the blocks where all blocks that have such a module train it, else the places themselves."""
+    names = []
+    for module in {module for _, module in trained}:
+        having = {block for block, inside in enumerate(modules.blocks) if module in inside}
+        mine = {block for block, name in trained if name == module}
+        names += [module] if mine == having else [places[block, module] for block in mine]
+    return sorted(names)
