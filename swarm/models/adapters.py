@@ -150,6 +150,13 @@ class AdaptedLayers:
         for one in part.factors:
             _check_factors(block, one, modules)
 
+    def fitted(self, parts: Parts) -> Parts:
+        """The same parts, checked, where the layers are. Raises `AdapterRefused`."""
+        for block, part in parts.items():
+            self.check(block, part)
+        device = next(next(iter(self._layers.values())).parameters()).device
+        return {block: part.mapped(lambda tensor: tensor.to(device)) for block, part in parts.items()}
+
     def running(self, shares: Sequence[Share]) -> running:
         """A context in which this thread runs the layers with these adapters, if there are any.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -18,7 +18,6 @@ from swarm.data_structures import StepLayout
 from swarm.models.adapters import NOTHING, Parts, Share
 from swarm.models.rectangle_rows import groups
 from swarm.models.span import SpanModel
-from swarm.protocol.adapters import BlockPart, Factors
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ def backward(
     }
     with torch.enable_grad():
         for group in groups(layout):
-            leaves = {block: _leaves(part) for block, part in parts.items()}
+            leaves = {block: part.mapped(_leaf) for block, part in parts.items()}
             hidden_RTH = pad_sequence([rows[row] for row in group], batch_first=True).requires_grad_()
             result_RTH = _run(model, hidden_RTH, layout, group, leaves)
             wanted = [hidden_RTH, *(tensor for part in leaves.values() for tensor in part.tensors)]
@@ -98,11 +97,6 @@ def _run(
         return model.run_rectangle(hidden_RTH, None, None, offsets)
 
 
-def _leaves(part: BlockPart) -> BlockPart:
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
     """The same numbers, of which gradients are wanted."""
-
-    def leaf(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().requires_grad_()
-
-    factors = tuple(Factors(one.module, leaf(one.down), leaf(one.up)) for one in part.factors)
-    return replace(part, prompt=leaf(part.prompt) if part.prompt is not None else None, factors=factors)
+    return tensor.detach().requires_grad_()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -56,6 +56,11 @@ class BlockPart:
         """In the order in which they travel."""
         prompt = () if self.prompt is None else (self.prompt,)
         return (*prompt, *(tensor for one in self.factors for tensor in (one.down, one.up)))
+
+    def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> BlockPart:
+        """The same with other tensors of the same shapes."""
+        factors = tuple(Factors(one.module, change(one.down), change(one.up)) for one in self.factors)
+        return BlockPart(change(self.prompt) if self.prompt is not None else None, factors)
 
 
 def pack_parts(parts: Sequence[BlockPart], dtype: torch.dtype) -> tuple[list[BlockAdapter], bytes]:

@@ -14,6 +14,7 @@ import click
 
 from swarm import console
 from swarm.errors import InvalidOption
+from swarm.units import Size
 
 if TYPE_CHECKING:  # torch and transformers load only once the options are known to be right
     from swarm.server.server import Server
@@ -51,6 +52,17 @@ logger = logging.getLogger("swarm.server")
 @click.option("--name", default="", help="Name to show to others.")
 @click.option("--cache-tokens", type=click.IntRange(1, 2**40), help="Room in the attention cache.  [default: 16384]")
 @click.option(
+    "--adapters",
+    multiple=True,
+    metavar="FOLDER|REPO",
+    help="LoRA or deep prompts in PEFT's format that every client may use; may be repeated.",
+)
+@click.option(
+    "--adapter-memory",
+    metavar="SIZE",
+    help="Room for adapters of clients, such as 2GB.  [default: a twentieth of the free memory, 1 GiB at most]",
+)
+@click.option(
     "--cache-dir", type=click.Path(file_okay=False, path_type=Path), help="Where files from the hub are kept."
 )
 @click.option("--update-period", type=click.FloatRange(1, 200), default=30.0, help="Seconds between announcements.")
@@ -78,6 +90,8 @@ def main(
     stay: bool,
     name: str,
     cache_tokens: int | None,
+    adapters: tuple[str, ...],
+    adapter_memory: str | None,
     cache_dir: Path | None,
     update_period: float,
     compiled: bool,
@@ -120,6 +134,8 @@ def main(
         stay=stay,
         name=name,
         cache_tokens=cache_tokens,
+        adapters=adapters,
+        adapter_memory=_size("--adapter-memory", adapter_memory),
         cache_dir=cache_dir,
         update_period=update_period,
         threads=threads,
@@ -160,6 +176,13 @@ async def _serve(server: Server, model: str | None, peers: tuple[str, ...]) -> N
     await server.stop()
     if error is not None:
         raise error
+
+
+def _size(option: str, text: str | None) -> int | None:
+    try:
+        return Size.read(text) if text is not None else None
+    except ValueError as error:
+        raise InvalidOption(f"{option}: {error}") from None
 
 
 def _use_huge_pages() -> None:

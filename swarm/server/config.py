@@ -56,6 +56,8 @@ class ServerConfig:
     compile_in: folder of compiled code; None not to compile.
     quant: form of the weights: "none", "int8", "nf4" (on a CPU held as int4), or "auto" for what fits.
     cache_tokens: tokens that the attention cache can hold; None for the default.
+    adapters: folders or hub ids of adapters that every client may use.
+    adapter_memory: bytes of clients' adapters; None for the default.
     update_period: seconds between announcements.
     threads: torch threads; None for torch's own choice.
     """
@@ -73,6 +75,8 @@ class ServerConfig:
     compile_in: Path | None = None
     quant: str = "auto"
     cache_tokens: int | None = None
+    adapters: tuple[str, ...] = ()
+    adapter_memory: int | None = None
     cache_dir: Path | None = None
     update_period: float = UPDATE_PERIOD
     threads: int | None = None

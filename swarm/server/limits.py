@@ -5,5 +5,11 @@ from __future__ import annotations
 CACHE_TOKENS = 16384
 """Tokens of attention cache that a server has room for, if nothing else is asked for."""
 
+ADAPTER_MEMORY = 1 << 30
+"""Bytes of clients' adapters that a server has room for at most, if nothing else is asked for."""
+
+ADAPTER_SHARE = 0.05
+"""Of the memory that is free before anything is loaded, for adapters, if nothing else is asked for."""
+
 HEADROOM = 0.9
-"""Share of the free memory that is used at most: activations and the allocator need the rest."""
+"""Share of the free memory that is used at most: activations, adapters and the allocator need the rest."""

@@ -16,7 +16,7 @@ from swarm.models.checkpoint import Checkpoint
 from swarm.models.footprint import Footprint, footprint
 from swarm.models.quantization import INT8, NF4, NONE, check_available, form_on
 from swarm.protocol.compression import dtype_name
-from swarm.server.limits import HEADROOM
+from swarm.server.limits import ADAPTER_MEMORY, ADAPTER_SHARE, HEADROOM
 from swarm.units import human
 
 logger = logging.getLogger(__name__)
@@ -55,11 +55,13 @@ def resolve_quantization(
     dtype: torch.dtype,
     wanted: Span | int | None,
     cache_tokens: int,
+    reserved: int = 0,
 ) -> str:
     """The form in which weights will be held, see `swarm.models.quantization`. Says so in the log.
 
     Args:
         requested: "none", "int8", "nf4", or "auto" for `choose_quantization`.
+        reserved: bytes of the free memory that are for something else.
 
     Raises `InvalidOption` if this machine cannot compute with it.
     """
@@ -69,7 +71,7 @@ def resolve_quantization(
         logger.info("Weights: %s, as asked for%s", form, " (on a CPU nf4 is int4)" if form != requested else "")
         return form
     needs = {form: footprint(checkpoint, dtype, form) for form in _possible_forms(device)}
-    form = choose_quantization(needs, wanted, free_memory(device), cache_tokens)
+    form = choose_quantization(needs, wanted, free_memory(device) - reserved, cache_tokens)
     said = "not quantized" if form == NONE else f"{form}, because not all blocks wanted fit in {dtype_name(dtype)}"
     logger.info("Weights: %s; --quant says otherwise", said)
     return form
@@ -114,6 +116,11 @@ def _room(footprint: Footprint, wanted: Span | int | None, free: int, cache_toke
         return blocks_that_fit(footprint, free, cache_tokens)
     except NotEnoughMemory:
         return 0
+
+
+def adapter_memory(wanted: int | None, free: int) -> int:
+    """Bytes for clients' adapters, of `free` bytes before anything is loaded."""
+    return wanted if wanted is not None else min(ADAPTER_MEMORY, int(free * ADAPTER_SHARE))
 
 
 def free_memory(device: torch.device) -> int:

@@ -42,7 +42,7 @@ FINISH = 60.0
 """Seconds that a moving server gives its sessions to end before it hands them over."""
 
 EXPIRE = 5.0
-"""Seconds between looks for sessions whose client is gone."""
+"""Seconds between looks for sessions whose client is gone, and for adapters that nobody uses."""
 
 
 class Server:
@@ -107,6 +107,7 @@ class Server:
         )
         device, dtype = memory.resolve_device(config.device), resolve_dtype(config.dtype, checkpoint.config)
         cache_tokens, wanted = config.cache_tokens or CACHE_TOKENS, config.blocks.span or config.blocks.count
+        reserved = config.adapter_memory or 0
         plan = Plan(
             checkpoint=checkpoint,
             device=device,
@@ -116,8 +117,11 @@ class Server:
             throughput_cache=config.throughput_cache,
             compile_in=config.compile_in,
             quant=await self._runtime.run(
-                memory.resolve_quantization, config.quant, checkpoint, device, dtype, wanted, cache_tokens
+                memory.resolve_quantization, config.quant, checkpoint, device, dtype, wanted, cache_tokens, reserved
             ),
+            adapters=config.adapters,
+            adapter_memory=memory.adapter_memory(config.adapter_memory, memory.free_memory(device)),
+            cache_dir=config.cache_dir,
         )
         logger.info("Model: %s, revision %s, %d blocks", checkpoint.name, checkpoint.revision, checkpoint.blocks)
         logger.info("Device: %s, computing in %s", plan.device, dtype_name(plan.dtype))
@@ -162,7 +166,7 @@ class Server:
     async def _choose_span(self, plan: Plan) -> Span:
         wanted, checkpoint, blocks = self.config.blocks, plan.checkpoint, plan.checkpoint.blocks
         needs = await self._runtime.run(footprint, checkpoint, plan.dtype, plan.quant)
-        free = memory.free_memory(plan.device)
+        free = memory.free_memory(plan.device) - (self.config.adapter_memory or 0)
         if wanted.span is not None:
             memory.check_fits(needs, wanted.span.start, wanted.span.end, free, plan.cache_tokens)
             logger.info("Blocks: %s, as asked for", wanted.span)
@@ -256,7 +260,7 @@ class Server:
         while True:
             await asyncio.sleep(EXPIRE)
             if self._serving is not None:
-                self._serving.sessions.expire()
+                self._serving.expire()
 
     async def stop(self) -> None:
         """Announce that this server leaves, hand its sessions over, close everything. Takes a few seconds at most."""

@@ -12,12 +12,15 @@ from pathlib import Path
 import torch
 
 from swarm.data_structures import Span
+from swarm.models.adapter_files import read_parts
 from swarm.models.checkpoint import Checkpoint
 from swarm.models.packing import try_capture
 from swarm.models.span import SpanModel
 from swarm.models.span_loading import load_span
+from swarm.server.adapters import AdapterLimits, AdapterStore
 from swarm.server.engine import Engine, token_budget
 from swarm.server.handler import Handler
+from swarm.server.limits import ADAPTER_MEMORY
 from swarm.server.runtime import Runtime
 from swarm.server.sessions import Sessions
 from swarm.server.throughput import determine
@@ -46,6 +49,9 @@ class Plan:
         throughput_cache: file of results measured before; None for none.
         compile_in: folder of compiled code; None not to compile.
         quant: form of the weights, see `swarm.models.quantization`.
+        adapters: folders or hub ids of adapters that every client may use.
+        adapter_memory: bytes of clients' adapters.
+        cache_dir: where files from the hub are kept; None for the hub's own place.
     """
 
     checkpoint: Checkpoint
@@ -56,12 +62,16 @@ class Plan:
     throughput_cache: Path | None
     compile_in: Path | None = None
     quant: str = "none"
+    adapters: tuple[str, ...] = ()
+    adapter_memory: int = ADAPTER_MEMORY
+    cache_dir: Path | None = None
 
 
 @dataclass(frozen=True)
 class Serving:
     """Attributes:
     span: the blocks.
+    adapters: what clients add to them.
     load_seconds: how long it took to load them.
     """
 
@@ -70,6 +80,7 @@ class Serving:
     sessions: Sessions
     handler: Handler
     engine: Engine
+    adapters: AdapterStore
     throughput: Throughput
     load_seconds: float
 
@@ -77,6 +88,11 @@ class Serving:
     async def load(cls, plan: Plan, span: Span, network: Network, runtime: Runtime) -> Serving:
         """Read the blocks and get ready. Raises what loading raises."""
         checkpoint = plan.checkpoint
+        # First, because it is quick: what cannot be used is told before the weights are read.
+        public = [
+            await runtime.run(read_parts, source, checkpoint, span, cache_dir=plan.cache_dir)
+            for source in plan.adapters
+        ]
         began = time.monotonic()
         model = await runtime.run(
             load_span, checkpoint, span, dtype=plan.dtype, device=plan.device, quant=plan.quant, progress=True
@@ -107,8 +123,16 @@ class Serving:
         logger.info("Attention cache: room for %d tokens", sessions.capacity)
         engine = Engine(runtime, token_budget(throughput.forward / span.length))
         logger.info("Scheduler: up to %d tokens an iteration", engine.budget)
-        handler = Handler(network, model, checkpoint.revision, sessions, engine)
-        return cls(span, model, sessions, handler, engine, throughput, seconds)
+        adapters = AdapterStore(time.monotonic, AdapterLimits(memory=plan.adapter_memory))
+        for parts in public:
+            adapters.add_public(model.adapted.fitted(parts))
+        handler = Handler(network, model, checkpoint.revision, sessions, engine, adapters=adapters)
+        return cls(span, model, sessions, handler, engine, adapters, throughput, seconds)
+
+    def expire(self) -> None:
+        """Close sessions whose client is gone, and let go adapters that nobody uses."""
+        self.sessions.expire()
+        self.adapters.expire()
 
     async def drain(self, finish: float, hand_over: float = HAND_OVER) -> None:
         """Stop serving: give sessions `finish` seconds to end, then `hand_over` seconds to move elsewhere.
@@ -131,5 +155,5 @@ class Serving:
         deadline = time.monotonic() + patience
         while len(self.sessions) and time.monotonic() < deadline:
             await asyncio.sleep(POLL)
-            self.sessions.expire()
+            self.expire()
         return not len(self.sessions)

@@ -16,7 +16,7 @@ OPTIONS = {
     "server": {
         "model", "--revision", "--blocks", "--initial-peers", "--new-swarm", "--host-maddrs", "--announce-maddrs",
         "--identity-path", "--device", "--dtype", "--quant", "--throughput", "--name", "--cache-tokens", "--cache-dir",
-        "--update-period", "--compile", "--threads", "--stay", "--help",
+        "--update-period", "--adapters", "--adapter-memory", "--compile", "--threads", "--stay", "--help",
     },
     "dht": {"--initial-peers", "--host-maddrs", "--announce-maddrs", "--identity-path", "--help"},
     "plan": {
