@@ -77,7 +77,7 @@ class Adapters:
             return None
         if numbers not in self._indices:
             tokens = [place for place, number in enumerate(self._owners()) if number in numbers]
-            self._indices[numbers] = torch.tensor(tokens, device=device)
+            self._indices[numbers] = torch.tensor(tokens, dtype=torch.int64, device=device)
         return self._indices[numbers]
 
     def prompted(
