@@ -24,6 +24,7 @@ INPUT = Packed(b"i" * 48, 3, HIDDEN, WireFormat.NONE, "float32")
 OUTPUT = b"o" * 24
 """Three tokens of four values in 16 bits."""
 
+KEPT = (messages.AdaptersKept(600.0), b"")
 OPENED = (messages.SessionOpened(0), b"")
 Answer = tuple[Any, bytes] | str | None
 """A reply and its payload, None for silence, or "hang up"."""
@@ -39,6 +40,10 @@ def forward_reply(payload: bytes = OUTPUT, **changes: object) -> Answer:
 
 def replay_reply(payload: bytes = OUTPUT, **changes: object) -> Answer:
     return msgspec.structs.replace(messages.ReplayReply(WireFormat.FLOAT16, "float32", 1.0), **changes), payload
+
+
+def backward_reply(payload: bytes = OUTPUT, **changes: object) -> Answer:
+    return msgspec.structs.replace(messages.BackwardReply(WireFormat.FLOAT16, "float32", 1.0), **changes), payload
 
 
 def refusal(error: Exception) -> Answer:
