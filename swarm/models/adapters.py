@@ -10,7 +10,7 @@ says, and do nothing where no adapter runs. They are put on a module when the fi
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,7 +131,7 @@ class AdaptedLayers:
         first: number of the first one in the whole model.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], first: int, hidden_size: int) -> None:
+    def __init__(self, layers: Iterable[nn.Module], first: int, hidden_size: int) -> None:
         self._layers = {first + number: layer for number, layer in enumerate(layers)}
         self._hidden_size = hidden_size
         self._hooked: set[tuple[int, str]] = set()

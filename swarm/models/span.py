@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -62,15 +62,15 @@ class SpanModel:
         self.hidden_size = hidden_size
         self.digests = digests
         self._path = path
+        self.module = model
+        layers = self.layers
         self._first = first  # number of the first layer in the span that the weights were loaded for
         self._narrowed: dict[Span, SpanModel] = {span: self}
-        layers: Any = model.get_submodule(path)
         # Not the parameters' dtype: quantized weights are integers.
         self.dtype: torch.dtype = model.config.dtype  # type: ignore[union-attr, assignment]
         self.device = next(layers.parameters()).device
         self.weight_bytes = weight_bytes(model)
         self.family: str = model.config.model_type  # type: ignore[union-attr, assignment]
-        self.module = model
         self._attention = attention or AttentionSwitch(model)
         self.adapted = adapted or AdaptedLayers(layers, span.start, hidden_size)
         self.packed = False
@@ -84,6 +84,12 @@ class SpanModel:
         # Before hooks that add to a layer's inputs, which may have been there for a wider span.
         layers[0].register_forward_pre_hook(self._put_in, with_kwargs=True, prepend=True)
         layers[-1].register_forward_hook(self._take_out)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The blocks' own modules."""
+        layers: Any = self.module.get_submodule(self._path)
+        return cast(nn.ModuleList, layers)
 
     def new_cache(self) -> RectangleCache:
         """An empty attention cache for this span."""

@@ -3,21 +3,36 @@
 The family's own modules run over rectangles, and torch's autograd goes back through them. Rows are padded at their
 ends: what comes behind a token is invisible to it, so nothing has to be masked. A forward is computed again in the
 backward, and nothing is kept in between (Petals, section 2.2).
+
+What a graph remembers is bounded: rows that would make it too large are computed one after the other. Of a row that
+does so alone only the blocks' inputs are remembered, and each block is computed once more (Chen et al. 2016).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
 
 from swarm.data_structures import StepLayout
+from swarm.models import adapters
 from swarm.models.adapters import NOTHING, Parts, Share
 from swarm.models.rectangle_rows import groups
 from swarm.models.span import SpanModel
+
+GRAPH = 1 << 29
+"""Bytes that one graph may remember."""
+
+REMEMBERED = 24
+"""Numbers that a graph remembers of a token in a block, in hidden sizes. Counted: 13 (llama) to 26 (mixtral), and more
+where attention writes out its scores (bloom: 10 + 1/64 of the row's length)."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +87,7 @@ def backward(
         for block, part in parts.items()
     }
     with torch.enable_grad():
-        for group in groups(layout):
+        for group in _groups(model, layout):
             leaves = {block: part.mapped(_leaf) for block, part in parts.items()}
             hidden_RTH = pad_sequence([rows[row] for row in group], batch_first=True).requires_grad_()
             result_RTH = _run(model, hidden_RTH, layout, group, leaves)
@@ -93,8 +108,40 @@ def _run(
     rows, length, _ = hidden_RTH.shape
     offsets = [layout.offsets[row] for row in group] if layout.offsets is not None else None
     shares = [Share(adapter, list(range(length)) * rows)] if adapter else []
-    with model.adapted.running(shares):
+    with model.adapted.running(shares), _frugal(model) if _graph(model, rows * length) > GRAPH else nullcontext():
         return model.run_rectangle(hidden_RTH, None, None, offsets)
+
+
+def _graph(model: SpanModel, tokens: int) -> int:
+    """Bytes that a graph of so many tokens remembers."""
+    return tokens * model.span.length * REMEMBERED * model.hidden_size * model.dtype.itemsize
+
+
+def _groups(model: SpanModel, layout: StepLayout) -> Iterator[list[int]]:
+    """Rows that are computed as one rectangle, as few as the size of their graph demands."""
+    for group in groups(layout):
+        longest = max(layout.counts[row] for row in group)
+        rows = max(1, GRAPH // max(1, _graph(model, longest)))
+        yield from (group[first : first + rows] for first in range(0, len(group), rows))
+
+
+@contextmanager
+def _frugal(model: SpanModel) -> Iterator[None]:
+    """Graphs that are made meanwhile remember blocks' inputs and compute the blocks again."""
+    running = adapters.current()
+
+    def contexts() -> tuple[Any, Any]:
+        return nullcontext(), adapters.running(running)  # for the second time, in whatever thread that is
+
+    for layer in model.layers:
+        layer.forward = partial(
+            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+        )
+    try:
+        yield
+    finally:
+        for layer in model.layers:
+            del layer.forward
 
 
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:
