@@ -54,6 +54,12 @@ class Calls:
                 f"a {type(cache).__name__} cannot hold what remote servers compute; leave past_key_values out, or "
                 "use model.inference_session()"
             )
+        for name in ("output_hidden_states", "output_attentions"):
+            if kwargs.get(name):
+                raise UsageError(
+                    f"{name}: what is inside of the blocks stays on servers; hidden states between blocks are the "
+                    "outputs of model.remote_blocks[:n]"
+                )
         mask = kwargs.get("attention_mask")
         if mask is not None and getattr(mask, "ndim", 0) != 2:
             raise UsageError("the swarm takes attention masks of shape [rows, tokens] only")

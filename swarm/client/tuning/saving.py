@@ -158,8 +158,8 @@ def _lora_config(lora: Lora, path: str, modules: LinearModules) -> dict[str, Any
         "bias": "none",
         "use_rslora": lora.use_rslora,
         "target_modules": _target_modules(trained, places, modules),
-        "rank_pattern": {places[key]: one.rank for key, one in trained.items() if one.rank != rank},
-        "alpha_pattern": {places[key]: one.alpha for key, one in trained.items() if one.alpha != alpha},
+        "rank_pattern": _pattern({key: one.rank for key, one in trained.items()}, places, rank),
+        "alpha_pattern": _pattern({key: one.alpha for key, one in trained.items()}, places, alpha),
         "fan_in_fan_out": modules.is_transposed,
     }
 
@@ -174,3 +174,17 @@ def _target_modules(
         mine = {block for block, name in trained if name == module}
         names += [module] if mine == having else [places[block, module] for block in mine]
     return sorted(names)
+
+
+def _pattern(
+    values: Mapping[tuple[int, str], Any], places: Mapping[tuple[int, str], str], usual: Any
+) -> dict[str, Any]:
+    """What is not `usual`: by the module's name where it is the same in all blocks, else by place."""
+    pattern = {}
+    for module in sorted({module for _, module in values}):
+        mine = {key: value for key, value in values.items() if key[1] == module}
+        if len(set(mine.values())) == 1:
+            pattern[module] = next(iter(mine.values()))
+        else:
+            pattern.update({places[key]: value for key, value in mine.items()})
+    return {name: value for name, value in pattern.items() if value != usual}
