@@ -34,8 +34,8 @@ FAMILIES = (*JUDGED, "gemma2", "gpt_oss", "deepseek_v3", "falcon_alibi", "gpt_ne
 class Local:
     """The whole model as transformers loads it, with an adapter written out by hand on the blocks of the span."""
 
-    def __init__(self, folder: Path) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).base_model.requires_grad_(False)
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).base_model.requires_grad_(False)
         _, owner, name = surgery.find_layers(self.model, zoo.BLOCKS)
         self.layers = getattr(owner, name)
 
@@ -86,14 +86,14 @@ def prompted(prompt: torch.Tensor) -> Any:
     def hook(module: Any, args: Any, kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
         length = min(len(prompt), hidden.shape[1])
-        hidden = torch.cat([hidden[:, :length] + prompt[:length], hidden[:, length:]], dim=1)
+        hidden = torch.cat([hidden[:, :length] + prompt[:length].to(hidden.dtype), hidden[:, length:]], dim=1)
         return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
     return hook
 
 
 def added(down: torch.Tensor, up: torch.Tensor) -> Any:
-    return lambda module, args, output: output + (args[0] @ down.T) @ up.T
+    return lambda module, args, output: output + (args[0].to(down.dtype) @ down.T @ up.T).to(output.dtype)
 
 
 def make(family: str, factory: Any, dtype: torch.dtype = torch.float32, quant: str = "none") -> tuple[Path, SpanModel]:
@@ -224,5 +224,7 @@ def test_sixteen_bits(tmp_path_factory):
     found = training.backward(part, inputs, ends, ROWS, adapter)
     assert found.inputs.dtype is torch.bfloat16
     assert {one.dtype for gradients in found.parts.values() for one in gradients} == {torch.float32}
-    _, expected = Local(folder).gradients(inputs.float(), ends.float(), ROWS, adapter, ONE)
-    assert_equal([one.float() for one in all_of(found)], expected, 0.08)
+    _, exact = Local(folder).gradients(inputs.float(), ends.float(), ROWS, adapter, ONE)
+    _, local = Local(folder, torch.bfloat16).gradients(inputs, ends, ROWS, adapter, ONE)
+    for one, other, right in zip(all_of(found), local, exact, strict=True):  # no worse than the local model
+        assert (one - right).norm() <= 1.5 * (other - right).norm() + 5e-3 * right.norm()
