@@ -20,12 +20,14 @@ class LinearModules:
     blocks: for each block, module path inside it ("self_attn.q_proj") to (inputs, outputs).
     outside: linear modules that belong to no block, such as a projection of the embeddings.
     is_transposed: whether weights lie as `[inputs, outputs]` (transformers' Conv1D).
+    has_stacked_experts: whether experts lie in one tensor, so that they are no linear modules.
     """
 
     path: str
     blocks: tuple[dict[str, tuple[int, int]], ...]
     outside: tuple[str, ...]
     is_transposed: bool
+    has_stacked_experts: bool
 
 
 def linear_modules(config: PreTrainedConfig) -> LinearModules:
@@ -42,7 +44,13 @@ def linear_modules(config: PreTrainedConfig) -> LinearModules:
     outside = tuple(
         place for place, module in model.named_modules() if sizes(module) and not place.startswith(f"{path}.")
     )
-    return LinearModules(path, blocks, outside, any(isinstance(module, Conv1D) for module in layers.modules()))
+    return LinearModules(
+        path,
+        blocks,
+        outside,
+        is_transposed=any(isinstance(module, Conv1D) for module in layers.modules()),
+        has_stacked_experts=any(tensor.ndim == 3 for tensor in layers.parameters()),
+    )
 
 
 def sizes(module: nn.Module) -> tuple[int, int] | None:

@@ -16,11 +16,17 @@ from swarm.protocol.messages import MAX_RANK
 
 ALL_LINEAR = "all-linear"
 
-FUSED = ("query_key_value", "c_attn", "Wqkv", "qkv_proj")
-"""What families call the module that makes queries, keys and values at once."""
+QUERIES_AND_VALUES = (
+    *(("q_proj", "v_proj"), ("q_b_proj", "kv_b_proj"), ("q_proj", "kv_b_proj"), ("Wq", "Wv")),
+    *(("query_key_value",), ("c_attn",), ("Wqkv",), ("qkv_proj",)),
+)
+"""What families call the modules that make queries and values; some make both, and keys, at once."""
 
 MORE = {"phi": ("fc1", "fc2")}
 """What PEFT trains by default in some families besides queries and values."""
+
+EXPERTS = frozenset(("gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3"))
+"""Names that PEFT takes for those of experts, in models that have any, even where they are of dense layers."""
 
 Initial = bool | Literal["gaussian"]
 
@@ -177,6 +183,12 @@ def targets(
         if layers is None or block in layers
     }
     _check_found(wanted, found, modules, path)
+    leaves = {module.rpartition(".")[2] for inside in found.values() for module in inside}
+    if modules.has_stacked_experts and (experts := sorted(leaves & EXPERTS)):
+        raise InvalidOption(
+            f"target_modules: {', '.join(experts)} would mean the experts, too, which are no linear modules here; name "
+            "modules of the attention instead"
+        )
     return {block: inside for block, inside in found.items() if inside}
 
 
@@ -205,9 +217,7 @@ def _matches(wanted: tuple[str, ...] | str, place: str) -> bool:
 def default_targets(modules: LinearModules, family: str) -> tuple[str, ...]:
     """PEFT's: queries and values, or the module that makes both. Raises `InvalidOption` if the blocks have neither."""
     names = {module.rpartition(".")[2] for block in modules.blocks for module in block}
-    if {"q_proj", "v_proj"} <= names:
-        return ("q_proj", "v_proj", *MORE.get(family, ()))
-    for fused in FUSED:
-        if fused in names:
-            return (fused,)
+    for usual in QUERIES_AND_VALUES:
+        if names.issuperset(usual):
+            return (*usual, *MORE.get(family, ()))
     raise InvalidOption(f"say target_modules=[...]: there is no usual choice for {family!r}, which has {sorted(names)}")
