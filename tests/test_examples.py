@@ -1,0 +1,57 @@
+"""The examples that train, as a person runs them, for a few steps."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from swarm.models.checkpoint import DEMO
+from tests.swarms import TestSwarm, run_swarm
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.fixture(scope="module")
+def swarm() -> Iterator[TestSwarm]:
+    with run_swarm(DEMO, ("0:4", "4:8", "8:12")) as swarm:
+        yield swarm
+
+
+def run(swarm: TestSwarm, name: str, folder: Path, *options: str) -> str:
+    where = ("--model", str(DEMO), "--initial-peers", swarm.address)
+    command = [sys.executable, str(EXAMPLES / name), *where, "--output", str(folder)]
+    ended = subprocess.run([*command, *options], capture_output=True, text=True, timeout=150, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return ended.stdout
+
+
+def figures(output: str) -> list[float]:
+    line = next(line for line in output.splitlines() if line.startswith("Held-out"))
+    return [float(number) for number in re.findall(r"\d+\.\d+", line)]
+
+
+@pytest.mark.parametrize("mode", ["ptune", "deep_ptune"])
+def test_prompts_are_tuned_for_classification(swarm: TestSwarm, tmp_path: Path, mode: str) -> None:
+    before, after, _ = figures(run(swarm, "prompt_tuning.py", tmp_path, "--steps", "2", "--mode", mode))
+    assert 0 < before < 1
+    assert 0 < after < 1
+    assert (tmp_path / "loss.png").stat().st_size > 1000
+    assert (tmp_path / "adapter_config.json").exists()
+
+
+def test_lora_learns_text_from_the_first_steps_on(swarm: TestSwarm, tmp_path: Path) -> None:
+    before, after, _ = figures(run(swarm, "lora_text.py", tmp_path, "--steps", "4"))
+    assert after < before
+    assert (tmp_path / "loss.png").stat().st_size > 1000
+    assert (tmp_path / "adapter_model.safetensors").exists()
+
+
+def test_a_module_between_the_blocks_is_trained(swarm: TestSwarm, tmp_path: Path) -> None:
+    at_random, by_likeness, _ = figures(run(swarm, "retrieval.py", tmp_path, "--steps", "10"))
+    assert by_likeness < at_random
+    assert (tmp_path / "loss.png").stat().st_size > 1000
