@@ -93,9 +93,7 @@ def test_large_adapters_go_in_several_messages(prompts, limit):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adapter_sending, "PUT_BYTES", limit)
         puts = list(adapter.puts(adapter.keys(Span(0, 20))))
-    blocks = [
-        number for put, _ in puts for number, block in enumerate(put.blocks, put.start) if block is not None
-    ]
+    blocks = [number for put, _ in puts for number, block in enumerate(put.blocks, put.start) if block is not None]
     assert blocks == list(adapter.parts)
     assert b"".join(payload for _, payload in puts) == b"".join(one.payload for one in adapter.parts.values())
     for put, payload in puts:
