@@ -28,10 +28,10 @@ from swarm.cli.local_swarm import LocalSwarm
 from swarm.models.checkpoint import DEMO
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import lora_text  # noqa: E402
-import prompt_tuning  # noqa: E402
-from running import BLOCKS, prepared  # noqa: E402
-from standard_library import TOPICS  # noqa: E402
+import lora_text
+import prompt_tuning
+from running import BLOCKS, prepared
+from standard_library import TOPICS
 
 Result = tuple[float, float]
 """Before and after training, on held-out data."""
