@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,12 +14,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainingArguments
 
 import swarm
 from swarm.data_structures import WireFormat
+from swarm.errors import AdapterError, AdapterMismatch, InvalidOption, UsageError
 from swarm.models import surgery
 from tests.swarms import TestSwarm, run_swarm
 from tests.zoo import BLOCKS, PROMPTS, make_checkpoint
@@ -321,6 +323,88 @@ def test_a_session_goes_on_with_what_it_began_with(llamas: TestSwarm) -> None:
         assert model.generate(prompt, **GREEDY).tolist() != before.tolist()
 
 
+@pytest.mark.parametrize("mode", ["deep_ptune", "lora"])
+def test_blocks_of_this_client_take_part(llamas: TestSwarm, tmp_path: Path, mode: str) -> None:
+    tokens = batch()
+    options = {"lora_config": {"init_lora_weights": False}} if mode == "lora" else {"pre_seq_len": POSITIONS}
+    with tuned(llamas, tuning_mode=mode, **options) as whole:
+        if mode == "deep_ptune":
+            whole.deep_prompts.data.normal_(std=0.3)
+        whole.save_pretrained(tmp_path)
+        whole(tokens, labels=tokens).loss.backward()
+        with tuned(llamas, adapter=tmp_path, trainable=True, local_blocks=3) as model:
+            model(tokens, labels=tokens).loss.backward()
+            expected = {name: one.grad for name, one in whole.named_parameters() if one.requires_grad}
+            found = {name: one.grad for name, one in model.named_parameters() if one.requires_grad}
+            assert set(found) == set(expected)
+            for name, gradient in expected.items():
+                assert_close(found[name], gradient)
+            assert model.generate(tokens, **GREEDY).tolist() == whole.generate(tokens, **GREEDY).tolist()
+
+
+def test_a_head_alone_is_trained_saved_and_loaded(llamas: TestSwarm, tmp_path: Path) -> None:
+    kind = swarm.AutoDistributedModelForSequenceClassification
+    with tuned(llamas, kind, num_labels=3) as model:
+        assert [name for name, one in model.named_parameters() if one.requires_grad] == ["score.weight"]
+        model.save_pretrained(tmp_path)
+        expected = model(batch()).logits
+    with tuned(llamas, kind, adapter=tmp_path) as model:
+        assert_close(model(batch()).logits, expected)
+        assert not any(one.requires_grad for one in model.parameters())
+
+
+def test_an_adapter_that_does_not_fit_is_refused(llamas: TestSwarm, tmp_path: Path) -> None:
+    classifies = swarm.AutoModelForPromptTuning
+    with tuned(llamas, classifies, pre_seq_len=POSITIONS) as model:
+        model.save_pretrained(tmp_path)
+    with pytest.raises(AdapterError, match="load it for classification"), tuned(llamas, adapter=tmp_path):
+        pass
+    with pytest.raises(AdapterMismatch, match="2 classes"), tuned(llamas, classifies, adapter=tmp_path, num_labels=5):
+        pass
+    with pytest.raises(InvalidOption, match="trained as 'ptune'"):
+        with tuned(llamas, classifies, adapter=tmp_path, tuning_mode="deep_ptune"):
+            pass
+    with pytest.raises(InvalidOption, match="pre_seq_len=9"):
+        with tuned(llamas, classifies, adapter=tmp_path, tuning_mode="ptune", pre_seq_len=9):
+            pass
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "revision": "folder-0123456789ab"}))
+    with pytest.raises(AdapterMismatch, match="folder-0123456789ab"), tuned(llamas, classifies, adapter=tmp_path):
+        pass
+    with tuned(llamas, classifies, adapter=tmp_path, force_adapter=True) as model:
+        assert model.prompts.shape == (POSITIONS, 32)
+    save_file({"prompt_embeddings": torch.zeros(POSITIONS, 64)}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(AdapterMismatch, match="64 wide"):
+        with tuned(llamas, classifies, adapter=tmp_path, force_adapter=True):
+            pass
+
+
+def test_what_stays_on_servers_is_said_and_nothing_untrained_is_saved(llamas: TestSwarm, tmp_path: Path) -> None:
+    with tuned(llamas) as model:
+        for name in ("output_hidden_states", "output_attentions"):
+            with pytest.raises(UsageError, match=name):
+                model(batch(), **{name: True})
+        with pytest.raises(UsageError, match="nothing of this model to save"):
+            model.save_pretrained(tmp_path)
+        with pytest.raises(UsageError, match="nothing of this model to save"):
+            model.push_to_hub("me/nothing")
+
+
+def test_other_ways_to_call_a_model_with_virtual_tokens(llamas: TestSwarm) -> None:
+    tokens = batch()
+    with tuned(llamas, tuning_mode="ptune", pre_seq_len=POSITIONS) as model:
+        expected = model(tokens, labels=tokens)
+        loss, logits = model(tokens, labels=tokens, return_dict=False)
+        assert_close(loss, expected.loss)
+        assert_close(logits, expected.logits)
+        assert_close(model(inputs_embeds=model.word_embeddings(tokens)).logits, expected.logits)
+        assert_close(model.lm_head(model.model(tokens).last_hidden_state), expected.logits)
+        begun = model(tokens[:, :5], use_cache=True)
+        assert_close(begun.logits, expected.logits[:, :5])
+        rest = model(tokens[:, 5:], past_key_values=begun.past_key_values)
+        assert_close(rest.logits, expected.logits[:, 5:])
+
+
 def test_what_is_trained_is_float32_also_in_a_16_bit_model(llamas: TestSwarm) -> None:
     kinds = {
         "ptune": swarm.AutoModelForPromptTuning,
@@ -376,7 +460,7 @@ class Texts(torch.utils.data.Dataset):  # type: ignore[type-arg]
         return {"input_ids": tokens, "labels": tokens}
 
 
-def trainer(model: Any, folder: Path, **options: Any) -> Trainer:
+def trainer(model: Any, folder: Path, data: Any = None, **options: Any) -> Trainer:
     settings = {
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,
@@ -391,7 +475,8 @@ def trainer(model: Any, folder: Path, **options: Any) -> Trainer:
         "disable_tqdm": True,
         **options,
     }
-    return Trainer(model, TrainingArguments(str(folder), **settings), train_dataset=Texts())
+    data = data or Texts()
+    return Trainer(model, TrainingArguments(str(folder), **settings), train_dataset=data, eval_dataset=data)
 
 
 def losses(run: Trainer) -> list[float]:
@@ -421,6 +506,33 @@ def test_trainer_gives_the_losses_of_the_local_run_and_resumes(llamas: TestSwarm
     with tuned(llamas, adapter=tmp_path / "whole" / "checkpoint-4") as model:
         found = model.state_dict()
         assert all(torch.equal(found[name], tensor) for name, tensor in trained.items())
+
+
+class Labelled(Texts):
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        tokens = batch(1, 8, seed=index)[0]
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": int(tokens[-1]) % 2}
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_trainer_evaluates_and_takes_the_best_back(llamas: TestSwarm, tmp_path: Path) -> None:
+    with tuned(llamas, swarm.AutoModelForPromptTuning, pre_seq_len=POSITIONS) as model:
+        run = trainer(
+            model,
+            tmp_path,
+            Labelled(),
+            max_steps=4,
+            eval_strategy="steps",
+            eval_steps=2,
+            load_best_model_at_end=True,
+            metric_for_best_model="eval_loss",
+            bf16=True,
+        )
+        run.train()
+        evaluated = [entry["eval_loss"] for entry in run.state.log_history if "eval_loss" in entry]
+        assert run.state.best_metric == min(evaluated)
+        assert run.evaluate()["eval_loss"] == pytest.approx(min(evaluated), rel=1e-3)
+        assert run.predict(Labelled()).predictions.shape == (12, 2)
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
