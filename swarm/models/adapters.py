@@ -193,6 +193,8 @@ class AdaptedLayers:
             adapters = current()
             if adapters is None:
                 return None
+            if not isinstance(output, torch.Tensor):  # a router, which is a linear module in name only
+                raise AdapterRefused(f"{name} of block {block} gives more than a product; leave it out of the adapter")
             inputs = args[0] if args else next(iter(kwargs.values()))
             return with_factors(adapters, block, name, inputs, output)
 

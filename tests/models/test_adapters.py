@@ -260,6 +260,13 @@ def test_modules_that_see_other_tokens_are_computed_alone(tmp_path_factory):
         close(work.output, alone(model, hidden, adapter))
 
 
+def test_a_router_that_is_linear_in_name_only_is_refused(tmp_path_factory):
+    model = load("llama4_text", tmp_path_factory)
+    adapter = make_adapter(model)
+    with pytest.raises(AdapterRefused, match=r"feed_forward.router of block \d gives more than a product"):
+        forward_packed(model, rows_of(3), StepLayout((0,), (3,)), adapter)
+
+
 @given(st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(-2, 6), max_size=5)), min_size=1, max_size=4))
 def test_each_token_gets_what_is_its_own(drawn):
     """Prompts and factors by index, against one token after the other."""

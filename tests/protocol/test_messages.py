@@ -32,6 +32,22 @@ steps = st.builds(
     sources=st.none() | rows,
     offsets=st.none() | rows,
 )
+digests = st.none() | st.lists(st.binary(max_size=16), min_size=1, max_size=5)
+blocks = st.builds(
+    messages.BlockAdapter,
+    digest=st.binary(min_size=16, max_size=16),
+    prompt=st.integers(0, MAX_ROWS),
+    modules=st.lists(
+        st.builds(
+            messages.ModuleShape,
+            module=names,
+            rank=st.integers(1, messages.MAX_RANK),
+            inputs=st.integers(1, 2**20),
+            outputs=st.integers(1, 2**20),
+        ),
+        max_size=3,
+    ),
+)
 CLIENT_MESSAGES: dict[type, st.SearchStrategy[messages.ClientMessage]] = {
     messages.OpenSession: st.builds(
         messages.OpenSession,
@@ -41,6 +57,7 @@ CLIENT_MESSAGES: dict[type, st.SearchStrategy[messages.ClientMessage]] = {
         end=counts,
         max_length=st.integers(1, 2**24),
         reply_format=formats,
+        adapters=digests,
     ),
     messages.Link: st.builds(
         messages.Link, previous=st.none() | names, next=st.none() | names, next_session=st.none() | session_ids
@@ -68,6 +85,22 @@ CLIENT_MESSAGES: dict[type, st.SearchStrategy[messages.ClientMessage]] = {
         dtype=names,
         reply_format=formats,
         offsets=st.none() | rows,
+        adapters=digests,
+    ),
+    messages.BackwardRequest: st.builds(
+        messages.BackwardRequest,
+        revision=names,
+        start=counts,
+        end=counts,
+        counts=rows,
+        format=formats,
+        dtype=names,
+        gradient_format=formats,
+        offsets=st.none() | rows,
+        adapters=digests,
+    ),
+    messages.PutAdapters: st.builds(
+        messages.PutAdapters, start=counts, blocks=st.lists(st.none() | blocks, min_size=1, max_size=5), dtype=names
     ),
     messages.InfoRequest: st.just(messages.InfoRequest()),
     messages.ProbeRequest: st.builds(messages.ProbeRequest, reply_bytes=st.integers(0, messages.MAX_PROBE)),
@@ -79,6 +112,8 @@ SERVER_MESSAGES: dict[type, st.SearchStrategy[messages.ServerMessage]] = {
     ),
     messages.ReplayReply: st.builds(messages.ReplayReply, format=formats, dtype=names, compute_ms=milliseconds),
     messages.ForwardReply: st.builds(messages.ForwardReply, format=formats, dtype=names, compute_ms=milliseconds),
+    messages.BackwardReply: st.builds(messages.BackwardReply, format=formats, dtype=names, compute_ms=milliseconds),
+    messages.AdaptersKept: st.builds(messages.AdaptersKept, seconds=st.floats(0, 1e9)),
     messages.InfoReply: st.builds(
         messages.InfoReply, start=counts, end=counts, cache_tokens_free=counts, sessions=counts, version=names
     ),
@@ -95,6 +130,9 @@ LINK = ["Link", "before", "behind", b"0123456789abcdef"]
 PUSH = ["PushRequest", "client", b"0123456789abcdef", STEP]
 REPLAY = ["ReplayRequest", 7, [0, 4], [2, 0], "none", "float32", None, True]
 PROBE = ["ProbeRequest", 1000]
+BACKWARD = ["BackwardRequest", "main", 0, 3, [2, 1], "none", "float32", "float16"]
+ADAPTER = [b"0123456789abcdef", 3, [["self_attn.q_proj", 4, 32, 32]]]
+PUT = ["PutAdapters", 0, [ADAPTER, None], "float32"]
 FORWARD = ["ForwardRequest", "main", 0, 3, [2, 1], "none", "float32", "none"]
 
 
@@ -131,6 +169,10 @@ def test_the_samples_are_right_before_they_are_spoiled():
     assert messages.decode_client(changed(OPEN, 4, 3)) == messages.OpenSession(*OPEN[1:])
     assert messages.decode_client(changed(STEP, 1, 0)) == messages.StepRequest(*STEP[1:])
     assert messages.decode_client(changed(FORWARD, 2, 0)) == messages.ForwardRequest(*FORWARD[1:])
+    assert messages.decode_client(changed(BACKWARD, 2, 0)) == messages.BackwardRequest(*BACKWARD[1:])
+    shape = messages.ModuleShape("self_attn.q_proj", 4, 32, 32)
+    described = messages.BlockAdapter(b"0123456789abcdef", 3, [shape])
+    assert messages.decode_client(changed(PUT, 1, 0)) == messages.PutAdapters(0, [described, None], "float32")
     assert messages.decode_client(changed(LINK, 1, "before")) == messages.Link(*LINK[1:])
     pushed = messages.decode_client(changed(PUSH, 1, "client"))
     assert pushed == messages.PushRequest("client", b"0123456789abcdef", messages.StepRequest(*STEP[1:]))
@@ -245,6 +287,23 @@ def test_no_message_at_all(data):
         pytest.param(changed(STEP, 5, b"float32"), id="dtype as bytes"),
         pytest.param(changed(FORWARD, 4, [1] * (MAX_ROWS + 1)), id="too many sequences"),
         pytest.param(changed(FORWARD, 4, [[1]]), id="nested counts"),
+        pytest.param(changed(BACKWARD, 7, "zip"), id="unknown gradient format"),
+        pytest.param(changed(BACKWARD, 4, [1] * (MAX_ROWS + 1)), id="backward of too many rows"),
+        pytest.param(msgspec.msgpack.encode([*FORWARD, None, []]), id="no adapter for no block"),
+        pytest.param(msgspec.msgpack.encode([*FORWARD, None, [b"x" * 17]]), id="digest too long"),
+        pytest.param(msgspec.msgpack.encode([*BACKWARD, None, ["text"]]), id="digest as text"),
+        pytest.param(msgspec.msgpack.encode([*BACKWARD, None, [b""] * 1025]), id="adapters of too many blocks"),
+        pytest.param(changed(PUT, 2, []), id="no adapters"),
+        pytest.param(changed(PUT, 2, [None] * 1025), id="too many adapters"),
+        pytest.param(changed(PUT, 2, [[b"short", 0, []]]), id="digest too short"),
+        pytest.param(changed(PUT, 2, [[ADAPTER[0], -1, []]]), id="prompt of negative length"),
+        pytest.param(changed(PUT, 2, [[ADAPTER[0], MAX_ROWS + 1, []]]), id="prompt too long"),
+        pytest.param(changed(PUT, 2, [[ADAPTER[0], 0, [["m", 0, 1, 1]]]]), id="rank of nothing"),
+        pytest.param(changed(PUT, 2, [[ADAPTER[0], 0, [["m", 1025, 1, 1]]]]), id="rank beyond any"),
+        pytest.param(changed(PUT, 2, [[ADAPTER[0], 0, [["m", 1, 2**20 + 1, 1]]]]), id="inputs beyond any"),
+        pytest.param(changed(PUT, 2, [[ADAPTER[0], 0, [["m", 1, 1, 0]]]]), id="no outputs"),
+        pytest.param(changed(PUT, 2, [[ADAPTER[0], 0, [["m" * 257, 1, 1, 1]]]]), id="module's name too long"),
+        pytest.param(changed(PUT, 2, [[ADAPTER[0], 0, [["m", 1, 1, 1]] * 65]]), id="too many modules"),
         pytest.param(changed(STEP, 1, 2**31), id="step beyond any"),
         pytest.param(changed(LINK, 1, "p" * 257), id="name too long"),
         pytest.param(changed(LINK, 2, b"behind"), id="name as bytes"),

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,12 +19,13 @@ HIDDEN, HELD, POSITIONS, TOKENS = 8, Span(2, 5), 20, 50
 
 STEP = messages.StepRequest(0, [0, 4], [2, 1], WireFormat.NONE, "float32", [1, 0], [5, 0])
 REPLAY = messages.ReplayRequest(0, [0, 4], [2, 1], WireFormat.NONE, "float32", [5, 0], True)
+BACKWARD = messages.BackwardRequest("main", 2, 5, [2, 1], WireFormat.NONE, "float32", WireFormat.FLOAT16, [5, 0])
 FORWARD = messages.ForwardRequest("main", 2, 5, [2, 1], WireFormat.NONE, "float32", WireFormat.NONE, [5, 0])
 
 
 def checks(positions: int | None = None, tokens: int = TOKENS) -> Checks:
     model: Any = SimpleNamespace(span=HELD, hidden_size=HIDDEN, positions=positions)
-    return Checks(model, "main", Limits(step_tokens=tokens))
+    return Checks(model, "main", Limits(step_tokens=tokens, backward_tokens=40))
 
 
 @given(st.integers(0, 8), st.integers(0, 8), st.sampled_from(["main", "other", ""]))
@@ -39,9 +41,10 @@ def test_the_rows_of_each_kind_of_request():
     assert checks().layout(STEP) == StepLayout((0, 4), (2, 1), (1, 0), (5, 0))
     assert checks().layout(REPLAY) == StepLayout((0, 4), (2, 1), None, (5, 0))
     assert checks().layout(FORWARD) == StepLayout((0, 0), (2, 1), None, (5, 0))
+    assert checks().layout(BACKWARD) == StepLayout((0, 0), (2, 1), None, (5, 0))
 
 
-@pytest.mark.parametrize("message", [STEP, REPLAY, FORWARD], ids=lambda message: type(message).__name__)
+@pytest.mark.parametrize("message", [STEP, REPLAY, FORWARD, BACKWARD], ids=lambda message: type(message).__name__)
 @pytest.mark.parametrize("name", ["starts", "counts", "sources", "offsets"])
 @pytest.mark.parametrize("values", [[0], [0, 0, 0]], ids=["too few", "too many"])
 def test_lists_of_different_lengths(message, name, values):
@@ -105,3 +108,26 @@ def test_no_step_that_would_pass_is_cut_off_as_too_large_a_frame(tokens, wire, d
     limit = checks(tokens=tokens).max_payload
     assert payload_length(tokens * HIDDEN, wire, dtype) <= limit
     assert limit >= messages.MAX_PROBE
+
+
+def backward_payload(inputs: int = 3, gradients: int = 3, bad: str = "") -> bytes:
+    both = np.zeros((inputs, HIDDEN), np.float32), np.zeros((gradients, HIDDEN), np.float16)
+    if bad:
+        both[bad == "gradients"][1, 1] = np.nan
+    return both[0].tobytes() + both[1].tobytes()
+
+
+def test_the_payload_of_a_backward():
+    checks().gradients(3, BACKWARD, backward_payload())
+    for inputs, gradients in ((2, 3), (3, 2), (3, 0), (0, 3), (4, 4)):
+        with pytest.raises(WrongShape, match=r"inputs and gradients of 3 tokens take 96 \+ 48 bytes"):
+            checks().gradients(3, BACKWARD, backward_payload(inputs, gradients))
+    with pytest.raises(NotFinite, match="hidden states"):
+        checks().gradients(3, BACKWARD, backward_payload(bad="inputs"))
+    with pytest.raises(NotFinite, match="gradients"):
+        checks().gradients(3, BACKWARD, backward_payload(bad="gradients"))
+    with pytest.raises(WrongDtype):
+        checks().gradients(3, msgspec.structs.replace(BACKWARD, dtype="int8"), backward_payload())
+    for tokens in (0, 41):
+        with pytest.raises(TooLong, match="this server takes 1 to 40"):
+            checks().gradients(tokens, BACKWARD, b"")
