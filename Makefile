@@ -49,6 +49,7 @@ bench: $(VENV)/dev
 	$(BIN)/python -m benchmarks.push
 	$(BIN)/python -m benchmarks.failover
 	$(BIN)/python -m benchmarks.routing
+	$(BIN)/python -m benchmarks.training
 
 format: $(VENV)/dev
 	$(BIN)/ruff format .
