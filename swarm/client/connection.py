@@ -132,18 +132,21 @@ class SwarmConnection:
 
         return self._background.run(split())
 
-    def forward(self, span: Span, batches: Sequence[MicroBatch], adapter: PackedAdapter) -> list[Passage]:
-        """Run packed sequences through the blocks of `span`; see `swarm.client.forwarding`."""
-        return self._background.run(forward_all(self._pass(adapter), span, batches))
+    def forward(self, span: Span, batches: Sequence[MicroBatch], adapter: PackedAdapter, keeps: bool) -> list[Passage]:
+        """Run packed sequences through the blocks of `span`; see `swarm.client.forwarding`.
+
+        Args:
+            keeps: whether a way back may follow.
+        """
+        work = Pass(self._asker, self._planner, adapter, keeps)
+        return self._background.run(forward_all(work, span, batches))
 
     def backward(
         self, passages: Sequence[Passage], gradients: Sequence[torch.Tensor], adapter: PackedAdapter, first: int
     ) -> list[Gradients]:
         """The gradients of what went in, from those of what came out; see `swarm.client.backwarding`."""
-        return self._background.run(backward_all(self._pass(adapter), passages, gradients, first))
-
-    def _pass(self, adapter: PackedAdapter) -> Pass:
-        return Pass(self._asker, self._planner, adapter)
+        work = Pass(self._asker, self._planner, adapter)
+        return self._background.run(backward_all(work, passages, gradients, first))
 
 
 def _shutdown(background: BackgroundLoop, planner: SwarmPlanner, asker: Asker, peer: Peer) -> None:

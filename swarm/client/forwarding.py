@@ -46,7 +46,7 @@ class Passage:
     """The way that a micro-batch took, from which its backward pass begins.
 
     Attributes:
-        legs: its hops; they cover the blocks in order.
+        legs: its hops; they cover the blocks in order. None if they were not kept.
         outputs: of the last one.
     """
 
@@ -61,12 +61,14 @@ class Pass:
 
     Attributes:
         adapter: what is added to the blocks.
+        keeps: whether a way back may follow: then what went into each hop is kept.
         lost: servers that failed meanwhile, and when.
     """
 
     asker: Asker
     planner: Planner
     adapter: PackedAdapter = field(default_factory=PackedAdapter)
+    keeps: bool = True
     lost: dict[str, float] = field(default_factory=dict)
 
     def detours(self) -> Detours:
@@ -132,7 +134,8 @@ async def travel(
             hops = await detours.after(hop, error, rest)
             continue
         work.planner.succeeded(hop.server.peer_id)
-        legs.append(Leg(hop, hidden))
+        if work.keeps:
+            legs.append(Leg(hop, hidden))
         hidden, hops = outputs, behind
     return legs, hidden
 

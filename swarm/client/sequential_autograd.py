@@ -41,7 +41,7 @@ def run_remotely(
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (hidden, *tensors)):
         output: torch.Tensor = _ThroughServers.apply(trip, hidden, *tensors)
         return output
-    return trip.forward(hidden)[0]
+    return trip.forward(hidden, keeps=False)[0]
 
 
 class _ThroughServers(torch.autograd.Function):
@@ -49,7 +49,7 @@ class _ThroughServers(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, trip: _Trip, hidden: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        output, ctx.passages = trip.forward(hidden)
+        output, ctx.ways = trip.forward(hidden, keeps=True)
         ctx.trip = trip
         return output
 
@@ -58,11 +58,11 @@ class _ThroughServers(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise SwarmError("gradients of gradients do not come through remote blocks; leave create_graph=True out")
         _, wants_hidden, *wants = ctx.needs_input_grad
-        hidden, tensors = ctx.trip.backward(ctx.passages, gradients[0], wants_hidden, wants)
+        hidden, tensors = ctx.trip.backward(ctx.ways, gradients[0], wants_hidden, wants)
         return None, hidden, *tensors
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Way:
     """Rows of one micro-batch, and the way that they took."""
 
@@ -80,12 +80,12 @@ class _Trip:
     adapter: PackedAdapter
     rows: Rows
 
-    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, list[_Way]]:
-        """The outputs, and what is needed on the way back."""
+    def forward(self, hidden: torch.Tensor, keeps: bool) -> tuple[torch.Tensor, list[_Way]]:
+        """The outputs, and what is needed on the way back, if that is to be kept."""
         result = torch.zeros_like(hidden)
         planned = self._planned(hidden.shape[2])
         batches = [self._packed(hidden, rows, route) for rows, route in planned]
-        passages = self.connection.forward(self.span, batches, self.adapter)
+        passages = self.connection.forward(self.span, batches, self.adapter, keeps)
         for (rows, _), passage in zip(planned, passages, strict=True):
             result[rows] = unpack_rows(passage.outputs, hidden[rows], self.rows[rows].real)
         return result, [_Way(rows, passage) for (rows, _), passage in zip(planned, passages, strict=True)]

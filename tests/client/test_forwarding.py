@@ -46,7 +46,8 @@ class Batch:
         swarm = self.swarm
         asker = Asker(swarm.network, swarm.manner)
         try:
-            passages = await forward_all(Pass(asker, swarm.planner), Span(0, BLOCKS), self.batches)
+            passages = await forward_all(Pass(asker, swarm.planner, keeps=False), Span(0, BLOCKS), self.batches)
+            assert not any(passage.legs for passage in passages)
         finally:
             asker.close()
         for passage, expected in zip(passages, self.expected, strict=True):
