@@ -90,6 +90,7 @@ class _Entry:
             whole=self.whole,
             training=request.training,
             idle=now - (max(self.served, trained) if request.training else self.served),
+            waited=now - self.served,
         )
 
 

@@ -32,6 +32,9 @@ PATIENCE = 1.0
 TRAINING_PATIENCE = 2.0
 """Seconds after which training gets an iteration, however much inference waits."""
 
+OVERDUE = 30.0
+"""Seconds after which a training request goes before others, even if these come from peers that had less."""
+
 REMEMBERED = 1024
 """Sessions whose shares are kept, besides those that wait."""
 
@@ -47,9 +50,10 @@ class Waiting:
         session: what shares are counted by.
         tokens: left to compute.
         short: see `SHORT`.
-        whole: computed in one iteration, alone.
         training: nobody waits for the next token.
         idle: seconds since it came or was last served; for training, since any training was, if that is less.
+        whole: computed in one iteration, alone.
+        waited: seconds since it came or was last served itself.
     """
 
     number: int
@@ -61,6 +65,7 @@ class Waiting:
     training: bool
     idle: float
     whole: bool = False
+    waited: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +130,7 @@ def next_batch(waiting: Sequence[Waiting], shares: Shares, budget: int) -> list[
     candidates = _class(waiting)
     if not candidates:
         return []
-    oldest = max(candidates, key=lambda one: (one.idle, -one.number))
+    oldest = max(candidates, key=lambda one: (_age(one), -one.number))
     queue = sorted((one for one in candidates if one.span == oldest.span), key=lambda one: _turn(one, shares))
     if queue[0].whole:
         return [Portion(queue[0].number, queue[0].tokens)]
@@ -141,8 +146,13 @@ def next_batch(waiting: Sequence[Waiting], shares: Shares, budget: int) -> list[
 
 def _turn(one: Waiting, shares: Shares) -> tuple[bool, float, int]:
     """What requests are sorted by."""
-    impatient = one.idle >= PATIENCE
-    return not impatient, -one.idle if impatient else shares.of(one), one.number
+    impatient = _age(one) >= PATIENCE
+    return not impatient, -_age(one) if impatient else shares.of(one), one.number
+
+
+def _age(one: Waiting) -> float:
+    """Seconds that a request has waited, as far as that counts."""
+    return one.waited if one.waited >= OVERDUE else one.idle
 
 
 def _class(waiting: Sequence[Waiting]) -> list[Waiting]:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from swarm.data_structures import Span
 from swarm.server.scheduler import (
     LONG_SHARE,
+    OVERDUE,
     PATIENCE,
     REMEMBERED,
     TRAINING_PATIENCE,
@@ -38,6 +39,7 @@ class Request:
     peer: str = ""
     short: bool = False
     training: bool = False
+    whole: bool = False
     span: Span = HERE
     number: int = -1
     since: float = 0.0
@@ -77,7 +79,9 @@ class Schedule:
                 tokens=one.tokens,
                 short=one.short,
                 training=one.training,
+                whole=one.whole,
                 idle=self.now - (max(one.since, self.trained) if one.training else one.since),
+                waited=self.now - one.since,
             )
             for one in self.waiting
         ]
@@ -104,13 +108,17 @@ class Schedule:
         chosen = [(by_number[portion.number], portion.tokens) for portion in batch]
         assert len({portion.number for portion in batch}) == len(batch)
         assert all(0 < tokens <= one.tokens for one, tokens in chosen)
+        if any(one.whole for one, _ in chosen):
+            assert [tokens for _, tokens in chosen] == [chosen[0][0].tokens]
+            return chosen
         assert sum(tokens for _, tokens in chosen) <= self.budget
         assert bool(chosen) == bool(self.waiting)
         assert len({one.span for one, _ in chosen}) <= 1
         assert len({one.training for one, _ in chosen}) <= 1
         if chosen:
+            like = chosen[0][0]
             together = [
-                one for one in self.waiting if one.span == chosen[0][0].span and one.training == chosen[0][0].training
+                one for one in self.waiting if one.span == like.span and one.training == like.training and not one.whole
             ]
             # No room stays empty while a request for these blocks could use it.
             assert sum(tokens for _, tokens in chosen) == min(self.budget, sum(one.tokens for one in together))
@@ -121,7 +129,7 @@ def test_nothing_waits():
     assert next_batch([], Shares(), 64) == []
 
 
-REQUESTS = st.builds(
+CUT = st.builds(
     Request,
     session=st.sampled_from(["a", "b", "c", "d"]),
     tokens=st.integers(1, 100),
@@ -130,6 +138,16 @@ REQUESTS = st.builds(
     training=st.booleans(),
     span=st.sampled_from([HERE, THERE]),
 )
+WHOLE = st.builds(
+    Request,
+    session=st.sampled_from(["a", "b", "e"]),
+    tokens=st.integers(1, 150),
+    peer=st.sampled_from(["p", "s"]),
+    training=st.just(True),
+    whole=st.just(True),
+    span=st.sampled_from([HERE, THERE]),
+)
+REQUESTS = CUT | WHOLE
 
 
 @given(st.lists(st.lists(REQUESTS, max_size=4), max_size=15), st.integers(1, 200))
@@ -162,8 +180,10 @@ def test_nobody_waits_for_ever_whatever_else_comes(flood, one, budget):
         schedule.iterate()
     schedule.add(one)
     every = TRAINING_PATIENCE / ITERATION + 2
-    if one.training:  # in turn, an iteration now and then
-        bound = every * (2 + sum(other.tokens for other in schedule.waiting if other.training))
+    if one.training:  # in turn, an iteration now and then; sooner or later before all that came later
+        bound = OVERDUE / ITERATION + every * (
+            2 + CROWD + sum(other.tokens for other in schedule.waiting if other.training)
+        )
     else:  # each of those before it is served once at most, when all have lost their patience
         bound = 2 * (len(schedule.waiting) + PATIENCE / ITERATION + every)
     left, iterations = one.tokens, 0
@@ -179,7 +199,7 @@ def _pour(schedule, flood, number, kept=None):
         schedule.waiting = [one for one in schedule.waiting if one is kept or one.number % 2]
     for kind in flood[number % len(flood)]:
         session, peer = f"{number} {kind.session}", f"{number} {kind.peer}"
-        schedule.add(Request(session, kind.tokens, peer, kind.short, kind.training, kind.span))
+        schedule.add(Request(session, kind.tokens, peer, kind.short, kind.training, kind.whole, kind.span))
 
 
 @pytest.mark.parametrize("budget", [1, 2, 3, 4, 64])
@@ -271,6 +291,24 @@ def test_training_has_all_that_inference_leaves():
     schedule.add(Request("trainer", 640, training=True))
     for _ in range(10):
         assert [one.session for one, _ in schedule.iterate()] == ["trainer"]
+
+
+def test_a_backward_waits_for_inference_and_is_computed_in_one_piece():
+    schedule = Schedule(budget=64)
+    schedule.add(Request("trainer", 640, training=True, whole=True), Request("reader", 100))
+    names = [[(one.session, tokens) for one, tokens in schedule.iterate()] for _ in range(3)]
+    assert names == [[("reader", 64)], [("reader", 36)], [("trainer", 640)]]
+
+
+def test_backwards_and_forwards_of_two_peers_share_what_training_gets():
+    """Tokens are charged at what they cost. Clients have several portions under way."""
+    schedule = Schedule(budget=64)
+    for _ in range(400):
+        for name, tokens, whole in (("backward", 300, True), ("forward", 100, False)):
+            while sum(one.session == name for one in schedule.waiting) < 2:
+                schedule.add(Request(name, tokens, training=True, whole=whole))
+        schedule.iterate()
+    assert abs(schedule.served["backward"] - schedule.served["forward"]) <= 300
 
 
 @pytest.mark.parametrize("same_peer", [False, True])
