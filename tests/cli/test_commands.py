@@ -49,6 +49,12 @@ def test_help(arguments: list[str]) -> None:
     assert VERSION in result.output or "Usage:" in result.output
 
 
+def test_room_for_adapters_is_a_size() -> None:
+    result = CliRunner().invoke(main, ["server", "--new-swarm", "--adapter-memory", "much"])
+    assert result.exit_code == 2
+    assert "--adapter-memory: 'much' is not a size such as 8GB or 512 MiB" in result.output
+
+
 @pytest.mark.parametrize("arguments", [["nonsense"], ["server", "--nonsense"], ["demo", "--tokens", "0"]])
 def test_unknown_words_are_refused(arguments: list[str]) -> None:
     assert CliRunner().invoke(main, arguments).exit_code == 2

@@ -157,3 +157,10 @@ def test_the_form_is_said(caplog, monkeypatch):
     )
     assert resolved("nf4") == ("int4", "Weights: int4, as asked for (on a CPU nf4 is int4)")
     assert resolved("int8", 10) == ("int8", "Weights: int8, as asked for")
+
+
+def test_room_for_adapters():
+    assert memory.adapter_memory(123, free=10) == 123
+    assert memory.adapter_memory(0, free=10**12) == 0
+    assert memory.adapter_memory(None, free=2 * 10**9) == 10**8
+    assert memory.adapter_memory(None, free=10**12) == 1 << 30
