@@ -124,6 +124,8 @@ class Serving:
         engine = Engine(runtime, token_budget(throughput.forward / span.length))
         logger.info("Scheduler: up to %d tokens an iteration", engine.budget)
         adapters = AdapterStore(time.monotonic, AdapterLimits(memory=plan.adapter_memory))
+        if public:
+            logger.info("Adapters that every client may use: %s", ", ".join(plan.adapters))
         for parts in public:
             adapters.add_public(model.adapted.fitted(parts))
         handler = Handler(network, model, checkpoint.revision, sessions, engine, adapters=adapters)
