@@ -43,6 +43,8 @@ def test_an_unknown_code_is_the_servers_fault(code):
                 errors.UnknownSession,
                 errors.WrongPosition,
                 errors.WrongSpan,
+                errors.UnknownAdapter,
+                errors.AdapterRefused,
             },
         ),
         (errors.ServerFault, {errors.CacheFull, errors.ServerClosing}),
