@@ -152,7 +152,8 @@ class _AutoDistributedModel:
             classification_class(checkpoint.config)  # whether there is any, before anybody is asked
         stored = _stored(tuning, checkpoint, cache_dir)
         config = replace(config, local_blocks=parse_local_blocks(local_blocks, checkpoint.blocks))
-        config = replace(config, wire=asked or default_wire(checkpoint.config))
+        trains = tuning.trainable and (tuning.mode is not None or tuning.adapter is not None)
+        config = replace(config, wire=asked or default_wire(checkpoint.config, trains))
         logger.info("hidden states of %s travel as %s", checkpoint.name, config.wire)
         if config.wire is WireFormat.BLOCKWISE8:
             warm_up(torch.device("cpu"))

@@ -23,13 +23,15 @@ BLOCKWISE8 = frozenset(
 """Families whose hidden states travel in 8 bits: those that keep the rule. `docs/wire.md` has the figures."""
 
 
-def default_wire(config: PreTrainedConfig) -> WireFormat:
+def default_wire(config: PreTrainedConfig, trains: bool = False) -> WireFormat:
     """The format for a model: 8 bits where that was measured to be harmless for its family, else 16.
+
+    Training takes 16: the rounding of what went into the blocks spoils gradients more than texts (docs/wire.md).
 
     The 16 bits are those of the checkpoint, so that nothing is lost where servers compute in them. A float32 checkpoint
     gets bfloat16: float16 is finer, but ends at 65504, and how large hidden states become shows only when they do.
     """
-    if config.model_type in BLOCKWISE8:
+    if config.model_type in BLOCKWISE8 and not trains:
         return WireFormat.BLOCKWISE8
     stored = getattr(config, "dtype", None)
     return WireFormat.FLOAT16 if stored in (torch.float16, "float16") else WireFormat.BFLOAT16

@@ -101,9 +101,7 @@ class AdapterStore:
     def put(self, peer: str, parts: Mapping[tuple[int, bytes], BlockPart]) -> None:
         """Keep parts, by block and digest; they have been checked against their blocks.
 
-        Raises:
-            AdapterRefused: the peer's sessions hold so much that there is no room for these.
-            CacheFull: all peers together do.
+        Raises `CacheFull` where sessions, of this peer or of all together, hold so much that there is no room for them.
         """
         self.expire()
         new: dict[_Key, _Kept] = {}
@@ -118,7 +116,7 @@ class AdapterStore:
         needed = sum(one.size for one in new.values())
         own = [key for key in self._kept if key[0] == peer and key not in known]
         if not self._make_room(own, lambda: self._held(peer) + needed <= self.limits.peer_memory):
-            raise AdapterRefused(
+            raise CacheFull(
                 f"sessions of this peer hold {human(self._held(peer))} of adapters, of the "
                 f"{human(self.limits.peer_memory)} that a peer may have; close some, or ask another server"
             )

@@ -5,14 +5,14 @@ Like the handler, it decodes, validates and refuses; the engine computes. Nothin
 
 from __future__ import annotations
 
-from swarm.data_structures import Span
+from swarm.data_structures import Span, WireFormat
 from swarm.errors import WrongSpan
 from swarm.models.adapters import Parts
 from swarm.models.kv_cache import SessionCache
 from swarm.models.span import SpanModel
 from swarm.protocol import messages
 from swarm.protocol.adapters import BlockPart, unpack_parts
-from swarm.protocol.compression import dtype_name
+from swarm.protocol.compression import dtype_name, warm_up
 from swarm.server import requests
 from swarm.server.adapters import AdapterStore
 from swarm.server.checks import Checks
@@ -35,6 +35,7 @@ class Training:
         self._model = model
         self._checks = checks
         self._engine = engine
+        self._warm = False
 
     @property
     def max_payload(self) -> int:
@@ -53,6 +54,7 @@ class Training:
         layout = self._checks.layout(message)
         self._checks.payload(layout.tokens, message.format, message.dtype, payload)
         cache = SessionCache(self._model.narrowed(span), self.adapter(peer, span, message.adapters))
+        await self._warm_up(message.format, message.reply_format)
         outcome = await self._engine.compute(
             requests.request(peer, None, cache, layout, payload, message.format, message.dtype, message.reply_format)
         )
@@ -66,6 +68,7 @@ class Training:
         span = self._checks.span(message.revision, message.start, message.end)
         layout = self._checks.layout(message)
         self._checks.gradients(layout.tokens, message, payload)
+        await self._warm_up(message.format, message.gradient_format)
         outcome = await self._engine.compute(
             requests.backward(
                 peer,
@@ -99,6 +102,12 @@ class Training:
         found = zip(named, unpacked, strict=True)
         self.adapters.put(peer, {(number, block.digest): part for (number, block), part in found})
         return messages.AdaptersKept(self.adapters.limits.seconds)
+
+    async def _warm_up(self, *formats: WireFormat) -> None:
+        """Load what 8 bits need before a token's turn in the queue, not in the middle of it."""
+        if WireFormat.BLOCKWISE8 in formats and not self._warm:
+            await self._engine.runtime.run(warm_up, self._model.device)
+            self._warm = True
 
     @property
     def _dtype(self) -> str:

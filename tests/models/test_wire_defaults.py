@@ -58,6 +58,7 @@ def test_the_format_of_a_checkpoint(family: str, dtype: torch.dtype | str | None
     config = AutoConfig.for_model(family, dtype=dtype)
     halves = WireFormat.FLOAT16 if dtype in (torch.float16, "float16") else WireFormat.BFLOAT16
     assert default_wire(config) is (WireFormat.BLOCKWISE8 if family == "llama" else halves)
+    assert default_wire(config, trains=True) is halves
 
 
 def figures(plain: float, stressed: float, uncertainty: float, perplexity: float = 200.0) -> calibrate_wire.Row:

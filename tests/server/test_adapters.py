@@ -154,12 +154,12 @@ def test_what_somebody_holds_counts_until_it_is_let_go(store, clock):
     for seed in range(5):
         put(store, "me", seed)
         held.append(store.find("me", SPAN, [digest(seed), b""]))
-    with pytest.raises(AdapterRefused, match=r"sessions of this peer hold .* close some"):
+    with pytest.raises(CacheFull, match=r"sessions of this peer hold .* close some"):
         put(store, "me", 5)
     clock.now = 1000.0
     store.expire()
     assert (len(store), store.memory) == (0, 5 * SIZE)
-    with pytest.raises(AdapterRefused):
+    with pytest.raises(CacheFull):
         put(store, "me", 5)
     held.pop()
     put(store, "me", 5)
