@@ -125,6 +125,14 @@ def test_a_page_that_another_row_of_the_step_needs_is_not_written_to():
     assert (long.kept, long.copied, long.fresh) == (tables[0], None, 0)
 
 
+def test_a_page_whose_beginning_another_row_of_the_step_needs_is_not_written_to():
+    """Not even by a row that has copied what it needs: the step may fail, and come again."""
+    tables = tables_of(50)
+    anew, on = plan(tables, (50,), StepLayout((0, 50), (1, 1), (0, 0)), 256, once)
+    assert (anew.kept, anew.copied, anew.fresh) == ((), None, 1)
+    assert (on.kept, on.copied, on.fresh) == (tables[0], None, 0)
+
+
 def test_a_page_that_others_hold_is_not_written_to():
     tables = tables_of(300)
     (one,) = plan(tables, (300,), StepLayout((300,), (1,)), 256, lambda page: 2)
