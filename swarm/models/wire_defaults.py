@@ -26,7 +26,7 @@ BLOCKWISE8 = frozenset(
 def default_wire(config: PreTrainedConfig, trains: bool = False) -> WireFormat:
     """The format for a model: 8 bits where that was measured to be harmless for its family, else 16.
 
-    Training takes 16: the rounding of what went into the blocks spoils gradients more than texts (docs/wire.md).
+    Training takes 16: the rounding of what went into the blocks spoils gradients more than texts (docs/fine-tuning.md).
 
     The 16 bits are those of the checkpoint, so that nothing is lost where servers compute in them. A float32 checkpoint
     gets bfloat16: float16 is finer, but ends at 65504, and how large hidden states become shows only when they do.
