@@ -75,7 +75,7 @@ def log_probabilities(folder: Path, span: SpanModel, windows: Tensor) -> Tensor:
     """Of every next token, `[rows, tokens, vocabulary]`."""
     checkpoint = open_checkpoint(folder)
     layer = ChainLayer(span, checkpoint.anatomy.outputs)
-    model, _ = load_heads(checkpoint, layer, _Plain, dtype=span.dtype)
+    model = load_heads(checkpoint, layer, _Plain, dtype=span.dtype).model
     return torch.cat(
         [model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1) for ids in windows.split(ROWS)]
     )

@@ -91,7 +91,7 @@ class InProcess:
         chosen = resolve_dtype(dtype, checkpoint.config)
         whole = load_span(checkpoint, Span(0, checkpoint.blocks), dtype=chosen, device=CPU)
         self.layer = ChainLayer(whole, checkpoint.anatomy.outputs)
-        self.model, _ = load_heads(checkpoint, self.layer, _Plain, dtype=chosen)
+        self.model = load_heads(checkpoint, self.layer, _Plain, dtype=chosen).model
         self.family, self.blocks = checkpoint.config.model_type, checkpoint.blocks
         self.hidden_size = whole.hidden_size
 

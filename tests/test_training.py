@@ -422,8 +422,10 @@ def test_a_session_keeps_its_adapter_when_servers_are_killed(folder: Path, local
         assert model.generate(prompt, max_new_tokens=16, do_sample=False).tolist() == texts(local, adapter, prompt, 16)
 
 
-@pytest.mark.parametrize(("wire", "most"), [("float16", 5e-3), ("bfloat16", 4e-2)])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "wire", "most"),
+    [*((family, "float16", 5e-3) for family in FAMILIES), ("llama", "bfloat16", 2e-2), ("gpt2", "bfloat16", 2e-2)],
+)
 def test_16_bits_on_the_wire(family: str, wire: str, most: float, tmp_path: Path) -> None:
     """Models as they are initialised by transformers: those of the zoo multiply every error. bfloat16 has three bits
     less than float16."""
@@ -433,4 +435,7 @@ def test_16_bits_on_the_wire(family: str, wire: str, most: float, tmp_path: Path
     adapter = random_adapter(local)
     right = local_gradients(local, adapter, ids, mask)
     with run_swarm(tmp_path, SPANS) as swarm, run_client(swarm, wire=wire) as model:
-        assert_equal(remote_gradients(model, local, adapter, ids, mask), right, most)
+        found = remote_gradients(model, local, adapter, ids, mask)
+    together = [torch.cat([one.flatten() for one in gradients]) for gradients in (found, right)]
+    assert_equal(together[:1], together[1:], most)
+    assert_equal(found, right, 2 * most)  # the smallest tensors are a little worse
