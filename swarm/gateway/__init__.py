@@ -1,0 +1,1 @@
+"""The swarm behind OpenAI's HTTP interface, with a page to chat on."""

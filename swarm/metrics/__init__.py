@@ -1,0 +1,1 @@
+"""What is counted and measured, for Prometheus. The only importer of prometheus_client."""

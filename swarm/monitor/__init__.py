@@ -1,0 +1,1 @@
+"""What the swarm looks like now, from the DHT alone."""
