@@ -21,6 +21,7 @@ from contextlib import suppress
 from swarm.client.adapter_sending import Carried
 from swarm.client.answers import Outputs, whose
 from swarm.client.chunking import window
+from swarm.client.events import Listener, to_nobody
 from swarm.client.failover import Failover, Past, Planner, is_hop_lost
 from swarm.client.hop_session import NOTHING_YET, HopSession
 from swarm.client.packed import Manner, Packed
@@ -43,6 +44,7 @@ class Chain:
         span: the blocks.
         max_length: tokens that a row may have.
         adapter: what is added to the blocks.
+        tell: hears of what happens to the session.
     """
 
     def __init__(
@@ -53,10 +55,11 @@ class Chain:
         span: Span,
         max_length: int,
         adapter: Carried | None = None,
+        tell: Listener = to_nobody,
     ) -> None:
         self._span = span
         self._failover = Failover(
-            network, planner, manner, max_length, adapter or Carried(), self._heard, self._changed
+            network, planner, manner, max_length, adapter or Carried(), self._heard, self._changed, tell
         )
         self._hops: list[HopSession] = []
         self._steps: dict[int, StepLayout] = {}

@@ -13,6 +13,7 @@ from swarm.client.background import BackgroundLoop
 from swarm.client.backwarding import backward_all
 from swarm.client.chain import Chain
 from swarm.client.config import ClientConfig
+from swarm.client.events import Listener, to_all
 from swarm.client.failover import Waiting
 from swarm.client.forwarding import MicroBatch, Pass, Passage, forward_all
 from swarm.client.gradients import Gradients
@@ -54,11 +55,13 @@ class SwarmConnection:
         self.blocks = blocks
         self.local = local
         self.span = Span(local.span.end if local is not None else 0, blocks)
+        self._listeners: list[Listener] = []
         self._manner = Manner(revision, config.wire, config.request_timeout, config.push)
 
         async def connect() -> tuple[Peer, SwarmPlanner, Asker]:
             peer = await Peer.create(P2PConfig(initial_peers=config.initial_peers), AnnouncementValidator())
-            return peer, SwarmPlanner(peer, config, model, revision, blocks, digests), Asker(peer, self._manner)
+            planner = SwarmPlanner(peer, config, model, revision, blocks, digests, to_all(self._listeners))
+            return peer, planner, Asker(peer, self._manner)
 
         self._background = BackgroundLoop()
         try:
@@ -70,6 +73,10 @@ class SwarmConnection:
         self.close: Callable[[], object] = weakref.finalize(
             self, _shutdown, self._background, self._planner, self._asker, self._peer
         )
+
+    def listen(self, listener: Listener) -> None:
+        """Let `listener` hear of all sessions that begin from now on, and of servers that are avoided."""
+        self._listeners.append(listener)
 
     def servers(self) -> tuple[ServerInfo, ...]:
         """The servers that this client can use now, from the DHT."""
@@ -93,15 +100,19 @@ class SwarmConnection:
 
         return self._background.run(plan())
 
-    def open_chain(self, max_length: int, adapter: PackedAdapter) -> Chain:
+    def open_chain(self, max_length: int, adapter: PackedAdapter, listener: Listener | None = None) -> Chain:
         """A session for `max_length` tokens a row over all remote blocks, with what `adapter` adds to them.
+
+        Args:
+            listener: hears of this session.
 
         Raises `MissingBlocks` or a `RemoteError`.
         """
 
         async def open_chain() -> Chain:
             carried = Carried(adapter, self._asker.sent)
-            chain = Chain(self._peer, self._planner, self._manner, self.span, max_length, carried)
+            tell = to_all([*self._listeners, *([listener] if listener is not None else [])])
+            chain = Chain(self._peer, self._planner, self._manner, self.span, max_length, carried, tell)
             await chain.open()
             return chain
 

@@ -14,6 +14,7 @@ from torch import nn
 from swarm.client.baton import Turn
 from swarm.client.calls import extended_tokens
 from swarm.client.connection import SwarmConnection
+from swarm.client.events import Listener
 from swarm.client.inference_lanes import InferenceLanes
 from swarm.client.lane_generation import generate_in_lanes
 from swarm.client.lanes import LanesWanted, check_lanes
@@ -62,15 +63,18 @@ class Distributed:
         """Token ids to the hidden states that `session.step` takes."""
         return self.get_input_embeddings()  # type: ignore[attr-defined, no-any-return]
 
-    def inference_session(self, *, max_length: int) -> InferenceSession:
+    def inference_session(self, *, max_length: int, listener: Listener | None = None) -> InferenceSession:
         """Open a session for up to `max_length` tokens a row; servers reserve room for them at the first step.
 
         As a context manager it is used by every `generate` inside, which then computes only what is new: a prompt
         that begins with tokens of an earlier call continues there. Virtual tokens are put in front of the first ones;
         `session.position` counts them, `max_length` does not. A session goes on with what was trained when it began.
+
+        Args:
+            listener: hears of the session's routes, lost servers and recoveries; see `swarm.client.events`.
         """
         count = 0 if self.prompts is None else len(self.prompts)
-        session = InferenceSession(self, self.swarm, max_length + count)
+        session = InferenceSession(self, self.swarm, max_length + count, listener)
         if count:
             session.cache = PromptedCache(session, count)
         return session

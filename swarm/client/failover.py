@@ -21,6 +21,7 @@ from typing import Protocol
 
 from swarm.client.adapter_sending import Carried
 from swarm.client.answers import whose
+from swarm.client.events import BlocksMissing, HopLost, Listener, Recovered, Replayed, RouteTaken, to_nobody
 from swarm.client.hop_session import NOTHING_YET, PARDONS, HopSession
 from swarm.client.packed import Manner, Packed
 from swarm.client.record import Record
@@ -106,8 +107,9 @@ class Past:
 class Waiting:
     """Waiting for servers of blocks that nobody holds, for as long as the planner has patience."""
 
-    def __init__(self, planner: Planner) -> None:
+    def __init__(self, planner: Planner, tell: Listener = to_nobody) -> None:
         self._planner = planner
+        self._tell = tell
         self._deadline = time.perf_counter() + planner.patience
         self._said = False
 
@@ -122,6 +124,7 @@ class Waiting:
             raise missing from None
         if not self._said:
             logger.warning("%s Waiting up to %.0f s.", missing, self._planner.patience)
+            self._tell(BlocksMissing(missing.blocks))
             self._said = True
         await asyncio.sleep(min(REFRESH, max(0.0, self._deadline - time.perf_counter())))
         await self._planner.refresh()
@@ -133,6 +136,7 @@ class Failover:
     Args:
         adapter: what is added to the blocks.
         heard, changed: see `HopSession`.
+        tell: hears of what happens to the session.
     """
 
     def __init__(
@@ -144,7 +148,9 @@ class Failover:
         adapter: Carried,
         heard: Callable[[HopSession, int, Packed], None],
         changed: Callable[[], None],
+        tell: Listener = to_nobody,
     ) -> None:
+        self._tell = tell
         self._network = network
         self._planner = planner
         self._manner = manner
@@ -157,7 +163,7 @@ class Failover:
         """New hops over `span`, linked, for a session that has not begun."""
         hops = await self._find(span, None, None, Past(Record(), NOTHING_YET, 0))
         await self.link(hops, range(len(hops)))
-        self._planner.taken(Route(tuple(hop.hop for hop in hops)))
+        self._taken(Route(tuple(hop.hop for hop in hops)))
         return hops
 
     async def mend(self, hops: Sequence[HopSession], index: int, past: Past) -> list[HopSession]:
@@ -170,6 +176,8 @@ class Failover:
         if not lost.abandoned:  # once, or a server that has come back would be kept out again
             lost.abandoned = True
             logger.info("%s; looking for a replacement", lost.error)
+            reason = lost.error.code if isinstance(lost.error, RemoteError) else RemoteError.code
+            self._tell(HopLost(lost.peer_id, lost.hop.span, reason))
             self._planner.failed(lost.peer_id, lost.error)
             await lost.close()
         before = hops[index - 1].peer_id if index else None
@@ -178,9 +186,15 @@ class Failover:
         full = lost.error if isinstance(lost.error, CacheFull) else None
         fresh = await self._find(lost.hop.span, before, after, past, full)
         route = Route(tuple(hop.hop for hop in [*hops[:index], *fresh, *hops[index + 1 :]]))
-        self._planner.taken(route)
-        logger.info("replaced in %.2f s; %s", time.perf_counter() - began, route)
+        seconds = time.perf_counter() - began
+        logger.info("replaced in %.2f s; %s", seconds, route)
+        self._tell(Recovered(seconds))
+        self._taken(route)
         return fresh
+
+    def _taken(self, route: Route) -> None:
+        self._planner.taken(route)
+        self._tell(RouteTaken(route))
 
     async def link(self, hops: Sequence[HopSession], which: range, silent: int | None = None) -> None:
         """Tell the servers of `hops[which]` who stands before and behind them; `hops[silent]` is not to push."""
@@ -224,7 +238,7 @@ class Failover:
     ) -> list[HopSession]:
         """Open hops over `span` and fill their caches. `trouble` is why others were left."""
         tries = 0
-        waiting = Waiting(self._planner)
+        waiting = Waiting(self._planner, self._tell)
         while True:
             try:
                 hops = self._hops(await self._planner.route(span, before, after, self._max_length))
@@ -288,7 +302,9 @@ class Failover:
 
     async def _replay(self, hops: Sequence[HopSession], past: Past) -> tuple[HopSession, RemoteError] | None:
         """Fill the caches of `hops`; where and why that failed, or None."""
+        tokens = 0
         for layout, hidden in past.record.replay(past.done):
+            tokens += layout.tokens
             for hop, following in zip(hops, [*hops[1:], None], strict=True):
                 try:
                     outputs = await hop.replay(layout, hidden, past.upcoming, want_outputs=following is not None)
@@ -299,6 +315,8 @@ class Failover:
                     hidden = outputs
         for hop in hops:
             hop.filled(past.done)
+            if tokens:
+                self._tell(Replayed(hop.hop.span, tokens))
         return None
 
     def _blame(self, hop: HopSession, error: RemoteError) -> RemoteError:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from swarm.client.config import ClientConfig
+from swarm.client.events import Listener, PeerAvoided, to_nobody
 from swarm.client.local_blocks import described
 from swarm.data_structures import Route, ServerInfo, Span
 from swarm.dht.directory import fetch_servers
@@ -71,6 +72,7 @@ class SwarmPlanner:
         peer: this client's place in the network.
         config: see `ClientConfig`.
         model, revision, blocks, digests: see `SwarmConnection`.
+        tell: hears which servers are kept out of routes.
     """
 
     def __init__(
@@ -81,7 +83,9 @@ class SwarmPlanner:
         revision: str,
         blocks: int,
         digests: Sequence[str] | None,
+        tell: Listener = to_nobody,
     ) -> None:
+        self._tell = tell
         self.patience = config.wait_for_blocks
         self.router = Router(config.allowed_servers, config.blocked_servers)
         self._peer = peer
@@ -140,6 +144,7 @@ class SwarmPlanner:
         now = time.monotonic()
         until = self.router.health.failed(peer_id, reason, now)
         logger.debug("…%s %s; avoided for %.0f s: %s", peer_id[-6:], reason.value, until - now, error)
+        self._tell(PeerAvoided(peer_id, reason.value, until - now))
 
     def succeeded(self, peer_id: str) -> None:
         """The peer works."""

@@ -13,6 +13,7 @@ from swarm.client.adapter_sending import pack_adapter
 from swarm.client.chain import Chain
 from swarm.client.chunking import chunk_slots
 from swarm.client.connection import SwarmConnection
+from swarm.client.events import Listener
 from swarm.client.local_blocks import LocalSession
 from swarm.client.packed import Packed
 from swarm.client.record import REQUEST_TOKENS
@@ -34,13 +35,17 @@ class InferenceSession:
         model: the distributed model.
         connection: its connection to the swarm.
         max_length: tokens that each row may have at most; servers reserve room for them.
+        listener: hears of what happens to the session on its way, see `swarm.client.events`.
     """
 
-    def __init__(self, model: Any, connection: SwarmConnection, max_length: int) -> None:
+    def __init__(
+        self, model: Any, connection: SwarmConnection, max_length: int, listener: Listener | None = None
+    ) -> None:
         if max_length < 1:
             raise ValueError(f"max_length is {max_length}; a session needs room for at least one token")
         self.max_length = max_length
         self.cache = SequenceCache(self)
+        self._listener = listener
         self._model = model
         self._connection = connection
         self._chain: Chain | None = None
@@ -190,7 +195,7 @@ class InferenceSession:
         if self._chain is None:
             parts = parts_of(self._model.remote_blocks.adapter, Span(0, self._connection.blocks))
             remote = {block: part for block, part in parts.items() if block in self._connection.span}
-            self._chain = self._connection.open_chain(self.max_length, pack_adapter(remote))
+            self._chain = self._connection.open_chain(self.max_length, pack_adapter(remote), self._listener)
             if self._connection.local is not None:
                 self._local = self._connection.local.session(frozen(parts))
         return self._chain

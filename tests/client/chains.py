@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from swarm.client.chain import Chain
+from swarm.client.events import Event
 from swarm.client.packed import Manner, Packed
 from swarm.data_structures import Route, ServerInfo, Span, StepLayout, WireFormat
 from swarm.errors import ProtocolViolation
@@ -169,6 +170,7 @@ class Swarm:
         self.manner = Manner(REVISION, wire, 60.0, push)
         self.announced: dict[str, ServerInfo] = {}
         self.servers: dict[str, Server] = {}
+        self.events: list[Event] = []
         self.planner = RoutingPlanner(lambda: list(self.announced.values()), patience)
         self.on_message: OnMessage = lambda source, target, message: False
         self._seconds = seconds
@@ -194,7 +196,7 @@ class Swarm:
         asyncio.get_running_loop().call_later(seconds, self.kill, name)
 
     async def chain(self) -> Conversation:
-        chain = Chain(self.network, self.planner, self.manner, Span(0, BLOCKS), MAX_LENGTH)
+        chain = Chain(self.network, self.planner, self.manner, Span(0, BLOCKS), MAX_LENGTH, None, self.events.append)
         await chain.open()
         return Conversation(self.model, chain)
 
