@@ -1,0 +1,113 @@
+"""Requests and answers of a gateway, counted."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.metrics.gateway import ENDPOINTS, GatewayMetrics, endpoint_label
+from swarm.metrics.registry import Registry, exposition
+from tests.metrics.readings import Readings, parse, value
+
+
+@pytest.fixture
+def registry() -> Registry:
+    return Registry()
+
+
+@pytest.fixture
+def metrics(registry: Registry) -> GatewayMetrics:
+    return GatewayMetrics(registry, ["demo"])
+
+
+def read(registry: Registry) -> Readings:
+    return parse(exposition(registry)[0].decode())
+
+
+def test_an_answer(registry: Registry, metrics: GatewayMetrics) -> None:
+    with metrics.stream():
+        metrics.first_token("demo", 0.2)
+        metrics.next_token("demo", 0.003)
+        assert value(read(registry), "swarm_gateway_streams_open") == 1
+    metrics.used("demo", prompt=12, completion=2)
+    metrics.received(300)
+    metrics.sent(4000)
+    metrics.answered("/v1/chat/completions", "demo", 200, 0.25)
+    readings = read(registry)
+    request = {"endpoint": "/v1/chat/completions", "model": "demo", "status": "200"}
+    assert value(readings, "swarm_gateway_requests_total", **request) == 1
+    assert value(readings, "swarm_gateway_request_seconds_sum", endpoint="/v1/chat/completions") == 0.25
+    assert value(readings, "swarm_gateway_first_token_seconds_sum", model="demo") == 0.2
+    assert value(readings, "swarm_gateway_token_seconds_sum", model="demo") == 0.003
+    assert value(readings, "swarm_gateway_prompt_tokens_total", model="demo") == 12
+    assert value(readings, "swarm_gateway_completion_tokens_total", model="demo") == 2
+    assert value(readings, "swarm_gateway_received_bytes_total") == 300
+    assert value(readings, "swarm_gateway_sent_bytes_total") == 4000
+    assert value(readings, "swarm_gateway_streams_open") == 0
+
+
+def test_a_stream_that_breaks_is_open_no_more(registry: Registry, metrics: GatewayMetrics) -> None:
+    with pytest.raises(OSError, match="gone"), metrics.stream():
+        raise OSError("gone")
+    metrics.disconnected()
+    assert value(read(registry), "swarm_gateway_streams_open") == 0
+    assert value(read(registry), "swarm_gateway_disconnects_total") == 1
+
+
+def test_the_queue_is_asked_when_somebody_wants_to_know(registry: Registry, metrics: GatewayMetrics) -> None:
+    running, waiting = [0], [0]
+    metrics.watch(lambda: running[0], lambda: waiting[0])
+    running[0], waiting[0] = 8, 3
+    readings = read(registry)
+    assert value(readings, "swarm_gateway_running") == 8
+    assert value(readings, "swarm_gateway_waiting") == 3
+
+
+def test_labels_do_not_grow_with_what_users_send(registry: Registry, metrics: GatewayMetrics) -> None:
+    metrics.answered("/v1/chat/completions", "demo", 200, 0.1)
+    metrics.answered("/v1/models", None, 200, 0.1)
+    before = len(read(registry))
+    for number in range(50):
+        metrics.answered(f"/{number}", f"model {number}", 404, 0.1)
+        metrics.first_token(f"model {number}", 0.1)
+        metrics.refused(f"reason {number}")
+    readings = read(registry)
+    assert value(readings, "swarm_gateway_requests_total", endpoint="other", model="other", status="404") == 50
+    assert value(readings, "swarm_gateway_refused_total", reason="other") == 50
+    assert len(readings) - before <= 3 * (14 + 3)
+
+
+def test_models_that_come_later_have_their_label(registry: Registry, metrics: GatewayMetrics) -> None:
+    metrics.serves(["second"])
+    for model in ("demo", "second", "third"):
+        metrics.used(model, 1, 0)
+    readings = read(registry)
+    assert [value(readings, "swarm_gateway_prompt_tokens_total", model=m) for m in ("demo", "second", "other")] == [
+        1
+    ] * 3
+
+
+@pytest.mark.parametrize(
+    ("path", "label"),
+    [
+        ("/", "/"),
+        ("/v1/models", "/v1/models"),
+        ("/v1/models/demo", "/v1/models"),
+        ("/v1/models/somebody/demo", "/v1/models"),
+        ("/page/chat.js", "/page"),
+        ("/monitor/", "/monitor"),
+        ("/monitor/api/v1/swarm", "/monitor"),
+        ("/v1/chat", "other"),
+        ("/v1", "other"),
+        ("", "other"),
+        ("no path", "other"),
+    ],
+)
+def test_endpoints(path: str, label: str) -> None:
+    assert endpoint_label(path) == label
+
+
+@given(st.text())
+def test_any_path_has_one_of_the_labels(path: str) -> None:
+    assert endpoint_label(path) in ENDPOINTS | {"other"}
