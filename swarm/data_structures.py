@@ -78,6 +78,8 @@ class ServerInfo:
         queue: seconds that a step waited for its compute thread lately.
         round_trips: (peer id, seconds) of servers that hold the blocks behind its own, as it measured them.
         mobility: whether it would move to other blocks.
+        relayed: whether others reach it through a relay only (see `swarm.dht.reachability`).
+        adapters: names of the adapters that every client may use there.
     """
 
     peer_id: str
@@ -96,6 +98,8 @@ class ServerInfo:
     queue: float = 0.0
     round_trips: tuple[tuple[str, float], ...] = ()
     mobility: Mobility = Mobility.FREE
+    relayed: bool = False
+    adapters: tuple[str, ...] = ()
 
     @property
     def short_id(self) -> str:
@@ -106,6 +110,21 @@ class ServerInfo:
         """Tokens/s that it adds to each of its blocks: what it computes, or what its link carries if that is less."""
         computed = self.throughput / self.span.length
         return min(computed, self.network_throughput) if self.network_throughput else computed
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class ModelInfo:
+    """A model that the swarm runs, as its servers announce it.
+
+    Attributes:
+        name: what the swarm calls it.
+        blocks: number of blocks of the whole model.
+        revision: which version of the checkpoint.
+    """
+
+    name: str
+    blocks: int
+    revision: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,25 @@
-"""Keeps a server's announcement in the DHT: renewed every period, at once when something changes, gone when it dies."""
+"""Keeps a server's announcement in the DHT: renewed every period, at once when something changes, gone when it dies.
+
+With it goes the record that names the server's model for those who do not know what the swarm runs.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 
 from hivemind.dht.crypto import RSASignatureValidator
 
-from swarm.data_structures import ServerInfo
-from swarm.dht.records import encode, model_key
+from swarm.data_structures import ModelInfo, ServerInfo, ServerState
+from swarm.dht import model_records
+from swarm.dht.reachability import is_relayed
+from swarm.dht.records import MAX_ADAPTERS, MAX_LIFETIME, encode, model_key
 from swarm.transport.p2p import Peer
 
 logger = logging.getLogger(__name__)
@@ -20,17 +28,28 @@ LIFETIME_PERIODS = 2.5
 """A record lives this many update periods, so that one lost update does not make a live server vanish."""
 
 
+SKEW = 60.0
+"""Seconds by which the clocks of others may be behind, so that they still take the longest-lived record."""
+
+
+def adapter_names(sources: Iterable[str]) -> tuple[str, ...]:
+    """What is announced of adapters given as folders or hub ids: of a folder its last name, as its path is private."""
+    folders = ((source, os.path.expanduser(source)) for source in sources)
+    names = (Path(folder).resolve().name if os.path.isdir(folder) else source for source, folder in folders)
+    return tuple(name[:256] for name in dict.fromkeys(names))[:MAX_ADAPTERS]
+
+
 class Announcer:
     """Announces what `describe` returns.
 
     Args:
         peer: this peer.
-        model: name of the served model.
-        describe: the announcement as of now.
+        model: the served model.
+        describe: the announcement as of now; whether the peer is relayed is filled in here.
         period: seconds between updates.
     """
 
-    def __init__(self, peer: Peer, model: str, describe: Callable[[], ServerInfo], period: float) -> None:
+    def __init__(self, peer: Peer, model: ModelInfo, describe: Callable[[], ServerInfo], period: float) -> None:
         self._peer = peer
         self._model = model
         self._describe = describe
@@ -44,14 +63,17 @@ class Announcer:
 
     async def announce(self) -> bool:
         """Store the announcement as of now. False if no peer of the DHT accepted it."""
-        info = self._describe()
-        stored = await self._peer.dht.store(
-            key=model_key(self._model, info.span.start),
-            subkey=self._subkey,
-            value=encode(info),
-            expiration_time=time.time() + self._period * LIFETIME_PERIODS,
-        )
-        return bool(stored)
+        info = replace(self._describe(), relayed=is_relayed(await self._peer.visible_addresses()))
+        lifetime = self._period * LIFETIME_PERIODS
+        keys = [model_key(self._model.name, info.span.start)]
+        values, expiration_times = [encode(info)], [time.time() + lifetime]
+        if info.state is not ServerState.OFFLINE:
+            keys.append(model_records.list_key(info.peer_id))
+            values.append(model_records.encode(info.peer_id, self._model))
+            expiration_times.append(time.time() + min(max(model_records.LIFETIME, lifetime), MAX_LIFETIME - SKEW))
+        subkeys = [self._subkey] * len(keys)
+        stored = await self._peer.dht.store_many(keys, values, expiration_times, subkeys)
+        return bool(stored[keys[0], self._subkey])
 
     async def stop(self) -> None:
         """End the renewals. What was announced last stays until it expires."""

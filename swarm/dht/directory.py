@@ -1,4 +1,4 @@
-"""From records to servers: who serves a model now."""
+"""From records to servers: which models the swarm runs, and who serves one of them now."""
 
 from __future__ import annotations
 
@@ -6,9 +6,27 @@ import time
 
 from hivemind.dht.node import DHTNode
 
-from swarm.data_structures import ServerInfo
+from swarm.data_structures import ModelInfo, ServerInfo
+from swarm.dht import model_records
 from swarm.dht.records import decode, model_key
 from swarm.errors import ProtocolViolation
+
+
+async def fetch_models(dht: DHTNode) -> list[ModelInfo]:
+    """The models that peers of the swarm say they serve, those that most peers name first.
+
+    Anybody can name any model, so a reader takes as many as he wants to look at.
+    """
+    found = await dht.get_many(model_records.list_keys(), sufficient_expiration_time=float("inf"))
+    records = []
+    for entry in found.values():
+        if entry is None or not isinstance(entry.value, dict):
+            continue
+        for value, expires in entry.value.values():
+            record = _decode_model(value)
+            if record is not None and expires >= time.time():
+                records.append(record)
+    return model_records.agreed(records)
 
 
 async def fetch_servers(dht: DHTNode, model: str, blocks: int) -> list[ServerInfo]:
@@ -39,5 +57,14 @@ def _decode(value: object) -> ServerInfo | None:
         return None
     try:
         return decode(value)
+    except ProtocolViolation:
+        return None
+
+
+def _decode_model(value: object) -> tuple[str, ModelInfo] | None:
+    if not isinstance(value, bytes):
+        return None
+    try:
+        return model_records.decode(value)
     except ProtocolViolation:
         return None

@@ -24,6 +24,9 @@ MAX_LIFETIME = 600.0
 MAX_ROUND_TRIPS = 16
 """Neighbours whose round trips one announcement may name."""
 
+MAX_ADAPTERS = 16
+"""Adapters that one announcement may name."""
+
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Block = Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCKS)]
 Rate = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
@@ -31,8 +34,11 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
 Digest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{12}\Z")]
 
 
-class ServerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Wire form of `ServerInfo`; the types and ranges are the schema."""
+class ServerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Wire form of `ServerInfo`; the types and ranges are the schema.
+
+    What has its default value is left out, so that peers which do not know a newer field read most records.
+    """
 
     peer_id: Name
     start: Block
@@ -51,6 +57,8 @@ class ServerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     queue: Seconds = 0.0
     round_trips: Annotated[list[tuple[Name, Seconds]], msgspec.Meta(max_length=MAX_ROUND_TRIPS)] = []
     mobility: Mobility = Mobility.FREE
+    relayed: bool = False
+    adapters: Annotated[list[Name], msgspec.Meta(max_length=MAX_ADAPTERS)] = []
 
 
 _decoder = msgspec.msgpack.Decoder(ServerRecord)
@@ -82,6 +90,8 @@ def encode(info: ServerInfo) -> bytes:
             queue=info.queue,
             round_trips=list(info.round_trips),
             mobility=info.mobility,
+            relayed=info.relayed,
+            adapters=list(info.adapters),
         )
     )
 
@@ -115,4 +125,6 @@ def decode(data: bytes) -> ServerInfo:
         queue=record.queue,
         round_trips=tuple(record.round_trips),
         mobility=record.mobility,
+        relayed=record.relayed,
+        adapters=tuple(record.adapters),
     )

@@ -1,7 +1,8 @@
-"""Which records a peer stores for others and believes when it reads them: signed announcements and nothing else.
+"""Which records a peer stores for others and believes when it reads them: signed announcements of servers and of
+models, and nothing else.
 
-hivemind has checked the signature before this validator runs (it has the higher priority). Here the announcement must
-match the schema, and the peer it speaks of must be the owner of the key that signed it.
+hivemind has checked the signature before this validator runs (it has the higher priority). Here the record must match
+one of the two schemas, and the peer it speaks of must be the owner of the key that signed it.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.utils import MSGPackSerializer
 
+from swarm.dht import model_records
 from swarm.dht.records import MAX_LIFETIME, MAX_RECORD, decode
 from swarm.errors import ProtocolViolation
 from swarm.transport.identity import peer_id_of
@@ -46,10 +49,17 @@ class AnnouncementValidator(RecordValidatorBase):
             return False
         if not isinstance(subkey, bytes) or not isinstance(value, bytes):
             return False
-        try:
-            return decode(value).peer_id == owner_of(subkey)
-        except ProtocolViolation:
-            return False
+        speaker = _speaker(value)
+        return speaker is not None and speaker == owner_of(subkey)
 
     def merge_with(self, other: RecordValidatorBase) -> bool:
         return isinstance(other, AnnouncementValidator)
+
+
+def _speaker(value: bytes) -> str | None:
+    """The peer that a record of either kind speaks of, or None if it is of neither."""
+    with suppress(ProtocolViolation):
+        return decode(value).peer_id
+    with suppress(ProtocolViolation):
+        return model_records.decode(value)[0]
+    return None

@@ -10,8 +10,8 @@ from contextlib import suppress
 
 import torch
 
-from swarm.data_structures import Mobility, ServerInfo, ServerState, Span
-from swarm.dht.announcer import Announcer
+from swarm.data_structures import Mobility, ModelInfo, ServerInfo, ServerState, Span
+from swarm.dht.announcer import Announcer, adapter_names
 from swarm.dht.directory import fetch_servers
 from swarm.dht.validation import AnnouncementValidator
 from swarm.errors import InvalidSpan, ServerClosing, SwarmError
@@ -134,7 +134,8 @@ class Server:
         logger.info("Peer: %s, listening on %s", self._peer.peer_id, ", ".join(await self._peer.visible_addresses()))
         self.span = await self._choose_span(plan)
         self._throughput = await self._expected_throughput(plan, self.span)
-        self._announcer = Announcer(self._peer, checkpoint.name, lambda: self._describe(plan), config.update_period)
+        announced = ModelInfo(checkpoint.name, checkpoint.blocks, checkpoint.revision)
+        self._announcer = Announcer(self._peer, announced, lambda: self._describe(plan), config.update_period)
         await self._announcer.announce()  # as joining, so that the next server takes other blocks
         await self._serve(plan, self.span)
         await self._peer.serve(self._dispatch)
@@ -254,6 +255,7 @@ class Server:
             queue=min(serving.engine.queue_seconds, 3600.0) if serving else 0.0,
             round_trips=self._neighbours.round_trips if self._neighbours else (),
             mobility=self._rebalancer.mobility if self._rebalancer else Mobility.PINNED,
+            adapters=adapter_names(self.config.adapters) if serving else (),
         )
 
     async def _expire_sessions(self) -> None:

@@ -13,9 +13,10 @@ import uvloop
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.validation import RecordValidatorBase
 
-from swarm.data_structures import ServerInfo, ServerState, Span
-from swarm.dht.announcer import LIFETIME_PERIODS, Announcer
-from swarm.dht.directory import fetch_servers
+from swarm.data_structures import ModelInfo, ServerInfo, ServerState, Span
+from swarm.dht import model_records
+from swarm.dht.announcer import LIFETIME_PERIODS, Announcer, adapter_names
+from swarm.dht.directory import fetch_models, fetch_servers
 from swarm.dht.records import encode, model_key
 from swarm.dht.validation import AnnouncementValidator
 from swarm.transport.p2p import P2PConfig, Peer
@@ -24,6 +25,7 @@ from swarm.transport.p2p import P2PConfig, Peer
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning", "ignore:loop is closed:ResourceWarning")
 
 MODEL, BLOCKS = "model", 6
+INFO = ModelInfo(MODEL, BLOCKS, "main")
 LONG = 60.0
 PATIENCE = 15.0
 
@@ -58,7 +60,7 @@ def info_of(peer: Peer, span: Span, **changes: object) -> ServerInfo:
 
 
 def announcer(peer: Peer, span: Span, period: float = LONG, **changes: object) -> Announcer:
-    return Announcer(peer, MODEL, lambda: info_of(peer, span, **changes), period)
+    return Announcer(peer, INFO, lambda: info_of(peer, span, **changes), period)
 
 
 class Peers(AsyncExitStack):
@@ -120,6 +122,46 @@ def test_servers_are_found_and_forgers_are_not():
     uvloop.run(scenario())
 
 
+def test_the_models_of_a_swarm_are_listed_while_somebody_serves_them():
+    async def scenario():
+        async with Peers() as peers:
+            await peers.add()
+            one, two, three = [await peers.add() for _ in range(3)]
+            client, cheat = await peers.add(listen=False), await peers.add(Anything())
+            other = ModelInfo("another model", 30, "main")
+            assert await fetch_models(client.dht) == []
+            for peer in (two, three):
+                assert await announcer(peer, Span(0, 2)).announce()
+            assert await Announcer(one, other, lambda: info_of(one, Span(0, 2)), LONG).announce()
+            assert await fetch_models(client.dht) == [INFO, other]
+
+            async def claim(name: str, owner: str) -> bool:
+                return await cheat.dht.store(
+                    key=model_records.list_key(owner),
+                    subkey=RSASignatureValidator(cheat.identity.private_key).local_public_key,
+                    value=model_records.encode(owner, ModelInfo(name, 2000, "main")),
+                    expiration_time=time.time() + LONG,
+                    exclude_self=True,
+                )
+
+            assert not await claim(MODEL, one.peer_id)
+            assert await claim(MODEL, cheat.peer_id)
+            assert await fetch_models(client.dht) == [INFO, other]  # two against one
+            # Who leaves names no model any more, and an announcement is no model.
+            leaving = announcer(cheat, Span(0, 2), state=ServerState.OFFLINE)
+            assert await leaving.announce()
+            assert await fetch_models(client.dht) == [INFO, other]
+
+    uvloop.run(scenario())
+
+
+def test_a_folders_path_is_not_announced(tmp_path):
+    (tmp_path / "mine").mkdir()
+    assert adapter_names([str(tmp_path / "mine"), "org/pirate", str(tmp_path / "mine")]) == ("mine", "org/pirate")
+    assert len(adapter_names(map(str, range(50)))) == 16
+    assert adapter_names(["a" * 300]) == ("a" * 256,)
+
+
 def test_a_server_that_moves_is_found_once():
     async def scenario():
         async with Peers() as peers:
@@ -176,7 +218,7 @@ def test_a_failing_announcement_is_tried_again(caplog):
                     raise RuntimeError("not now")
                 return info_of(server, Span(0, 2))
 
-            announcing = Announcer(server, MODEL, describe, 0.05)
+            announcing = Announcer(server, INFO, describe, 0.05)
             announcing.start()
 
             async def is_there() -> bool:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 
 import msgspec
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.data_structures import ServerInfo, ServerState, Span
-from swarm.dht.records import MAX_BLOCKS, MAX_RECORD, MAX_ROUND_TRIPS, decode, encode, model_key
+from swarm.dht.records import MAX_ADAPTERS, MAX_BLOCKS, MAX_RECORD, MAX_ROUND_TRIPS, decode, encode, model_key
 from swarm.errors import ProtocolViolation
 
 DIGEST = "0123456789ab"
@@ -30,8 +31,10 @@ RECORD = {
     "network_throughput": 300.0,
     "queue": 0.5,
     "round_trips": [["QmNext", 0.1], ["QmOther", 0.0]],
+    "relayed": True,
+    "adapters": ["org/pirate"],
 }
-OPTIONAL = ("name", "forward_throughput", "network_throughput", "queue", "round_trips")
+OPTIONAL = ("name", "forward_throughput", "network_throughput", "queue", "round_trips", "relayed", "adapters")
 """Fields that a server may leave out."""
 
 names = st.text(max_size=256)
@@ -59,6 +62,8 @@ def servers(draw):
         network_throughput=draw(st.floats(0, 1e9)),
         queue=draw(st.floats(0, 3600)),
         round_trips=tuple(draw(st.lists(st.tuples(names, st.floats(0, 3600)), max_size=5))),
+        relayed=draw(st.booleans()),
+        adapters=tuple(draw(st.lists(names, max_size=5))),
     )
 
 
@@ -149,6 +154,12 @@ def test_the_sample_is_right_before_it_is_spoiled():
         {"round_trips": {"QmNext": 0.1}},
         {"round_trips": None},
         {"round_trips": [["QmNext", 0.1]] * (MAX_ROUND_TRIPS + 1)},
+        {"relayed": 1},
+        {"relayed": None},
+        {"adapters": "org/pirate"},
+        {"adapters": [1]},
+        {"adapters": ["a" * 257]},
+        {"adapters": ["a"] * (MAX_ADAPTERS + 1)},
         {"future": "field"},
     ],
     ids=str,
@@ -164,9 +175,15 @@ def test_what_may_not_be_missing(field):
         decode(without(field))
 
 
-@pytest.mark.parametrize(("field", "default"), list(zip(OPTIONAL, ("", 0.0, 0.0, 0.0, ()), strict=True)))
+@pytest.mark.parametrize(("field", "default"), list(zip(OPTIONAL, ("", 0.0, 0.0, 0.0, (), False, ()), strict=True)))
 def test_what_a_server_may_leave_out(field, default):
     assert getattr(decode(without(field)), field) == default
+
+
+def test_peers_of_the_former_version_read_what_has_nothing_new():
+    info = decode(without("relayed"))
+    fields = msgspec.msgpack.decode(encode(dataclasses.replace(info, adapters=())))
+    assert not {"relayed", "adapters", "mobility"} & set(fields)
 
 
 def test_a_joining_server_has_no_digests_yet():
@@ -214,8 +231,9 @@ def test_an_oversized_record_is_not_even_parsed():
 
 def test_the_largest_honest_record_fits():
     round_trips = [["ü" * 256, 0.1]] * MAX_ROUND_TRIPS
-    digests = [DIGEST] * MAX_BLOCKS
-    info = decode(packed(start=0, end=MAX_BLOCKS, digests=digests, name="ü" * 256, round_trips=round_trips))
+    digests, name = [DIGEST] * MAX_BLOCKS, "ü" * 256
+    lists = {"digests": digests, "round_trips": round_trips, "adapters": [name] * MAX_ADAPTERS}
+    info = decode(packed(start=0, end=MAX_BLOCKS, name=name, **lists))
     assert len(encode(info)) <= MAX_RECORD
     assert decode(encode(info)) == info
 

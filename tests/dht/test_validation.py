@@ -10,7 +10,8 @@ from hivemind.utils.crypto import RSAPrivateKey
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.data_structures import ServerInfo, ServerState, Span
+from swarm.data_structures import ModelInfo, ServerInfo, ServerState, Span
+from swarm.dht import model_records
 from swarm.dht.records import MAX_LIFETIME, MAX_RECORD, encode
 from swarm.dht.validation import AnnouncementValidator, owner_of
 from swarm.transport.identity import peer_id_of
@@ -121,6 +122,15 @@ def test_an_announcement_may_not_live_for_ever(ahead, expected):
 )
 def test_a_signed_value_that_is_no_announcement(value):
     assert not accepted(ALICE.record(value))
+
+
+def test_a_model_is_named_by_its_owner():
+    model = ModelInfo("model", 12, "main")
+    assert accepted(ALICE.record(model_records.encode(ALICE.peer_id, model)))
+    assert not accepted(MALLORY.record(model_records.encode(ALICE.peer_id, model)))
+    assert not accepted(MALLORY.record(model_records.encode(ALICE.peer_id, model), subkey=ALICE.subkey))
+    assert not accepted(ALICE.record(model_records.encode(ALICE.peer_id, model), expires=NOW + MAX_LIFETIME + 1))
+    assert not accepted(ALICE.record(model_records.encode(ALICE.peer_id, ModelInfo("", 12, "main"))))
 
 
 def test_a_signed_value_that_is_not_even_msgpack():
