@@ -65,8 +65,16 @@ class AdapterMismatch(AdapterError):
     """The adapter was trained for another model, or for another revision of this one."""
 
 
+class TemplateRefused(UsageError):
+    """The model's chat template cannot write such a conversation, as it says itself."""
+
+
 class ScenarioError(UsageError):
     """The description of a simulation cannot be used."""
+
+
+class KeyFileError(UsageError):
+    """The file of a gateway's keys cannot be used, or not be changed as wanted."""
 
 
 class MissingBlocks(SwarmError):

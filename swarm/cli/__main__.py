@@ -14,6 +14,7 @@ COMMANDS = {
     "demo": "swarm.cli.demo",
     "plan": "swarm.cli.plan",
     "simulate": "swarm.cli.simulate",
+    "keys": "swarm.cli.keys",
 }
 
 

@@ -25,6 +25,7 @@ OPTIONS = {
     },
     "demo": {"--prompt", "--tokens", "--temperature", "--seed", "--help"},
     "simulate": {"scenario", "--list", "--plot", "--json", "--seed", "--help"},
+    "keys": {"--help"},
 }  # fmt: skip
 
 

@@ -1,0 +1,83 @@
+"""`swarm keys`: who may use a gateway, and how much."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from swarm import console
+from swarm.gateway import keys
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+COUNT = click.IntRange(1, 2**53)
+
+
+def _file_option(function: F) -> F:
+    return click.option(
+        "--file",
+        "path",
+        required=True,
+        type=click.Path(dir_okay=False, path_type=Path),
+        help="File of the gateway's keys: what `swarm gateway --keys` is given.",
+    )(function)
+
+
+@click.group(name="keys")
+def main() -> None:
+    """Give and take keys of a gateway. One that runs sees every change at once."""
+
+
+@main.command()
+@click.argument("name")
+@_file_option
+@click.option("--requests-per-minute", type=COUNT, help="Requests in any 60 seconds.  [default: no limit]")
+@click.option("--tokens-per-minute", type=COUNT, help="Tokens of prompts and answers in any 60 s.  [default: no limit]")
+@click.option("--concurrent", type=COUNT, help="Requests at the same time.  [default: no limit]")
+@console.exit_codes
+def add(
+    name: str, path: Path, requests_per_minute: int | None, tokens_per_minute: int | None, concurrent: int | None
+) -> None:
+    """Make a key for NAME and print its secret. It is shown this once: the file holds only its hash."""
+    secret = keys.add(path, name, keys.Limits(requests_per_minute, tokens_per_minute, concurrent))
+    click.echo(secret)
+    click.echo(f"{path} has the key {name} now. Keep the secret: it cannot be shown again.", err=True)
+
+
+@main.command(name="list")
+@_file_option
+@console.exit_codes
+def list_keys(path: Path) -> None:
+    """Print each key's name and limits."""
+    found = sorted(keys.KeyFile.read(path).keys.values(), key=lambda key: key.name)
+    width = max((len(key.name) for key in found), default=0)
+    for key in found:
+        click.echo(f"{key.name:<{width}}  {_limits(key.limits)}")
+    if not found:
+        click.echo(f"{path} has no keys: make one with `swarm keys add NAME --file {path}`", err=True)
+
+
+@main.command()
+@click.argument("name")
+@_file_option
+@console.exit_codes
+def remove(name: str, path: Path) -> None:
+    """Take away NAME's key. What it asked for before is still answered."""
+    keys.remove(path, name)
+    click.echo(f"{path} has no key {name} any more.", err=True)
+
+
+def _limits(limits: keys.Limits) -> str:
+    parts = {
+        "requests/min": limits.requests_per_minute,
+        "tokens/min": limits.tokens_per_minute,
+        "at once": limits.concurrent,
+    }
+    return ", ".join(f"{number} {what}" for what, number in parts.items() if number is not None) or "no limits"
+
+
+if __name__ == "__main__":
+    main(prog_name="python -m swarm.cli.keys")
