@@ -8,12 +8,15 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 import click
+from pythonjsonlogger.json import JsonFormatter
 
 from swarm.errors import SwarmError, UsageError
 
@@ -21,6 +24,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
 INITIAL_PEERS_VARIABLE = "SWARM_INITIAL_PEERS"
+LOG_FORMAT_VARIABLE = "SWARM_LOG_FORMAT"
+LOG_LEVEL_VARIABLE = "SWARM_LOGLEVEL"
 
 
 def initial_peers_option(function: F) -> F:
@@ -31,6 +36,27 @@ def initial_peers_option(function: F) -> F:
         metavar="ADDRESS...",
         envvar=INITIAL_PEERS_VARIABLE,
         help=f"Addresses of peers of the swarm to join. {INITIAL_PEERS_VARIABLE} stands in for the option.",
+    )(function)
+
+
+def log_format_option(function: F) -> F:
+    """`--log-format plain|json`, for every command that runs for long; see `log_lines`."""
+    return click.option(
+        "--log-format",
+        type=click.Choice(["plain", "json"]),
+        default="plain",
+        envvar=LOG_FORMAT_VARIABLE,
+        help=f"Log lines for people, or one JSON object a line. {LOG_FORMAT_VARIABLE} stands in for the option.",
+    )(function)
+
+
+def metrics_option(function: F) -> F:
+    """`--metrics [HOST:]PORT`, for peers without a web server of their own; see `swarm.metrics.endpoint`."""
+    return click.option(
+        "--metrics",
+        metavar="[HOST:]PORT",
+        help="Answer Prometheus at http://HOST:PORT/metrics; without HOST for this machine only. "
+        "Port 0 takes any free port.  [default: off]",
     )(function)
 
 
@@ -100,17 +126,20 @@ class ManyAddresses(click.Command):
 
 
 def exit_codes(function: F) -> F:
-    """Turn `SwarmError` into one line on stderr and an exit code; Ctrl-C into 130."""
+    """Turn `SwarmError` into one line and an exit code; Ctrl-C into 130.
+
+    The line goes to stderr, or into the log where that is JSON, which a program reads.
+    """
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
         except UsageError as error:
-            click.echo(f"Error: {error}", err=True)
+            _say(error)
             sys.exit(2)
         except SwarmError as error:
-            click.echo(f"Error: {error}", err=True)
+            _say(error)
             sys.exit(1)
         except KeyboardInterrupt:
             sys.exit(130)
@@ -118,8 +147,23 @@ def exit_codes(function: F) -> F:
     return run  # type: ignore[return-value]
 
 
-class _BesideBars(logging.StreamHandler[TextIO]):
-    """Writes log lines above a progress bar that is on the terminal, not into it."""
+def _say(error: SwarmError) -> None:
+    logger = logging.getLogger("swarm")
+    if any(isinstance(handler.formatter, _JsonLines) for handler in logger.handlers):
+        logger.error("%s", error, extra={"error": type(error).__name__})
+    else:
+        click.echo(f"Error: {error}", err=True)
+
+
+SECRETS = re.compile(r"\bsk-swarm-[\w-]+|\bhf_[A-Za-z0-9]{8,}|(?<=Bearer )[^\s\"\\]+")
+"""Keys of gateways, tokens of the model hub, and whatever else comes in an Authorization header."""
+
+
+class _Lines(logging.StreamHandler[TextIO]):
+    """Writes log lines above a progress bar that is on the terminal, not into it, and no secrets."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return SECRETS.sub("[secret]", super().format(record))
 
     def emit(self, record: logging.LogRecord) -> None:
         shown = "tqdm" in sys.modules and sys.stderr.isatty()
@@ -132,14 +176,42 @@ class _BesideBars(logging.StreamHandler[TextIO]):
             super().emit(record)
 
 
+class _JsonLines(JsonFormatter):
+    """One object a line."""
+
+    def __init__(self) -> None:
+        names = {"asctime": "time", "levelname": "level", "name": "logger", "exc_info": "exception"}
+        fields = ["asctime", "levelname", "name", "message"]
+        super().__init__(fields, rename_fields=names, json_ensure_ascii=False)
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        """RFC 3339, UTC."""
+        return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
 def plain_log_lines() -> None:
-    """Log lines without ornaments, on stdout, for a person who watches a command."""
-    handler = _BesideBars(sys.stdout)
+    """As `log_lines`, for people."""
+    log_lines()
+
+
+def log_lines(log_format: str = "plain") -> None:
+    """Log to stdout from now on. For entry points only.
+
+    Args:
+        log_format: "plain": lines without ornaments, for a person who watches a command. "json": one object a line,
+            with `time` (RFC 3339, UTC), `level`, `logger`, `message`, what the code gives as `extra`, and `exception`
+            where there is one; what other packages and Python itself warn of comes the same way.
+    """
+    handler = _Lines(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s"))
+    if log_format == "json":
+        handler.setFormatter(_JsonLines())
+        logging.getLogger().handlers = [handler]
+        logging.captureWarnings(True)
     logger = logging.getLogger("swarm")
     logger.handlers = [handler]
     logger.propagate = False
-    logger.setLevel(os.environ.get("SWARM_LOGLEVEL", "INFO"))
+    logger.setLevel(os.environ.get(LOG_LEVEL_VARIABLE, "INFO"))
 
 
 def progress_bar(title: str | None, total: int, unit: str) -> Any:

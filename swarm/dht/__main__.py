@@ -6,10 +6,16 @@ import asyncio
 import logging
 import signal
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from swarm import console
+
+if TYPE_CHECKING:  # hivemind loads only once the options are known to be right
+    from swarm.metrics.endpoint import Address
+    from swarm.metrics.registry import Registry
+    from swarm.transport.p2p import P2PConfig, Peer
 
 logger = logging.getLogger("swarm.dht")
 
@@ -17,12 +23,16 @@ logger = logging.getLogger("swarm.dht")
 @click.command(name="dht", cls=console.ManyAddresses, context_settings={"show_default": True})
 @console.initial_peers_option
 @console.network_options(default_port=31337)
+@console.metrics_option
+@console.log_format_option
 @console.exit_codes
 def main(
     initial_peers: tuple[str, ...],
     host_maddrs: tuple[str, ...],
     announce_maddrs: tuple[str, ...],
     identity_path: Path | None,
+    metrics: str | None,
+    log_format: str,
 ) -> None:
     """Run a bootstrap peer: the address that everybody else joins by.
 
@@ -30,9 +40,10 @@ def main(
     """
     import uvloop
 
+    from swarm.metrics.endpoint import Address
     from swarm.transport.p2p import P2PConfig, quiet_hivemind
 
-    console.plain_log_lines()
+    console.log_lines(log_format)
     quiet_hivemind()
     config = P2PConfig(
         initial_peers=console.split(initial_peers),
@@ -40,18 +51,23 @@ def main(
         announce_maddrs=console.split(announce_maddrs),
         identity_path=identity_path,
     )
-    uvloop.run(_serve(config))
+    uvloop.run(_serve(config, Address.parse(metrics) if metrics is not None else None))
 
 
-async def _serve(config: P2PConfig) -> None:  # type: ignore[name-defined]  # noqa: F821
+async def _serve(config: P2PConfig, metrics: Address | None) -> None:
     from swarm.dht.validation import AnnouncementValidator
+    from swarm.metrics.endpoint import MetricsEndpoint
+    from swarm.metrics.registry import new_registry
     from swarm.transport.p2p import Peer
 
     leave = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, leave.set)
+    registry = new_registry()
+    endpoint = MetricsEndpoint(registry, metrics) if metrics is not None else None
     peer = await Peer.create(config, AnnouncementValidator())
     try:
+        _observe(peer, registry)
         addresses = await peer.visible_addresses()
         logger.info("Bootstrap peer: %s", peer.peer_id)
         for address in addresses:
@@ -60,7 +76,21 @@ async def _serve(config: P2PConfig) -> None:  # type: ignore[name-defined]  # no
         await leave.wait()
         logger.info("Leaving the swarm")
     finally:
+        if endpoint is not None:
+            endpoint.close()
         await peer.shutdown()
+
+
+def _observe(peer: Peer, registry: Registry) -> None:
+    from swarm.metrics.dht import BootstrapMetrics
+
+    protocol = peer.dht.protocol
+    # Only their lengths, which any thread may ask for.
+    BootstrapMetrics(
+        registry,
+        peers=lambda: len(protocol.routing_table.uid_to_peer_id),
+        records=lambda: len(protocol.storage.data),
+    )
 
 
 if __name__ == "__main__":

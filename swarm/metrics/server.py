@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from prometheus_client import Counter, Gauge, Histogram, Info
 
 from swarm.data_structures import Span
 from swarm.metrics.instruments import ROWS, STEP_SECONDS, TOKENS, error_label
 from swarm.metrics.registry import Registry
 
+KINDS = ("prefill", "decode", "forward", "backward")
+"""Of work: prompts (and replays), single tokens, and whole sequences forth and back, of which nothing is kept."""
+
 
 class ServerObserver:
     """Is told what a server does, and does nothing: what a server has that nobody measures.
 
-    The methods are for any thread and must be quick: `iteration`, `computed`, `step` and a few others are called for
-    every token. Bytes are those of payloads (hidden states, gradients, adapters), not of headers and of encryption.
+    The methods are for any thread and must be quick: half of them are called for every token. Kinds of work are those
+    of `KINDS`. Bytes are those of payloads (hidden states, gradients, adapters), not of headers and of encryption.
     """
 
-    def computed(self, kind: str, tokens: int, waited: float | None) -> None:
-        """So many tokens of a request were part of an iteration.
+    def received(self, message: str, size: int) -> None:
+        """A message of this type came with a payload of so many bytes."""
+
+    def started(self, waited: float) -> None:
+        """A request begins to be computed, so many seconds after it came."""
+
+    def iteration(self, portions: Sequence[tuple[str, int, int]], seconds: float) -> None:
+        """Some tokens of several requests were computed together.
 
         Args:
-            kind: "prefill", "decode", "forward" or "backward".
-            waited: seconds that the request waited for its first iteration; None where this is a later one.
+            portions: kind, rows and tokens of each request.
+            seconds: that it took.
         """
 
-    def iteration(self, rows: int, tokens: int, seconds: float) -> None:
-        """One batch was computed."""
-
     def step(self, kind: str, seconds: float) -> None:
-        """A request was computed whole, so many seconds after it had come."""
-
-    def received(self, kind: str, size: int) -> None:
-        """A message came with a payload of so many bytes."""
+        """A request was computed whole, so many seconds after it came."""
 
     def sent(self, size: int) -> None:
         """A payload of so many bytes went to a client."""
@@ -69,7 +74,8 @@ class ServerMetrics(ServerObserver):
     """
 
     def __init__(self, registry: Registry) -> None:
-        self._tokens = Counter("swarm_server_tokens_total", "Tokens computed, by kind.", ["kind"], registry=registry)
+        tokens = Counter("swarm_server_tokens_total", "Tokens computed, by kind.", ["kind"], registry=registry)
+        self._tokens = {kind: tokens.labels(kind) for kind in KINDS}
         self._queue = _seconds("queue", "Time that a request waited for its first iteration.", registry)
         self._rows = Histogram(
             "swarm_server_iteration_rows", "Rows that were computed together.", buckets=ROWS, registry=registry
@@ -78,15 +84,16 @@ class ServerMetrics(ServerObserver):
             "swarm_server_iteration_tokens", "Tokens that were computed together.", buckets=TOKENS, registry=registry
         )
         self._iterations = _seconds("iteration", "Time that an iteration took in the blocks.", registry)
-        self._steps = Histogram(
+        steps = Histogram(
             "swarm_server_step_seconds",
             "Time from a request to its outputs, by kind.",
             ["kind"],
             buckets=STEP_SECONDS,
             registry=registry,
         )
-        self._requests = Counter(
-            "swarm_server_requests_total", "Messages of peers, by kind.", ["kind"], registry=registry
+        self._steps = {kind: steps.labels(kind) for kind in KINDS}
+        self._messages = Counter(
+            "swarm_server_messages_total", "Messages of peers, by type.", ["type"], registry=registry
         )
         self._received = Counter(
             "swarm_server_received_bytes_total", "Bytes of payloads that peers sent.", registry=registry
@@ -120,22 +127,22 @@ class ServerMetrics(ServerObserver):
             registry=registry,
         )
 
-    def computed(self, kind: str, tokens: int, waited: float | None) -> None:
-        self._tokens.labels(kind).inc(tokens)
-        if waited is not None:
-            self._queue.observe(waited)
+    def received(self, message: str, size: int) -> None:
+        self._messages.labels(message).inc()
+        self._received.inc(size)
 
-    def iteration(self, rows: int, tokens: int, seconds: float) -> None:
-        self._rows.observe(rows)
-        self._batch.observe(tokens)
+    def started(self, waited: float) -> None:
+        self._queue.observe(waited)
+
+    def iteration(self, portions: Sequence[tuple[str, int, int]], seconds: float) -> None:
+        for kind, _, tokens in portions:
+            self._tokens[kind].inc(tokens)
+        self._rows.observe(sum(rows for _, rows, _ in portions))
+        self._batch.observe(sum(tokens for _, _, tokens in portions))
         self._iterations.observe(seconds)
 
     def step(self, kind: str, seconds: float) -> None:
-        self._steps.labels(kind).observe(seconds)
-
-    def received(self, kind: str, size: int) -> None:
-        self._requests.labels(kind).inc()
-        self._received.inc(size)
+        self._steps[kind].observe(seconds)
 
     def sent(self, size: int) -> None:
         self._sent.inc(size)

@@ -73,6 +73,8 @@ logger = logging.getLogger("swarm.server")
     help="Compile the blocks for decoding: quicker steps of small blocks, for half a minute once and a C++ compiler.",
 )
 @click.option("--threads", type=click.IntRange(min=1), help="Torch threads.  [default: torch's choice]")
+@console.metrics_option
+@console.log_format_option
 @console.exit_codes
 def main(
     model: str | None,
@@ -96,6 +98,8 @@ def main(
     update_period: float,
     compiled: bool,
     threads: int | None,
+    metrics: str | None,
+    log_format: str,
 ) -> None:
     """Serve blocks of MODEL: a local folder, a model's name on the hub, or nothing for the demo model."""
     peers = console.split(initial_peers)
@@ -104,6 +108,7 @@ def main(
             "say which swarm to serve: --initial-peers ADDRESS... joins one "
             f"({console.INITIAL_PEERS_VARIABLE} stands in for it), --new-swarm starts one"
         )
+    from swarm.metrics.endpoint import Address
     from swarm.server.config import BlocksWanted, ServerConfig
     from swarm.server.throughput_cache import default_path
     from swarm.server.throughput_option import ThroughputWanted
@@ -111,8 +116,9 @@ def main(
 
     wanted = BlocksWanted.parse(blocks)
     rate = ThroughputWanted.parse(throughput)
+    address = Address.parse(metrics) if metrics is not None else None
     remembered = default_path()
-    console.plain_log_lines()
+    console.log_lines(log_format)
     quiet_hivemind()
     _use_huge_pages()
     config = ServerConfig(
@@ -139,6 +145,7 @@ def main(
         cache_dir=cache_dir,
         update_period=update_period,
         threads=threads,
+        metrics=address,
     )
 
     import uvloop

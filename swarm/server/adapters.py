@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from swarm.data_structures import Span
 from swarm.errors import AdapterRefused, CacheFull, UnknownAdapter, WrongShape
+from swarm.metrics.server import ServerObserver
 from swarm.models.adapters import NOTHING, Parts
 from swarm.protocol.adapters import BlockPart, count_values, pack_parts
 from swarm.protocol.compression import DTYPES
@@ -70,10 +71,12 @@ class AdapterStore:
 
     Attributes:
         now: clock in seconds.
+        observer: hears how much is kept.
     """
 
     now: Callable[[], float]
     limits: AdapterLimits = field(default_factory=AdapterLimits)
+    observer: ServerObserver = field(default_factory=ServerObserver)
     _kept: dict[_Key, _Kept] = field(default_factory=dict)
     """Least recently used first."""
     _sizes: Counter[str] = field(default_factory=Counter)
@@ -126,6 +129,7 @@ class AdapterStore:
         self._kept.update(new)
         self._sizes[peer] += needed
         self._drop_old_versions(peer)
+        self._tell()
 
     def find(self, peer: str, span: Span, digests: Sequence[bytes] | None) -> Parts:
         """What these digests, one a block of the span, name for this peer.
@@ -155,6 +159,7 @@ class AdapterStore:
         for key in [key for key, one in self._kept.items() if now - one.used > self.limits.seconds]:
             self._drop(key)
         self._left = {peer: alive for peer, left in self._left.items() if (alive := _alive(left))}
+        self._tell()
 
     def clear(self) -> None:
         """Forget everything."""
@@ -162,11 +167,15 @@ class AdapterStore:
         self._sizes.clear()
         self._left.clear()
         self._public.clear()
+        self._tell()
 
     @property
     def memory(self) -> int:
         """Bytes of all peers' adapters that are here, known by name or only held by somebody."""
         return self._sizes.total() + sum(map(_alive_bytes, self._left.values()))
+
+    def _tell(self) -> None:
+        self.observer.adapters(len(self), self.memory)
 
     def _part(self, peer: str, block: int, digest: bytes) -> BlockPart:
         public = self._public.get((block, digest))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from swarm.data_structures import Span
 from swarm.errors import InvalidOption, InvalidSpan
+from swarm.metrics.endpoint import Address
 from swarm.server.throughput_option import ThroughputWanted
 from swarm.transport.p2p import P2PConfig
 
@@ -60,6 +61,7 @@ class ServerConfig:
     adapter_memory: bytes of clients' adapters; None for the default.
     update_period: seconds between announcements.
     threads: torch threads; None for torch's own choice.
+    metrics: where Prometheus may ask what this server does; None for nowhere, and nothing is counted.
     """
 
     model: str | None = None
@@ -80,3 +82,4 @@ class ServerConfig:
     cache_dir: Path | None = None
     update_period: float = UPDATE_PERIOD
     threads: int | None = None
+    metrics: Address | None = None

@@ -16,14 +16,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from swarm.errors import ServerClosing
+from swarm.metrics.server import ServerObserver
 from swarm.models import training
-from swarm.models.kv_cache import Work, advance
+from swarm.models.kv_cache import advance
 from swarm.server.crowding import Machine
+from swarm.server.entry import Entry
 from swarm.server.gathering import Gathering
 from swarm.server.queue_meter import QueueMeter
 from swarm.server.requests import Backward, Outcome, Request
 from swarm.server.runtime import Runtime, call_in, settle
-from swarm.server.scheduler import SHORT, Shares, Waiting, next_batch
+from swarm.server.scheduler import SHORT, Shares, next_batch
 
 ITERATION = 0.2
 """Seconds that an iteration should take at most: so long a decode step may wait for a prompt's chunk."""
@@ -35,63 +37,9 @@ LEAST, MOST = 64, 4096
 """Tokens of an iteration. Fewer would make products inefficient; more would take memory and gain nothing."""
 
 
-BACKWARD_COST = 3
-"""What a token costs in a backward: a forward that is computed again, and about two of them back."""
-
-
 def token_budget(tokens_per_second: float) -> int:
     """Tokens of one iteration, for blocks that compute so many tokens a second in batches."""
     return int(min(MOST, max(LEAST, tokens_per_second * ITERATION)))
-
-
-@dataclass(eq=False)
-class _Entry:
-    """A request that waits or is being computed.
-
-    Attributes:
-        came, served: when it came, and when it was last served or came.
-        work: once it has begun.
-        seconds: spent in the blocks so far.
-    """
-
-    number: int
-    request: Request | Backward
-    future: asyncio.Future[Outcome]
-    loop: asyncio.AbstractEventLoop
-    came: float
-    served: float
-    work: Work | None = None
-    seconds: float = 0.0
-
-    @property
-    def short(self) -> bool:
-        return not self.whole and max(self.request.layout.counts) <= SHORT
-
-    @property
-    def whole(self) -> bool:
-        return isinstance(self.request, Backward)
-
-    @property
-    def left(self) -> int:
-        """Tokens to compute, or what costs as much as so many."""
-        tokens = self.work.left if self.work is not None else self.request.layout.tokens
-        return tokens * BACKWARD_COST if self.whole else tokens
-
-    def waiting(self, now: float, trained: float) -> Waiting:
-        """As the scheduler sees it, if training was last served at `trained`."""
-        request = self.request
-        return Waiting(
-            number=self.number,
-            span=request.span,
-            peer=request.peer,
-            session=request.session,
-            tokens=self.left,
-            short=self.short,
-            whole=self.whole,
-            training=request.training,
-            idle=now - (max(self.served, trained) if request.training else self.served),
-            waited=now - self.served,
-        )
 
 
 @dataclass
@@ -99,12 +47,14 @@ class Engine:
     """Attributes:
     runtime: the compute thread.
     budget: tokens of one iteration.
+    observer: hears of every iteration.
     """
 
     runtime: Runtime
     budget: int = LEAST
-    _incoming: deque[_Entry] = field(default_factory=deque)
-    _entries: dict[int, _Entry] = field(default_factory=dict)
+    observer: ServerObserver = field(default_factory=ServerObserver)
+    _incoming: deque[Entry] = field(default_factory=deque)
+    _entries: dict[int, Entry] = field(default_factory=dict)
     _shares: Shares = field(default_factory=Shares)
     _meter: QueueMeter = field(default_factory=QueueMeter)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
@@ -125,7 +75,7 @@ class Engine:
         The cache changes only if this returns, or would have: a caller that is cancelled may find either.
         """
         loop, now = asyncio.get_running_loop(), time.monotonic()
-        entry = _Entry(next(self._numbers), request, loop.create_future(), loop, came=now, served=now)
+        entry = Entry(next(self._numbers), request, loop.create_future(), loop, came=now, served=now)
         with self._lock:
             self._incoming.append(entry)
             self._gathering.came(request.session, now)
@@ -133,9 +83,11 @@ class Engine:
             start, self._running = not self._running, True
         if start and not self._at_once(entry):
             self._go_on()
-        return await entry.future
+        outcome = await entry.future
+        self.observer.step(request.kind, time.monotonic() - now)
+        return outcome
 
-    def _at_once(self, entry: _Entry) -> bool:
+    def _at_once(self, entry: Entry) -> bool:
         """Compute a request in this thread, if that takes less than is lost by handing it to another one and back.
 
         In between, the other thread's processor has fallen asleep and its caches have gone cold (0.3 ms a step).
@@ -211,19 +163,19 @@ class Engine:
             self._entries[entry.number] = entry
         self._forget([entry for entry in self._entries.values() if entry.future.cancelled()])
 
-    def _forget(self, entries: Sequence[_Entry]) -> None:
+    def _forget(self, entries: Sequence[Entry]) -> None:
         """These requests are over."""
         with self._lock:
             for entry in entries:
                 del self._entries[entry.number]
                 self._gathering.answered(entry.request.session, time.monotonic())
 
-    def _begin(self, entries: Sequence[_Entry], now: float) -> list[_Settled]:
+    def _begin(self, entries: Sequence[Entry], now: float) -> list[_Settled]:
         failed: list[_Settled] = []
         for entry in entries:
             if entry.work is not None:
                 continue
-            self._meter.started(now - entry.came, now)
+            self._started(entry, now)
             request = entry.request
             assert isinstance(request, Request)
             try:
@@ -232,8 +184,12 @@ class Engine:
                 failed.append((entry, error))
         return failed
 
-    def _backward(self, entry: _Entry, now: float) -> _Settled:
+    def _started(self, entry: Entry, now: float) -> None:
         self._meter.started(now - entry.came, now)
+        self.observer.started(now - entry.came)
+
+    def _backward(self, entry: Entry, now: float) -> _Settled:
+        self._started(entry, now)
         request = entry.request
         assert isinstance(request, Backward)
         try:
@@ -241,11 +197,12 @@ class Engine:
             began = time.perf_counter()
             found = training.backward(request.model, inputs, gradients, request.layout, request.adapter)
             seconds = time.perf_counter() - began
+            self.observer.iteration([entry.portion(request.layout.tokens)], seconds)
             return entry, Outcome(request.encode(found), seconds * 1e3)
         except BaseException as error:
             return entry, error
 
-    def _advance(self, portions: Sequence[tuple[_Entry, int]], now: float) -> list[_Settled]:
+    def _advance(self, portions: Sequence[tuple[Entry, int]], now: float) -> list[_Settled]:
         """Compute the portions together; if that fails, each half alone, down to the ones that are to blame."""
         began = time.perf_counter()
         failed: list[_Settled] = []
@@ -260,6 +217,8 @@ class Engine:
             for entry, _ in portions:
                 entry.work = None
         seconds = time.perf_counter() - began
+        if portions and not failed:
+            self.observer.iteration([entry.portion(tokens) for entry, tokens in portions], seconds)
         if all(entry.short for entry, _ in portions):
             self._gathering.computed(seconds)
         for entry, _ in portions:
@@ -268,10 +227,10 @@ class Engine:
         return failed
 
 
-_Settled = tuple[_Entry, Outcome | BaseException]
+_Settled = tuple[Entry, Outcome | BaseException]
 
 
-def _finished(entry: _Entry) -> Outcome | BaseException:
+def _finished(entry: Entry) -> Outcome | BaseException:
     """Commit a request that is computed, and encode its outputs."""
     assert entry.work is not None
     assert isinstance(entry.request, Request)

@@ -28,6 +28,7 @@ from swarm.errors import (
     UnknownSession,
     WrongPosition,
 )
+from swarm.metrics.server import ServerObserver
 from swarm.models.kv_cache import SessionCache
 from swarm.models.span import SpanModel
 from swarm.protocol import messages
@@ -58,6 +59,9 @@ once, it would be in the way of the push (a quarter of its time on one machine),
 class Handler:
     """Answers the streams of all peers of one server.
 
+    Args:
+        observer: hears of messages, refusals and what travels.
+
     Attributes:
         closing: no new sessions, forwards and backwards are accepted, and nobody waits for room any more.
         closed: no steps either.
@@ -72,6 +76,7 @@ class Handler:
         engine: Engine,
         limits: Limits | None = None,
         adapters: AdapterStore | None = None,
+        observer: ServerObserver | None = None,
     ) -> None:
         self.closed = False
         self._closing = False
@@ -79,6 +84,7 @@ class Handler:
         self._model = model
         self._sessions = sessions
         self._engine = engine
+        self._observer = observer or ServerObserver()
         self._limits = limits or Limits()
         self._checks = Checks(model, revision, self._limits)
         kept = adapters if adapters is not None else AdapterStore(time.monotonic)
@@ -129,7 +135,7 @@ class Handler:
         conversation = _Conversation()
         try:
             if len(streams) > self._limits.streams:
-                await stream.send(messages.refusal(ServerFault(f"a peer may open {self._limits.streams} streams")))
+                await self._reject(stream, ServerFault(f"a peer may open {self._limits.streams} streams"))
                 return
             while not conversation.over:
                 frame = await stream.receive(self._training.max_payload)
@@ -142,7 +148,7 @@ class Handler:
                     if not self._answering:
                         self._idle.set()
         except ProtocolViolation as error:
-            await stream.send(messages.refusal(error))
+            await self._reject(stream, error)
         finally:
             streams.discard(stream)
             if not streams:
@@ -150,8 +156,14 @@ class Handler:
             if conversation.session is not None:
                 self._sessions.detach(conversation.session, stream)
 
+    async def _reject(self, stream: PatientStream, error: RemoteError) -> None:
+        """Say why the connection ends."""
+        self._observer.refused(error.code)
+        await stream.send(messages.refusal(error))
+
     async def _answer(self, stream: PatientStream, frame: Frame, conversation: _Conversation) -> None:
         message = messages.decode_client(frame.header)
+        self._observer.received(type(message).__name__, len(frame.payload))
         try:
             reply, payload = await self._handle(stream, message, frame.payload, conversation)
         except ProtocolViolation:
@@ -161,7 +173,7 @@ class Handler:
             reply, payload = self._refusal(error, message, stream.peer_id, step), b""
         if reply is not None:
             try:
-                await _tell(stream, reply, payload)
+                await self._tell(stream, reply, payload)
             except PeerSilent:
                 raise
             except PeerLost:  # a client that has hung up may have said before that its session is over
@@ -172,6 +184,7 @@ class Handler:
         if not isinstance(error, RemoteError):
             logger.error("a %s of peer …%s failed", type(message).__name__, client[-6:], exc_info=error)
             error = ServerFault("the computation failed at this server; its log says why")
+        self._observer.refused(error.code)
         return messages.refusal(error, step)
 
     async def _handle(
@@ -290,6 +303,7 @@ class Handler:
             offsets=message.offsets,
         )
         pushed = await link.push(onward, output)
+        self._observer.pushed(len(output), pushed)
         return messages.StepReply(reply.step, reply.format, reply.dtype, reply.compute_ms, pushed)
 
     async def _pushed(self, peer_id: str, message: messages.PushRequest, payload: Bytes) -> tuple[None, Bytes]:
@@ -303,7 +317,7 @@ class Handler:
             reply, output = self._refusal(error, message, message.client, message.step.step), b""
         if reply is not None and session.client is not None:
             with suppress(PeerLost):  # a client that is away may ask again
-                await _tell(session.client, reply, output)
+                await self._tell(session.client, reply, output)
         return None, b""
 
     async def _replay(
@@ -356,6 +370,14 @@ class Handler:
             raise TooLong(f"a probe of {len(payload)} bytes; at most {messages.MAX_PROBE} are answered")
         return messages.ProbeReply(), bytes(message.reply_bytes)
 
+    async def _tell(self, stream: PatientStream, reply: messages.Message, payload: Bytes) -> None:
+        """Send an answer; the copy of what was pushed on lets that go first."""
+        if isinstance(reply, messages.StepReply) and reply.pushed:
+            await stream.send_later(COPY_AFTER, reply, payload)
+        else:
+            await stream.send(reply, payload)
+        self._observer.sent(len(payload))
+
     def _check_open(self) -> None:
         if self.closing:
             raise ServerClosing("this server is leaving; use another one")
@@ -363,14 +385,6 @@ class Handler:
     @property
     def _dtype(self) -> str:
         return dtype_name(self._model.dtype)
-
-
-async def _tell(stream: PatientStream, reply: messages.Message, payload: Bytes) -> None:
-    """Send an answer; the copy of what was pushed on lets that go first."""
-    if isinstance(reply, messages.StepReply) and reply.pushed:
-        await stream.send_later(COPY_AFTER, reply, payload)
-    else:
-        await stream.send(reply, payload)
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -14,6 +15,7 @@ from swarm.models.span import SpanModel
 from swarm.models.training import Gradients
 from swarm.protocol.adapters import pack_gradients
 from swarm.protocol.compression import pack, payload_length, unpack
+from swarm.server.scheduler import SHORT
 
 Bytes = bytes | memoryview
 
@@ -44,6 +46,14 @@ class Request:
     def span(self) -> Span:
         return self.cache.model.span
 
+    @property
+    def kind(self) -> str:
+        """One of `swarm.metrics.server.KINDS`. A few tokens are a prompt where a row begins with them."""
+        if self.training:
+            return "forward"
+        short = max(self.layout.counts) <= SHORT
+        return "decode" if short and min(self.layout.starts) > 0 else "prefill"
+
 
 @dataclass(frozen=True)
 class Backward:
@@ -61,6 +71,7 @@ class Backward:
     decode: Callable[[], tuple[torch.Tensor, torch.Tensor]]
     encode: Callable[[Gradients], Bytes]
     training: bool = True
+    kind: ClassVar[str] = "backward"
 
     @property
     def span(self) -> Span:

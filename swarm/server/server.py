@@ -15,6 +15,9 @@ from swarm.dht.announcer import Announcer, adapter_names
 from swarm.dht.directory import fetch_servers
 from swarm.dht.validation import AnnouncementValidator
 from swarm.errors import InvalidSpan, ServerClosing, SwarmError
+from swarm.metrics.endpoint import MetricsEndpoint
+from swarm.metrics.registry import new_registry
+from swarm.metrics.server import ServerMetrics, ServerObserver
 from swarm.models.checkpoint import open_checkpoint
 from swarm.models.footprint import footprint
 from swarm.models.loading import resolve_dtype
@@ -64,6 +67,8 @@ class Server:
         self._neighbours: Neighbours | None = None
         self._rebalancer: Rebalancer | None = None
         self._background: list[asyncio.Task[None]] = []
+        self._observer = ServerObserver()
+        self._metrics: MetricsEndpoint | None = None
 
     @property
     def peer(self) -> Peer:
@@ -102,6 +107,9 @@ class Server:
 
     async def _start(self) -> None:
         config = self.config
+        if config.metrics is not None:
+            self._metrics = MetricsEndpoint(new_registry(), config.metrics)
+            self._observer = ServerMetrics(self._metrics.registry)
         checkpoint = await self._runtime.run(
             open_checkpoint, config.model, revision=config.revision, cache_dir=config.cache_dir
         )
@@ -200,7 +208,7 @@ class Server:
 
     async def _serve(self, plan: Plan, span: Span) -> None:
         """Load the blocks and be ready for clients."""
-        self._serving = await Serving.load(plan, span, self.peer, self._runtime)
+        self._serving = await Serving.load(plan, span, self.peer, self._runtime, self._observer)
         self._throughput = self._serving.throughput.decode
         self._state = ServerState.ONLINE
 
@@ -233,6 +241,7 @@ class Server:
             logger.exception("blocks %s could not be loaded; going back to %s", span, home)
             self.span = home
             await self._serve(plan, home)
+        self._observer.moved(urgent, arrived=self.span == span)
         await self._announcer.announce()
 
     def _describe(self, plan: Plan) -> ServerInfo:
@@ -282,5 +291,7 @@ class Server:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._serving.drain(0.0, LEAVE), 2 * LEAVE)
         self._runtime.close()
+        if self._metrics is not None:
+            self._metrics.close()
         if self._peer is not None:
             await self._peer.shutdown()

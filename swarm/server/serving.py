@@ -12,11 +12,13 @@ from pathlib import Path
 import torch
 
 from swarm.data_structures import Span
+from swarm.metrics.server import ServerObserver
 from swarm.models.adapter_files import read_parts
 from swarm.models.checkpoint import Checkpoint
 from swarm.models.packing import try_capture
 from swarm.models.span import SpanModel
 from swarm.models.span_loading import load_span
+from swarm.protocol.compression import dtype_name
 from swarm.server.adapters import AdapterLimits, AdapterStore
 from swarm.server.engine import Engine, token_budget
 from swarm.server.handler import Handler
@@ -85,9 +87,11 @@ class Serving:
     load_seconds: float
 
     @classmethod
-    async def load(cls, plan: Plan, span: Span, network: Network, runtime: Runtime) -> Serving:
+    async def load(
+        cls, plan: Plan, span: Span, network: Network, runtime: Runtime, observer: ServerObserver | None = None
+    ) -> Serving:
         """Read the blocks and get ready. Raises what loading raises."""
-        checkpoint = plan.checkpoint
+        checkpoint, observer = plan.checkpoint, observer or ServerObserver()
         # First, because it is quick: what cannot be used is told before the weights are read.
         public = [
             await runtime.run(read_parts, source, checkpoint, span, cache_dir=plan.cache_dir)
@@ -119,16 +123,19 @@ class Serving:
             plan.throughput_cache,
             True,
         )
-        sessions = Sessions(plan.cache_tokens, time.monotonic, page=page)
+        sessions = Sessions(plan.cache_tokens, time.monotonic, page=page, observer=observer)
         logger.info("Attention cache: room for %d tokens", sessions.capacity)
-        engine = Engine(runtime, token_budget(throughput.forward / span.length))
+        engine = Engine(runtime, token_budget(throughput.forward / span.length), observer)
         logger.info("Scheduler: up to %d tokens an iteration", engine.budget)
-        adapters = AdapterStore(time.monotonic, AdapterLimits(memory=plan.adapter_memory))
+        adapters = AdapterStore(time.monotonic, AdapterLimits(memory=plan.adapter_memory), observer)
         if public:
             logger.info("Adapters that every client may use: %s", ", ".join(plan.adapters))
         for parts in public:
             adapters.add_public(model.adapted.fitted(parts))
-        handler = Handler(network, model, checkpoint.revision, sessions, engine, adapters=adapters)
+        observer.serving(
+            checkpoint.name, checkpoint.revision, dtype_name(plan.dtype), plan.quant, span, throughput.decode
+        )
+        handler = Handler(network, model, checkpoint.revision, sessions, engine, adapters=adapters, observer=observer)
         return cls(span, model, sessions, handler, engine, adapters, throughput, seconds)
 
     def expire(self) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from swarm.data_structures import Span, WireFormat
 from swarm.errors import CacheFull, UnknownSession, WrongSpan
+from swarm.metrics.server import ServerObserver
 from swarm.models.kv_cache import SessionCache
 from swarm.protocol.messages import StepReply
 from swarm.server.accountant import PEER_SHARE, Accountant
@@ -100,6 +101,7 @@ class Sessions:
         peer_share: of the cache, that the sessions of one peer may reserve.
         peer_sessions: sessions that one peer may have.
         page: tokens of the smallest piece that the cache is given out in.
+        observer: hears of sessions that come and go.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class Sessions:
         peer_share: float = PEER_SHARE,
         peer_sessions: int = PEER_SESSIONS,
         page: int = 1,
+        observer: ServerObserver | None = None,
     ) -> None:
         self.capacity = capacity // page * page
         self._page = page
@@ -116,6 +119,8 @@ class Sessions:
         self._peer_sessions = peer_sessions
         self._now = now
         self._sessions: dict[tuple[str, bytes], Session] = {}
+        self._observer = observer or ServerObserver()
+        self._tell()
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -153,8 +158,10 @@ class Sessions:
         except BaseException:
             self.detach(session)
             if known is None:
-                self.close(session)
+                self._forget(session)
             raise
+        if known is None:
+            self._observer.session_opened()
         session.client = client  # a connection that was refused does not take the place of one that works
         return session
 
@@ -195,6 +202,7 @@ class Sessions:
                     raise
                 self.check(session)
                 session.rows = rows
+                self._tell()
         session.last_seen = self._now()
 
     def _room(self, length: int) -> int:
@@ -228,22 +236,33 @@ class Sessions:
             session.client = None
         session.last_seen = self._now()
 
-    def close(self, session: Session) -> None:
-        """Forget the session and free its cache."""
-        if self._sessions.get((session.peer_id, session.session_id)) is session:
-            del self._sessions[session.peer_id, session.session_id]
-            session.unlink()
-            self._accountant.give_back(session)
-            session.cache.clear()  # its connection may stay, and remember the session
+    def close(self, session: Session, reason: str = "closed") -> None:
+        """Forget the session and free its cache. The reason is for the observer."""
+        if self._forget(session) and session.rows:  # else it never was open
+            self._observer.session_closed(reason)
+
+    def _forget(self, session: Session) -> bool:
+        """False if it was forgotten before."""
+        if self._sessions.get((session.peer_id, session.session_id)) is not session:
+            return False
+        del self._sessions[session.peer_id, session.session_id]
+        session.unlink()
+        self._accountant.give_back(session)
+        session.cache.clear()  # its connection may stay, and remember the session
+        self._tell()
+        return True
+
+    def _tell(self) -> None:
+        self._observer.sessions(len(self), self.capacity - self.free, self.capacity)
 
     def clear(self) -> None:
         """Close all sessions."""
         for session in list(self._sessions.values()):
-            self.close(session)
+            self.close(session, "ended")
 
     def expire(self) -> None:
         """Close the sessions whose client is gone."""
         now = self._now()
         for session in list(self._sessions.values()):
             if now - session.last_seen > (IDLE if session.attached else GRACE) and not session.lock.locked():
-                self.close(session)
+                self.close(session, "expired")

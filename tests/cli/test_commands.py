@@ -16,9 +16,13 @@ OPTIONS = {
     "server": {
         "model", "--revision", "--blocks", "--initial-peers", "--new-swarm", "--host-maddrs", "--announce-maddrs",
         "--identity-path", "--device", "--dtype", "--quant", "--throughput", "--name", "--cache-tokens", "--cache-dir",
-        "--update-period", "--adapters", "--adapter-memory", "--compile", "--threads", "--stay", "--help",
+        "--update-period", "--adapters", "--adapter-memory", "--compile", "--threads", "--stay", "--metrics",
+        "--log-format", "--help",
     },
-    "dht": {"--initial-peers", "--host-maddrs", "--announce-maddrs", "--identity-path", "--help"},
+    "dht": {
+        "--initial-peers", "--host-maddrs", "--announce-maddrs", "--identity-path", "--metrics", "--log-format",
+        "--help",
+    },
     "plan": {
         "file", "--model", "--revision", "--dtype", "--quant", "--cache-tokens", "--cache-dir", "--initial-peers",
         "--write", "--json", "--plot", "--help",
