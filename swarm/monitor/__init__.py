@@ -1,1 +1,1 @@
-"""What the swarm looks like now, from the DHT alone."""
+"""What there is to see of a swarm, from its DHT alone: a page, JSON, and a table for the terminal."""
