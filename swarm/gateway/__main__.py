@@ -1,0 +1,101 @@
+"""`python -m swarm.gateway`, also `swarm gateway`."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import click
+
+from swarm import console
+from swarm.errors import InvalidOption
+from swarm.units import Size
+
+logger = logging.getLogger("swarm.gateway")
+
+
+@click.command(name="gateway", cls=console.ManyAddresses, context_settings={"show_default": True})
+@click.argument("models", nargs=-1, metavar="[MODEL]...")
+@console.initial_peers_option
+@click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 for all of this machine's.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, help="0 takes any free port.")
+@click.option(
+    "--keys",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File of keys, see `swarm keys`. Without it everybody who reaches the gateway may use it.",
+)
+@click.option("--concurrent", type=click.IntRange(1, 1024), default=64, help="Requests that are computed at once.")
+@click.option("--queue", type=click.IntRange(0, 65536), default=256, help="Requests that may wait; others get 429.")
+@click.option("--max-request", default="2MB", metavar="SIZE", help="Largest request that is read.")
+@click.option(
+    "--default-max-tokens", type=click.IntRange(min=1), default=1024, help="Length of answers that ask for none."
+)
+@click.option(
+    "--cors",
+    multiple=True,
+    metavar="ORIGIN",
+    help="Web page from elsewhere that may use the gateway, such as https://chat.example; may be repeated.",
+)
+@click.option("--monitor/--no-monitor", default=True, help="Show the swarm at /monitor/.")
+@click.option("--wire", default="auto", help="How hidden states travel: auto, none, float16, bfloat16, blockwise8.")
+@click.option("--wait-for-blocks", type=click.FloatRange(0), default=60.0, help="Seconds to wait for missing blocks.")
+@click.option(
+    "--cache-dir", type=click.Path(file_okay=False, path_type=Path), help="Where files from the hub are kept."
+)
+@click.option("--threads", type=click.IntRange(min=1), help="Torch threads.  [default: torch's choice]")
+@console.log_format_option
+@console.exit_codes
+def main(
+    models: tuple[str, ...],
+    initial_peers: tuple[str, ...],
+    host: str,
+    port: int,
+    keys: Path | None,
+    concurrent: int,
+    queue: int,
+    max_request: str,
+    default_max_tokens: int,
+    cors: tuple[str, ...],
+    monitor: bool,
+    wire: str,
+    wait_for_blocks: float,
+    cache_dir: Path | None,
+    threads: int | None,
+    log_format: str,
+) -> None:
+    """Serve MODELs of the swarm to whatever speaks OpenAI's HTTP interface, and to people by a chat page.
+
+    A MODEL is a local folder or a hub id, as for the server; without one it is the demo model.
+    """
+    try:
+        request_bytes = Size.read(max_request)
+    except ValueError as error:
+        raise InvalidOption(f"--max-request {max_request}: {error}") from None
+    console.log_lines(log_format)
+
+    import torch
+
+    from swarm.gateway.running import Listening, run
+    from swarm.gateway.service import Settings
+    from swarm.transport.p2p import quiet_hivemind
+
+    quiet_hivemind()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    settings = Settings(
+        default_tokens=default_max_tokens,
+        request_bytes=request_bytes,
+        origins=cors,
+        concurrent=concurrent,
+        queue=queue,
+    )
+    options: dict[str, Any] = {"wire": wire, "wait_for_blocks": wait_for_blocks, "cache_dir": cache_dir}
+    peers = console.split(initial_peers)
+    if peers:
+        options["initial_peers"] = peers
+    run(models or (None,), options, settings, keys, Listening(host, port), shows_swarm=monitor)
+
+
+if __name__ == "__main__":
+    main(prog_name="python -m swarm.gateway")

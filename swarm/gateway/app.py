@@ -1,0 +1,221 @@
+"""The gateway's addresses."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing
+from functools import partial
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from swarm.gateway.answering import Answering, Chunk
+from swarm.gateway.failures import ApiFailure, NotFound, WrongKey, WrongMethod
+from swarm.gateway.generation import Work
+from swarm.gateway.http import DONE, EventStream, Json, begun, event, failed, guarded, read_body, unless_gone
+from swarm.gateway.keys import Key
+from swarm.gateway.limits import Refused, Ticket
+from swarm.gateway.middleware import Measured, SafeHeaders
+from swarm.gateway.prompts import chat_works, completion_works
+from swarm.gateway.replies import ChatReplies, Replies, TextReplies
+from swarm.gateway.requests import ChatRequest, CompletionRequest, read_chat, read_completion
+from swarm.gateway.service import ServedModel, Service
+from swarm.metrics.registry import exposition
+
+PAGE = Path(__file__).with_name("page")
+DETAILS = "x-swarm-details"
+"""Header of those who want to hear of routes and recoveries."""
+
+
+def make_app(
+    service: Service, more: Sequence[BaseRoute] = (), lifespan: Callable[..., object] | None = None
+) -> Starlette:
+    """The ASGI application.
+
+    Args:
+        more: further addresses, such as the monitor's.
+        lifespan: of what these need.
+    """
+    api = _Api(service)
+    routes: list[BaseRoute] = [
+        Route("/v1/models", guarded(api.models)),
+        Route("/v1/models/{name:path}", guarded(api.model)),
+        Route("/v1/chat/completions", guarded(api.chat), methods=["POST"]),
+        Route("/v1/completions", guarded(api.completion), methods=["POST"]),
+        Route("/healthz", guarded(api.healthy)),
+        Route("/readyz", guarded(api.ready)),
+        Route("/metrics", guarded(api.metrics)),
+        *more,
+        Route("/", _page),
+        Mount("/page", StaticFiles(directory=PAGE)),
+    ]
+    middleware = [Middleware(Measured, metrics=service.metrics), Middleware(SafeHeaders)]
+    if service.settings.origins:
+        middleware.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=list(service.settings.origins),
+                allow_methods=["GET", "POST"],
+                allow_headers=["Authorization", "Content-Type", DETAILS],
+                expose_headers=["Retry-After"],
+            )
+        )
+    return Starlette(
+        routes=routes,
+        middleware=middleware,
+        exception_handlers={HTTPException: _no_such},
+        lifespan=lifespan,  # type: ignore[arg-type]
+    )
+
+
+class _Api:
+    """The addresses that need the service."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def models(self, request: Request) -> Response:
+        self._key(request)
+        return Json({"object": "list", "data": [model.described() for model in self._service.models.values()]})
+
+    async def model(self, request: Request) -> Response:
+        self._key(request)
+        return Json(self._service.model(request.path_params["name"]).described())
+
+    async def healthy(self, request: Request) -> Response:
+        """The process works."""
+        return Json({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        """The swarm can answer, too."""
+        await self._service.check_ready()
+        return Json({"status": "ready"})
+
+    async def metrics(self, request: Request) -> Response:
+        body, kind = exposition(self._service.registry)
+        return Response(body, media_type=kind)
+
+    async def chat(self, request: Request) -> Response:
+        began = time.perf_counter()
+        key = self._key(request)
+        asked = read_chat(await self._body(request))
+        served = self._service.model(asked.model)
+        request.state.model = served.name
+
+        works = await self._works(partial(chat_works, asked, served, self._service.settings.default_tokens))
+        replies = ChatReplies(served.name, served.tokenizer)
+        return await self._answer(request, key, asked, served, works, replies, began)
+
+    async def completion(self, request: Request) -> Response:
+        began = time.perf_counter()
+        key = self._key(request)
+        asked = read_completion(await self._body(request))
+        served = self._service.model(asked.model)
+        request.state.model = served.name
+
+        works = await self._works(partial(completion_works, asked, served, self._service.settings.default_tokens))
+        echoed = (
+            [served.tokenizer.decode(work.prompt, skip_special_tokens=True) for work in works] if asked.echo else []
+        )
+        replies = TextReplies(served.name, served.tokenizer, echoed)
+        return await self._answer(request, key, asked, served, works, replies, began)
+
+    async def _works(self, make: Callable[[], list[Work]]) -> list[Work]:
+        """In a thread: a long text takes a while to become tokens, and a schema to become a grammar."""
+        return await asyncio.get_running_loop().run_in_executor(self._service.workers, make)
+
+    async def _answer(
+        self,
+        request: Request,
+        key: Key | None,
+        asked: ChatRequest | CompletionRequest,
+        served: ServedModel,
+        works: list[Work],
+        replies: Replies,
+        began: float,
+    ) -> Response:
+        reserved = sum(len(work.prompt) + work.max_tokens for work in works)
+        answering = Answering(served, works, replies, began, self._service.metrics)
+        tells = DETAILS in request.headers
+        async with AsyncExitStack() as stack:
+            ticket = await unless_gone(request.receive, self._let_in(stack, key, reserved))
+            stack.callback(lambda: ticket.used(answering.usage["total_tokens"]))
+            await stack.enter_async_context(answering.running())
+            if not asked.stream:
+                body = await unless_gone(request.receive, answering.whole())
+                return Json({**body, "swarm": answering.progress.details} if tells else body)
+            events = _events(answering, asked.include_usage, tells)
+            if not tells:
+                # What fails before the first token gets its own status; who wants to hear of waiting hears at once.
+                events = await unless_gone(request.receive, begun(events))
+            over = partial(self._over, stack.pop_all())
+            return EventStream(events, self._service.settings.send_seconds, over)
+
+    async def _let_in(self, stack: AsyncExitStack, key: Key | None, tokens: int) -> Ticket:
+        """Wait for a place, which is free again when the stack is closed. Raises `Refused`."""
+        try:
+            return await stack.enter_async_context(self._service.admission.enter(key, tokens))
+        except Refused as error:
+            self._service.metrics.refused(error.scope)
+            raise
+
+    async def _body(self, request: Request) -> bytes:
+        settings = self._service.settings
+        body = await read_body(request, settings.request_bytes, settings.read_seconds)
+        self._service.metrics.received(len(body))
+        return body
+
+    async def _over(self, stack: AsyncExitStack, was_read: bool) -> None:
+        """A stream has come to its end."""
+        if not was_read:
+            self._service.metrics.disconnected()
+        await stack.aclose()
+
+    def _key(self, request: Request) -> Key | None:
+        """Who asks. Raises `WrongKey`."""
+        keys = self._service.keys
+        if keys is None:
+            return None
+        scheme, _, secret = request.headers.get("authorization", "").partition(" ")
+        key = keys.find(secret.strip()) if scheme.lower() == "bearer" else None
+        if key is None:
+            self._service.metrics.refused("unauthorized")
+            said = "this gateway does not know the key" if secret else "say who you are: Authorization: Bearer KEY"
+            raise WrongKey(f"{said}; whoever runs the gateway makes keys with `swarm keys add`", code="invalid_api_key")
+        return key
+
+
+async def _events(answering: Answering, include_usage: bool, tells: bool) -> AsyncGenerator[bytes]:
+    """The encoded events of a stream."""
+    async with aclosing(answering.stream(include_usage)) as parts:
+        async for part in parts:
+            if isinstance(part, Chunk):
+                yield event(part.body)
+            elif tells:
+                yield event(part.body, "swarm")
+    yield DONE
+
+
+async def _page(request: Request) -> Response:
+    return FileResponse(PAGE / "index.html")
+
+
+async def _no_such(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    failure: ApiFailure
+    if error.status_code == 405:
+        failure = WrongMethod(f"{request.url.path} does not take {request.method}", code="method_not_allowed")
+    else:
+        failure = NotFound(f"there is nothing at {request.url.path[:100]}", code="not_found")
+    reply = failed(failure)
+    reply.headers.update(error.headers or {})
+    return reply

@@ -1,0 +1,100 @@
+"""A gateway's life: join the swarm with every model, listen, answer, leave."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from starlette.routing import Mount
+
+from swarm.gateway.app import make_app
+from swarm.gateway.keys import KeyFile
+from swarm.gateway.service import ServedModel, Service, Settings
+from swarm.metrics.registry import new_registry
+from swarm.monitor.serving import address_of, listen, serve
+from swarm.monitor.watch import Watch
+from swarm.monitor.web import make_routes
+
+logger = logging.getLogger("swarm.gateway")
+
+CONNECTIONS = 2000
+"""Open at once; files that a process may have open are the usual limit."""
+
+
+@dataclass(frozen=True)
+class Listening:
+    """Where."""
+
+    host: str
+    port: int
+
+
+def run(
+    sources: Sequence[str | None],
+    options: Mapping[str, Any],
+    settings: Settings,
+    key_file: Path | None,
+    where: Listening,
+    shows_swarm: bool,
+    ready: Callable[[str], None] = lambda url: None,
+) -> None:
+    """Serve until SIGINT or SIGTERM.
+
+    Args:
+        sources: local folder or hub id of each model; None for the demo model.
+        options: of `from_pretrained`, for all models.
+        settings: see `Settings`.
+        key_file: None lets everybody in.
+        where: address to listen on.
+        shows_swarm: whether the monitor is at `/monitor/`.
+        ready: called with the gateway's URL once it answers.
+
+    Raises `UsageError` of the fitting kind.
+    """
+    keys = KeyFile.read(key_file) if key_file is not None else None
+    with ExitStack() as stack:
+        listening = stack.enter_context(listen(where.host, where.port))
+        models = [_load(stack, source, options) for source in sources]
+        service = Service(models, settings, keys, new_registry())
+        stack.callback(service.close)
+        watch = Watch(models[0].model.swarm.config.initial_peers) if shows_swarm else None
+
+        async def work() -> None:
+            routes = [Mount("/monitor", routes=make_routes(watch))] if watch is not None else []
+            if watch is not None:
+                await watch.start()
+            try:
+                logger.info("Gateway: %s", address_of(listening))
+                logger.info("OpenAI's interface: %sv1", address_of(listening))
+                ready(address_of(listening))
+                if keys is None and where.host not in ("127.0.0.1", "::1", "localhost"):
+                    logger.warning("Everybody who reaches %s may use this gateway: give it --keys", where.host)
+                await serve(
+                    make_app(service, routes), listening, CONNECTIONS, watch.hang_up if watch is not None else _nobody
+                )
+            finally:
+                if watch is not None:
+                    await watch.stop()
+
+        uvloop.run(work())
+        logger.info("Leaving the swarm")
+
+
+def _load(stack: ExitStack, source: str | None, options: Mapping[str, Any]) -> ServedModel:
+    served = ServedModel.load(source, **options)
+    stack.callback(served.model.swarm.close)
+    logger.info("Model: %s, %d blocks, travelling as %s", served.name, served.model.swarm.blocks, _wire(served))
+    return served
+
+
+def _wire(served: ServedModel) -> str:
+    return str(served.model.swarm.config.wire)
+
+
+def _nobody() -> None:
+    """Nobody has to be told."""

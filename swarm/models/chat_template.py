@@ -1,0 +1,52 @@
+"""A conversation as the tokens that a model was trained to answer.
+
+transformers runs the checkpoint's template in a sandbox. A model without one was not trained to converse: it gets the
+texts as they are, one below the other, and goes on writing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+
+from swarm.errors import TemplateRefused
+
+Message = Mapping[str, Any]
+
+
+def template_text(tokenizer: Any) -> str | None:
+    """The template's source, of the one for tools if there are several; None if the model has none."""
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, Mapping):
+        template = template.get("tool_use") or template.get("default")
+    return template if isinstance(template, str) else None
+
+
+def conversation_tokens(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
+    """Token ids of a conversation, up to where the answer begins.
+
+    Args:
+        messages: with `role` and `content`; `tool_calls` with their arguments as objects.
+        tools: descriptions of functions, as JSON schema.
+
+    Raises:
+        TemplateRefused: such as for roles in an order that the model does not know.
+    """
+    if template_text(tokenizer) is None:
+        text = "\n\n".join(str(message["content"]) for message in messages if message.get("content"))
+        return text_tokens(tokenizer, text)
+    try:
+        # Not tokenized there: what a template returns has its special tokens already.
+        text = tokenizer.apply_chat_template(list(messages), tools=tools, tokenize=False, add_generation_prompt=True)
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        raise TemplateRefused(f"the model's chat template does not take this conversation: {error}") from error
+    tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return tokens
+
+
+def text_tokens(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a text that the model shall continue."""
+    tokens: list[int] = tokenizer(text)["input_ids"]
+    return tokens

@@ -1,0 +1,117 @@
+"""Gateways for tests: real processes, forked like the servers of `tests.swarms`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from swarm.gateway.service import Settings
+from tests.swarms import FORKS, START_TIMEOUT, STOP_TIMEOUT, TestSwarm
+
+
+@dataclass
+class GatewayProcess:
+    """One running gateway.
+
+    Attributes:
+        url: without a slash at the end.
+    """
+
+    process: Any
+    url: str
+
+    @property
+    def pid(self) -> int:
+        return int(self.process.pid)
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    @property
+    def api(self) -> str:
+        """What OpenAI's clients take as `base_url`."""
+        return f"{self.url}/v1"
+
+    def stop(self) -> None:
+        """As Ctrl-C does."""
+        os.kill(self.pid, signal.SIGTERM)
+        self.process.join(STOP_TIMEOUT)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+            raise AssertionError("the gateway did not leave by itself")
+
+
+@contextmanager
+def run_gateway(
+    swarm: TestSwarm,
+    models: Sequence[str | Path] = (),
+    *,
+    settings: Settings | None = None,
+    keys: Path | None = None,
+    shows_swarm: bool = False,
+    **options: Any,
+) -> Iterator[GatewayProcess]:
+    """A gateway of the swarm's model, or of `models`; ends with the block.
+
+    Args:
+        options: of `from_pretrained`.
+    """
+    options = {"initial_peers": swarm.addresses, "wire": "none", **options}
+    sources = [str(model) for model in models] or [swarm.model]
+    ours, theirs = FORKS.Pipe()
+    arguments = (sources, options, settings or Settings(), keys, shows_swarm, theirs, swarm.folder)
+    process = FORKS.Process(target=_serve, args=arguments, daemon=True)
+    process.start()
+    theirs.close()
+    if not ours.poll(START_TIMEOUT):
+        process.kill()
+        raise TimeoutError("the gateway did not start")
+    try:
+        message = ours.recv()
+    except EOFError:
+        process.join()
+        raise AssertionError("the gateway ended before it was ready") from None
+    if isinstance(message, BaseException):
+        raise message
+    gateway = GatewayProcess(process, str(message).rstrip("/"))
+    try:
+        yield gateway
+    finally:
+        gateway.stop()
+
+
+def _serve(
+    sources: list[str],
+    options: dict[str, Any],
+    settings: Settings,
+    keys: Path | None,
+    shows_swarm: bool,
+    connection: Connection,
+    folder: str,
+) -> None:
+    import torch
+
+    from swarm.gateway.running import Listening, run
+    from swarm.transport.p2p import quiet_hivemind
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test runner
+    tempfile.tempdir = folder
+    torch.set_num_threads(1)
+    quiet_hivemind()
+    try:
+        run(sources, options, settings, keys, Listening("127.0.0.1", 0), shows_swarm, connection.send)
+    except Exception as error:
+        connection.send(error)
+        raise
+
+
+__all__ = ["GatewayProcess", "run_gateway"]

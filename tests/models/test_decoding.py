@@ -1,0 +1,134 @@
+"""Choosing tokens for somebody else, and telling them as text."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.models.checkpoint import DEMO
+from swarm.models.decoding import Chosen, Sampler, Sampling, TextPieces, token_text
+from swarm.models.text import load_tokenizer
+
+SCORES = torch.tensor([[1.0, 3.0, 2.0, -1.0, 0.0]])
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(DEMO)
+
+
+def choose(sampling: Sampling, count: int = 1, constraint=None) -> list[Chosen]:
+    chosen: list[Chosen] = []
+    sampler = Sampler(sampling, constraint, chosen.append)
+    for _ in range(count):
+        left = sampler(torch.zeros(1, 1, dtype=torch.long), SCORES)
+        assert int(left.argmax()) == chosen[-1].token
+        assert int((left > float("-inf")).sum()) == 1
+    return chosen
+
+
+def tokens(sampling: Sampling, count: int = 1) -> list[int]:
+    return [chosen.token for chosen in choose(sampling, count)]
+
+
+def test_greedy_takes_the_most_likely():
+    assert tokens(Sampling(temperature=0), 3) == [1, 1, 1]
+
+
+def test_frequencies_are_those_of_the_softmax():
+    counts = Counter(tokens(Sampling(seed=1), 4000))
+    expected = torch.softmax(SCORES[0], 0)
+    for token in range(5):
+        assert counts[token] / 4000 == pytest.approx(float(expected[token]), abs=0.03)
+
+
+def test_the_same_seed_is_the_same_text_whatever_others_sample():
+    first = tokens(Sampling(seed=5), 20)
+    torch.manual_seed(0)
+    sampler_state = torch.get_rng_state()
+    assert tokens(Sampling(seed=5), 20) == first
+    assert torch.equal(torch.get_rng_state(), sampler_state)
+    assert tokens(Sampling(seed=6), 20) != first
+    assert tokens(Sampling(), 20) != tokens(Sampling(), 20)
+
+
+def test_sets_are_narrowed():
+    assert set(tokens(Sampling(top_k=2, seed=1), 200)) == {1, 2}
+    assert set(tokens(Sampling(top_p=0.5, seed=1), 200)) == {1}
+
+
+def test_penalties_count_what_was_generated():
+    # 3 and 2: after one choice of token 1 its score is 3 - 1.5 = 1.5.
+    assert tokens(Sampling(temperature=0, presence=1.5), 2) == [1, 2]
+    assert tokens(Sampling(temperature=0, frequency=0.6), 4) == [1, 1, 2, 1]
+
+
+def test_bias():
+    assert tokens(Sampling(temperature=0, bias={3: 100.0})) == [3]
+    assert 1 not in tokens(Sampling(seed=2, bias={1: -100.0}), 300)
+
+
+def test_log_probabilities_are_the_models_own():
+    (chosen,) = choose(Sampling(temperature=0, top_logprobs=2))
+    expected = torch.log_softmax(SCORES[0], 0)
+    assert chosen.logprob == pytest.approx(float(expected[1]))
+    assert [token for token, _ in chosen.likeliest] == [1, 2]
+    assert choose(Sampling(temperature=0, top_logprobs=0))[0].likeliest == ()
+    assert choose(Sampling(temperature=0))[0].logprob is None
+
+
+def test_a_constraint_masks_and_hears():
+    class Only:
+        heard: list[int] = []
+
+        def mask(self, scores_V):
+            return torch.where(torch.arange(5) == 4, scores_V, -math.inf)
+
+        def accept(self, token):
+            self.heard.append(token)
+
+    only = Only()
+    assert [chosen.token for chosen in choose(Sampling(), 3, only)] == [4, 4, 4]
+    assert only.heard == [4, 4, 4]
+
+
+TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), min_size=1, max_size=30)
+
+
+@given(text=TEXTS, start=st.integers(0, 10))
+def test_pieces_are_the_text(tokenizer, text, start):
+    ids = tokenizer(text)["input_ids"]
+    start = min(start, len(ids))
+    pieces = TextPieces(tokenizer, ids[:start])
+    told = [pieces.add(token) for token in ids[start:]] + [pieces.end()]
+    whole, front = (tokenizer.decode(some, clean_up_tokenization_spaces=False) for some in (ids, ids[:start]))
+    if not front.endswith("\ufffd"):  # cut in the middle of a character: its first half was never text
+        assert "".join(told) == whole[len(front) :]
+
+
+def test_characters_come_whole(tokenizer):
+    pieces = TextPieces(tokenizer)
+    told = [pieces.add(token) for token in tokenizer("漢字 😀")["input_ids"]]
+    assert "".join(told) == "漢字 😀"
+    assert not any("\ufffd" in piece for piece in told)
+
+
+def test_bytes_that_are_no_text_are_shown_in_the_end(tokenizer):
+    half = tokenizer("漢")["input_ids"][:1]
+    pieces = TextPieces(tokenizer)
+    assert pieces.add(half[0]) == ""
+    assert pieces.end() == "\ufffd"
+    many = TextPieces(tokenizer)
+    assert any(many.add(half[0]) for _ in range(20))
+
+
+def test_special_tokens_are_left_out_unless_wanted(tokenizer):
+    end = tokenizer.eos_token_id
+    assert TextPieces(tokenizer).add(end) == ""
+    assert TextPieces(tokenizer, keep_special=True).add(end) == "<|endoftext|>"
+    assert token_text(tokenizer, end)[0] == "<|endoftext|>"
