@@ -1,0 +1,157 @@
+"""`/metrics` over HTTP: for Prometheus, and for those who mean no good."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+
+from swarm.errors import AddressUnavailable, InvalidOption
+from swarm.metrics import endpoint
+from swarm.metrics.endpoint import Address, MetricsEndpoint
+from swarm.metrics.registry import Registry
+from swarm.metrics.server import ServerMetrics
+from tests.metrics.readings import parse, value
+
+PATIENCE = 20.0
+FREE = Address("127.0.0.1", 0)
+
+
+@pytest.fixture
+def served() -> Iterator[MetricsEndpoint]:
+    registry = Registry()
+    ServerMetrics(registry).session_opened()
+    one = MetricsEndpoint(registry, FREE)
+    yield one
+    one.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "swarm-metrics"]
+
+
+def connect(one: MetricsEndpoint) -> socket.socket:
+    return socket.create_connection((one.address.host, one.address.port), PATIENCE)
+
+
+def ask(one: MetricsEndpoint, path: str = "/metrics") -> tuple[int, str]:
+    """Status and body."""
+    try:
+        with urllib.request.urlopen(f"http://{one.address}{path}", timeout=PATIENCE) as answer:
+            assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/metrics?name[]=up"])
+def test_prometheus_reads_it(served: MetricsEndpoint, path: str) -> None:
+    status, body = ask(served, path)
+    assert status == 200
+    assert value(parse(body), "swarm_server_sessions_opened_total") == 1
+    assert served.url == f"http://127.0.0.1:{served.address.port}/metrics"
+
+
+@pytest.mark.parametrize("path", ["/", "/metrics/", "/metrics2", "/../metrics", "/favicon.ico"])
+def test_nothing_else_is_there(served: MetricsEndpoint, path: str) -> None:
+    assert ask(served, path) == (404, "Only /metrics is here.\n")
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"POST /metrics HTTP/1.1\r\nContent-Length: 0\r\n\r\n", b"501"),
+        (b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\n\r\n", b"414"),
+        (b"GET /metrics HTTP/1.1\r\n" + b"X: y\r\n" * 200 + b"\r\n", b"431"),
+        (b"\x00\xff garbage\r\n\r\n", b"400"),
+    ],
+)
+def test_bad_requests_have_an_answer(served: MetricsEndpoint, sent: bytes, status: bytes) -> None:
+    with connect(served) as client:
+        client.sendall(sent)
+        assert status in client.recv(1000).partition(b"\r\n")[0]
+    assert ask(served)[0] == 200
+
+
+def test_silent_connections_are_ended_and_no_more_than_some_are_kept(
+    served: MetricsEndpoint, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    silent = [connect(served) for _ in range(endpoint.CONNECTIONS)]
+    with connect(served) as one_too_many:
+        assert one_too_many.recv(1) == b""
+    monkeypatch.setattr(endpoint, "DEADLINE", 0.0)
+    for client in silent:
+        assert client.recv(1) == b""
+        client.close()
+    monkeypatch.undo()
+    until_answered(served)
+    assert capfd.readouterr().err == ""
+
+
+def until_answered(one: MetricsEndpoint) -> None:
+    """The threads of connections that were ended need a moment to give their room back."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        try:
+            assert ask(one)[0] == 200
+            return
+        except (ConnectionError, urllib.error.URLError):
+            time.sleep(0.01)
+    raise AssertionError("nobody answers any more")
+
+
+def test_a_client_that_hangs_up_is_no_news(served: MetricsEndpoint, capfd: pytest.CaptureFixture[str]) -> None:
+    for _ in range(3):
+        client = connect(served)
+        client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")  # a reset
+        client.close()
+    until_answered(served)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_port_that_is_taken(served: MetricsEndpoint) -> None:
+    with pytest.raises(AddressUnavailable, match=rf"cannot listen on {served.address}: another program listens there"):
+        MetricsEndpoint(Registry(), served.address)
+
+
+def test_an_address_of_somebody_else() -> None:
+    with pytest.raises(AddressUnavailable, match=r"cannot listen on 203.0.113.7:9100: Cannot assign"):
+        MetricsEndpoint(Registry(), Address("203.0.113.7", 9100))
+
+
+def test_a_port_is_free_again_at_once() -> None:
+    first = MetricsEndpoint(Registry(), FREE)
+    assert ask(first)[0] == 200
+    first.close()
+    second = MetricsEndpoint(Registry(), first.address)
+    second.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [
+        ("9100", "127.0.0.1", 9100),
+        ("0", "127.0.0.1", 0),
+        ("0.0.0.0:9100", "0.0.0.0", 9100),
+        ("localhost:9100", "127.0.0.1", 9100),
+        ("[::1]:9100", "::1", 9100),
+    ],
+)
+def test_addresses(text: str, host: str, port: int) -> None:
+    assert Address.parse(text) == Address(host, port)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "x", "-1", "65536", "1.2.3.4", ":9100", "example.org:9100", "1.2.3.4:", "::1:x", "1.2.3.4:９１００"]
+)
+def test_bad_addresses(text: str) -> None:
+    with pytest.raises(InvalidOption, match=r"--metrics .*: use PORT .* or an IP address and a port"):
+        Address.parse(text)
+
+
+def test_an_address_of_version_6_has_brackets() -> None:
+    assert str(Address("::1", 9100)) == "[::1]:9100"
