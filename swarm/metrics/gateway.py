@@ -27,8 +27,8 @@ ENDPOINTS = frozenset(
 
 DEPTH = max(path.count("/") for path in ENDPOINTS)
 
-REFUSALS = frozenset({"bad_request", "gateway", "key", "not_ready", "too_large", "unauthorized"})
-"""Why a request is refused: a limit of its key or of the whole gateway, among others."""
+REFUSALS = frozenset({"gateway", "key", "unauthorized"})
+"""Why a request is refused: a limit of the whole gateway or of its key, or a key that is none."""
 
 
 class GatewayMetrics:
@@ -83,10 +83,6 @@ class GatewayMetrics:
         )
         self._received = Counter("swarm_gateway_received_bytes_total", "Bytes of request bodies.", registry=registry)
         self._sent = Counter("swarm_gateway_sent_bytes_total", "Bytes of answers' bodies.", registry=registry)
-
-    def serves(self, models: Iterable[str]) -> None:
-        """The gateway serves these models now; those that it served before keep their label."""
-        self._models = self._models.union(models)
 
     def watch(self, running: Callable[[], int], waiting: Callable[[], int]) -> None:
         """Ask these for the numbers of running and waiting requests, whenever somebody wants to know."""

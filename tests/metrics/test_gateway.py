@@ -78,14 +78,13 @@ def test_labels_do_not_grow_with_what_users_send(registry: Registry, metrics: Ga
     assert len(readings) - before <= 3 * (14 + 3)
 
 
-def test_models_that_come_later_have_their_label(registry: Registry, metrics: GatewayMetrics) -> None:
-    metrics.serves(["second"])
-    for model in ("demo", "second", "third"):
-        metrics.used(model, 1, 0)
-    readings = read(registry)
-    assert [value(readings, "swarm_gateway_prompt_tokens_total", model=m) for m in ("demo", "second", "other")] == [
-        1
-    ] * 3
+def test_refusals_by_reason(registry: Registry, metrics: GatewayMetrics) -> None:
+    for reason in ("key", "gateway", "gateway", "unauthorized"):
+        metrics.refused(reason)
+    told = [
+        value(read(registry), "swarm_gateway_refused_total", reason=one) for one in ("key", "gateway", "unauthorized")
+    ]
+    assert told == [1, 2, 1]
 
 
 @pytest.mark.parametrize(
