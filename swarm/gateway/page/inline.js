@@ -1,0 +1,187 @@
+// Markdown within one paragraph: text -> a tree of plain objects. Pure, and linear in the length of the text.
+
+/** A longer paragraph stays plain text: nobody formats so much, and it would be parsed anew with every token. */
+export const LONGEST_FORMATTED = 20_000;
+
+const DEEPEST = 12;
+const SAFE_SCHEMES = new Set(["http:", "https:", "mailto:"]);
+const LINK_TARGET = /\]\([ \n]{0,4}<?([^\s<>()]{1,2000}(?:\([^\s<>()]{0,500}\)[^\s<>()]{0,500})?)>?(?:[ \n]+"[^"\n]{0,500}")?[ \n]{0,4}\)/y;
+const BARE_LINK = /https?:\/\/[^\s<>"'`\])}*]{1,2000}/y;
+const PLAIN = /[^\\`*_~[\]!h\n]+/y;
+const PUNCTUATION = /[!-/:-@[-`{-~]/;
+const WORD = /[\p{L}\p{N}]/u;
+const MARKS = { "**": "strong", __: "strong", "*": "emphasis", _: "emphasis", "~~": "deleted" };
+
+/** The address if a reader may follow it (http, https or mailto with a full address), else null. */
+export function safeAddress(text) {
+  try {
+    const url = new URL(text);
+    return SAFE_SCHEMES.has(url.protocol) ? url.href : null;
+  } catch {
+    return null; // relative ones too: they would lead into this gateway
+  }
+}
+
+/**
+ * The tree of one paragraph: nodes are `{type: "text", text}`, `{type: "code", text}`, `{type: "break"}` and, with
+ * `children`, `strong`, `emphasis`, `deleted` and `link` (which has an `address`).
+ */
+export function parseInline(text) {
+  if (text.length > LONGEST_FORMATTED) return [{ type: "text", text }];
+  return nest(new Scanner(text).tokens());
+}
+
+/** Cuts a paragraph into tokens; `open` and `close` are set on those marks that found their partner. */
+class Scanner {
+  constructor(text) {
+    this.text = text;
+    this.at = 0;
+    this.out = [];
+    this.openers = []; // marks and brackets that may still find their partner, the innermost last
+    this.waiting = new Map(); // how many of each kind are among them: a search that must fail is not begun
+    this.ticks = backticks(text);
+  }
+
+  tokens() {
+    while (this.at < this.text.length) this.step();
+    return this.out;
+  }
+
+  step() {
+    const { text, at } = this;
+    const char = text[at];
+    PLAIN.lastIndex = at;
+    const plain = PLAIN.exec(text);
+    if (plain) this.add(plain[0]);
+    else if (char === "\n") this.lineBreak();
+    else if (char === "\\" && PUNCTUATION.test(text[at + 1] ?? "")) this.add(text[at + 1], 2);
+    else if (char === "`") this.code();
+    else if (char === "*" || char === "_" || char === "~") this.mark(char);
+    else if (char === "!" && text[at + 1] === "[") this.bracket(2); // a picture becomes a link: nothing is loaded
+    else if (char === "[") this.bracket(1);
+    else if (char === "]") this.closeBracket();
+    else if (char === "h") this.bareLink();
+    else this.add(char);
+  }
+
+  add(text, length = text.length) {
+    const last = this.out.at(-1);
+    if (last?.type === "text" && !last.mark) last.text += text;
+    else this.out.push({ type: "text", text });
+    this.at += length;
+  }
+
+  lineBreak() {
+    this.out.push({ type: "break" });
+    this.at += 1;
+  }
+
+  code() {
+    const start = this.at;
+    const length = this.ticks.runs.get(start);
+    const ends = this.ticks.byLength.get(length);
+    while (ends.length && ends.at(-1) <= start) ends.pop();
+    if (!ends.length) return this.add("`".repeat(length));
+    const end = ends.at(-1);
+    const inner = this.text.slice(start + length, end).replaceAll("\n", " ");
+    const padded = inner.startsWith(" ") && inner.endsWith(" ") && inner.trim() !== "";
+    this.out.push({ type: "code", text: padded ? inner.slice(1, -1) : inner });
+    this.at = end + length;
+  }
+
+  mark(char) {
+    const { text, at } = this;
+    const innermost = this.openers.at(-1);
+    const double = text[at + 1] === char && !(text[at + 2] === char && innermost?.kind === char); // ***both***
+    if (char === "~" && !double) return this.add(char);
+    const mark = double ? char + char : char;
+    const before = text[at - 1] ?? " ";
+    const after = text[at + mark.length] ?? " ";
+    const inWord = char === "_" && WORD.test(before) && WORD.test(after); // snake_case
+    const isEmpty = innermost !== undefined && this.out.at(-1) === innermost.token; // **** is no bold nothing
+    const token = { type: "text", text: mark, mark: true };
+    this.out.push(token);
+    this.at += mark.length;
+    if (inWord) return;
+    const opener = isEmpty || /\s/.test(before) ? null : this.partner(mark);
+    if (opener) {
+      opener.token.open = { type: MARKS[mark] };
+      token.close = true;
+    } else if (!/\s/.test(after)) this.push(mark, token);
+  }
+
+  bracket(length) {
+    const token = { type: "text", text: this.text.slice(this.at, this.at + length), mark: true };
+    this.out.push(token);
+    this.at += length;
+    this.push("[", token);
+  }
+
+  closeBracket() {
+    LINK_TARGET.lastIndex = this.at;
+    const opener = this.partner("[");
+    const target = opener && LINK_TARGET.exec(this.text);
+    const address = target && safeAddress(target[1]);
+    if (!address) return this.add("]");
+    opener.token.open = { type: "link", address };
+    this.out.push({ type: "text", text: "", mark: true, close: true });
+    this.at += target[0].length;
+  }
+
+  bareLink() {
+    BARE_LINK.lastIndex = this.at;
+    const found = WORD.test(this.text[this.at - 1] ?? " ") ? null : BARE_LINK.exec(this.text);
+    const shown = found?.[0].replace(/[.,;:!?]{1,20}$/, "");
+    const address = shown && !this.waiting.get("[") ? safeAddress(shown) : null;
+    if (!address) return this.add("h");
+    this.out.push({ type: "link", address, children: [{ type: "text", text: shown }] });
+    this.at += shown.length;
+  }
+
+  push(kind, token) {
+    this.openers.push({ kind, token });
+    this.waiting.set(kind, (this.waiting.get(kind) ?? 0) + 1);
+  }
+
+  /** The innermost opener of this kind, or null. What was opened within it can find no partner any more. */
+  partner(kind) {
+    if (!this.waiting.get(kind)) return null;
+    for (;;) {
+      const opener = this.openers.pop();
+      this.waiting.set(opener.kind, this.waiting.get(opener.kind) - 1);
+      if (opener.kind === kind) return opener;
+    }
+  }
+}
+
+/** Where backticks stand, found once: the length of each run by its place, and the places of each length, last first. */
+function backticks(text) {
+  const runs = new Map();
+  const byLength = new Map();
+  for (const match of text.matchAll(/`+/g)) {
+    const length = match[0].length;
+    runs.set(match.index, length);
+    if (!byLength.has(length)) byLength.set(length, []);
+    byLength.get(length).push(match.index);
+  }
+  for (const places of byLength.values()) places.reverse();
+  return { runs, byLength };
+}
+
+/** Tokens with partners -> a tree. What is nested deeper than `DEEPEST` loses its marks, not its text. */
+function nest(tokens) {
+  const root = { children: [] };
+  const stack = [root];
+  let tooDeep = 0;
+  for (const token of tokens) {
+    if (token.open && stack.length > DEEPEST) tooDeep += 1;
+    else if (token.open) {
+      const node = { ...token.open, children: [] };
+      stack.at(-1).children.push(node);
+      stack.push(node);
+    } else if (token.close && tooDeep) tooDeep -= 1;
+    else if (token.close) stack.pop();
+    else stack.at(-1).children.push(token.type === "text" ? { type: "text", text: token.text } : token);
+  }
+  return root.children;
+}

@@ -1,0 +1,91 @@
+// The welcome picture: a swarm of small lights, and the lines between those that are near each other.
+
+const COUNT = 46;
+const REACH = 92; // pixels within which two lights are joined
+
+/** Draws on the canvas while it is shown. Who wants no motion sees one still picture. */
+export function showLights(canvas) {
+  const wantsStillness = matchMedia("(prefers-reduced-motion: reduce)");
+  const context = canvas.getContext("2d");
+  const lights = Array.from({ length: COUNT }, (_, index) => makeLight(index));
+  let before = 0;
+
+  const draw = (now) => {
+    if (!canvas.isConnected) return;
+    // 30 pictures a second are enough for something so slow, and leave the machine to the model
+    if (now - before > 32 && canvas.offsetParent !== null) {
+      before = now;
+      drawOnce(canvas, context, lights, wantsStillness.matches ? 20_000 : now);
+    }
+    if (!wantsStillness.matches) requestAnimationFrame(draw);
+  };
+  requestAnimationFrame(draw);
+  const again = () => requestAnimationFrame(draw);
+  if (wantsStillness.matches) {
+    document.addEventListener("themechange", again);
+    new ResizeObserver(again).observe(canvas);
+  }
+}
+
+/** Where a light is at home and how it drifts; spread by the golden angle, denser in the middle. */
+function makeLight(index) {
+  const angle = index * 2.39996;
+  const distance = Math.sqrt((index + 0.5) / COUNT);
+  return { angle, distance, phase: index * 1.7, pace: 0.00022 + 0.00013 * ((index * 7) % 5), size: 1.1 + ((index * 5) % 7) * 0.28 };
+}
+
+function place(light, now, width, height) {
+  const turn = light.angle + now * 0.00002;
+  const sway = 11 * Math.sin(now * light.pace + light.phase);
+  const rise = 9 * Math.cos(now * light.pace * 0.8 + light.phase * 2);
+  return {
+    x: width / 2 + Math.cos(turn) * light.distance * (width / 2 - 22) + sway,
+    y: height / 2 + Math.sin(turn) * light.distance * (height / 2 - 20) + rise,
+  };
+}
+
+function drawOnce(canvas, context, lights, now) {
+  const ratio = Math.min(devicePixelRatio, 2);
+  const { clientWidth: width, clientHeight: height } = canvas;
+  if (canvas.width !== Math.round(width * ratio)) canvas.width = Math.round(width * ratio);
+  if (canvas.height !== Math.round(height * ratio)) canvas.height = Math.round(height * ratio);
+  context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  context.clearRect(0, 0, width, height);
+  const colour = getComputedStyle(canvas).color;
+  const places = lights.map((light) => place(light, now, width, height));
+  drawLines(context, places, colour);
+  lights.forEach((light, index) => drawLight(context, light, places[index], now, colour));
+}
+
+function drawLines(context, places, colour) {
+  context.strokeStyle = colour;
+  context.lineWidth = 0.8;
+  for (let one = 0; one < places.length; one += 1) {
+    for (let other = one + 1; other < places.length; other += 1) {
+      const apart = Math.hypot(places[one].x - places[other].x, places[one].y - places[other].y);
+      if (apart > REACH) continue;
+      context.globalAlpha = 0.26 * (1 - apart / REACH);
+      context.beginPath();
+      context.moveTo(places[one].x, places[one].y);
+      context.lineTo(places[other].x, places[other].y);
+      context.stroke();
+    }
+  }
+}
+
+function drawLight(context, light, { x, y }, now, colour) {
+  const glow = 0.62 + 0.38 * Math.sin(now * light.pace * 3 + light.phase);
+  const halo = context.createRadialGradient(x, y, 0, x, y, light.size * 6);
+  halo.addColorStop(0, colour);
+  halo.addColorStop(1, colour.replace("rgb(", "rgba(").replace(")", ", 0)")); // "transparent" would be a grey one
+  context.globalAlpha = 0.3 * glow;
+  context.fillStyle = halo;
+  context.beginPath();
+  context.arc(x, y, light.size * 6, 0, 2 * Math.PI);
+  context.fill();
+  context.globalAlpha = 0.45 + 0.55 * glow;
+  context.fillStyle = colour;
+  context.beginPath();
+  context.arc(x, y, light.size, 0, 2 * Math.PI);
+  context.fill();
+}

@@ -1,0 +1,139 @@
+// Shows markdown as DOM nodes, made one by one: text from a model is never parsed as HTML, whatever it holds.
+
+import { parseBlocks } from "./blocks.js";
+import { element, icon } from "./dom.js";
+import { parseInline } from "./inline.js";
+
+/** A text that grows. Only the blocks at its end are parsed again, only those that changed are drawn again. */
+export class MarkdownView {
+  constructor(container) {
+    this.container = container;
+    this.clear();
+  }
+
+  clear() {
+    this.container.replaceChildren();
+    this.settled = 0; // characters before the blocks that may still change
+    this.text = "";
+    this.tail = []; // {source, block, node} of the blocks after `settled`
+  }
+
+  /** Shows this text. It is cheap if the text goes on where the last one ended. */
+  update(text) {
+    if (!text.startsWith(this.text)) this.clear();
+    this.text = text;
+    const lines = text.slice(this.settled).split("\n");
+    const blocks = parseBlocks(lines);
+    const before = this.tail;
+    this.tail = blocks.map((block, index) => {
+      const source = lines.slice(block.start, blocks[index + 1]?.start).join("\n").trimEnd();
+      return this.#draw({ source, block }, before[index]);
+    });
+    for (const { node } of before.slice(blocks.length)) node.remove();
+    this.#settle(lines);
+  }
+
+  #draw(entry, before) {
+    if (before?.source === entry.source) return { ...entry, node: before.node };
+    if (before && growsCode(before, entry)) return { ...entry, node: before.node };
+    const node = drawBlock(entry.block);
+    if (before) before.node.replaceWith(node);
+    else this.container.append(node);
+    return { ...entry, node };
+  }
+
+  #settle(lines) {
+    if (this.tail.length <= 2) return;
+    const first = this.tail.at(-2).block.start;
+    this.settled += lines.slice(0, first).reduce((sum, line) => sum + line.length + 1, 0);
+    this.tail = this.tail.slice(-2);
+  }
+}
+
+/** A code block that got longer: the new characters are added to its text node, which stays. */
+function growsCode(before, { block }) {
+  const same = before.block.type === "code" && block.type === "code" && before.block.language === block.language;
+  if (!same || before.block.text === "" || !block.text.startsWith(before.block.text)) return false;
+  before.node.querySelector("code").firstChild.appendData(block.text.slice(before.block.text.length));
+  return true;
+}
+
+function drawBlock(block) {
+  switch (block.type) {
+    case "heading": // the page has its own h1 and h2
+      return element(`h${Math.min(block.level + 2, 6)}`, { class: `level-${block.level}` }, ...drawInline(block.text));
+    case "code":
+      return drawCode(block);
+    case "quote":
+      return element("blockquote", {}, ...block.blocks.map(drawBlock));
+    case "list":
+      return drawList(block);
+    case "table":
+      return drawTable(block);
+    case "rule":
+      return element("hr");
+    default:
+      return element("p", {}, ...drawInline(block.text));
+  }
+}
+
+function drawCode({ text, language }) {
+  const code = element("code", { text });
+  const copy = element("button", { type: "button", class: "copy-code" }, icon("copy"), element("span", { text: "Copy" }));
+  copy.addEventListener("click", () => copyText(code.textContent, copy.lastChild));
+  const bar = element("div", { class: "code-bar" }, element("span", { text: language || "text" }), copy);
+  return element("div", { class: "code" }, bar, element("pre", { tabindex: "0" }, code));
+}
+
+function drawList({ ordered, first, items }) {
+  const list = element(ordered ? "ol" : "ul", { start: ordered && first !== 1 ? first : null });
+  for (const { done, blocks } of items) {
+    const box = done === null ? null : element("input", { type: "checkbox", disabled: true, checked: done });
+    const isPlain = blocks[0]?.type === "paragraph";
+    const lead = isPlain ? element("span", {}, ...drawInline(blocks[0].text)) : null;
+    list.append(element("li", { class: box && "task" }, box, lead, ...blocks.slice(isPlain ? 1 : 0).map(drawBlock)));
+  }
+  return list;
+}
+
+function drawTable({ head, align, rows }) {
+  const row = (tag, texts) =>
+    element("tr", {}, ...texts.map((text, column) => element(tag, { class: align[column] }, ...drawInline(text))));
+  const table = element(
+    "table",
+    {},
+    element("thead", {}, row("th", head)),
+    element("tbody", {}, ...rows.map((texts) => row("td", texts))),
+  );
+  return element("div", { class: "table", tabindex: "0", role: "region", "aria-label": "Table" }, table);
+}
+
+function drawInline(text) {
+  return parseInline(text).map((node) => drawNode(node, false));
+}
+
+const TAGS = { strong: "strong", emphasis: "em", deleted: "del" };
+
+function drawNode(node, insideLink) {
+  if (node.type === "text") return document.createTextNode(node.text);
+  if (node.type === "code") return element("code", { text: node.text });
+  if (node.type === "break") return element("br");
+  const isLink = node.type === "link" && !insideLink;
+  const children = node.children.map((child) => drawNode(child, insideLink || isLink));
+  if (!isLink) return element(TAGS[node.type] ?? "span", {}, ...children);
+  const attributes = { href: node.address, title: node.address, target: "_blank", rel: "noopener noreferrer nofollow" };
+  return element("a", attributes, ...(children.length ? children : [node.address]));
+}
+
+/** Puts text into the clipboard and says so in `label` for a moment. */
+export async function copyText(text, label) {
+  const before = label.dataset.before ?? label.textContent;
+  label.dataset.before = before;
+  try {
+    await navigator.clipboard.writeText(text);
+    label.textContent = "Copied";
+  } catch {
+    label.textContent = "Not allowed here"; // pages that are not local need HTTPS for this
+  }
+  setTimeout(() => (label.textContent = before), 1500);
+}

@@ -1,0 +1,173 @@
+// How one message looks: text, versions, figures, the route, notices and errors. Knows nothing of requests.
+
+import { element, icon, iconButton } from "./dom.js";
+import { drawFacts, drawLights } from "./facts.js";
+import { copyText, MarkdownView } from "./markdown.js";
+
+/**
+ * The view of one message. `actions`: `edit(id, text)`, `regenerate(id)`, `choose(id, direction)`, `retry(id)`,
+ * `continues` (true if the model continues texts, so that answers are shown as they are).
+ */
+export class MessageView {
+  constructor(node, actions) {
+    this.node = node;
+    this.actions = actions;
+    this.isUser = node.role === "user";
+    this.body = element("div", { class: this.isUser ? "bubble" : "body" });
+    this.notice = element("div", { class: "notice", hidden: true });
+    this.foot = element("div", { class: "foot" });
+    this.facts = element("details", { class: "facts", hidden: true });
+    const label = this.isUser ? "You" : `Answer${node.model ? ` of ${node.model}` : ""}`;
+    const parts = this.isUser ? [this.body, this.foot] : [this.body, this.notice, this.foot, this.facts];
+    this.element = element("article", { class: `message ${node.role}`, "aria-label": label, dataset: { id: node.id } }, ...parts);
+    this.markdown = this.isUser ? null : new MarkdownView(this.body);
+    if (this.isUser) this.body.textContent = node.text;
+  }
+
+  /** Show the message as it is now. `notice` is `{kind, text}` or null; `version` as of `versionOf`. */
+  update(version, notice = null) {
+    const { node } = this;
+    this.element.classList.toggle("running", node.state === "running");
+    if (this.markdown) {
+      this.element.setAttribute("aria-busy", String(node.state === "running"));
+      this.markdown.update(node.text);
+      this.#drawNotice(notice);
+    }
+    const look = JSON.stringify([node.state, version, node.figures, node.route, node.error, node.recoveries, node.finish]);
+    if (look === this.look) return; // the foot stays while the text grows, and so does the focus in it
+    this.look = look;
+    this.foot.replaceChildren(...this.#footParts(version));
+    if (!this.isUser) this.#drawFacts();
+  }
+
+  #drawNotice(notice) {
+    const waits = this.node.state === "running" && this.node.text === "" && !notice;
+    const kind = notice?.kind ?? (waits ? "waiting" : this.node.error ? "failed" : "");
+    const look = JSON.stringify([kind, notice, this.node.error]);
+    if (look === this.noticeLook) return;
+    this.noticeLook = look;
+    this.notice.hidden = kind === "";
+    this.notice.className = `notice ${kind}`;
+    if (kind === "failed") this.notice.replaceChildren(...this.#failure());
+    else if (kind) this.notice.replaceChildren(wanderingLights(), element("span", { text: notice?.text ?? "Waiting for the first words" }));
+    if (kind === "failed") this.notice.setAttribute("role", "alert");
+    else this.notice.removeAttribute("role");
+  }
+
+  #failure() {
+    const { message, retryAfter, at } = this.node.error;
+    const button = element("button", { type: "button", class: "plain again", on: { click: () => this.actions.retry(this.node.id) } });
+    countDown(button, retryAfter === null ? 0 : at + retryAfter * 1000);
+    return [element("p", { text: message }), button];
+  }
+
+  #footParts(version) {
+    const { node, actions } = this;
+    const parts = [];
+    if (version.count > 1) parts.push(this.#versions(version));
+    if (node.state === "running") return [...parts, ...this.#figures()];
+    if (node.text) parts.push(iconButton("copy", "Copy", ({ currentTarget }) => this.#copy(currentTarget)));
+    if (this.isUser) parts.push(iconButton("edit", "Edit", () => this.startEdit()));
+    else if (!node.error) parts.push(iconButton("again", "Write another answer", () => actions.regenerate(node.id)));
+    if (!this.isUser) parts.push(...this.#figures());
+    return parts;
+  }
+
+  #versions({ number, count, before, after }) {
+    const turn = (direction, label, id) =>
+      iconButton(direction, label, () => this.actions.choose(id, direction), { disabled: id === null, dataset: { direction } });
+    return element(
+      "span",
+      { class: "versions", role: "group", "aria-label": "Versions" },
+      turn("left", "Earlier version", before),
+      element("span", { text: `${number}/${count}` }),
+      turn("right", "Later version", after),
+    );
+  }
+
+  #figures() {
+    const { figures, route, state, finish } = this.node;
+    const words = [];
+    const rate = figures?.tokens_per_second;
+    if (rate !== undefined) words.push(`${rate.toFixed(rate < 10 ? 1 : 0)} tokens/s`);
+    if (state === "stopped") words.push("stopped");
+    if (finish === "length" && state === "done") words.push("cut off at the limit of tokens");
+    if (!words.length && !route) return [];
+    const button = element(
+      "button",
+      { type: "button", class: "figures", "aria-expanded": String(this.facts.open), title: routeTitle(route) },
+      route ? drawLights(route) : null,
+      element("span", { text: words.join(" · ") || `${route.length} ${route.length === 1 ? "hop" : "hops"}` }),
+    );
+    button.addEventListener("click", () => {
+      this.facts.open = !this.facts.open;
+      this.facts.hidden = !this.facts.open;
+      button.setAttribute("aria-expanded", String(this.facts.open));
+      if (this.facts.open) this.facts.scrollIntoView({ block: "nearest" });
+    });
+    return [button];
+  }
+
+  #drawFacts() {
+    this.facts.hidden = !this.facts.open;
+    this.facts.replaceChildren(element("summary", { class: "hidden", text: "How this was computed" }), ...drawFacts(this.node));
+  }
+
+  #copy(button) {
+    const label = element("span", { class: "copied", text: "" });
+    button.append(label);
+    copyText(this.node.text, label);
+    setTimeout(() => label.remove(), 1500);
+  }
+
+  /** Let the reader change this message; it is sent again as a new version. */
+  startEdit() {
+    const field = element("textarea", { "aria-label": "Edit the message", rows: Math.min(this.node.text.split("\n").length + 1, 12) });
+    field.value = this.node.text;
+    const end = () => {
+      form.replaceWith(this.body);
+      this.foot.hidden = false;
+    };
+    const send = () => {
+      const text = field.value.trim();
+      end();
+      if (text) this.actions.edit(this.node.id, text);
+    };
+    const cancel = element("button", { type: "button", class: "plain", text: "Cancel", on: { click: end } });
+    const row = element("div", { class: "row" }, cancel, element("button", { type: "submit", class: "primary", text: "Send" }));
+    const form = element("form", { class: "edit" }, field, row);
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      send();
+    });
+    form.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") {
+        event.stopPropagation();
+        end();
+        this.foot.querySelector("button")?.focus();
+      } else if (event.key === "Enter" && !event.shiftKey && !event.isComposing && event.target === field) {
+        event.preventDefault();
+        send();
+      }
+    });
+    this.foot.hidden = true;
+    this.body.replaceWith(form);
+    field.focus();
+  }
+}
+
+function routeTitle(route) {
+  return route ? `Computed by ${route.map(({ name, peer }) => name || peer).join(", ")}` : "How this was computed";
+}
+
+function wanderingLights() {
+  return element("span", { class: "wander", "aria-hidden": "true" }, element("i"), element("i"), element("i"));
+}
+
+/** A button that says how long one has to wait, and can be pressed then. */
+function countDown(button, end) {
+  const seconds = Math.ceil((end - Date.now()) / 1000);
+  button.disabled = seconds > 0;
+  button.replaceChildren(icon("again"), seconds > 0 ? `Try again in ${seconds} s` : "Try again");
+  if (seconds > 0) setTimeout(() => countDown(button, end), 250);
+}

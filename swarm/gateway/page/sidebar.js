@@ -1,0 +1,130 @@
+// The list of conversations, newest first, and what can be done with one. On narrow screens it is a drawer.
+
+import { ask } from "./dialogs.js";
+import { byId, element, icon, iconButton } from "./dom.js";
+import { asJson, asMarkdown, download, fileName } from "./exporting.js";
+
+const DAY = 24 * 60 * 60 * 1000;
+
+/** `page` offers `store`, `open(id)`, `renamed(conversation)`, `deleted(id)`, `isRunning(id)`. */
+export class Sidebar {
+  constructor(page) {
+    this.page = page;
+    this.list = byId("conversations");
+    this.menu = byId("conversation-menu");
+    this.drawer = byId("sidebar");
+    byId("drawer-open").addEventListener("click", () => this.openDrawer());
+    byId("drawer-close").addEventListener("click", () => this.closeDrawer());
+    byId("backdrop").addEventListener("click", () => this.closeDrawer());
+    this.drawer.addEventListener("keydown", (event) => {
+      if (event.key === "Escape" && this.isDrawerOpen()) {
+        event.stopPropagation();
+        this.closeDrawer();
+      }
+    });
+    this.menu.addEventListener("keydown", (event) => this.#moveInMenu(event));
+  }
+
+  isDrawerOpen() {
+    return document.body.classList.contains("drawer");
+  }
+
+  openDrawer() {
+    document.body.classList.add("drawer");
+    byId("drawer-close").focus();
+  }
+
+  closeDrawer() {
+    if (!this.isDrawerOpen()) return;
+    document.body.classList.remove("drawer");
+    byId("drawer-open").focus();
+  }
+
+  /** Draw the list; `current` is the id of the conversation that is shown. */
+  draw(current) {
+    const conversations = this.page.store.list();
+    const look = JSON.stringify([current, conversations.map(({ id, title, updated }) => [id, title, when(updated), this.page.isRunning(id)])]);
+    if (look === this.look) return; // the focus stays where it is
+    this.look = look;
+    const groups = Map.groupBy(conversations, ({ updated }) => when(updated));
+    const parts = [...groups].map(([title, members]) => [
+      element("h2", { text: title }),
+      element("ul", {}, ...members.map((conversation) => this.#item(conversation, conversation.id === current))),
+    ]);
+    const empty = element("p", { class: "empty", text: "Your conversations stay in this browser and will be listed here." });
+    this.list.replaceChildren(...(parts.length ? parts.flat() : [empty]));
+  }
+
+  #item(conversation, isCurrent) {
+    const title = conversation.title || "New chat";
+    const open = element(
+      "button",
+      { type: "button", class: "open", title, "aria-current": isCurrent ? "true" : null },
+      this.page.isRunning(conversation.id) ? element("i", { class: "busy", "aria-label": "being answered" }) : null,
+      element("span", { text: title }),
+    );
+    open.addEventListener("click", () => {
+      this.closeDrawer();
+      this.page.open(conversation.id);
+    });
+    const more = iconButton("more", `More for ${title}`, () => this.#openMenu(conversation, more), { class: "icon-button more" });
+    return element("li", {}, open, more);
+  }
+
+  #openMenu(conversation, button) {
+    const act = (name, label, action, kind = null) =>
+      element("button", {
+        type: "button",
+        role: "menuitem",
+        class: kind,
+        on: {
+          click: () => {
+            this.menu.hidePopover();
+            action();
+          },
+        },
+      }, icon(name), label);
+    const save = (extension, write, type) => download(fileName(conversation, extension), write(conversation), type);
+    this.menu.replaceChildren(
+      act("edit", "Rename", () => this.#rename(conversation)),
+      act("save", "Save as Markdown", () => save("md", asMarkdown, "text/markdown")),
+      act("save", "Save as JSON", () => save("json", asJson, "application/json")),
+      act("delete", "Delete", () => this.#delete(conversation), "danger"),
+    );
+    const place = button.getBoundingClientRect();
+    this.menu.showPopover();
+    this.menu.style.left = `${Math.max(8, Math.min(place.left, innerWidth - this.menu.offsetWidth - 8))}px`;
+    this.menu.style.top = `${Math.max(8, Math.min(place.bottom + 4, innerHeight - this.menu.offsetHeight - 8))}px`;
+    this.menu.firstChild.focus();
+  }
+
+  #moveInMenu(event) {
+    const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    if (!step) return;
+    event.preventDefault();
+    const items = [...this.menu.children];
+    items.at((items.indexOf(document.activeElement) + step) % items.length).focus();
+  }
+
+  async #rename(conversation) {
+    const field = { type: "text", value: conversation.title, maxlength: 120, required: true };
+    const title = await ask({ title: "Rename this conversation", field, verb: "Rename" });
+    if (!title) return;
+    conversation.title = title;
+    conversation.named = true;
+    this.page.renamed(conversation);
+  }
+
+  async #delete(conversation) {
+    const text = `“${conversation.title || "New chat"}” will be deleted from this browser. Nobody else has a copy.`;
+    const isWanted = await ask({ title: "Delete this conversation?", text, verb: "Delete", isDangerous: true });
+    if (isWanted !== null) this.page.deleted(conversation.id);
+  }
+}
+
+function when(time) {
+  const midnight = new Date().setHours(0, 0, 0, 0);
+  if (time >= midnight) return "Today";
+  if (time >= midnight - DAY) return "Yesterday";
+  return time >= midnight - 7 * DAY ? "Last seven days" : "Earlier";
+}
