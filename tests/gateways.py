@@ -41,7 +41,9 @@ class GatewayProcess:
         return f"{self.url}/v1"
 
     def stop(self) -> None:
-        """As Ctrl-C does."""
+        """As Ctrl-C does. Does nothing if it has left."""
+        if not self.process.is_alive():
+            return
         os.kill(self.pid, signal.SIGTERM)
         self.process.join(STOP_TIMEOUT)
         if self.process.is_alive():

@@ -11,6 +11,7 @@ from typing import Any
 
 from swarm.client.events import BlocksMissing, HopLost, Recovered, RouteTaken
 from swarm.errors import format_blocks
+from swarm.gateway.failures import ApiFailure
 from swarm.gateway.generation import Delta, End, Failed, Generation, News, Work
 from swarm.gateway.replies import Answer, Replies, usage
 from swarm.gateway.service import ServedModel
@@ -66,19 +67,26 @@ class Answering:
         served: the model.
         works: one sequence each.
         replies: writes the reply.
+        choices: sequences of each prompt; a prompt counts once.
         began: `time.perf_counter()` when the request came.
         metrics: of the gateway.
     """
 
     def __init__(
-        self, served: ServedModel, works: Sequence[Work], replies: Replies, began: float, metrics: GatewayMetrics
+        self,
+        served: ServedModel,
+        works: Sequence[Work],
+        replies: Replies,
+        choices: int,
+        began: float,
+        metrics: GatewayMetrics,
     ) -> None:
         self.progress = Progress(began)
         self.answers = [Answer() for _ in works]
         self._served = served
         self._replies = replies
         self._metrics = metrics
-        self._prompt = sum(len(work.prompt) for work in works)
+        self._prompt = sum(len(work.prompt) for work in works) // choices
         self._last = began
         self._news: asyncio.Queue[tuple[int, News]] = asyncio.Queue()
         self._generations = [self._generation(index, work) for index, work in enumerate(works)]
@@ -97,6 +105,10 @@ class Answering:
     @property
     def usage(self) -> dict[str, int]:
         return usage(self._prompt, self.tokens)
+
+    def hang_up(self, failure: ApiFailure) -> None:
+        """End the reply with this failure, now."""
+        self._news.put_nowait((0, Failed(failure)))
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

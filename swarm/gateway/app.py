@@ -144,11 +144,12 @@ class _Api:
         began: float,
     ) -> Response:
         reserved = sum(len(work.prompt) + work.max_tokens for work in works)
-        answering = Answering(served, works, replies, began, self._service.metrics)
+        answering = Answering(served, works, replies, asked.n or 1, began, self._service.metrics)
         tells = DETAILS in request.headers
         async with AsyncExitStack() as stack:
             ticket = await unless_gone(request.receive, self._let_in(stack, key, reserved))
             stack.callback(lambda: ticket.used(answering.usage["total_tokens"]))
+            stack.enter_context(self._service.open(answering))
             await stack.enter_async_context(answering.running())
             if not asked.stream:
                 body = await unless_gone(request.receive, answering.whole())

@@ -16,7 +16,7 @@ from swarm.gateway.app import make_app
 from swarm.gateway.keys import KeyFile
 from swarm.gateway.service import ServedModel, Service, Settings
 from swarm.metrics.registry import new_registry
-from swarm.monitor.serving import address_of, listen, serve
+from swarm.monitor.http_server import address_of, listen, serve_until_asked
 from swarm.monitor.watch import Watch
 from swarm.monitor.web import make_routes
 
@@ -64,6 +64,11 @@ def run(
         stack.callback(service.close)
         watch = Watch(models[0].model.swarm.config.initial_peers) if shows_swarm else None
 
+        def hang_up() -> None:
+            service.hang_up()
+            if watch is not None:
+                watch.hang_up()
+
         async def work() -> None:
             routes = [Mount("/monitor", routes=make_routes(watch))] if watch is not None else []
             if watch is not None:
@@ -74,9 +79,7 @@ def run(
                 ready(address_of(listening))
                 if keys is None and where.host not in ("127.0.0.1", "::1", "localhost"):
                     logger.warning("Everybody who reaches %s may use this gateway: give it --keys", where.host)
-                await serve(
-                    make_app(service, routes), listening, CONNECTIONS, watch.hang_up if watch is not None else _nobody
-                )
+                await serve_until_asked(make_app(service, routes), listening, CONNECTIONS, hang_up)
             finally:
                 if watch is not None:
                     await watch.stop()
@@ -94,7 +97,3 @@ def _load(stack: ExitStack, source: str | None, options: Mapping[str, Any]) -> S
 
 def _wire(served: ServedModel) -> str:
     return str(served.model.swarm.config.wire)
-
-
-def _nobody() -> None:
-    """Nobody has to be told."""

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 from swarm.client.baton import Baton
 from swarm.client.model import AutoDistributedModelForCausalLM
 from swarm.errors import format_blocks
-from swarm.gateway.failures import NotFound, Unavailable
+from swarm.gateway.failures import ApiFailure, NotFound, Unavailable
 from swarm.gateway.keys import KeyFile
 from swarm.gateway.limits import Admission
 from swarm.gateway.response_format import Grammars
@@ -55,6 +56,13 @@ class Settings:
     origins: tuple[str, ...] = ()
     concurrent: int = 64
     queue: int = 256
+
+
+class HangsUp(Protocol):
+    """A request that is being answered."""
+
+    def hang_up(self, failure: ApiFailure) -> None:
+        """End the reply with this failure, now."""
 
 
 @dataclass
@@ -158,6 +166,8 @@ class Service:
         self.metrics.watch(lambda: self.admission.running, lambda: self.admission.waiting)
         # What blocks for long or computes much before a generation begins: not in the event loop.
         self.workers = ThreadPoolExecutor(4, thread_name_prefix="swarm-gateway")
+        self._open: set[HangsUp] = set()
+        self._leaving = False
         self._keys = keys
         self._ready: tuple[float, str | None] = (float("-inf"), None)
         heard = ClientMetrics(registry).heard
@@ -181,6 +191,23 @@ class Service:
             )
         return self.models[name]
 
+    @contextmanager
+    def open(self, answering: HangsUp) -> Iterator[None]:
+        """While a request is answered. Raises `Unavailable` when the gateway is leaving."""
+        if self._leaving:
+            raise _leaving()
+        self._open.add(answering)
+        try:
+            yield
+        finally:
+            self._open.remove(answering)
+
+    def hang_up(self) -> None:
+        """The gateway is leaving: end what is under way, and say so."""
+        self._leaving = True
+        for answering in self._open:
+            answering.hang_up(_leaving())
+
     async def check_ready(self) -> None:
         """Raises `Unavailable` unless somebody holds each block of each model."""
         looked, trouble = self._ready
@@ -202,3 +229,7 @@ class Service:
         self.workers.shutdown(wait=False, cancel_futures=True)
         for model in self.models.values():
             model.model.swarm.close()
+
+
+def _leaving() -> Unavailable:
+    return Unavailable("this gateway is shutting down; try again in a moment", code="leaving", retry_after=FRESH)
