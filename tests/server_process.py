@@ -36,7 +36,7 @@ async def _serve(server: Server, connection: Connection) -> None:
     except Exception as error:
         connection.send(error)
         return
-    connection.send((server.peer.peer_id, await server.peer.visible_addresses()))
+    connection.send((server.peer.peer_id, await server.peer.visible_addresses(), server.metrics_url))
     try:
         await asyncio.to_thread(connection.recv)
     except (EOFError, OSError):

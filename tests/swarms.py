@@ -45,6 +45,7 @@ class ServerProcess:
     blocks: str
     peer_id: str = ""
     addresses: tuple[str, ...] = ()
+    metrics_url: str = ""
     frozen: tuple[int, ...] = ()
 
     @property
@@ -63,7 +64,7 @@ class ServerProcess:
         message = self.connection.recv()
         if isinstance(message, BaseException):
             raise message
-        self.peer_id, self.addresses = message
+        self.peer_id, self.addresses, self.metrics_url = message
         return self
 
     def kill(self) -> None:

@@ -71,6 +71,11 @@ class Server:
         self._metrics: MetricsEndpoint | None = None
 
     @property
+    def metrics_url(self) -> str:
+        """Where Prometheus may ask; empty for nowhere."""
+        return self._metrics.url if self._metrics is not None else ""
+
+    @property
     def peer(self) -> Peer:
         """This server's place in the network, after `start`."""
         if self._peer is None:

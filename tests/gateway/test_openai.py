@@ -1,0 +1,288 @@
+"""OpenAI's own client, and LangChain's, against a gateway of a real three-server swarm."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from langchain_openai import ChatOpenAI
+
+from swarm.metrics.endpoint import Address
+from swarm.models.checkpoint import DEMO
+from swarm.models.text import load_local_model, load_tokenizer
+from tests.gateways import GatewayProcess, run_gateway
+from tests.swarms import TestSwarm, run_swarm
+
+MODEL = "demo"
+PROMPT = "Once upon a time"
+SPANS = ("0:4", "4:8", "8:12")
+
+
+@pytest.fixture(scope="module")
+def swarm():
+    with run_swarm(DEMO, SPANS, metrics=Address("127.0.0.1", 0)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def gateway(swarm):
+    with run_gateway(swarm) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(gateway):
+    with openai.OpenAI(base_url=gateway.api, api_key="none", max_retries=0, timeout=60) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def local():
+    """What the model says alone: greedy, so many new tokens after a prompt."""
+    model, tokenizer = load_local_model(DEMO), load_tokenizer(DEMO)
+
+    def continued(prompt: str, tokens: int) -> str:
+        inputs = tokenizer(prompt, return_tensors="pt")
+        output = model.generate(**inputs, max_new_tokens=tokens, do_sample=False)
+        return str(tokenizer.decode(output[0], skip_special_tokens=True))[len(prompt) :]
+
+    return continued
+
+
+def ask(client: openai.OpenAI, prompt: str = PROMPT, **options: Any) -> Any:
+    options = {"max_tokens": 16, "temperature": 0, **options}
+    return client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": prompt}], **options)
+
+
+def text_of(chunks: Any) -> str:
+    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+
+
+def gauge(url: str, name: str) -> float:
+    lines = httpx.get(url).text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
+
+
+def wait_until(true: Any, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_idle(gateway: GatewayProcess) -> bool:
+    return gauge(f"{gateway.url}/metrics", "swarm_gateway_running") == 0
+
+
+def test_models(client):
+    (model,) = client.models.list().data
+    assert model.id == MODEL
+    assert client.models.retrieve(MODEL).swarm == {
+        "chat_template": False,
+        "tools": False,
+        "context_length": 1024,
+        "blocks": 12,
+    }
+    with pytest.raises(openai.NotFoundError, match="'gpt' is not served here; this gateway has demo"):
+        client.models.retrieve("gpt")
+
+
+def test_an_answer_is_the_local_models(client, local):
+    reply = ask(client)
+    (choice,) = reply.choices
+    assert choice.message.content == local(PROMPT, 16)
+    assert (choice.finish_reason, choice.message.role, reply.model) == ("length", "assistant", MODEL)
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens, reply.usage.total_tokens) == (5, 16, 21)
+
+
+def test_a_stream_is_the_same_text(client, local):
+    chunks = list(ask(client, stream=True, stream_options={"include_usage": True}))
+    assert text_of(chunks) == local(PROMPT, 16)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 2) + ["length"]
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == 16
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_a_seed_says_the_same_again(client):
+    def sampled(seed: int, **more: Any) -> list[str]:
+        return [one.message.content for one in ask(client, temperature=1.0, seed=seed, **more).choices]
+
+    first = sampled(7, n=3)
+    assert len(set(first)) == 3
+    assert sampled(7, n=3) == first
+    assert sampled(7) == first[:1]
+    assert sampled(8) != first[:1]
+
+
+def test_many_at_once_get_their_own_answers(client, local):
+    prompts = [f"{PROMPT}, {word}" for word in ("a wolf", "the king", "an old man", "two cats", "his sister", "we")]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        found = list(pool.map(lambda prompt: text_of(ask(client, prompt, stream=True)), prompts))
+    assert found == [local(prompt, 16) for prompt in prompts]
+
+
+def test_stops(client, local):
+    text = local(PROMPT, 16)
+    stop = text[20:24]
+    reply = ask(client, stop=[stop, "§"]).choices[0]
+    assert reply.message.content == text[: text.index(stop)]
+    assert reply.finish_reason == "stop"
+    assert text_of(ask(client, stop=stop, stream=True)) == text[: text.index(stop)]
+
+
+def test_logprobs(client):
+    reply = ask(client, logprobs=True, top_logprobs=3, max_tokens=4).choices[0]
+    assert "".join(one.token for one in reply.logprobs.content) == reply.message.content
+    for one in reply.logprobs.content:
+        assert one.top_logprobs[0].logprob == one.logprob <= 0  # greedy: the likeliest is taken
+        assert len(one.top_logprobs) == 3
+        assert bytes(one.bytes).decode() == one.token
+    streamed = [
+        one
+        for chunk in ask(client, logprobs=True, max_tokens=4, stream=True)
+        if chunk.choices[0].logprobs
+        for one in chunk.choices[0].logprobs.content
+    ]
+    assert [one.token for one in streamed] == [one.token for one in reply.logprobs.content]
+
+
+def test_penalties_and_bias_change_the_text(client, local):
+    assert ask(client, presence_penalty=2, frequency_penalty=2, max_tokens=40).choices[0].message.content != local(
+        PROMPT, 40
+    )
+    assert ask(client, logit_bias={"11": 100}, max_tokens=3).choices[0].message.content != local(PROMPT, 3)
+
+
+def test_completions(client, local):
+    reply = client.completions.create(model=MODEL, prompt=[PROMPT, "The king"], max_tokens=8, temperature=0, echo=True)
+    assert [one.text for one in reply.choices] == [PROMPT + local(PROMPT, 8), "The king" + local("The king", 8)]
+    chunks = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=8, temperature=0, stream=True, logprobs=1)
+    texts, offsets = "", []
+    for chunk in chunks:
+        texts += chunk.choices[0].text
+        offsets += chunk.choices[0].logprobs.text_offset if chunk.choices[0].logprobs else []
+    assert texts == local(PROMPT, 8)
+    assert offsets == sorted(offsets)
+    assert len(offsets) == 8
+
+
+def test_refusals_have_their_class(client):
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, max_tokens=-1)
+    assert (caught.value.param, caught.value.body["message"]) == ("max_tokens", "Expected `int` >= 1, at `max_tokens`")
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, max_tokens=2000)
+    assert caught.value.code == "context_length_exceeded"
+    assert "there is room for 1019 more, and 2000 were asked for" in str(caught.value)
+    with pytest.raises(openai.BadRequestError, match="demo does not know tools"):
+        ask(client, tools=[{"type": "function", "function": {"name": "f"}}])
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="gpt", messages=[{"role": "user", "content": "a"}])
+
+
+def test_a_client_that_leaves_frees_its_session(client, gateway, swarm):
+    with ask(client, max_tokens=1000, stream=True) as chunks:
+        for _, chunk in zip(range(3), chunks, strict=False):
+            assert chunk.choices
+        assert not is_idle(gateway)
+    wait_until(lambda: is_idle(gateway))
+    with pytest.raises(openai.APITimeoutError):
+        ask(client.with_options(timeout=0.3), max_tokens=1000)
+    wait_until(lambda: is_idle(gateway))
+    for server in swarm.working():
+        wait_until(lambda server=server: gauge(server.metrics_url, "swarm_server_sessions_open") == 0)
+
+
+def test_details_are_for_those_who_ask(gateway):
+    body = {"model": MODEL, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 4, "stream": True}
+    url = f"{gateway.api}/chat/completions"
+    assert "event: swarm" not in httpx.post(url, json=body).text
+    events = httpx.post(url, json=body, headers={"X-Swarm-Details": "1"}).text.split("\n\n")
+    told = [json.loads(event.partition("data: ")[2]) for event in events if event.startswith("event: swarm")]
+    assert [one["kind"] for one in told] == ["route", "done"]
+    assert [hop["blocks"] for hop in told[0]["hops"]] == list(SPANS)
+    assert told[1]["tokens"] == 4
+    whole = httpx.post(url, json={**body, "stream": False}, headers={"X-Swarm-Details": "1"}).json()
+    assert [one["kind"] for one in whole["swarm"]] == ["route", "done"]
+
+
+def test_langchain(gateway, local):
+    chat = ChatOpenAI(base_url=gateway.api, api_key="none", model=MODEL, temperature=0, max_tokens=16)
+    assert chat.invoke(PROMPT).content == local(PROMPT, 16)
+    assert "".join(piece.content for piece in chat.stream(PROMPT)) == local(PROMPT, 16)
+
+
+def test_health(gateway):
+    assert httpx.get(f"{gateway.url}/healthz").json() == {"status": "ok"}
+    assert httpx.get(f"{gateway.url}/readyz").json() == {"status": "ready"}
+
+
+def test_a_server_killed_in_mid_stream_is_only_a_pause(local):
+    with run_swarm(DEMO, ("0:6", "6:12", "6:12")) as swarm, run_gateway(swarm) as gateway:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 60, "temperature": 0}
+        text, told = "", []
+        with httpx.stream(
+            "POST", f"{gateway.api}/chat/completions", json={**body, "stream": True}, headers={"X-Swarm-Details": "1"}
+        ) as reply:
+            for line in reply.iter_lines():
+                event = json.loads(line[6:]) if line.startswith("data: {") else {}
+                if "kind" in event:
+                    told.append(event)
+                for choice in event.get("choices", ()):
+                    text += choice["delta"].get("content", "")
+                    if len(told) == 1 and len(text) > 20:
+                        kill(swarm, told[0]["hops"][1]["peer"])
+                        told.append({"kind": "killed"})
+        assert text == local(PROMPT, 60)
+        assert [one["kind"] for one in told] == ["route", "killed", "lost", "recovered", "route", "done"]
+        assert told[2]["blocks"] == "6:12"
+        assert gauge(f"{gateway.url}/metrics", "swarm_client_failover_seconds_count") == 1
+
+
+def kill(swarm: TestSwarm, short_id: str) -> None:
+    """As a power cut would."""
+    next(server for server in swarm.working() if server.peer_id.endswith(short_id[1:])).kill()
+
+
+def test_blocks_that_nobody_holds_are_told_and_come_back():
+    with run_swarm(DEMO, ("0:6", "6:12")) as swarm, run_gateway(swarm, wait_for_blocks=1.0) as gateway:
+        with openai.OpenAI(base_url=gateway.api, api_key="none", max_retries=0) as client:
+            ask(client)
+            swarm.holders("6:12")[0].stop()
+            with pytest.raises(openai.InternalServerError) as caught:
+                ask(client)
+            assert caught.value.status_code == 503
+            assert caught.value.code == "blocks_missing"
+            assert caught.value.response.headers["Retry-After"] == "10"
+            wait_until(lambda: httpx.get(f"{gateway.url}/readyz").status_code == 503)
+            swarm.start("6:12").wait_ready()
+            wait_until(lambda: httpx.get(f"{gateway.url}/readyz").status_code == 200)
+            ask(client)
+
+
+def test_a_gateway_that_is_told_to_leave_ends_its_streams(swarm):
+    with run_gateway(swarm) as gateway, openai.OpenAI(base_url=gateway.api, api_key="none", max_retries=0) as client:
+        begun = threading.Event()
+
+        def read() -> None:
+            for _ in ask(client, max_tokens=1000, stream=True):
+                begun.set()
+
+        def read_to_the_end() -> None:
+            with pytest.raises((openai.APIError, httpx.HTTPError)):
+                read()
+
+        reader = threading.Thread(target=read_to_the_end)
+        reader.start()
+        assert begun.wait(20)
+        gateway.stop()
+        reader.join(20)
+        assert not reader.is_alive()
