@@ -200,7 +200,7 @@ def log_lines(log_format: str = "plain") -> None:
     Args:
         log_format: "plain": lines without ornaments, for a person who watches a command. "json": one object a line,
             with `time` (RFC 3339, UTC), `level`, `logger`, `message`, what the code gives as `extra`, and `exception`
-            where there is one; what other packages and Python itself warn of comes the same way.
+            where there is one. Python's warnings come the same way, and what other packages leave to the root logger.
     """
     handler = _Lines(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s"))

@@ -182,7 +182,9 @@ class Handler:
     def _refusal(self, error: Exception, message: messages.Message, client: str, step: int | None) -> messages.Refusal:
         """What the client is told of an error; what went wrong inside is for this server's log alone."""
         if not isinstance(error, RemoteError):
-            logger.error("a %s of peer …%s failed", type(message).__name__, client[-6:], exc_info=error)
+            kind, peer = type(message).__name__, client[-6:]
+            extra = {"request": kind, "peer": peer}
+            logger.error("a %s of peer …%s failed", kind, peer, exc_info=error, extra=extra)
             error = ServerFault("the computation failed at this server; its log says why")
         self._observer.refused(error.code)
         return messages.refusal(error, step)

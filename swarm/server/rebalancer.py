@@ -69,5 +69,6 @@ class Rebalancer:
         if decision.span is None:
             logger.debug("Staying: %s", decision.reason)
             return
-        logger.info("Moving to blocks %s: %s", decision.span, decision.reason)
+        extra = {"blocks": str(decision.span), "closes_gap": decision.closes_gap}
+        logger.info("Moving to blocks %s: %s", decision.span, decision.reason, extra=extra)
         await self._move(decision.span, decision.closes_gap)
