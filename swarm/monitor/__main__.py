@@ -42,7 +42,8 @@ def main(
         )
     import uvloop
 
-    from swarm.monitor.serving import listen, serve
+    from swarm.monitor.http_server import listen
+    from swarm.monitor.serving import serve
     from swarm.monitor.watch import Watch
     from swarm.transport.addresses import parse_peers
     from swarm.transport.p2p import quiet_hivemind

@@ -66,11 +66,9 @@ def _model(model: ModelView, width: int) -> str:
 
 
 def _heading(model: ModelView) -> str:
-    state = (
-        click.style("complete", fg="green")
-        if model.complete
-        else click.style(f"{sum(gap.end - gap.start for gap in model.missing)} blocks are missing", fg="red")
-    )
+    gaps = sum(gap.end - gap.start for gap in model.missing)
+    lacking = "1 block is missing" if gaps == 1 else f"{gaps} blocks are missing"
+    state = click.style("complete", fg="green") if model.complete else click.style(lacking, fg="red")
     weakest = ""
     if model.weakest is not None:
         throughput = model.coverage[model.weakest].throughput

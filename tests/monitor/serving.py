@@ -1,0 +1,68 @@
+"""A monitor's web server in a thread of the test, over a swarm that the test describes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.routing import Mount
+
+from swarm.monitor.http_server import address_of, listen
+from swarm.monitor.watch import Watch
+from swarm.monitor.web import make_routes
+from tests.monitor.sources import DescribedSwarm
+
+
+@dataclass
+class Monitor:
+    """A running one. Set `swarm.found` and the next look sees it."""
+
+    url: str
+    swarm: DescribedSwarm
+    watch: Watch
+
+
+@contextmanager
+def serve(
+    swarm: DescribedSwarm, history: Path | None = None, mounted: str = "", period: float = 0.1,
+    now: Callable[[], float] | None = None,
+) -> Iterator[Monitor]:  # fmt: skip
+    """Serve at `mounted` until the end of the block."""
+    ready, loop = threading.Event(), asyncio.new_event_loop()
+    running: list[tuple[Watch, uvicorn.Server]] = []
+
+    async def work(listening) -> None:
+        clock = {"now": now} if now is not None else {}
+        watch = Watch(("/ip4/127.0.0.1/tcp/1/p2p/QmPeer",), period=period, history=history, source=swarm, **clock)
+        routes = make_routes(watch)
+        app = Starlette(routes=[Mount(mounted, routes=routes)] if mounted else routes)
+        server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=2))
+        running.append((watch, server))
+        await watch.start()
+        ready.set()
+        await server.serve(sockets=[listening])
+        await watch.stop()
+
+    with listen("127.0.0.1", 0) as listening:
+        thread = threading.Thread(target=lambda: loop.run_until_complete(work(listening)))
+        thread.start()
+        assert ready.wait(10)
+        watch, server = running[0]
+
+        def leave() -> None:
+            watch.hang_up()
+            server.should_exit = True
+
+        try:
+            yield Monitor(address_of(listening) + mounted.strip("/"), swarm, watch)
+        finally:
+            loop.call_soon_threadsafe(leave)
+            thread.join(10)
+            loop.close()
+            assert not thread.is_alive()

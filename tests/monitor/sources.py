@@ -1,0 +1,47 @@
+"""What a watch looks at in tests: a swarm that the test describes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from swarm.data_structures import ModelInfo, ServerInfo
+from swarm.monitor.source import Look
+from swarm.monitor.view import Found
+
+
+class DescribedSwarm:
+    """A source whose looks find what was set last.
+
+    Attributes:
+        found: what the next look finds.
+        error: what the next look raises instead, if not None.
+        looks: how often it was looked.
+        remembered: what the watch said it remembers.
+        closed: whether the watch has left.
+    """
+
+    def __init__(self, *found: Found, trips: dict[str, float] | None = None) -> None:
+        self.found = found
+        self.error: Exception | None = None
+        self.trips = trips or {}
+        self.looks = 0
+        self.remembered: Sequence[ModelInfo] = ()
+        self.closed = False
+
+    async def look(self, remembered: Sequence[ModelInfo]) -> Look:
+        self.looks += 1
+        self.remembered = remembered
+        if self.error is not None:
+            raise self.error
+        return Look(tuple(self.found))
+
+    async def round_trips(self, peer_ids: Iterable[str]) -> dict[str, float]:
+        return {peer: self.trips[peer] for peer in peer_ids if peer in self.trips}
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def found(blocks: int, *servers: ServerInfo, name: str = "org/model") -> Found:
+    """A model of `blocks` blocks and who serves it."""
+    return Found(ModelInfo(name, blocks, "main"), tuple(servers))

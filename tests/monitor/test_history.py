@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.errors import UsageError
+from swarm.monitor.history import BUCKET, FORMAT, KEPT, MAX_MODELS, MAX_POINTS, History, Point
+from swarm.monitor.source import Look
+from swarm.monitor.view import SwarmView
+from swarm.monitor.watch import swarm_view
+from tests.infos import server_info
+from tests.monitor.sources import found
+
+NOW = 1_700_000_000.0 - 1_700_000_000.0 % BUCKET
+
+
+def look(time: float, servers: int = 1, covered: int = 4, name: str = "org/model") -> SwarmView:
+    infos = [server_info(0, covered, f"peer{n}", throughput=4.0) for n in range(servers)] if covered else []
+    return swarm_view(Look((found(4, *infos, name=name),)), {}, (), time, 10.0)
+
+
+def points(history: History, name: str = "org/model") -> list[Point]:
+    return history.tracks[name].points
+
+
+def test_a_minute_is_as_bad_as_its_worst_look():
+    history = History()
+    for second, (servers, covered) in enumerate([(3, 4), (1, 2), (2, 4)]):
+        history.add(look(NOW + second, servers, covered))
+    history.add(look(NOW + BUCKET, 2))
+    assert points(history) == [Point(NOW, 1, 0.0, 2), Point(NOW + BUCKET, 2, 2.0, 4)]
+
+
+@given(st.lists(st.floats(0, 3 * KEPT), max_size=60))
+def test_points_are_in_order_one_a_minute_and_not_too_old(offsets):
+    history = History()
+    for offset in sorted(offsets):
+        history.add(look(NOW + offset))
+    for track in history.tracks.values():
+        times = [point.time for point in track.points]
+        assert times == sorted(set(times))
+        assert all(time % BUCKET == 0 and time > NOW + max(offsets) - KEPT - BUCKET for time in times)
+        assert len(times) <= MAX_POINTS
+
+
+def test_memory_is_bounded_over_time_and_models():
+    history = History()
+    for number in range(MAX_POINTS + 50):
+        history.add(look(NOW + number * BUCKET))
+    assert len(points(history)) <= MAX_POINTS
+    late = NOW + (MAX_POINTS + 50) * BUCKET
+    for number in range(MAX_MODELS + 10):
+        history.add(look(late + number * BUCKET, name=f"org/model{number}"))
+    assert len(history.tracks) == MAX_MODELS
+    assert f"org/model{MAX_MODELS + 9}" in history.tracks
+    history.add(look(late + 2 * KEPT, name="org/new"))
+    assert set(history.tracks) == {"org/new"}
+
+
+def test_a_file_survives_a_restart(tmp_path):
+    path = tmp_path / "history.json"
+    history = History()
+    for number in range(5):
+        history.add(look(NOW + number * BUCKET, servers=number + 1))
+    history.write(path)
+    assert History.read(path, NOW + 4 * BUCKET).tracks == history.tracks
+    assert points(History.read(path, NOW + KEPT + 2.5 * BUCKET)) == points(history)[3:]
+    # Points of the future come from another clock.
+    assert points(History.read(path, NOW + BUCKET)) == points(history)[:2]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["history.json"]
+
+
+def test_no_file_is_an_empty_history(tmp_path):
+    assert History.read(tmp_path / "none.json", NOW).tracks == {}
+
+
+def file(**changes: object) -> bytes:
+    track = {"blocks": 4, "points": [[NOW, 1, 2.0, 4]]}
+    return json.dumps({"format": FORMAT, "models": {"org/model": track}} | changes).encode()
+
+
+def test_the_sample_is_right_before_it_is_spoiled(tmp_path):
+    (tmp_path / "history.json").write_bytes(file())
+    assert points(History.read(tmp_path / "history.json", NOW)) == [Point(NOW, 1, 2.0, 4)]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"my thesis",
+        b"[" * 100_000,
+        b"{}",
+        file(format="another"),
+        file(more=1),
+        file(models=[]),
+        file(models={"m": {"blocks": 0, "points": []}}),
+        file(models={"m": {"blocks": 4, "points": [[NOW, -1, 2.0, 4]]}}),
+        file(models={"m": {"blocks": 4, "points": [[NOW, 1, -2.0, 4]]}}),
+        file(models={"m": {"blocks": 4, "points": [[NOW, 1, 1e99, 4]]}}),
+        file(models={"m": {"blocks": 4, "points": [["now", 1, 2.0, 4]]}}),
+        file(models={"m": {"blocks": 4, "points": [[NOW]]}}),
+        file(models={"m": {"blocks": 4, "points": [[NOW, 1, 2.0, 4]] * (MAX_POINTS + 1)}}),
+        file(models={f"m{n}": {"blocks": 4, "points": []} for n in range(MAX_MODELS + 1)}),
+        file().replace(b"2.0", b"NaN"),
+    ],
+    ids=range(16),
+)
+def test_a_file_of_another_kind_is_refused_and_left_alone(tmp_path, content):
+    path = tmp_path / "history.json"
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=r"no history of a monitor.*another file"):
+        History.read(path, NOW)
+    assert path.read_bytes() == content
+
+
+def test_a_folder_is_no_file(tmp_path):
+    with pytest.raises(UsageError, match="cannot be read"):
+        History.read(tmp_path, NOW)
