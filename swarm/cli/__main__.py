@@ -14,6 +14,8 @@ COMMANDS = {
     "demo": "swarm.cli.demo",
     "plan": "swarm.cli.plan",
     "simulate": "swarm.cli.simulate",
+    "status": "swarm.cli.status",
+    "monitor": "swarm.monitor.__main__",
     "keys": "swarm.cli.keys",
 }
 

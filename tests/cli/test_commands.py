@@ -28,6 +28,8 @@ OPTIONS = {
         "--write", "--json", "--plot", "--help",
     },
     "demo": {"--prompt", "--tokens", "--temperature", "--seed", "--help"},
+    "status": {"models", "--initial-peers", "--json", "--watch", "--help"},
+    "monitor": {"models", "--initial-peers", "--host", "--port", "--period", "--history", "--help"},
     "simulate": {"scenario", "--list", "--plot", "--json", "--seed", "--help"},
     "keys": {"--help"},
 }  # fmt: skip
