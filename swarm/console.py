@@ -184,6 +184,11 @@ class _JsonLines(JsonFormatter):
         fields = ["asctime", "levelname", "name", "message"]
         super().__init__(fields, rename_fields=names, json_ensure_ascii=False)
 
+    def format(self, record: logging.LogRecord) -> str:
+        # hivemind renames a level for the whole process.
+        record.levelname = "WARNING" if record.levelno == logging.WARNING else record.levelname
+        return super().format(record)
+
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
         """RFC 3339, UTC."""
         return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

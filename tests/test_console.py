@@ -167,8 +167,9 @@ def test_json_has_an_exception_as_one_field(capsys):
 
 
 @pytest.mark.usefixtures("own_logging")
-def test_json_takes_what_others_warn_of(capsys, recwarn):
+def test_json_takes_what_others_warn_of(capsys, recwarn, monkeypatch):
     console.log_lines("json")
+    monkeypatch.setattr(logging, "_levelToName", {**logging._levelToName, logging.WARNING: "WARN"})  # as hivemind does
     logging.getLogger("somebody.else").warning("careful")
     logging.getLogger("somebody.else").info("not worth a line")
     warnings.warn("old", UserWarning, stacklevel=1)
