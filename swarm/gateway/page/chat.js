@@ -86,7 +86,7 @@ export class Chat {
   choose(id, direction) {
     const version = versionOf(this.conversation, id);
     const wanted = direction === "left" ? version.before : version.after;
-    if (wanted === null || this.isRunning()) return;
+    if (wanted === null) return;
     chooseVersion(this.conversation, wanted);
     this.follows = false;
     this.page.save(this.conversation);

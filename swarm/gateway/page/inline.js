@@ -79,6 +79,7 @@ class Scanner {
   code() {
     const start = this.at;
     const length = this.ticks.runs.get(start);
+    if (length === undefined) return this.add("`"); // the rest of a run that began with an escaped one
     const ends = this.ticks.byLength.get(length);
     while (ends.length && ends.at(-1) <= start) ends.pop();
     if (!ends.length) return this.add("`".repeat(length));

@@ -4,6 +4,8 @@ import { parseBlocks } from "./blocks.js";
 import { element, icon } from "./dom.js";
 import { parseInline } from "./inline.js";
 
+const MAY_HOLD_CODE = new Set(["code", "quote", "list"]); // there, blanks at the end are seen
+
 /** A text that grows. Only the blocks at its end are parsed again, only those that changed are drawn again. */
 export class MarkdownView {
   constructor(container) {
@@ -19,15 +21,16 @@ export class MarkdownView {
   }
 
   /** Shows this text. It is cheap if the text goes on where the last one ended. */
-  update(text) {
+  update(written) {
+    const text = written.replaceAll("\r", "");
     if (!text.startsWith(this.text)) this.clear();
     this.text = text;
     const lines = text.slice(this.settled).split("\n");
     const blocks = parseBlocks(lines);
     const before = this.tail;
     this.tail = blocks.map((block, index) => {
-      const source = lines.slice(block.start, blocks[index + 1]?.start).join("\n").trimEnd();
-      return this.#draw({ source, block }, before[index]);
+      const source = lines.slice(block.start, blocks[index + 1]?.start).join("\n");
+      return this.#draw({ source: MAY_HOLD_CODE.has(block.type) ? source : source.trimEnd(), block }, before[index]);
     });
     for (const { node } of before.slice(blocks.length)) node.remove();
     this.#settle(lines);

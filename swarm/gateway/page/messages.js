@@ -74,14 +74,14 @@ export class MessageView {
   }
 
   #versions({ number, count, before, after }) {
-    const turn = (direction, label, id) =>
-      iconButton(direction, label, () => this.actions.choose(id, direction), { disabled: id === null, dataset: { direction } });
+    const turn = (direction, label, isThere) =>
+      iconButton(direction, label, () => this.actions.choose(this.node.id, direction), { disabled: !isThere, dataset: { direction } });
     return element(
       "span",
       { class: "versions", role: "group", "aria-label": "Versions" },
-      turn("left", "Earlier version", before),
+      turn("left", "Earlier version", before !== null),
       element("span", { text: `${number}/${count}` }),
-      turn("right", "Later version", after),
+      turn("right", "Later version", after !== null),
     );
   }
 

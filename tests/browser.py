@@ -1,0 +1,99 @@
+"""Headless Chromium for tests of the pages, driven by Playwright."""
+
+from __future__ import annotations
+
+import json
+import mimetypes
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import Browser, BrowserContext, Page, Route, sync_playwright
+
+from swarm.gateway.middleware import HEADERS
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "swarm" / "gateway" / "page"
+PICTURES = ROOT / "artifacts"
+"""Where tests leave what they saw."""
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+PATIENCE = 15_000
+"""Milliseconds that a page gets for anything before the test fails."""
+
+HOST = "http://swarm.test"
+"""Where `serve_files` shows the chat page; no such machine exists."""
+
+
+def chromium() -> str:
+    """The browser's program. Raises `RuntimeError` if there is none."""
+    found = next(filter(None, map(shutil.which, NAMES)), None)
+    if found is None:
+        raise RuntimeError("the tests of the pages need Chromium: `.ci/install-browser`, or your package manager")
+    return found
+
+
+@contextmanager
+def run_browser() -> Iterator[Browser]:
+    """A browser that ends with the block."""
+    arguments = ["--disable-dev-shm-usage", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium(), args=arguments)
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+@contextmanager
+def open_page(browser: Browser, **options: Any) -> Iterator[Page]:
+    """A page of a new visitor, whose storage is empty. An error that nothing caught fails the test.
+
+    Args:
+        options: of Playwright's `new_context`.
+    """
+    with browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options}) as context:
+        context.set_default_timeout(PATIENCE)
+        page = context.new_page()
+        uncaught: list[str] = []
+        context.on("weberror", lambda found: uncaught.append(str(found.error)))
+        # What the content security policy forbids is tried by nothing that is meant to be there.
+        page.on("console", lambda said: uncaught.append(said.text) if "Content Security Policy" in said.text else None)
+        yield page
+        assert not uncaught, uncaught
+
+
+def serve_files(context: BrowserContext, models: list[dict[str, Any]] | None = None) -> None:
+    """Answer for `HOST` with the page's files and a list of models, without any gateway.
+
+    Args:
+        models: of `/v1/models`; one that chats, if not given.
+    """
+    listed = models or [{"id": "scripted", "object": "model", "swarm": {"chat_template": True}}]
+
+    def answer(route: Route) -> None:
+        path = re.sub(r"[?#].*", "", route.request.url.removeprefix(HOST))
+        if path == "/v1/models":
+            route.fulfill(body=json.dumps({"object": "list", "data": listed}), content_type="application/json")
+            return
+        file = PAGE / ("index.html" if path == "/" else Path(path).name)
+        if not (path == "/" or path.startswith("/page/")) or not file.is_file():
+            route.fulfill(status=404, body="{}", content_type="application/json")
+            return
+        kind = mimetypes.guess_type(file.name)[0] or "application/octet-stream"
+        route.fulfill(body=file.read_bytes(), content_type=kind, headers={**HEADERS, "Content-Type": kind})
+
+    context.route(f"{HOST}/**", answer)
+
+
+def picture(page: Page, name: str) -> None:
+    """Leave a picture of the page for people to look at."""
+    PICTURES.mkdir(exist_ok=True)
+    page.screenshot(path=PICTURES / f"{name}.png")
+
+
+__all__ = ["HOST", "PICTURES", "chromium", "open_page", "picture", "run_browser", "serve_files"]

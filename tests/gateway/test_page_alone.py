@@ -1,0 +1,325 @@
+"""The chat page with answers that the test gives: failures, what the browser keeps, settings, reading comfort."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Page, Route, expect
+
+from tests.browser import HOST, open_page, picture, run_browser, serve_files
+
+QUOTA = 5 * 2**20
+"""Characters that browsers keep for a page."""
+
+CONTRAST = """
+() => {
+  const channels = (colour) => colour.match(/[\\d.]+/g).slice(0, 3).map((value) => {
+    const part = value / 255;
+    return part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
+  });
+  const light = (colour) => channels(colour).reduce((sum, part, i) => sum + part * [0.2126, 0.7152, 0.0722][i], 0);
+  const seen = (name) => {
+    const probe = document.createElement("i");
+    probe.style.color = `var(--${name})`;
+    document.body.append(probe);
+    const colour = getComputedStyle(probe).color;
+    probe.remove();
+    return light(colour);
+  };
+  const grounds = ["ground", "raised", "sunken", "bubble"];
+  const texts = ["text", "muted", "accent", "danger", "good"];
+  const pairs = texts.flatMap((name) => grounds.map((ground) => [name, ground]));
+  return [...pairs, ["on-accent", "accent"]].map(([one, other]) => {
+    const [high, low] = [seen(one), seen(other)].sort((a, b) => b - a);
+    return [one, other, (high + 0.05) / (low + 0.05)];
+  });
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with run_browser() as running:
+        yield running
+
+
+@pytest.fixture
+def page(browser):
+    with open_page(browser) as opened:
+        serve_files(opened.context)
+        opened.goto(f"{HOST}/")
+        expect(opened.locator("#model")).to_have_value("scripted")
+        yield opened
+
+
+def stream(*parts: str, whole: bool = True) -> dict[str, Any]:
+    """What a gateway replies that says these words."""
+    chunks = [{"choices": [{"index": 0, "delta": {"content": part}, "finish_reason": None}]} for part in parts]
+    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks)
+    return {"body": body + ("data: [DONE]\n\n" if whole else ""), "content_type": "text/event-stream"}
+
+
+def failure(status: int, message: str, **headers: str) -> dict[str, Any]:
+    return {"status": status, "json": {"error": {"message": message, "type": "x"}}, "headers": headers}
+
+
+class Answers:
+    """Gives one reply after the other, the last one for ever, and remembers the requests."""
+
+    def __init__(self, page: Page, *replies: dict[str, Any] | None) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self._replies = list(replies)
+        page.route(re.compile(rf"{HOST}/v1/(chat/)?completions"), self._answer)
+
+    def _answer(self, route: Route) -> None:
+        self.bodies.append(route.request.post_data_json)
+        self.headers.append(route.request.headers)
+        reply = self._replies.pop(0) if len(self._replies) > 1 else self._replies[0]
+        if reply is None:
+            route.abort("connectionrefused")
+        else:
+            route.fulfill(**reply)
+
+
+def send(page: Page, text: str) -> None:
+    page.locator("#prompt").fill(text)
+    page.keyboard.press("Enter")
+
+
+def answers(page: Page) -> Any:
+    return page.locator(".message.assistant .body")
+
+
+def test_who_is_refused_for_now_sees_when_to_try_again(page):
+    Answers(page, failure(429, "the gateway is busy", **{"Retry-After": "2"}), stream("Now."))
+    send(page, "hello")
+    again = page.get_by_role("button", name="Try again")
+    expect(page.get_by_role("alert").filter(has_text="The gateway is busy.")).to_be_visible()
+    expect(again).to_be_disabled()
+    expect(again).to_have_text(re.compile(r"Try again in \d s"))
+    picture(page, "chat-busy")
+    expect(again).to_be_enabled()
+    again.click()
+    expect(answers(page)).to_have_text(["Now."])
+    expect(page.locator(".versions")).to_have_count(0)  # an answer that never began is no version
+
+
+@pytest.mark.parametrize(
+    ("reply", "text"),
+    [
+        (failure(503, "nobody holds blocks 4:8; start a server"), "Nobody holds blocks 4:8; start a server."),
+        (failure(400, "the text is too long"), "The text is too long."),
+        ({"status": 502, "body": "<h1>Bad Gateway</h1>"}, "The gateway answered 502."),
+        (None, "The gateway cannot be reached. Is it running, and are you online?"),
+    ],
+)
+def test_a_failure_says_what_happened_and_can_be_tried_again(page, reply, text):
+    Answers(page, reply, stream("Better."))
+    send(page, "hello")
+    expect(page.locator(".notice.failed p")).to_have_text(text)
+    page.get_by_role("button", name="Try again").click()
+    expect(answers(page)).to_have_text(["Better."])
+
+
+def test_what_came_before_the_connection_was_lost_is_kept(page):
+    Answers(page, stream("Half an ", whole=False), stream("A whole answer"))
+    send(page, "hello")
+    expect(page.locator(".notice.failed")).to_contain_text("lost in mid-answer")
+    expect(answers(page)).to_have_text(["Half an "])
+    page.get_by_role("button", name="Try again").click()
+    expect(answers(page)).to_have_text(["A whole answer"])
+    page.get_by_role("button", name="Earlier version").click()
+    expect(answers(page)).to_have_text(["Half an "])
+
+
+@pytest.mark.parametrize(
+    "body", ["data: {not json\n\n", 'data: {"choices": 7}\n\n', "\0\0\0", "data: [1]\n\nevent: swarm\ndata: 3\n\n"]
+)
+def test_a_reply_that_is_none_is_told_as_a_failure(page, body):
+    Answers(page, {"body": body, "content_type": "text/event-stream"})
+    send(page, "hello")
+    expect(page.locator(".notice.failed")).to_be_visible()
+    expect(page.locator("#send")).to_be_visible()
+
+
+def test_an_error_within_the_stream_is_shown(page):
+    reply = stream("Some", whole=False)
+    reply["body"] += 'data: {"error": {"message": "nobody holds blocks 2:4"}}\n\n'
+    Answers(page, reply)
+    send(page, "hello")
+    expect(page.locator(".notice.failed p")).to_have_text("Nobody holds blocks 2:4.")
+
+
+def test_strange_details_harm_nothing(page):
+    events = [
+        {"kind": "route", "hops": [None, {"blocks": 7, "peer": "<b>", "name": "<img src=x onerror=alert(1)>"}]},
+        {"kind": "route", "hops": "no"},
+        {"kind": "recovered", "seconds": "NaN"},
+        {"kind": "news of the future"},
+        {"kind": "done", "tokens": "many", "tokens_per_second": None},
+    ]
+    reply = stream("Fine")
+    reply["body"] = "".join(f"event: swarm\ndata: {json.dumps(event)}\n\n" for event in events) + reply["body"]
+    Answers(page, reply)
+    send(page, "hello")
+    page.locator(".figures").click()
+    expect(page.locator(".hop-name")).to_have_text(["unnamed", "<img src=x onerror=alert(1)>"])
+    expect(page.locator("img")).to_have_count(0)
+
+
+def test_settings_are_sent_and_kept(page):
+    requests = Answers(page, stream("Yes."))
+    page.get_by_role("button", name="Settings").click()
+    for label, value in [("System prompt", "Be brief."), ("Temperature", "0.5"), ("Top p", "7"), ("Seed", "3")]:
+        page.get_by_label(label).fill(value)
+    expect(page.get_by_label("Top p")).to_have_attribute("aria-invalid", "true")
+    picture(page, "chat-settings")
+    page.get_by_role("button", name="Done").click()
+    page.reload()
+    send(page, "hello")
+    expect(answers(page)).to_have_text(["Yes."])
+    system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}
+    assert requests.bodies == [
+        {"model": "scripted", "temperature": 0.5, "seed": 3, "stream": True, "messages": [system, user]}
+    ]
+    assert requests.headers[0]["x-swarm-details"] == "1"
+
+
+def test_a_conversation_can_be_renamed_saved_and_deleted(page, tmp_path):
+    Answers(page, stream("**Hello** yourself."))
+    send(page, "hello")
+    expect(answers(page)).to_have_text(["Hello yourself."])
+    more = page.get_by_role("button", name=re.compile("^More for"))
+    more.click()
+    page.get_by_role("menuitem", name="Rename").click()
+    page.get_by_role("dialog").get_by_role("textbox").fill("A greeting")
+    page.keyboard.press("Enter")
+    expect(page.locator("#conversations .open")).to_have_text(["A greeting"])
+
+    def saved(item: str) -> tuple[str, str]:
+        more.click()
+        with page.expect_download() as download:
+            page.get_by_role("menuitem", name=item).click()
+        file = tmp_path / download.value.suggested_filename
+        download.value.save_as(file)
+        return file.name, Path(file).read_text()
+
+    assert saved("Save as Markdown") == (
+        "a-greeting.md", "# A greeting\n\n## You\n\nhello\n\n## scripted\n\n**Hello** yourself.\n",
+    )  # fmt: skip
+    name, text = saved("Save as JSON")
+    assert name == "a-greeting.json"
+    assert {node.get("text") for node in json.loads(text)["nodes"].values()} == {None, "hello", "**Hello** yourself."}
+
+    more.click()
+    page.get_by_role("menuitem", name="Delete").click()
+    page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+    expect(page.locator("#welcome")).to_be_visible()
+    page.reload()
+    expect(page.locator("#conversations .open")).to_have_count(0)
+
+
+def test_a_browser_without_room_still_chats_and_says_so(page):
+    Answers(page, stream("Yes."))
+    for text in ("first", "second"):
+        page.keyboard.press("Control+k")
+        send(page, text)
+        expect(answers(page)).to_have_text(["Yes."])
+    page.evaluate("""(quota) => {
+      for (let size = quota; size >= 1; size = Math.floor(size / 2)) {
+        try { for (let i = 0; ; i += 1) localStorage.setItem(`filler ${size} ${i}`, "x".repeat(size)); } catch {}
+      }
+    }""", QUOTA)  # fmt: skip
+    page.keyboard.press("Control+k")
+    send(page, "third " + "y" * 500)
+    expect(answers(page)).to_have_text(["Yes."])
+    expect(page.locator("#banner")).to_contain_text("no room left")
+    page.get_by_role("button", name="Delete the five oldest").click()
+    expect(page.locator("#banner")).to_be_hidden()
+    page.reload()
+    expect(answers(page)).to_have_text(["Yes."])
+    expect(page.locator("#conversations .open")).to_have_count(1)
+
+
+def test_storage_that_is_broken_is_left_alone(page):
+    good = {
+        "id": "good",
+        "title": "fine",
+        "nodes": {"root": {"id": "root", "parent": None, "children": [], "chosen": None}},
+    }
+    loop = {"id": "loop", "nodes": {"root": {"id": "root", "parent": None, "children": ["root"], "chosen": "root"}}}
+    kept = {"good": good, "loop": loop, "text": "text", "null": None, "list": [1], "other": {**good, "id": "another"}}
+    page.evaluate(
+        """(kept) => {
+          for (const [id, value] of Object.entries(kept)) {
+            localStorage.setItem(`swarm.conversation.${id}`, JSON.stringify(value));
+          }
+          localStorage.setItem("swarm.conversation.broken", "{");
+          localStorage.setItem("swarm.settings", "[]");
+          localStorage.setItem("swarm.key", "{");
+        }""",
+        kept,
+    )
+    page.reload()
+    expect(page.locator("#conversations .open")).to_have_text(["fine"])
+
+
+def test_two_tabs_share_their_conversations(page):
+    Answers(page, stream("Yes."))
+    other = page.context.new_page()
+    other.goto(f"{HOST}/")
+    send(page, "from the first tab")
+    expect(other.locator("#conversations .open")).to_have_text(["from the first tab"])
+
+
+def test_who_reads_further_up_is_left_there(page):
+    Answers(page, stream(*(f"line {number}\n\n" for number in range(200))))
+    send(page, "long")
+    expect(page.locator(".message.assistant")).to_contain_text("line 199")
+    at_end = "Math.round(scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight) <= 1"
+    page.wait_for_function(f"() => {{ const scroll = document.getElementById('scroll'); return {at_end}; }}")
+    page.locator("#scroll").hover()
+    page.mouse.wheel(0, -600)
+    expect(page.locator("#to-end")).to_be_visible()
+    before = page.locator("#scroll").evaluate("scroll => scroll.scrollTop")
+    page.set_viewport_size({"width": 1280, "height": 700})
+    assert page.locator("#scroll").evaluate("scroll => scroll.scrollTop") == before
+    page.locator("#to-end").click()
+    page.wait_for_function(f"() => {{ const scroll = document.getElementById('scroll'); return {at_end}; }}")
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_all_text_has_contrast_enough(page, theme):
+    """WCAG AA: 4.5 to 1."""
+    page.emulate_media(color_scheme=theme)
+    weak = [(one, other, ratio) for one, other, ratio in page.evaluate(CONTRAST) if ratio < 4.5]
+    assert not weak
+
+
+def test_what_the_reader_chose_goes_before_the_system(page):
+    page.emulate_media(color_scheme="dark")
+    ground = "getComputedStyle(document.body).backgroundColor"
+    dark = page.evaluate(ground)
+    page.get_by_role("button", name="Light or dark").click()
+    light = page.evaluate(ground)
+    assert light != dark
+    page.reload()
+    assert page.evaluate(ground) == light
+
+
+def test_no_gateway_is_told_at_the_top(browser):
+    with open_page(browser) as page:
+        serve_files(page.context)
+        page.route(f"{HOST}/v1/models", lambda route: route.abort())
+        page.goto(f"{HOST}/")
+        expect(page.locator("#banner")).to_contain_text("cannot be reached")
+        expect(page.locator("#welcome-model")).to_have_text("No model is served here at present.")
+        page.unroute(f"{HOST}/v1/models")
+        page.get_by_role("button", name="Try again").click()
+        expect(page.locator("#model")).to_have_value("scripted")
+        expect(page.locator("#banner")).to_be_hidden()
