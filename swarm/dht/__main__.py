@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from swarm import console
+from swarm.errors import InvalidOption
 
 if TYPE_CHECKING:  # hivemind loads only once the options are known to be right
     from swarm.metrics.endpoint import Address
@@ -23,6 +24,11 @@ logger = logging.getLogger("swarm.dht")
 @click.command(name="dht", cls=console.ManyAddresses, context_settings={"show_default": True})
 @console.initial_peers_option
 @console.network_options(default_port=31337)
+@click.option(
+    "--address-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the address that others join by to this file, once this peer can be joined.",
+)
 @console.metrics_option
 @console.log_format_option
 @console.exit_codes
@@ -31,6 +37,7 @@ def main(
     host_maddrs: tuple[str, ...],
     announce_maddrs: tuple[str, ...],
     identity_path: Path | None,
+    address_file: Path | None,
     metrics: str | None,
     log_format: str,
 ) -> None:
@@ -51,10 +58,10 @@ def main(
         announce_maddrs=console.split(announce_maddrs),
         identity_path=identity_path,
     )
-    uvloop.run(_serve(config, Address.parse(metrics) if metrics is not None else None))
+    uvloop.run(_serve(config, address_file, Address.parse(metrics) if metrics is not None else None))
 
 
-async def _serve(config: P2PConfig, metrics: Address | None) -> None:
+async def _serve(config: P2PConfig, address_file: Path | None, metrics: Address | None) -> None:
     from swarm.dht.validation import AnnouncementValidator
     from swarm.metrics.endpoint import MetricsEndpoint
     from swarm.metrics.registry import new_registry
@@ -73,12 +80,24 @@ async def _serve(config: P2PConfig, metrics: Address | None) -> None:
         for address in addresses:
             logger.info("Join:   swarm server --initial-peers %s", address)
         logger.info("Set %s=%s to leave the option out", console.INITIAL_PEERS_VARIABLE, addresses[0])
+        if address_file is not None:
+            _write_address(address_file, addresses[0])
         await leave.wait()
         logger.info("Leaving the swarm")
     finally:
         if endpoint is not None:
             endpoint.close()
         await peer.shutdown()
+
+
+def _write_address(path: Path, address: str) -> None:
+    """At once and whole: whoever waits for the file may read it as soon as it is there. Raises `InvalidOption`."""
+    unfinished = path.with_name(path.name + ".new")
+    try:
+        unfinished.write_text(address + "\n")
+        unfinished.replace(path)
+    except OSError as error:
+        raise InvalidOption(f"--address-file {path} cannot be written: {error.strerror}") from None
 
 
 def _observe(peer: Peer, registry: Registry) -> None:

@@ -20,8 +20,8 @@ OPTIONS = {
         "--log-format", "--help",
     },
     "dht": {
-        "--initial-peers", "--host-maddrs", "--announce-maddrs", "--identity-path", "--metrics", "--log-format",
-        "--help",
+        "--initial-peers", "--host-maddrs", "--announce-maddrs", "--identity-path", "--address-file", "--metrics",
+        "--log-format", "--help",
     },
     "plan": {
         "file", "--model", "--revision", "--dtype", "--quant", "--cache-tokens", "--cache-dir", "--initial-peers",

@@ -1,0 +1,181 @@
+"""What `docker/` and the pages about it say, checked without Docker."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import psutil
+import pytest
+import yaml
+
+from scripts.compose_without_docker import arguments_of, interpolated, swarm_services
+from swarm.cli.__main__ import main
+from swarm.models.checkpoint import open_checkpoint
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCKER = ROOT / "docker"
+COMPOSE = yaml.safe_load((DOCKER / "compose.yaml").read_text())
+FILES = sorted(DOCKER.glob("compose*.yaml"))
+PAGES = (ROOT / "docs" / "docker.md", ROOT / "docs" / "public-swarm.md", ROOT / "docs" / "private-swarm.md")
+IMAGE = re.compile(r"[\w./-]+:[\w.-]*\d[\w.-]*(?:@sha256:[0-9a-f]{64})?")
+
+
+def services() -> list[tuple[str, dict[str, Any]]]:
+    return [
+        (f"{path.name}/{name}", service)
+        for path in FILES
+        for name, service in yaml.safe_load(path.read_text())["services"].items()
+    ]
+
+
+def parse(words: list[str]) -> None:
+    """Fail unless the words, without `swarm` in front, are a command that exists, with options that it has."""
+    command: click.Command = main
+    context = main.make_context("swarm", [], resilient_parsing=True)
+    while isinstance(command, click.Group):
+        assert words, f"{command.name} needs a command"
+        found = command.get_command(context, words[0])
+        assert found is not None, f"there is no command {words[0]}"
+        command, words = found, words[1:]
+    with command.make_context(command.name, list(words), parent=context):
+        pass
+
+
+def commands_of(page: str) -> list[list[str]]:
+    """Every `swarm ...` line of a page's code blocks, without comments, placeholders filled in."""
+    found = []
+    for line in re.sub(r"\\\n\s*", "", page).splitlines():
+        match = re.match(r"^(?: {4}|\$ )\s*(?:[A-Z_]+=\S+ )*swarm (?!:)(.+)$", line)
+        if match:
+            words = shlex.split(match[1].replace("…", "PLACEHOLDER").replace("...", "PLACEHOLDER"), comments=True)
+            found.append(words[: words.index("&")] if "&" in words else words)
+    return found
+
+
+def test_dockerfile_is_clean():
+    hadolint = Path(sys.executable).with_name("hadolint")
+    checked = subprocess.run([hadolint, DOCKER / "Dockerfile"], capture_output=True, text=True, check=False)
+    assert (checked.returncode, checked.stdout) == (0, "")
+
+
+def test_images_are_pinned():
+    stages: set[str] = set()
+    for base, stage in re.findall(r"^FROM (\S+)(?: AS (\S+))?$", (DOCKER / "Dockerfile").read_text(), re.MULTILINE):
+        assert base in stages or IMAGE.fullmatch(base), base
+        stages.add(stage)
+    for name, service in services():
+        image = service.get("image", "swarm:")
+        assert image.startswith("swarm:") or IMAGE.fullmatch(image), name
+
+
+def test_image_runs_as_a_user_with_a_number():
+    lines = (DOCKER / "Dockerfile").read_text().splitlines()
+    (user,) = [line for line in lines if line.startswith("USER ")]
+    assert re.fullmatch(r"USER [1-9]\d*:[1-9]\d*", user)
+    assert any(f"useradd --uid {user.split()[1].split(':')[0]} " in line for line in lines)
+
+
+def test_no_service_may_gain_rights_or_write_its_root():
+    for name, service in services():
+        if "image" in service:
+            assert service["read_only"] is True, name
+            assert service["cap_drop"] == ["ALL"], name
+            assert "no-new-privileges:true" in service["security_opt"], name
+            assert "privileged" not in service, name
+            assert "user" not in service, name
+
+
+def test_only_loopback_is_published():
+    published = {name: service["ports"] for name, service in services() if "ports" in service}
+    assert set(published) == {"compose.yaml/gateway", "compose.yaml/grafana"}
+    for ports in published.values():
+        assert all(interpolated(port).startswith("127.0.0.1:") for port in ports)
+
+
+def test_services_have_limits_and_health_checks():
+    for name, service in COMPOSE["services"].items():
+        assert set(service["deploy"]["resources"]["limits"]) == {"cpus", "memory"}, name
+        assert service["healthcheck"]["test"][0] == "CMD", name
+
+
+def test_mounts_exist():
+    for path in FILES:
+        compose = yaml.safe_load(path.read_text())
+        for name, service in compose["services"].items():
+            for mount in service.get("volumes", ()):
+                source = mount.split(":")[0]
+                known = (DOCKER / source).exists() if source.startswith(".") else source in {
+                    *compose["volumes"], *COMPOSE["volumes"]
+                }  # fmt: skip
+                assert known, f"{path.name}/{name} mounts {source}, which is nowhere"
+
+
+def test_what_is_copied_into_the_image_is_let_through():
+    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    text = (DOCKER / "Dockerfile").read_text()
+    for sources in re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.MULTILINE):
+        for source in sources.split():
+            assert (ROOT / source).exists(), source
+            assert source.split("/")[0] in allowed, source
+
+
+def test_commands_of_the_compose_files_parse():
+    for name, service in services():
+        words = arguments_of(service, "command")
+        if service.get("image", "swarm:").startswith("swarm:"):
+            shell = " ".join(arguments_of(service, "entrypoint"))
+            front = ["keys"] if "swarm keys" in shell else []
+            behind = ["--file", "/keys/keys.yaml"] if front else []
+            parse([*front, *(interpolated(word) for word in words), *behind])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_of_the_pages_parse(page):
+    found = commands_of(page.read_text())
+    assert found
+    for words in found:
+        try:
+            parse(words)
+        except click.exceptions.Exit:
+            pass
+        except (click.ClickException, AssertionError) as error:
+            raise AssertionError(f"{page.name}: swarm {shlex.join(words)}: {error}") from None
+
+
+def test_servers_hold_every_block_of_the_demo_model_once():
+    spans = []
+    for service in swarm_services(COMPOSE).values():
+        blocks = [word.partition("=")[2] for word in arguments_of(service, "command") if word.startswith("--blocks=")]
+        spans += [tuple(int(part) for part in one.split(":")) for one in blocks]
+    assert [block for start, end in sorted(spans) for block in range(start, end)] == list(
+        range(open_checkpoint().blocks)
+    )
+
+
+@pytest.mark.skipif(shutil.which("docker-compose") is None, reason="docker-compose is not installed")
+@pytest.mark.parametrize("files", [["compose.yaml"], ["compose.yaml", "compose.keys.yaml"]])
+def test_compose_reads_the_files(files):
+    options = [word for name in files for word in ("--file", str(DOCKER / name))]
+    checked = subprocess.run(["docker-compose", *options, "config", "--quiet"], capture_output=True, check=False)
+    assert checked.returncode == 0, checked.stderr.decode()
+
+
+def test_every_command_runs_without_docker():
+    ours = {child.pid for child in psutil.Process().children(recursive=True)}
+    ran = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "compose_without_docker.py"], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    for name in swarm_services(COMPOSE):
+        assert f"{name}: healthy" in ran.stdout
+    assert re.search(r"^Answer: +\S", ran.stdout, re.MULTILINE)
+    assert "Prometheus: 5 targets answer" in ran.stdout
+    assert "All services left in order" in ran.stdout
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= ours
