@@ -52,7 +52,7 @@ export class Answering {
     this.controller.abort();
   }
 
-  /** Stop, and keep nothing. */
+  /** Stop, and save nothing any more. */
   discard() {
     this.save = () => {};
     this.stop();

@@ -184,7 +184,10 @@ class Page {
     });
     addEventListener("hashchange", () => this.open(location.hash.slice(1)));
     addEventListener("pagehide", () => {
-      for (const { conversation } of this.chat.running.values()) this.store.save(conversation);
+      for (const answering of this.chat.running.values()) {
+        this.store.save(answering.conversation);
+        answering.discard(); // that the connection ends now is no failure
+      }
     });
     addEventListener("online", () => this.models.length || this.loadModels());
   }

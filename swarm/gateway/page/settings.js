@@ -11,6 +11,8 @@ export const NUMBERS = {
   seed: { least: 0, most: 2 ** 31 - 1, whole: true },
 };
 
+const TEXT_TOKENS = 256; // of a text that is continued; such a model knows no end, and OpenAI's default is 16
+
 /** Kept settings: `{system, temperature, top_p, max_tokens, seed}`; what is not set is absent. */
 export function readSettings() {
   const kept = recall("settings", {});
@@ -39,7 +41,9 @@ export function acceptNumber(name, value) {
 export function makeRequest(model, messages, settings, hasChatTemplate) {
   const { system, ...sampling } = settings;
   const base = { model, ...sampling };
-  if (!hasChatTemplate) return { path: "v1/completions", body: { ...base, prompt: textSoFar(messages) } };
+  if (!hasChatTemplate) {
+    return { path: "v1/completions", body: { max_tokens: TEXT_TOKENS, ...base, prompt: textSoFar(messages) } };
+  }
   const first = system ? [{ role: "system", content: system }] : [];
   const rest = messages.map(({ role, text }) => ({ role, content: text }));
   return { path: "v1/chat/completions", body: { ...base, messages: [...first, ...rest] } };
