@@ -57,7 +57,7 @@ async def _show(peers: tuple[str, ...], models: tuple[str, ...], as_json: bool, 
     try:
         while True:
             view = await look_once(source, peers, PERIOD)
-            _print(view, as_json, clear=again and sys.stdout.isatty() and not as_json)
+            _print(view, as_json, clear=again and _on_terminal())
             if not again:
                 return view.complete
             await asyncio.sleep(PERIOD)
@@ -73,9 +73,13 @@ def _print(view: SwarmView, as_json: bool, clear: bool) -> None:
     if as_json:
         click.echo(msgspec.json.encode(view))
         return
-    coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    coloured = _on_terminal() and not os.environ.get("NO_COLOR")
     shown = text(view, shutil.get_terminal_size((100, 24)).columns)
     click.echo((CLEAR if clear else "") + (shown if coloured else click.unstyle(shown)), color=True)
+
+
+def _on_terminal() -> bool:
+    return sys.stdout.isatty()
 
 
 if __name__ == "__main__":

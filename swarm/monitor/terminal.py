@@ -33,8 +33,8 @@ def text(view: SwarmView, width: int = 100) -> str:
 
 def level(throughput: float, median: float) -> str:
     """The bar of one served block."""
-    share = throughput / (median * FULL) if median > 0 else 1.0
-    return LEVELS[min(len(LEVELS) - 1, max(0, int(share * len(LEVELS))))]
+    share = min(1.0, throughput / (median * FULL)) if median > 0 else 1.0
+    return LEVELS[min(len(LEVELS) - 1, int(share * len(LEVELS)))]
 
 
 def strip(model: ModelView, width: int) -> str:

@@ -179,7 +179,14 @@ def model_view(found: Found, round_trips: Mapping[str, float], addresses: Sequen
     served = [block.throughput for block in coverage if block.servers]
     complete = len(served) == blocks
     name = printable(model.name, 256)
-    views = [_server_view(server, round_trips, compatible.excluded) for server in found.servers]
+    reasons = {
+        server.peer_id: compatible.excluded[server.peer_id]
+        if server.revision == model.revision
+        else f"it serves revision {server.revision}, most serve {model.revision}"
+        for server in found.servers
+        if server.peer_id in compatible.excluded
+    }
+    views = [_server_view(server, round_trips, reasons) for server in found.servers]
     views.sort(key=lambda view: (view.state == "offline", view.start, view.end, view.name, view.peer_id))
     return ModelView(
         name=name,

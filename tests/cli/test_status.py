@@ -1,0 +1,84 @@
+"""`swarm status`: exit codes, colours, JSON. Over a real swarm: tests/monitor/test_real_swarm.py."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner, Result
+
+from swarm.cli import status
+from swarm.errors import PeerUnreachable
+from swarm.monitor import source
+from swarm.monitor.view import Found
+from tests.infos import server_info
+from tests.monitor.sources import DescribedSwarm, found
+
+WHOLE, GAP = found(4, server_info(0, 4, "QmServer", name="Ann")), found(4, server_info(0, 2))
+
+
+def run(monkeypatch: pytest.MonkeyPatch, swarm: DescribedSwarm, *arguments: str) -> Result:
+    monkeypatch.setattr(source, "SwarmSource", lambda peers, models: swarm)
+    return CliRunner().invoke(status.main, [*arguments, "--initial-peers", "/addr"])
+
+
+@pytest.mark.parametrize(("models", "code"), [((WHOLE,), 0), ((WHOLE, GAP), 1), ((GAP,), 1), ((), 1)])
+def test_the_exit_code_says_whether_something_is_missing(
+    monkeypatch: pytest.MonkeyPatch, models: tuple[Found, ...], code: int
+) -> None:
+    swarm = DescribedSwarm(*models)
+    result = run(monkeypatch, swarm)
+    assert result.exit_code == code, result.output
+    assert swarm.closed
+    assert "\x1b" not in result.output
+
+
+def test_a_swarm_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    swarm = DescribedSwarm()
+    swarm.error = PeerUnreachable("none of the initial peers answered: /addr")
+    result = run(monkeypatch, swarm)
+    assert result.exit_code == 2
+    assert result.output == "Error: none of the initial peers answered: /addr\n"
+
+
+def test_without_a_swarm() -> None:
+    result = CliRunner(env={"SWARM_INITIAL_PEERS": ""}).invoke(status.main, [])
+    assert result.exit_code == 2
+    assert "say which swarm to show" in result.output
+
+
+def test_json_is_one_line_for_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = run(monkeypatch, DescribedSwarm(WHOLE), "--json")
+    assert result.exit_code == 0
+    assert result.output.count("\n") == 1
+    assert json.loads(result.output)["models"][0]["servers"][0]["name"] == "Ann"
+
+
+@pytest.mark.parametrize(
+    ("terminal", "no_color", "coloured"), [(True, None, True), (True, "1", False), (False, None, False)]
+)
+def test_colours_only_for_people_who_want_them(
+    monkeypatch: pytest.MonkeyPatch, terminal: bool, no_color: str | None, coloured: bool
+) -> None:
+    monkeypatch.setattr(status, "_on_terminal", lambda: terminal)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if no_color is not None:
+        monkeypatch.setenv("NO_COLOR", no_color)
+    result = CliRunner()
+    monkeypatch.setattr(source, "SwarmSource", lambda peers, models: DescribedSwarm(WHOLE))
+    output = result.invoke(status.main, ["--initial-peers", "/addr"], color=True).output
+    assert ("\x1b[" in output) is coloured
+
+
+def test_it_looks_again_until_it_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "PERIOD", 0.01)
+
+    class Interrupted(DescribedSwarm):
+        async def look(self, remembered):
+            if self.looks == 3:
+                raise KeyboardInterrupt
+            return await super().look(remembered)
+
+    result = run(monkeypatch, Interrupted(WHOLE), "--watch")
+    assert result.exit_code == 130
+    assert result.output.count("org/model") == 3
