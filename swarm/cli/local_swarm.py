@@ -42,7 +42,7 @@ class PeerProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "SWARM_LOG_FORMAT": "plain", **(environment or {})},
             start_new_session=True,  # Ctrl-C goes to the parent alone, which then ends its children in order
         )
         self._reader = threading.Thread(target=self._read, daemon=True)

@@ -38,6 +38,11 @@ logger = logging.getLogger("swarm.gateway")
     help="Web page from elsewhere that may use the gateway, such as https://chat.example; may be repeated.",
 )
 @click.option("--monitor/--no-monitor", default=True, help="Show the swarm at /monitor/.")
+@click.option(
+    "--public-status",
+    is_flag=True,
+    help="Show /metrics and /monitor/ without a key, though there are keys and others than this machine can look.",
+)
 @click.option("--wire", default="auto", help="How hidden states travel: auto, none, float16, bfloat16, blockwise8.")
 @click.option("--wait-for-blocks", type=click.FloatRange(0), default=60.0, help="Seconds to wait for missing blocks.")
 @click.option(
@@ -58,6 +63,7 @@ def main(
     default_max_tokens: int,
     cors: tuple[str, ...],
     monitor: bool,
+    public_status: bool,
     wire: str,
     wait_for_blocks: float,
     cache_dir: Path | None,
@@ -76,7 +82,7 @@ def main(
 
     import torch
 
-    from swarm.gateway.running import Listening, run
+    from swarm.gateway.running import Listening, is_loopback_host, run
     from swarm.gateway.service import Settings
     from swarm.transport.p2p import quiet_hivemind
 
@@ -89,6 +95,7 @@ def main(
         origins=cors,
         concurrent=concurrent,
         queue=queue,
+        public_status=public_status or is_loopback_host(host),
     )
     options: dict[str, Any] = {"wire": wire, "wait_for_blocks": wait_for_blocks, "cache_dir": cache_dir}
     peers = console.split(initial_peers)

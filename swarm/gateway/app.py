@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -17,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from swarm.gateway.answering import Answering, Chunk
 from swarm.gateway.failures import ApiFailure, NotFound, WrongKey, WrongMethod
@@ -77,6 +79,37 @@ def make_app(
     )
 
 
+def authorized(service: Service, headers: Headers) -> Key | None:
+    """Who asks; None where there are no keys. Raises `WrongKey`."""
+    keys = service.keys
+    if keys is None:
+        return None
+    scheme, _, secret = headers.get("authorization", "").partition(" ")
+    key = keys.find(secret.strip()) if scheme.lower() == "bearer" else None
+    if key is None:
+        service.metrics.refused("unauthorized")
+        said = "this gateway does not know the key" if secret else "say who you are: Authorization: Bearer KEY"
+        raise WrongKey(f"{said}; whoever runs the gateway makes keys with `swarm keys add`", code="invalid_api_key")
+    return key
+
+
+class NeedsKey:
+    """Lets through to `app` who has a key, or everybody if the status is public."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app = app
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            if not self._service.settings.public_status:
+                authorized(self._service, Headers(scope=scope))
+        except WrongKey as failure:
+            await failed(failure)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+
 class _Api:
     """The addresses that need the service."""
 
@@ -84,11 +117,11 @@ class _Api:
         self._service = service
 
     async def models(self, request: Request) -> Response:
-        self._key(request)
+        authorized(self._service, request.headers)
         return Json({"object": "list", "data": [model.described() for model in self._service.models.values()]})
 
     async def model(self, request: Request) -> Response:
-        self._key(request)
+        authorized(self._service, request.headers)
         return Json(self._service.model(request.path_params["name"]).described())
 
     async def healthy(self, request: Request) -> Response:
@@ -101,12 +134,14 @@ class _Api:
         return Json({"status": "ready"})
 
     async def metrics(self, request: Request) -> Response:
+        if not self._service.settings.public_status:
+            authorized(self._service, request.headers)
         body, kind = exposition(self._service.registry)
         return Response(body, media_type=kind)
 
     async def chat(self, request: Request) -> Response:
         began = time.perf_counter()
-        key = self._key(request)
+        key = authorized(self._service, request.headers)
         asked = read_chat(await self._body(request))
         served = self._service.model(asked.model)
         request.state.model = served.name
@@ -117,7 +152,7 @@ class _Api:
 
     async def completion(self, request: Request) -> Response:
         began = time.perf_counter()
-        key = self._key(request)
+        key = authorized(self._service, request.headers)
         asked = read_completion(await self._body(request))
         served = self._service.model(asked.model)
         request.state.model = served.name
@@ -158,6 +193,7 @@ class _Api:
             if not tells:
                 # What fails before the first token gets its own status; who wants to hear of waiting hears at once.
                 events = await unless_gone(request.receive, begun(events))
+            stack.enter_context(self._service.metrics.stream())
             over = partial(self._over, stack.pop_all())
             return EventStream(events, self._service.settings.send_seconds, over)
 
@@ -180,19 +216,6 @@ class _Api:
         if not was_read:
             self._service.metrics.disconnected()
         await stack.aclose()
-
-    def _key(self, request: Request) -> Key | None:
-        """Who asks. Raises `WrongKey`."""
-        keys = self._service.keys
-        if keys is None:
-            return None
-        scheme, _, secret = request.headers.get("authorization", "").partition(" ")
-        key = keys.find(secret.strip()) if scheme.lower() == "bearer" else None
-        if key is None:
-            self._service.metrics.refused("unauthorized")
-            said = "this gateway does not know the key" if secret else "say who you are: Authorization: Bearer KEY"
-            raise WrongKey(f"{said}; whoever runs the gateway makes keys with `swarm keys add`", code="invalid_api_key")
-        return key
 
 
 async def _events(answering: Answering, include_usage: bool, tells: bool) -> AsyncGenerator[bytes]:

@@ -69,7 +69,7 @@ class Measured:
             self._metrics.answered(scope["path"], model, status, seconds)
             self._metrics.sent(size)
             logger.info(
-                "%s %s %d %.3f s",
+                "%s %r %d %.3f s",  # a path may hold line breaks
                 scope["method"],
                 scope["path"],
                 status,

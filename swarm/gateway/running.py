@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -10,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
+from starlette.middleware import Middleware
 from starlette.routing import Mount
 
-from swarm.gateway.app import make_app
+from swarm.gateway.app import NeedsKey, make_app
 from swarm.gateway.keys import KeyFile
 from swarm.gateway.service import ServedModel, Service, Settings
 from swarm.metrics.registry import new_registry
@@ -32,6 +34,14 @@ class Listening:
 
     host: str
     port: int
+
+
+def is_loopback_host(host: str) -> bool:
+    """Whether this machine alone reaches what listens there."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def run(
@@ -70,14 +80,15 @@ def run(
                 watch.hang_up()
 
         async def work() -> None:
-            routes = [Mount("/monitor", routes=make_routes(watch))] if watch is not None else []
+            guard = [Middleware(NeedsKey, service=service)]
+            routes = [Mount("/monitor", routes=make_routes(watch), middleware=guard)] if watch is not None else []
             if watch is not None:
                 await watch.start()
             try:
                 logger.info("Gateway: %s", address_of(listening))
                 logger.info("OpenAI's interface: %sv1", address_of(listening))
                 ready(address_of(listening))
-                if keys is None and where.host not in ("127.0.0.1", "::1", "localhost"):
+                if keys is None and not is_loopback_host(where.host):
                     logger.warning("Everybody who reaches %s may use this gateway: give it --keys", where.host)
                 await serve_until_asked(make_app(service, routes), listening, CONNECTIONS, hang_up)
             finally:

@@ -47,6 +47,7 @@ class Settings:
         origins: web pages from elsewhere that may use this gateway (CORS); none by default.
         concurrent: requests that are computed at once.
         queue: requests that may wait.
+        public_status: whether metrics and monitor need no key where there are keys.
     """
 
     default_tokens: int = 1024
@@ -56,6 +57,7 @@ class Settings:
     origins: tuple[str, ...] = ()
     concurrent: int = 64
     queue: int = 256
+    public_status: bool = True
 
 
 class HangsUp(Protocol):

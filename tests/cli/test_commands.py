@@ -27,6 +27,11 @@ OPTIONS = {
         "file", "--model", "--revision", "--dtype", "--quant", "--cache-tokens", "--cache-dir", "--initial-peers",
         "--write", "--json", "--plot", "--help",
     },
+    "gateway": {
+        "models", "--initial-peers", "--host", "--port", "--keys", "--concurrent", "--queue", "--max-request",
+        "--default-max-tokens", "--cors", "--monitor", "--public-status", "--wire", "--wait-for-blocks", "--cache-dir",
+        "--threads", "--log-format", "--help",
+    },
     "demo": {"--prompt", "--tokens", "--temperature", "--seed", "--help"},
     "status": {"models", "--initial-peers", "--json", "--watch", "--help"},
     "monitor": {"models", "--initial-peers", "--host", "--port", "--period", "--history", "--help"},

@@ -1,0 +1,256 @@
+"""What a gateway costs: 50 streams at once against the same load through the Python client, and the first token.
+
+    python -m benchmarks.gateway [--streams 50] [--seconds 60] [--tokens 64] [--turns 3] [--first 30] [--json FILE]
+
+The demo model on three servers. Gateway and Python client are processes of one torch thread each; the Python client is
+one model whose `generate` runs in as many threads as there are streams. Both take turns, for a part of the time each.
+Every stream counts what its `usage` says; a reply that fails or ends early fails the run. Memory is what the gateway
+has resident.
+
+The first token is that of one request alone, of 1 token, gateway and Python client in turns; the difference is what the
+gateway adds: HTTP, reading the request, tokens of the prompt, a thread, an event.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any, cast
+
+import httpx
+import psutil
+import torch
+
+from benchmarks import machine
+from benchmarks.chain import spread
+from swarm import AutoDistributedModelForCausalLM
+from swarm.cli.local_swarm import LocalSwarm, PeerProcess
+from swarm.models.checkpoint import DEMO
+from swarm.models.text import load_tokenizer
+from swarm.transport.p2p import quiet_hivemind
+
+MODEL = "swarm-demo"
+PROMPT = "Once upon a time there was a king who had"
+SPANS = ("0:4", "4:8", "8:12")
+MB = 1 / 2**20
+END = 10.0
+
+
+@dataclass
+class Figures:
+    """By turn.
+
+    Attributes:
+        gateway, client: tokens a second, all streams together.
+        memory: of the gateway after each turn, MB.
+        failed: what went wrong, in words.
+        first_gateway, first_client: seconds.
+    """
+
+    gateway: list[float] = field(default_factory=list)
+    client: list[float] = field(default_factory=list)
+    memory: list[float] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    requests: int = 0
+    first_gateway: list[float] = field(default_factory=list)
+    first_client: list[float] = field(default_factory=list)
+
+
+def body(tokens: int, stream: bool = True) -> dict[str, Any]:
+    """A request."""
+    messages = [{"role": "user", "content": PROMPT}]
+    options: dict[str, Any] = {"stream_options": {"include_usage": True}} if stream else {}
+    return {"model": MODEL, "messages": messages, "max_tokens": tokens, "temperature": 1, "stream": stream, **options}
+
+
+async def load(url: str, streams: int, seconds: float, tokens: int, figures: Figures) -> float:
+    """Tokens a second that so many streams get in so many seconds, each one request after the other."""
+    done = 0
+    began = time.perf_counter()
+
+    async def one(client: httpx.AsyncClient) -> None:
+        nonlocal done
+        while time.perf_counter() - began < seconds:
+            async with client.stream("POST", url, json=body(tokens)) as reply:
+                tail = b""
+                async for part in reply.aiter_raw():
+                    tail = (tail + part)[-600:]
+                figures.requests += 1
+                used = tail.partition(b'"completion_tokens":')[2].partition(b",")[0]
+                if reply.status_code != 200 or not tail.endswith(b"data: [DONE]\n\n") or not used:
+                    figures.failed.append(f"{reply.status_code}: {tail[-200:]!r}")
+                else:
+                    done += int(used)
+
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(timeout=120, limits=limits) as client:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(streams):
+                group.create_task(one(client))
+    return done / (time.perf_counter() - began)
+
+
+class Worker:
+    """The Python client in a process of its own, told by lines what to do."""
+
+    def __init__(self, address: str) -> None:
+        command = [sys.executable, "-m", "benchmarks.gateway", "--worker", address]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._hear()
+
+    def ask(self, *what: float) -> float:
+        stdin = cast(IO[str], self._process.stdin)
+        stdin.write(json.dumps(what) + "\n")
+        stdin.flush()
+        return float(self._hear())
+
+    def _hear(self) -> Any:
+        line = cast(IO[str], self._process.stdout).readline()
+        if not line:
+            raise SystemExit(f"the client ended with code {self._process.wait(END)}; what it said stands above")
+        return json.loads(line)
+
+    def close(self) -> None:
+        cast(IO[str], self._process.stdin).close()
+        try:
+            self._process.wait(END)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def work(address: str) -> None:
+    """The Python client's process. `[streams, seconds, tokens]` is a load, `[]` one token alone."""
+    torch.set_num_threads(1)
+    quiet_hivemind()
+    model = AutoDistributedModelForCausalLM.from_pretrained(initial_peers=[address])
+    tokenizer = load_tokenizer(DEMO)
+    with closing(model.swarm):
+
+        def write(tokens: int, do_sample: bool) -> int:
+            inputs = tokenizer(PROMPT, return_tensors="pt")
+            output = model.generate(**inputs, max_new_tokens=tokens, do_sample=do_sample)
+            return int(output.shape[1] - inputs["input_ids"].shape[1])
+
+        write(4, True)
+        print(json.dumps(0), flush=True)
+        for line in sys.stdin:
+            wanted = json.loads(line)
+            began = time.perf_counter()
+            if not wanted:
+                write(1, True)
+                print(json.dumps(time.perf_counter() - began), flush=True)
+                continue
+            print(json.dumps(_in_threads(write, *wanted)), flush=True)
+
+
+def _in_threads(write: Callable[[int, bool], int], streams: int, seconds: float, tokens: int) -> float:
+    done: list[int] = []
+    began = time.perf_counter()
+
+    def one() -> None:
+        while time.perf_counter() - began < seconds:
+            done.append(write(tokens, True))
+
+    threads = [threading.Thread(target=one) for _ in range(streams)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sum(done) / (time.perf_counter() - began)
+
+
+def measure(streams: int, seconds: float, tokens: int, turns: int, first: int) -> Figures:
+    """Let gateway and Python client take turns."""
+    figures = Figures()
+    with LocalSwarm(None, SPANS, options=("--threads", "1", "--cache-tokens", "65536")) as swarm:
+        arguments = (
+            "-m",
+            "swarm.gateway",
+            "--initial-peers",
+            swarm.address,
+            "--port",
+            "0",
+            "--threads",
+            "1",
+        )
+        gateway = PeerProcess(arguments)
+        worker = Worker(swarm.address)
+        try:
+            url = gateway.wait_for(r"^Gateway: (\S+)/$")[1] + "/v1/chat/completions"
+            with httpx.Client(timeout=60) as client:
+                for _ in range(first + 3):
+                    began = time.perf_counter()
+                    reply = client.post(url, json=body(1, stream=False))
+                    if reply.is_error:
+                        raise SystemExit(reply.text)
+                    figures.first_gateway.append(time.perf_counter() - began)
+                    figures.first_client.append(worker.ask())
+            del figures.first_gateway[:3], figures.first_client[:3]
+            resident = psutil.Process(gateway.pid).memory_info
+            asyncio.run(load(url, streams, min(5.0, seconds), tokens, figures))  # what is made once is made here
+            figures.memory.append(resident().rss * MB)
+            for _ in range(turns):
+                figures.gateway.append(asyncio.run(load(url, streams, seconds / turns, tokens, figures)))
+                figures.memory.append(resident().rss * MB)
+                figures.client.append(worker.ask(streams, seconds / turns, tokens))
+        finally:
+            worker.close()
+            gateway.stop()
+    return figures
+
+
+def table(figures: Figures, streams: int) -> str:
+    """The figures for people, in Markdown."""
+    ratios = [ours / theirs for ours, theirs in zip(figures.gateway, figures.client, strict=True)]
+    pairs = zip(figures.first_gateway, figures.first_client, strict=True)
+    rows = [
+        (f"gateway, {streams} streams, tokens/s together", spread(figures.gateway, 1)),
+        (f"Python client, {streams} threads, tokens/s together", spread(figures.client, 1)),
+        ("gateway, of the Python client", spread(ratios)),
+        ("requests, and of them failed", f"{figures.requests}, {len(figures.failed)}"),
+        ("gateway's memory after each turn, MB", ", ".join(f"{one:.0f}" for one in figures.memory)),
+        ("first token by the gateway, ms", spread([one * 1e3 for one in figures.first_gateway], 1)),
+        ("first token by the Python client, ms", spread([one * 1e3 for one in figures.first_client], 1)),
+        ("what the gateway adds, ms, median of pairs", f"{statistics.median(a - b for a, b in pairs) * 1e3:.1f}"),
+    ]
+    return "\n".join(["| | median (range) |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--streams", type=int, default=50)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--first", type=int, default=30)
+    parser.add_argument("--json", type=Path, help="write the raw figures here too")
+    parser.add_argument("--worker", metavar="ADDRESS", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        return work(arguments.worker)
+    quiet_hivemind()
+    about = machine.describe()
+    figures = measure(arguments.streams, arguments.seconds, arguments.tokens, arguments.turns, arguments.first)
+    print(", ".join(f"{name} {value}" for name, value in about.items()), end="\n\n")
+    print(table(figures, arguments.streams))
+    for failure in figures.failed[:5]:
+        print("failed:", failure)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"machine": about, "figures": asdict(figures)}, indent=2) + "\n")
+    if figures.failed:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
