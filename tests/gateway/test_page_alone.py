@@ -96,7 +96,7 @@ def answers(page: Page) -> Any:
 
 
 def test_who_is_refused_for_now_sees_when_to_try_again(page):
-    Answers(page, failure(429, "the gateway is busy", **{"Retry-After": "2"}), stream("Now."))
+    Answers(page, failure(429, "the gateway is busy", **{"Retry-After": "1"}), stream("Now."))
     send(page, "hello")
     again = page.get_by_role("button", name="Try again")
     expect(page.get_by_role("alert").filter(has_text="The gateway is busy.")).to_be_visible()
@@ -275,6 +275,9 @@ def test_two_tabs_share_their_conversations(page):
     other.goto(f"{HOST}/")
     send(page, "from the first tab")
     expect(other.locator("#conversations .open")).to_have_text(["from the first tab"])
+    other.locator("#conversations .open").click()
+    send(page, "more")
+    expect(answers(other)).to_have_text(["Yes.", "Yes."])
 
 
 def test_who_reads_further_up_is_left_there(page):
@@ -291,6 +294,18 @@ def test_who_reads_further_up_is_left_there(page):
     assert page.locator("#scroll").evaluate("scroll => scroll.scrollTop") == before
     page.locator("#to-end").click()
     page.wait_for_function(f"() => {{ const scroll = document.getElementById('scroll'); return {at_end}; }}")
+
+
+def test_who_wants_no_motion_sees_none(page):
+    page.emulate_media(reduced_motion="reduce")
+    page.route(f"{HOST}/v1/chat/completions", lambda route: None)  # no answer at all
+    send(page, "hello")
+    expect(page.get_by_text("Waiting for the first words")).to_be_visible()
+    assert page.evaluate("document.getAnimations().length") == 0
+    page.emulate_media(reduced_motion="no-preference")
+    page.wait_for_function("document.getAnimations().length > 0")
+    page.keyboard.press("Escape")
+    expect(page.locator(".figures")).to_have_text("stopped")
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

@@ -180,7 +180,11 @@ class Page {
       if (await this.askForKey(reason)) this.loadModels();
     });
     addEventListener("storage", ({ key }) => {
-      if (this.store.changedElsewhere(key)) this.changed();
+      if (!this.store.changedElsewhere(key)) return;
+      const shown = this.chat.conversation;
+      const fresh = this.store.get(shown.id);
+      if (fresh && fresh !== shown && !this.isRunning(shown.id)) this.chat.show(fresh);
+      else this.changed();
     });
     addEventListener("hashchange", () => this.open(location.hash.slice(1)));
     addEventListener("pagehide", () => {

@@ -129,6 +129,7 @@ export class Chat {
       this.waits = false;
       const isShown = this.conversation === answering.conversation && this.views.has(answering.node.id);
       if (!isShown) return;
+      this.#tell(answering.notice);
       const before = performance.now();
       this.#drawOne(answering.node);
       this.toEnd();
@@ -136,6 +137,11 @@ export class Chat {
     };
     if ((this.pause ?? 0) > 32) setTimeout(() => requestAnimationFrame(draw), this.pause);
     else requestAnimationFrame(draw);
+  }
+
+  #tell(notice) {
+    if (notice && notice !== this.told) say(notice.text);
+    this.told = notice;
   }
 
   #ended(conversation, node) {
