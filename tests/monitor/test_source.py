@@ -1,10 +1,32 @@
 from __future__ import annotations
 
+import gc
+from dataclasses import replace
+
+import pytest
+import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.data_structures import ModelInfo
-from swarm.monitor.source import MAX_BLOCKS, MAX_MODELS, chosen
+from swarm.data_structures import ModelInfo, ServerState
+from swarm.dht.announcer import Announcer
+from swarm.dht.validation import AnnouncementValidator
+from swarm.errors import PeerUnreachable
+from swarm.monitor.source import EMPTY_LOOKS, MAX_BLOCKS, MAX_MODELS, REJOIN, Look, SwarmSource, chosen, reachable
+from swarm.transport.p2p import P2PConfig, Peer
+from tests.infos import server_info
+from tests.monitor.sources import found
+
+# hivemind leaves connections to its own daemon to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning", "ignore:loop is closed:ResourceWarning")
+MODEL = ModelInfo("org/model", 4, "main")
+
+
+@pytest.fixture(autouse=True)
+def _collect():
+    yield
+    gc.collect()  # while this module's filter holds
+
 
 infos = st.builds(ModelInfo, st.text("abcdef", min_size=1, max_size=1), st.integers(1, 2048), st.just("main"))
 lists = st.lists(infos, max_size=6, unique_by=lambda info: info.name)
@@ -38,3 +60,55 @@ def test_a_flood_of_names_does_not_take_the_place_of_models_that_many_serve():
     assert len(chosen(small, (), ())[0]) == MAX_MODELS
     # Who names his models is not bothered at all.
     assert chosen(listed, (), ["real"]) == ([listed[0]], (), 0)
+
+
+def test_it_finds_servers_by_the_dht_alone_and_comes_back_after_its_daemon_died():
+    async def scenario() -> None:
+        peer = await Peer.create(P2PConfig(host_maddrs=("/ip4/127.0.0.1/tcp/0",)), AnnouncementValidator())
+        info = server_info(0, 4, peer.peer_id)
+        clock = [0.0]
+        source = SwarmSource(await peer.visible_addresses(), clock=lambda: clock[0])
+        try:
+            assert await source.look() == Look(())
+            first = source._peer
+            # Nothing to be seen: after a while it joins anew, as it may have lost everybody it knew.
+            for _ in range(EMPTY_LOOKS):
+                await source.look()
+            assert source._peer is first
+            clock[0] += REJOIN
+            await source.look()
+            second = source._peer
+            assert second is not first
+
+            assert await Announcer(peer, MODEL, lambda: info, 60.0).announce()
+            assert await source.look() == Look((found(4, info),))
+            assert await source.round_trips([peer.peer_id]) == {}  # it serves no streams
+            assert second is not None
+            second._p2p._child.kill()
+            assert source._lost is not None
+            await source._lost
+            assert await source.look() == Look((found(4, info),))
+            assert source._peer is not second
+        finally:
+            await source.close()
+            await peer.shutdown()
+
+    uvloop.run(scenario())
+
+
+def test_a_swarm_that_is_not_there():
+    async def scenario() -> None:
+        peer = await Peer.create(P2PConfig(host_maddrs=("/ip4/127.0.0.1/tcp/0",)), AnnouncementValidator())
+        addresses = await peer.visible_addresses()
+        await peer.shutdown()
+        source = SwarmSource(addresses)
+        with pytest.raises(PeerUnreachable):
+            await source.look()
+        await source.close()
+
+    uvloop.run(scenario())
+
+
+def test_who_is_worth_a_ping():
+    here, gone = server_info(0, 1, "here"), replace(server_info(0, 1, "gone"), state=ServerState.OFFLINE)
+    assert reachable(Look((found(1, here, gone),))) == ["here"]

@@ -47,7 +47,7 @@ export class Strip {
   #axis() {
     const step = niceStep(this.model.blocks / 12);
     const ticks = [];
-    for (let block = 0; block < this.model.blocks; block += step) ticks.push(block);
+    for (let block = 0; block <= this.model.blocks - step / 2; block += step) ticks.push(block);
     reconcile(this.axis, ticks, (tick) => tick, () => element("span"), (node, tick) => {
       setText(node, String(tick));
       node.style.gridColumn = `${tick + 1} / span ${Math.min(step, this.model.blocks - tick)}`;
