@@ -95,7 +95,8 @@ class Answering:
         def hear(news: News) -> None:
             self._news.put_nowait((index, news))
 
-        return Generation(self._served.model, self._served.tokenizer, self._served.baton, work, hear)
+        served = self._served
+        return Generation(served.model, served.tokenizer, served.baton, served.ends, work, hear)
 
     @property
     def tokens(self) -> int:

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import Any
@@ -91,6 +91,7 @@ class Generation:
         model: the distributed model.
         tokenizer: its own.
         baton: what the model's generations share.
+        ends: tokens with which an answer ends.
         work: see `Work`.
         hear: called in the event loop with what happens, in order; `End` or `Failed` comes last.
 
@@ -98,14 +99,22 @@ class Generation:
         tokens: generated so far.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, baton: Baton, work: Work, hear: Callable[[News], None]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        baton: Baton,
+        ends: Collection[int],
+        work: Work,
+        hear: Callable[[News], None],
+    ) -> None:
         self.tokens = 0
         self._hear = hear
         self._model = model
         self._work = work
         self._turn = Turn(baton)
         self._cancelled = False
-        self._eos = frozenset(_eos_tokens(model))
+        self._ends = ends
         self._text = _Text(TextPieces(tokenizer, work.prompt, keep_special=work.tools is not None), work)
         self._thread = threading.Thread(target=self._run, name="swarm-generation", daemon=True)
 
@@ -168,14 +177,14 @@ class Generation:
             self._tell(last)
         if self._text.called:
             return "tool_calls"
-        return "stop" if self._text.stopped or self._last in self._eos else "length"
+        return "stop" if self._text.stopped or self._last in self._ends else "length"
 
     def _chosen(self, chosen: Chosen) -> None:
         if self._cancelled:
             raise CancelledError
         self.tokens += 1
         self._last = chosen.token
-        delta = self._text.add(chosen, is_end=chosen.token in self._eos)
+        delta = self._text.add(chosen, is_end=chosen.token in self._ends)
         if delta is not None:
             self._tell(delta)
 
@@ -235,10 +244,3 @@ class _Text:
         self.called = self.called or bool(calls)
         tokens, self._tokens = tuple(self._tokens), []
         return Delta(text, tuple(calls), tokens)
-
-
-def _eos_tokens(model: Any) -> Sequence[int]:
-    eos = model.generation_config.eos_token_id
-    if eos is None:
-        return ()
-    return [eos] if isinstance(eos, int) else list(eos)

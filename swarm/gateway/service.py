@@ -123,7 +123,13 @@ class ServedModel:
 
     @cached_property
     def grammars(self) -> Grammars:
-        return Grammars(self.tokenizer, self.vocabulary)
+        return Grammars(self.tokenizer, self.vocabulary, sorted(self.ends))
+
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """Tokens with which an answer ends."""
+        end = self.model.generation_config.eos_token_id
+        return frozenset([end] if isinstance(end, int) else end or ())
 
     def missing(self) -> tuple[int, ...]:
         """Blocks that nobody holds now. Looks at the swarm, so it may take seconds."""

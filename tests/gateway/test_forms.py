@@ -1,0 +1,151 @@
+"""Tools and wanted forms over HTTP: OpenAI's client, a real swarm, models whose words are known."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from swarm.models.checkpoint import DEMO
+from tests.gateways import run_gateway
+from tests.scripted import CHAT_TEMPLATE, make_scripted
+from tests.swarms import run_swarm
+
+MODEL = "scripted"
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
+SECOND = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern", "days": 2}}\n</tool_call>'
+SCRIPTS = {
+    "weather?": f"I shall look.\n{CALL}\n{SECOND}",
+    "unknown?": '<tool_call>\n{"name": "rm", "arguments": {"path": "/"}}\n</tool_call>',
+    "12": "It is 12 degrees there.",
+    "json?": '{"answer": 42, "why": "because"}',
+}
+TEMPLATE = "{% if tools %}{# <tool_call> </tool_call> #}{% endif %}" + CHAT_TEMPLATE
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather somewhere.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 12}, "days": {"type": "integer"}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {"size": {"type": "integer", "minimum": 1, "maximum": 9}, "kind": {"enum": ["wolf", "king"]}},
+    "required": ["size", "kind"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    folder = make_scripted(tmp_path_factory.mktemp("model") / MODEL, SCRIPTS, TEMPLATE)
+    with run_swarm(folder, ("0:2", "2:4", "4:6")) as swarm, run_gateway(swarm) as gateway:
+        with openai.OpenAI(base_url=gateway.api, api_key="none", max_retries=0) as made:
+            yield made
+
+
+@pytest.fixture(scope="module")
+def demo():
+    with run_swarm(DEMO, ("0:6", "6:12")) as swarm, run_gateway(swarm) as gateway:
+        with openai.OpenAI(base_url=gateway.api, api_key="none", max_retries=0) as made:
+            yield made
+
+
+def ask(client: openai.OpenAI, *said: str | dict[str, Any], **options: Any) -> Any:
+    messages = [{"role": "user", "content": one} if isinstance(one, str) else one for one in said]
+    return client.chat.completions.create(**{"model": MODEL, "messages": messages, "max_tokens": 200, **options})
+
+
+def called(calls: Any) -> list[tuple[str, dict[str, Any]]]:
+    return [(call.function.name, json.loads(call.function.arguments)) for call in calls]
+
+
+EXPECTED = [("weather", {"city": "Zürich"}), ("weather", {"city": "Bern", "days": 2})]
+
+
+def test_calls_of_tools(client):
+    (choice,) = ask(client, "weather?", tools=[WEATHER]).choices
+    assert called(choice.message.tool_calls) == EXPECTED
+    assert choice.message.content == "I shall look."
+    assert choice.finish_reason == "tool_calls"
+    assert len({call.id for call in choice.message.tool_calls}) == 2
+
+
+def test_calls_of_tools_in_a_stream(client):
+    text, calls, reasons = "", {}, []
+    for chunk in ask(client, "weather?", tools=[WEATHER], stream=True):
+        (choice,) = chunk.choices
+        text += choice.delta.content or ""
+        for call in choice.delta.tool_calls or ():
+            calls[call.index] = call
+        reasons.append(choice.finish_reason)
+    assert text.strip() == "I shall look."
+    assert called([calls[index] for index in sorted(calls)]) == EXPECTED
+    assert reasons[-1] == "tool_calls"
+
+
+def test_the_answer_of_a_tool_goes_into_the_conversation(client):
+    call = ask(client, "weather?", tools=[WEATHER]).choices[0].message
+    answer = {"role": "tool", "tool_call_id": call.tool_calls[0].id, "content": "degrees: 12"}
+    reply = ask(client, "weather?", call.model_dump(exclude_none=True), answer, tools=[WEATHER]).choices[0]
+    assert reply.message.content == SCRIPTS["12"]
+    assert reply.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("word", "options"),
+    [("unknown?", {"tools": [WEATHER]}), ("weather?", {}), ("weather?", {"tools": [WEATHER], "tool_choice": "none"})],
+)
+def test_what_is_no_call_of_a_tool_that_was_given_is_text(client, word, options):
+    (choice,) = ask(client, word, **options).choices
+    assert choice.message.tool_calls is None
+    assert choice.message.content == SCRIPTS[word]
+    assert choice.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_call_can_be_forced(client, choice):
+    (reply,) = ask(client, "json?", tools=[WEATHER], tool_choice=choice, seed=3, max_tokens=400).choices
+    ((name, arguments),) = called(reply.message.tool_calls)
+    assert name == "weather"
+    assert isinstance(arguments["city"], str)
+
+
+def test_json_that_the_model_would_write_anyway(client):
+    reply = ask(client, "json?", response_format={"type": "json_object"}).choices[0]
+    assert json.loads(reply.message.content) == {"answer": 42, "why": "because"}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_model_that_knows_stories_alone_writes_what_the_schema_asks_for(demo, seed):
+    wanted = {"type": "json_schema", "json_schema": {"name": "beast", "schema": SCHEMA, "strict": True}}
+    reply = ask(demo, "Once upon a time", model="demo", response_format=wanted, seed=seed, max_tokens=300)
+    found = json.loads(reply.choices[0].message.content)
+    assert set(found) == {"size", "kind"}
+    assert 1 <= found["size"] <= 9
+    assert found["kind"] in ("wolf", "king")
+    assert reply.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": 7}}}},
+         "response_format"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "nobody"}}}, "tool_choice"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ],
+)  # fmt: skip
+def test_forms_that_cannot_be(client, options, param):
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, "json?", **options)
+    assert caught.value.param == param
