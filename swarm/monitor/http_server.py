@@ -12,6 +12,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from swarm.errors import AddressUnavailable
+from swarm.monitor.http_protocol import BoundedHttp
 
 GRACE = 3
 """Seconds that answers which are under way get at the end."""
@@ -57,6 +58,8 @@ async def serve_until_asked(
     """
     config = uvicorn.Config(
         app,
+        http=BoundedHttp,
+        ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,

@@ -202,4 +202,7 @@ def swarm_view(
     models = [model_view(found, round_trips, addresses) for found in look.found]
     # Anybody can name models; those that somebody serves come first.
     models.sort(key=lambda model: (model.servers_online == 0, -model.servers_total))
+    # Names that differ only in what cannot be printed would be taken for one model; who is served better keeps it.
+    shown = {model.name: model for model in reversed(models)}
+    models = [model for model in models if shown[model.name] is model]
     return SwarmView(VERSION, now, period, "", tuple(models), look.absent, look.left_out)

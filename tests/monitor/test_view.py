@@ -195,6 +195,12 @@ def test_a_swarm_is_complete_if_all_of_its_models_are():
     assert view(nobody).models[0].missing[0].end == 5
 
 
+def test_names_that_look_the_same_are_shown_once():
+    real, fake = found(2, server_info(0, 2), name="model\x07"), found(9, name="model\x1b")
+    (model,) = swarm_view(Look((fake, real)), {}, (), 0.0, 10.0).models
+    assert (model.name, model.blocks) == ("model�", 2)
+
+
 def test_equal_blocks_have_no_weakest():
     assert model_view(found(4, server_info(0, 4)), {}).weakest is None
     two = model_view(found(4, server_info(0, 4, "a", throughput=4), server_info(0, 3, "b", throughput=3)), {})
