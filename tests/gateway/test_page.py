@@ -215,8 +215,11 @@ def test_another_model_continues_texts(page):
     expect(page.get_by_text("This model continues texts.")).to_be_visible()
     send(page, "Once upon a time")
     expect(whole(page)).to_have_text(STORY.strip())
+    page.get_by_role("button", name="Go on").click()
+    expect(page.locator(".message.assistant .body")).to_have_text([STORY.strip()] * 2)
     page.reload()
     expect(page.locator("#model")).to_have_value("story")
+    expect(page.get_by_role("button", name="Go on")).to_have_count(1)
 
 
 def test_dark_is_dark(page):
@@ -236,11 +239,11 @@ def test_a_gateway_with_keys_asks_for_one(browser, swarm, tmp_path):
     with run_gateway(swarm, keys=tmp_path / "keys.yaml") as gateway, open_page(browser) as page:
         page.goto(gateway.url)
         dialog = page.get_by_role("dialog")
-        expect(dialog).to_contain_text("API key")
+        expect(dialog).to_contain_text("This gateway asks who you are.")
         picture(page, "chat-key")
         page.keyboard.type("sk-swarm-wrong")
         page.keyboard.press("Enter")
-        expect(dialog).to_contain_text("does not know the key")
+        expect(dialog).to_contain_text("does not know this key")
         dialog.get_by_role("textbox").fill(secret)
         page.keyboard.press("Enter")
         expect(page.locator("#model")).to_have_value("chatty")

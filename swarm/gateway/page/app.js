@@ -27,7 +27,7 @@ class Page {
     this.#connectRest();
     this.show(this.store.get(location.hash.slice(1)) ?? newConversation(""));
     this.loadModels();
-    this.#watchSwarm();
+    setInterval(() => document.hidden || byId("welcome").hidden || this.#lookAtSwarm(), SWARM_EVERY);
   }
 
   /** The model that is asked, or null if there is none. */
@@ -39,6 +39,7 @@ class Page {
     try {
       this.models = await fetchModels();
       this.#banner(null);
+      this.#lookAtSwarm();
     } catch (error) {
       this.models = [];
       this.#banner(error.message, "Try again", () => this.loadModels());
@@ -50,7 +51,7 @@ class Page {
     select.replaceChildren(...(options.length ? options : [element("option", { value: "", text: "no model" })]));
     if (this.models.some(({ id }) => id === wanted)) select.value = wanted;
     select.disabled = !this.models.length;
-    this.changed();
+    this.chat.draw();
   }
 
   /** Show a conversation, which need not be kept yet. */
@@ -173,7 +174,7 @@ class Page {
     byId("new-chat").addEventListener("click", () => this.startNew());
     byId("model").addEventListener("change", ({ target }) => {
       keep("model", target.value);
-      this.changed();
+      this.chat.draw();
     });
     byId("key-button").addEventListener("click", async () => {
       const reason = "Gateways that several people use ask for one.";
@@ -196,12 +197,9 @@ class Page {
     addEventListener("online", () => this.models.length || this.loadModels());
   }
 
-  async #watchSwarm() {
-    if (!document.hidden && !byId("welcome").hidden) {
-      this.swarm = await fetchSwarm();
-      this.changed();
-    }
-    setTimeout(() => this.#watchSwarm(), SWARM_EVERY);
+  async #lookAtSwarm() {
+    this.swarm = await fetchSwarm();
+    this.changed();
   }
 
   #tellFull(conversation) {

@@ -23,6 +23,8 @@ export class Chat {
       edit: (id, text) => this.send(text, this.conversation.nodes[id].parent),
       regenerate: (id) => this.answer(this.conversation.nodes[id].parent),
       retry: (id) => this.retry(id),
+      goOn: (id) => this.answer(id),
+      canGoOn: (node) => !node.error && !node.children.length && this.page.model()?.swarm?.chat_template === false,
       choose: (id, direction) => this.choose(id, direction),
     };
     this.#followEnd();

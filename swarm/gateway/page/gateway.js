@@ -86,7 +86,7 @@ async function send(path, options) {
 
 async function failure(reply) {
   const said = await reply.json().then(({ error }) => error?.message, () => null);
-  const message = sentence(said ?? `The gateway answered ${reply.status}`);
+  const message = reply.status === 401 ? whichKey() : sentence(said ?? `The gateway answered ${reply.status}`);
   const seconds = Number(reply.headers.get("Retry-After") ?? NaN);
   const retryAfter = Number.isFinite(seconds) ? Math.min(Math.max(Math.ceil(seconds), 1), 3600) : null;
   return new GatewayError(kindOf(reply.status), message, { retryAfter, status: reply.status });
@@ -96,6 +96,10 @@ function kindOf(status) {
   if (status === 401 || status === 403) return "key";
   if (status === 429) return "busy";
   return status >= 500 ? "unavailable" : "request";
+}
+
+function whichKey() {
+  return apiKey.read() ? "This gateway does not know this key." : "This gateway asks who you are. Whoever runs it can give you a key.";
 }
 
 function lostConnection() {

@@ -6,7 +6,7 @@ import { copyText, MarkdownView } from "./markdown.js";
 
 /**
  * The view of one message. `actions`: `edit(id, text)`, `regenerate(id)`, `choose(id, direction)`, `retry(id)`,
- * `continues` (true if the model continues texts, so that answers are shown as they are).
+ * `goOn(id)`, `canGoOn(node)`.
  */
 export class MessageView {
   constructor(node, actions) {
@@ -33,7 +33,8 @@ export class MessageView {
       this.markdown.update(node.text);
       this.#drawNotice(notice);
     }
-    const look = JSON.stringify([node.state, version, node.figures, node.route, node.error, node.recoveries, node.finish]);
+    const facts = [node.state, version, node.figures, node.route, node.error, node.recoveries, node.finish];
+    const look = JSON.stringify([...facts, !this.isUser && this.actions.canGoOn(node)]);
     if (look === this.look) return; // the foot stays while the text grows, and so does the focus in it
     this.look = look;
     this.foot.replaceChildren(...this.#footParts(version));
@@ -70,6 +71,9 @@ export class MessageView {
     if (this.isUser) parts.push(iconButton("edit", "Edit", () => this.startEdit()));
     else if (!node.error) parts.push(iconButton("again", "Write another answer", () => actions.regenerate(node.id)));
     if (!this.isUser) parts.push(...this.#figures());
+    if (!this.isUser && this.actions.canGoOn(node)) {
+      parts.push(element("button", { type: "button", class: "figures", text: "Go on", on: { click: () => actions.goOn(node.id) } }));
+    }
     return parts;
   }
 
