@@ -127,7 +127,7 @@ def test_what_is_copied_into_the_image_is_let_through():
 
 
 def test_commands_of_the_compose_files_parse():
-    for name, service in services():
+    for _, service in services():
         words = arguments_of(service, "command")
         if service.get("image", "swarm:").startswith("swarm:"):
             shell = " ".join(arguments_of(service, "entrypoint"))

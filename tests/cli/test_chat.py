@@ -1,0 +1,184 @@
+"""`swarm chat` with a real model of a real swarm: over a gateway, and straight."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from swarm.gateway import keys
+from tests.gateways import run_gateway
+from tests.scripted import make_scripted
+from tests.swarms import run_swarm
+from tests.terminals import at_terminal
+
+HELLO = "Good day to you, whoever you are."
+EVIL = "look \x1b[2J\x1b]52;c;aGVsbG8=\x07 here \x9b31m and \rthere, \u202eover"
+LONG = " ".join(f"word{number}" for number in range(700))
+SCRIPTS = {"hello": HELLO, "evil": EVIL, "long": LONG, "": "What do you mean?"}
+CHAT = ("-m", "swarm.cli", "chat")
+
+
+@pytest.fixture(scope="module")
+def swarm(tmp_path_factory: pytest.TempPathFactory):
+    model = make_scripted(tmp_path_factory.mktemp("scripted") / "parrot", SCRIPTS)
+    with run_swarm(model, ("0:3", "3:6"), name="ann's laptop") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def key_file(tmp_path_factory: pytest.TempPathFactory):
+    return tmp_path_factory.mktemp("keys") / "keys.yaml"
+
+
+@pytest.fixture(scope="module")
+def key(key_file):
+    return keys.add(key_file, "ann", keys.Limits(None, None, None))
+
+
+@pytest.fixture(scope="module")
+def gateway(swarm, key, key_file):
+    with run_gateway(swarm, keys=key_file) as running:
+        yield running
+
+
+@pytest.fixture(scope="module", params=["gateway", "swarm"])
+def way(request: pytest.FixtureRequest, swarm, gateway, key):
+    """Options that say whom to talk with, and the environment."""
+    if request.param == "gateway":
+        return ("--url", gateway.api), {"SWARM_API_KEY": key}
+    return (swarm.model, "--initial-peers", swarm.address), {}
+
+
+def run(arguments: Sequence[str], lines: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *CHAT, *arguments],
+        input=lines,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **environment},
+        check=False,
+    )
+
+
+def test_each_line_of_a_script_is_a_message(way, tmp_path: Path):
+    options, environment = way
+    saved = tmp_path / "talk.json"
+    lines = f"say hello\n\nbe evil\n/route\n//hello\n/save {saved}\n/quit\nnever asked\n"
+    done = run((*options, "--system", "Be kind.", "--temperature", "0", "--seed", "1"), lines, **environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{HELLO}\nlook [2J]52;c;aGVsbG8= here 31m and there, over\n{HELLO}\n"
+    footer = r"^\d+ tokens in \d+\.\d s, \d+\.\d tokens/s · 0:3 …\w{6} \(ann's laptop\) → 3:6 …\w{6} \(ann's laptop\)$"
+    assert len(re.findall(footer, done.stderr, re.MULTILINE)) == 3
+    assert len(re.findall(r"^0:3 …\w{6} \(ann's laptop\)$", done.stderr, re.MULTILINE)) == 1
+    said = json.loads(saved.read_text())
+    assert [message["role"][0] for message in said] == list("suauaua")
+    assert said[-1] == {"role": "assistant", "content": HELLO}
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_conversation(way):
+    options, environment = way
+    with at_terminal((*CHAT, *options), **environment) as screen:
+        screen.wait_for(r"parrot\. /help lists commands.*\n> ")
+        screen.type("tell me long\n")
+        screen.wait_for("word20")
+        screen.type("\x03")
+        screen.wait_for(r"stopped; /retry asks again\n> ")
+        assert "word699" not in screen.seen
+        # At the prompt it takes back what was typed, and nobody is interrupted.
+        screen.type("no such thing\x03")
+        screen.type("say hello\n")
+        screen.wait_for(re.escape(HELLO) + r"\n\d+ tokens in .* · 0:3 …\w{6}.*\n> ")
+        screen.type("/retry\n")
+        screen.wait_for(re.escape(HELLO) + r"\n\d+ tokens")
+        screen.type("/nonsense\n")
+        screen.wait_for("Error: there is no /nonsense")
+        screen.type("/help\n")
+        screen.wait_for("/clear +begin anew")
+        children = psutil.Process(screen.process.pid).children(recursive=True)
+        screen.type("\x04")
+        assert screen.wait_end() == 0
+        _, alive = psutil.wait_procs(children, timeout=10)
+        assert not alive
+    assert b"\x1b[2m" in screen.raw  # what is not the answer is faint
+
+
+def test_the_past_lines_come_back_and_no_colour_means_none(gateway, key):
+    with at_terminal((*CHAT, "--url", gateway.url, "--key", key), NO_COLOR="1") as screen:
+        screen.wait_for("> ")
+        screen.type("say hello\n")
+        screen.wait_for(r"tokens/s.*\n> ")
+        screen.type("\x1b[A\n")
+        screen.wait_for(re.escape(HELLO))
+        screen.wait_for(r"tokens/s.*\n> ")
+        screen.type("/quit\n")
+        assert screen.wait_end() == 0
+    assert b"\x1b[2m" not in screen.raw
+
+
+def test_a_server_that_dies_is_a_notice(gateway, key, swarm):
+    spare = swarm.start("3:6", name="spare").wait_ready()
+    with at_terminal((*CHAT, "--url", gateway.url, "--key", key)) as screen:
+        screen.wait_for("> ")
+        screen.type("tell me long\n")
+        screen.wait_for("word20")
+        victim = _behind(gateway, swarm, spare)
+        victim.kill()
+        screen.wait_for("with blocks 3:6 failed; the swarm looks for another one")
+        screen.wait_for(r"going on after \d+\.\d s")
+        screen.wait_for("word699")
+        screen.wait_for("tokens/s")
+
+
+def _behind(gateway, swarm, spare):
+    """The server of 3:6 that has the open session, by what it has used of its cache: the one not idle."""
+    deadline = time.monotonic() + 30
+    holders = swarm.holders("3:6")
+    before = {holder.pid: psutil.Process(holder.pid).cpu_times().user for holder in holders}
+    while time.monotonic() < deadline:
+        used = {holder.pid: psutil.Process(holder.pid).cpu_times().user - before[holder.pid] for holder in holders}
+        busiest = max(holders, key=lambda holder: used[holder.pid])
+        if used[busiest.pid] > 0.2:
+            return busiest
+        time.sleep(0.02)
+    raise AssertionError("no server works")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ((), 2, "say whom to talk with: --initial-peers ADDRESS... of a swarm"),
+        (("--url", "gateway"), 2, "such as http://127.0.0.1:8000/v1"),
+        (("--url", "http://127.0.0.1:1/v1"), 1, "cannot be reached"),
+        (("--initial-peers", "/ip4/127.0.0.1/tcp/1"), 2, "does not end in /p2p/PEER_ID"),
+    ],
+)
+def test_whom_to_talk_with(arguments, code, message):
+    done = run(arguments, "hello\n", SWARM_INITIAL_PEERS="")
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr.count("\n") == 1
+    assert message in done.stderr
+
+
+def test_a_wrong_key_and_a_wrong_model(gateway, key):
+    done = run(("--url", gateway.api, "--key", "sk-swarm-wrong"), "hello\n")
+    assert done.returncode == 1
+    assert "does not know the key" in done.stderr
+    done = run(("other", "--url", gateway.api, "--key", key), "hello\n")
+    assert done.returncode == 2
+    assert "does not serve other; it has: parrot" in done.stderr
+
+
+def test_a_failure_ends_a_script(gateway, key):
+    done = run(("--url", gateway.api, "--key", key, "--max-tokens", "100000"), "hello\nhello\n")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.count("there is room for") == 1
