@@ -4,6 +4,8 @@ A lane hands the baton on whenever it waits for the network, and stands in line 
 So the client's own part (embeddings, first blocks, head, sampling) is one stage of the pipeline, like each server is,
 and threads do not disturb each other in the middle of a step.
 
+What reads much memory for each lane alone (the head of a large vocabulary) is done `together` for all that are ready.
+
 The stage has one random generator, torch's own. Each lane brings its state along and takes it away again, so that what
 a lane samples does not depend on who was quicker.
 """
@@ -12,12 +14,15 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class RandomState:
@@ -60,6 +65,9 @@ class Baton:
         self._lock = threading.Lock()
         self._held = False
         self._ready: deque[Turn] = deque()
+        self._aside: deque[Turn] = deque()
+        """Those that let others go first."""
+        self._shares: list[_Share] = []
 
     def ask(self, turn: Turn) -> None:
         """`turn` is ready to compute: now, if nobody does, else when those before it have handed on."""
@@ -73,11 +81,52 @@ class Baton:
     def hand_on(self) -> None:
         """Who holds the baton needs it no more."""
         with self._lock:
-            if not self._ready:
+            if not self._ready and not self._aside:
                 self._held = False
                 return
-            turn = self._ready.popleft()
+            turn = (self._ready or self._aside).popleft()
         turn.go()
+
+    def step_aside(self, turn: Turn) -> bool:
+        """`turn`, which holds the baton, lets all go first that are ready. False if nobody is."""
+        with self._lock:
+            if not self._ready:
+                return False
+            self._aside.append(turn)
+            following = self._ready.popleft()
+        following.go()
+        return True
+
+    def share(self, value: Any) -> _Share:
+        """A value that waits to be computed with others. For who holds the baton."""
+        self._shares.append(_Share(value))
+        return self._shares[-1]
+
+    def compute(self, work: Callable[[list[Any]], Sequence[Any]]) -> None:
+        """Compute all that waits, and let those that wait for it go on. For who holds the baton."""
+        shares, self._shares = self._shares, []
+        try:
+            for share, result in zip(shares, work([share.value for share in shares]), strict=True):
+                share.result = result
+        except BaseException as error:
+            for share in shares:
+                share.error = error
+        with self._lock:
+            self._ready.extend(self._aside)
+            self._aside.clear()
+
+
+@dataclass
+class _Share:
+    """One lane's part of what is computed together; `result` or `error` is set when it is done."""
+
+    value: Any
+    result: Any = None
+    error: BaseException | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.result is not None or self.error is not None
 
 
 class Turn:
@@ -119,6 +168,24 @@ class Turn:
         if self._ended:
             raise CancelledError
         return future.result()
+
+    def together(self, value: T, work: Callable[[list[T]], Sequence[R]]) -> R:
+        """What `work` makes of `value`; the values of other lanes that are ready to compute now come with it.
+
+        Args:
+            work: values to results, in order, none of them None. The same for all lanes.
+        """
+        share = self._baton.share(value)
+        if self._random is not None:
+            self._random.take()
+        if self._baton.step_aside(self):
+            self._take()
+        if not share.done:
+            self._baton.compute(work)
+        if share.error is not None:
+            raise share.error
+        result: R = share.result
+        return result
 
     def end(self) -> None:
         """Called by another thread: the lane shall wait for nothing any more, now or later."""

@@ -17,6 +17,7 @@ from swarm.client.connection import SwarmConnection
 from swarm.client.distributed import Active, Distributed, DistributedGeneration
 from swarm.client.local_blocks import LocalBlocks, parse_local_blocks
 from swarm.client.remote_sequential import RemoteLayer, RemoteSequential
+from swarm.client.shared_head import share_head
 from swarm.client.tuning.options import TuningOptions, tuning_options
 from swarm.client.tuning.trained import Trained
 from swarm.data_structures import Span, WireFormat
@@ -202,8 +203,10 @@ def _build(
     object.__setattr__(model, "remote_blocks", blocks)
     object.__setattr__(model, "swarm", connection)
     object.__setattr__(model, "_active", Active())
-    if task == "CAUSAL_LM" and not hasattr(model, "lm_head"):
-        object.__setattr__(model, "lm_head", model.get_output_embeddings())
+    if task == "CAUSAL_LM":
+        if not hasattr(model, "lm_head"):
+            object.__setattr__(model, "lm_head", model.get_output_embeddings())
+        share_head(model.lm_head)
     Calls(model, heads.owner, layer)
     model.trained = Trained(heads, checkpoint)
     if stored is not None:

@@ -94,7 +94,10 @@ def authorized(service: Service, headers: Headers) -> Key | None:
 
 
 class NeedsKey:
-    """Lets through to `app` who has a key, or everybody if the status is public."""
+    """Lets through to the addresses under `/api` who has a key, or everybody if the status is public.
+
+    The page itself is open: it is the same for all, and asks for the key.
+    """
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
@@ -102,7 +105,7 @@ class NeedsKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            if not self._service.settings.public_status:
+            if not self._service.settings.public_status and "/api/" in scope["path"]:
                 authorized(self._service, Headers(scope=scope))
         except WrongKey as failure:
             await failed(failure)(scope, receive, send)

@@ -175,3 +175,73 @@ def test_a_turn_without_a_random_state_leaves_the_generator_alone() -> None:
         turn.wait(done)
         values.append(float(torch.rand(())))
     assert values == expected
+
+
+class Counted:
+    """Doubles numbers, and remembers which came together."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[int]] = []
+
+    def __call__(self, values: list[int]) -> list[int]:
+        self.calls.append(sorted(values))
+        if 13 in values:
+            raise ZeroDivisionError
+        return [2 * value for value in values]
+
+
+def together(threads: Threads, values: list[int], leaving: tuple[int, ...] = ()) -> tuple[Counted, dict[int, object]]:
+    """Lanes whose answers come while another one computes; those of `leaving` compute nothing together."""
+    baton, work = Baton(), Counted()
+    answers: dict[int, Future[None]] = {value: Future() for value in values}
+    waiting = [threading.Event() for _ in values]
+    found: dict[int, object] = {}
+
+    def lane(value: int, event: threading.Event) -> None:
+        with Turn(baton) as turn:
+            event.set()
+            turn.wait(answers[value])
+            if value in leaving:
+                return
+            try:
+                found[value] = turn.together(value, work)
+            except ZeroDivisionError as error:
+                found[value] = error
+
+    for value, event in zip(values, waiting, strict=True):
+        threads.start(lambda value=value, event=event: lane(value, event))
+    for event in waiting:
+        assert event.wait(10)
+    with Turn(baton):
+        for answer in answers.values():
+            answer.set_result(None)
+    threads.join()
+    return work, found
+
+
+def test_who_is_ready_at_the_same_time_computes_together(threads: Threads) -> None:
+    work, found = together(threads, [1, 2, 3, 4])
+    assert work.calls == [[1, 2, 3, 4]]
+    assert found == {1: 2, 2: 4, 3: 6, 4: 8}
+
+
+def test_who_has_nobody_beside_it_computes_alone(threads: Threads) -> None:
+    work, found = together(threads, [5])
+    assert (work.calls, found) == ([[5]], {5: 10})
+    with Turn(Baton()) as turn:
+        assert turn.together(6, work) == 12
+
+
+@pytest.mark.parametrize("leaving", [(4,), (1,), (2, 3, 4), (1, 2, 3)])
+def test_a_lane_that_leaves_first_keeps_nobody_waiting(threads: Threads, leaving: tuple[int, ...]) -> None:
+    work, found = together(threads, [1, 2, 3, 4], leaving)
+    stay = [value for value in (1, 2, 3, 4) if value not in leaving]
+    assert work.calls == [stay]
+    assert found == {value: 2 * value for value in stay}
+
+
+def test_what_fails_fails_for_all_that_were_in_it(threads: Threads) -> None:
+    work, found = together(threads, [1, 13, 2])
+    assert work.calls == [[1, 2, 13]]
+    assert all(isinstance(error, ZeroDivisionError) for error in found.values())
+    assert len(found) == 3

@@ -1,0 +1,73 @@
+"""What lanes gain from a head that is computed for all of them together.
+
+    python -m benchmarks.heads [--width 1024] [--vocabulary 151936] [--lanes 8] [--steps 20]
+
+Threads take turns at a baton as the lanes of a client or the requests of a gateway do: each waits for an answer that is
+there at once, then computes its head, of random weights in fp32, one torch thread. Only the head is measured: with a
+plain head and with the shared one, in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import threading
+import time
+from concurrent.futures import Future
+
+import torch
+from torch import nn
+
+from benchmarks import machine
+from benchmarks.chain import spread
+from swarm.client.baton import Baton, Turn
+from swarm.client.shared_head import share_head
+
+
+def run(head: nn.Module, width: int, lanes: int, steps: int) -> float:
+    """Seconds a token, all lanes together."""
+    baton = Baton()
+    answered: Future[None] = Future()
+    answered.set_result(None)
+
+    def lane() -> None:
+        with torch.no_grad(), Turn(baton) as turn:
+            for _ in range(steps):
+                turn.wait(answered)
+                head(torch.randn(1, 1, width))
+
+    threads = [threading.Thread(target=lane) for _ in range(lanes)]
+    began = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return (time.perf_counter() - began) / (lanes * steps)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--vocabulary", type=int, default=151_936)
+    parser.add_argument("--lanes", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    plain = nn.Linear(arguments.width, arguments.vocabulary, bias=False)
+    shared = nn.Linear(arguments.width, arguments.vocabulary, bias=False)
+    share_head(shared)
+    times: dict[str, list[float]] = {"each lane its own product": [], "together": []}
+    for _ in range(arguments.repeats):
+        for found, head in zip(times.values(), (plain, shared), strict=True):
+            found.append(run(head, arguments.width, arguments.lanes, arguments.steps) * 1e3)
+    ratios = [alone / together for alone, together in zip(*times.values(), strict=True)]
+    print(", ".join(f"{name} {value}" for name, value in machine.describe().items()), end="\n\n")
+    print(f"{arguments.lanes} lanes, head of {arguments.width} x {arguments.vocabulary}, fp32; median (range)\n")
+    print("| | ms a token |\n| --- | --- |")
+    for name, found in times.items():
+        print(f"| {name} | {spread(found)} |")
+    print(f"| times as fast | {spread(ratios)} |")
+
+
+if __name__ == "__main__":
+    main()
