@@ -10,13 +10,15 @@ import pytest
 from tests.browser import HOST, open_page, run_browser, serve_files
 
 SHOW = """
-async ([text, cuts]) => {
+async (cases) => {
   const { MarkdownView } = await import("/page/markdown.js");
-  const container = document.createElement("div");
-  const view = new MarkdownView(container);
-  for (const cut of cuts) view.update(text.slice(0, cut));
-  view.update(text);
-  return container.innerHTML;
+  return cases.map(([text, cuts]) => {
+    const container = document.createElement("div");
+    const view = new MarkdownView(container);
+    for (const cut of cuts) view.update(text.slice(0, cut));
+    view.update(text);
+    return container.innerHTML;
+  });
 }
 """
 SHOWN_TEXT = """
@@ -88,8 +90,9 @@ def page():
         yield opened
 
 
-def show(page: Any, text: str, cuts: list[int] | None = None) -> str:
-    return str(page.evaluate(SHOW, [text, cuts or []]))
+def show(page: Any, *texts: tuple[str, list[int]]) -> list[str]:
+    """What is shown of each text after it has grown in these steps (UTF-16 code units) and is whole."""
+    return list(page.evaluate(SHOW, texts))
 
 
 def link(address: str, inner: str) -> str:
@@ -136,19 +139,20 @@ def link(address: str, inner: str) -> str:
     ],
 )
 def test_markdown_becomes_these_nodes(page, text, wanted):
-    assert show(page, text) == wanted
+    assert show(page, (text, [])) == [wanted]
 
 
 def test_code_keeps_every_character(page):
     text = "```python\ndef f():\n    return '<b>&amp;</b>' # `*x*`\n\n\n```\nafter"
-    shown = show(page, text)
+    (shown,) = show(page, (text, []))
     assert "<code>def f():\n    return '&lt;b&gt;&amp;amp;&lt;/b&gt;' # `*x*`\n\n</code>" in shown
     assert "<span>python</span>" in shown
     assert shown.endswith("<p>after</p>")
 
 
 def test_a_table_has_its_columns(page):
-    shown = show(page, "Look:\n| a | b |\n|:--|--:|\n| `x\\|y` | 2 |\n| 3 |\n\nend")
+    text = "Look:\n| a | b |\n|:--|--:|\n| `x\\|y` | 2 |\n| 3 |\n\nend"
+    (shown,) = show(page, (text, []))
     assert shown.startswith("<p>Look:</p>")
     assert '<th class="start">a</th><th class="end">b</th>' in shown
     assert '<td class="start"><code>x|y</code></td><td class="end">2</td>' in shown
@@ -161,7 +165,8 @@ def test_what_grows_token_by_token_looks_like_the_whole(page):
     for _ in range(250):
         text = "".join(chance.choices(PIECES, k=chance.randint(1, 40)))
         cuts = sorted(chance.sample(range(len(text) + 1), k=min(len(text), 25)))
-        assert show(page, text, cuts) == show(page, text), (text, cuts)
+        grown, whole = show(page, (text, cuts), (text, []))
+        assert grown == whole, (text, cuts)
         seen = page.evaluate(SHOWN_TEXT, text)
         assert set(seen["tags"]) <= TAGS, text
         assert set(seen["attributes"]) <= ATTRIBUTES, text

@@ -70,9 +70,11 @@ export class Answering {
 
   #takeNews(event) {
     if (event.kind === "lost") {
-      this.#tell("trouble", "A server was lost in mid-answer. The swarm is finding another way; nothing written is lost.");
+      const hope = "The swarm is finding another way; nothing written is lost.";
+      this.#tell("trouble", `A server was lost in mid-answer. ${hope}`);
     } else if (event.kind === "missing") {
-      this.#tell("trouble", `Nobody holds blocks ${String(event.blocks).slice(0, 80)} at present. Waiting for a server that does.`);
+      const blocks = String(event.blocks).slice(0, 80);
+      this.#tell("trouble", `Nobody holds blocks ${blocks} at present. Waiting for a server that does.`);
     } else if (event.kind === "recovered" && Number.isFinite(event.seconds)) {
       this.node.recoveries = [...(this.node.recoveries ?? []), event.seconds];
       this.#tell("good", "A server was lost; the swarm has recovered and goes on.");

@@ -3,7 +3,7 @@
 import { Chat } from "./chat.js";
 import { newConversation, shownPath } from "./conversation.js";
 import { ask } from "./dialogs.js";
-import { byId, element } from "./dom.js";
+import { byId, element, textButton } from "./dom.js";
 import { apiKey, fetchModels, fetchSwarm } from "./gateway.js";
 import { connectSettings } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
@@ -115,8 +115,9 @@ class Page {
 
   /** Ask for a key. True if one was given. */
   async askForKey(reason) {
-    const field = { type: "password", value: apiKey.read() ?? "", placeholder: "sk-swarm-…", autocomplete: "off", spellcheck: "false" };
-    const key = await ask({ title: "API key", text: `${reason} The key stays in this browser.`, field, verb: "Use this key" });
+    const field = { type: "password", value: apiKey.read() ?? "", placeholder: "sk-swarm-…", autocomplete: "off" };
+    const text = `${reason} The key stays in this browser.`;
+    const key = await ask({ title: "API key", text, field, verb: "Use this key" });
     if (key === null) return false;
     apiKey.keep(key);
     return true;
@@ -221,10 +222,7 @@ class Page {
     banner.hidden = text === null;
     if (text === null || banner.dataset.text === text) return;
     banner.dataset.text = text;
-    banner.replaceChildren(
-      element("span", { text }),
-      element("button", { type: "button", class: "plain", text: verb, on: { click: action } }),
-    );
+    banner.replaceChildren(element("span", { text }), textButton(verb, action));
   }
 }
 

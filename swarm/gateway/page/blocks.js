@@ -111,7 +111,8 @@ function task(inner, depth) {
 
 function startsTable(lines, at) {
   const next = lines[at + 1];
-  if (!lines[at].includes("|") || next === undefined || next.length > LONGEST_MARK || !TABLE_RULE.test(next)) return false;
+  if (!lines[at].includes("|") || next === undefined || next.length > LONGEST_MARK) return false;
+  if (!TABLE_RULE.test(next)) return false;
   return next.includes("-") && cells(lines[at]).length === cells(next).length;
 }
 

@@ -70,13 +70,14 @@ export function titleOf(text) {
 }
 
 /**
- * A conversation from what the browser kept, or null if it is none: an older page or another program may have written it.
- * An answer that was under way is marked as stopped.
+ * A conversation from what the browser kept, or null if it is none: anything may have been written there. An answer that
+ * was under way is marked as stopped.
  */
 export function revive(value) {
   if (!isRecord(value) || typeof value.id !== "string" || !isRecord(value.nodes)) return null;
   const nodes = Object.entries(value.nodes);
-  if (nodes.length > MOST_MESSAGES || !nodes.every(([id, node]) => isNode(value, id, node)) || !isTree(value)) return null;
+  if (nodes.length > MOST_MESSAGES) return null;
+  if (!nodes.every(([id, node]) => isNode(value, id, node)) || !isTree(value)) return null;
   for (const [, node] of nodes) if (node.state === "running") node.state = "stopped";
   const numbers = [value.created, value.updated].map((time) => (Number.isFinite(time) ? time : 0));
   const [title, model] = [value.title, value.model].map((text) => (typeof text === "string" ? text : ""));

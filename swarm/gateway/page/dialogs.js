@@ -1,6 +1,6 @@
 // Questions to the reader, in the browser's own dialog: it keeps the focus inside and closes with Esc.
 
-import { byId, element } from "./dom.js";
+import { byId, element, textButton } from "./dom.js";
 
 /**
  * Asks something. `field`, if given, are the attributes of an input; `verb` is the button that agrees.
@@ -22,7 +22,7 @@ export function ask({ title, text = null, field = null, verb, isDangerous = fals
       element(
         "div",
         { class: "row" },
-        element("button", { type: "button", class: "plain", text: "Cancel", on: { click: () => dialog.close() } }),
+        textButton("Cancel", () => dialog.close()),
         element("button", { type: "submit", class: isDangerous ? "primary danger" : "primary", text: verb }),
       ),
     );

@@ -11,7 +11,7 @@ export function element(tag, properties = {}, ...children) {
   for (const [name, value] of Object.entries(properties)) {
     if (value === null || value === undefined || value === false) continue;
     if (name === "text") node.textContent = value;
-    else if (name === "on") for (const [event, listener] of Object.entries(value)) node.addEventListener(event, listener);
+    else if (name === "on") Object.entries(value).forEach(([event, listener]) => node.addEventListener(event, listener));
     else if (name === "dataset") Object.assign(node.dataset, value);
     else node.setAttribute(name, value === true ? "" : String(value));
   }
@@ -28,6 +28,11 @@ export function icon(name) {
   use.setAttribute("href", `#icon-${name}`);
   svg.append(use);
   return svg;
+}
+
+/** A button with words on it. */
+export function textButton(text, onClick, properties = {}) {
+  return element("button", { type: "button", class: "plain", text, on: { click: onClick }, ...properties });
 }
 
 /** A button that shows an icon only; its label is read out and shown as a tooltip. */

@@ -9,7 +9,8 @@ const MOST_LIGHTS = 12;
 export function readHops(hops) {
   if (!Array.isArray(hops) || !hops.length) return null;
   const text = (value) => (typeof value === "string" ? value.slice(0, 200) : "");
-  return hops.slice(0, MOST_HOPS).map((hop) => ({ blocks: text(hop?.blocks), peer: text(hop?.peer), name: text(hop?.name) }));
+  const read = (hop) => ({ blocks: text(hop?.blocks), peer: text(hop?.peer), name: text(hop?.name) });
+  return hops.slice(0, MOST_HOPS).map(read);
 }
 
 /** Figures from the gateway's `done` event: numbers only, what it does not know is absent. */

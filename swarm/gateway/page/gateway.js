@@ -99,7 +99,8 @@ function kindOf(status) {
 }
 
 function whichKey() {
-  return apiKey.read() ? "This gateway does not know this key." : "This gateway asks who you are. Whoever runs it can give you a key.";
+  if (apiKey.read()) return "This gateway does not know this key.";
+  return "This gateway asks who you are. Whoever runs it can give you a key.";
 }
 
 function lostConnection() {

@@ -5,7 +5,9 @@ export const LONGEST_FORMATTED = 20_000;
 
 const DEEPEST = 12;
 const SAFE_SCHEMES = new Set(["http:", "https:", "mailto:"]);
-const LINK_TARGET = /\]\([ \n]{0,4}<?([^\s<>()]{1,2000}(?:\([^\s<>()]{0,500}\)[^\s<>()]{0,500})?)>?(?:[ \n]+"[^"\n]{0,500}")?[ \n]{0,4}\)/y;
+const ADDRESS = /[^\s<>()]{1,2000}(?:\([^\s<>()]{0,500}\)[^\s<>()]{0,500})?/.source; // may hold one (pair)
+const TITLE = /(?:[ \n]{1,4}"[^"\n]{0,500}")?/.source;
+const LINK_TARGET = new RegExp(`\\]\\([ \\n]{0,4}<?(${ADDRESS})>?${TITLE}[ \\n]{0,4}\\)`, "y");
 const BARE_LINK = /https?:\/\/[^\s<>"'`\])}*]{1,2000}/y;
 const PLAIN = /[^\\`*_~[\]!h\n]+/y;
 const PUNCTUATION = /[!-/:-@[-`{-~]/;
@@ -155,7 +157,7 @@ class Scanner {
   }
 }
 
-/** Where backticks stand, found once: the length of each run by its place, and the places of each length, last first. */
+/** Where backticks stand, found once: each run's length by its place, and the places of each length, last first. */
 function backticks(text) {
   const runs = new Map();
   const byLength = new Map();

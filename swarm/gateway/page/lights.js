@@ -31,7 +31,8 @@ export function showLights(canvas) {
 function makeLight(index) {
   const angle = index * 2.39996;
   const distance = Math.sqrt((index + 0.5) / COUNT);
-  return { angle, distance, phase: index * 1.7, pace: 0.00022 + 0.00013 * ((index * 7) % 5), size: 1.1 + ((index * 5) % 7) * 0.28 };
+  const pace = 0.00022 + 0.00013 * ((index * 7) % 5);
+  return { angle, distance, pace, phase: index * 1.7, size: 1.1 + ((index * 5) % 7) * 0.28 };
 }
 
 function place(light, now, width, height) {

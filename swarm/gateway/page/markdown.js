@@ -82,8 +82,9 @@ function drawBlock(block) {
 
 function drawCode({ text, language }) {
   const code = element("code", { text });
-  const copy = element("button", { type: "button", class: "copy-code" }, icon("copy"), element("span", { text: "Copy" }));
-  copy.addEventListener("click", () => copyText(code.textContent, copy.lastChild));
+  const label = element("span", { text: "Copy" });
+  const listener = { click: () => copyText(code.textContent, label) };
+  const copy = element("button", { type: "button", class: "copy-code", on: listener }, icon("copy"), label);
   const bar = element("div", { class: "code-bar" }, element("span", { text: language || "text" }), copy);
   return element("div", { class: "code" }, bar, element("pre", { tabindex: "0" }, code));
 }

@@ -1,6 +1,6 @@
 // How one message looks: text, versions, figures, the route, notices and errors. Knows nothing of requests.
 
-import { element, icon, iconButton } from "./dom.js";
+import { element, icon, iconButton, textButton } from "./dom.js";
 import { drawFacts, drawLights } from "./facts.js";
 import { copyText, MarkdownView } from "./markdown.js";
 
@@ -16,10 +16,10 @@ export class MessageView {
     this.body = element("div", { class: this.isUser ? "bubble" : "body" });
     this.notice = element("div", { class: "notice", hidden: true });
     this.foot = element("div", { class: "foot" });
-    this.facts = element("details", { class: "facts", hidden: true });
+    this.facts = element("div", { class: "facts", role: "group", "aria-label": "How this was computed", hidden: true });
     const label = this.isUser ? "You" : `Answer${node.model ? ` of ${node.model}` : ""}`;
     const parts = this.isUser ? [this.body, this.foot] : [this.body, this.notice, this.foot, this.facts];
-    this.element = element("article", { class: `message ${node.role}`, "aria-label": label, dataset: { id: node.id } }, ...parts);
+    this.element = element("article", { class: `message ${node.role}`, "aria-label": label }, ...parts);
     this.markdown = this.isUser ? null : new MarkdownView(this.body);
     if (this.isUser) this.body.textContent = node.text;
   }
@@ -38,7 +38,7 @@ export class MessageView {
     if (look === this.look) return; // the foot stays while the text grows, and so does the focus in it
     this.look = look;
     this.foot.replaceChildren(...this.#footParts(version));
-    if (!this.isUser) this.#drawFacts();
+    if (!this.isUser) this.facts.replaceChildren(...drawFacts(node));
   }
 
   #drawNotice(notice) {
@@ -50,14 +50,17 @@ export class MessageView {
     this.notice.hidden = kind === "";
     this.notice.className = `notice ${kind}`;
     if (kind === "failed") this.notice.replaceChildren(...this.#failure());
-    else if (kind) this.notice.replaceChildren(wanderingLights(), element("span", { text: notice?.text ?? "Waiting for the first words" }));
+    else if (kind) {
+      const text = notice?.text ?? "Waiting for the first words";
+      this.notice.replaceChildren(wanderingLights(), element("span", { text }));
+    }
     if (kind === "failed") this.notice.setAttribute("role", "alert");
     else this.notice.removeAttribute("role");
   }
 
   #failure() {
     const { message, retryAfter, at } = this.node.error;
-    const button = element("button", { type: "button", class: "plain again", on: { click: () => this.actions.retry(this.node.id) } });
+    const button = textButton("", () => this.actions.retry(this.node.id), { class: "plain again" });
     countDown(button, retryAfter === null ? 0 : at + retryAfter * 1000);
     return [element("p", { text: message }), button];
   }
@@ -72,14 +75,16 @@ export class MessageView {
     else if (!node.error) parts.push(iconButton("again", "Write another answer", () => actions.regenerate(node.id)));
     if (!this.isUser) parts.push(...this.#figures());
     if (!this.isUser && this.actions.canGoOn(node)) {
-      parts.push(element("button", { type: "button", class: "figures", text: "Go on", on: { click: () => actions.goOn(node.id) } }));
+      parts.push(textButton("Go on", () => actions.goOn(node.id), { class: "figures" }));
     }
     return parts;
   }
 
   #versions({ number, count, before, after }) {
-    const turn = (direction, label, isThere) =>
-      iconButton(direction, label, () => this.actions.choose(this.node.id, direction), { disabled: !isThere, dataset: { direction } });
+    const turn = (direction, label, isThere) => {
+      const properties = { disabled: !isThere, dataset: { direction } };
+      return iconButton(direction, label, () => this.actions.choose(this.node.id, direction), properties);
+    };
     return element(
       "span",
       { class: "versions", role: "group", "aria-label": "Versions" },
@@ -99,22 +104,16 @@ export class MessageView {
     if (!words.length && !route) return [];
     const button = element(
       "button",
-      { type: "button", class: "figures", "aria-expanded": String(this.facts.open), title: routeTitle(route) },
+      { type: "button", class: "figures", "aria-expanded": String(!this.facts.hidden), title: routeTitle(route) },
       route ? drawLights(route) : null,
       element("span", { text: words.join(" · ") || `${route.length} ${route.length === 1 ? "hop" : "hops"}` }),
     );
     button.addEventListener("click", () => {
-      this.facts.open = !this.facts.open;
-      this.facts.hidden = !this.facts.open;
-      button.setAttribute("aria-expanded", String(this.facts.open));
-      if (this.facts.open) this.facts.scrollIntoView({ block: "nearest" });
+      this.facts.hidden = !this.facts.hidden;
+      button.setAttribute("aria-expanded", String(!this.facts.hidden));
+      if (!this.facts.hidden) this.facts.scrollIntoView({ block: "nearest" });
     });
     return [button];
-  }
-
-  #drawFacts() {
-    this.facts.hidden = !this.facts.open;
-    this.facts.replaceChildren(element("summary", { class: "hidden", text: "How this was computed" }), ...drawFacts(this.node));
   }
 
   #copy(button) {
@@ -126,7 +125,8 @@ export class MessageView {
 
   /** Let the reader change this message; it is sent again as a new version. */
   startEdit() {
-    const field = element("textarea", { "aria-label": "Edit the message", rows: Math.min(this.node.text.split("\n").length + 1, 12) });
+    const rows = Math.min(this.node.text.split("\n").length + 1, 12);
+    const field = element("textarea", { "aria-label": "Edit the message", rows });
     field.value = this.node.text;
     const end = () => {
       form.replaceWith(this.body);
@@ -137,8 +137,8 @@ export class MessageView {
       end();
       if (text) this.actions.edit(this.node.id, text);
     };
-    const cancel = element("button", { type: "button", class: "plain", text: "Cancel", on: { click: end } });
-    const row = element("div", { class: "row" }, cancel, element("button", { type: "submit", class: "primary", text: "Send" }));
+    const agree = element("button", { type: "submit", class: "primary", text: "Send" });
+    const row = element("div", { class: "row" }, textButton("Cancel", end), agree);
     const form = element("form", { class: "edit" }, field, row);
     form.addEventListener("submit", (event) => {
       event.preventDefault();

@@ -43,7 +43,8 @@ export class Sidebar {
   /** Draw the list; `current` is the id of the conversation that is shown. */
   draw(current) {
     const conversations = this.page.store.list();
-    const look = JSON.stringify([current, conversations.map(({ id, title, updated }) => [id, title, when(updated), this.page.isRunning(id)])]);
+    const lines = conversations.map(({ id, title, updated }) => [id, title, when(updated), this.page.isRunning(id)]);
+    const look = JSON.stringify([current, lines]);
     if (look === this.look) return; // the focus stays where it is
     this.look = look;
     const groups = Map.groupBy(conversations, ({ updated }) => when(updated));
@@ -51,8 +52,8 @@ export class Sidebar {
       element("h2", { text: title }),
       element("ul", {}, ...members.map((conversation) => this.#item(conversation, conversation.id === current))),
     ]);
-    const empty = element("p", { class: "empty", text: "Your conversations stay in this browser and will be listed here." });
-    this.list.replaceChildren(...(parts.length ? parts.flat() : [empty]));
+    const empty = "Your conversations stay in this browser and will be listed here.";
+    this.list.replaceChildren(...(parts.length ? parts.flat() : [element("p", { class: "empty", text: empty })]));
   }
 
   #item(conversation, isCurrent) {
@@ -67,7 +68,8 @@ export class Sidebar {
       this.closeDrawer();
       this.page.open(conversation.id);
     });
-    const more = iconButton("more", `More for ${title}`, () => this.#openMenu(conversation, more), { class: "icon-button more" });
+    const openMenu = () => this.#openMenu(conversation, more);
+    const more = iconButton("more", `More for ${title}`, openMenu, { class: "icon-button more" });
     return element("li", {}, open, more);
   }
 

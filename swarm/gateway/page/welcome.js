@@ -16,6 +16,9 @@ const BEGINNINGS = [
   ["A play", "Enter two servers, one of them out of breath.\nFIRST SERVER:"],
 ];
 
+const CONTINUES =
+  "This model continues texts. It was not trained to chat: write a beginning, and it goes on from there.";
+
 export class Welcome {
   /** `pick(text)` is called with the suggestion that the reader takes. */
   constructor(pick) {
@@ -31,11 +34,12 @@ export class Welcome {
     if (!isShown || look === this.look) return;
     this.look = look;
     const chats = model?.swarm?.chat_template !== false;
+    const suggestions = model ? (chats ? QUESTIONS : BEGINNINGS) : [];
     byId("welcome-title").textContent = chats ? "What shall the swarm think about?" : "How shall the text begin?";
     byId("welcome-model").replaceChildren(...(model ? describe(model, swarm) : ["No model is served here at present."]));
     byId("welcome-note").hidden = chats;
-    byId("welcome-note").textContent = "This model continues texts. It was not trained to chat: write a beginning, and it goes on from there.";
-    byId("suggestions").replaceChildren(...(model ? (chats ? QUESTIONS : BEGINNINGS).map((one) => this.#suggestion(one)) : []));
+    byId("welcome-note").textContent = CONTINUES;
+    byId("suggestions").replaceChildren(...suggestions.map((one) => this.#suggestion(one)));
   }
 
   #suggestion([title, text]) {
@@ -48,7 +52,8 @@ function describe(model, swarm) {
   const parts = [element("strong", { text: shortName(model.id) })];
   const found = carriers(model, swarm);
   if (found !== null) {
-    const text = found === 0 ? "no server carries it at present" : `carried by ${found} ${found === 1 ? "server" : "servers"}`;
+    const many = `carried by ${found} ${found === 1 ? "server" : "servers"}`;
+    const text = found === 0 ? "no server carries it at present" : many;
     parts.push(" ", element("span", { class: found ? "carried" : "carried none", text }));
   }
   return parts;
