@@ -159,6 +159,7 @@ def _in_threads(write: Callable[[int, bool], int], streams: int, seconds: float,
     began = time.perf_counter()
 
     def one() -> None:
+        torch.set_num_threads(1)  # threads do not inherit it
         while time.perf_counter() - began < seconds:
             done.append(write(tokens, True))
 

@@ -146,6 +146,8 @@ class Turn:
         self._ended = False
 
     def __enter__(self) -> Turn:
+        # A new thread's matrix products would take all cores, whatever the process was told.
+        torch.set_num_threads(torch.get_num_threads())
         self._baton.ask(self)
         self._take()
         _current.turn = self
