@@ -86,6 +86,11 @@ class TooSlow(ApiFailure):
     status = 408
     kind = "invalid_request_error"
 
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """The rest of the request is not waited for."""
+        return {**super().headers, "Connection": "close"}
+
 
 class TooLarge(ApiFailure):
     """The request is larger than what this gateway reads."""

@@ -1,0 +1,403 @@
+"""What clients may send by mistake or on purpose, over HTTP, to a gateway of a real three-server swarm."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from swarm.gateway import keys
+from swarm.gateway.keys import Limits
+from swarm.gateway.service import Settings
+from swarm.metrics.endpoint import Address
+from swarm.models.checkpoint import DEMO
+from swarm.models.text import load_tokenizer
+from tests.gateways import GatewayProcess, run_gateway
+from tests.swarms import run_swarm
+
+SPANS = ("0:4", "4:8", "8:12")
+LIMIT = 2 * 2**20
+PATIENCE = 1.5
+SMALL = Settings(concurrent=2, queue=1, read_seconds=PATIENCE, send_seconds=PATIENCE, public_status=True)
+MESSAGES = [{"role": "user", "content": "Once upon a time"}]
+ENDLESS = {"max_tokens": 1000, "logit_bias": {"0": -100}}
+"""The end of a text, token 0, never comes."""
+
+
+@pytest.fixture(scope="module")
+def swarm():
+    with run_swarm(DEMO, SPANS, metrics=Address("127.0.0.1", 0)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def gateway(swarm):
+    with run_gateway(swarm) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def secrets(tmp_path_factory):
+    path = tmp_path_factory.mktemp("keys") / "keys.yaml"
+    limits = {
+        "free": Limits(),
+        "other": Limits(),
+        "requests": Limits(requests_per_minute=2),
+        "tokens": Limits(tokens_per_minute=30),
+        "concurrent": Limits(concurrent=1),
+    }
+    return path, {name: keys.add(path, name, limit) for name, limit in limits.items()}
+
+
+@pytest.fixture(scope="module")
+def guarded(swarm, secrets):
+    """A gateway with keys, of little patience and little room."""
+    with run_gateway(swarm, settings=SMALL, keys=secrets[0]) as running:
+        yield running
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"model": "demo", "messages": MESSAGES, "max_tokens": 4, **fields}
+
+
+def post(
+    gateway: GatewayProcess, body: Any, path: str = "chat/completions", secret: str | None = None
+) -> httpx.Response:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"}
+    if secret is not None:
+        headers["Authorization"] = f"Bearer {secret}"
+    return httpx.post(f"{gateway.api}/{path}", content=content, headers=headers, timeout=60)
+
+
+def refusal(reply: httpx.Response) -> tuple[int, str, str | None, str | None]:
+    """Status, message, param and code, in OpenAI's form."""
+    error = reply.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return reply.status_code, error["message"], error["param"], error["code"]
+
+
+def gauge(url: str, name: str) -> float:
+    lines = httpx.get(url).text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
+
+
+def count(gateway: GatewayProcess, name: str) -> float:
+    return gauge(f"{gateway.url}/metrics", name)
+
+
+def wait_until(true: Any, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def wait_idle(gateway: GatewayProcess) -> None:
+    wait_until(lambda: count(gateway, "swarm_gateway_running") == count(gateway, "swarm_gateway_waiting") == 0)
+
+
+@contextmanager
+def running(gateway: GatewayProcess, secret: str) -> Iterator[None]:
+    """A request that runs, until the end of the block."""
+    body = chat(stream=True, **ENDLESS)
+    headers = {"Authorization": f"Bearer {secret}"}
+    with httpx.stream("POST", f"{gateway.api}/chat/completions", json=body, headers=headers, timeout=60) as reply:
+        lines = reply.iter_lines()
+        assert next(lines).startswith("data: ")
+        yield
+
+
+def connect(gateway: GatewayProcess) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", gateway.port), timeout=30)
+
+
+def request_head(length: int, *more: str) -> bytes:
+    lines = ["POST /v1/chat/completions HTTP/1.1", "Host: x", f"Content-Length: {length}", *more, "", ""]
+    return "\r\n".join(lines).encode()
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """What comes until the other side hangs up."""
+    parts = []
+    while part := connection.recv(65536):
+        parts.append(part)
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "the body is not JSON that can be read: Input data was truncated"),
+        (b"{", "the body is not JSON that can be read: Input data was truncated"),
+        (
+            b'{"model": "demo" "x": 1}',
+            "the body is not JSON that can be read: JSON is malformed: expected ',' or '}' (byte 17)",
+        ),
+        (b"\xff\xfe", "the body is not JSON that can be read: JSON is malformed: invalid character (byte 0)"),
+        (b"[" * 100_000, "Expected `object`, got `array`"),
+        (b"null", "Expected `object`, got `null`"),
+    ],
+)
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_broken_json(gateway, body, message, path):
+    status, said, _, _ = refusal(post(gateway, body, path))
+    assert (status, said) == (400, message)
+
+
+DEEP = b'{"model": "demo", "messages": [], "user": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+
+
+def test_json_that_is_nested_deeply(gateway):
+    status, said, _, _ = refusal(post(gateway, DEEP))
+    assert status == 400
+    assert said
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("max_tokens", -1, "Expected `int` >= 1, at `max_tokens`"),
+        ("max_tokens", 0, "Expected `int` >= 1, at `max_tokens`"),
+        ("max_tokens", 2.5, "Expected `int | null`, got `float`, at `max_tokens`"),
+        ("max_tokens", "4", "Expected `int | null`, got `str`, at `max_tokens`"),
+        ("max_completion_tokens", -1, "Expected `int` >= 1, at `max_completion_tokens`"),
+        ("model", 5, "Expected `str`, got `int`, at `model`"),
+        ("messages", {}, "Expected `array`, got `object`, at `messages`"),
+        ("messages", ["hi"], "Expected `object`, got `str`, at `messages[0]`"),
+        ("temperature", "hot", "Expected `float | null`, got `str`, at `temperature`"),
+        ("temperature", -0.1, "Expected `float` >= 0.0, at `temperature`"),
+        ("top_p", 1.1, "Expected `float` <= 1.0, at `top_p`"),
+        ("n", 0, "Expected `int` >= 1, at `n`"),
+        ("n", True, "Expected `int | null`, got `bool`, at `n`"),
+        ("stop", 5, "Expected `str | array | null`, got `int`, at `stop`"),
+        ("stop", ["a"] * 17, "Expected `array` of length <= 16, at `stop`"),
+        ("seed", "x", "Expected `int | null`, got `str`, at `seed`"),
+        ("stream", "yes", "Expected `bool | null`, got `str`, at `stream`"),
+        ("stream_options", [], "Expected `object | null`, got `array`, at `stream_options`"),
+        ("logprobs", 1, "Expected `bool | null`, got `int`, at `logprobs`"),
+        ("presence_penalty", "x", "Expected `float | null`, got `str`, at `presence_penalty`"),
+        ("frequency_penalty", -2.5, "Expected `float` >= -2.0, at `frequency_penalty`"),
+        ("logit_bias", [], "Expected `object | null`, got `array`, at `logit_bias`"),
+        ("logit_bias", {"x": 1}, "'x' is not one of the model's 2048 tokens"),
+        ("logit_bias", {"2048": 1}, "'2048' is not one of the model's 2048 tokens"),
+        ("response_format", "json", "Expected `object | null`, got `str`, at `response_format`"),
+        ("response_format", {"type": "yaml"}, "response_format: Invalid enum value 'yaml' - at `type`"),
+        ("tools", {}, "Expected `array | null`, got `object`, at `tools`"),
+        ("top_k", 0, "Expected `int` >= 1, at `top_k`"),
+    ],
+)
+def test_wrong_types_and_ranges(gateway, field, value, message):
+    status, said, param, _ = refusal(post(gateway, chat(**{field: value})))
+    assert (status, said) == (400, message)
+    assert param is not None
+    assert param.startswith(field)
+
+
+@pytest.mark.parametrize("missing", ["model", "messages"])
+def test_missing_fields(gateway, missing):
+    body = {name: value for name, value in chat().items() if name != missing}
+    assert refusal(post(gateway, body)) == (400, f"Object missing required field `{missing}`", missing, None)
+
+
+def test_an_unknown_model(gateway):
+    message = "the model 'gpt-9' is not served here; this gateway has demo"
+    for path, body in {
+        "chat/completions": chat(model="gpt-9"),
+        "completions": {"model": "gpt-9", "prompt": "a"},
+    }.items():
+        assert refusal(post(gateway, body, path)) == (404, message, "model", "model_not_found")
+    assert refusal(httpx.get(f"{gateway.api}/models/gpt-9")) == (404, message, "model", "model_not_found")
+
+
+def test_unknown_addresses_and_methods(gateway):
+    assert refusal(httpx.get(f"{gateway.api}/engines"))[:2] == (404, "there is nothing at /v1/engines")
+    reply = httpx.get(f"{gateway.api}/chat/completions")
+    assert refusal(reply)[:2] == (405, "/v1/chat/completions does not take GET")
+    assert reply.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize("path", ["/page/../app.py", "/page/%2e%2e/app.py", "/page/..%2fapp.py", "/page//etc/passwd"])
+def test_nothing_beside_the_page_is_shown(gateway, path):
+    with connect(gateway) as connection:
+        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        assert read_all(connection).split()[1] == b"404"
+
+
+def test_a_prompt_of_10_mb_is_not_read(gateway):
+    body = chat(messages=[{"role": "user", "content": "a" * (10 * 2**20)}])
+    message = f"the request has more than {LIMIT} bytes, which is the most that is read here"
+    assert refusal(post(gateway, body)) == (413, message, None, "too_large")
+
+
+def test_a_prompt_of_10_mb_in_pieces_is_not_read(gateway):
+    """Its length is not announced."""
+    with connect(gateway) as connection:
+        connection.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
+        piece = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
+        for _ in range(LIMIT // 0x10000 + 1):
+            connection.sendall(piece)
+        head, _, body = read_all(connection).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 413 ")
+    assert json.loads(body)["error"]["code"] == "too_large"
+
+
+def test_a_prompt_that_is_longer_than_the_models_texts(gateway):
+    prompt = "word " * 20_000
+    tokens = len(load_tokenizer(DEMO)(prompt)["input_ids"])
+    message = f"the prompt has {tokens} tokens; texts of demo have at most 1024"
+    reply = post(gateway, {"model": "demo", "prompt": prompt}, "completions")
+    assert refusal(reply) == (400, message, "prompt", "context_length_exceeded")
+
+
+def test_keys(guarded, secrets):
+    say = "whoever runs the gateway makes keys with `swarm keys add`"
+    missing = (401, f"say who you are: Authorization: Bearer KEY; {say}", None, "invalid_api_key")
+    wrong = (401, f"this gateway does not know the key; {say}", None, "invalid_api_key")
+    assert refusal(post(guarded, chat())) == missing
+    assert refusal(post(guarded, chat(), secret="sk-swarm-wrong")) == wrong
+    assert refusal(httpx.get(f"{guarded.api}/models", headers={"Authorization": "Basic x"})) == wrong
+    assert refusal(post(guarded, b"{", secret="x" * 5000)) == wrong  # before anything is read
+    assert post(guarded, chat(), secret=secrets[1]["free"]).status_code == 200
+
+
+def test_requests_of_a_key(guarded, secrets):
+    secret = secrets[1]["requests"]
+    assert [post(guarded, chat(), secret=secret).status_code for _ in range(2)] == [200, 200]
+    reply = post(guarded, chat(), secret=secret)
+    seconds = reply.headers["retry-after"]
+    assert 1 <= int(seconds) <= 60
+    message = f"this key may begin 2 requests a minute: try again in {seconds} s"
+    assert refusal(reply) == (429, message, None, "rate_limit_exceeded")
+    assert reply.json()["error"]["type"] == "rate_limit_error"
+
+
+def test_tokens_of_a_key(guarded, secrets):
+    secret = secrets[1]["tokens"]
+    prompt = len(load_tokenizer(DEMO)(MESSAGES[0]["content"])["input_ids"])
+    reply = post(guarded, chat(max_tokens=100), secret=secret)
+    message = f"prompt and max_tokens are {prompt + 100} tokens, and this key may use 30 a minute: ask for fewer"
+    assert refusal(reply) == (429, message, None, "rate_limit_exceeded")
+    used = post(guarded, chat(max_tokens=10, logit_bias={"0": -100}), secret=secret).json()["usage"]["total_tokens"]
+    assert used == prompt + 10
+    reply = post(guarded, chat(max_tokens=20), secret=secret)
+    message = (
+        f"this key may use 30 tokens a minute and has {30 - used} left; this request reserves {prompt + 20} "
+        f"(prompt and max_tokens): try again in {reply.headers['retry-after']} s, or ask for fewer"
+    )
+    assert refusal(reply) == (429, message, None, "rate_limit_exceeded")
+    assert post(guarded, chat(max_tokens=30 - used - prompt), secret=secret).status_code == 200
+
+
+def test_requests_of_a_key_at_once(guarded, secrets):
+    secret = secrets[1]["concurrent"]
+    with running(guarded, secret):
+        reply = post(guarded, chat(), secret=secret)
+        message = "this key may have 1 requests at once: wait until one has ended"
+        assert refusal(reply) == (429, message, None, "rate_limit_exceeded")
+        assert reply.headers["retry-after"] == "1"
+        assert post(guarded, chat(), secret=secrets[1]["free"]).status_code == 200
+    wait_idle(guarded)
+    assert post(guarded, chat(), secret=secret).status_code == 200
+
+
+def test_a_full_queue(guarded, secrets):
+    free, other = secrets[1]["free"], secrets[1]["other"]
+    with ExitStack() as stack:
+        for secret in (free, other):
+            stack.enter_context(running(guarded, secret))
+        waiting = stack.enter_context(connect(guarded))
+        body = json.dumps(chat()).encode()
+        waiting.sendall(request_head(len(body), f"Authorization: Bearer {free}") + body)
+        wait_until(lambda: count(guarded, "swarm_gateway_waiting") == 1)
+        reply = post(guarded, chat(), secret=free)
+        seconds = reply.headers["retry-after"]
+        message = f"the gateway is busy: 2 requests run and 1 wait; try again in {seconds} s"
+        assert refusal(reply) == (429, message, None, "rate_limit_exceeded")
+        assert httpx.get(f"{guarded.url}/healthz").status_code == 200
+        waiting.close()  # who leaves while it waits makes room
+        wait_until(lambda: count(guarded, "swarm_gateway_waiting") == 0)
+    wait_idle(guarded)
+
+
+def test_a_slow_reader_is_given_up(guarded, secrets, swarm):
+    """It takes nothing; what is kept for it is bounded, its sessions are freed, and others go on."""
+    before = count(guarded, "swarm_gateway_completion_tokens_total")
+    body = json.dumps(chat(n=8, stream=True, logprobs=True, top_logprobs=20, **ENDLESS)).encode()
+    with socket.socket() as reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        reader.connect(("127.0.0.1", guarded.port))
+        reader.sendall(request_head(len(body), f"Authorization: Bearer {secrets[1]['free']}") + body)
+        wait_until(lambda: count(guarded, "swarm_gateway_running") == 1)
+        assert post(guarded, chat(), secret=secrets[1]["other"]).status_code == 200
+        wait_idle(guarded)
+        assert count(guarded, "swarm_gateway_completion_tokens_total") - before < 8 * 1000
+    for server in swarm.working():
+        wait_until(lambda server=server: gauge(server.metrics_url, "swarm_server_sessions_open") == 0)
+
+
+def test_a_slow_sender_of_a_body_is_given_up(guarded, secrets):
+    with connect(guarded) as sender:
+        sender.sendall(request_head(100, f"Authorization: Bearer {secrets[1]['free']}") + b'{"model"')
+        head, _, body = read_all(sender).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 ")
+    assert b"connection: close" in head.lower()
+    assert json.loads(body)["error"]["message"] == "the request did not come within 2 s"
+
+
+def test_slow_senders_of_a_head_are_given_up(gateway):
+    begun = (b"", b"POST /v1/chat", b"GET / HTTP/1.1\r\nHost: x\r\nX-Slow: ")
+    with ExitStack() as stack:
+        senders = [stack.enter_context(connect(gateway)) for _ in begun]
+        for sender, sent in zip(senders, begun, strict=True):
+            sender.sendall(sent)
+        second = stack.enter_context(connect(gateway))
+        second.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        answer = b""
+        while not answer.endswith(b'{"status":"ok"}'):
+            answer += second.recv(65536)
+        second.sendall(b"GET /healthz HTTP/1.1\r\n")  # a second request on the same connection
+        assert [read_all(sender) for sender in (*senders, second)] == [b""] * 4
+
+
+def test_what_is_no_http(gateway):
+    with connect(gateway) as connection:
+        connection.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n")  # TLS
+        assert read_all(connection).startswith(b"HTTP/1.1 400 ")
+
+
+def test_a_head_without_end_is_not_kept(gateway):
+    with connect(gateway) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nX-Long: ")
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            connection.sendall(b"x" * (64 * 2**20))
+
+
+def test_1000_connections_at_once(gateway):
+    """Half of them say nothing, half begin a request; others are served meanwhile."""
+    head = request_head(100) + b'{"model"'
+    with ExitStack() as stack:
+        for number in range(1000):
+            connection = stack.enter_context(connect(gateway))
+            if number % 2:
+                connection.sendall(head)
+        reply = post(gateway, chat())
+        assert reply.status_code == 200
+        assert reply.json()["usage"]["completion_tokens"] >= 1
+        assert httpx.get(f"{gateway.url}/healthz").status_code == 200
+    wait_idle(gateway)
+
+
+def test_after_all_of_it_the_gateway_works(gateway, guarded, secrets):
+    """The last test of this file."""
+    assert post(gateway, chat()).status_code == 200
+    assert post(guarded, chat(), secret=secrets[1]["free"]).status_code == 200
+    assert count(gateway, "swarm_gateway_running") == count(guarded, "swarm_gateway_running") == 0
