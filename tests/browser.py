@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from playwright.sync_api import Browser, BrowserContext, Page, Route, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, Route, expect, sync_playwright
 
 from swarm.gateway.middleware import HEADERS
 
@@ -40,6 +40,7 @@ def chromium() -> str:
 @contextmanager
 def run_browser() -> Iterator[Browser]:
     """A browser that ends with the block."""
+    expect.set_options(timeout=PATIENCE)
     arguments = ["--disable-dev-shm-usage", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium(), args=arguments)
