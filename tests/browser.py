@@ -91,10 +91,51 @@ def serve_files(context: BrowserContext, models: list[dict[str, Any]] | None = N
     context.route(f"{HOST}/**", answer)
 
 
+def stream(*parts: str, whole: bool = True) -> dict[str, Any]:
+    """What a gateway replies that says these words."""
+    chunks = [{"choices": [{"index": 0, "delta": {"content": part}, "finish_reason": None}]} for part in parts]
+    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks)
+    return {"body": body + ("data: [DONE]\n\n" if whole else ""), "content_type": "text/event-stream"}
+
+
+def failure(status: int, message: str, **headers: str) -> dict[str, Any]:
+    return {"status": status, "json": {"error": {"message": message, "type": "x"}}, "headers": headers}
+
+
+class Answers:
+    """Gives one reply after the other, the last one for ever, and remembers the requests."""
+
+    def __init__(self, page: Page, *replies: dict[str, Any] | None) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self._replies = list(replies)
+        page.route(re.compile(rf"{HOST}/v1/(chat/)?completions"), self._answer)
+
+    def _answer(self, route: Route) -> None:
+        self.bodies.append(route.request.post_data_json)
+        self.headers.append(route.request.headers)
+        reply = self._replies.pop(0) if len(self._replies) > 1 else self._replies[0]
+        if reply is None:
+            route.abort("connectionrefused")
+        else:
+            route.fulfill(**reply)
+
+
 def picture(page: Page, name: str) -> None:
     """Leave a picture of the page for people to look at."""
     PICTURES.mkdir(exist_ok=True)
     page.screenshot(path=PICTURES / f"{name}.png")
 
 
-__all__ = ["HOST", "PICTURES", "chromium", "open_page", "picture", "run_browser", "serve_files"]
+__all__ = [
+    "HOST",
+    "PICTURES",
+    "Answers",
+    "chromium",
+    "failure",
+    "open_page",
+    "picture",
+    "run_browser",
+    "serve_files",
+    "stream",
+]

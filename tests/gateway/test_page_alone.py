@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Page, Route, expect
+from playwright.sync_api import Page, expect
 
-from tests.browser import HOST, open_page, picture, run_browser, serve_files
+from tests.browser import HOST, Answers, failure, open_page, picture, run_browser, serve_files, stream
 
 QUOTA = 5 * 2**20
 """Characters that browsers keep for a page."""
@@ -54,36 +54,6 @@ def page(browser):
         opened.goto(f"{HOST}/")
         expect(opened.locator("#model")).to_have_value("scripted")
         yield opened
-
-
-def stream(*parts: str, whole: bool = True) -> dict[str, Any]:
-    """What a gateway replies that says these words."""
-    chunks = [{"choices": [{"index": 0, "delta": {"content": part}, "finish_reason": None}]} for part in parts]
-    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks)
-    return {"body": body + ("data: [DONE]\n\n" if whole else ""), "content_type": "text/event-stream"}
-
-
-def failure(status: int, message: str, **headers: str) -> dict[str, Any]:
-    return {"status": status, "json": {"error": {"message": message, "type": "x"}}, "headers": headers}
-
-
-class Answers:
-    """Gives one reply after the other, the last one for ever, and remembers the requests."""
-
-    def __init__(self, page: Page, *replies: dict[str, Any] | None) -> None:
-        self.bodies: list[dict[str, Any]] = []
-        self.headers: list[dict[str, str]] = []
-        self._replies = list(replies)
-        page.route(re.compile(rf"{HOST}/v1/(chat/)?completions"), self._answer)
-
-    def _answer(self, route: Route) -> None:
-        self.bodies.append(route.request.post_data_json)
-        self.headers.append(route.request.headers)
-        reply = self._replies.pop(0) if len(self._replies) > 1 else self._replies[0]
-        if reply is None:
-            route.abort("connectionrefused")
-        else:
-            route.fulfill(**reply)
 
 
 def send(page: Page, text: str) -> None:
