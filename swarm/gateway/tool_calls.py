@@ -88,6 +88,7 @@ class ToolParser:
         self._names = names
         self._state = _State.START
         self._held = ""
+        self._space = ""  # before what is held, content if that turns out to be no call
         self._mark = 0
         self._object: _Object | None = None
         self._content: list[str] = []
@@ -109,8 +110,8 @@ class ToolParser:
     def end(self) -> tuple[str, list[ToolCall]]:
         """The answer has ended; what is left. A call that is not complete is content."""
         if self._state is not _State.BEHIND or self._held.strip():
-            self._content.append(self._held)
-        self._held = ""
+            self._content.append(self._space + self._held)
+        self._held = self._space = ""
         return self._given()
 
     def _given(self) -> tuple[str, list[ToolCall]]:
@@ -123,7 +124,8 @@ class ToolParser:
     def _begin(self) -> bool:
         """White space before a call is no content."""
         rest = self._held.lstrip()
-        if len(self._held) - len(rest) > LONGEST:
+        space = self._held[: len(self._held) - len(rest)]
+        if len(space) > LONGEST:
             self._state = _State.CONTENT
             return True
         behind = self._state is _State.BEHIND
@@ -133,17 +135,17 @@ class ToolParser:
             self._held = rest[len(close) :]
             return True
         if rest.startswith("{") and (behind or self._syntax.bare):
-            return self._begin_call(rest, 0)
+            return self._begin_call(rest, 0, space)
         mark = next((mark for mark in self._syntax.opens if rest.startswith(mark)), None)
         if mark is not None:
-            return self._begin_call(rest, len(mark))
+            return self._begin_call(rest, len(mark), space)
         if not any(mark.startswith(rest) for mark in (*self._syntax.opens, *closes)):
             self._state = _State.CONTENT
             return True
         return False
 
-    def _begin_call(self, held: str, mark: int) -> bool:
-        self._state, self._held, self._mark, self._object = _State.CALL, held, mark, None
+    def _begin_call(self, held: str, mark: int, space: str = "") -> bool:
+        self._state, self._held, self._mark, self._space, self._object = _State.CALL, held, mark, space, None
         return True
 
     def _read_content(self) -> bool:
@@ -174,14 +176,14 @@ class ToolParser:
         if call is None:
             return self._no_call(end)
         self._calls.append(call)
-        self._held = self._held[end:]
+        self._held, self._space = self._held[end:], ""
         self._state = _State.BEHIND
         return True
 
     def _no_call(self, length: int) -> bool:
         """What is held up to here is content. It is not searched again, so that no text is read over and over."""
-        self._content.append(self._held[:length])
-        self._held = self._held[length:]
+        self._content.append(self._space + self._held[:length])
+        self._held, self._space = self._held[length:], ""
         self._state = _State.CONTENT
         return True
 

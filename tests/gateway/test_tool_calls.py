@@ -112,6 +112,8 @@ def test_several_calls(syntax, text):
         (HERMES, "Hello <tool_cal"),
         (HERMES, "  "),
         (HERMES, "<tool_call>"),
+        (HERMES, "\n<tool_call>{}</tool_call>"),
+        (LLAMA, "\n{"),
         (HERMES, '<tool_call>{"name": "weather"'),
         (HERMES, '<tool_call>{"name": "weather", "arguments": [1]}</tool_call>'),
         (HERMES, '<tool_call>{"name": "weather", "arguments": {"n": NaN}}</tool_call>'),
