@@ -21,7 +21,7 @@ def template_text(tokenizer: Any) -> str | None:
     template = getattr(tokenizer, "chat_template", None)
     if isinstance(template, Mapping):
         template = template.get("tool_use") or template.get("default")
-    return template if isinstance(template, str) else None
+    return template if isinstance(template, str) and template else None
 
 
 def conversation_tokens(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
