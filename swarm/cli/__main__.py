@@ -11,6 +11,9 @@ from swarm.version import VERSION
 COMMANDS = {
     "server": "swarm.server.__main__",
     "dht": "swarm.dht.__main__",
+    "gateway": "swarm.gateway.__main__",
+    "chat": "swarm.cli.chat",
+    "doctor": "swarm.cli.doctor",
     "demo": "swarm.cli.demo",
     "plan": "swarm.cli.plan",
     "simulate": "swarm.cli.simulate",

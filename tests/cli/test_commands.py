@@ -23,6 +23,10 @@ OPTIONS = {
         "--initial-peers", "--host-maddrs", "--announce-maddrs", "--identity-path", "--address-file", "--metrics",
         "--log-format", "--help",
     },
+    "chat": {
+        "model", "--initial-peers", "--url", "--key", "--system", "--temperature", "--max-tokens", "--seed", "--help",
+    },
+    "doctor": {"model", "--initial-peers", "--device", "--host-maddrs", "--cache-dir", "--json", "--help"},
     "plan": {
         "file", "--model", "--revision", "--dtype", "--quant", "--cache-tokens", "--cache-dir", "--initial-peers",
         "--write", "--json", "--plot", "--help",

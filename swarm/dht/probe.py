@@ -1,0 +1,111 @@
+"""For whoever looks for what is wrong: one address at a time, and one record.
+
+Joining tells of all addresses together, and fails without saying so where the clocks differ.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from hivemind.dht.crypto import RSASignatureValidator
+from hivemind.p2p import P2PDaemonError, PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
+from hivemind.proto import dht_pb2
+from multiaddr import Multiaddr
+
+from swarm.data_structures import ServerInfo, ServerState, Span
+from swarm.dht.directory import fetch_servers
+from swarm.dht.records import encode, model_key
+from swarm.errors import PeerLost
+from swarm.transport.p2p import Peer
+from swarm.version import VERSION
+
+SAMPLES = 3
+"""Exchanges after the dial. The quickest says most about the clock."""
+
+RECORD_LIFETIME = 30.0
+"""Seconds after which the record that is written for a trial is forgotten."""
+
+
+@dataclass(frozen=True)
+class Echo:
+    """How a peer answered.
+
+    Attributes:
+        round_trip: seconds of the quickest exchange.
+        clock_ahead: seconds by which the peer's clock is ahead of ours, within half a round trip.
+    """
+
+    round_trip: float
+    clock_ahead: float
+
+
+async def probe(peer: Peer, address: str, patience: float) -> Echo:
+    """Dial an address that ends in a peer id, and ask the peer for its time as every member of the DHT may.
+
+    Args:
+        peer: this peer; it need not have joined.
+        patience: seconds for all of it.
+
+    Raises:
+        PeerLost: nobody answers there, or another peer does.
+    """
+    where, _, peer_id = address.rpartition("/p2p/")
+    try:
+        async with asyncio.timeout(patience):
+            target = PeerID.from_base58(peer_id)
+            # A relay's address ends in /p2p-circuit: what stands before the target's id is the way to it.
+            await peer.dht.p2p._client.connect(target, [Multiaddr(where)])
+            return min([await _exchange(peer, target) for _ in range(SAMPLES)], key=lambda echo: echo.round_trip)
+    except TimeoutError:
+        raise PeerLost(f"no answer within {patience:.0f} s") from None
+    except (P2PDaemonError, ControlFailure, OSError, asyncio.IncompleteReadError, ValueError) as error:
+        raise PeerLost(str(error) or type(error).__name__) from None
+
+
+async def _exchange(peer: Peer, target: PeerID) -> Echo:
+    """One ping of hivemind's DHT, whose answer tells the time at which it was written."""
+    stub = peer.dht.protocol.get_stub(target)
+    sent, began = time.time(), time.perf_counter()
+    answer = await stub.rpc_ping(dht_pb2.PingRequest(peer=peer.dht.protocol.node_info, validate=False))
+    took = time.perf_counter() - began
+    return Echo(took, float(answer.dht_time) - (sent + took / 2))
+
+
+async def write_record(peer: Peer) -> bool:
+    """Store a signed record for a trial; False if no peer of the DHT accepted it.
+
+    It is the announcement of a server that is offline, of a model that nobody else names: nobody's picture of the swarm
+    changes.
+
+    Args:
+        peer: this peer; a client, so that it does not store the record itself.
+    """
+    info = ServerInfo(
+        peer_id=peer.peer_id,
+        span=Span(0, 1),
+        state=ServerState.OFFLINE,
+        throughput=1.0,
+        cache_tokens_free=0,
+        revision="none",
+        digests=(),
+        compute_dtype="float32",
+        quantization="none",
+        version=VERSION,
+    )
+    subkey = RSASignatureValidator(peer.identity.private_key).local_public_key
+    expires = time.time() + RECORD_LIFETIME
+    return bool(await peer.dht.store(model_key(_trial(peer), 0), encode(info), expires, subkey))
+
+
+async def read_record(peer: Peer) -> bool:
+    """Whether others have the record of `write_record`."""
+    found = await fetch_servers(peer.dht, _trial(peer), blocks=1)
+    return [one.peer_id for one in found] == [peer.peer_id]
+
+
+def _trial(peer: Peer) -> str:
+    """Name of a model that nobody serves."""
+    return f"trial/{peer.peer_id}"
