@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
@@ -149,7 +148,9 @@ class _Api:
         served = self._service.model(asked.model)
         request.state.model = served.name
 
-        works = await self._works(partial(chat_works, asked, served, self._service.settings.default_tokens))
+        works = await self._service.prepare(
+            key, partial(chat_works, asked, served, self._service.settings.default_tokens)
+        )
         replies = ChatReplies(served.name, served.tokenizer)
         return await self._answer(request, key, asked, served, works, replies, began)
 
@@ -160,16 +161,14 @@ class _Api:
         served = self._service.model(asked.model)
         request.state.model = served.name
 
-        works = await self._works(partial(completion_works, asked, served, self._service.settings.default_tokens))
+        works = await self._service.prepare(
+            key, partial(completion_works, asked, served, self._service.settings.default_tokens)
+        )
         echoed = (
             [served.tokenizer.decode(work.prompt, skip_special_tokens=True) for work in works] if asked.echo else []
         )
         replies = TextReplies(served.name, served.tokenizer, echoed)
         return await self._answer(request, key, asked, served, works, replies, began)
-
-    async def _works(self, make: Callable[[], list[Work]]) -> list[Work]:
-        """In a thread: a long text takes a while to become tokens, and a schema to become a grammar."""
-        return await asyncio.get_running_loop().run_in_executor(self._service.workers, make)
 
     async def _answer(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +16,8 @@ from swarm.client.baton import Baton
 from swarm.client.model import AutoDistributedModelForCausalLM
 from swarm.errors import format_blocks
 from swarm.gateway.failures import ApiFailure, NotFound, Unavailable
-from swarm.gateway.keys import KeyFile
+from swarm.gateway.generation import Work
+from swarm.gateway.keys import Key, KeyFile
 from swarm.gateway.limits import Admission
 from swarm.gateway.response_format import Grammars
 from swarm.gateway.tool_calls import ToolSyntax, tool_syntax
@@ -30,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 UNKNOWN_CONTEXT = 8192
 """Tokens that are taken for the longest text of a model whose config does not say."""
+
+WORKERS = 4
+"""Threads for what comes before a generation."""
 
 FRESH = 5.0
 """Seconds that an answer about readiness is good for."""
@@ -173,7 +177,8 @@ class Service:
         self.metrics = GatewayMetrics(registry, self.models)
         self.metrics.watch(lambda: self.admission.running, lambda: self.admission.waiting)
         # What blocks for long or computes much before a generation begins: not in the event loop.
-        self.workers = ThreadPoolExecutor(4, thread_name_prefix="swarm-gateway")
+        self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="swarm-gateway")
+        self._preparing: dict[str, asyncio.Semaphore] = {}
         self._open: set[HangsUp] = set()
         self._leaving = False
         self._keys = keys
@@ -199,6 +204,16 @@ class Service:
             )
         return self.models[name]
 
+    async def prepare(self, key: Key | None, make: Callable[[], list[Work]]) -> list[Work]:
+        """What `make` returns, made in a thread: a long text takes a while to become tokens, a schema to become a grammar.
+
+        A key gets half of the threads at most, so that what it sends, however bad, keeps nobody else waiting.
+        """
+        name = key.name if key is not None else ""
+        mine = self._preparing.setdefault(name, asyncio.Semaphore(WORKERS // 2 if key is not None else WORKERS))
+        async with mine:
+            return await asyncio.get_running_loop().run_in_executor(self._workers, make)
+
     @contextmanager
     def open(self, answering: HangsUp) -> Iterator[None]:
         """While a request is answered. Raises `Unavailable` when the gateway is leaving."""
@@ -220,7 +235,7 @@ class Service:
         """Raises `Unavailable` unless somebody holds each block of each model."""
         looked, trouble = self._ready
         if time.monotonic() - looked > FRESH:
-            trouble = await asyncio.get_running_loop().run_in_executor(self.workers, self._trouble)
+            trouble = await asyncio.get_running_loop().run_in_executor(self._workers, self._trouble)
             self._ready = (time.monotonic(), trouble)
         if trouble is not None:
             raise Unavailable(trouble, code="blocks_missing", retry_after=FRESH)
@@ -234,7 +249,7 @@ class Service:
 
     def close(self) -> None:
         """Leave the swarm."""
-        self.workers.shutdown(wait=False, cancel_futures=True)
+        self._workers.shutdown(wait=False, cancel_futures=True)
         for model in self.models.values():
             model.model.swarm.close()
 
