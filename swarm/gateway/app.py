@@ -117,6 +117,7 @@ class _Api:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._default = service.settings.default_tokens
 
     async def models(self, request: Request) -> Response:
         authorized(self._service, request.headers)
@@ -148,9 +149,7 @@ class _Api:
         served = self._service.model(asked.model)
         request.state.model = served.name
 
-        works = await self._service.prepare(
-            key, partial(chat_works, asked, served, self._service.settings.default_tokens)
-        )
+        works = await self._service.prepare(key, partial(chat_works, asked, served, self._default))
         replies = ChatReplies(served.name, served.tokenizer)
         return await self._answer(request, key, asked, served, works, replies, began)
 
@@ -161,9 +160,7 @@ class _Api:
         served = self._service.model(asked.model)
         request.state.model = served.name
 
-        works = await self._service.prepare(
-            key, partial(completion_works, asked, served, self._service.settings.default_tokens)
-        )
+        works = await self._service.prepare(key, partial(completion_works, asked, served, self._default))
         echoed = (
             [served.tokenizer.decode(work.prompt, skip_special_tokens=True) for work in works] if asked.echo else []
         )

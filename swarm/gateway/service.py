@@ -205,7 +205,7 @@ class Service:
         return self.models[name]
 
     async def prepare(self, key: Key | None, make: Callable[[], list[Work]]) -> list[Work]:
-        """What `make` returns, made in a thread: a long text takes a while to become tokens, a schema to become a grammar.
+        """What `make` returns, made in a thread: a long text takes a while to become tokens, a schema a grammar.
 
         A key gets half of the threads at most, so that what it sends, however bad, keeps nobody else waiting.
         """
