@@ -1,67 +1,47 @@
-"""Run the swarm of docker/compose.yaml without Docker: every command, health check and metrics target of the file.
+"""Run the swarm of docker/compose*.yaml without Docker: every command, health check and metrics target of the files.
 
 Each service gets a loopback address of its own (127.x.y.z) in the place of its container, so names become addresses and
 ports stay as they are. Volumes are temporary folders. What belongs to other images (Prometheus, Grafana) is not run;
-what Prometheus would read is read here. At the end a message goes through the gateway, and all processes are ended.
+what Prometheus would read is read here. A message goes through the gateway, then through one with keys, and all
+processes are ended.
 
-    python scripts/compose_without_docker.py [--keep-logs FOLDER]
+    python -m scripts.compose_without_docker [--keep-logs FOLDER]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import random
-import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+from scripts.compose_services import (
+    Failure,
+    Place,
+    arguments_of,
+    environment_of,
+    free_addresses,
+    load,
+    merged,
+    mounts_of,
+    ports_in,
+    swarm_services,
+)
 
-DOCKER = Path(__file__).resolve().parents[1] / "docker"
-IMAGE = "swarm:"
 START = 120.0
 """Seconds within which a service has to become healthy."""
 LEAVE = 15.0
 QUESTION = "Once upon a time"
-
-
-class Failure(Exception):
-    """The compose file does not do what it should; one line says where."""
-
-
-@dataclass
-class Place:
-    """What stands in for the containers' network and volumes.
-
-    Attributes:
-        folder: everything temporary.
-        addresses: loopback address of each service.
-    """
-
-    folder: Path
-    addresses: dict[str, str] = field(default_factory=dict)
-
-    def translated(self, text: str, service: str, mounts: dict[str, Path]) -> str:
-        """A text of the compose file, as it has to be on this machine."""
-        text = interpolated(text)
-        for target, source in mounts.items():
-            text = re.sub(rf"(?<![\w/]){re.escape(target)}(?=/|$|\W)", str(source), text)
-        for name, address in self.addresses.items():
-            text = re.sub(rf"/dns4/{re.escape(name)}(?=/|$)", f"/ip4/{address}", text)
-            text = re.sub(rf"(?<![\w.-]){re.escape(name)}(?=:\d)", address, text)
-        return re.sub(r"(?<![\d.])(?:0\.0\.0\.0|127\.0\.0\.1)(?![\d.])", self.addresses[service], text)
 
 
 @dataclass
@@ -74,77 +54,6 @@ class Running:
 
     def tail(self) -> str:
         return "\n    ".join(self.log.read_text(errors="replace").splitlines()[-15:])
-
-
-def interpolated(text: str) -> str:
-    """As Compose does where no variable is set: `${NAME:-default}` and `$$`."""
-    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text).replace("$$", "$")
-
-
-def swarm_services(compose: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The services that run a command of ours, those that others depend on first."""
-    left = {
-        name: service
-        for name, service in compose["services"].items()
-        if service["image"].startswith(IMAGE) and "profiles" not in service
-    }
-    ordered: dict[str, dict[str, Any]] = {}
-    while left:
-        ready = [name for name, service in left.items() if set(service.get("depends_on", ())) <= set(ordered)]
-        if not ready:
-            raise Failure(f"services depend on each other or on none of ours: {', '.join(left)}")
-        ordered |= {name: left.pop(name) for name in ready}
-    return ordered
-
-
-def free_addresses(names: list[str], ports: set[int]) -> dict[str, str]:
-    """A loopback address for each name on which none of the ports is taken."""
-    for _ in range(100):
-        base = f"127.{random.randrange(1, 255)}.{random.randrange(256)}"
-        found = {name: f"{base}.{number}" for number, name in enumerate(names, 1)}
-        if all(is_free(address, port) for address in found.values() for port in ports):
-            return found
-    raise Failure("no loopback addresses with free ports were found")
-
-
-def is_free(address: str, port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind((address, port))
-        except OSError:
-            return False
-        return True
-
-
-def ports_in(value: Any) -> set[int]:
-    """Every port that a service may listen on, to see that they are free."""
-    text = json.dumps(value)
-    return {int(port) for port in re.findall(r"(?:/tcp/|:|--port=)(\d{4,5})\b", text) if int(port) < 1 << 16}
-
-
-def mounts_of(service: dict[str, Any], place: Place) -> dict[str, Path]:
-    """Target of each named volume of a service, and the folder that stands in for it."""
-    found = {}
-    for entry in service.get("volumes", ()):
-        source, target = entry.split(":")[:2]
-        if not source.startswith("."):
-            found[target] = place.folder / f"volume-{source}"
-            found[target].mkdir(mode=0o700, exist_ok=True)
-    return found
-
-
-def environment_of(service: dict[str, Any], place: Place, name: str) -> dict[str, str]:
-    """What the image and the service set, and the place of this interpreter's own commands."""
-    mounts = mounts_of(service, place)
-    cache = mounts.get("/cache", place.folder)
-    given = {key: place.translated(str(value), name, mounts) for key, value in service.get("environment", {}).items()}
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "PYTHONUNBUFFERED": "1", "XDG_CACHE_HOME": str(cache), **given}
-
-
-def arguments_of(service: dict[str, Any], key: str) -> list[str]:
-    value = service.get(key, ["swarm"] if key == "entrypoint" else [])
-    return shlex.split(value) if isinstance(value, str) else [str(part) for part in value]
 
 
 def start(name: str, service: dict[str, Any], place: Place) -> Running:
@@ -185,17 +94,16 @@ def wait_healthy(running: Running, service: dict[str, Any], place: Place) -> Non
         if time.monotonic() > deadline:
             why = checked.stderr.decode(errors="replace").strip().splitlines()[-1:]
             raise Failure(f"{running.name} did not become healthy in {START:.0f} s: {why}\n    {running.tail()}")
-        time.sleep(0.5)
+        time.sleep(1.0)
 
 
-def chat(url: str) -> str:
-    """What the model answers through the gateway."""
-    with urllib.request.urlopen(f"{url}/v1/models", timeout=30) as reply:
+def chat(url: str, key: str = "") -> str:
+    """What the model answers through the gateway. Raises `HTTPError` if it refuses."""
+    headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+    with urllib.request.urlopen(urllib.request.Request(f"{url}/v1/models", headers=headers), timeout=30) as reply:
         model = json.load(reply)["data"][0]["id"]
     body = {"model": model, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 16, "temperature": 0}
-    request = urllib.request.Request(
-        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=60) as reply:
         answer = json.load(reply)
     if answer["usage"]["completion_tokens"] < 1:
@@ -203,9 +111,33 @@ def chat(url: str) -> str:
     return str(answer["choices"][0]["message"]["content"])
 
 
+def check_refused(url: str) -> None:
+    """Raise `Failure` unless the gateway asks for a key."""
+    try:
+        chat(url)
+    except urllib.error.HTTPError as error:
+        with error:
+            if error.code == 401:
+                return
+    raise Failure("a gateway with keys answered without one")
+
+
+def once(name: str, service: dict[str, Any], place: Place, *words: str) -> str:
+    """Run a service to its end, with these words as its command; what it printed. Raises `Failure`."""
+    mounts = mounts_of(service, place)
+    command = [place.translated(word, name, mounts) for word in (*arguments_of(service, "entrypoint"), *words)]
+    print(f"{name}: {shlex.join(words)}", flush=True)
+    done = subprocess.run(
+        command, env=environment_of(service, place, name), capture_output=True, text=True, timeout=START, check=False
+    )
+    if done.returncode:
+        raise Failure(f"{name} {' '.join(words)} ended with code {done.returncode}: {done.stderr.strip()}")
+    return done.stdout.strip()
+
+
 def check_targets(place: Place) -> int:
     """Read what Prometheus would read; how many targets there are. Raises `Failure`."""
-    config = yaml.safe_load((DOCKER / "prometheus" / "prometheus.yml").read_text())
+    config = load("prometheus/prometheus.yml")
     targets = [
         target for job in config["scrape_configs"] for entry in job["static_configs"] for target in entry["targets"]
     ]
@@ -236,37 +168,56 @@ def stop(services: list[Running]) -> None:
         raise Failure(f"did not leave within {LEAVE:.0f} s of SIGTERM: {', '.join(late)}")
 
 
-def run(compose: dict[str, Any], folder: Path) -> None:
+def run(folder: Path) -> None:
     """Everything, in order. Raises `Failure`."""
+    compose, with_keys = load("compose.yaml"), load("compose.keys.yaml")
     services = swarm_services(compose)
-    place = Place(folder, free_addresses(list(services), ports_in(list(services.values()))))
-    under_way: list[Running] = []
+    names = [*dict.fromkeys([*services, *with_keys["services"]])]
+    place = Place(folder, free_addresses(names, ports_in(list(services.values()))))
+    url = f"http://{place.addresses['gateway']}:8000"
+    under_way: dict[str, Running] = {}
     try:
-        waiting = dict(services)
-        healthy: set[str] = set()
-        while waiting:
-            batch = {name: one for name, one in waiting.items() if set(one.get("depends_on", ())) <= healthy}
-            for name, service in batch.items():
-                under_way.append(start(name, service, place))
-            for name, service in batch.items():
-                wait_healthy(next(one for one in under_way if one.name == name), service, place)
-                healthy.add(name)
-                del waiting[name]
-        url = f"http://{place.addresses['gateway']}:8000"
+        start_all(services, place, under_way)
         print(f"Question: {QUESTION}\nAnswer:   {chat(url)}")
         print(f"Prometheus: {check_targets(place)} targets answer", flush=True)
+
+        keys = with_keys["services"]["keys"]
+        secret = once("keys", keys, place, "add", "ann")
+        once("keys", keys, place, *arguments_of(keys, "command"))
+        stop([under_way.pop("gateway")])
+        gateway = merged(services["gateway"], with_keys["services"]["gateway"])
+        start_all({"gateway": gateway | {"depends_on": ()}}, place, under_way)
+        check_refused(url)
+        print(f"With a key: {chat(url, secret)}")
+        check_targets(place)
+    except urllib.error.HTTPError as error:
+        with error:
+            said = error.read().decode(errors="replace")
+        raise Failure(f"{error.url}: {error.code} {said}\n    {under_way['gateway'].tail()}") from None
     finally:
-        stop(under_way)
+        stop(list(under_way.values()))
     print("All services left in order")
 
 
+def start_all(services: dict[str, dict[str, Any]], place: Place, under_way: dict[str, Running]) -> None:
+    """Start services as soon as those that they depend on are healthy; they are put into `under_way`."""
+    waiting = dict(services)
+    while waiting:
+        batch = {name: one for name, one in waiting.items() if not set(one.get("depends_on", ())) & set(waiting)}
+        for name, service in batch.items():
+            under_way[name] = start(name, service, place)
+        for name, service in batch.items():
+            wait_healthy(under_way[name], service, place)
+            del waiting[name]
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Run docker/compose.yaml without Docker.")
+    parser = argparse.ArgumentParser(description="Run docker/compose*.yaml without Docker.")
     parser.add_argument("--keep-logs", type=Path, help="folder for what the services said")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="swarm-compose-"))
     try:
-        run(yaml.safe_load((DOCKER / "compose.yaml").read_text()), folder)
+        run(folder)
     except Failure as failure:
         print(f"Error: {failure}", file=sys.stderr)
         return 1

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import yaml
 
-from scripts.compose_without_docker import arguments_of, interpolated, swarm_services
+from scripts.compose_services import arguments_of, interpolated, swarm_services
 from swarm.cli.__main__ import main
 from swarm.models.checkpoint import open_checkpoint
 
@@ -170,12 +170,13 @@ def test_compose_reads_the_files(files):
 def test_every_command_runs_without_docker():
     ours = {child.pid for child in psutil.Process().children(recursive=True)}
     ran = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "compose_without_docker.py"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "scripts.compose_without_docker"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert ran.returncode == 0, ran.stderr
     for name in swarm_services(COMPOSE):
         assert f"{name}: healthy" in ran.stdout
     assert re.search(r"^Answer: +\S", ran.stdout, re.MULTILINE)
     assert "Prometheus: 5 targets answer" in ran.stdout
+    assert re.search(r"^With a key: +\S", ran.stdout, re.MULTILINE)
     assert "All services left in order" in ran.stdout
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= ours

@@ -1,0 +1,127 @@
+"""The compose files in docker/, read as services of this machine instead of containers."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shlex
+import socket
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+DOCKER = Path(__file__).resolve().parents[1] / "docker"
+IMAGE = "swarm:"
+
+
+class Failure(Exception):
+    """The compose file does not do what it should; one line says where."""
+
+
+@dataclass
+class Place:
+    """What stands in for the containers' network and volumes.
+
+    Attributes:
+        folder: everything temporary.
+        addresses: loopback address of each service.
+    """
+
+    folder: Path
+    addresses: dict[str, str] = field(default_factory=dict)
+
+    def translated(self, text: str, service: str, mounts: dict[str, Path]) -> str:
+        """A text of the compose file, as it has to be on this machine."""
+        text = interpolated(text)
+        for target, source in mounts.items():
+            text = re.sub(rf"(?<![\w/]){re.escape(target)}(?=/|$|\W)", str(source), text)
+        for name, address in self.addresses.items():
+            text = re.sub(rf"/dns4/{re.escape(name)}(?=/|$)", f"/ip4/{address}", text)
+            text = re.sub(rf"(?<![\w.-]){re.escape(name)}(?=:\d)", address, text)
+        return re.sub(r"(?<![\d.])(?:0\.0\.0\.0|127\.0\.0\.1)(?![\d.])", self.addresses[service], text)
+
+
+def load(name: str) -> dict[str, Any]:
+    """One of the files in docker/."""
+    return dict(yaml.safe_load((DOCKER / name).read_text()))
+
+
+def merged(service: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """A service of which two files say something, as Compose does for what ours say."""
+    return {**service, **more, "volumes": [*service.get("volumes", ()), *more.get("volumes", ())]}
+
+
+def interpolated(text: str) -> str:
+    """As Compose does where no variable is set: `${NAME:-default}` and `$$`."""
+    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text).replace("$$", "$")
+
+
+def swarm_services(compose: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The services that run a command of ours, those that others depend on first."""
+    left = {
+        name: service
+        for name, service in compose["services"].items()
+        if service["image"].startswith(IMAGE) and "profiles" not in service
+    }
+    ordered: dict[str, dict[str, Any]] = {}
+    while left:
+        ready = [name for name, service in left.items() if set(service.get("depends_on", ())) <= set(ordered)]
+        if not ready:
+            raise Failure(f"services depend on each other or on none of ours: {', '.join(left)}")
+        ordered |= {name: left.pop(name) for name in ready}
+    return ordered
+
+
+def free_addresses(names: list[str], ports: set[int]) -> dict[str, str]:
+    """A loopback address for each name on which none of the ports is taken."""
+    for _ in range(100):
+        base = f"127.{random.randrange(1, 255)}.{random.randrange(256)}"
+        found = {name: f"{base}.{number}" for number, name in enumerate(names, 1)}
+        if all(is_free(address, port) for address in found.values() for port in ports):
+            return found
+    raise Failure("no loopback addresses with free ports were found")
+
+
+def is_free(address: str, port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind((address, port))
+        except OSError:
+            return False
+        return True
+
+
+def ports_in(value: Any) -> set[int]:
+    """Every port that a service may listen on, to see that they are free."""
+    text = json.dumps(value)
+    return {int(port) for port in re.findall(r"(?:/tcp/|:|--port=)(\d{4,5})\b", text) if int(port) < 1 << 16}
+
+
+def mounts_of(service: dict[str, Any], place: Place) -> dict[str, Path]:
+    """Target of each named volume of a service, and the folder that stands in for it."""
+    found = {}
+    for entry in service.get("volumes", ()):
+        source, target = entry.split(":")[:2]
+        if not source.startswith("."):
+            found[target] = place.folder / f"volume-{source}"
+            found[target].mkdir(mode=0o700, exist_ok=True)
+    return found
+
+
+def environment_of(service: dict[str, Any], place: Place, name: str) -> dict[str, str]:
+    """What the image and the service set, and the place of this interpreter's own commands."""
+    mounts = mounts_of(service, place)
+    cache = mounts.get("/cache", place.folder)
+    given = {key: place.translated(str(value), name, mounts) for key, value in service.get("environment", {}).items()}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "PYTHONUNBUFFERED": "1", "XDG_CACHE_HOME": str(cache), **given}
+
+
+def arguments_of(service: dict[str, Any], key: str) -> list[str]:
+    value = service.get(key, ["swarm"] if key == "entrypoint" else [])
+    return shlex.split(value) if isinstance(value, str) else [str(part) for part in value]
