@@ -54,6 +54,8 @@ bench: $(VENV)/dev
 	$(BIN)/python -m benchmarks.failover
 	$(BIN)/python -m benchmarks.routing
 	$(BIN)/python -m benchmarks.training
+	$(BIN)/python -m benchmarks.gateway
+	$(BIN)/python -m benchmarks.heads
 
 format: $(VENV)/dev
 	$(BIN)/ruff format .

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any, cast
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -27,48 +25,17 @@ from transformers import AutoModelForCausalLM
 from benchmarks import machine
 from benchmarks.chain import split, spread
 from benchmarks.shapes import SHAPES, make_model
+from benchmarks.worker import Worker
 from swarm import AutoDistributedModelForCausalLM
 from swarm.cli.local_swarm import LocalSwarm
 from swarm.transport.p2p import quiet_hivemind
 
 PROMPT = 16
-END = 10.0
-"""Seconds that a client gets to leave."""
 
 
 def prompts(rows: int) -> torch.Tensor:
     """One prompt a client, `[rows, PROMPT]`."""
     return torch.randint(0, 1024, (rows, PROMPT), generator=torch.Generator().manual_seed(1))
-
-
-class Client:
-    """A client in a process of its own, told by lines what to do."""
-
-    def __init__(self, path: Path, address: str, number: int) -> None:
-        command = [sys.executable, "-m", "benchmarks.clients", "--worker", str(path), address, str(number)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.hear()  # it is ready
-
-    def tell(self, tokens: int) -> None:
-        """Begin to write so many tokens."""
-        stdin = cast(IO[str], self._process.stdin)
-        stdin.write(f"{tokens}\n")
-        stdin.flush()
-
-    def hear(self) -> Any:
-        """What it says next."""
-        line = cast(IO[str], self._process.stdout).readline()
-        if not line:
-            raise SystemExit(f"a client ended with code {self._process.wait(END)}; what it said stands above")
-        return json.loads(line)
-
-    def close(self) -> None:
-        cast(IO[str], self._process.stdin).close()
-        try:
-            self._process.wait(END)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
 
 
 def work(path: str, address: str, number: int) -> None:
@@ -105,17 +72,17 @@ class Figures:
 
 
 @contextmanager
-def started(path: Path, address: str, count: int) -> Iterator[list[Client]]:
+def started(path: Path, address: str, count: int) -> Iterator[list[Worker]]:
     with ExitStack() as stack:
         clients = []
         for number in range(count):
-            client = Client(path, address, number)
+            client = Worker(["-m", "benchmarks.clients", "--worker", str(path), address, str(number)])
             stack.callback(client.close)
             clients.append(client)
         yield clients
 
 
-def run(clients: Sequence[Client], tokens: int) -> tuple[float, list[float], list[list[int]]]:
+def run(clients: Sequence[Worker], tokens: int) -> tuple[float, list[float], list[list[int]]]:
     """Let clients write at the same time: seconds for all, seconds of each, their tokens."""
     began = time.perf_counter()
     for client in clients:

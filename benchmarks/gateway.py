@@ -17,7 +17,6 @@ import argparse
 import asyncio
 import json
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -25,7 +24,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import httpx
 import psutil
@@ -33,6 +32,7 @@ import torch
 
 from benchmarks import machine
 from benchmarks.chain import spread
+from benchmarks.worker import Worker
 from swarm import AutoDistributedModelForCausalLM
 from swarm.cli.local_swarm import LocalSwarm, PeerProcess
 from swarm.models.checkpoint import DEMO
@@ -43,7 +43,6 @@ MODEL = "swarm-demo"
 PROMPT = "Once upon a time there was a king who had"
 SPANS = ("0:4", "4:8", "8:12")
 MB = 1 / 2**20
-END = 10.0
 
 
 @dataclass
@@ -100,35 +99,6 @@ async def load(url: str, streams: int, seconds: float, tokens: int, figures: Fig
     return done / (time.perf_counter() - began)
 
 
-class Worker:
-    """The Python client in a process of its own, told by lines what to do."""
-
-    def __init__(self, address: str) -> None:
-        command = [sys.executable, "-m", "benchmarks.gateway", "--worker", address]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._hear()
-
-    def ask(self, *what: float) -> float:
-        stdin = cast(IO[str], self._process.stdin)
-        stdin.write(json.dumps(what) + "\n")
-        stdin.flush()
-        return float(self._hear())
-
-    def _hear(self) -> Any:
-        line = cast(IO[str], self._process.stdout).readline()
-        if not line:
-            raise SystemExit(f"the client ended with code {self._process.wait(END)}; what it said stands above")
-        return json.loads(line)
-
-    def close(self) -> None:
-        cast(IO[str], self._process.stdin).close()
-        try:
-            self._process.wait(END)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-
 def work(address: str) -> None:
     """The Python client's process. `[streams, seconds, tokens]` is a load, `[]` one token alone."""
     torch.set_num_threads(1)
@@ -171,6 +141,11 @@ def _in_threads(write: Callable[[int, bool], int], streams: int, seconds: float,
     return sum(done) / (time.perf_counter() - began)
 
 
+def ask(worker: Worker, *what: float) -> float:
+    worker.tell(what)
+    return float(worker.hear())
+
+
 def measure(streams: int, seconds: float, tokens: int, turns: int, first: int) -> Figures:
     """Let gateway and Python client take turns."""
     figures = Figures()
@@ -186,7 +161,7 @@ def measure(streams: int, seconds: float, tokens: int, turns: int, first: int) -
             "1",
         )
         gateway = PeerProcess(arguments)
-        worker = Worker(swarm.address)
+        worker = Worker(["-m", "benchmarks.gateway", "--worker", swarm.address])
         try:
             url = gateway.wait_for(r"^Gateway: (\S+)/$")[1] + "/v1/chat/completions"
             with httpx.Client(timeout=60) as client:
@@ -196,7 +171,7 @@ def measure(streams: int, seconds: float, tokens: int, turns: int, first: int) -
                     if reply.is_error:
                         raise SystemExit(reply.text)
                     figures.first_gateway.append(time.perf_counter() - began)
-                    figures.first_client.append(worker.ask())
+                    figures.first_client.append(ask(worker))
             del figures.first_gateway[:3], figures.first_client[:3]
             resident = psutil.Process(gateway.pid).memory_info
             asyncio.run(load(url, streams, min(5.0, seconds), tokens, figures))  # what is made once is made here
@@ -204,7 +179,7 @@ def measure(streams: int, seconds: float, tokens: int, turns: int, first: int) -
             for _ in range(turns):
                 figures.gateway.append(asyncio.run(load(url, streams, seconds / turns, tokens, figures)))
                 figures.memory.append(resident().rss * MB)
-                figures.client.append(worker.ask(streams, seconds / turns, tokens))
+                figures.client.append(ask(worker, streams, seconds / turns, tokens))
         finally:
             worker.close()
             gateway.stop()
