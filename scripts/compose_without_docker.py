@@ -215,6 +215,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Run docker/compose*.yaml without Docker.")
     parser.add_argument("--keep-logs", type=Path, help="folder for what the services said")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what was started is ended then, too
     folder = Path(tempfile.mkdtemp(prefix="swarm-compose-"))
     try:
         run(folder)

@@ -10,7 +10,7 @@ from swarm.dht.probe import Echo, probe, read_record, write_record
 from swarm.dht.validation import AnnouncementValidator
 from swarm.doctor import verdicts
 from swarm.doctor.verdicts import Finding
-from swarm.errors import AddressUnavailable, PeerLost, SwarmError
+from swarm.errors import AddressUnavailable, PeerLost
 from swarm.transport.p2p import P2PConfig, Peer
 
 PATIENCE = 15.0
@@ -49,17 +49,21 @@ async def listening(host_maddrs: Sequence[str]) -> list[Finding]:
 
 
 async def peers(addresses: Sequence[str]) -> tuple[list[Finding], list[str]]:
-    """Dial each initial peer, compare clocks; the addresses that answered."""
+    """Dial each initial peer, compare clocks; the addresses by which one can join."""
     if not addresses:
         return [verdicts.unknown("Peers", NO_PEERS, GIVE_PEERS), verdicts.clock([])], []
     asked = await asyncio.gather(*(_echo(address) for address in addresses))
-    told = dict(zip(addresses, asked, strict=True))
-    findings = [
-        verdicts.peer(address, echo.round_trip) if isinstance(echo, Echo) else verdicts.peer_lost(address, str(echo))
-        for address, echo in told.items()
-    ]
-    findings.append(verdicts.clock([echo.clock_ahead for echo in asked if isinstance(echo, Echo)]))
-    return findings, [address for address, echo in told.items() if isinstance(echo, Echo)]
+    ahead = [echo.clock_ahead for echo in asked if isinstance(echo, Echo)]
+    findings, usable = [], []
+    for address, echo in zip(addresses, asked, strict=True):
+        if not isinstance(echo, Echo):
+            findings.append(verdicts.peer_lost(address, str(echo)))
+            continue
+        off = abs(echo.clock_ahead - verdicts.peers_time(ahead))
+        findings.append(verdicts.peer(address, echo.round_trip, off))
+        if off <= verdicts.CLOCK_TOLERANCE:
+            usable.append(address)
+    return [*findings, verdicts.clock(ahead)], usable
 
 
 async def _echo(address: str) -> Echo | PeerLost:
@@ -83,8 +87,9 @@ async def record(addresses: Sequence[str], clock_is_right: bool) -> Finding:
             return await _write_and_read(peer)
     except TimeoutError:
         return verdicts.failure(check, f"no answer within {PATIENCE:.0f} s", "try again; else join by another peer")
-    except (SwarmError, OSError) as error:
-        return verdicts.failure(check, str(error), "join by another peer of the swarm")
+    except Exception as error:  # hivemind raises many types, among them for clocks that differ
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        return verdicts.failure(check, why, "join by another peer of the swarm")
 
 
 async def _write_and_read(peer: Peer) -> Finding:

@@ -157,27 +157,39 @@ def disk(folder: str, free: int, writable: bool) -> Finding:
     return ok(check, f"{human(free)} free in {folder}")
 
 
+def peers_time(ahead: Sequence[float]) -> float:
+    """By how far most peers' clocks are ahead of ours: the median, so that one that is wrong does not count."""
+    return sorted(ahead)[len(ahead) // 2]
+
+
 def clock(ahead: Sequence[float]) -> Finding:
-    """This machine's clock, by how far those of peers are ahead of it (seconds). The median counts: one may lie."""
+    """This machine's clock, by how far those of peers are ahead of it (seconds)."""
     check = "Clock"
     if not ahead:
         return unknown(check, "no peer told its time")
-    middle = sorted(ahead)[len(ahead) // 2]
-    said = f"{abs(middle):.2f} s {'behind' if middle > 0 else 'ahead of'} the peers'"
+    most = peers_time(ahead)
+    said = f"{abs(most):.2f} s {'behind' if most > 0 else 'ahead of'} the peers'"
     remedy = "set the clock: timedatectl set-ntp true"
-    if abs(middle) > CLOCK_TOLERANCE:
+    if abs(most) > CLOCK_TOLERANCE:
         return failure(check, f"{said}; members of a swarm may differ by {CLOCK_TOLERANCE:.0f} s", remedy)
-    if abs(middle) > CLOCK_WARNING:
+    if abs(most) > CLOCK_WARNING:
         return warning(check, said, remedy)
     return ok(check, said)
 
 
-def peer(address: str, round_trip: float) -> Finding:
-    """An initial peer that answered (seconds)."""
+def peer(address: str, round_trip: float, off: float) -> Finding:
+    """An initial peer that answered.
+
+    Args:
+        round_trip: seconds.
+        off: seconds by which its clock differs from most peers'.
+    """
     check, said = "Peer", f"{address} answers in {round_trip * 1e3:.1f} ms"
-    return (
-        warning(check, said, "expect slow answers, or join by a nearer peer") if round_trip > FAR else ok(check, said)
-    )
+    if off > CLOCK_TOLERANCE:
+        return warning(check, f"{said}; its clock is {off:.0f} s off the others'", "tell its owner, join by another")
+    if round_trip > FAR:
+        return warning(check, said, "expect slow answers, or join by a nearer peer")
+    return ok(check, said)
 
 
 def peer_lost(address: str, why: str) -> Finding:

@@ -166,6 +166,27 @@ def test_a_dht_that_loses_what_it_is_given(bootstrap: str, monkeypatch: pytest.M
     assert "no peer stored" in uvloop.run(network.record([bootstrap], clock_is_right=True)).found
 
 
+def test_one_peer_with_a_wrong_clock_is_left_out(bootstrap: str, monkeypatch: pytest.MonkeyPatch):
+    clocks = {"/a": 0.0, "/b": 0.1, "/c": 60.0}
+
+    async def echo(address: str) -> probe.Echo:
+        return probe.Echo(0.01, clocks[address])
+
+    monkeypatch.setattr(network, "_echo", echo)
+    findings, usable = uvloop.run(network.peers(list(clocks)))
+    assert usable == ["/a", "/b"]
+    assert [finding.verdict for finding in findings] == [Verdict.OK, Verdict.OK, Verdict.WARNING, Verdict.OK]
+
+
+def test_a_join_that_fails_in_ways_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    async def refuse(config: P2PConfig, validator: object) -> Peer:
+        raise ValueError("local time must be within 3 seconds of others\n(more)")
+
+    monkeypatch.setattr(Peer, "create", refuse)
+    finding = uvloop.run(network.record(["/a"], clock_is_right=True))
+    assert (finding.verdict, finding.found) == (Verdict.FAILURE, "local time must be within 3 seconds of others")
+
+
 def test_without_peers():
     findings, answering = uvloop.run(network.peers([]))
     assert [finding.verdict for finding in findings] == [Verdict.UNKNOWN] * 2
