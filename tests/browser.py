@@ -18,6 +18,7 @@ from swarm.gateway.middleware import HEADERS
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "swarm" / "gateway" / "page"
+PALETTE = ROOT / "swarm" / "monitor" / "page" / "palette.css"
 PICTURES = ROOT / "artifacts"
 """Where tests leave what they saw."""
 
@@ -81,7 +82,8 @@ def serve_files(context: BrowserContext, models: list[dict[str, Any]] | None = N
         if path == "/v1/models":
             route.fulfill(body=json.dumps({"object": "list", "data": listed}), content_type="application/json")
             return
-        file = PAGE / ("index.html" if path == "/" else Path(path).name)
+        name = "index.html" if path == "/" else Path(path).name
+        file = PALETTE if name == PALETTE.name else PAGE / name
         if not (path == "/" or path.startswith("/page/")) or not file.is_file():
             route.fulfill(status=404, body="{}", content_type="application/json")
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
@@ -31,8 +32,10 @@ from swarm.gateway.replies import ChatReplies, Replies, TextReplies
 from swarm.gateway.requests import ChatRequest, CompletionRequest, read_chat, read_completion
 from swarm.gateway.service import ServedModel, Service
 from swarm.metrics.registry import exposition
+from swarm.monitor.web import PAGE as MONITOR_PAGE
 
 PAGE = Path(__file__).with_name("page")
+PALETTE = MONITOR_PAGE / "palette.css"
 DETAILS = "x-swarm-details"
 """Header of those who want to hear of routes and recoveries."""
 
@@ -57,7 +60,7 @@ def make_app(
         Route("/metrics", guarded(api.metrics)),
         *more,
         Route("/", _page),
-        Mount("/page", StaticFiles(directory=PAGE)),
+        Mount("/page", _PageFiles(directory=PAGE)),
     ]
     middleware = [Middleware(Measured, metrics=service.metrics), Middleware(SafeHeaders)]
     if service.settings.origins:
@@ -226,6 +229,15 @@ async def _events(answering: Answering, include_usage: bool, tells: bool) -> Asy
             elif tells:
                 yield event(part.body, "swarm")
     yield DONE
+
+
+class _PageFiles(StaticFiles):
+    """The chat page's files, and the palette that it shares with the monitor."""
+
+    def lookup_path(self, path: str) -> tuple[str, os.stat_result | None]:
+        if path == PALETTE.name:
+            return str(PALETTE), PALETTE.stat()
+        return super().lookup_path(path)
 
 
 async def _page(request: Request) -> Response:

@@ -30,7 +30,7 @@ CONTRAST = """
     probe.remove();
     return light(colour);
   };
-  const grounds = ["ground", "raised", "sunken", "bubble"];
+  const grounds = ["bg", "surface", "sunken", "bubble"];
   const texts = ["text", "muted", "accent", "danger", "good"];
   const pairs = texts.flatMap((name) => grounds.map((ground) => [name, ground]));
   return [...pairs, ["on-accent", "accent"]].map(([one, other]) => {
