@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 import shutil
@@ -23,7 +24,9 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCKER = ROOT / "docker"
 COMPOSE = yaml.safe_load((DOCKER / "compose.yaml").read_text())
 FILES = sorted(DOCKER.glob("compose*.yaml"))
-PAGES = (ROOT / "docs" / "docker.md", ROOT / "docs" / "public-swarm.md", ROOT / "docs" / "private-swarm.md")
+PAGES = [
+    page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if "    swarm " in page.read_text()
+]
 IMAGE = re.compile(r"[\w./-]+:[\w.-]*\d[\w.-]*(?:@sha256:[0-9a-f]{64})?")
 
 
@@ -49,13 +52,15 @@ def parse(words: list[str]) -> None:
 
 
 def commands_of(page: str) -> list[list[str]]:
-    """Every `swarm ...` line of a page's code blocks, without comments, placeholders filled in."""
+    """Every `swarm ...` line of a page's code blocks, and every `docker run ... swarm:cpu ...`, without comments."""
     found = []
     for line in re.sub(r"\\\n\s*", "", page).splitlines():
-        match = re.match(r"^(?: {4}|\$ )\s*(?:[A-Z_]+=\S+ )*swarm (?!:)(.+)$", line)
+        match = re.match(r"^(?: {4}|\$ )\s*(?:docker run .* swarm:\w+|(?:[A-Z_]+=\S+ )*swarm) (.+)$", line)
         if match:
-            words = shlex.split(match[1].replace("…", "PLACEHOLDER").replace("...", "PLACEHOLDER"), comments=True)
-            found.append(words[: words.index("&")] if "&" in words else words)
+            words = shlex.split(match[1].replace("...", "…"), comments=True)
+            # An ellipsis stands for an option's value, or for further options.
+            pairs = itertools.pairwise(["", *words])
+            found.append([word for before, word in pairs if word != "…" or before.startswith("--")])
     return found
 
 
@@ -139,7 +144,7 @@ def test_commands_of_the_compose_files_parse():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_of_the_pages_parse(page):
     found = commands_of(page.read_text())
-    assert found
+    assert found, "the page has commands, but none was recognised"
     for words in found:
         try:
             parse(words)
