@@ -16,7 +16,13 @@ import torch
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 CONTEXT = 6
-"""Tokens of the prompt that the first new token is decoded with: some tokenizers join words depending on them."""
+"""Tokens that a new one is decoded with at least: some tokenizers join words depending on what stands before."""
+
+CHARACTER = 4
+"""Tokens that one character has at most, those of its bytes in UTF-8."""
+
+COLD = 1e-6
+"""Temperatures below this are 0: divided by them, scores would become infinite."""
 
 PENDING = 12
 """Tokens that may wait for the rest of a character at most; then they are shown as they are."""
@@ -116,7 +122,7 @@ class Sampler:
         return self._constraint.mask(scores_V) if self._constraint is not None else scores_V
 
     def _choose(self, input_ids: torch.Tensor, scores_V: torch.Tensor) -> int:
-        if self._sampling.temperature == 0:
+        if self._sampling.temperature < COLD:
             return int(scores_V.argmax())
         scores_BV = (scores_V / self._sampling.temperature).unsqueeze(0)
         for narrow in self._sets:
@@ -149,7 +155,7 @@ class TextPieces:
     def __init__(self, tokenizer: Any, prompt: Sequence[int] = (), keep_special: bool = False) -> None:
         self._tokenizer = tokenizer
         self._keep_special = keep_special
-        self._tokens = list(prompt[-CONTEXT:])
+        self._tokens = self._context(list(prompt[1 - CONTEXT - CHARACTER :]))
         self._shown = len(self._tokens)
         """Of `_tokens`, those whose text has been given out, or came with the prompt."""
 
@@ -167,9 +173,16 @@ class TextPieces:
         # A character whose bytes are not all there yet is decoded as U+FFFD.
         if not at_end and (after.endswith("\ufffd") or len(after) <= len(before)):
             return ""
-        self._tokens = self._tokens[-CONTEXT:]
+        self._tokens = self._context(self._tokens)
         self._shown = len(self._tokens)
         return after[len(before) :]
+
+    def _context(self, tokens: list[int]) -> list[int]:
+        """The last tokens, from where a character begins: bytes that begin inside of one make decoders that look at
+        neighbouring bytes together (SentencePiece's) take all of them for none."""
+        lengths = range(CONTEXT, min(CONTEXT + CHARACTER - 1, len(tokens)) + 1)
+        starts = (tokens[-length:] for length in lengths)
+        return next((start for start in starts if not self._decode(start).startswith("\ufffd")), tokens[-CONTEXT:])
 
     def _decode(self, tokens: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(

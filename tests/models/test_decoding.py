@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from swarm.models.checkpoint import DEMO
 from swarm.models.decoding import Chosen, Sampler, Sampling, TextPieces, token_text
@@ -38,6 +40,11 @@ def tokens(sampling: Sampling, count: int = 1) -> list[int]:
 
 def test_greedy_takes_the_most_likely():
     assert tokens(Sampling(temperature=0), 3) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("temperature", [1e-9, 1e-40, 5e-324])
+def test_next_to_no_temperature_is_none(temperature):
+    assert tokens(Sampling(temperature=temperature), 3) == [1, 1, 1]
 
 
 def test_frequencies_are_those_of_the_softmax():
@@ -116,6 +123,30 @@ def test_characters_come_whole(tokenizer):
     told = [pieces.add(token) for token in tokenizer("漢字 😀")["input_ids"]]
     assert "".join(told) == "漢字 😀"
     assert not any("\ufffd" in piece for piece in told)
+
+
+@pytest.fixture(scope="module")
+def bytewise():
+    """As SentencePiece's: characters that have no token are bytes, and bytes next to each other are decoded together."""
+    tokens = ["<unk>", "▁", "a", "b", *(f"<0x{byte:02X}>" for byte in range(256))]
+    model = models.BPE({token: i for i, token in enumerate(tokens)}, [], unk_token="<unk>", byte_fallback=True)
+    made = Tokenizer(model)
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
+
+
+@given(text=st.text("ab▁é語😀🤣", min_size=1), start=st.integers(0, 20))
+def test_characters_of_bytes_that_are_decoded_together(bytewise, text, start):
+    told = []
+    pieces = TextPieces(bytewise, bytewise(text[:start])["input_ids"])
+    for token in bytewise(text[start:])["input_ids"]:
+        told.append(pieces.add(token))
+        assert "\ufffd" not in told[-1]
+    whole, front = text.replace("▁", " "), text[:start].replace("▁", " ")
+    expected = whole[len(front) :]
+    assert "".join([*told, pieces.end()]) == (expected.removeprefix(" ") if not front else expected)
 
 
 def test_bytes_that_are_no_text_are_shown_in_the_end(tokenizer):
