@@ -38,7 +38,7 @@ class Screen:
     def type(self, keys: str) -> None:
         os.write(self._keyboard, keys.encode())
 
-    def wait_for(self, pattern: str, seconds: float = 60.0) -> re.Match[str]:
+    def wait_for(self, pattern: str, seconds: float = 120.0) -> re.Match[str]:
         """The next match behind the last one."""
         deadline = time.monotonic() + seconds
         while (found := re.compile(pattern).search(self.seen, self._read)) is None:
