@@ -78,6 +78,11 @@ class Chain:
         self._closed = False
 
     @property
+    def is_open(self) -> bool:
+        """Whether servers keep the session."""
+        return bool(self._hops) and not self._closed
+
+    @property
     def route(self) -> Route:
         """The servers in use now."""
         return Route(tuple(hop.hop for hop in self._hops))

@@ -100,23 +100,22 @@ class SwarmConnection:
 
         return self._background.run(plan())
 
-    def open_chain(self, max_length: int, adapter: PackedAdapter, listener: Listener | None = None) -> Chain:
-        """A session for `max_length` tokens a row over all remote blocks, with what `adapter` adds to them.
+    def new_chain(self, max_length: int, adapter: PackedAdapter, listener: Listener | None = None) -> Chain:
+        """A session for `max_length` tokens a row over all remote blocks, with what `adapter` adds, not open yet.
 
         Args:
             listener: hears of this session.
-
-        Raises `MissingBlocks` or a `RemoteError`.
         """
+        tell = to_all([*self._listeners, *([listener] if listener is not None else [])])
+        carried = Carried(adapter, self._asker.sent)
+        return Chain(self._peer, self._planner, self._manner, self.span, max_length, carried, tell)
 
-        async def open_chain() -> Chain:
-            carried = Carried(adapter, self._asker.sent)
-            tell = to_all([*self._listeners, *([listener] if listener is not None else [])])
-            chain = Chain(self._peer, self._planner, self._manner, self.span, max_length, carried, tell)
-            await chain.open()
-            return chain
+    def open_chain(self, chain: Chain) -> None:
+        """Find a session's servers. Raises `MissingBlocks` or a `RemoteError`.
 
-        return self._background.run(open_chain())
+        When this is interrupted the session may be open or not. So whoever opens one closes it, whatever came of it.
+        """
+        self._background.run(chain.open())
 
     def steps(self, chain: Chain, parts: Sequence[tuple[Packed, StepLayout]]) -> list[Packed]:
         """Steps of a session, one behind the other; see `Chain.steps`."""

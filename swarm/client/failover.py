@@ -162,7 +162,11 @@ class Failover:
     async def open(self, span: Span) -> list[HopSession]:
         """New hops over `span`, linked, for a session that has not begun."""
         hops = await self._find(span, None, None, Past(Record(), NOTHING_YET, 0))
-        await self.link(hops, range(len(hops)))
+        try:
+            await self.link(hops, range(len(hops)))
+        except BaseException:  # also when the person interrupts
+            await asyncio.gather(*(hop.close() for hop in hops))
+            raise
         self._taken(Route(tuple(hop.hop for hop in hops)))
         return hops
 

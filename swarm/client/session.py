@@ -78,7 +78,7 @@ class InferenceSession:
     @property
     def route(self) -> Route | None:
         """The servers in use, once the first step was made."""
-        return self._chain.route if self._chain is not None else None
+        return self._chain.route if self._chain is not None and self._chain.is_open else None
 
     @property
     def timings(self) -> tuple[HopTiming, ...]:
@@ -192,21 +192,27 @@ class InferenceSession:
     def _opened(self) -> Chain:
         if self._closed:
             raise SessionClosed("this inference session is closed; open another one")
-        if self._chain is None:
+        if self._chain is None or not self._chain.is_open:
+            self._free()
             parts = parts_of(self._model.remote_blocks.adapter, Span(0, self._connection.blocks))
             remote = {block: part for block, part in parts.items() if block in self._connection.span}
-            self._chain = self._connection.open_chain(self.max_length, pack_adapter(remote), self._listener)
             if self._connection.local is not None:
                 self._local = self._connection.local.session(frozen(parts))
+            # Known before it is open, so that it is closed even if somebody interrupts in the moment when it is.
+            self._chain = self._connection.new_chain(self.max_length, pack_adapter(remote), self._listener)
+            self._connection.open_chain(self._chain)
         return self._chain
 
     def close(self) -> None:
         """Free the session on all servers. A closed session cannot be used again."""
         self._closed = True
+        self._free()
+        self._local = None
+
+    def _free(self) -> None:
         if self._chain is not None:
             chain, self._chain = self._chain, None
             self._connection.close_chain(chain)
-        self._local = None
 
     def __enter__(self) -> InferenceSession:
         self._model.enter_session(self)

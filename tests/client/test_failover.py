@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from swarm.client.hop_session import HopSession
 from swarm.data_structures import StepLayout
 from swarm.errors import CacheFull, MissingBlocks, PeerLost, PeerSilent, RemoteError, ServerClosing, TooLong
 from swarm.protocol import messages
@@ -618,6 +619,27 @@ def test_an_interrupted_opening_leaves_nothing_behind(span_model):
         opening.cancel()
         await asyncio.wait({opening})
         swarm.kill("b")
+        await asyncio.sleep(1)
+        assert not swarm.hub.tasks
+
+    virtual_time.run(scenario)
+
+
+def test_an_opening_that_is_interrupted_when_all_is_open_leaves_nothing_behind(span_model, monkeypatch):
+    linking = asyncio.Event()
+
+    async def link(*_: object) -> None:
+        linking.set()
+        await asyncio.Event().wait()
+
+    async def scenario():
+        swarm = Swarm(span_model, {"a": (0, 3), "b": (3, 6)})
+        await swarm.start()
+        monkeypatch.setattr(HopSession, "link", link)
+        opening = asyncio.ensure_future(swarm.chain())
+        await linking.wait()
+        opening.cancel()
+        await asyncio.wait({opening})
         await asyncio.sleep(1)
         assert not swarm.hub.tasks
 

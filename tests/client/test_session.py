@@ -2,16 +2,75 @@
 
 from __future__ import annotations
 
+from concurrent.futures import CancelledError
 from types import SimpleNamespace
 
 import pytest
 
 from swarm.client.session import InferenceSession
-from swarm.data_structures import WireFormat
+from swarm.data_structures import Span, WireFormat
+from swarm.errors import MissingBlocks
 
 CONNECTION = SimpleNamespace(config=SimpleNamespace(wire=WireFormat.NONE))
+MODEL = SimpleNamespace(remote_blocks=SimpleNamespace(adapter=None))
+
+
+class Chain:
+    """A session's servers, of which only matters whether they keep it."""
+
+    is_open = False
+    route = "a route"
+
+
+class Connection:
+    """Opens chains as `outcomes` say: "open", or an error; "too late" is an interruption when the chain is open."""
+
+    blocks, span, local = 4, Span(0, 4), None
+
+    def __init__(self, *outcomes: object) -> None:
+        self.chains: list[Chain] = []
+        self._outcomes = list(outcomes)
+
+    def new_chain(self, *_: object) -> Chain:
+        self.chains.append(Chain())
+        return self.chains[-1]
+
+    def open_chain(self, chain: Chain) -> None:
+        outcome = self._outcomes.pop(0)
+        chain.is_open = isinstance(outcome, str)
+        if outcome == "too late":
+            raise CancelledError
+        if isinstance(outcome, Exception):
+            raise outcome
+
+    def close_chain(self, chain: Chain) -> None:
+        chain.is_open = False
 
 
 def test_a_session_needs_room():
     with pytest.raises(ValueError, match="max_length is 0"):
         InferenceSession(None, CONNECTION, 0)
+
+
+def test_what_is_open_when_somebody_interrupts_is_closed():
+    connection = Connection("too late")
+    session = InferenceSession(MODEL, connection, 8)
+    with pytest.raises(CancelledError):
+        session.open()
+    assert [chain.is_open for chain in connection.chains] == [True]
+    session.close()
+    assert [chain.is_open for chain in connection.chains] == [False]
+
+
+def test_who_was_interrupted_or_found_nobody_may_try_again():
+    connection = Connection(MissingBlocks((1,)), "too late")
+    session = InferenceSession(MODEL, connection, 8)
+    with pytest.raises(MissingBlocks):
+        session.open()
+    assert session.route is None
+    with pytest.raises(CancelledError):
+        session.open()
+    assert session.open() == "a route"  # of the one that was opened in the end
+    session.close()
+    assert not any(chain.is_open for chain in connection.chains)
+    assert session.route is None

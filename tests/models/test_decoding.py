@@ -127,7 +127,7 @@ def test_characters_come_whole(tokenizer):
 
 @pytest.fixture(scope="module")
 def bytewise():
-    """As SentencePiece's: characters that have no token are bytes, and bytes next to each other are decoded together."""
+    """As SentencePiece's: characters without a token are bytes, and bytes next to each other are decoded together."""
     tokens = ["<unk>", "▁", "a", "b", *(f"<0x{byte:02X}>" for byte in range(256))]
     model = models.BPE({token: i for i, token in enumerate(tokens)}, [], unk_token="<unk>", byte_fallback=True)
     made = Tokenizer(model)
