@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import tempfile
 import weakref
 from contextlib import suppress
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.node import DHTNode
+from hivemind.dht.protocol import ValidationError
 from hivemind.dht.validation import CompositeValidator, RecordValidatorBase
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
@@ -80,7 +82,7 @@ class Peer:
 
         Raises:
             AddressUnavailable: an address to listen on is taken.
-            PeerUnreachable: no initial peer answered.
+            PeerUnreachable: no initial peer answered, or this machine's clock is wrong.
             IdentityError: the identity file cannot be used.
         """
         addresses.parse_peers(config.initial_peers)
@@ -109,6 +111,11 @@ class Peer:
             folder.cleanup()
             if isinstance(error, RuntimeError):
                 raise _unreachable(config) from error
+            if isinstance(error, ValidationError):
+                raise PeerUnreachable(
+                    f"the initial peers answered, but would not work with us: {error}. Check this machine's clock and "
+                    "firewall; swarm doctor --initial-peers ... says more"
+                ) from error
             raise
         return cls(p2p, dht, identity, folder)
 
@@ -124,6 +131,13 @@ class Peer:
             def __init__(self) -> None:
                 super().__init__()
                 started.append(self)
+
+            @staticmethod
+            def _make_process_args(*args: object, **kwargs: object) -> list[str]:
+                # A session of its own: Ctrl-C at a terminal is for this process, which then ends its daemon in order.
+                setsid = shutil.which("setsid")
+                command: list[str] = P2P._make_process_args(*args, **kwargs)
+                return [setsid, *command] if setsid is not None else command
 
         try:
             return await Daemon.create(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import secrets
 import shutil
 import socket
@@ -16,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 import uvloop
+from hivemind.dht import protocol
 
 from swarm.dht.validation import AnnouncementValidator
 from swarm.errors import AddressUnavailable, IdentityError, InvalidOption, PeerLost, PeerUnreachable
@@ -94,6 +96,41 @@ def unused_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def test_ctrl_c_at_a_terminal_is_not_for_the_daemon(folder):
+    async def scenario():
+        peer = await listening()
+        try:
+            (daemon,) = daemons()
+            assert os.getpgid(daemon.pid) != os.getpgid(0)
+        finally:
+            await peer.shutdown()
+
+    run(scenario())
+    nothing_is_left(folder)
+
+
+def test_a_machine_with_a_wrong_clock_is_told_so(folder, monkeypatch):
+    true, answered = protocol.get_dht_time, protocol.DHTProtocol.rpc_ping
+
+    async def at_another_time(self, request, context):
+        response = await answered(self, request, context)
+        response.dht_time = true() + 60
+        return response
+
+    async def scenario():
+        server = await listening()
+        try:
+            address = await address_of(server)
+            with pytest.raises(PeerUnreachable, match=r"local time must be within 3 .* Check this machine's clock"):
+                await Peer.create(P2PConfig(initial_peers=(address,)), AnnouncementValidator())
+        finally:
+            await server.shutdown()
+
+    monkeypatch.setattr(protocol.DHTProtocol, "rpc_ping", at_another_time)
+    run(scenario())
+    nothing_is_left(folder)
 
 
 def test_two_peers_exchange_frames_and_leave_nothing_behind(folder):
