@@ -65,6 +65,7 @@ class Window:
 
     def add(self, now: float, amount: int) -> None:
         """Count from now on; `now` never goes back."""
+        self.sum(now)  # forgets what is old, though nobody may ever ask: a key without limits would collect it
         if amount > 0:
             self._entries.append((now, amount))
             self._sum += amount

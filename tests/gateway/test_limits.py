@@ -347,3 +347,10 @@ def is_running(one: Seen) -> bool:
 
 def test_an_account_without_limits_checks_nothing():
     Account(open=10**6, reserved=10**9).check(FREE, 10**9, 0.0)
+
+
+def test_a_window_forgets_though_nobody_asks():
+    window = Window()
+    for second in range(1000):
+        window.add(float(second), 1)
+    assert len(window._entries) <= WINDOW
