@@ -114,33 +114,36 @@ class Answering:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """While the sequences are generated; whatever is left of them is ended at the end."""
-        for generation in self._generations:
-            generation.start()
+        started: list[Generation] = []
         try:
+            for generation in self._generations:
+                generation.start()  # fails where the process may have no more threads
+                started.append(generation)
             yield
         finally:
-            for generation in self._generations:
+            for generation in started:
                 generation.cancel()
             # The turn to run is given up only once the swarm has room again.
-            await asyncio.shield(asyncio.gather(*(generation.ended() for generation in self._generations)))
+            await asyncio.shield(asyncio.gather(*(generation.ended() for generation in started)))
             self._metrics.used(self._served.name, self._prompt, self.tokens)
 
     async def stream(self, include_usage: bool) -> AsyncGenerator[Chunk | Detail]:
         """The reply piece by piece. Raises `ApiFailure` when it cannot be completed."""
         started: set[int] = set()
         async for index, news in self._merged():
+            if not isinstance(news, Delta | End):
+                if (told := detail(news)) is not None:
+                    yield Detail(told)
+                continue
+            # Not before there is something to tell: a reply that has begun can have no status of failure any more.
             if index not in started and (first := self._replies.first(index)) is not None:
                 yield Chunk(first)
             started.add(index)
-            match news:
-                case Delta():
-                    yield Chunk(self._replies.chunk(index, news, self.answers[index]))
-                    self.answers[index].add(news)
-                case End(reason):
-                    yield Chunk(self._replies.last(index, reason))
-                case _:
-                    if (told := detail(news)) is not None:
-                        yield Detail(told)
+            if isinstance(news, Delta):
+                yield Chunk(self._replies.chunk(index, news, self.answers[index]))
+                self.answers[index].add(news)
+            else:
+                yield Chunk(self._replies.last(index, news.reason))
         if include_usage:
             yield Chunk(self._replies.used(self.usage))
         yield Detail(self.progress.done())
@@ -155,7 +158,8 @@ class Answering:
             elif (told := detail(news)) is not None:
                 self.progress.details.append(told)
         self.progress.details.append(self.progress.done())
-        return self._replies.whole(self.answers, self.usage)
+        # In a thread, because the log probabilities of a long answer are a hundred thousand tokens to be decoded.
+        return await asyncio.to_thread(self._replies.whole, self.answers, self.usage)
 
     async def _merged(self) -> AsyncIterator[tuple[int, News]]:
         """News of all sequences as they come, what waits together joined; until all have come to their end."""

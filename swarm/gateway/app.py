@@ -21,13 +21,13 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from swarm.gateway.answering import Answering, Chunk
-from swarm.gateway.failures import ApiFailure, NotFound, WrongKey, WrongMethod
+from swarm.gateway.failures import ApiFailure, NotFound, WrongKey, WrongMethod, WrongOrigin
 from swarm.gateway.generation import Work
 from swarm.gateway.http import DONE, EventStream, Json, begun, event, failed, guarded, read_body, unless_gone
 from swarm.gateway.keys import Key
 from swarm.gateway.limits import Refused, Ticket
 from swarm.gateway.middleware import Measured, SafeHeaders
-from swarm.gateway.prompts import chat_works, completion_works
+from swarm.gateway.prompts import chat_works, completion_works, echoed
 from swarm.gateway.replies import ChatReplies, Replies, TextReplies
 from swarm.gateway.requests import ChatRequest, CompletionRequest, read_chat, read_completion
 from swarm.gateway.service import ServedModel, Service
@@ -93,6 +93,16 @@ def authorized(service: Service, headers: Headers) -> Key | None:
         said = "this gateway does not know the key" if secret else "say who you are: Authorization: Bearer KEY"
         raise WrongKey(f"{said}; whoever runs the gateway makes keys with `swarm keys add`", code="invalid_api_key")
     return key
+
+
+def check_origin(headers: Headers, origins: Sequence[str]) -> None:
+    """Raises `WrongOrigin` for what a page from elsewhere asks, unless the gateway is for that page.
+
+    A browser asks leave only for what it calls not simple; anything else is computed before it hides the answer.
+    """
+    elsewhere = headers.get("sec-fetch-site") in ("cross-site", "same-site")
+    if elsewhere and "*" not in origins and headers.get("origin") not in origins:
+        raise WrongOrigin("pages from elsewhere may not use this gateway (see --cors)", code="wrong_origin")
 
 
 class NeedsKey:
@@ -163,11 +173,9 @@ class _Api:
         served = self._service.model(asked.model)
         request.state.model = served.name
 
-        works = await self._service.prepare(key, partial(completion_works, asked, served, self._default))
-        echoed = (
-            [served.tokenizer.decode(work.prompt, skip_special_tokens=True) for work in works] if asked.echo else []
-        )
-        replies = TextReplies(served.name, served.tokenizer, echoed)
+        works = await self._service.prepare(key, partial(completion_works, asked, served))
+        prompts = await self._service.prepare(key, partial(echoed, works, served)) if asked.echo else []
+        replies = TextReplies(served.name, served.tokenizer, prompts)
         return await self._answer(request, key, asked, served, works, replies, began)
 
     async def _answer(
@@ -209,6 +217,7 @@ class _Api:
 
     async def _body(self, request: Request) -> bytes:
         settings = self._service.settings
+        check_origin(request.headers, settings.origins)
         body = await read_body(request, settings.request_bytes, settings.read_seconds)
         self._service.metrics.received(len(body))
         return body
@@ -247,10 +256,11 @@ async def _page(request: Request) -> Response:
 async def _no_such(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     failure: ApiFailure
+    path = request.url.path[:100]
     if error.status_code == 405:
-        failure = WrongMethod(f"{request.url.path} does not take {request.method}", code="method_not_allowed")
+        failure = WrongMethod(f"{path} does not take {request.method}", code="method_not_allowed")
     else:
-        failure = NotFound(f"there is nothing at {request.url.path[:100]}", code="not_found")
+        failure = NotFound(f"there is nothing at {path}", code="not_found")
     reply = failed(failure)
     reply.headers.update(error.headers or {})
     return reply

@@ -66,6 +66,13 @@ class WrongKey(ApiFailure):
     kind = "invalid_request_error"
 
 
+class WrongOrigin(ApiFailure):
+    """A page from elsewhere asks, through the browser of somebody who may."""
+
+    status = 403
+    kind = "invalid_request_error"
+
+
 class NotFound(ApiFailure):
     """No such model, or no such address."""
 

@@ -233,6 +233,7 @@ class _Text:
     def end(self) -> Delta:
         """What was held back."""
         text = "" if self.stopped else self._stops.feed(self._pieces.end()) + self._stops.end()
+        self.stopped = self._stops.hit
         calls: list[ToolCall] = []
         if self._tools is not None:
             text, calls = self._tools.feed(text)

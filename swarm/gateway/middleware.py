@@ -22,6 +22,10 @@ HEADERS = {
 }
 
 
+LONGEST_PATH = 200
+"""Characters of a path that are logged."""
+
+
 class SafeHeaders:
     """Adds `HEADERS` to every reply."""
 
@@ -68,11 +72,12 @@ class Measured:
             model = scope.get("state", {}).get("model")
             self._metrics.answered(scope["path"], model, status, seconds)
             self._metrics.sent(size)
+            path = scope["path"][:LONGEST_PATH]
             logger.info(
                 "%s %r %d %.3f s",  # a path may hold line breaks
                 scope["method"],
-                scope["path"],
+                path,
                 status,
                 seconds,
-                extra={"path": scope["path"], "status": status, "seconds": round(seconds, 3), "bytes": size},
+                extra={"path": path, "status": status, "seconds": round(seconds, 3), "bytes": size},
             )

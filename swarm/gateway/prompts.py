@@ -16,6 +16,9 @@ from swarm.gateway.tool_calls import ToolParser
 from swarm.models.chat_template import conversation_tokens, text_tokens
 from swarm.models.decoding import Constraint, Sampling
 
+COMPLETION_TOKENS = 16
+"""New tokens of a completion whose request does not say, as OpenAI has it."""
+
 
 def chat_works(request: ChatRequest, served: ServedModel, default_tokens: int) -> list[Work]:
     """One sequence for each of the `n` answers. Raises `BadRequest` or `TemplateRefused`."""
@@ -39,16 +42,25 @@ def chat_works(request: ChatRequest, served: ServedModel, default_tokens: int) -
     return works
 
 
-def completion_works(request: CompletionRequest, served: ServedModel, default_tokens: int) -> list[Work]:
+def completion_works(request: CompletionRequest, served: ServedModel) -> list[Work]:
     """`n` sequences for each of the prompts, in their order. Raises `BadRequest`."""
     works = []
     for one in request.prompts():
         prompt = _prompt_tokens(one, served)
-        room = _room(prompt, request.max_tokens or 16, served, default_tokens, "prompt")
+        room = _room(prompt, request.max_tokens, served, COMPLETION_TOKENS, "prompt")
         for choice in range(request.n or 1):
             sampling = _sampling(request, served, request.logprobs, choice)
             works.append(Work(prompt=prompt, max_tokens=room, sampling=sampling, stops=request.stops))
     return works
+
+
+def echoed(works: Sequence[Work], served: ServedModel) -> list[str]:
+    """The text of each sequence's prompt, which is decoded once for all of its answers."""
+    texts: dict[int, str] = {}
+    for work in works:
+        if id(work.prompt) not in texts:
+            texts[id(work.prompt)] = served.tokenizer.decode(work.prompt, skip_special_tokens=True)
+    return [texts[id(work.prompt)] for work in works]
 
 
 def _prompt_tokens(prompt: str | list[int], served: ServedModel) -> list[int]:

@@ -10,13 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from swarm.client.baton import Baton
 from swarm.client.model import AutoDistributedModelForCausalLM
 from swarm.errors import format_blocks
 from swarm.gateway.failures import ApiFailure, NotFound, Unavailable
-from swarm.gateway.generation import Work
 from swarm.gateway.keys import Key, KeyFile
 from swarm.gateway.limits import Admission
 from swarm.gateway.response_format import Grammars
@@ -28,6 +27,8 @@ from swarm.models.chat_template import template_text
 from swarm.models.text import load_tokenizer
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 UNKNOWN_CONTEXT = 8192
 """Tokens that are taken for the longest text of a model whose config does not say."""
@@ -183,6 +184,7 @@ class Service:
         self._leaving = False
         self._keys = keys
         self._ready: tuple[float, str | None] = (float("-inf"), None)
+        self._looking = asyncio.Lock()
         heard = ClientMetrics(registry).heard
         for model in models:
             model.model.swarm.listen(heard)
@@ -204,7 +206,7 @@ class Service:
             )
         return self.models[name]
 
-    async def prepare(self, key: Key | None, make: Callable[[], list[Work]]) -> list[Work]:
+    async def prepare(self, key: Key | None, make: Callable[[], T]) -> T:
         """What `make` returns, made in a thread: a long text takes a while to become tokens, a schema a grammar.
 
         A key gets half of the threads at most, so that what it sends, however bad, keeps nobody else waiting.
@@ -233,10 +235,11 @@ class Service:
 
     async def check_ready(self) -> None:
         """Raises `Unavailable` unless somebody holds each block of each model."""
-        looked, trouble = self._ready
-        if time.monotonic() - looked > FRESH:
-            trouble = await asyncio.get_running_loop().run_in_executor(self._workers, self._trouble)
-            self._ready = (time.monotonic(), trouble)
+        async with self._looking:  # one look for all: whoever asks needs no key, and a look takes a thread for seconds
+            looked, trouble = self._ready
+            if time.monotonic() - looked > FRESH:
+                trouble = await asyncio.get_running_loop().run_in_executor(self._workers, self._trouble)
+                self._ready = (time.monotonic(), trouble)
         if trouble is not None:
             raise Unavailable(trouble, code="blocks_missing", retry_after=FRESH)
 

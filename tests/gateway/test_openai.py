@@ -257,11 +257,12 @@ def test_blocks_that_nobody_holds_are_told_and_come_back():
         with openai.OpenAI(base_url=gateway.api, api_key="none", max_retries=0) as client:
             ask(client)
             swarm.holders("6:12")[0].stop()
-            with pytest.raises(openai.InternalServerError) as caught:
-                ask(client)
-            assert caught.value.status_code == 503
-            assert caught.value.code == "blocks_missing"
-            assert caught.value.response.headers["Retry-After"] == "10"
+            for stream in (False, True):
+                with pytest.raises(openai.InternalServerError) as caught:
+                    ask(client, stream=stream)
+                assert caught.value.status_code == 503
+                assert caught.value.code == "blocks_missing"
+                assert caught.value.response.headers["Retry-After"] == "10"
             wait_until(lambda: httpx.get(f"{gateway.url}/readyz").status_code == 503)
             swarm.start("6:12").wait_ready()
             wait_until(lambda: httpx.get(f"{gateway.url}/readyz").status_code == 200)

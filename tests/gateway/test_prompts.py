@@ -1,0 +1,40 @@
+"""From requests to sequences."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from swarm.gateway.failures import BadRequest
+from swarm.gateway.prompts import COMPLETION_TOKENS, completion_works, echoed
+from swarm.gateway.requests import CompletionRequest
+from swarm.models.checkpoint import DEMO
+from swarm.models.text import load_tokenizer
+
+CONTEXT = 32
+
+
+@pytest.fixture(scope="module")
+def served() -> Any:
+    usual = SimpleNamespace(temperature=None, top_p=None, top_k=None)
+    tokenizer = load_tokenizer(DEMO)
+    model = SimpleNamespace(generation_config=usual)
+    return SimpleNamespace(name="m", tokenizer=tokenizer, model=model, context_length=CONTEXT, vocabulary=1000)
+
+
+@pytest.mark.parametrize(("prompt", "room"), [(4, COMPLETION_TOKENS), (CONTEXT - 3, 3)])
+def test_who_does_not_say_gets_what_there_is_room_for(served, prompt, room):
+    (work,) = completion_works(CompletionRequest(model="m", prompt=[5] * prompt), served)
+    assert work.max_tokens == room
+
+
+def test_who_asks_for_more_than_there_is_room_for_is_told(served):
+    with pytest.raises(BadRequest, match="room for 3 more, and 4 were asked for"):
+        completion_works(CompletionRequest(model="m", prompt=[5] * (CONTEXT - 3), max_tokens=4), served)
+
+
+def test_prompts_are_repeated_for_each_of_their_answers(served):
+    works = completion_works(CompletionRequest(model="m", prompt=["Once", "upon a"], n=2), served)
+    assert echoed(works, served) == ["Once", "Once", "upon a", "upon a"]
