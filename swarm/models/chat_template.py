@@ -40,7 +40,7 @@ def conversation_tokens(tokenizer: Any, messages: Sequence[Message], tools: Sequ
     try:
         # Not tokenized there: what a template returns has its special tokens already.
         text = tokenizer.apply_chat_template(list(messages), tools=tools, tokenize=False, add_generation_prompt=True)
-    except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
         raise TemplateRefused(f"the model's chat template does not take this conversation: {error}") from error
     tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return tokens

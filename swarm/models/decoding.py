@@ -7,9 +7,11 @@ other sequences of this process sample meanwhile.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -191,7 +193,34 @@ class TextPieces:
         return text
 
 
-def token_text(tokenizer: Any, token: int) -> tuple[str, list[int]]:
-    """One token as text and as bytes, for those who look at log probabilities."""
+@lru_cache(1 << 16)
+def token_text(tokenizer: Any, token: int) -> tuple[str, tuple[int, ...] | None]:
+    """One token as text and as bytes (None if these are not known), for those who look at log probabilities.
+
+    The texts of all tokens of an answer, one behind the other, are the answer; so are the bytes of those that are only
+    parts of a character, whose texts are U+FFFD.
+    """
     text: str = tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return text, list(text.encode())
+    name: str = tokenizer.convert_ids_to_tokens(token) or ""
+    if name.startswith("\u2581") and not text.startswith(" "):
+        text = " " + text  # SentencePiece leaves it out where a text begins
+    if "\ufffd" not in text:
+        return text, tuple(text.encode())
+    if byte := _BYTE.fullmatch(name):
+        return text, (int(byte[1], 16),)
+    known = [_LETTERS.get(letter) for letter in name]
+    return text, tuple(byte for byte in known if byte is not None) if known and None not in known else None
+
+
+_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
+"""A byte among SentencePiece's tokens."""
+
+
+def _letters() -> dict[str, int]:
+    """How GPT-2 writes bytes in the names of tokens: those that can be printed as they are, others from U+0100 on."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + count): byte for count, byte in enumerate(others)}
+
+
+_LETTERS = _letters()

@@ -69,3 +69,12 @@ def test_of_several_templates_the_one_for_tools_is_looked_at(tokenizer):
 
 def test_texts(tokenizer):
     assert tokenizer.decode(text_tokens(tokenizer, "Once upon")) == "Once upon"
+
+
+def test_what_is_nested_too_deeply_for_a_template_is_refused(tokenizer):
+    tokenizer.chat_template = "{{ tools | tojson }}"
+    deep: dict[str, object] = {}
+    for _ in range(900):
+        deep = {"a": deep}
+    with pytest.raises(TemplateRefused, match="recursion"):
+        conversation_tokens(tokenizer, [{"role": "user", "content": "a"}], [deep])

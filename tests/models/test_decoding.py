@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 
 import pytest
@@ -147,6 +148,20 @@ def test_characters_of_bytes_that_are_decoded_together(bytewise, text, start):
     whole, front = text.replace("▁", " "), text[:start].replace("▁", " ")
     expected = whole[len(front) :]
     assert "".join([*told, pieces.end()]) == (expected.removeprefix(" ") if not front else expected)
+
+
+def test_a_token_of_an_answer_as_text_and_bytes(tokenizer, bytewise):
+    for one, text in ((tokenizer, "the 漢字 😀"), (bytewise, "▁a▁漢b😀")):
+        ids = one(text)["input_ids"]
+        told = [token_text(one, token) for token in ids]
+        written = text.replace("▁", " ")
+        assert bytes(byte for _, raw in told for byte in raw).decode() == written
+        assert "".join(text for text, _ in told if "\ufffd" not in text) == re.sub("[漢字😀]", "", written)
+
+
+def test_a_token_whose_bytes_are_not_known():
+    made = Tokenizer(models.WordLevel({"\ufffd\u2581": 0}, "\ufffd\u2581"))
+    assert token_text(PreTrainedTokenizerFast(tokenizer_object=made), 0)[1] is None
 
 
 def test_bytes_that_are_no_text_are_shown_in_the_end(tokenizer):
