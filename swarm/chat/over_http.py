@@ -40,6 +40,8 @@ class GatewayTalk:
         self._url = base_url(url)
         self._headers = {"Content-Type": "application/json", "X-Swarm-Details": "1"}
         if key is not None:
+            if not (key.isascii() and key.isprintable()):
+                raise InvalidOption("--key holds characters that no key has; was it copied whole, and nothing else?")
             self._headers["Authorization"] = f"Bearer {key}"
         # A redirect could take the key elsewhere: it is an error instead.
         self._opener = urllib.request.build_opener(_NoRedirect)
@@ -76,7 +78,7 @@ class GatewayTalk:
             try:
                 listed = _parsed(reply.read(MAX_BODY).decode())["data"]
                 names = [str(one["id"]) for one in listed]
-            except (OSError, UnicodeDecodeError, LookupError, TypeError):
+            except (OSError, http.client.HTTPException, UnicodeDecodeError, LookupError, TypeError):
                 raise ChatFailed(f"{self._url}/models does not list models; is this a gateway's URL?") from None
         if not names or (model is not None and model not in names):
             shown = inert(", ".join(names))[:500] or "none"
@@ -100,8 +102,12 @@ class GatewayTalk:
 
 def base_url(url: str) -> str:
     """The URL up to and with `/v1`. Raises `InvalidOption`."""
-    parts = urlsplit(url.strip())
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(url.strip())
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none, or half an IPv6 address
+        usable = False
+    if not usable:
         raise InvalidOption(f"--url {url!r}: use a gateway's URL, such as http://127.0.0.1:8000/v1")
     path = parts.path.rstrip("/")
     return f"{parts.scheme}://{parts.netloc}{path or '/v1'}"

@@ -123,7 +123,9 @@ def test_nobody_there():
         GatewayTalk("http://127.0.0.1:1", None, None)
 
 
-@pytest.mark.parametrize("url", ["", "gateway", "file:///etc/passwd", "ftp://host/v1", "http://"])
+@pytest.mark.parametrize(
+    "url", ["", "gateway", "file:///etc/passwd", "ftp://host/v1", "http://", "http://[", "http://h:x"]
+)
 def test_no_url(url):
     with pytest.raises(InvalidOption, match="such as http"):
         base_url(url)
@@ -138,3 +140,14 @@ def test_urls():
 def test_events_of_any_bytes(data):
     with suppress(ChatFailed):
         assert all(isinstance(text, str) for _, text in events(io.BytesIO(data)))
+
+
+@pytest.mark.parametrize("key", ["sk-swarm-x\nHost: elsewhere", "schlüssel", "x\0"])
+def test_what_can_be_no_key(key):
+    with pytest.raises(InvalidOption, match="--key holds characters"):
+        GatewayTalk("http://127.0.0.1:9", key, None)
+
+
+def test_a_list_of_models_that_breaks_off():
+    with gateway(MODELS, Transfer_Encoding="chunked") as (url, _), pytest.raises(ChatFailed, match="does not list"):
+        GatewayTalk(url, None, None)
