@@ -81,9 +81,9 @@ def make_app(
     )
 
 
-def authorized(service: Service, headers: Headers) -> Key | None:
+async def authorized(service: Service, headers: Headers) -> Key | None:
     """Who asks; None where there are no keys. Raises `WrongKey`."""
-    keys = service.keys
+    keys = await service.keys()
     if keys is None:
         return None
     scheme, _, secret = headers.get("authorization", "").partition(" ")
@@ -118,7 +118,7 @@ class NeedsKey:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             if not self._service.settings.public_status and "/api/" in scope["path"]:
-                authorized(self._service, Headers(scope=scope))
+                await authorized(self._service, Headers(scope=scope))
         except WrongKey as failure:
             await failed(failure)(scope, receive, send)
         else:
@@ -133,11 +133,11 @@ class _Api:
         self._default = service.settings.default_tokens
 
     async def models(self, request: Request) -> Response:
-        authorized(self._service, request.headers)
+        await authorized(self._service, request.headers)
         return Json({"object": "list", "data": [model.described() for model in self._service.models.values()]})
 
     async def model(self, request: Request) -> Response:
-        authorized(self._service, request.headers)
+        await authorized(self._service, request.headers)
         return Json(self._service.model(request.path_params["name"]).described())
 
     async def healthy(self, request: Request) -> Response:
@@ -151,13 +151,13 @@ class _Api:
 
     async def metrics(self, request: Request) -> Response:
         if not self._service.settings.public_status:
-            authorized(self._service, request.headers)
+            await authorized(self._service, request.headers)
         body, kind = exposition(self._service.registry)
         return Response(body, media_type=kind)
 
     async def chat(self, request: Request) -> Response:
         began = time.perf_counter()
-        key = authorized(self._service, request.headers)
+        key = await authorized(self._service, request.headers)
         asked = read_chat(await self._body(request))
         served = self._service.model(asked.model)
         request.state.model = served.name
@@ -168,7 +168,7 @@ class _Api:
 
     async def completion(self, request: Request) -> Response:
         began = time.perf_counter()
-        key = authorized(self._service, request.headers)
+        key = await authorized(self._service, request.headers)
         asked = read_completion(await self._body(request))
         served = self._service.model(asked.model)
         request.state.model = served.name

@@ -104,6 +104,11 @@ class KeyFile:
                 found = key
         return found
 
+    @property
+    def is_old(self) -> bool:
+        """Whether the file has changed."""
+        return _stamp(self.path) != self.stamp
+
     def refreshed(self) -> KeyFile:
         """The keys as they are now. Of a file that became unusable the former keys stay valid; it is logged once."""
         stamp = _stamp(self.path)

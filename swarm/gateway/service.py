@@ -185,15 +185,16 @@ class Service:
         self._keys = keys
         self._ready: tuple[float, str | None] = (float("-inf"), None)
         self._looking = asyncio.Lock()
+        self._reading = asyncio.Lock()
         heard = ClientMetrics(registry).heard
         for model in models:
             model.model.swarm.listen(heard)
 
-    @property
-    def keys(self) -> KeyFile | None:
+    async def keys(self) -> KeyFile | None:
         """The keys as they are in the file now."""
-        if self._keys is not None:
-            self._keys = self._keys.refreshed()
+        if self._keys is not None and self._keys.is_old:
+            async with self._reading:  # in a thread: a file of thousands of keys takes a second
+                self._keys = await asyncio.to_thread(self._keys.refreshed)
         return self._keys
 
     def model(self, name: str) -> ServedModel:

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from swarm.data_structures import Span
+from swarm.gateway import keys
 from swarm.gateway.failures import Unavailable
+from swarm.gateway.keys import KeyFile, Limits
 from swarm.gateway.service import ServedModel, Service, Settings
 from swarm.metrics.registry import new_registry
 
 
-def service(looks: list[None], held: int) -> Service:
+def service(looks: list[None], held: int, key_file: KeyFile | None = None) -> Service:
     def servers() -> list[Any]:
         looks.append(None)
         return [SimpleNamespace(span=Span(0, held))]
 
     swarm = SimpleNamespace(listen=lambda listener: None, servers=servers, span=Span(0, 4), close=lambda: None)
-    return Service([ServedModel("m", SimpleNamespace(swarm=swarm), None)], Settings(), None, new_registry())
+    return Service([ServedModel("m", SimpleNamespace(swarm=swarm), None)], Settings(), key_file, new_registry())
 
 
 def test_many_who_ask_whether_it_is_ready_are_one_look():
@@ -40,3 +44,34 @@ def test_blocks_that_nobody_holds_are_named():
     with pytest.raises(Unavailable, match="nobody holds blocks 2:4 of m"):
         asyncio.run(shared.check_ready())
     shared.close()
+
+
+def test_keys_are_those_of_the_file_which_is_not_read_in_the_event_loop(tmp_path, monkeypatch):
+    path = tmp_path / "keys.yaml"
+    first = keys.add(path, "ann", Limits())
+    shared = service([], 4, KeyFile.read(path))
+    readers: list[threading.Thread] = []
+    read = KeyFile.read
+
+    def watched(path: Path) -> KeyFile:
+        readers.append(threading.current_thread())
+        return read(path)
+
+    monkeypatch.setattr(KeyFile, "read", watched)
+
+    async def known(*secrets: str) -> list[bool]:
+        found = await asyncio.gather(*(shared.keys() for _ in range(20)))
+        assert all(one is found[0] for one in found)
+        return [found[0].find(secret) is not None for secret in secrets]
+
+    async def work() -> None:
+        assert await known(first) == [True]
+        second = keys.add(path, "ben", Limits())
+        assert await known(first, second) == [True, True]
+        keys.remove(path, "ann")
+        assert await known(first, second) == [False, True]
+
+    asyncio.run(work())
+    shared.close()
+    assert len(readers) == 2
+    assert threading.current_thread() not in readers
