@@ -210,8 +210,12 @@ def _travelling(root: type[RemoteError]) -> dict[str, type[RemoteError]]:
 
 
 def remote_error(code: str, message: str) -> RemoteError:
-    """The exception for a refusal that came over the wire; an unknown code becomes a plain `ServerFault`."""
-    return _travelling(RemoteError).get(code, ServerFault)(message)
+    """The exception for a refusal that came over the wire; an unknown code becomes a plain `ServerFault`.
+
+    Strangers wrote the message, and it ends in logs and on terminals: it stays one line, and commands nothing.
+    """
+    shown = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in message)
+    return _travelling(RemoteError).get(code, ServerFault)(shown)
 
 
 def format_blocks(blocks: Iterable[int]) -> str:

@@ -69,6 +69,11 @@ def test_missing_blocks_names_them_and_a_command_that_covers_them():
     assert "--blocks 4:8" in str(error)
 
 
+def test_what_strangers_wrote_is_one_line_that_commands_nothing():
+    said = str(errors.remote_error("remote_error", "no\nERROR all is lost\x1b[2J\u202e — größer"))
+    assert said == "no\ufffdERROR all is lost\ufffd[2J\ufffd — größer"
+
+
 def test_missing_blocks_can_say_why():
     assert "because of rain" in str(errors.MissingBlocks([0], "because of rain"))
 
