@@ -18,11 +18,15 @@ HEAD_SECONDS = 10.0
 UNREAD = 1 << 18
 """Bytes that the kernel keeps for a client that does not read; by itself it takes up to 4 MiB."""
 
+UNREAD_SECONDS = 60.0
+"""Within which a client has to take what waits for it, whatever it is. Closing alone would wait for it, too."""
+
 
 class BoundedHttp(H11Protocol):
-    """Hangs up on a client that has begun a request and does not finish its head, or says nothing at all."""
+    """Hangs up on a client that says nothing, does not finish the head of a request, or does not read its answer."""
 
     _late: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -38,8 +42,17 @@ class BoundedHttp(H11Protocol):
         elif self._late is None:
             self._expect_head()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(UNREAD_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._was_read()
+        super().resume_writing()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        self._was_read()
         super().connection_lost(exc)
 
     @property
@@ -54,6 +67,11 @@ class BoundedHttp(H11Protocol):
         if self._late is not None:
             self._late.cancel()
             self._late = None
+
+    def _was_read(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     def _hang_up(self) -> None:
         self._late = None
