@@ -162,7 +162,7 @@ class _Api:
         served = self._service.model(asked.model)
         request.state.model = served.name
 
-        works = await self._service.prepare(key, partial(chat_works, asked, served, self._default))
+        works = await self._service.prepare(request.receive, key, partial(chat_works, asked, served, self._default))
         replies = ChatReplies(served.name, served.tokenizer)
         return await self._answer(request, key, asked, served, works, replies, began)
 
@@ -173,8 +173,10 @@ class _Api:
         served = self._service.model(asked.model)
         request.state.model = served.name
 
-        works = await self._service.prepare(key, partial(completion_works, asked, served))
-        prompts = await self._service.prepare(key, partial(echoed, works, served)) if asked.echo else []
+        works = await self._service.prepare(request.receive, key, partial(completion_works, asked, served))
+        prompts = (
+            await self._service.prepare(request.receive, key, partial(echoed, works, served)) if asked.echo else []
+        )
         replies = TextReplies(served.name, served.tokenizer, prompts)
         return await self._answer(request, key, asked, served, works, replies, began)
 

@@ -12,10 +12,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
+from starlette.types import Receive
+
 from swarm.client.baton import Baton
 from swarm.client.model import AutoDistributedModelForCausalLM
 from swarm.errors import format_blocks
 from swarm.gateway.failures import ApiFailure, NotFound, Unavailable
+from swarm.gateway.http import unless_gone
 from swarm.gateway.keys import Key, KeyFile
 from swarm.gateway.limits import Admission
 from swarm.gateway.response_format import Grammars
@@ -207,15 +210,19 @@ class Service:
             )
         return self.models[name]
 
-    async def prepare(self, key: Key | None, make: Callable[[], T]) -> T:
+    async def prepare(self, receive: Receive, key: Key | None, make: Callable[[], T]) -> T:
         """What `make` returns, made in a thread: a long text takes a while to become tokens, a schema a grammar.
 
-        A key gets half of the threads at most, so that what it sends, however bad, keeps nobody else waiting.
+        A key gets half of the threads at most, so that what it sends, however bad, keeps nobody else waiting. Whoever
+        leaves before it is his turn takes none: raises `Gone`.
         """
         name = key.name if key is not None else ""
         mine = self._preparing.setdefault(name, asyncio.Semaphore(WORKERS // 2 if key is not None else WORKERS))
-        async with mine:
+        await unless_gone(receive, mine.acquire())
+        try:
             return await asyncio.get_running_loop().run_in_executor(self._workers, make)
+        finally:
+            mine.release()
 
     @contextmanager
     def open(self, answering: HangsUp) -> Iterator[None]:

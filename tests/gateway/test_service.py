@@ -13,8 +13,9 @@ import pytest
 from swarm.data_structures import Span
 from swarm.gateway import keys
 from swarm.gateway.failures import Unavailable
-from swarm.gateway.keys import KeyFile, Limits
-from swarm.gateway.service import ServedModel, Service, Settings
+from swarm.gateway.http import Gone
+from swarm.gateway.keys import Key, KeyFile, Limits
+from swarm.gateway.service import WORKERS, ServedModel, Service, Settings
 from swarm.metrics.registry import new_registry
 
 
@@ -75,3 +76,34 @@ def test_keys_are_those_of_the_file_which_is_not_read_in_the_event_loop(tmp_path
     shared.close()
     assert len(readers) == 2
     assert threading.current_thread() not in readers
+
+
+def test_who_leaves_before_its_request_is_prepared_takes_no_thread():
+    shared, ann, busy, may_end = service([], 4), Key("ann", Limits()), threading.Semaphore(0), threading.Event()
+    made: list[str] = []
+
+    async def stays() -> Any:
+        await asyncio.Event().wait()
+
+    async def leaves() -> Any:
+        return {"type": "http.disconnect"}
+
+    def long() -> None:
+        busy.release()
+        may_end.wait(10)
+
+    async def work() -> None:
+        first = [asyncio.ensure_future(shared.prepare(stays, ann, long)) for _ in range(WORKERS // 2)]
+        for _ in first:
+            assert await asyncio.to_thread(busy.acquire, timeout=10)
+        with pytest.raises(Gone):
+            await shared.prepare(leaves, ann, lambda: made.append("of nobody"))
+        await shared.prepare(stays, Key("ben", Limits()), lambda: made.append("of another key"))
+        last = asyncio.ensure_future(shared.prepare(stays, ann, lambda: made.append("of who stayed")))
+        await asyncio.sleep(0)
+        may_end.set()
+        await asyncio.gather(*first, last)
+
+    asyncio.run(work())
+    shared.close()
+    assert made == ["of another key", "of who stayed"]
