@@ -41,7 +41,7 @@ logger = logging.getLogger("swarm.gateway")
 @click.option(
     "--public-status",
     is_flag=True,
-    help="Show /metrics and /monitor/ without a key, though there are keys and others than this machine can look.",
+    help="Show /metrics and /monitor/ without a key, though the gateway has keys.",
 )
 @click.option("--wire", default="auto", help="How hidden states travel: auto, none, float16, bfloat16, blockwise8.")
 @click.option("--wait-for-blocks", type=click.FloatRange(0), default=60.0, help="Seconds to wait for missing blocks.")
@@ -82,7 +82,7 @@ def main(
 
     import torch
 
-    from swarm.gateway.running import Listening, is_loopback_host, run
+    from swarm.gateway.running import Listening, run
     from swarm.gateway.service import Settings
     from swarm.transport.p2p import quiet_hivemind
 
@@ -95,7 +95,7 @@ def main(
         origins=cors,
         concurrent=concurrent,
         queue=queue,
-        public_status=public_status or is_loopback_host(host),
+        public_status=public_status,
     )
     options: dict[str, Any] = {"wire": wire, "wait_for_blocks": wait_for_blocks, "cache_dir": cache_dir}
     peers = console.split(initial_peers)

@@ -10,7 +10,7 @@ import msgspec
 
 from swarm.gateway.failures import BadRequest
 from swarm.gateway.generation import Work
-from swarm.gateway.requests import ChatMessage, ChatRequest, Common, CompletionRequest
+from swarm.gateway.requests import MAX_CHOICES, ChatMessage, ChatRequest, Common, CompletionRequest
 from swarm.gateway.service import ServedModel
 from swarm.gateway.tool_calls import ToolParser
 from swarm.models.chat_template import conversation_tokens, text_tokens
@@ -44,6 +44,9 @@ def chat_works(request: ChatRequest, served: ServedModel, default_tokens: int) -
 
 def completion_works(request: CompletionRequest, served: ServedModel) -> list[Work]:
     """`n` sequences for each of the prompts, in their order. Raises `BadRequest`."""
+    count = len(request.prompts()) * (request.n or 1)
+    if count > MAX_CHOICES:
+        raise BadRequest(f"prompts times n are {count} texts; one request is {MAX_CHOICES} at most", param="n")
     works = []
     for one in request.prompts():
         prompt = _prompt_tokens(one, served)

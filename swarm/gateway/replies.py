@@ -44,18 +44,20 @@ class Replies:
         model: its name.
         tokenizer: the model's, for log probabilities.
         prompts: texts in front of the answers, if they were asked to be repeated.
+        tells_usage: whether a stream ends with what the request took; then the other chunks say that it is not known.
     """
 
     prefix: str
     whole_kind: str
     chunk_kind: str
 
-    def __init__(self, model: str, tokenizer: Any, prompts: Sequence[str] = ()) -> None:
+    def __init__(self, model: str, tokenizer: Any, prompts: Sequence[str] = (), *, tells_usage: bool = False) -> None:
         self.id = f"{self.prefix}-{secrets.token_hex(12)}"
         self._model = model
         self._tokenizer = tokenizer
         self._prompts = prompts
         self._created = int(time.time())
+        self._unknown_usage: dict[str, None] = {"usage": None} if tells_usage else {}
 
     def whole(self, answers: Sequence[Answer], used: dict[str, int]) -> dict[str, Any]:
         """The body of a reply that is not streamed."""
@@ -89,7 +91,7 @@ class Replies:
 
     def _piece(self, index: int, content: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
         choice = {"index": index, **content, "finish_reason": reason}
-        return {**self._frame(self.chunk_kind), "choices": [choice]}
+        return {**self._frame(self.chunk_kind), "choices": [choice], **self._unknown_usage}
 
 
 class ChatReplies(Replies):

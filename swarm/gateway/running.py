@@ -14,7 +14,8 @@ import uvloop
 from starlette.middleware import Middleware
 from starlette.routing import Mount
 
-from swarm.gateway.app import NeedsKey, make_app
+from swarm.gateway.app import make_app
+from swarm.gateway.entrance import NeedsKey
 from swarm.gateway.keys import KeyFile
 from swarm.gateway.service import ServedModel, Service, Settings
 from swarm.metrics.registry import new_registry

@@ -65,7 +65,7 @@ class Settings:
     origins: tuple[str, ...] = ()
     concurrent: int = 64
     queue: int = 256
-    public_status: bool = True
+    public_status: bool = False
 
 
 class HangsUp(Protocol):

@@ -108,6 +108,7 @@ def test_a_stream_is_the_same_text(client, local):
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 2) + ["length"]
     assert chunks[-1].choices == []
     assert chunks[-1].usage.completion_tokens == 16
+    assert all(chunk.usage is None for chunk in chunks[:-1])
     assert len({chunk.id for chunk in chunks}) == 1
 
 

@@ -38,3 +38,9 @@ def test_who_asks_for_more_than_there_is_room_for_is_told(served):
 def test_prompts_are_repeated_for_each_of_their_answers(served):
     works = completion_works(CompletionRequest(model="m", prompt=["Once", "upon a"], n=2), served)
     assert echoed(works, served) == ["Once", "Once", "upon a", "upon a"]
+
+
+def test_one_request_is_no_crowd(served):
+    assert len(completion_works(CompletionRequest(model="m", prompt=["Once"] * 4, n=2), served)) == 8
+    with pytest.raises(BadRequest, match="prompts times n are 9 texts; one request is 8 at most"):
+        completion_works(CompletionRequest(model="m", prompt=["Once"] * 3, n=3), served)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from starlette.datastructures import Headers
 
-from swarm.gateway.app import check_origin
+from swarm.gateway.entrance import check_origin
 from swarm.gateway.failures import WrongOrigin
 
 OURS = "https://chat.example"
