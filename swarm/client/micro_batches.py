@@ -36,5 +36,7 @@ def micro_batches(counts: Sequence[int], servers: Sequence[ServerInfo], gradient
 
 def _travel(servers: Sequence[ServerInfo], gradients: float) -> float:
     """What the gradients of adapters cost on the slowest link, in tokens computed meanwhile; 0 if no link is known."""
+    if not gradients:
+        return 0.0
     measured = [server for server in servers if server.network_throughput and server.forward_throughput]
     return gradients * max((server.forward_throughput / server.network_throughput for server in measured), default=0.0)

@@ -14,7 +14,8 @@ from swarm.monitor.view import Found
 from tests.infos import server_info
 from tests.monitor.sources import DescribedSwarm, found
 
-WHOLE, GAP = found(4, server_info(0, 4, "QmServer", name="Ann")), found(4, server_info(0, 2))
+WHOLE = found(4, server_info(0, 4, "QmServer", name="Ann"))
+GAP = found(4, server_info(0, 2), name="org/other")
 
 
 def run(monkeypatch: pytest.MonkeyPatch, swarm: DescribedSwarm, *arguments: str) -> Result:

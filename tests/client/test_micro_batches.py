@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from swarm.client.chunking import LARGEST
@@ -46,6 +46,7 @@ def test_gradients_that_travel_slowly_make_for_fewer_of_them():
     assert len(micro_batches(counts, servers(3), 100.0)) == 8  # nothing is known of the links
 
 
+@example([1], 2, 1.0, 2.3e-309, 0.0)  # a link so slow that its price is no number any more
 @given(
     st.lists(st.integers(1, 700), min_size=1, max_size=60),
     st.integers(1, 8),
