@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from starlette.routing import Mount
 
 from swarm.gateway.app import make_app
 from swarm.gateway.entrance import NeedsKey
+from swarm.gateway.failures import Unavailable
 from swarm.gateway.keys import KeyFile
 from swarm.gateway.service import ServedModel, Service, Settings
 from swarm.metrics.registry import new_registry
@@ -85,6 +87,7 @@ def run(
             routes = [Mount("/monitor", routes=make_routes(watch), middleware=guard)] if watch is not None else []
             if watch is not None:
                 await watch.start()
+            telling = asyncio.create_task(_tell_readiness(service))
             try:
                 logger.info("Gateway: %s", address_of(listening))
                 logger.info("OpenAI's interface: %sv1", address_of(listening))
@@ -93,11 +96,21 @@ def run(
                     logger.warning("Everybody who reaches %s may use this gateway: give it --keys", where.host)
                 await serve_until_asked(make_app(service, routes), listening, CONNECTIONS, hang_up)
             finally:
+                telling.cancel()
                 if watch is not None:
                     await watch.stop()
 
         uvloop.run(work())
         logger.info("Leaving the swarm")
+
+
+async def _tell_readiness(service: Service) -> None:
+    """A first look at the swarm, which the first request then need not take."""
+    try:
+        await service.check_ready()
+        logger.info("Every block is served")
+    except Unavailable as missing:
+        logger.warning("%s; requests wait for them", missing)
 
 
 def _load(stack: ExitStack, source: str | None, options: Mapping[str, Any]) -> ServedModel:
