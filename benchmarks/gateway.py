@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -149,40 +149,29 @@ def ask(worker: Worker, *what: float) -> float:
 def measure(streams: int, seconds: float, tokens: int, turns: int, first: int) -> Figures:
     """Let gateway and Python client take turns."""
     figures = Figures()
-    with LocalSwarm(None, SPANS, options=("--threads", "1", "--cache-tokens", "65536")) as swarm:
-        arguments = (
-            "-m",
-            "swarm.gateway",
-            "--initial-peers",
-            swarm.address,
-            "--port",
-            "0",
-            "--threads",
-            "1",
-        )
-        gateway = PeerProcess(arguments)
-        worker = Worker(["-m", "benchmarks.gateway", "--worker", swarm.address])
-        try:
-            url = gateway.wait_for(r"^Gateway: (\S+)/$")[1] + "/v1/chat/completions"
-            with httpx.Client(timeout=60) as client:
-                for _ in range(first + 3):
-                    began = time.perf_counter()
-                    reply = client.post(url, json=body(1, stream=False))
-                    if reply.is_error:
-                        raise SystemExit(reply.text)
-                    figures.first_gateway.append(time.perf_counter() - began)
-                    figures.first_client.append(ask(worker))
-            del figures.first_gateway[:3], figures.first_client[:3]
-            resident = psutil.Process(gateway.pid).memory_info
-            asyncio.run(load(url, streams, min(5.0, seconds), tokens, figures))  # what is made once is made here
+    with ExitStack() as stack:
+        swarm = stack.enter_context(LocalSwarm(None, SPANS, options=("--threads", "1", "--cache-tokens", "65536")))
+        where = ("--initial-peers", swarm.address, "--port", "0", "--threads", "1")
+        gateway = PeerProcess(("-m", "swarm.gateway", *where))
+        stack.callback(gateway.stop)
+        worker = stack.enter_context(closing(Worker(["-m", "benchmarks.gateway", "--worker", swarm.address])))
+        url = gateway.wait_for(r"^Gateway: (\S+)/$")[1] + "/v1/chat/completions"
+        with httpx.Client(timeout=60) as client:
+            for _ in range(first + 3):
+                began = time.perf_counter()
+                reply = client.post(url, json=body(1, stream=False))
+                if reply.is_error:
+                    raise SystemExit(reply.text)
+                figures.first_gateway.append(time.perf_counter() - began)
+                figures.first_client.append(ask(worker))
+        del figures.first_gateway[:3], figures.first_client[:3]
+        resident = psutil.Process(gateway.pid).memory_info
+        asyncio.run(load(url, streams, min(5.0, seconds), tokens, figures))  # what is made once is made here
+        figures.memory.append(resident().rss * MB)
+        for _ in range(turns):
+            figures.gateway.append(asyncio.run(load(url, streams, seconds / turns, tokens, figures)))
             figures.memory.append(resident().rss * MB)
-            for _ in range(turns):
-                figures.gateway.append(asyncio.run(load(url, streams, seconds / turns, tokens, figures)))
-                figures.memory.append(resident().rss * MB)
-                figures.client.append(ask(worker, streams, seconds / turns, tokens))
-        finally:
-            worker.close()
-            gateway.stop()
+            figures.client.append(ask(worker, streams, seconds / turns, tokens))
     return figures
 
 

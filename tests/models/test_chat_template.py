@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from swarm.errors import TemplateRefused
@@ -71,6 +73,16 @@ def test_texts(tokenizer):
     assert tokenizer.decode(text_tokens(tokenizer, "Once upon")) == "Once upon"
 
 
+@pytest.fixture
+def _usual_depth():
+    """Other tests of this process may have raised how deep Python may go."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(before)
+
+
+@pytest.mark.usefixtures("_usual_depth")
 def test_what_is_nested_too_deeply_for_a_template_is_refused(tokenizer):
     tokenizer.chat_template = "{{ tools | tojson }}"
     deep: dict[str, object] = {}
