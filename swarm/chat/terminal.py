@@ -1,17 +1,26 @@
-"""The terminal of a conversation: lines with editing, faint notices where they are seen.
+"""The terminal of a conversation: lines with editing, Ctrl-C as a key, faint notices where they are seen.
 
-Ctrl-C at the prompt takes back what was typed; while somebody waits it is a `KeyboardInterrupt`, as ever.
+While a conversation lasts the terminal hands Ctrl-C on as a character: at the prompt it empties the line, at once (a
+signal that comes just before `input` begins to wait is heard at the next key only), and while somebody waits for an
+answer it interrupts this process alone.
 """
 
 from __future__ import annotations
 
 import os
+import select
+import signal
 import sys
 import termios
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 PROMPT = "> "
+CTRL_C = b"\x03"
+_SPECIAL = 6
+"""Place of the special characters in what termios tells of a terminal."""
 
 
 class Terminal:
@@ -35,19 +44,12 @@ class Terminal:
             for line in sys.stdin:
                 yield line.rstrip("\r\n")
             return
-        import readline  # from here on `input` edits lines and remembers them
-
-        assert readline
         while True:
             try:
-                line = input(PROMPT)
-            except KeyboardInterrupt:
-                sys.stdout.write("\n")
-                continue
+                yield input(PROMPT)
             except EOFError:
                 sys.stdout.write("\n")
                 return
-            yield line
 
     def write(self, text: str) -> None:
         """The answer goes on."""
@@ -70,15 +72,60 @@ class Terminal:
         self.write(f"\x1b[2m{text}\x1b[0m\n" if self._faint else f"{text}\n")
 
     @contextmanager
-    def working(self) -> Iterator[None]:
-        """While the person waits: what is typed is for the next prompt, and not shown in the middle of the answer."""
+    def conversation(self) -> Iterator[None]:
+        """While a conversation lasts: editing of lines, and Ctrl-C as a character."""
         if not self.interactive:
             yield
             return
-        number = sys.stdin.fileno()
-        before = termios.tcgetattr(number)
-        termios.tcsetattr(number, termios.TCSADRAIN, [*before[:3], before[3] & ~termios.ECHO, *before[4:]])
-        try:
+        import readline  # from here on `input` edits lines and remembers them
+
+        readline.parse_and_bind('"\\C-c": kill-whole-line')
+        with _changed(special=termios.VINTR):
             yield
-        finally:
-            termios.tcsetattr(number, termios.TCSADRAIN, before)
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """While the person waits: Ctrl-C raises `KeyboardInterrupt` in the main thread, other keys mean nothing."""
+        if not self.interactive:
+            yield
+            return
+        told, tell = os.pipe()
+        watching = threading.Thread(target=_watch_keys, args=(told,), name="swarm-keys", daemon=True)
+        with _changed(flags=termios.ICANON | termios.ECHO):
+            watching.start()
+            try:
+                yield
+            finally:
+                os.close(tell)
+                watching.join()
+                os.close(told)
+
+
+@contextmanager
+def _changed(special: int | None = None, flags: int = 0) -> Iterator[None]:
+    """The terminal without a special character, or without some of its local flags."""
+    number = sys.stdin.fileno()
+    before = termios.tcgetattr(number)
+    after: list[Any] = [*before[:3], before[3] & ~flags, *before[4:_SPECIAL], list(before[_SPECIAL])]
+    if special is not None:
+        after[_SPECIAL][special] = b"\x00"  # what stands for none on Linux
+    termios.tcsetattr(number, termios.TCSADRAIN, after)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(number, termios.TCSADRAIN, before)
+
+
+def _watch_keys(told: int) -> None:
+    """Interrupt the main thread at every Ctrl-C, until the other end of the pipe `told` is closed."""
+    keyboard = sys.stdin.fileno()
+    main = threading.main_thread().ident
+    while True:
+        ready, _, _ = select.select([keyboard, told], [], [])
+        if told in ready:
+            return
+        keys = os.read(keyboard, 1024)
+        if not keys:
+            return
+        if CTRL_C in keys and main is not None:
+            signal.pthread_kill(main, signal.SIGINT)

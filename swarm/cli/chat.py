@@ -51,12 +51,13 @@ def main(
 
     signal.signal(signal.SIGTERM, _leave)
     terminal = Terminal()
-    with terminal.working():
-        talk = _talk(terminal.interactive, model, console.split(initial_peers), url, key)
-    try:
-        Dialogue(talk, terminal, Wishes(temperature, max_tokens, seed), system).run()
-    finally:
-        talk.close()
+    with terminal.conversation():
+        with terminal.working():
+            talk = _talk(terminal.interactive, model, console.split(initial_peers), url, key)
+        try:
+            Dialogue(talk, terminal, Wishes(temperature, max_tokens, seed), system).run()
+        finally:
+            talk.close()
 
 
 def _talk(interactive: bool, model: str | None, peers: tuple[str, ...], url: str | None, key: str | None) -> Talk:

@@ -96,15 +96,15 @@ def test_ctrl_c_stops_the_answer_and_not_the_conversation(way):
         assert "word699" not in screen.seen
         # At the prompt it takes back what was typed, and nobody is interrupted.
         screen.type("no such thing\x03")
-        screen.wait_for(r"\n> ")
         screen.type("say hello\n")
         screen.wait_for(re.escape(HELLO) + r"\n\d+ tokens in .* · 0:3 …\w{6}.*\n> ")
         screen.type("/retry\n")
-        screen.wait_for(re.escape(HELLO) + r"\n\d+ tokens.*\n> ")
+        screen.wait_for(re.escape(HELLO) + r"\n\d+ tokens.*\n> ")  # what is typed before the prompt means nothing
         screen.type("/nonsense\n")
         screen.wait_for("Error: there is no /nonsense")
         screen.type("/help\n")
         screen.wait_for("/clear +begin anew")
+        screen.wait_for(r"\n> ")  # the end of the input means nothing before the prompt
         children = psutil.Process(screen.process.pid).children(recursive=True)
         screen.type("\x04")
         assert screen.wait_end() == 0
