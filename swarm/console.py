@@ -194,11 +194,6 @@ class _JsonLines(JsonFormatter):
         return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def plain_log_lines() -> None:
-    """As `log_lines`, for people."""
-    log_lines()
-
-
 def log_lines(log_format: str = "plain") -> None:
     """Log to stdout from now on. For entry points only.
 

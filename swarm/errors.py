@@ -214,8 +214,12 @@ def remote_error(code: str, message: str) -> RemoteError:
 
     Strangers wrote the message, and it ends in logs and on terminals: it stays one line, and commands nothing.
     """
-    shown = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in message)
-    return _travelling(RemoteError).get(code, ServerFault)(shown)
+    return _travelling(RemoteError).get(code, ServerFault)(printable(message))
+
+
+def printable(text: str) -> str:
+    """Text of a stranger as one line, without what would move a terminal's cursor or turn letters around."""
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
 def format_blocks(blocks: Iterable[int]) -> str:

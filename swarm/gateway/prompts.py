@@ -27,12 +27,13 @@ def chat_works(request: ChatRequest, served: ServedModel, default_tokens: int) -
     prompt = conversation_tokens(served.tokenizer, messages, tools)
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     wanted = request.max_completion_tokens or request.max_tokens
+    room = _room(prompt, wanted, served, default_tokens, "messages")
     works = []
     for choice in range(request.n or 1):
         works.append(
             Work(
                 prompt=prompt,
-                max_tokens=_room(prompt, wanted, served, default_tokens, "messages"),
+                max_tokens=room,
                 sampling=_sampling(request, served, logprobs, choice),
                 stops=request.stops,
                 constraint=_constraint(request, served),
@@ -44,11 +45,12 @@ def chat_works(request: ChatRequest, served: ServedModel, default_tokens: int) -
 
 def completion_works(request: CompletionRequest, served: ServedModel) -> list[Work]:
     """`n` sequences for each of the prompts, in their order. Raises `BadRequest`."""
-    count = len(request.prompts()) * (request.n or 1)
+    prompts = request.prompts()
+    count = len(prompts) * (request.n or 1)
     if count > MAX_CHOICES:
         raise BadRequest(f"prompts times n are {count} texts; one request is {MAX_CHOICES} at most", param="n")
     works = []
-    for one in request.prompts():
+    for one in prompts:
         prompt = _prompt_tokens(one, served)
         room = _room(prompt, request.max_tokens, served, COMPLETION_TOKENS, "prompt")
         for choice in range(request.n or 1):

@@ -116,9 +116,6 @@ async def _tell_readiness(service: Service) -> None:
 def _load(stack: ExitStack, source: str | None, options: Mapping[str, Any]) -> ServedModel:
     served = ServedModel.load(source, **options)
     stack.callback(served.model.swarm.close)
-    logger.info("Model: %s, %d blocks, travelling as %s", served.name, served.model.swarm.blocks, _wire(served))
+    connection = served.model.swarm
+    logger.info("Model: %s, %d blocks, travelling as %s", served.name, connection.blocks, connection.config.wire)
     return served
-
-
-def _wire(served: ServedModel) -> str:
-    return str(served.model.swarm.config.wire)

@@ -259,10 +259,8 @@ class Service:
         return None
 
     def close(self) -> None:
-        """Leave the swarm."""
+        """End its threads. The models belong to whoever loaded them."""
         self._workers.shutdown(wait=False, cancel_futures=True)
-        for model in self.models.values():
-            model.model.swarm.close()
 
 
 def _leaving() -> Unavailable:

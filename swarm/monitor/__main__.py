@@ -48,7 +48,7 @@ def main(
     from swarm.transport.addresses import parse_peers
     from swarm.transport.p2p import quiet_hivemind
 
-    console.plain_log_lines()
+    console.log_lines()
     quiet_hivemind()
     watch = Watch(parse_peers(peers), models, period, history)
     with listen(host, port) as listening:

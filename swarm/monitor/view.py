@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from swarm.data_structures import ModelInfo, ServerInfo, ServerState
+from swarm.errors import printable
 from swarm.routing.compatibility import compatible_servers
 from swarm.server.block_selection import block_throughputs
 
@@ -178,7 +179,7 @@ def model_view(found: Found, round_trips: Mapping[str, float], addresses: Sequen
     coverage = _coverage(found.servers, compatible.servers, blocks)
     served = [block.throughput for block in coverage if block.servers]
     complete = len(served) == blocks
-    name = printable(model.name, 256)
+    name = shortened(model.name, 256)
     reasons = {
         server.peer_id: compatible.excluded[server.peer_id]
         if server.revision == model.revision
@@ -191,7 +192,7 @@ def model_view(found: Found, round_trips: Mapping[str, float], addresses: Sequen
     return ModelView(
         name=name,
         blocks=blocks,
-        revision=printable(model.revision),
+        revision=shortened(model.revision),
         complete=complete,
         throughput=min(served) if complete else 0.0,
         median=statistics.median(served) if served else 0.0,
@@ -204,9 +205,9 @@ def model_view(found: Found, round_trips: Mapping[str, float], addresses: Sequen
     )
 
 
-def printable(text: str, limit: int = MAX_TEXT) -> str:
-    """Text of a peer without what would move a terminal's cursor or turn letters around, cut to `limit` characters."""
-    shown = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text[: limit + 1])
+def shortened(text: str, limit: int = MAX_TEXT) -> str:
+    """Text of a peer as one `printable` line, cut to `limit` characters."""
+    shown = printable(text[: limit + 1])
     return shown if len(shown) <= limit else shown[: limit - 1] + "…"
 
 
@@ -269,15 +270,15 @@ def _server_view(server: ServerInfo, round_trips: Mapping[str, float], excluded:
     return ServerView(
         peer_id=server.peer_id,
         short_id=server.short_id,
-        name=printable(server.name),
+        name=shortened(server.name),
         start=server.span.start,
         end=server.span.end,
         state=server.state.name.lower(),
-        excluded=printable(excluded.get(server.peer_id, ""), 256),
-        version=printable(server.version),
-        revision=printable(server.revision),
-        dtype=printable(server.compute_dtype),
-        quantization=printable(server.quantization),
+        excluded=shortened(excluded.get(server.peer_id, ""), 256),
+        version=shortened(server.version),
+        revision=shortened(server.revision),
+        dtype=shortened(server.compute_dtype),
+        quantization=shortened(server.quantization),
         throughput=server.rate,
         compute=server.throughput,
         forward=server.forward_throughput,
@@ -286,6 +287,6 @@ def _server_view(server: ServerInfo, round_trips: Mapping[str, float], excluded:
         cache_tokens_free=server.cache_tokens_free,
         relayed=server.relayed,
         round_trip=round_trips.get(server.peer_id),
-        adapters=tuple(printable(adapter) for adapter in server.adapters),
+        adapters=tuple(shortened(adapter) for adapter in server.adapters),
         mobility=server.mobility.name.lower(),
     )

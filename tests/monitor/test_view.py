@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from swarm.data_structures import Mobility, ModelInfo, ServerState
 from swarm.monitor.source import Look
-from swarm.monitor.view import MAX_SERVERS, MAX_TEXT, Found, SwarmView, command, model_view, printable
+from swarm.monitor.view import MAX_SERVERS, MAX_TEXT, Found, SwarmView, command, model_view, shortened
 from swarm.monitor.watch import swarm_view
 from tests.infos import server_info
 from tests.monitor.sources import found
@@ -144,7 +144,7 @@ def test_no_name_of_a_model_becomes_more_than_one_word(name):
 
 @given(st.text(max_size=200))
 def test_texts_of_peers_are_printable_and_short(text):
-    shown = printable(text)
+    shown = shortened(text)
     assert shown.isprintable()
     assert len(shown) <= MAX_TEXT
     if text.isprintable() and len(text) <= MAX_TEXT:
@@ -152,7 +152,7 @@ def test_texts_of_peers_are_printable_and_short(text):
 
 
 def test_what_would_deceive_on_a_terminal():
-    assert printable("a\x1b[2Jb\u202ec\nd") == "a�[2Jb�c�d"
+    assert shortened("a\x1b[2Jb\u202ec\nd") == "a�[2Jb�c�d"
     info = server_info(
         0,
         1,
