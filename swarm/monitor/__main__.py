@@ -21,6 +21,7 @@ from swarm.errors import InvalidOption
     type=click.Path(dir_okay=False, path_type=Path),
     help="File that keeps the last hours over a restart.",
 )
+@console.log_format_option
 @console.exit_codes
 def main(
     models: tuple[str, ...],
@@ -29,6 +30,7 @@ def main(
     port: int,
     period: float,
     history: Path | None,
+    log_format: str,
 ) -> None:
     """Serve a page that shows a swarm: its models, who holds which blocks, what is missing, and the last hours.
 
@@ -48,7 +50,7 @@ def main(
     from swarm.transport.addresses import parse_peers
     from swarm.transport.p2p import quiet_hivemind
 
-    console.log_lines()
+    console.log_lines(log_format)
     quiet_hivemind()
     watch = Watch(parse_peers(peers), models, period, history)
     with listen(host, port) as listening:

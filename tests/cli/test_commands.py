@@ -38,7 +38,7 @@ OPTIONS = {
     },
     "demo": {"--prompt", "--tokens", "--temperature", "--seed", "--help"},
     "status": {"models", "--initial-peers", "--json", "--watch", "--help"},
-    "monitor": {"models", "--initial-peers", "--host", "--port", "--period", "--history", "--help"},
+    "monitor": {"models", "--initial-peers", "--host", "--port", "--period", "--history", "--log-format", "--help"},
     "simulate": {"scenario", "--list", "--plot", "--json", "--seed", "--help"},
     "keys": {"--help"},
 }  # fmt: skip
