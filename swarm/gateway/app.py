@@ -19,7 +19,7 @@ from swarm.gateway.endpoints import DETAILS, Generating
 from swarm.gateway.entrance import authorized
 from swarm.gateway.failures import ApiFailure, NotFound, WrongMethod
 from swarm.gateway.http import Json, failed, guarded
-from swarm.gateway.middleware import Measured, SafeHeaders
+from swarm.gateway.middleware import Lingering, Measured, SafeHeaders
 from swarm.gateway.service import Service
 from swarm.metrics.registry import exposition
 from swarm.monitor.web import PAGE as MONITOR_PAGE
@@ -47,7 +47,7 @@ def make_app(service: Service, more: Sequence[BaseRoute] = ()) -> Starlette:
         Route("/", _page),
         Mount("/page", _PageFiles(directory=PAGE)),
     ]
-    middleware = [Middleware(Measured, metrics=service.metrics), Middleware(SafeHeaders)]
+    middleware = [Middleware(Lingering), Middleware(Measured, metrics=service.metrics), Middleware(SafeHeaders)]
     if service.settings.origins:
         middleware.append(
             Middleware(

@@ -168,9 +168,9 @@ class Peer:
     async def open_stream(self, peer_id: str) -> Stream:
         try:
             target = PeerID.from_base58(peer_id)
-            _, reader, writer = await asyncio.wait_for(
-                self._p2p.call_binary_stream_handler(target, PROTOCOL), DIAL_TIMEOUT
-            )
+            # Not `wait_for`: before Python 3.12 it forgets that it was cancelled when the stream opens just then.
+            async with asyncio.timeout(DIAL_TIMEOUT):
+                _, reader, writer = await self._p2p.call_binary_stream_handler(target, PROTOCOL)
         except (P2PDaemonError, OSError, TimeoutError, asyncio.IncompleteReadError, ValueError) as error:
             raise PeerLost(f"peer …{peer_id[-6:]} cannot be reached: {error}") from None
         stream = FrameStream(peer_id, reader, writer)

@@ -236,18 +236,31 @@ def test_a_prompt_of_10_mb_is_not_read(gateway):
     assert refusal(post(gateway, body)) == (413, message, None, "too_large")
 
 
+CHUNKED = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+CHUNK = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
+
+
 def test_a_prompt_of_10_mb_in_pieces_is_not_read(gateway):
-    """Its length is not announced."""
+    """Its length is not announced; who sends all of it before it reads finds the answer nevertheless."""
     with connect(gateway) as connection:
-        connection.sendall(
-            b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
-        )
-        piece = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
-        for _ in range(LIMIT // 0x10000 + 1):
-            connection.sendall(piece)
+        connection.sendall(CHUNKED)
+        for _ in range(10 * 2**20 // 0x10000):
+            connection.sendall(CHUNK)
+        connection.sendall(b"0\r\n\r\n")
         head, _, body = read_all(connection).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 413 ")
     assert json.loads(body)["error"]["code"] == "too_large"
+
+
+def test_a_body_without_end_is_not_taken_for_ever(gateway):
+    def send_on() -> None:
+        while True:
+            connection.sendall(CHUNK)
+
+    with connect(gateway) as connection:
+        connection.sendall(CHUNKED)
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            send_on()
 
 
 def test_a_prompt_that_is_longer_than_the_models_texts(gateway):
