@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS)
 WORKERS ?= 2
 
-.PHONY: demo test check lint types imports unit browser soak bench format clean
+.PHONY: demo test check lint types imports unit programs soak bench format clean
 
 demo: $(VENV)/runtime
 	$(BIN)/swarm demo
@@ -28,12 +28,12 @@ types: $(VENV)/dev
 imports: $(VENV)/dev
 	$(BIN)/lint-imports
 
-unit: $(VENV)/dev browser
+unit: $(VENV)/dev programs
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
 
-# Pages are tested in Chromium; what they looked like lies in artifacts/ then.
-browser:
-	.ci/install-browser
+# Chromium for the tests of the pages (what they looked like lies in artifacts/ then), Prometheus, Compose.
+programs:
+	.ci/install-programs
 
 # A server is killed before every single token, then ten minutes of churn. Takes about twenty minutes.
 soak: $(VENV)/dev

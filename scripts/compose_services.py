@@ -51,6 +51,17 @@ def load(name: str) -> dict[str, Any]:
     return dict(yaml.safe_load((DOCKER / name).read_text()))
 
 
+def load_dashboard() -> dict[str, Any]:
+    """Grafana's dashboard."""
+    return dict(json.loads((DOCKER / "grafana/dashboards/swarm.json").read_text()))
+
+
+def expressions(dashboard: dict[str, Any]) -> list[str]:
+    """What its panels ask Prometheus, with Grafana's variables filled in for all servers and the last minute."""
+    asked = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    return [one.replace("$__rate_interval", "1m").replace("$instance", ".*") for one in asked]
+
+
 def merged(service: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     """A service of which two files say something, as Compose does for what ours say."""
     return {**service, **more, "volumes": [*service.get("volumes", ()), *more.get("volumes", ())]}
@@ -102,20 +113,33 @@ def ports_in(value: Any) -> set[int]:
     return {int(port) for port in re.findall(r"(?:/tcp/|:|--port=)(\d{4,5})\b", text) if int(port) < 1 << 16}
 
 
-def mounts_of(service: dict[str, Any], place: Place) -> dict[str, Path]:
-    """Target of each named volume of a service, and the folder that stands in for it."""
+def mounts_of(service: dict[str, Any], name: str, place: Place) -> dict[str, Path]:
+    """Target of each volume of a service, and what stands in for it: a folder, or a file with our addresses."""
     found = {}
     for entry in service.get("volumes", ()):
         source, target = entry.split(":")[:2]
-        if not source.startswith("."):
+        if source.startswith("."):
+            found[target] = place.folder / source.removeprefix("./").replace("/", "-")
+            found[target].write_text(place.translated((DOCKER / source).read_text(), name, {}))
+        else:
             found[target] = place.folder / f"volume-{source}"
             found[target].mkdir(mode=0o700, exist_ok=True)
     return found
 
 
+def prometheus_service(compose: dict[str, Any]) -> dict[str, Any]:
+    """Prometheus with this machine's program in the place of its image; what it listens on is the image's default."""
+    service = compose["services"]["prometheus"]
+    return {
+        **service,
+        "entrypoint": ["prometheus"],
+        "command": [*service["command"], "--web.listen-address=0.0.0.0:9090"],
+    }
+
+
 def environment_of(service: dict[str, Any], place: Place, name: str) -> dict[str, str]:
     """What the image and the service set, and the place of this interpreter's own commands."""
-    mounts = mounts_of(service, place)
+    mounts = mounts_of(service, name, place)
     cache = mounts.get("/cache", place.folder)
     given = {key: place.translated(str(value), name, mounts) for key, value in service.get("environment", {}).items()}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

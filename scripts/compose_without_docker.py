@@ -1,9 +1,9 @@
 """Run the swarm of docker/compose*.yaml without Docker: every command, health check and metrics target of the files.
 
 Each service gets a loopback address of its own (127.x.y.z) in the place of its container, so names become addresses and
-ports stay as they are. Volumes are temporary folders. What belongs to other images (Prometheus, Grafana) is not run;
-what Prometheus would read is read here. A message goes through the gateway, then through one with keys, and all
-processes are ended.
+ports stay as they are. Volumes are temporary folders. A message goes through the gateway, then through one with keys,
+and all processes are ended. Where a Prometheus is installed it runs too, sees every target, and is asked what Grafana's
+dashboard asks; elsewhere its targets are only read. Grafana itself is not run.
 
     python -m scripts.compose_without_docker [--keep-logs FOLDER]
 """
@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,11 +31,14 @@ from scripts.compose_services import (
     Place,
     arguments_of,
     environment_of,
+    expressions,
     free_addresses,
     load,
+    load_dashboard,
     merged,
     mounts_of,
     ports_in,
+    prometheus_service,
     swarm_services,
 )
 
@@ -57,7 +61,7 @@ class Running:
 
 
 def start(name: str, service: dict[str, Any], place: Place) -> Running:
-    mounts = mounts_of(service, place)
+    mounts = mounts_of(service, name, place)
     words = [*arguments_of(service, "entrypoint"), *arguments_of(service, "command")]
     command = [place.translated(word, name, mounts) for word in words]
     log = place.folder / f"{name}.log"
@@ -79,7 +83,7 @@ def wait_healthy(running: Running, service: dict[str, Any], place: Place) -> Non
     kind, *words = service["healthcheck"]["test"]
     if kind != "CMD":
         raise Failure(f"the health check of {running.name} is a {kind}; write it as CMD")
-    mounts = mounts_of(service, place)
+    mounts = mounts_of(service, running.name, place)
     command = [place.translated(word, running.name, mounts) for word in words]
     deadline = time.monotonic() + START
     while True:
@@ -124,7 +128,7 @@ def check_refused(url: str) -> None:
 
 def once(name: str, service: dict[str, Any], place: Place, *words: str) -> str:
     """Run a service to its end, with these words as its command; what it printed. Raises `Failure`."""
-    mounts = mounts_of(service, place)
+    mounts = mounts_of(service, name, place)
     command = [place.translated(word, name, mounts) for word in (*arguments_of(service, "entrypoint"), *words)]
     print(f"{name}: {shlex.join(words)}", flush=True)
     done = subprocess.run(
@@ -151,6 +155,36 @@ def check_targets(place: Place) -> int:
     return len(targets)
 
 
+def ask_prometheus(url: str, path: str, **query: str) -> Any:
+    """The data of an answer of Prometheus. Raises `Failure` with its own words if it refuses."""
+    try:
+        with urllib.request.urlopen(f"{url}/api/v1/{path}?{urllib.parse.urlencode(query)}", timeout=30) as reply:
+            return json.load(reply)["data"]
+    except urllib.error.HTTPError as error:
+        with error:
+            raise Failure(f"Prometheus refuses {query or path}: {error.read().decode(errors='replace')}") from None
+
+
+def check_prometheus(url: str, targets: int) -> None:
+    """Wait until Prometheus has seen every target twice, then ask what the dashboard asks. Raises `Failure`."""
+    deadline = time.monotonic() + START
+    while True:
+        seen = ask_prometheus(url, "query", query="count_over_time(up[1m])")["result"]
+        if len(seen) == targets and all(int(one["value"][1]) >= 2 for one in seen):
+            break
+        if time.monotonic() > deadline:
+            raise Failure(f"Prometheus has seen {len(seen)} of {targets} targets in {START:.0f} s")
+        time.sleep(1.0)
+    down = [one["metric"]["instance"] for one in ask_prometheus(url, "query", query="up == 0")["result"]]
+    if down:
+        raise Failure(f"Prometheus cannot read {', '.join(down)}")
+    asked = expressions(load_dashboard())
+    silent = [one for one in asked if not ask_prometheus(url, "query", query=one)["result"]]
+    print(f"Prometheus: all targets are up; {len(asked)} expressions of the dashboard are understood", flush=True)
+    for one in silent:
+        print(f"    without data, as nothing of the kind has happened: {one}", flush=True)
+
+
 def stop(services: list[Running]) -> None:
     """End all processes, the last one first; what does not leave in time is killed and told."""
     late = []
@@ -172,14 +206,21 @@ def run(folder: Path) -> None:
     """Everything, in order. Raises `Failure`."""
     compose, with_keys = load("compose.yaml"), load("compose.keys.yaml")
     services = swarm_services(compose)
-    names = [*dict.fromkeys([*services, *with_keys["services"]])]
-    place = Place(folder, free_addresses(names, ports_in(list(services.values()))))
+    names = [*dict.fromkeys([*services, *with_keys["services"], "prometheus"])]
+    ports = ports_in([*services.values(), prometheus_service(compose)])
+    place = Place(folder, free_addresses(names, ports))
     url = f"http://{place.addresses['gateway']}:8000"
     under_way: dict[str, Running] = {}
     try:
         start_all(services, place, under_way)
         print(f"Question: {QUESTION}\nAnswer:   {chat(url)}")
-        print(f"Prometheus: {check_targets(place)} targets answer", flush=True)
+        targets = check_targets(place)
+        print(f"Prometheus: {targets} targets answer", flush=True)
+        if shutil.which("prometheus") is None:
+            print("Prometheus is not installed here, so its own command is not run", flush=True)
+        else:
+            start_all({"prometheus": prometheus_service(compose)}, place, under_way)
+            check_prometheus(f"http://{place.addresses['prometheus']}:9090", targets)
 
         keys = with_keys["services"]["keys"]
         secret = once("keys", keys, place, "add", "ann")

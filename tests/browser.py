@@ -34,7 +34,7 @@ def chromium() -> str:
     """The browser's program. Raises `RuntimeError` if there is none."""
     found = next(filter(None, map(shutil.which, NAMES)), None)
     if found is None:
-        raise RuntimeError("the tests of the pages need Chromium: `.ci/install-browser`, or your package manager")
+        raise RuntimeError("the tests of the pages need Chromium: `.ci/install-programs`, or your package manager")
     return found
 
 

@@ -172,6 +172,10 @@ def test_compose_reads_the_files(files):
     assert checked.returncode == 0, checked.stderr.decode()
 
 
+NOT_HAPPENED = {"gateway_refused", "client_hops_lost", "client_bans", "server_errors", "server_rebalances"}
+"""What the dashboard shows and a swarm that is well has none of."""
+
+
 @pytest.mark.timeout(400)  # six processes that load torch
 def test_every_command_runs_without_docker():
     command = [sys.executable, "-m", "scripts.compose_without_docker"]
@@ -192,6 +196,11 @@ def test_every_command_runs_without_docker():
         assert f"{name}: healthy" in said
     assert re.search(r"^Answer: +\S", said, re.MULTILINE)
     assert "Prometheus: 5 targets answer" in said
+    if shutil.which("prometheus") is not None:
+        assert "prometheus: healthy" in said
+        assert "Prometheus: all targets are up" in said
+        silent = re.findall(r"without data.*\bswarm_(\w+)_total", said)
+        assert set(silent) <= NOT_HAPPENED
     assert re.search(r"^With a key: +\S", said, re.MULTILINE)
     assert "All services left in order" in said
     assert len(children) > 5
