@@ -73,6 +73,13 @@ class WrongOrigin(ApiFailure):
     kind = "invalid_request_error"
 
 
+class WrongHost(ApiFailure):
+    """Asked for by a name that may be anybody's."""
+
+    status = 403
+    kind = "invalid_request_error"
+
+
 class NotFound(ApiFailure):
     """No such model, or no such address."""
 

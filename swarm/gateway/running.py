@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import uvloop
 from starlette.middleware import Middleware
 from starlette.routing import Mount
+from starlette.types import ASGIApp
 
 from swarm.gateway.app import make_app
 from swarm.gateway.entrance import NeedsKey
 from swarm.gateway.failures import Unavailable
 from swarm.gateway.keys import KeyFile
+from swarm.gateway.local_names import LocalNames, is_loopback
 from swarm.gateway.service import ServedModel, Service, Settings
 from swarm.metrics.registry import new_registry
 from swarm.monitor.http_server import address_of, listen, serve_until_asked
@@ -37,14 +39,6 @@ class Listening:
 
     host: str
     port: int
-
-
-def is_loopback_host(host: str) -> bool:
-    """Whether this machine alone reaches what listens there."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def run(
@@ -92,9 +86,12 @@ def run(
                 logger.info("Gateway: %s", address_of(listening))
                 logger.info("OpenAI's interface: %sv1", address_of(listening))
                 ready(address_of(listening))
-                if keys is None and not is_loopback_host(where.host):
+                if keys is None and not is_loopback(listening):
                     logger.warning("Everybody who reaches %s may use this gateway: give it --keys", where.host)
-                await serve_until_asked(make_app(service, routes), listening, CONNECTIONS, hang_up)
+                app: ASGIApp = make_app(service, routes)
+                if keys is None and is_loopback(listening):
+                    app = LocalNames(app, [urlsplit(origin).netloc or origin for origin in settings.origins])
+                await serve_until_asked(app, listening, CONNECTIONS, hang_up)
             finally:
                 telling.cancel()
                 if watch is not None:

@@ -223,6 +223,17 @@ def test_unknown_addresses_and_methods(gateway):
     assert reply.headers["allow"] == "POST"
 
 
+def test_a_name_that_may_be_anybodys(gateway, guarded):
+    """A page elsewhere may point its own name at this machine; keys keep it out where there are any."""
+    message = (
+        "without keys this gateway answers to names of this machine only: ask for 127.0.0.1, or start it with --keys, "
+        "or with --cors and the origin at which it is to be found"
+    )
+    reply = httpx.post(f"{gateway.api}/chat/completions", json=chat(), headers={"Host": "evil.example:8000"})
+    assert refusal(reply) == (403, message, None, "wrong_host")
+    assert httpx.get(f"{guarded.url}/healthz", headers={"Host": "chat.example"}).status_code == 200
+
+
 @pytest.mark.parametrize("path", ["/page/../app.py", "/page/%2e%2e/app.py", "/page/..%2fapp.py", "/page//etc/passwd"])
 def test_nothing_beside_the_page_is_shown(gateway, path):
     with connect(gateway) as connection:
