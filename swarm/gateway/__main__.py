@@ -25,7 +25,12 @@ logger = logging.getLogger("swarm.gateway")
     type=click.Path(dir_okay=False, path_type=Path),
     help="File of keys, see `swarm keys`. Without it everybody who reaches the gateway may use it.",
 )
-@click.option("--concurrent", type=click.IntRange(1, 1024), default=64, help="Requests that are computed at once.")
+@click.option(
+    "--concurrent",
+    type=click.IntRange(1, 256),
+    default=64,
+    help="Answers that are computed at once. A server takes 256 sessions of one client.",
+)
 @click.option("--queue", type=click.IntRange(0, 65536), default=256, help="Requests that may wait; others get 429.")
 @click.option("--max-request", default="2MB", metavar="SIZE", help="Largest request that is read.")
 @click.option(

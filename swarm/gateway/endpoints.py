@@ -90,7 +90,7 @@ class Generating:
         answering = Answering(served, works, made.replies, asked.n or 1, began, self._service.metrics)
         tells = DETAILS in request.headers
         async with AsyncExitStack() as stack:
-            ticket = await unless_gone(request.receive, self._let_in(stack, key, reserved))
+            ticket = await unless_gone(request.receive, self._let_in(stack, key, reserved, len(works)))
             stack.callback(lambda: ticket.used(answering.usage["total_tokens"]))
             stack.enter_context(self._service.open(answering))
             await stack.enter_async_context(answering.running())
@@ -105,10 +105,10 @@ class Generating:
             over = partial(self._over, stack.pop_all())
             return EventStream(events, self._service.settings.send_seconds, over)
 
-    async def _let_in(self, stack: AsyncExitStack, key: Key | None, tokens: int) -> Ticket:
+    async def _let_in(self, stack: AsyncExitStack, key: Key | None, tokens: int, texts: int) -> Ticket:
         """Wait for a place, which is free again when the stack is closed. Raises `Refused`."""
         try:
-            return await stack.enter_async_context(self._service.admission.enter(key, tokens))
+            return await stack.enter_async_context(self._service.admission.enter(key, tokens, texts))
         except Refused as error:
             self._service.metrics.refused(error.scope)
             raise

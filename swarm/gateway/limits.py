@@ -5,6 +5,8 @@ Laws:
   then used is at most `tokens_per_minute`. So a window slides, exactly; a bucket that fills up by and by would let
   twice as much through in the minute after a rest. It has at most as many entries as the limit allows.
 - Tokens are reserved from when a request is taken until it ends, and what it used counts for 60 seconds more.
+- What runs at once is counted in texts, of which a request may have several: each is a session on every server. A
+  request waits until all of its texts have room, and nobody who came later passes it meanwhile.
 - Keys take turns. One that waits a hundred times neither holds up another key's first request nor fills the queue with
   its own: where the queue is full, the key that waits most often gives way.
 - What ends while it waits, for whatever reason, has used no tokens and leaves no trace in the queue.
@@ -158,11 +160,24 @@ def _seconds(wait: float) -> str:
     return f"{max(1, -int(-wait // 1))} s"
 
 
+@dataclass(frozen=True, eq=False)
+class Waiter:
+    """A request in the queue.
+
+    Attributes:
+        texts: that need room.
+        turn: done when it has come.
+    """
+
+    texts: int
+    turn: asyncio.Future[None]
+
+
 class Admission:
     """Lets requests in. One for a gateway, in one event loop.
 
     Args:
-        concurrent: requests that run at once.
+        concurrent: texts that are computed at once; a request of more runs alone.
         queue: requests that wait at most.
         now: monotonic clock in seconds.
     """
@@ -171,8 +186,9 @@ class Admission:
         self._concurrent = concurrent
         self._queue = queue
         self._now = now
-        self._turns: Turns[asyncio.Future[None]] = Turns()
+        self._turns: Turns[Waiter] = Turns()
         self._running = 0
+        self._texts = 0
         self._mean = USUAL
         self._accounts: dict[str, Account] = {}
 
@@ -187,12 +203,13 @@ class Admission:
         return len(self._turns)
 
     @asynccontextmanager
-    async def enter(self, key: Key | None, tokens: int) -> AsyncIterator[Ticket]:
+    async def enter(self, key: Key | None, tokens: int, texts: int = 1) -> AsyncIterator[Ticket]:
         """Wait for a turn, then run inside of the context.
 
         Args:
             key: whose limits and turns count; None for a gateway without keys.
             tokens: to reserve: the prompt's, and the most that the answer may have.
+            texts: that the request generates.
 
         Raises:
             Refused: at once if a limit of the key is used up or the queue is full; later if the queue is full and the
@@ -201,29 +218,32 @@ class Admission:
         name = key.name if key is not None else None
         account = self._accounts.setdefault(name, Account()) if name is not None else Account()
         account.check(key.limits if key is not None else Limits(), tokens, self._now())
-        if not self._free:
+        texts = min(texts, self._concurrent)
+        if not self._free(texts):
             self._make_room(name)
         account.requests.add(self._now(), 1)
         account.open += 1
         account.reserved += tokens
         spent = 0
         try:
-            await self._turn(name)
+            await self._turn(name, texts)
             ticket = Ticket(tokens)
             began = self._now()
             try:
                 yield ticket
             finally:
                 spent = ticket.spent
-                self._ended(self._now() - began)
+                self._ended(texts, self._now() - began)
         finally:
             account.open -= 1
             account.reserved -= tokens
             account.tokens.add(self._now(), spent)
 
-    @property
-    def _free(self) -> bool:
-        return self._running < self._concurrent and not self._turns
+    def _free(self, texts: int) -> bool:
+        return not self._turns and self._fits(texts)
+
+    def _fits(self, texts: int) -> bool:
+        return self._texts + texts <= self._concurrent
 
     def _make_room(self, name: str | None) -> None:
         """For one more that waits. Raises `Refused` if this key has to give way itself."""
@@ -233,8 +253,9 @@ class Admission:
         if self._turns.waiting(greediest) <= self._turns.waiting(name) + 1:
             raise self._full()
         waiter = self._turns.pop_newest(greediest)
-        if not waiter.done():
-            waiter.set_exception(self._full())
+        if not waiter.turn.done():
+            waiter.turn.set_exception(self._full())
+        self._admit()
 
     def _full(self) -> Refused:
         wait = min(LATE, max(SOON, self._mean * (len(self._turns) + 1) / self._concurrent))
@@ -245,30 +266,39 @@ class Admission:
             "gateway",
         )
 
-    async def _turn(self, name: str | None) -> None:
-        if self._free:
-            self._running += 1
+    async def _turn(self, name: str | None, texts: int) -> None:
+        if self._free(texts):
+            self._begin(texts)
             return
-        waiter = asyncio.get_running_loop().create_future()
+        waiter = Waiter(texts, asyncio.get_running_loop().create_future())
         self._turns.push(name, waiter)
         try:
-            await waiter
+            await waiter.turn
         except BaseException:
-            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
-                self._pass_on()  # cancelled when its turn had come already
+            if waiter.turn.done() and not waiter.turn.cancelled() and waiter.turn.exception() is None:
+                self._leave(texts)  # cancelled when its turn had come already
             else:
                 self._turns.remove(name, waiter)
+                self._admit()
             raise
 
-    def _ended(self, seconds: float) -> None:
-        self._mean += NEWEST * (seconds - self._mean)
-        self._pass_on()
+    def _begin(self, texts: int) -> None:
+        self._running += 1
+        self._texts += texts
 
-    def _pass_on(self) -> None:
-        """A place is free: to whoever is next, so that nobody who comes now slips in before."""
+    def _ended(self, texts: int, seconds: float) -> None:
+        self._mean += NEWEST * (seconds - self._mean)
+        self._leave(texts)
+
+    def _leave(self, texts: int) -> None:
         self._running -= 1
-        while self._turns and self._running < self._concurrent:
+        self._texts -= texts
+        self._admit()
+
+    def _admit(self) -> None:
+        """Room is given to whoever is next at once, so that nobody who comes now slips in before."""
+        while self._turns and (self._turns.first().turn.done() or self._fits(self._turns.first().texts)):
             waiter = self._turns.pop()
-            if not waiter.done():
-                waiter.set_result(None)
-                self._running += 1
+            if not waiter.turn.done():
+                waiter.turn.set_result(None)
+                self._begin(waiter.texts)

@@ -53,7 +53,7 @@ class Settings:
         read_seconds: within which a request's body has to come.
         send_seconds: within which a client has to take the next part of its answer.
         origins: web pages from elsewhere that may use this gateway (CORS); none by default.
-        concurrent: requests that are computed at once.
+        concurrent: texts that are computed at once; a request has one for each of its answers.
         queue: requests that may wait.
         public_status: whether metrics and monitor need no key where there are keys.
     """

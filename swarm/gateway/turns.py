@@ -27,6 +27,10 @@ class Turns(Generic[T]):
         self._queues.setdefault(name, deque()).append(one)
         self._count += 1
 
+    def first(self) -> T:
+        """Whose turn is next."""
+        return next(iter(self._queues.values()))[0]
+
     def pop(self) -> T:
         """Whose turn it is; the key goes behind the others."""
         name = next(iter(self._queues))

@@ -135,7 +135,7 @@ class Handler:
         conversation = _Conversation()
         try:
             if len(streams) > self._limits.streams:
-                await self._reject(stream, ServerFault(f"a peer may open {self._limits.streams} streams"))
+                await self._reject(stream, CacheFull(f"a peer may open {self._limits.streams} streams"))
                 return
             while not conversation.over:
                 frame = await stream.receive(self._training.max_payload)

@@ -104,9 +104,9 @@ def wait_idle(gateway: GatewayProcess) -> None:
 
 
 @contextmanager
-def running(gateway: GatewayProcess, secret: str) -> Iterator[None]:
+def running(gateway: GatewayProcess, secret: str, **more: Any) -> Iterator[None]:
     """A request that runs, until the end of the block."""
-    body = chat(stream=True, **ENDLESS)
+    body = chat(stream=True, **ENDLESS, **more)
     headers = {"Authorization": f"Bearer {secret}"}
     with httpx.stream("POST", f"{gateway.api}/chat/completions", json=body, headers=headers, timeout=60) as reply:
         lines = reply.iter_lines()
@@ -349,6 +349,17 @@ def test_a_full_queue(guarded, secrets):
         assert httpx.get(f"{guarded.url}/healthz").status_code == 200
         waiting.close()  # who leaves while it waits makes room
         wait_until(lambda: count(guarded, "swarm_gateway_waiting") == 0)
+    wait_idle(guarded)
+
+
+def test_every_answer_of_a_request_counts(guarded, secrets):
+    """A server takes so many sessions of one gateway; past them it would be full for everybody."""
+    free, other = secrets[1]["free"], secrets[1]["other"]
+    with running(guarded, free, n=2), connect(guarded) as waiting:
+        body = json.dumps(chat()).encode()
+        waiting.sendall(request_head(len(body), f"Authorization: Bearer {other}") + body)
+        wait_until(lambda: count(guarded, "swarm_gateway_waiting") == 1)
+        assert count(guarded, "swarm_gateway_running") == 1
     wait_idle(guarded)
 
 

@@ -31,6 +31,7 @@ class Visitor:
 
     who: Key | None
     tokens: int = 1
+    texts: int = 1
     entered: asyncio.Event = field(default_factory=asyncio.Event)
     leave: asyncio.Event = field(default_factory=asyncio.Event)
     use: int | None = None
@@ -40,7 +41,7 @@ class Visitor:
         return self
 
     async def _visit(self, admission: Admission) -> None:
-        async with admission.enter(self.who, self.tokens) as ticket:
+        async with admission.enter(self.who, self.tokens, self.texts) as ticket:
             self.entered.set()
             await self.leave.wait()
             if self.use is not None:
@@ -156,6 +157,56 @@ def test_without_keys_only_the_queue_is_bounded():
     run(test())
 
 
+def test_a_request_of_several_texts_waits_for_room_for_all_of_them():
+    async def test():
+        admission = Admission(4, 10, Clock())
+        first, second = (Visitor(None, texts=2).start(admission) for _ in range(2))
+        await settle()
+        large, small = Visitor(None, texts=3).start(admission), Visitor(None).start(admission)
+        await first.go()
+        await settle()
+        assert not large.entered.is_set()
+        assert not small.entered.is_set()  # it does not pass
+        await second.go()
+        await settle()
+        assert large.entered.is_set()
+        assert small.entered.is_set()
+        await large.go()
+        await small.go()
+
+    run(test())
+
+
+def test_a_request_of_more_texts_than_ever_run_runs_alone():
+    async def test():
+        admission = Admission(4, 10, Clock())
+        small, large = Visitor(None).start(admission), Visitor(None, texts=8).start(admission)
+        await settle()
+        assert (admission.running, admission.waiting) == (1, 1)
+        await small.go()
+        await settle()
+        assert (admission.running, admission.waiting) == (1, 0)
+        await large.go()
+
+    run(test())
+
+
+def test_whoever_no_longer_waits_lets_others_go_that_have_room():
+    async def test():
+        admission = Admission(4, 10, Clock())
+        first = Visitor(None, texts=2).start(admission)
+        large, small = Visitor(None, texts=3).start(admission), Visitor(None).start(admission)
+        await settle()
+        assert not small.entered.is_set()
+        large.task.cancel()
+        await settle()
+        assert small.entered.is_set()
+        await first.go()
+        await small.go()
+
+    run(test())
+
+
 def test_a_queue_of_none_refuses_at_once():
     async def test():
         admission = Admission(1, 0, Clock())
@@ -242,10 +293,10 @@ LIMITS = {
 }
 STEPS = st.lists(
     st.one_of(
-        st.tuples(st.just("come"), st.sampled_from(list(LIMITS)), st.integers(1, 30)),
-        st.tuples(st.just("go"), st.integers(0, 30), st.integers(0, 30)),
-        st.tuples(st.just("cancel"), st.integers(0, 30), st.just(0)),
-        st.tuples(st.just("pass"), st.integers(1, 40), st.just(0)),
+        st.tuples(st.just("come"), st.sampled_from(list(LIMITS)), st.integers(1, 30), st.integers(1, 4)),
+        st.tuples(st.just("go"), st.integers(0, 30), st.integers(0, 30), st.just(0)),
+        st.tuples(st.just("cancel"), st.integers(0, 30), st.just(0), st.just(0)),
+        st.tuples(st.just("pass"), st.integers(1, 40), st.just(0), st.just(0)),
     ),
     min_size=10,
     max_size=60,
@@ -265,16 +316,17 @@ class Seen:
 class World:
     """Requests that come, go and give up, and what has to be true all the while."""
 
-    CONCURRENT, QUEUE = 2, 4
+    CONCURRENT, QUEUE = 3, 4
 
     def __init__(self) -> None:
         self.clock = Clock()
         self.admission = Admission(self.CONCURRENT, self.QUEUE, self.clock)
         self.seen: list[Seen] = []
 
-    async def step(self, what, which, number) -> None:
+    async def step(self, what, which, number, texts=0) -> None:
         if what == "come":
-            self.seen.append(Seen(Visitor(Key(which, LIMITS[which]), number).start(self.admission), self.clock()))
+            visitor = Visitor(Key(which, LIMITS[which]), number, texts)
+            self.seen.append(Seen(visitor.start(self.admission), self.clock()))
         elif what == "pass":
             self.clock.seconds += which
         elif self.seen:
@@ -307,9 +359,11 @@ class World:
         running = [s for s in self.seen if s.visitor.entered.is_set() and not s.visitor.task.done()]
         waiting = [s for s in self.seen if not s.visitor.entered.is_set() and not s.visitor.task.done()]
         assert (self.admission.running, self.admission.waiting) == (len(running), len(waiting))
-        assert len(running) <= self.CONCURRENT
+        texts = sum(min(s.visitor.texts, self.CONCURRENT) for s in running)
+        assert texts <= self.CONCURRENT
         assert len(waiting) <= self.QUEUE
-        assert not waiting or len(running) == self.CONCURRENT  # nobody waits for nothing
+        # Nobody waits for nothing: the first one at least has no room.
+        assert not waiting or texts + max(s.visitor.texts for s in waiting) > self.CONCURRENT
         for name, limits in LIMITS.items():
             taken = self.taken(name)
             if limits.requests_per_minute is not None:

@@ -14,13 +14,20 @@ def fill(words):
     return turns
 
 
+def pop(turns):
+    """The next one, which is also what was announced."""
+    first = turns.first()
+    assert turns.pop() is first
+    return first
+
+
 @pytest.mark.parametrize(
     ("come", "go"),
     [("a1 a2 a3", "a1 a2 a3"), ("a1 a2 a3 b1", "a1 b1 a2 a3"), ("a1 a2 b1 c1 b2", "a1 b1 c1 a2 b2"), ("", "")],
 )
 def test_keys_take_turns(come, go):
     turns = fill(come)
-    assert " ".join(turns.pop() for _ in range(len(turns))) == go
+    assert " ".join(pop(turns) for _ in range(len(turns))) == go
 
 
 def test_what_is_removed_is_not_next():

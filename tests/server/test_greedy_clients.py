@@ -197,7 +197,7 @@ def test_a_thousand_sessions_at_once(model):
             if isinstance(reply, messages.Refusal):
                 refusals.add(reply.code)
         assert opened == min(Limits().streams, PEER_SESSIONS, 2048 * 3 // 4 // 8)
-        assert refusals == {"server_fault", "cache_full"}
+        assert refusals == {"cache_full"}  # the server is well: whoever asks has too much of it
         assert len(server.sessions) == opened + 1
         assert sum(map(len, server.handler._streams.values())) <= Limits().streams + 1
         other = await (await server.client("a third one")).begin()

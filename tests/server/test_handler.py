@@ -577,7 +577,7 @@ def test_too_many_streams_of_one_peer(model):
         third = await server.client()
         frame = await asyncio.wait_for(third.stream.receive(), PATIENCE)
         refusal = messages.decode_server(frame.header)
-        assert refusal.code == "server_fault"
+        assert refusal.code == "cache_full"
         assert "2 streams" in refusal.message
         await third.is_over()
 
