@@ -135,7 +135,9 @@ class Handler:
         conversation = _Conversation()
         try:
             if len(streams) > self._limits.streams:
+                streams.discard(stream)
                 await self._reject(stream, CacheFull(f"a peer may open {self._limits.streams} streams"))
+                await stream.discard()
                 return
             while not conversation.over:
                 frame = await stream.receive(self._training.max_payload)

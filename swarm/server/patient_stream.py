@@ -14,6 +14,9 @@ from swarm.protocol.messages import Message
 from swarm.server.push import PATIENCE, SLOWEST
 from swarm.transport.stream import Limit, Stream
 
+LINGER = 2.0
+"""Seconds that a peer gets to read why it is refused."""
+
 
 class PatientStream:
     """A peer's stream, as the task that serves it sees it. Made in that task, which alone receives.
@@ -64,6 +67,15 @@ class PatientStream:
         except TimeoutError:
             self.abort()
             self._check()
+
+    async def discard(self) -> None:
+        """Throw away what comes, until the peer hangs up or for `LINGER` seconds, so that our last word arrives.
+
+        A stream that is closed while the peer still sends is reset, and what it has not read yet is lost.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LINGER):
+                await self._stream.discard()
 
     def close(self) -> None:
         """End the stream, and the task that serves it as soon as it computes nothing."""

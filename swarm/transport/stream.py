@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Protocol
 
 from swarm.errors import PeerLost
@@ -28,6 +29,9 @@ class Stream(Protocol):
 
     async def receive(self, max_payload: Limit = MAX_PAYLOAD) -> Frame:
         """Wait for one frame. Raises `PeerLost` at the end of the stream, `ProtocolViolation` when it is too large."""
+
+    async def discard(self) -> None:
+        """Throw away what comes, until the other side closes."""
 
     def close(self) -> None:
         """Close the stream once all is sent; the other side's `receive` raises `PeerLost`."""
@@ -81,6 +85,11 @@ class FrameStream:
         except (asyncio.IncompleteReadError, OSError) as error:
             raise PeerLost(f"peer …{self.peer_id[-6:]} closed the connection: {error}") from None
         return Frame(body[:header_length], memoryview(body)[header_length:])
+
+    async def discard(self) -> None:
+        with suppress(OSError):
+            while await self._reader.read(JOINED):
+                pass
 
     def close(self) -> None:
         self._writer.close()

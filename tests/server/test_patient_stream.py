@@ -6,7 +6,7 @@ import pytest
 
 from swarm.errors import PeerLost, PeerSilent
 from swarm.protocol.messages import ProbeReply, ProbeRequest, decode_client
-from swarm.server.patient_stream import PatientStream
+from swarm.server.patient_stream import LINGER, PatientStream
 from swarm.server.push import PATIENCE
 from swarm.transport import memory
 from swarm.transport.memory import MemoryHub, stream_pair
@@ -88,3 +88,25 @@ def test_a_peer_that_does_not_read_a_later_frame_is_given_up_in_the_same_time(mo
         assert loop.time() - began == pytest.approx(PAUSE + PATIENCE, rel=0.01)
 
     on_virtual_time(scenario, hub)
+
+
+def test_who_still_sends_reads_our_last_word():
+    async def scenario(stream, peer):
+        lingering = asyncio.create_task(stream.discard())
+        for _ in range(3):
+            await peer.send(ProbeRequest(1), b"x" * 1000)
+            await asyncio.sleep(PAUSE)
+        assert not lingering.done()
+        peer.close()
+        await lingering
+
+    on_virtual_time(scenario)
+
+
+def test_who_never_hangs_up_is_not_waited_for_long():
+    async def scenario(stream, peer):
+        began = asyncio.get_running_loop().time()
+        await stream.discard()
+        assert asyncio.get_running_loop().time() == pytest.approx(began + LINGER)
+
+    on_virtual_time(scenario)

@@ -20,8 +20,9 @@ import uvloop
 from hivemind.dht import protocol
 
 from swarm.dht.validation import AnnouncementValidator
-from swarm.errors import AddressUnavailable, IdentityError, InvalidOption, PeerLost, PeerUnreachable
+from swarm.errors import AddressUnavailable, CacheFull, IdentityError, InvalidOption, PeerLost, PeerUnreachable
 from swarm.protocol import messages
+from swarm.server.patient_stream import PatientStream
 from swarm.transport.identity import load_or_create
 from swarm.transport.p2p import P2PConfig, Peer
 
@@ -160,6 +161,36 @@ def test_two_peers_exchange_frames_and_leave_nothing_behind(folder):
                 await client.shutdown()
         finally:
             await server.shutdown()
+
+    run(scenario())
+    nothing_is_left(folder)
+
+
+def test_a_refusal_reaches_who_sends_at_the_same_time(folder):
+    """Closed at once, one stream in six was reset before its reader had the refusal."""
+
+    async def refuse(stream) -> None:
+        stream = PatientStream(stream)
+        await stream.send(messages.refusal(CacheFull("a peer may open 0 streams")))
+        await stream.discard()
+
+    async def ask(peer: Peer, other: str) -> str:
+        stream = await peer.open_stream(other)
+        try:
+            await stream.send(messages.InfoRequest())
+            return messages.decode_server((await stream.receive()).header).code
+        finally:
+            stream.close()
+
+    async def scenario():
+        server = await listening()
+        client = await listening(await address_of(server))
+        await server.serve(refuse)
+        for _ in range(4):
+            said = await asyncio.gather(*(ask(client, server.peer_id) for _ in range(40)))
+            assert set(said) == {CacheFull.code}
+        await client.shutdown()
+        await server.shutdown()
 
     run(scenario())
     nothing_is_left(folder)
