@@ -55,6 +55,7 @@ bench: $(VENV)/dev
 	$(BIN)/python -m benchmarks.routing
 	$(BIN)/python -m benchmarks.training
 	$(BIN)/python -m benchmarks.gateway
+	$(BIN)/python -m benchmarks.gateway --kill
 	$(BIN)/python -m benchmarks.heads
 
 format: $(VENV)/dev

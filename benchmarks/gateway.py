@@ -1,6 +1,7 @@
 """What a gateway costs: 50 streams at once against the same load through the Python client, and the first token.
 
     python -m benchmarks.gateway [--streams 50] [--seconds 60] [--tokens 64] [--turns 3] [--first 30] [--json FILE]
+    python -m benchmarks.gateway --kill [--streams 50] [--seconds 60] [--tokens 64]
 
 The demo model on three servers. Gateway and Python client are processes of one torch thread each; the Python client is
 one model whose `generate` runs in as many threads as there are streams. Both take turns, for a part of the time each.
@@ -9,6 +10,9 @@ has resident.
 
 The first token is that of one request alone, of 1 token, gateway and Python client in turns; the difference is what the
 gateway adds: HTTP, reading the request, tokens of the prompt, a thread, an event.
+
+With --kill there are two servers for each span, of which one is killed after a third of the time, and one of another
+span after two thirds. Every stream has to come to its end nevertheless.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from typing import Any
 import httpx
 import psutil
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks import machine
 from benchmarks.chain import spread
@@ -175,6 +180,44 @@ def measure(streams: int, seconds: float, tokens: int, turns: int, first: int) -
     return figures
 
 
+def survive(streams: int, seconds: float, tokens: int) -> tuple[Figures, dict[str, float]]:
+    """Load a gateway while two servers are killed; also what it has counted of its client's failovers."""
+    figures = Figures()
+    with ExitStack() as stack:
+        swarm = stack.enter_context(LocalSwarm(None, SPANS * 2, options=("--threads", "1", "--cache-tokens", "65536")))
+        gateway = PeerProcess(
+            ("-m", "swarm.gateway", "--initial-peers", swarm.address, "--port", "0", "--threads", "1")
+        )
+        stack.callback(gateway.stop)
+        url = gateway.wait_for(r"^Gateway: (\S+)/$")[1]
+
+        async def loaded() -> float:
+            async with asyncio.TaskGroup() as group:
+                loading = group.create_task(load(url + "/v1/chat/completions", streams, seconds, tokens, figures))
+                for victim in (swarm.servers[1], swarm.servers[3]):
+                    await asyncio.sleep(seconds / 3)
+                    victim.kill()
+            return await loading
+
+        figures.gateway.append(asyncio.run(loaded()))
+        samples = text_string_to_metric_families(httpx.get(url + "/metrics").text)
+        counted = {sample.name: sample.value for family in samples for sample in family.samples}
+    return figures, counted
+
+
+def survived(figures: Figures, counted: dict[str, float]) -> str:
+    """The figures for people, in Markdown."""
+    count, total = (counted[f"swarm_client_failover_seconds_{which}"] for which in ("count", "sum"))
+    rows = [
+        ("requests, and of them failed", f"{figures.requests}, {len(figures.failed)}"),
+        ("tokens/s together", f"{figures.gateway[0]:.1f}"),
+        ("streams that lost a server", f"{count:.0f}"),
+        ("pause of such a stream, s, mean", f"{total / count:.2f}" if count else "none"),
+        ("tokens replayed", f"{counted['swarm_client_replayed_tokens_total']:.0f}"),
+    ]
+    return "\n".join(["| two servers killed | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows)])
+
+
 def table(figures: Figures, streams: int) -> str:
     """The figures for people, in Markdown."""
     ratios = [ours / theirs for ours, theirs in zip(figures.gateway, figures.client, strict=True)]
@@ -199,6 +242,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--first", type=int, default=30)
+    parser.add_argument("--kill", action="store_true", help="kill two servers meanwhile, and measure nothing else")
     parser.add_argument("--json", type=Path, help="write the raw figures here too")
     parser.add_argument("--worker", metavar="ADDRESS", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -206,9 +250,14 @@ def main() -> None:
         return work(arguments.worker)
     quiet_hivemind()
     about = machine.describe()
-    figures = measure(arguments.streams, arguments.seconds, arguments.tokens, arguments.turns, arguments.first)
-    print(", ".join(f"{name} {value}" for name, value in about.items()), end="\n\n")
-    print(table(figures, arguments.streams))
+    size = arguments.streams, arguments.seconds, arguments.tokens
+    if arguments.kill:
+        figures, counted = survive(*size)
+        said = survived(figures, counted)
+    else:
+        figures = measure(*size, arguments.turns, arguments.first)
+        said = table(figures, arguments.streams)
+    print(", ".join(f"{name} {value}" for name, value in about.items()), said, sep="\n\n")
     for failure in figures.failed[:5]:
         print("failed:", failure)
     if arguments.json:

@@ -141,10 +141,12 @@ class SwarmPlanner:
     def failed(self, peer_id: str, error: Exception) -> None:
         """Keep the peer out of routes for a while."""
         reason = next((reason for kind, reason in _FAILURES if isinstance(error, kind)), Failure.FAULT)
-        now = time.monotonic()
-        until = self.router.health.failed(peer_id, reason, now)
+        now, health = time.monotonic(), self.router.health
+        is_known = health.banned(peer_id, now) and reason in health.reasons(peer_id)
+        until = health.failed(peer_id, reason, now)
         logger.debug("…%s %s; avoided for %.0f s: %s", peer_id[-6:], reason.value, until - now, error)
-        self._tell(PeerAvoided(peer_id, reason.value, until - now))
+        if not is_known:  # another session has seen it before
+            self._tell(PeerAvoided(peer_id, reason.value, until - now))
 
     def succeeded(self, peer_id: str) -> None:
         """The peer works."""

@@ -59,6 +59,7 @@ _BASE = {
 class _Record:
     strikes: int = 0
     until: float = float("-inf")
+    blamed_until: float = float("-inf")
     lasted: float = 0.0
     reasons: deque[Failure] = field(default_factory=lambda: deque(maxlen=MAX_REASONS))
 
@@ -67,8 +68,10 @@ class PeerHealth:
     """What this client remembers of its peers' failures. All times are seconds of one clock that the caller reads.
 
     A failure bans the peer for the base seconds of its reason, doubled with each strike it has already, up to
-    `LONGEST_BAN`. A ban is never shortened by another failure. A success forgives all once the peer has been free for
-    as long as its last ban was; one before that says little, since a bad peer answers rightly most of the time.
+    `LONGEST_BAN`. A ban is never shortened by another failure. What fails while the peer is banned began before: a
+    client with fifty sessions sees one fault fifty times, and that is one strike. A success forgives all once the peer
+    has been free for as long as its last ban was; one before that says little, since a bad peer answers rightly most
+    of the time.
 
     Args:
         max_peers: how many peers are remembered; the one whose last failure is oldest is forgotten first.
@@ -86,11 +89,14 @@ class PeerHealth:
         record = self._records.pop(peer_id, None)
         if record is None or now >= record.until + FORGET:
             record = _Record()
-        seconds = reason.seconds
+        seconds, is_new = reason.seconds, True
         if reason.is_blame:
-            seconds = min(seconds * 2**record.strikes, LONGEST_BAN)
-            record.strikes = min(record.strikes + 1, MAX_STRIKES)
-        record.reasons.append(reason)
+            is_new = now >= record.blamed_until
+            record.strikes = min(record.strikes + is_new, MAX_STRIKES)
+            seconds = min(seconds * 2 ** (record.strikes - 1), LONGEST_BAN)
+            record.blamed_until = max(record.blamed_until, now + seconds)
+        if is_new or reason not in record.reasons:
+            record.reasons.append(reason)
         if now + seconds >= record.until:
             record.until, record.lasted = now + seconds, seconds
         self._records[peer_id] = record

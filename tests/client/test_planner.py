@@ -48,6 +48,7 @@ class World:
         self.pings: list[list[str]] = []
         self.ping_takes = 0.2
         self.round_trips: dict[str, float] = {}
+        self.told: list[Any] = []
 
     async def fetch(self, dht: Any, model: str, blocks: int) -> list[ServerInfo]:
         assert (dht, model, blocks) == ("the dht", "the model", 6)
@@ -77,7 +78,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         async def scenario() -> None:
             peer: Any = SimpleNamespace(dht="the dht")
             config = ClientConfig(("somebody",), **options)
-            planner = SwarmPlanner(peer, config, "the model", "main", 6, None)
+            planner = SwarmPlanner(peer, config, "the model", "main", 6, None, tell=world.told.append)
             try:
                 await act(world, planner)
             finally:
@@ -296,12 +297,30 @@ def test_a_route_is_shown_when_asked(play, capsys, show):
     play(act, show_route=show)
 
 
+def test_what_many_sessions_see_is_told_once(play):
+    async def act(world, planner):
+        for error in (PeerLost("x"), PeerLost("y"), CacheFull("z"), PeerLost("x")):
+            planner.failed("a", error)
+        await asyncio.sleep(Failure.UNREACHABLE.seconds)
+        planner.failed("a", PeerLost("x"))
+        lost, full = Failure.UNREACHABLE, Failure.CACHE_FULL
+        assert [(event.reason, event.seconds) for event in world.told] == [
+            (lost.value, lost.seconds),
+            (full.value, lost.seconds),
+            (lost.value, 2 * lost.seconds),
+        ]
+
+    play(act)
+
+
 def test_who_was_too_slow_is_given_longer(play):
     async def act(world, planner):
         await route(planner)
         assert planner.slowness("a") == 1
         for _ in range(2):
             planner.failed("a", PeerSilent("x"))
+            planner.failed("a", PeerSilent("another session saw the same"))
+            await asyncio.sleep(60)
         planner.failed("b", PeerLost("x"))
         assert (planner.slowness("a"), planner.slowness("b")) == (4, 1)
 
