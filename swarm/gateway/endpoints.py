@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -70,6 +70,7 @@ class Generating:
     ) -> Response:
         began = time.perf_counter()
         key = await authorized(self._service, request.headers)
+        self._check(key)
         asked = read(await self._body(request))
         served = self._service.model(asked.model)
         request.state.model = served.name
@@ -105,10 +106,20 @@ class Generating:
             over = partial(self._over, stack.pop_all())
             return EventStream(events, self._service.settings.send_seconds, over)
 
+    def _check(self, key: Key | None) -> None:
+        """Raises `Refused` before anything is read and computed for a key that has nothing left."""
+        with self._counted():
+            self._service.admission.check(key, 0)
+
     async def _let_in(self, stack: AsyncExitStack, key: Key | None, tokens: int, texts: int) -> Ticket:
         """Wait for a place, which is free again when the stack is closed. Raises `Refused`."""
-        try:
+        with self._counted():
             return await stack.enter_async_context(self._service.admission.enter(key, tokens, texts))
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        try:
+            yield
         except Refused as error:
             self._service.metrics.refused(error.scope)
             raise
@@ -116,7 +127,7 @@ class Generating:
     async def _body(self, request: Request) -> bytes:
         settings = self._service.settings
         check_origin(request.headers, settings.origins)
-        body = await read_body(request, settings.request_bytes, settings.read_seconds)
+        body = await read_body(request, settings.request_bytes, settings.read_seconds, self._service.room)
         self._service.metrics.received(len(body))
         return body
 

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from swarm.gateway.failures import ApiFailure, TooLarge, TooSlow, failure_of
+from swarm.gateway.failures import ApiFailure, TooLarge, TooSlow, Unavailable, failure_of
 
 logger = logging.getLogger(__name__)
 
@@ -40,15 +40,41 @@ def failed(failure: ApiFailure) -> Json:
     return Json(failure.body(), status_code=failure.status, headers=dict(failure.headers))
 
 
-async def read_body(request: Request, limit: int, seconds: float) -> bytes:
+class Room:
+    """Memory for the bodies that are being read, all together.
+
+    Args:
+        size: bytes.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._left = size
+
+    def take(self, count: int) -> None:
+        """Raises `Unavailable` if there is not so much left."""
+        if count > self._left:
+            raise Unavailable(
+                "the gateway reads too many large requests at once; try again in a moment",
+                code="too_much_at_once",
+                retry_after=1.0,
+            )
+        self._left -= count
+
+    def give_back(self, count: int) -> None:
+        self._left += count
+
+
+async def read_body(request: Request, limit: int, seconds: float, room: Room) -> bytes:
     """The request's body.
 
     Args:
         limit: bytes that it may have.
         seconds: within which it has to come.
+        room: for all bodies together.
 
     Raises:
         TooLarge, TooSlow: it is larger, or did not come in time.
+        Unavailable: many others are being read.
         Gone: the client left before it was complete.
     """
     announced = request.headers.get("content-length", "0")
@@ -59,6 +85,7 @@ async def read_body(request: Request, limit: int, seconds: float) -> bytes:
     try:
         async with asyncio.timeout(seconds):
             async for part in request.stream():
+                room.take(len(part))
                 parts += part
                 if len(parts) > limit:
                     raise _too_large(limit)
@@ -66,6 +93,8 @@ async def read_body(request: Request, limit: int, seconds: float) -> bytes:
         raise TooSlow(f"the request did not come within {seconds:.0f} s") from None
     except ClientDisconnect:
         raise Gone from None
+    finally:
+        room.give_back(len(parts))
     return bytes(parts)
 
 

@@ -202,6 +202,14 @@ class Admission:
         """Requests that wait for their turn."""
         return len(self._turns)
 
+    def check(self, key: Key | None, tokens: int) -> Account:
+        """The key's account, if one more request of so many tokens is within its limits. Raises `Refused`."""
+        if key is None:
+            return Account()
+        account = self._accounts.setdefault(key.name, Account())
+        account.check(key.limits, tokens, self._now())
+        return account
+
     @asynccontextmanager
     async def enter(self, key: Key | None, tokens: int, texts: int = 1) -> AsyncIterator[Ticket]:
         """Wait for a turn, then run inside of the context.
@@ -216,8 +224,7 @@ class Admission:
                 key waits more often than others.
         """
         name = key.name if key is not None else None
-        account = self._accounts.setdefault(name, Account()) if name is not None else Account()
-        account.check(key.limits if key is not None else Limits(), tokens, self._now())
+        account = self.check(key, tokens)
         texts = min(texts, self._concurrent)
         if not self._free(texts):
             self._make_room(name)

@@ -18,7 +18,7 @@ from swarm.client.baton import Baton
 from swarm.client.model import AutoDistributedModelForCausalLM
 from swarm.errors import format_blocks
 from swarm.gateway.failures import ApiFailure, NotFound, Unavailable
-from swarm.gateway.http import unless_gone
+from swarm.gateway.http import Room, unless_gone
 from swarm.gateway.keys import Key, KeyFile
 from swarm.gateway.limits import Admission
 from swarm.gateway.response_format import Grammars
@@ -38,6 +38,9 @@ UNKNOWN_CONTEXT = 8192
 
 WORKERS = 4
 """Threads for what comes before a generation."""
+
+BODIES = 256 * 2**20
+"""Bytes of bodies that are read at once: without keys, thousands of connections could send a large one each."""
 
 FRESH = 5.0
 """Seconds that an answer about readiness is good for."""
@@ -178,6 +181,7 @@ class Service:
         self.settings = settings
         self.registry = registry
         self.admission = Admission(settings.concurrent, settings.queue, time.monotonic)
+        self.room = Room(max(BODIES, settings.request_bytes))
         self.metrics = GatewayMetrics(registry, self.models)
         self.metrics.watch(lambda: self.admission.running, lambda: self.admission.waiting)
         # What blocks for long or computes much before a generation begins: not in the event loop.

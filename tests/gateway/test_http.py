@@ -10,7 +10,7 @@ import pytest
 from starlette.requests import Request
 
 from swarm.gateway.failures import BadRequest, TooLarge, TooSlow, Unavailable
-from swarm.gateway.http import EventStream, Gone, begun, event, read_body, unless_gone
+from swarm.gateway.http import EventStream, Gone, Room, begun, event, read_body, unless_gone
 
 
 class Client:
@@ -48,8 +48,8 @@ class Client:
     def body(self) -> bytes:
         return b"".join(message.get("body", b"") for message in self.got)
 
-    async def read(self, limit: int = 10, seconds: float = 5.0) -> bytes:
-        return await read_body(Request(self.scope, self.receive), limit, seconds)
+    async def read(self, limit: int = 10, seconds: float = 5.0, room: Room | None = None) -> bytes:
+        return await read_body(Request(self.scope, self.receive), limit, seconds, room or Room(100))
 
 
 def run(work: Callable[[], Awaitable[None]]) -> None:
@@ -84,6 +84,20 @@ def test_a_client_that_leaves_before_its_body_is_whole():
     async def work() -> None:
         with pytest.raises(Gone):
             await Client([b"a"], leaves=True).read()
+
+    run(work)
+
+
+def test_bodies_have_so_much_room_together():
+    async def work() -> None:
+        room = Room(10)
+        first = asyncio.create_task(Client([b"1234567"], leaves=True).read(room=room))
+        with pytest.raises(Gone):
+            await first
+        for _ in range(3):  # whatever became of a body, its room is free again
+            assert await Client([b"12345", b"67890"]).read(room=room) == b"1234567890"
+            with pytest.raises(Unavailable, match="too many large requests at once"):
+                await Client([b"123456", b"78901"]).read(limit=20, room=room)
 
     run(work)
 

@@ -121,6 +121,20 @@ def test_more_tokens_than_a_minute_has_are_never_let_in():
     run(test())
 
 
+def test_a_key_that_has_nothing_left_can_be_seen_before_it_enters():
+    async def test():
+        admission = Admission(1, 10, Clock())
+        who = key(requests_per_minute=1)
+        admission.check(None, 0)
+        admission.check(who, 0)
+        admission.check(who, 0)  # to look takes nothing
+        await Visitor(who).start(admission).go()
+        with pytest.raises(Refused, match="1 requests a minute"):
+            admission.check(who, 0)
+
+    run(test())
+
+
 def test_a_key_has_so_many_at_once_running_or_waiting():
     async def test():
         admission = Admission(1, 10, Clock())
