@@ -13,26 +13,32 @@ from transformers import AutoModelForCausalLM, MaxLengthCriteria, StoppingCriter
 from transformers.generation.streamers import BaseStreamer
 
 from swarm.errors import InvalidSpan, SessionClosed, TooLong, UsageError
-from tests.swarms import run_client, run_swarm
+from tests.swarms import TestSwarm, run_client, run_swarm
 from tests.zoo import PROMPTS, make_checkpoint
 
 SPANS = ("0:2", "2:3", "3:6")
 PAD = 0
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return make_checkpoint("llama", tmp_path)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("llama", tmp_path_factory.mktemp("checkpoint"))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def local(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-@pytest.fixture
-def model(folder: Path) -> Iterator[Any]:
-    with run_swarm(folder, SPANS, dtype="float32") as swarm, run_client(swarm, dtype="float32") as model:
+@pytest.fixture(scope="module")
+def swarm(folder: Path) -> Iterator[TestSwarm]:
+    with run_swarm(folder, SPANS, dtype="float32") as swarm:
+        yield swarm
+
+
+@pytest.fixture(scope="module")
+def model(swarm: TestSwarm) -> Iterator[Any]:
+    with run_client(swarm, dtype="float32") as model:
         yield model
 
 
@@ -235,14 +241,10 @@ def test_ranges_of_blocks_are_checked(model: Any) -> None:
 @pytest.mark.parametrize(
     ("wire", "tolerance"), [("bfloat16", 0.03), ("float16", 0.005), ("blockwise8", 0.1), ("auto", 0.1)]
 )
-def test_wire_formats(folder: Path, local: Any, wire: str, tolerance: float) -> None:
+def test_wire_formats(swarm: TestSwarm, local: Any, wire: str, tolerance: float) -> None:
     with torch.no_grad():
         expected = local(prompt()).logits
-    with (
-        run_swarm(folder, SPANS, dtype="float32") as swarm,
-        run_client(swarm, dtype="float32", wire=wire) as model,
-        torch.no_grad(),
-    ):
+    with run_client(swarm, dtype="float32", wire=wire) as model, torch.no_grad():
         logits = model(prompt()).logits
         assert f"wire={'blockwise8' if wire == 'auto' else wire}" in repr(model)
     error = float((logits - expected).norm() / expected.norm())
@@ -256,20 +258,18 @@ def test_a_model_of_16_bit_weights(folder: Path) -> None:
         assert greedy(model, prompt(), 8).tolist() == greedy(local, prompt(), 8).tolist()
 
 
-def test_two_clients_at_once(folder: Path, local: Any) -> None:
+def test_two_clients_at_once(swarm: TestSwarm, local: Any) -> None:
     texts: dict[int, list[int]] = {}
 
-    with run_swarm(folder, SPANS, dtype="float32") as swarm:
+    def write(seed: int) -> None:
+        with run_client(swarm, dtype="float32") as model:
+            texts[seed] = greedy(model, prompt(seed=seed), 20)[0].tolist()
 
-        def write(seed: int) -> None:
-            with run_client(swarm, dtype="float32") as model:
-                texts[seed] = greedy(model, prompt(seed=seed), 20)[0].tolist()
-
-        threads = [threading.Thread(target=write, args=(seed,)) for seed in (1, 2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    threads = [threading.Thread(target=write, args=(seed,)) for seed in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert texts == {seed: greedy(local, prompt(seed=seed), 20)[0].tolist() for seed in (1, 2)}
 
 
