@@ -24,7 +24,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -164,16 +164,21 @@ def ask(worker: Worker, *what: float) -> float:
     return float(worker.hear())
 
 
+def start(stack: ExitStack, spans: Sequence[str]) -> tuple[LocalSwarm, PeerProcess, str]:
+    """A swarm of the demo model, its gateway, and where that takes chats; all of them end with the stack."""
+    swarm = stack.enter_context(LocalSwarm(None, spans, options=("--threads", "1", "--cache-tokens", "65536")))
+    where = ("--initial-peers", swarm.address, "--port", "0", "--threads", "1")
+    gateway = PeerProcess(("-m", "swarm.gateway", *where))
+    stack.callback(gateway.stop)
+    return swarm, gateway, gateway.wait_for(r"^Gateway: (\S+)/$")[1] + "/v1/chat/completions"
+
+
 def measure(streams: int, seconds: float, tokens: int, turns: int, first: int) -> Figures:
     """Let gateway and Python client take turns."""
     figures = Figures()
     with ExitStack() as stack:
-        swarm = stack.enter_context(LocalSwarm(None, SPANS, options=("--threads", "1", "--cache-tokens", "65536")))
-        where = ("--initial-peers", swarm.address, "--port", "0", "--threads", "1")
-        gateway = PeerProcess(("-m", "swarm.gateway", *where))
-        stack.callback(gateway.stop)
+        swarm, gateway, url = start(stack, SPANS)
         worker = stack.enter_context(closing(Worker(["-m", "benchmarks.gateway", "--worker", swarm.address])))
-        url = gateway.wait_for(r"^Gateway: (\S+)/$")[1] + "/v1/chat/completions"
         with httpx.Client(timeout=60) as client:
             for _ in range(first + 3):
                 began = time.perf_counter()
@@ -197,23 +202,18 @@ def survive(streams: int, seconds: float, tokens: int) -> tuple[Figures, dict[st
     """Load a gateway while two servers are killed; also what it has counted of its client's failovers."""
     figures = Figures()
     with ExitStack() as stack:
-        swarm = stack.enter_context(LocalSwarm(None, SPANS * 2, options=("--threads", "1", "--cache-tokens", "65536")))
-        gateway = PeerProcess(
-            ("-m", "swarm.gateway", "--initial-peers", swarm.address, "--port", "0", "--threads", "1")
-        )
-        stack.callback(gateway.stop)
-        url = gateway.wait_for(r"^Gateway: (\S+)/$")[1]
+        swarm, _, url = start(stack, SPANS * 2)
 
         async def loaded() -> float:
             async with asyncio.TaskGroup() as group:
-                loading = group.create_task(load(url + "/v1/chat/completions", streams, seconds, tokens, figures))
+                loading = group.create_task(load(url, streams, seconds, tokens, figures))
                 for victim in (swarm.servers[1], swarm.servers[3]):
                     await asyncio.sleep(seconds / 3)
                     victim.kill()
             return await loading
 
         figures.gateway.append(asyncio.run(loaded()))
-        samples = text_string_to_metric_families(httpx.get(url + "/metrics").text)
+        samples = text_string_to_metric_families(httpx.get(httpx.URL(url).join("/metrics")).text)
         counted = {sample.name: sample.value for family in samples for sample in family.samples}
     return figures, counted
 

@@ -19,6 +19,7 @@ from swarm.gateway.endpoints import DETAILS, Generating
 from swarm.gateway.entrance import authorized
 from swarm.gateway.failures import ApiFailure, NotFound, WrongMethod
 from swarm.gateway.http import Json, failed, guarded
+from swarm.gateway.local_names import LocalNames
 from swarm.gateway.middleware import Lingering, Measured, SafeHeaders
 from swarm.gateway.service import Service
 from swarm.metrics.registry import exposition
@@ -28,11 +29,12 @@ PAGE = Path(__file__).with_name("page")
 PALETTE = MONITOR_PAGE / "palette.css"
 
 
-def make_app(service: Service, more: Sequence[BaseRoute] = ()) -> Starlette:
+def make_app(service: Service, more: Sequence[BaseRoute] = (), only_local: bool = False) -> Starlette:
     """The ASGI application.
 
     Args:
         more: further addresses, such as the monitor's.
+        only_local: answer to this machine's own names, and to those of the settings' origins.
     """
     api, generating = _Api(service), Generating(service)
     routes: list[BaseRoute] = [
@@ -48,6 +50,8 @@ def make_app(service: Service, more: Sequence[BaseRoute] = ()) -> Starlette:
         Mount("/page", _PageFiles(directory=PAGE)),
     ]
     middleware = [Middleware(Lingering), Middleware(Measured, metrics=service.metrics), Middleware(SafeHeaders)]
+    if only_local:
+        middleware.append(Middleware(LocalNames, origins=service.settings.origins))
     if service.settings.origins:
         middleware.append(
             Middleware(

@@ -11,6 +11,7 @@ import ipaddress
 import logging
 import socket
 from collections.abc import Collection
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -55,12 +56,12 @@ class LocalNames:
     """Answers only requests that call this machine by its own names.
 
     Args:
-        also: other names, such as a proxy's on this machine; `*` lets all pass.
+        origins: whose names are let through, too, such as a proxy's on this machine; `*` lets all pass.
     """
 
-    def __init__(self, app: ASGIApp, also: Collection[str] = ()) -> None:
+    def __init__(self, app: ASGIApp, origins: Collection[str] = ()) -> None:
         self._app = app
-        self._also = also
+        self._also = {urlsplit(origin).netloc or origin for origin in origins}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         host = Headers(scope=scope).get("host", "")

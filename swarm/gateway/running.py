@@ -9,18 +9,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import uvloop
 from starlette.middleware import Middleware
 from starlette.routing import Mount
-from starlette.types import ASGIApp
 
 from swarm.gateway.app import make_app
 from swarm.gateway.entrance import NeedsKey
 from swarm.gateway.failures import Unavailable
 from swarm.gateway.keys import KeyFile
-from swarm.gateway.local_names import LocalNames, is_loopback
+from swarm.gateway.local_names import is_loopback
 from swarm.gateway.service import ServedModel, Service, Settings
 from swarm.metrics.registry import new_registry
 from swarm.monitor.http_server import address_of, listen, serve_until_asked
@@ -86,12 +84,10 @@ def run(
                 logger.info("Gateway: %s", address_of(listening))
                 logger.info("OpenAI's interface: %sv1", address_of(listening))
                 ready(address_of(listening))
-                if keys is None and not is_loopback(listening):
+                only_local = keys is None and is_loopback(listening)
+                if keys is None and not only_local:
                     logger.warning("Everybody who reaches %s may use this gateway: give it --keys", where.host)
-                app: ASGIApp = make_app(service, routes)
-                if keys is None and is_loopback(listening):
-                    app = LocalNames(app, [urlsplit(origin).netloc or origin for origin in settings.origins])
-                await serve_until_asked(app, listening, CONNECTIONS, hang_up)
+                await serve_until_asked(make_app(service, routes, only_local), listening, CONNECTIONS, hang_up)
             finally:
                 telling.cancel()
                 if watch is not None:

@@ -135,7 +135,7 @@ class Handler:
         conversation = _Conversation()
         try:
             if len(streams) > self._limits.streams:
-                streams.discard(stream)
+                streams.discard(stream)  # it has no place while it hears that it gets none
                 await self._reject(stream, CacheFull(f"a peer may open {self._limits.streams} streams"))
                 await stream.discard()
                 return

@@ -44,6 +44,8 @@ async def _answer(request: Request) -> Response:
         ("127.0.0.1:8000", (), 200),
         ("evil.example", (), 403),
         ("chat.example", ("chat.example",), 200),
+        ("chat.example", ("https://chat.example",), 200),
+        ("chat.example:8000", ("http://chat.example:8000",), 200),
         ("Chat.Example", ("chat.example",), 200),
         ("evil.chat.example", ("chat.example",), 403),
         ("evil.example", ("*",), 200),
