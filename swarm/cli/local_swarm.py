@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -132,7 +133,9 @@ class LocalSwarm:
         self._model = model
         self._blocks = tuple(blocks)
         self._options = tuple(options)
-        self._environment = environment
+        # Of its own, because whoever is killed cannot remove what is in it.
+        self._temporary = tempfile.TemporaryDirectory(prefix="swarm-", ignore_cleanup_errors=True)
+        self._environment = {"TMPDIR": self._temporary.name, **(environment or {})}
         self._starting = starting
 
     @property
@@ -165,7 +168,7 @@ class LocalSwarm:
         return self.servers[-1]
 
     def stop(self) -> None:
-        """End all processes: all are asked at once, then waited for."""
+        """End all processes: all are asked at once, then waited for. What they left is removed."""
         everyone = [*self.servers, *([self.bootstrap] if self.bootstrap is not None else [])]
         for process in everyone:
             if process._process.poll() is None:
@@ -173,6 +176,7 @@ class LocalSwarm:
         deadline = time.monotonic() + STOP_TIMEOUT
         for process in everyone:
             process.wait(max(0.1, deadline - time.monotonic()))
+        self._temporary.cleanup()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
