@@ -23,12 +23,12 @@ import psutil
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from swarm.client.model import AutoDistributedModelForCausalLM
+from swarm.client.auto_model import AutoDistributedModelForCausalLM
 from swarm.client.session import InferenceSession
 from swarm.data_structures import Span
-from swarm.models.checkpoint import DEMO
-from swarm.models.text import load_local_model, load_tokenizer
-from swarm.server.block_selection import weakest_window
+from swarm.models.checkpoints.checkpoint import DEMO
+from swarm.models.checkpoints.tokenizer import load_local_model, load_tokenizer
+from swarm.server.placement.initial_blocks import weakest_window
 from swarm.transport.p2p import quiet_hivemind
 from tests.swarms import FORKS, ServerProcess, TestSwarm, is_running, run_swarm
 

@@ -14,7 +14,7 @@ from collections import deque
 from swarm.errors import PeerLost, SwarmError
 from swarm.protocol.framing import MAX_PAYLOAD, Frame
 from swarm.protocol.messages import Message
-from swarm.server import server
+from swarm.server import lifecycle as server
 from swarm.server.__main__ import main
 from swarm.transport.p2p import Peer
 from swarm.transport.stream import Limit, Stream, StreamHandler

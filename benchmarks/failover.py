@@ -25,7 +25,7 @@ from transformers import StoppingCriteriaList
 
 from benchmarks import machine
 from swarm.client.session import InferenceSession
-from swarm.models.checkpoint import DEMO
+from swarm.models.checkpoints.checkpoint import DEMO
 from swarm.transport.p2p import quiet_hivemind
 from tests.disturbances import Before, Event, demo_prompt, demo_text, greedy, holder
 from tests.swarms import ServerProcess, TestSwarm, run_client, run_swarm

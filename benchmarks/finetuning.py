@@ -25,7 +25,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from benchmarks import machine
 from swarm import AutoDistributedModelForCausalLM, AutoDistributedModelForSequenceClassification
 from swarm.cli.local_swarm import LocalSwarm
-from swarm.models.checkpoint import DEMO
+from swarm.models.checkpoints.checkpoint import DEMO
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import lora_text

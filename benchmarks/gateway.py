@@ -40,8 +40,8 @@ from benchmarks.chain import spread
 from benchmarks.worker import Worker
 from swarm import AutoDistributedModelForCausalLM
 from swarm.cli.local_swarm import LocalSwarm, PeerProcess
-from swarm.models.checkpoint import DEMO
-from swarm.models.text import load_tokenizer
+from swarm.models.checkpoints.checkpoint import DEMO
+from swarm.models.checkpoints.tokenizer import load_tokenizer
 from swarm.transport.p2p import quiet_hivemind
 
 MODEL = "swarm-demo"

@@ -29,12 +29,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks import machine
 from swarm.data_structures import Span, StepLayout
-from swarm.models.checkpoint import Checkpoint, open_checkpoint
-from swarm.models.kv_cache import SessionCache, advance
-from swarm.models.packing import try_capture
-from swarm.models.quantization import form_on
-from swarm.models.span import SpanModel
+from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from swarm.models.execution.session_cache import SessionCache, advance
+from swarm.models.execution.span_model import SpanModel
+from swarm.models.execution.strategy import try_capture
 from swarm.models.span_loading import load_span
+from swarm.models.weights.quantization import form_on
 
 TARGET = 1.5
 """Times the reading of the weights that a step may take."""

@@ -19,8 +19,8 @@ from torch import nn
 
 from benchmarks import machine
 from benchmarks.chain import spread
-from swarm.client.baton import Baton, Turn
-from swarm.client.shared_head import share_head
+from swarm.client.threads.compute_lock import Baton, Turn
+from swarm.client.threads.shared_head import share_head
 
 
 def run(head: nn.Module, width: int, lanes: int, steps: int) -> float:

@@ -33,8 +33,8 @@ from benchmarks import machine
 from benchmarks.chain import seconds_a_token, spread
 from swarm import AutoDistributedModelForCausalLM
 from swarm.cli.local_swarm import LocalSwarm
-from swarm.models.checkpoint import open_checkpoint
-from swarm.models.footprint import footprint
+from swarm.models.checkpoints.checkpoint import open_checkpoint
+from swarm.models.checkpoints.footprint import footprint
 from swarm.protocol.compression import DTYPES
 from swarm.transport.p2p import quiet_hivemind
 

@@ -4,8 +4,8 @@
 
 Every server is a process with one torch thread; so is the local model. For each length of chain the local model and the
 chain, cut into chunks in each of the ways asked for, take turns, so that whatever else the machine does falls on all of
-them. `auto` is what the client does by itself (`swarm.client.chunking`), `whole` sends the prompt in one step, a number
-is that many tokens a chunk.
+them. `auto` is what the client does by itself (`swarm.client.chain.prompt_chunks`), `whole` sends the prompt in one
+step, a number is that many tokens a chunk.
 """
 
 from __future__ import annotations

@@ -30,19 +30,19 @@ from benchmarks.shapes import SHAPES, make_model
 from swarm import AutoDistributedModelForCausalLM
 from swarm.cli.local_swarm import LOOPBACK, PeerProcess
 from swarm.client import connection
-from swarm.client.chain import Chain
-from swarm.client.packed import Manner, Packed
+from swarm.client.chain.chain import Chain
+from swarm.client.wire.packed_hidden import Manner, Packed
+from swarm.common.version import VERSION
 from swarm.data_structures import Hop, Route, ServerInfo, ServerState, Span, StepLayout, WireFormat
-from swarm.models.checkpoint import open_checkpoint
+from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.span_loading import load_span
 from swarm.protocol.compression import pack
-from swarm.server.engine import Engine
-from swarm.server.handler import Handler
-from swarm.server.runtime import Runtime
-from swarm.server.sessions import Sessions
+from swarm.server.compute.compute_thread import Runtime
+from swarm.server.compute.engine import Engine
+from swarm.server.sessions.handler import Handler
+from swarm.server.sessions.session_table import Sessions
 from swarm.transport.memory import MemoryHub, MemoryNetwork
 from swarm.transport.p2p import quiet_hivemind
-from swarm.version import VERSION
 
 SHAPE, PROMPT = "tiny", 16
 HIDDEN = SHAPES[SHAPE].hidden_size

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from benchmarks import machine
-from swarm.models.linear import PrepackedLinear, can_prepack
-from swarm.models.quantization import INT4, INT8, quantize, weight_bytes
+from swarm.models.weights.frozen_linear import PrepackedLinear, can_prepack
+from swarm.models.weights.quantization import INT4, INT8, quantize, weight_bytes
 
 CPU = torch.device("cpu")
 BASELINE = "fp32 plain"

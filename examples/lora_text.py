@@ -19,7 +19,7 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from swarm import AutoDistributedModelForCausalLM
-from swarm.models.checkpoint import open_checkpoint
+from swarm.models.checkpoints.checkpoint import open_checkpoint
 
 LENGTH, BATCH, STEPS = 128, 8, 150
 RATE = 3e-3

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from swarm import AutoDistributedModelForSequenceClassification
-from swarm.models.checkpoint import open_checkpoint
+from swarm.models.checkpoints.checkpoint import open_checkpoint
 
 ASKED = " It is about"
 """Stands behind each text: the last token, from which the class is read, is then the same everywhere."""

@@ -23,7 +23,7 @@ from torch.nn import functional
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from swarm import AutoDistributedModelForCausalLM
-from swarm.models.checkpoint import open_checkpoint
+from swarm.models.checkpoints.checkpoint import open_checkpoint
 
 BEFORE = 8
 """Blocks before the module."""

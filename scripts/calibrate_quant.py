@@ -23,12 +23,12 @@ from transformers import AutoTokenizer
 from scripts.calibrate_wire import WINDOW, read_texts, windows_of
 from scripts.wire_damage import ChainLayer, Damage
 from swarm.data_structures import Span
-from swarm.models import linear
-from swarm.models.checkpoint import DEMO, open_checkpoint
-from swarm.models.heads import load_heads
-from swarm.models.quantization import INT4, INT8, NF4, NONE, BitsAndBytesLinear, quantizable, weight_bytes
-from swarm.models.span import SpanModel
+from swarm.models.blockless_model import load_heads
+from swarm.models.checkpoints.checkpoint import DEMO, open_checkpoint
+from swarm.models.execution.span_model import SpanModel
 from swarm.models.span_loading import load_span
+from swarm.models.weights import frozen_linear as linear
+from swarm.models.weights.quantization import INT4, INT8, NF4, NONE, BitsAndBytesLinear, quantizable, weight_bytes
 
 CPU = torch.device("cpu")
 MARK = "<!-- table of scripts/calibrate_quant.py -->"

@@ -24,7 +24,7 @@ from scripts.train_demo_model import HELD_OUT, clean
 from scripts.trained_zoo import FAMILIES, trained
 from scripts.wire_damage import Damage, InProcess, Variant, measure
 from swarm.data_structures import WireFormat
-from swarm.models.checkpoint import DEMO
+from swarm.models.checkpoints.checkpoint import DEMO
 from swarm.models.wire_defaults import HARMLESS, HOPS, OUTLIERS
 from swarm.protocol.compression import payload_length
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from swarm.data_structures import Span, WireFormat
-from swarm.models.checkpoint import open_checkpoint
-from swarm.models.heads import load_heads
-from swarm.models.loading import resolve_dtype
+from swarm.models.blockless_model import load_heads
+from swarm.models.checkpoints.checkpoint import open_checkpoint
+from swarm.models.checkpoints.partial_model import resolve_dtype
 from swarm.models.span_loading import load_span
 from swarm.protocol.compression import dtype_name, pack, unpack
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from swarm.version import VERSION as __version__
+from swarm.common.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from swarm.client.model import (
+    from swarm.client.auto_model import (
         AutoDistributedModelForCausalLM,
         AutoDistributedModelForSequenceClassification,
         AutoModelForPromptTuning,
@@ -24,7 +24,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import torch and transformers only for those who use them."""
     if name in __all__:
-        from swarm.client import model
+        from swarm.client import auto_model as model
 
         return getattr(model, name)
     raise AttributeError(f"module 'swarm' has no attribute {name!r}")

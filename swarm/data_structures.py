@@ -69,7 +69,7 @@ class ServerInfo:
             throughput / n decode steps/s).
         cache_tokens_free: how many more tokens its attention cache can hold (one token = one row position, all blocks).
         revision: which version of the checkpoint it loaded.
-        digests: one digest a block, in order, of the weights it loaded (see `swarm.models.digest`).
+        digests: one digest a block, in order, of the weights it loaded (see `swarm.models.checkpoints.block_digest`).
         compute_dtype: name of the torch dtype it computes in, such as "bfloat16".
         quantization: "none", "int8", "int4" or "nf4".
         forward_throughput: blocks x tokens per second where many tokens are computed at once (prefill, training); 0 if

@@ -24,14 +24,14 @@ from hivemind.p2p import PeerID
 from hivemind.utils import MSGPackSerializer
 from hivemind.utils.crypto import RSAPrivateKey
 
-from swarm.client.background import BackgroundLoop
+from swarm.client.threads.network_thread import BackgroundLoop
 from swarm.data_structures import ServerInfo, WireFormat
 from swarm.dht.records import encode, model_key
 from swarm.errors import PeerLost
 from swarm.protocol import messages
 from swarm.server.config import ServerConfig
-from swarm.server.server import Server
-from swarm.server.throughput_option import ThroughputWanted
+from swarm.server.lifecycle import Server
+from swarm.server.throughput.throughput_option import ThroughputWanted
 from swarm.transport.p2p import P2PConfig, Peer
 from swarm.transport.stream import Stream
 from tests.swarms import LOOPBACK, ServerProcess, TestSwarm

@@ -10,8 +10,8 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from swarm.client.session import InferenceSession
-from swarm.models.checkpoint import DEMO
-from swarm.models.text import load_local_model, load_tokenizer
+from swarm.models.checkpoints.checkpoint import DEMO
+from swarm.models.checkpoints.tokenizer import load_local_model, load_tokenizer
 from tests.swarms import ServerProcess, TestSwarm
 
 Event = Callable[[InferenceSession], object]

@@ -11,12 +11,12 @@ from multiprocessing.connection import Connection
 import torch
 import uvloop
 
-import swarm.models.span
+import swarm.models.execution.span_model
 from swarm.server.config import ServerConfig
-from swarm.server.server import Server
+from swarm.server.lifecycle import Server
 from swarm.transport.p2p import quiet_hivemind
 
-assert swarm.models.span  # imported for its weight
+assert swarm.models.execution.span_model  # imported for its weight
 
 
 def serve(

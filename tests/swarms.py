@@ -20,9 +20,9 @@ from typing import Any
 
 import psutil
 
-from swarm.client.model import AutoDistributedModelForCausalLM
+from swarm.client.auto_model import AutoDistributedModelForCausalLM
 from swarm.server.config import BlocksWanted, ServerConfig
-from swarm.server.throughput_option import ThroughputWanted
+from swarm.server.throughput.throughput_option import ThroughputWanted
 from swarm.transport.p2p import P2PConfig
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)

@@ -18,13 +18,13 @@ from hivemind.utils.crypto import RSAPrivateKey
 from swarm.client.session import InferenceSession
 from swarm.data_structures import ServerInfo, ServerState, Span
 from swarm.dht.records import encode
-from swarm.models.checkpoint import DEMO
+from swarm.models.checkpoints.checkpoint import DEMO
 from swarm.protocol import messages
 from swarm.routing.peer_health import Failure, PeerHealth
-from swarm.server.checks import Limits
-from swarm.server.push import PATIENCE, SLOWEST
-from swarm.server.sessions import PEER_SESSIONS
-from swarm.server.throughput_option import ThroughputWanted
+from swarm.server.sessions.push import PATIENCE, SLOWEST
+from swarm.server.sessions.request_validation import Limits
+from swarm.server.sessions.session_table import PEER_SESSIONS
+from swarm.server.throughput.throughput_option import ThroughputWanted
 from tests import bad_peers
 from tests.bad_peers import (
     Forger,

@@ -18,7 +18,7 @@ import yaml
 
 from scripts.compose_services import arguments_of, interpolated, swarm_services
 from swarm.cli.__main__ import main
-from swarm.models.checkpoint import open_checkpoint
+from swarm.models.checkpoints.checkpoint import open_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCKER = ROOT / "docker"

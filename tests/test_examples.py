@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from swarm.models.checkpoint import DEMO
+from swarm.models.checkpoints.checkpoint import DEMO
 from tests.swarms import TestSwarm, run_swarm
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

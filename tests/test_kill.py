@@ -19,11 +19,11 @@ import torch
 from transformers import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from swarm.client.hop_session import HopSession
+from swarm.client.chain.hop_session import HopSession
 from swarm.client.session import InferenceSession
 from swarm.errors import MissingBlocks
-from swarm.models.checkpoint import DEMO
-from swarm.server.throughput_option import ThroughputWanted
+from swarm.models.checkpoints.checkpoint import DEMO
+from swarm.server.throughput.throughput_option import ThroughputWanted
 from tests.disturbances import Before, Event, demo_prompt, demo_text, greedy, holder, write
 from tests.swarms import ServerProcess, TestSwarm, run_client, run_swarm
 

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from swarm.client.chain import Chain
-from swarm.client.packed import Manner
+from swarm.client.chain.chain import Chain
+from swarm.client.wire.packed_hidden import Manner
 from swarm.data_structures import Span, WireFormat
-from swarm.models.checkpoint import open_checkpoint
-from swarm.models.span import SpanModel
+from swarm.models.checkpoints.checkpoint import open_checkpoint
+from swarm.models.execution.span_model import SpanModel
 from swarm.models.span_loading import load_span
 from swarm.transport.memory import MemoryNetwork
 from tests import zoo

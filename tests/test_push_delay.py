@@ -17,17 +17,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from swarm.client.chain import Chain
-from swarm.client.packed import Manner, Packed
+from swarm.client.chain.chain import Chain
+from swarm.client.wire.packed_hidden import Manner, Packed
 from swarm.data_structures import Hop, Route, Span, StepLayout, WireFormat
-from swarm.models.checkpoint import open_checkpoint
-from swarm.models.span import SpanModel
+from swarm.models.checkpoints.checkpoint import open_checkpoint
+from swarm.models.execution.span_model import SpanModel
 from swarm.models.span_loading import load_span
 from swarm.protocol import messages
 from swarm.protocol.compression import pack, unpack
-from swarm.server.engine import Engine
-from swarm.server.handler import Handler
-from swarm.server.sessions import Sessions
+from swarm.server.compute.engine import Engine
+from swarm.server.sessions.handler import Handler
+from swarm.server.sessions.session_table import Sessions
 from swarm.transport.memory import MemoryHub, MemoryNetwork
 from tests import virtual_time, zoo
 from tests.infos import server_info

@@ -7,8 +7,8 @@ import torch
 
 from swarm.data_structures import Span, StepLayout
 from swarm.errors import InvalidOption, MissingBlocks
-from swarm.models.checkpoint import open_checkpoint
-from swarm.models.kv_cache import SessionCache
+from swarm.models.checkpoints.checkpoint import open_checkpoint
+from swarm.models.execution.session_cache import SessionCache
 from swarm.models.span_loading import load_span
 from tests.swarms import TestSwarm, run_client, run_swarm
 

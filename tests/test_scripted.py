@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swarm.data_structures import Span
-from swarm.models.checkpoint import open_checkpoint
+from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.span_loading import load_span
 from tests.scripted import make_scripted
 from tests.swarms import run_client, run_swarm

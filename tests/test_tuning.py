@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import swarm
 from swarm.data_structures import WireFormat
 from swarm.errors import AdapterError, AdapterMismatch, InvalidOption, UsageError
-from swarm.models import surgery
+from swarm.models.cutting import surgery
 from tests.swarms import TestSwarm, run_swarm
 from tests.zoo import BLOCKS, PROMPTS, make_checkpoint
 
@@ -210,7 +210,7 @@ def test_deep_prompts_are_added_at_every_block(family_swarm: TestSwarm, tmp_path
 
 def test_figure_3_of_the_paper_as_written(family_swarm: TestSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWARM_INITIAL_PEERS", ",".join(family_swarm.addresses))
-    monkeypatch.setattr("swarm.client.model.default_wire", lambda config, trains: WireFormat.NONE)
+    monkeypatch.setattr("swarm.client.auto_model.default_wire", lambda config, trains: WireFormat.NONE)
     data_loader = [(batch(3, 7, seed=step), torch.tensor([0, 1, step % 2])) for step in range(2)]
 
     # Initialize distributed BLOOM with soft prompts

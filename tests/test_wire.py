@@ -9,8 +9,8 @@ import torch
 
 from scripts.wire_damage import Damage, InProcess, Variant, measure
 from swarm.data_structures import WireFormat
-from swarm.models.checkpoint import DEMO
-from swarm.models.text import load_local_model, load_tokenizer
+from swarm.models.checkpoints.checkpoint import DEMO
+from swarm.models.checkpoints.tokenizer import load_local_model, load_tokenizer
 from swarm.models.wire_defaults import BLOCKWISE8, HARMLESS
 from tests.swarms import run_client, run_swarm
 

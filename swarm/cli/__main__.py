@@ -6,14 +6,14 @@ import importlib
 
 import click
 
-from swarm.version import VERSION
+from swarm.common.version import VERSION
 
 COMMANDS = {
     "server": "swarm.server.__main__",
     "dht": "swarm.dht.__main__",
     "gateway": "swarm.gateway.__main__",
-    "chat": "swarm.cli.chat",
-    "doctor": "swarm.cli.doctor",
+    "chat": "swarm.cli.chat.command",
+    "doctor": "swarm.cli.doctor.command",
     "demo": "swarm.cli.demo",
     "plan": "swarm.cli.plan",
     "simulate": "swarm.cli.simulate",

@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 
-from swarm import console
 from swarm.cli.local_swarm import LocalSwarm
+from swarm.common import console
 
 SPANS = ("0:4", "4:8", "8:12")
 PROMPT = "Once upon a time"
@@ -50,10 +50,10 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 def _write(address: str, prompt: str, tokens: int, temperature: float, seed: int) -> None:
     import torch
 
-    from swarm.client.model import AutoDistributedModelForCausalLM
+    from swarm.client.auto_model import AutoDistributedModelForCausalLM
     from swarm.data_structures import WireFormat
-    from swarm.models.checkpoint import DEMO
-    from swarm.models.text import TextStreamer, load_local_model, load_tokenizer
+    from swarm.models.checkpoints.checkpoint import DEMO
+    from swarm.models.checkpoints.tokenizer import TextStreamer, load_local_model, load_tokenizer
     from swarm.transport.p2p import quiet_hivemind
 
     quiet_hivemind()

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from swarm import console
+from swarm.common import console
 from swarm.gateway import keys
 
 F = TypeVar("F", bound=Callable[..., Any])

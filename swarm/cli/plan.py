@@ -7,15 +7,16 @@ from pathlib import Path
 import click
 import msgspec
 
-from swarm import console
+from swarm.common import console
 from swarm.errors import UsageError
 from swarm.planning import description as described
-from swarm.planning import measured, report
+from swarm.planning import from_announcements as measured
+from swarm.planning import report
 from swarm.planning.advice import advise
 from swarm.planning.description import Description, ModelNumbers
-from swarm.planning.group import ModelSize
+from swarm.planning.device_group import ModelSize
 from swarm.planning.partition import partition
-from swarm.planning.picture import draw
+from swarm.planning.plot import draw
 
 OUTPUT = click.Path(dir_okay=False, path_type=Path)
 
@@ -92,7 +93,7 @@ def _size(description: Description, cache_dir: Path | None) -> ModelSize:
     model = description.model
     if isinstance(model, ModelNumbers):
         return described.size_in_numbers(model, description.dtype)
-    from swarm.planning.live import open_model  # loads torch, which numbers do without
+    from swarm.planning.live_sources import open_model  # loads torch, which numbers do without
 
     return open_model(model, description.revision, description.dtype, cache_dir, description.quant)[1]
 
@@ -108,7 +109,7 @@ def _measure(
 ) -> tuple[Description, ModelSize]:
     import uvloop
 
-    from swarm.planning.live import open_model, servers_of
+    from swarm.planning.live_sources import open_model, servers_of
     from swarm.transport.p2p import quiet_hivemind
 
     quiet_hivemind()

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import click
 
-from swarm import console
+from swarm.common import console
 from swarm.errors import UsageError
-from swarm.simulation import plot as picture
-from swarm.simulation import report
-from swarm.simulation.figures import figures
-from swarm.simulation.run import simulate
-from swarm.simulation.scenario import find, shipped
+from swarm.planning.simulation import plot as picture
+from swarm.planning.simulation import report
+from swarm.planning.simulation.run import simulate
+from swarm.planning.simulation.scenario import find, shipped
+from swarm.planning.simulation.summary import figures
 
 OUTPUT = click.Path(dir_okay=False, path_type=Path)
 

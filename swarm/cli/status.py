@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from swarm import console
+from swarm.common import console
 from swarm.errors import InvalidOption
 
 if TYPE_CHECKING:

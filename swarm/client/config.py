@@ -20,7 +20,7 @@ class ClientConfig:
     push: let servers hand their outputs on to each other.
     show_route: print every route that a session takes.
     local_blocks: first blocks that the client computes itself.
-    quant: forms of weights that servers may have, see `swarm.models.quantization`; None allows all.
+    quant: forms of weights that servers may have, see `swarm.models.weights.quantization`; None allows all.
     """
 
     initial_peers: tuple[str, ...]

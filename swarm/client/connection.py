@@ -7,19 +7,19 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from swarm.client.adapter_sending import Carried, PackedAdapter
-from swarm.client.asking import Asker
-from swarm.client.background import BackgroundLoop
-from swarm.client.backwarding import backward_all
-from swarm.client.chain import Chain
+from swarm.client.batches.backward_pass import backward_all
+from swarm.client.batches.forward_pass import MicroBatch, Pass, Passage, forward_all
+from swarm.client.batches.gradient_packing import Gradients
+from swarm.client.batches.hop_requests import Asker
+from swarm.client.chain.chain import Chain
+from swarm.client.chain.failover import Waiting
 from swarm.client.config import ClientConfig
-from swarm.client.events import Listener, to_all
-from swarm.client.failover import Waiting
-from swarm.client.forwarding import MicroBatch, Pass, Passage, forward_all
-from swarm.client.gradients import Gradients
 from swarm.client.local_blocks import LocalBlocks
-from swarm.client.packed import Manner, Packed
-from swarm.client.planner import SwarmPlanner
+from swarm.client.routes.events import Listener, to_all
+from swarm.client.routes.route_planner import SwarmPlanner
+from swarm.client.threads.network_thread import BackgroundLoop
+from swarm.client.wire.adapter_upload import Carried, PackedAdapter
+from swarm.client.wire.packed_hidden import Manner, Packed
 from swarm.data_structures import ServerInfo, Span, StepLayout
 from swarm.dht.validation import AnnouncementValidator
 from swarm.errors import MissingBlocks
@@ -143,7 +143,7 @@ class SwarmConnection:
         return self._background.run(split())
 
     def forward(self, span: Span, batches: Sequence[MicroBatch], adapter: PackedAdapter, keeps: bool) -> list[Passage]:
-        """Run packed sequences through the blocks of `span`; see `swarm.client.forwarding`.
+        """Run packed sequences through the blocks of `span`; see `swarm.client.batches.forward_pass`.
 
         Args:
             keeps: whether a way back may follow.
@@ -154,7 +154,7 @@ class SwarmConnection:
     def backward(
         self, passages: Sequence[Passage], gradients: Sequence[torch.Tensor], adapter: PackedAdapter, first: int
     ) -> list[Gradients]:
-        """The gradients of what went in, from those of what came out; see `swarm.client.backwarding`."""
+        """The gradients of what went in, from those of what came out; see `swarm.client.batches.backward_pass`."""
         work = Pass(self._asker, self._planner, adapter)
         return self._background.run(backward_all(work, passages, gradients, first))
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from swarm.client.record import REQUEST_TOKENS
-from swarm.client.rows import Rows, flat_rows, shaped_rows
+from swarm.client.chain.input_history import REQUEST_TOKENS
+from swarm.client.wire.padding import Rows, flat_rows, shaped_rows
 from swarm.data_structures import HopTiming, Route, Span, StepLayout
 from swarm.errors import InvalidSpan, TooLong
-from swarm.models import training
-from swarm.models.adapters import NOTHING, Parts
-from swarm.models.kv_cache import SessionCache
-from swarm.models.span import SpanModel
+from swarm.models.adapters.layer_hooks import NOTHING, Parts
+from swarm.models.execution import gradients as training
+from swarm.models.execution.session_cache import SessionCache
+from swarm.models.execution.span_model import SpanModel
 
 
 def parse_local_blocks(wanted: Any, blocks: int) -> Span | None:

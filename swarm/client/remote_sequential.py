@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from swarm.client.adapter import Adapter, parts_of
+from swarm.client.autograd import run_remotely
 from swarm.client.connection import SwarmConnection
-from swarm.client.rows import Rows
-from swarm.client.sequential_autograd import run_remotely
 from swarm.client.session import InferenceSession
+from swarm.client.wire.adapter import Adapter, parts_of
+from swarm.client.wire.padding import Rows
 from swarm.data_structures import Span
 from swarm.errors import InvalidSpan, SwarmError
 

@@ -8,19 +8,19 @@ from typing import Any
 
 import torch
 
-from swarm.client.adapter import frozen, parts_of
-from swarm.client.adapter_sending import pack_adapter
-from swarm.client.chain import Chain
-from swarm.client.chunking import chunk_slots
+from swarm.client.chain.chain import Chain
+from swarm.client.chain.input_history import REQUEST_TOKENS
+from swarm.client.chain.prompt_chunks import chunk_slots
 from swarm.client.connection import SwarmConnection
-from swarm.client.events import Listener
 from swarm.client.local_blocks import LocalSession
-from swarm.client.packed import Packed
-from swarm.client.record import REQUEST_TOKENS
-from swarm.client.rows import pack_rows, position_offsets, unpack_rows
+from swarm.client.routes.events import Listener
+from swarm.client.wire.adapter import frozen, parts_of
+from swarm.client.wire.adapter_upload import pack_adapter
+from swarm.client.wire.packed_hidden import Packed
+from swarm.client.wire.padding import pack_rows, position_offsets, unpack_rows
 from swarm.data_structures import HopTiming, Route, Span, StepLayout
 from swarm.errors import SessionClosed, TooLong
-from swarm.models.sequence_cache import SequenceCache
+from swarm.models.placeholder_cache import SequenceCache
 
 
 class InferenceSession:
@@ -35,7 +35,7 @@ class InferenceSession:
         model: the distributed model.
         connection: its connection to the swarm.
         max_length: tokens that each row may have at most; servers reserve room for them.
-        listener: hears of what happens to the session on its way, see `swarm.client.events`.
+        listener: hears of what happens to the session on its way, see `swarm.client.routes.events`.
     """
 
     def __init__(

@@ -15,12 +15,12 @@ from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.proto import dht_pb2
 from multiaddr import Multiaddr
 
+from swarm.common.version import VERSION
 from swarm.data_structures import ServerInfo, ServerState, Span
 from swarm.dht.directory import fetch_servers
 from swarm.dht.records import encode, model_key
 from swarm.errors import PeerLost
 from swarm.transport.p2p import Peer
-from swarm.version import VERSION
 
 SAMPLES = 3
 """Exchanges after the dial. The quickest says most about the clock."""

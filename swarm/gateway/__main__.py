@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 
-from swarm import console
+from swarm.common import console
+from swarm.common.units import Size
 from swarm.errors import InvalidOption
-from swarm.units import Size
 
 logger = logging.getLogger("swarm.gateway")
 

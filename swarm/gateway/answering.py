@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from swarm.client.events import BlocksMissing, HopLost, Recovered, RouteTaken
+from swarm.client.routes.events import BlocksMissing, HopLost, Recovered, RouteTaken
 from swarm.errors import format_blocks
 from swarm.gateway.failures import ApiFailure
 from swarm.gateway.generation import Delta, End, Failed, Generation, News, Work

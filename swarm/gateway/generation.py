@@ -1,8 +1,8 @@
 """One sequence being generated: a thread that runs transformers' `generate`, and what the event loop hears of it.
 
 Laws:
-- The sequences of a model share its baton (`swarm.client.baton`): one computes its head and samples while the others
-  wait for the swarm. So many requests are lanes of one pipeline, and servers batch their steps.
+- The sequences of a model share its baton (`compute_lock`): one computes its head and samples while the
+  others wait for the swarm. So many requests are lanes of one pipeline, and servers batch their steps.
 - A sequence has a session of its own. When nobody wants it any more, `cancel` ends its wait for the swarm, wherever
   it is, and the session is freed on all servers.
 - The thread never waits for whoever reads: what it makes is bounded by `max_tokens` and kept until it is read.
@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
-from swarm.client.baton import Baton, Turn
-from swarm.client.events import Event
+from swarm.client.routes.events import Event
+from swarm.client.threads.compute_lock import Baton, Turn
 from swarm.gateway.failures import ApiFailure, failure_of
-from swarm.gateway.stops import Stops
-from swarm.gateway.tool_calls import ToolCall, ToolParser
-from swarm.models.decoding import Chosen, Constraint, Sampler, Sampling, TextPieces
+from swarm.generation.sampling import Chosen, Constraint, Sampler, Sampling, TextPieces
+from swarm.generation.stop_sequences import Stops
+from swarm.generation.tool_calls import ToolCall, ToolParser
 
 logger = logging.getLogger(__name__)
 

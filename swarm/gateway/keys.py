@@ -23,7 +23,7 @@ from typing import Annotated
 import msgspec
 import yaml
 
-from swarm import yaml_file
+from swarm.common import yaml_file
 from swarm.errors import KeyFileError
 
 logger = logging.getLogger(__name__)

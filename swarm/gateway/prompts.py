@@ -12,9 +12,9 @@ from swarm.gateway.failures import BadRequest
 from swarm.gateway.generation import Work
 from swarm.gateway.requests import MAX_CHOICES, ChatMessage, ChatRequest, Common, CompletionRequest
 from swarm.gateway.service import ServedModel
-from swarm.gateway.tool_calls import ToolParser
-from swarm.models.chat_template import conversation_tokens, text_tokens
-from swarm.models.decoding import Constraint, Sampling
+from swarm.generation.sampling import Constraint, Sampling
+from swarm.generation.tool_calls import ToolParser
+from swarm.models.checkpoints.chat_template import conversation_tokens, text_tokens
 
 COMPLETION_TOKENS = 16
 """New tokens of a completion whose request does not say, as OpenAI has it."""

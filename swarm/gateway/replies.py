@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swarm.gateway.generation import Delta
-from swarm.gateway.tool_calls import ToolCall
-from swarm.models.decoding import Chosen, token_text
+from swarm.generation.sampling import Chosen, token_text
+from swarm.generation.tool_calls import ToolCall
 
 
 @dataclass

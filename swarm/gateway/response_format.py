@@ -19,9 +19,9 @@ import torch
 from llguidance import LLMatcher, LLTokenizer
 
 from swarm.gateway.failures import BadRequest
-from swarm.gateway.grammar_check import LIMITS, trouble
 from swarm.gateway.requests import ChatRequest, FunctionSpec
-from swarm.gateway.tool_syntax import ToolSyntax
+from swarm.generation.grammar_check import LIMITS, trouble
+from swarm.generation.tool_syntax import ToolSyntax
 
 LONGEST_SCHEMA = 1 << 16
 """Characters of all schemas of a request together."""

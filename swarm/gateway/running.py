@@ -21,9 +21,9 @@ from swarm.gateway.keys import KeyFile
 from swarm.gateway.local_names import is_loopback
 from swarm.gateway.service import ServedModel, Service, Settings
 from swarm.metrics.registry import new_registry
-from swarm.monitor.http_server import address_of, listen, serve_until_asked
 from swarm.monitor.watch import Watch
 from swarm.monitor.web import make_routes
+from swarm.web.http_server import address_of, listen, serve_until_asked
 
 logger = logging.getLogger("swarm.gateway")
 

@@ -14,20 +14,20 @@ from typing import Any, Protocol, TypeVar
 
 from starlette.types import Receive
 
-from swarm.client.baton import Baton
-from swarm.client.model import AutoDistributedModelForCausalLM
+from swarm.client.auto_model import AutoDistributedModelForCausalLM
+from swarm.client.threads.compute_lock import Baton
 from swarm.errors import format_blocks
 from swarm.gateway.failures import ApiFailure, NotFound, Unavailable
 from swarm.gateway.http import Room, unless_gone
 from swarm.gateway.keys import Key, KeyFile
 from swarm.gateway.limits import Admission
 from swarm.gateway.response_format import Grammars
-from swarm.gateway.tool_calls import ToolSyntax, tool_syntax
+from swarm.generation.tool_calls import ToolSyntax, tool_syntax
 from swarm.metrics.client import ClientMetrics
 from swarm.metrics.gateway import GatewayMetrics
 from swarm.metrics.registry import Registry
-from swarm.models.chat_template import template_text
-from swarm.models.text import load_tokenizer
+from swarm.models.checkpoints.chat_template import template_text
+from swarm.models.checkpoints.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""What a client's sessions meet on their way through the swarm, counted. Fed by the events of `swarm.client.events`."""
+"""What a client's sessions meet on their way, counted. Fed by the events of `swarm.client.routes.events`."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class ClientMetrics:
         }
 
     def heard(self, event: object) -> None:
-        """Count an event. For any thread; a listener of `swarm.client.events`.
+        """Count an event. For any thread; a listener of `swarm.client.routes.events`.
 
         Events are told apart by the names of their classes, because they are made in a room above this one.
         """

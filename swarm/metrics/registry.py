@@ -13,7 +13,7 @@ from prometheus_client import (
     generate_latest,
 )
 
-from swarm.version import VERSION
+from swarm.common.version import VERSION
 
 Registry = CollectorRegistry
 """Where instruments are registered. There is no global one: several peers may live in one process."""

@@ -11,13 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from swarm import console
+from swarm.common import console
 from swarm.data_structures import Span
-from swarm.models import families, linear, packing, quantization, surgery
-from swarm.models.checkpoint import Checkpoint
-from swarm.models.digest import block_digest
-from swarm.models.loading import load_cut
-from swarm.models.span import SpanModel
+from swarm.models.checkpoints.block_digest import block_digest
+from swarm.models.checkpoints.checkpoint import Checkpoint
+from swarm.models.checkpoints.partial_model import load_cut
+from swarm.models.cutting import families, surgery
+from swarm.models.execution import strategy as packing
+from swarm.models.execution.span_model import SpanModel
+from swarm.models.weights import frozen_linear as linear
+from swarm.models.weights import quantization
 
 
 def load_span(
@@ -35,9 +38,9 @@ def load_span(
     Memory peaks at what the span takes in the end and one block in `dtype`.
 
     Args:
-        quant: form of the weights, see `swarm.models.quantization`.
+        quant: form of the weights, see `swarm.models.weights.quantization`.
         progress: show progress on the terminal.
-        layout: how the attention cache is laid out, see `swarm.models.packing`.
+        layout: how the attention cache is laid out, see `swarm.models.execution.strategy`.
 
     Raises:
         InvalidSpan: the span lies outside the model.

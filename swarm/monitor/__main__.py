@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from swarm import console
+from swarm.common import console
 from swarm.errors import InvalidOption
 
 
@@ -44,11 +44,11 @@ def main(
         )
     import uvloop
 
-    from swarm.monitor.http_server import listen
     from swarm.monitor.serving import serve
     from swarm.monitor.watch import Watch
     from swarm.transport.addresses import parse_peers
     from swarm.transport.p2p import quiet_hivemind
+    from swarm.web.http_server import listen
 
     console.log_lines(log_format)
     quiet_hivemind()

@@ -7,9 +7,9 @@ import socket
 
 from starlette.applications import Starlette
 
-from swarm.monitor.http_server import address_of, serve_until_asked
 from swarm.monitor.watch import Watch
 from swarm.monitor.web import make_routes
+from swarm.web.http_server import address_of, serve_until_asked
 
 logger = logging.getLogger(__name__)
 

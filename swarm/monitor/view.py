@@ -5,7 +5,7 @@ The dataclasses are also the JSON of `/api/v1/swarm`, field by field: times are 
 
 **Only what clients would use counts as coverage**: servers that are online, of the revision that most peers serve, with
 the weights that most of them have. And rates are believed as far as the servers themselves believe each other
-(`swarm.server.block_selection`), so a liar cannot make the swarm look quick.
+(`swarm.server.placement.initial_blocks`), so a liar cannot make the swarm look quick.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from swarm.data_structures import ModelInfo, ServerInfo, ServerState
 from swarm.errors import printable
 from swarm.routing.compatibility import compatible_servers
-from swarm.server.block_selection import block_throughputs
+from swarm.server.placement.initial_blocks import block_throughputs
 
 VERSION = 1
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from swarm.errors import NotEnoughMemory
-from swarm.planning.group import Group, Plan
+from swarm.planning.device_group import Group, Plan
 from swarm.planning.partition import partition
 
 NOTICEABLE = 1.001

@@ -12,12 +12,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 import yaml
 
-from swarm import yaml_file
+from swarm.common import yaml_file
+from swarm.common.units import Rate, Seconds, Size, human
 from swarm.errors import UsageError
-from swarm.planning.group import Device, Group, ModelSize, tables
+from swarm.planning.device_group import Device, Group, ModelSize, tables
 from swarm.planning.partition import tries_all_orders
 from swarm.server.limits import CACHE_TOKENS
-from swarm.units import Rate, Seconds, Size, human
 
 CLIENT = "client"
 """What links call the client's machine, if it is none of the devices."""

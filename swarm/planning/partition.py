@@ -21,11 +21,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from swarm.common.units import human
 from swarm.data_structures import Span
 from swarm.errors import NotEnoughMemory
-from swarm.planning.group import Group, Plan, Stage
+from swarm.planning.device_group import Group, Plan, Stage
 from swarm.server.limits import HEADROOM
-from swarm.units import human
 
 Array = NDArray[np.float64]
 State = tuple[int, int]

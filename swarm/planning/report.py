@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import msgspec
 
+from swarm.common.units import human
 from swarm.planning.advice import Advice
-from swarm.planning.group import Group, Plan, Stage
+from swarm.planning.device_group import Group, Plan, Stage
 from swarm.planning.partition import tries_all_orders
 from swarm.server.limits import HEADROOM
-from swarm.units import human
 
 
 @dataclass(frozen=True)

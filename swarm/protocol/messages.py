@@ -1,7 +1,7 @@
 """The typed headers of every request and reply.
 
 msgspec decodes and checks types, ranges and sizes in one pass; whatever passes has the declared shape. What depends
-on the model (hidden size, blocks held, tokens accepted) is checked by `swarm.server.handler`.
+on the model (hidden size, blocks held, tokens accepted) is checked by `swarm.server.sessions.handler`.
 
 A conversation is one libp2p stream:
 

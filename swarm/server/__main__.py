@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from swarm import console
+from swarm.common import console
+from swarm.common.units import Size
 from swarm.errors import InvalidOption
-from swarm.units import Size
 
 if TYPE_CHECKING:  # torch and transformers load only once the options are known to be right
-    from swarm.server.server import Server
+    from swarm.server.lifecycle import Server
 
 logger = logging.getLogger("swarm.server")
 
@@ -110,8 +110,8 @@ def main(
         )
     from swarm.metrics.endpoint import Address
     from swarm.server.config import BlocksWanted, ServerConfig
-    from swarm.server.throughput_cache import default_path
-    from swarm.server.throughput_option import ThroughputWanted
+    from swarm.server.throughput.throughput_cache import default_path
+    from swarm.server.throughput.throughput_option import ThroughputWanted
     from swarm.transport.p2p import P2PConfig, quiet_hivemind
 
     wanted = BlocksWanted.parse(blocks)
@@ -150,7 +150,7 @@ def main(
 
     import uvloop
 
-    from swarm.server.server import Server
+    from swarm.server.lifecycle import Server
 
     uvloop.run(_serve(Server(config), model, peers))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from swarm.data_structures import Span
 from swarm.errors import InvalidOption, InvalidSpan
 from swarm.metrics.endpoint import Address
-from swarm.server.throughput_option import ThroughputWanted
+from swarm.server.throughput.throughput_option import ThroughputWanted
 from swarm.transport.p2p import P2PConfig
 
 UPDATE_PERIOD = 30.0

@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from swarm.cli.__main__ import COMMANDS, LazyGroup, main
-from swarm.console import spread_multiple
-from swarm.version import VERSION
+from swarm.common.console import spread_multiple
+from swarm.common.version import VERSION
 
 OPTIONS = {
     "server": {

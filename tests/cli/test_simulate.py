@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from swarm.cli.__main__ import main
-from swarm.simulation.scenario import shipped
+from swarm.planning.simulation.scenario import shipped
 
 SMALL = """
 description: A small swarm.

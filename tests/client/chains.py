@@ -11,19 +11,19 @@ from typing import Any
 
 import torch
 
-from swarm.client.chain import Chain
-from swarm.client.events import Event
-from swarm.client.packed import Manner, Packed
+from swarm.client.chain.chain import Chain
+from swarm.client.routes.events import Event
+from swarm.client.wire.packed_hidden import Manner, Packed
 from swarm.data_structures import Route, ServerInfo, Span, StepLayout, WireFormat
 from swarm.errors import ProtocolViolation
-from swarm.models.span import SpanModel
+from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
 from swarm.protocol.compression import pack, unpack
 from swarm.routing.peer_health import Failure
 from swarm.routing.router import Router
-from swarm.server.engine import Engine
-from swarm.server.handler import Handler
-from swarm.server.sessions import Sessions
+from swarm.server.compute.engine import Engine
+from swarm.server.sessions.handler import Handler
+from swarm.server.sessions.session_table import Sessions
 from swarm.transport.memory import MemoryHub, MemoryNetwork
 from swarm.transport.stream import Stream, StreamHandler
 from tests.infos import server_info

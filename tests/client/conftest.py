@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from swarm.data_structures import Span
-from swarm.models.checkpoint import open_checkpoint
-from swarm.models.span import SpanModel
+from swarm.models.checkpoints.checkpoint import open_checkpoint
+from swarm.models.execution.span_model import SpanModel
 from swarm.models.span_loading import load_span
 from tests import zoo
 

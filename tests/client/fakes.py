@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from swarm.client.packed import Manner, Packed
+from swarm.client.wire.packed_hidden import Manner, Packed
 from swarm.data_structures import Hop, Span, StepLayout, WireFormat
 from swarm.errors import PeerLost
 from swarm.protocol import messages

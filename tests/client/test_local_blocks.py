@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from swarm.client.local_blocks import LocalBlocks, LocalSession, described, parse_local_blocks, sources_here
 from swarm.data_structures import Hop, Route, Span, StepLayout
 from swarm.errors import InvalidSpan, MissingBlocks
-from swarm.models.kv_cache import SessionCache
-from swarm.models.span import SpanModel
+from swarm.models.execution.session_cache import SessionCache
+from swarm.models.execution.span_model import SpanModel
 from tests.infos import server_info
 from tests.swarms import TestSwarm, run_client, run_swarm
 from tests.zoo import PROMPTS, make_checkpoint

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteriaList
 
-from swarm.client.chain import Chain
+from swarm.client.chain.chain import Chain
 from swarm.client.speculation import bounded, check_speculation, unseen_length
 from swarm.data_structures import StepLayout
 from swarm.errors import UsageError

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from swarm.client.events import BlocksMissing, HopLost, PeerAvoided, Recovered, Replayed, RouteTaken
+from swarm.client.routes.events import BlocksMissing, HopLost, PeerAvoided, Recovered, Replayed, RouteTaken
 from swarm.data_structures import Hop, Route, Span
 from swarm.gateway.answering import Answering, Chunk, Detail, detail, joined
 from swarm.gateway.failures import Unavailable
 from swarm.gateway.generation import Delta, End, Failed, News, Work
 from swarm.gateway.replies import ChatReplies
-from swarm.gateway.tool_calls import ToolCall
+from swarm.generation.sampling import Chosen, Sampling
+from swarm.generation.tool_calls import ToolCall
 from swarm.metrics.gateway import GatewayMetrics
 from swarm.metrics.registry import new_registry
-from swarm.models.decoding import Chosen, Sampling
 from tests.infos import server_info
 
 

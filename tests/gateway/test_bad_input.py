@@ -16,8 +16,8 @@ from swarm.gateway import keys
 from swarm.gateway.keys import Limits
 from swarm.gateway.service import Settings
 from swarm.metrics.endpoint import Address
-from swarm.models.checkpoint import DEMO
-from swarm.models.text import load_tokenizer
+from swarm.models.checkpoints.checkpoint import DEMO
+from swarm.models.checkpoints.tokenizer import load_tokenizer
 from tests.gateways import GatewayProcess, run_gateway
 from tests.swarms import run_swarm
 

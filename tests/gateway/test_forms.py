@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from swarm.models.checkpoint import DEMO
+from swarm.models.checkpoints.checkpoint import DEMO
 from tests.gateways import run_gateway
 from tests.scripted import CHAT_TEMPLATE, make_scripted
 from tests.swarms import run_swarm

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from swarm.gateway.generation import Work, _Text
-from swarm.models.decoding import Chosen, Sampling
+from swarm.generation.sampling import Chosen, Sampling
 
 
 def test_a_stop_in_what_was_held_back_is_one():

@@ -10,7 +10,7 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from swarm.gateway.local_names import LocalNames, is_local_name, is_loopback
-from swarm.monitor.http_server import listen
+from swarm.web.http_server import listen
 
 LOCAL = ["", "localhost", "LOCALHOST:8000", "localhost.", "127.0.0.1", "127.0.0.1:8000", "[::1]:8000", "192.168.1.5:80"]
 LOCAL += ["127.0.0.1.", "gateway:8000", "box.local", "host.docker.internal:8000", "chat.localhost:8000"]

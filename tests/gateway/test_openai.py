@@ -14,8 +14,8 @@ import pytest
 from langchain_openai import ChatOpenAI
 
 from swarm.metrics.endpoint import Address
-from swarm.models.checkpoint import DEMO
-from swarm.models.text import load_local_model, load_tokenizer
+from swarm.models.checkpoints.checkpoint import DEMO
+from swarm.models.checkpoints.tokenizer import load_local_model, load_tokenizer
 from tests.gateways import GatewayProcess, run_gateway
 from tests.swarms import TestSwarm, run_swarm
 

@@ -10,8 +10,8 @@ import pytest
 from swarm.gateway.failures import BadRequest
 from swarm.gateway.prompts import COMPLETION_TOKENS, completion_works, echoed
 from swarm.gateway.requests import CompletionRequest
-from swarm.models.checkpoint import DEMO
-from swarm.models.text import load_tokenizer
+from swarm.models.checkpoints.checkpoint import DEMO
+from swarm.models.checkpoints.tokenizer import load_tokenizer
 
 CONTEXT = 32
 

@@ -14,8 +14,8 @@ import swarm.models
 from swarm.gateway.failures import BadRequest
 from swarm.gateway.requests import ChatRequest, read_chat
 from swarm.gateway.response_format import Grammars
-from swarm.gateway.tool_calls import ToolParser
-from swarm.gateway.tool_syntax import TABLE
+from swarm.generation.tool_calls import ToolParser
+from swarm.generation.tool_syntax import TABLE
 from tests.scripted import make_scripted
 
 DEMO = Path(swarm.models.__file__).parent / "demo"

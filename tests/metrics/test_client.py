@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from swarm.client import events
+from swarm.client.routes import events
 from swarm.data_structures import Route, Span
 from swarm.errors import CacheFull, PeerSilent
 from swarm.metrics.client import AVOIDED, ClientMetrics

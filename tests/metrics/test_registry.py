@@ -7,11 +7,11 @@ import platform
 
 import psutil
 
+from swarm.common.version import VERSION
 from swarm.metrics.client import ClientMetrics
 from swarm.metrics.gateway import GatewayMetrics
 from swarm.metrics.registry import Registry, exposition, new_registry
 from swarm.metrics.server import ServerMetrics
-from swarm.version import VERSION
 from tests.metrics.readings import parse, value
 
 

@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from swarm.data_structures import Span
 from swarm.errors import UnsupportedModel
-from swarm.models import surgery
-from swarm.models.cache import RectangleCache
-from swarm.models.checkpoint import open_checkpoint
-from swarm.models.span import SpanModel
+from swarm.models.attention.padded_kv import RectangleCache
+from swarm.models.checkpoints.checkpoint import open_checkpoint
+from swarm.models.cutting import surgery
+from swarm.models.execution.span_model import SpanModel
 from swarm.models.span_loading import load_span
 from tests import zoo
 

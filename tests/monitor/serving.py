@@ -13,9 +13,9 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-from swarm.monitor.http_server import address_of, listen
 from swarm.monitor.watch import Watch
 from swarm.monitor.web import make_routes
+from swarm.web.http_server import address_of, listen
 from tests.monitor.sources import DescribedSwarm
 
 

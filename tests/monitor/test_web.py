@@ -11,8 +11,8 @@ import pytest
 
 from swarm.errors import AddressUnavailable
 from swarm.monitor import web
-from swarm.monitor.http_server import listen
 from swarm.monitor.view import VERSION
+from swarm.web.http_server import listen
 from tests.infos import server_info
 from tests.monitor.serving import Monitor, serve
 from tests.monitor.sources import DescribedSwarm, found

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from hypothesis import strategies as st
 
 from swarm.data_structures import Span
-from swarm.planning.group import Device, Group, ModelSize, Plan, Stage
+from swarm.planning.device_group import Device, Group, ModelSize, Plan, Stage
 
 # Fractions of two are added without rounding, so what should be equal is, and ties are frequent.
 SPEEDS = st.sampled_from([0.5, 1.0, 2.0, 4.0])

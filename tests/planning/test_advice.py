@@ -4,7 +4,7 @@ from hypothesis import given, settings
 
 from swarm.errors import NotEnoughMemory
 from swarm.planning.advice import advise
-from swarm.planning.group import Group
+from swarm.planning.device_group import Group
 from swarm.planning.partition import partition
 from tests.planning.groups import all_plans, group_of, groups
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarm.common.units import Rate, Seconds, Size
 from swarm.errors import UsageError
 from swarm.planning import description as described
 from swarm.planning.description import Description, DeviceEntry, Link, LinkBetween, ModelNumbers, parse, to_yaml
-from swarm.planning.group import Group
-from swarm.units import Rate, Seconds, Size
+from swarm.planning.device_group import Group
 
 FILE = """
 model: {name: big, blocks: 8, block_memory: 1 GB, cache_memory: 4 KB, hidden_size: 4096}

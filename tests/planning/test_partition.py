@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.errors import NotEnoughMemory
-from swarm.planning.group import Group, Plan
+from swarm.planning.device_group import Group, Plan
 from swarm.planning.partition import partition, tries_all_orders
 from tests.planning.groups import all_plans, group_of, groups, merit
 

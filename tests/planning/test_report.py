@@ -6,7 +6,7 @@ import json
 import shlex
 
 from swarm.planning.advice import advise
-from swarm.planning.group import Device, Group
+from swarm.planning.device_group import Device, Group
 from swarm.planning.partition import partition
 from swarm.planning.report import Startup, command_text, commands, text, to_json
 from tests.planning.groups import group_of

@@ -13,17 +13,17 @@ import torch
 
 from swarm.data_structures import Span, WireFormat
 from swarm.errors import PeerLost
-from swarm.models.checkpoint import open_checkpoint
-from swarm.models.span import SpanModel
+from swarm.models.checkpoints.checkpoint import open_checkpoint
+from swarm.models.execution.span_model import SpanModel
 from swarm.models.span_loading import load_span
 from swarm.protocol import messages
 from swarm.protocol.compression import pack, payload_length, unpack
-from swarm.server.adapters import AdapterLimits, AdapterStore
-from swarm.server.checks import Limits
-from swarm.server.engine import Engine
-from swarm.server.handler import Handler
-from swarm.server.runtime import Runtime
-from swarm.server.sessions import Session, Sessions
+from swarm.server.compute.compute_thread import Runtime
+from swarm.server.compute.engine import Engine
+from swarm.server.sessions.adapter_store import AdapterLimits, AdapterStore
+from swarm.server.sessions.handler import Handler
+from swarm.server.sessions.request_validation import Limits
+from swarm.server.sessions.session_table import Session, Sessions
 from swarm.transport.memory import MemoryHub, MemoryNetwork
 from tests import virtual_time, zoo
 from tests.virtual_time import InlineRuntime

@@ -182,7 +182,7 @@ def test_memory_stays_near_what_the_weights_take(tmp_path: Path, start) -> None:
     )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "large")
     block = 2 * (4 * 1024 * 1024 + 3 * 1024 * 4096 + 2 * 1024)
-    imports = "import swarm.server.server, psutil; print(psutil.Process().memory_info().rss)"
+    imports = "import swarm.server.lifecycle, psutil; print(psutil.Process().memory_info().rss)"
     baseline = int(subprocess.check_output([sys.executable, "-c", imports], text=True))
     server = start(
         "-m", "swarm.server", str(tmp_path / "large"), "--blocks", "1:5", "--new-swarm", *LISTEN, "--threads", "1"

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from swarm.data_structures import WireFormat
-from swarm.models.span import SpanModel
+from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
 from swarm.protocol.compression import pack
-from swarm.server.checks import Limits
-from swarm.server.push import PATIENCE, SLOWEST
-from swarm.server.sessions import GRACE, LOOK, PEER_SESSIONS
+from swarm.server.sessions.push import PATIENCE, SLOWEST
+from swarm.server.sessions.request_validation import Limits
+from swarm.server.sessions.session_table import GRACE, LOOK, PEER_SESSIONS
 from swarm.transport import memory
 from tests.server.conversations import (
     OPEN,

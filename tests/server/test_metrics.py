@@ -18,17 +18,17 @@ from swarm.errors import AddressUnavailable
 from swarm.metrics.endpoint import Address
 from swarm.metrics.registry import Registry, exposition
 from swarm.metrics.server import ServerMetrics
-from swarm.models.span import SpanModel
+from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
-from swarm.server.adapters import AdapterStore
-from swarm.server.checks import Limits
+from swarm.server.compute.engine import Engine
 from swarm.server.config import ServerConfig
-from swarm.server.engine import Engine
-from swarm.server.handler import Handler
-from swarm.server.server import Server
-from swarm.server.sessions import GRACE, Sessions
+from swarm.server.lifecycle import Server
+from swarm.server.sessions.adapter_store import AdapterStore
+from swarm.server.sessions.handler import Handler
+from swarm.server.sessions.request_validation import Limits
+from swarm.server.sessions.session_table import GRACE, Sessions
 from tests.metrics.readings import Readings, parse, value
-from tests.models.test_adapters import make_adapter
+from tests.models.adapters.test_layer_hooks import make_adapter
 from tests.server import conversations
 from tests.server.conversations import (
     ADAPTERS,
@@ -43,8 +43,8 @@ from tests.server.conversations import (
     make_model,
     raw,
 )
+from tests.server.sessions.test_stateless_requests import BACKWARD, kept
 from tests.server.test_moving import start
-from tests.server.test_training import BACKWARD, kept
 from tests.swarms import run_client, run_swarm
 from tests.zoo import make_checkpoint
 

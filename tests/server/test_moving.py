@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from swarm.data_structures import Mobility, ServerInfo, ServerState, Span
 from swarm.dht.directory import fetch_servers
 from swarm.server.config import BlocksWanted, ServerConfig
-from swarm.server.server import Server
-from swarm.server.throughput_option import ThroughputWanted
+from swarm.server.lifecycle import Server
+from swarm.server.throughput.throughput_option import ThroughputWanted
 from swarm.transport.p2p import P2PConfig
 from tests.swarms import run_client, run_swarm
 from tests.zoo import BLOCKS, make_checkpoint

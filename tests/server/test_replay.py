@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from swarm.data_structures import Span, WireFormat
-from swarm.models.span import SpanModel
+from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
 from swarm.protocol.compression import pack, payload_length, unpack
 from tests.server.conversations import (

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.data_structures import StepLayout, WireFormat
-from swarm.models.kv_cache import SessionCache, forward_packed
-from swarm.models.span import SpanModel
+from swarm.models.execution.session_cache import SessionCache, forward_packed
+from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
 from swarm.protocol.compression import pack, unpack
-from tests.models.test_kv_cache import layouts, load, slow
+from tests.models.execution.test_session_cache import layouts, load, slow
 from tests.server.conversations import CPU, HIDDEN, OPEN, REVISION, SPAN, Server, assert_close, changed, on_virtual_time
 
 FAMILIES = {"llama": 40, "mistral": 15, "qwen3_moe": 10, "falcon_alibi": 5}

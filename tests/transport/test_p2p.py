@@ -22,7 +22,7 @@ from hivemind.dht import protocol
 from swarm.dht.validation import AnnouncementValidator
 from swarm.errors import AddressUnavailable, CacheFull, IdentityError, InvalidOption, PeerLost, PeerUnreachable
 from swarm.protocol import messages
-from swarm.server.patient_stream import PatientStream
+from swarm.server.sessions.reply_stream import PatientStream
 from swarm.transport.identity import load_or_create
 from swarm.transport.p2p import P2PConfig, Peer
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from swarm.client.tuning.lora_config import LoraSettings
-from swarm.models.adapter_files import StoredAdapter, scaled, scaling
+from swarm.models.adapters.adapter_files import StoredAdapter, scaled, scaling
 from swarm.protocol.adapters import Factors
 
 

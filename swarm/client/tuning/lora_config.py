@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from swarm.errors import InvalidOption
-from swarm.models.linear_modules import LinearModules
+from swarm.models.cutting.lora_targets import LinearModules
 from swarm.protocol.messages import MAX_RANK
 
 ALL_LINEAR = "all-linear"

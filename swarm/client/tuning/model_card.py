@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from swarm.models.adapter_config import Method
+from swarm.models.adapters.adapter_config import Method
 
 TAGS: dict[Method, tuple[str, ...]] = {
     "lora": ("lora",),

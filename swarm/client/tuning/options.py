@@ -9,7 +9,7 @@ from typing import Any
 
 from swarm.client.tuning.lora_config import LoraSettings, lora_settings
 from swarm.errors import InvalidOption
-from swarm.models.adapter_config import Method
+from swarm.models.adapters.adapter_config import Method
 from swarm.protocol.messages import MAX_ROWS
 
 PRE_SEQ_LEN = 16

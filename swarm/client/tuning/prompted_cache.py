@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from swarm.client.tuning.virtual_tokens import Placement
-from swarm.models.sequence_cache import SequenceCache
+from swarm.models.placeholder_cache import SequenceCache
 
 
 class PromptedCache(SequenceCache):

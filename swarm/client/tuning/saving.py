@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 
 from swarm.client.tuning.lora import Lora
 from swarm.client.tuning.model_card import model_card
-from swarm.models.adapter_config import PEFT_TYPES, Method
-from swarm.models.adapter_files import DEEP_PROMPTS, PROMPTS
-from swarm.models.adapter_source import CONFIG, WEIGHTS
-from swarm.models.checkpoint import Checkpoint
-from swarm.models.linear_modules import LinearModules, linear_modules
+from swarm.models.adapters.adapter_config import PEFT_TYPES, Method
+from swarm.models.adapters.adapter_files import DEEP_PROMPTS, PROMPTS
+from swarm.models.adapters.adapter_source import CONFIG, WEIGHTS
+from swarm.models.checkpoints.checkpoint import Checkpoint
+from swarm.models.cutting.lora_targets import LinearModules, linear_modules
 
 STATE = "model.safetensors"
 CARD = "README.md"

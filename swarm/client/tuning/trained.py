@@ -14,11 +14,11 @@ from swarm.client.tuning.lora import Lora, new_lora, stored_lora
 from swarm.client.tuning.lora_config import LoraSettings, targets
 from swarm.client.tuning.options import PRE_SEQ_LEN, TuningOptions
 from swarm.errors import AdapterError, AdapterMismatch, InvalidOption, UsageError
-from swarm.models.adapter_config import Method
-from swarm.models.adapter_files import StoredAdapter
-from swarm.models.checkpoint import Checkpoint
-from swarm.models.heads import Heads
-from swarm.models.linear_modules import linear_modules
+from swarm.models.adapters.adapter_config import Method
+from swarm.models.adapters.adapter_files import StoredAdapter
+from swarm.models.blockless_model import Heads
+from swarm.models.checkpoints.checkpoint import Checkpoint
+from swarm.models.cutting.lora_targets import linear_modules
 from swarm.protocol.adapters import BlockPart
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Trained:
             _compute_in_float32(self.model.get_submodule(heads.head))
 
     def part(self, block: int) -> BlockPart | None:
-        """What servers add to a block; see `swarm.client.adapter.Adapter`."""
+        """What servers add to a block; see `swarm.client.wire.adapter.Adapter`."""
         lora: Lora | None = self.model.lora
         factors = lora.factors(block) if lora is not None else ()
         prompt = self.model.deep_prompts[block] if self.model.deep_prompts is not None else None

@@ -1,0 +1,121 @@
+"""What this machine has. Each function looks and hands what it saw to a verdict."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import InvalidRequirement, Requirement
+
+from swarm.cli.doctor import verdicts
+from swarm.cli.doctor.verdicts import Finding
+from swarm.common.version import VERSION
+from swarm.errors import InvalidOption, NotEnoughMemory, SwarmError
+
+PACKAGES = ("torch", "transformers", "hivemind")
+
+
+def software() -> Iterator[Finding]:
+    """Python, this package, and what decides most."""
+    yield verdicts.python(sys.version_info[:3])
+    yield verdicts.ok("swarm", VERSION)
+    wanted = _requirements()
+    for name in PACKAGES:
+        requirement = wanted.get(name)
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            version = None
+        fits = version is None or requirement is None or requirement.specifier.contains(version, prereleases=True)
+        yield verdicts.package(name, version, str(requirement.specifier) if requirement else "", fits)
+
+
+def _requirements() -> dict[str, Requirement]:
+    """What this package says that it needs; nothing where it runs without being installed."""
+    try:
+        lines = metadata.requires("swarm") or []
+    except metadata.PackageNotFoundError:
+        return {}
+    found = {}
+    for line in lines:
+        try:
+            requirement = Requirement(line)
+        except InvalidRequirement:
+            continue
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            found[requirement.name.lower()] = requirement
+    return found
+
+
+def processor() -> Finding:
+    """Cores that this process may use."""
+    import torch
+
+    cores = len(os.sched_getaffinity(0))
+    return verdicts.ok("CPU", f"{cores} cores ({platform.machine()}), torch uses {torch.get_num_threads()} threads")
+
+
+def graphics(requested: str) -> Finding:
+    """The GPU, as torch sees it. `requested` is the value of --device."""
+    import torch
+
+    from swarm.server.memory_budget import resolve_device
+
+    try:
+        device = resolve_device(requested)
+    except InvalidOption as error:
+        return verdicts.failure("GPU", str(error), "leave --device out to take what there is")
+    if device.type != "cuda":
+        return verdicts.no_gpu(Path("/proc/driver/nvidia/version").exists(), torch.version.cuda)
+    properties = torch.cuda.get_device_properties(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return verdicts.gpu(
+        verdicts.Gpu(properties.name, total, free, (properties.major, properties.minor), _driver_interface())
+    )
+
+
+def _driver_interface() -> str:
+    import torch
+
+    try:
+        number = int(torch._C._cuda_getDriverVersion())  # type: ignore[attr-defined]  # in builds for CUDA only
+    except (AttributeError, RuntimeError):
+        return ""
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def room(model: str | None, requested: str, cache_dir: Path | None) -> Finding:
+    """How many blocks of the model would fit."""
+    from swarm.models.checkpoints.checkpoint import open_checkpoint
+    from swarm.models.checkpoints.footprint import footprint
+    from swarm.models.checkpoints.partial_model import resolve_dtype
+    from swarm.server.limits import CACHE_TOKENS
+    from swarm.server.memory_budget import blocks_that_fit, free_memory, resolve_device
+
+    try:
+        free = free_memory(resolve_device(requested))
+        checkpoint = open_checkpoint(model, cache_dir=cache_dir)
+        needs = footprint(checkpoint, resolve_dtype("auto", checkpoint.config))
+    except SwarmError as error:
+        return verdicts.failure("Memory", str(error), "name a model that there is, or none for the demo model")
+    try:
+        fitting = blocks_that_fit(needs, free, CACHE_TOKENS)
+    except NotEnoughMemory:
+        fitting = 0
+    per_block = max(needs.weights) + CACHE_TOKENS * needs.cache_per_token
+    return verdicts.memory(free, checkpoint.name, checkpoint.blocks, fitting, per_block, CACHE_TOKENS)
+
+
+def disk(cache_dir: Path | None) -> Finding:
+    """Where files from the hub are kept."""
+    from huggingface_hub import constants
+
+    folder = cache_dir or Path(constants.HF_HUB_CACHE)
+    existing = next((one for one in (folder, *folder.absolute().parents) if one.exists()), Path("/"))
+    writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+    return verdicts.disk(str(folder), shutil.disk_usage(existing).free, writable)

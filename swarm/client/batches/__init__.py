@@ -1,0 +1,1 @@
+"""Batches without a session: forward and backward passes through the servers."""

@@ -1,0 +1,156 @@
+"""Batches without a session: whole sequences through the blocks, in micro-batches that go several ways at once.
+
+They are divided among routes by throughput, so that all should come back at about the same time (SWARM parallelism,
+Ryabinin et al. 2023), and each route's part into micro-batches, so that its servers work at the same time. Where a
+server fails, the micro-batches that it had are sent again from the block where they were lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from swarm.client.batches.hop_requests import Asker
+from swarm.client.batches.rerouting import Detours
+from swarm.client.chain.failover import Planner
+from swarm.client.wire.adapter_upload import PackedAdapter
+from swarm.client.wire.packed_hidden import Packed
+from swarm.data_structures import Hop, Route, Span, StepLayout
+from swarm.errors import RemoteError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Whole sequences and the route that they should take."""
+
+    hidden: Packed
+    layout: StepLayout
+    route: Route
+
+
+@dataclass(frozen=True)
+class Leg:
+    """What went into the blocks of one hop."""
+
+    hop: Hop
+    inputs: Packed
+
+
+@dataclass(frozen=True)
+class Passage:
+    """The way that a micro-batch took, from which its backward pass begins.
+
+    Attributes:
+        legs: its hops; they cover the blocks in order. None if they were not kept.
+        outputs: of the last one.
+    """
+
+    layout: StepLayout
+    legs: tuple[Leg, ...]
+    outputs: Packed
+
+
+@dataclass
+class Pass:
+    """One forward or backward pass of a batch.
+
+    Attributes:
+        adapter: what is added to the blocks.
+        keeps: whether a way back may follow: then what went into each hop is kept.
+        lost: servers that failed meanwhile, and when.
+    """
+
+    asker: Asker
+    planner: Planner
+    adapter: PackedAdapter = field(default_factory=PackedAdapter)
+    keeps: bool = True
+    lost: dict[str, float] = field(default_factory=dict)
+
+    def detours(self) -> Detours:
+        """For one micro-batch."""
+        return Detours(self.planner, self.lost)
+
+
+async def forward_all(work: Pass, span: Span, batches: Sequence[MicroBatch]) -> list[Passage]:
+    """All micro-batches through the blocks of `span`, at the same time; in their order.
+
+    Raises:
+        MissingBlocks: servers failed, and nobody else holds their blocks.
+        RemoteError: a server refused the request as wrong, or all that were tried failed.
+    """
+    for batch in batches:
+        batch.hidden.check()
+    # Servers behind the first ones get the adapter while those compute.
+    later = {hop.server.peer_id: hop for batch in batches for hop in batch.route.hops[1:]}
+    bringing = [asyncio.ensure_future(_bring(work, hop)) for hop in later.values() if work.adapter.keys(hop.span)]
+    try:
+        return await together([_forward(work, span, batch) for batch in batches])
+    finally:
+        await cancelled(bringing)
+
+
+async def _bring(work: Pass, hop: Hop) -> None:
+    with suppress(RemoteError):  # whoever needs it there will see
+        await work.asker.bring(hop, work.adapter)
+
+
+async def _forward(work: Pass, span: Span, batch: MicroBatch) -> Passage:
+    legs, outputs = await travel(work, work.detours(), span, batch.hidden, batch.layout, batch.route.hops)
+    return Passage(batch.layout, tuple(legs), outputs)
+
+
+async def travel(
+    work: Pass,
+    detours: Detours,
+    span: Span,
+    hidden: Packed,
+    layout: StepLayout,
+    hops: Sequence[Hop],
+    whole: bool = True,
+) -> tuple[list[Leg], Packed]:
+    """One micro-batch through the blocks of `span`, whatever happens to the servers.
+
+    Args:
+        whole: False to leave out the last hop: its inputs are wanted, not its outputs.
+
+    Returns:
+        the way that it took, and what came out of it.
+    """
+    legs: list[Leg] = []
+    while hops:
+        rest = Span(hops[0].span.start, span.end)
+        hop, *behind = await detours.begin(hops, rest)
+        if not behind and not whole:
+            return [*legs, Leg(hop, hidden)], hidden
+        try:
+            slowness = work.planner.slowness(hop.server.peer_id)
+            outputs = await work.asker.forward(hop, hidden, layout, work.adapter, slowness)
+        except RemoteError as error:
+            hops = await detours.after(hop, error, rest)
+            continue
+        work.planner.succeeded(hop.server.peer_id)
+        if work.keeps:
+            legs.append(Leg(hop, hidden))
+        hidden, hops = outputs, behind
+    return legs, hidden
+
+
+async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results, in order. When one fails the others are broken off."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        await cancelled(tasks)
+
+
+async def cancelled(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    """End tasks that are not wanted any more."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

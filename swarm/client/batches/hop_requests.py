@@ -1,0 +1,231 @@
+"""One server's part of a forward or backward pass: a request and its answer. The server keeps nothing of it.
+
+Of what several micro-batches ask of one server only a few requests are under way at once: enough to keep it busy while
+the answers travel, few enough that the last one need not wait long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from swarm.client.batches.gradient_packing import Gradients, pack_scaled, unpack_scaled, wire_of
+from swarm.client.batches.stream_pool import StreamPool
+from swarm.client.wire.adapter_upload import Carried, PackedAdapter, SentAdapters
+from swarm.client.wire.packed_hidden import Manner, Packed
+from swarm.client.wire.reply_checks import (
+    Outputs,
+    accepted,
+    answering,
+    checked,
+    checked_gradients,
+    expected,
+    out_of_place,
+    whose,
+)
+from swarm.client.wire.reply_timeout import STALL
+from swarm.data_structures import Hop, StepLayout, WireFormat
+from swarm.errors import PeerLost, WrongDtype
+from swarm.protocol import messages
+from swarm.protocol.adapters import gradient_length
+from swarm.protocol.framing import Frame
+from swarm.transport.stream import Network, Stream
+
+UNDER_WAY = 8
+"""Requests that one server may have been sent and not answered."""
+
+BACKWARD = 3
+"""How many times longer than the forward pass of the same tokens the backward pass may take: it begins with that."""
+
+
+@dataclass(frozen=True)
+class _Ask:
+    """What a server is asked.
+
+    Attributes:
+        request: None to bring it the adapter alone.
+        limit: bytes that the answer may have.
+    """
+
+    hop: Hop
+    carried: Carried
+    request: messages.Message | None
+    payload: bytes | memoryview
+    limit: int
+
+    async def over(self, stream: Stream) -> Frame:
+        return await self.carried.ask(stream, self.hop, self.request, self.payload, self.limit)
+
+
+@dataclass
+class _Queue:
+    """Our requests at one server.
+
+    Attributes:
+        users: that are under way, or wait.
+        tokens: of those that are under way.
+        lost: the connection broke, or one was not answered in time.
+    """
+
+    room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(UNDER_WAY))
+    users: int = 0
+    tokens: int = 0
+    lost: bool = False
+
+
+class Asker:
+    """Asks servers for one client. For the network loop.
+
+    Attributes:
+        sent: what servers have of adapters.
+
+    Args:
+        network: this client's place in the network.
+        manner: what is asked of every server.
+    """
+
+    def __init__(self, network: Network, manner: Manner) -> None:
+        self.sent = SentAdapters()
+        self._manner = manner
+        self._pool = StreamPool(network)
+        self._queues: dict[str, _Queue] = {}
+
+    async def forward(
+        self, hop: Hop, hidden: Packed, layout: StepLayout, adapter: PackedAdapter, slowness: float = 1.0
+    ) -> Packed:
+        """Run packed sequences through one server's blocks.
+
+        Raises `RemoteError` of the fitting kind; `PeerSilent` when it takes much longer than such work should.
+        """
+        request = messages.ForwardRequest(
+            revision=self._manner.revision,
+            start=hop.span.start,
+            end=hop.span.end,
+            counts=list(layout.counts),
+            format=hidden.wire,
+            dtype=hidden.dtype,
+            reply_format=self._manner.wire,
+            offsets=list(layout.offsets) if layout.offsets is not None else None,
+            adapters=adapter.digests(hop.span),
+        )
+        outputs = Outputs(hidden.tokens, hidden.hidden_size)
+        ask = _Ask(hop, Carried(adapter, self.sent), request, hidden.payload, 4 * outputs.values)
+        frame = await self._answer(ask, hidden.tokens, slowness)
+        reply = accepted(hop, frame)
+        if not isinstance(reply, messages.ForwardReply):
+            raise out_of_place(hop, reply)
+        return checked(hop, outputs, frame.payload, reply)
+
+    async def backward(
+        self,
+        hop: Hop,
+        inputs: Packed,
+        gradient_TH: torch.Tensor,
+        layout: StepLayout,
+        adapter: PackedAdapter,
+        slowness: float = 1.0,
+    ) -> Gradients:
+        """The gradients of what went into one server's blocks, and of their adapters.
+
+        Args:
+            inputs: as they went in.
+            gradient_TH: of the outputs, finite, on the CPU, float32.
+
+        Raises as `forward` does.
+        """
+        wire = wire_of(self._manner.wire)
+        try:
+            return await self._backward(hop, inputs, gradient_TH, layout, adapter, slowness, wire)
+        except WrongDtype:
+            if wire is not WireFormat.FLOAT16:
+                raise
+            # They have grown beyond what float16 holds on the way back through the blocks.
+            wire = WireFormat.BFLOAT16
+            return await self._backward(hop, inputs, gradient_TH, layout, adapter, slowness, wire)
+
+    async def bring(self, hop: Hop, adapter: PackedAdapter) -> None:
+        """Send a server what it is going to need of the adapter. Raises as `forward` does."""
+        ask = _Ask(hop, Carried(adapter, self.sent), None, b"", 0)
+        await self._talk(ask, STALL)
+
+    def close(self) -> None:
+        """End what is idle."""
+        self._pool.close()
+
+    async def _backward(
+        self,
+        hop: Hop,
+        inputs: Packed,
+        gradient_TH: torch.Tensor,
+        layout: StepLayout,
+        adapter: PackedAdapter,
+        slowness: float,
+        wire: WireFormat,
+    ) -> Gradients:
+        gradient, factor = pack_scaled(gradient_TH, wire, inputs.dtype)
+        request = messages.BackwardRequest(
+            revision=self._manner.revision,
+            start=hop.span.start,
+            end=hop.span.end,
+            counts=list(layout.counts),
+            format=inputs.wire,
+            dtype=inputs.dtype,
+            gradient_format=wire,
+            offsets=list(layout.offsets) if layout.offsets is not None else None,
+            adapters=adapter.digests(hop.span),
+        )
+        outputs, described = Outputs(inputs.tokens, inputs.hidden_size), adapter.described(hop.span)
+        limit = 4 * outputs.values + gradient_length(list(described.values()), inputs.hidden_size)
+        payload = b"".join((inputs.payload, gradient.payload))
+        ask = _Ask(hop, Carried(adapter, self.sent), request, payload, limit)
+        frame = await self._answer(ask, BACKWARD * inputs.tokens, slowness)
+        reply = accepted(hop, frame)
+        if not isinstance(reply, messages.BackwardReply):
+            raise out_of_place(hop, reply)
+        packed, parts = checked_gradients(hop, outputs, list(described.values()), frame.payload, reply)
+        scaled = [[tensor * factor for tensor in part] for part in parts]
+        return Gradients(unpack_scaled(packed, factor), dict(zip(described, scaled, strict=True)))
+
+    async def _answer(self, ask: _Ask, tokens: int, slowness: float) -> Frame:
+        async with self._turn(ask.hop, tokens) as queue:
+            patience = expected(ask.hop, slowness, self._manner.timeout).allowed(queue.tokens)
+            try:
+                return await self._talk(ask, patience)
+            except PeerLost:
+                queue.lost = True
+                raise
+
+    async def _talk(self, ask: _Ask, patience: float) -> Frame:
+        peer_id = ask.hop.server.peer_id
+        try:
+            async with answering(ask.hop, patience + ask.carried.seconds(ask.hop)):
+                return await self._pool.talk(peer_id, ask.over)
+        except PeerLost:
+            self.sent.forget(peer_id)
+            raise
+
+    @asynccontextmanager
+    async def _turn(self, hop: Hop, tokens: int) -> AsyncIterator[_Queue]:
+        """Wait until the server has few enough of our requests; raises `PeerLost` if it is lost meanwhile."""
+        peer_id = hop.server.peer_id
+        queue = self._queues.get(peer_id)
+        if queue is None or queue.lost:
+            queue = self._queues[peer_id] = _Queue()
+        queue.users += 1
+        try:
+            async with queue.room:
+                if queue.lost:
+                    raise PeerLost(f"{whose(hop)} was lost before it was asked")
+                queue.tokens += tokens
+                try:
+                    yield queue
+                finally:
+                    queue.tokens -= tokens
+        finally:
+            queue.users -= 1
+            if not queue.users and self._queues.get(peer_id) is queue:
+                del self._queues[peer_id]

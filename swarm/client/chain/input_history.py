@@ -1,0 +1,161 @@
+"""What one hop of a session was sent so far, so that another server can take its place.
+
+A step only appends to a list. The list is folded into rows, the way a server would (copied, set back, appended), when a
+replay needs them or when the list has grown much longer than the rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from swarm.client.wire.packed_hidden import Packed
+from swarm.data_structures import StepLayout, WireFormat
+from swarm.protocol.compression import dtype_name, pack, unpack
+
+REQUEST_TOKENS = 8192
+"""Tokens in one request; longer prompts, larger batches and longer replays are sent in several."""
+
+FOLD_STEPS = 1024
+FOLD_TOKENS = 4 * REQUEST_TOKENS
+"""Steps and tokens that are kept unfolded at most."""
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of a session: its number, its rows, and what goes into a hop."""
+
+    number: int
+    layout: StepLayout
+    hidden: Packed
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Tokens `[n, hidden]` of one row that follow each other and whose positions are `offset` ahead of counting."""
+
+    offset: int
+    hidden_TH: torch.Tensor
+
+
+_Row = tuple[_Run, ...]
+
+
+class Record:
+    """The inputs of one hop.
+
+    Attributes:
+        last: number of the newest step that is in it, or was.
+    """
+
+    def __init__(self) -> None:
+        self.last = -1
+        self._rows: tuple[_Row, ...] = ()
+        self._steps: dict[int, Step] = {}
+        self._unfolded = 0
+
+    def add(self, step: Step) -> None:
+        """Remember the newest step's input. What is known of a step already stays: it may be folded."""
+        if step.number > self.last:
+            self.last = step.number
+            self._steps[step.number] = step
+            self._unfolded += step.layout.tokens
+
+    def add_replayed(self, layout: StepLayout, hidden: Packed, done: int) -> None:
+        """Append what went in during a replay of the steps up to number `done`; comes before all steps."""
+        self.last = max(self.last, done)
+        self._rows = _extended(self._rows, Step(done, layout, hidden))
+
+    def get(self, number: int) -> Step:
+        """A step that has not been folded yet."""
+        return self._steps[number]
+
+    def drop(self, number: int) -> None:
+        """Forget a step that was given up."""
+        self._steps.pop(number, None)
+
+    def tidy(self, done: int) -> None:
+        """Fold the steps up to number `done`, which nobody will ask for singly, if they have become many."""
+        if len(self._steps) >= FOLD_STEPS or self._unfolded >= FOLD_TOKENS:
+            self.fold(done)
+
+    def fold(self, done: int) -> None:
+        """Fold the steps up to number `done`."""
+        rows = self._rows
+        for number in sorted(self._steps):
+            if number <= done:
+                rows = _extended(rows, self._steps.pop(number))
+        self._rows = tuple(_merged(row) for row in rows)
+        self._unfolded = sum(step.layout.tokens for step in self._steps.values())
+
+    def replay(self, done: int) -> Iterator[tuple[StepLayout, Packed]]:
+        """Requests that fill an empty cache with the steps up to number `done`. Lossless, whatever travelled before."""
+        self.fold(done)
+        rows = self._rows
+        size = max(1, REQUEST_TOKENS // max(1, len(rows)))
+        positions = [0] * len(rows)
+        while any(position < _length(row) for position, row in zip(positions, rows, strict=True)):
+            pieces = [_piece(row, position, size) for row, position in zip(rows, positions, strict=True)]
+            counts = tuple(len(piece.hidden_TH) for piece in pieces)
+            offsets = tuple(piece.offset for piece in pieces)
+            yield StepLayout(tuple(positions), counts, None, offsets if any(offsets) else None), _packed(pieces)
+            positions = [position + count for position, count in zip(positions, counts, strict=True)]
+
+
+def _extended(rows: tuple[_Row, ...], step: Step) -> tuple[_Row, ...]:
+    """The rows after a step, as `swarm.models.execution.session_cache` has them."""
+    layout, hidden = step.layout, step.hidden
+    flat_TH = unpack(hidden.payload, hidden.tokens, hidden.hidden_size, hidden.wire, hidden.dtype, _CPU)
+    bounds = itertools.accumulate(layout.counts, initial=0)
+    sources = layout.sources if layout.sources is not None else range(layout.rows)
+    offsets = layout.offsets if layout.offsets is not None else (0,) * layout.rows
+    result = []
+    for (first, last), source, start, offset in zip(
+        itertools.pairwise(bounds), sources, layout.starts, offsets, strict=True
+    ):
+        past = _cut(rows[source], start) if source < len(rows) else ()
+        result.append((*past, _Run(offset, flat_TH[first:last])) if last > first else past)
+    return tuple(result)
+
+
+def _cut(row: _Row, length: int) -> _Row:
+    """The first `length` tokens of a row."""
+    kept: list[_Run] = []
+    for run in row:
+        if length <= 0:
+            break
+        kept.append(run if len(run.hidden_TH) <= length else _Run(run.offset, run.hidden_TH[:length]))
+        length -= len(run.hidden_TH)
+    return tuple(kept)
+
+
+def _merged(row: _Row) -> _Row:
+    """The same row in as few runs as possible, in memory of its own."""
+    return tuple(
+        _Run(offset, torch.cat([run.hidden_TH for run in runs]))
+        for offset, runs in itertools.groupby(row, key=lambda run: run.offset)
+    )
+
+
+def _length(row: _Row) -> int:
+    return sum(len(run.hidden_TH) for run in row)
+
+
+def _piece(row: _Row, position: int, size: int) -> _Run:
+    """At most `size` tokens of one run of the row, from `position` on; none at its end."""
+    for run in row:
+        if position < len(run.hidden_TH):
+            return _Run(run.offset, run.hidden_TH[position : position + size])
+        position -= len(run.hidden_TH)
+    return _Run(0, torch.empty(0))
+
+
+def _packed(pieces: list[_Run]) -> Packed:
+    hidden_TH = torch.cat([piece.hidden_TH for piece in pieces if len(piece.hidden_TH)])
+    payload = pack(hidden_TH, WireFormat.NONE)
+    return Packed(payload, hidden_TH.shape[0], hidden_TH.shape[1], WireFormat.NONE, dtype_name(hidden_TH.dtype))

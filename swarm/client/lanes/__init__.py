@@ -1,0 +1,1 @@
+"""Lanes: several independent sequences in flight at once, so that no server waits."""

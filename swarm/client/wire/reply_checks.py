@@ -1,0 +1,109 @@
+"""What a server may answer: how much, how soon, and what is wrong with it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import torch
+
+from swarm.client.wire.packed_hidden import Packed
+from swarm.client.wire.reply_timeout import Patience
+from swarm.data_structures import Hop
+from swarm.errors import NotFinite, PeerLost, PeerSilent, ProtocolViolation, WrongDtype, WrongShape, remote_error
+from swarm.protocol import messages
+from swarm.protocol.adapters import gradient_length, unpack_gradients
+from swarm.protocol.compression import is_finite, payload_length
+from swarm.protocol.framing import Frame
+
+TRAVEL = 0.1
+"""Seconds assumed for the way to a server and back before anything was measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """How much an answer has to hold: hidden states `[tokens, hidden_size]`."""
+
+    tokens: int
+    hidden_size: int
+
+    @property
+    def values(self) -> int:
+        return self.tokens * self.hidden_size
+
+
+@asynccontextmanager
+async def answering(hop: Hop, patience: float) -> AsyncIterator[None]:
+    """An exchange with a server that has to end within `patience` seconds. Raises `PeerSilent` or `PeerLost`."""
+    try:
+        async with asyncio.timeout(patience):
+            yield
+    except TimeoutError:
+        raise PeerSilent(f"{whose(hop)} did not answer within {patience:.1f} s") from None
+    except PeerLost as error:
+        raise PeerLost(f"{whose(hop)} is gone: {error}") from None
+
+
+def accepted(hop: Hop, frame: Frame) -> messages.ServerMessage:
+    """The header of an answer. A refusal is raised."""
+    reply = messages.decode_server(frame.header)
+    if isinstance(reply, messages.Refusal):
+        raise remote_error(reply.code, f"{whose(hop)} refused: {reply.message}")
+    return reply
+
+
+def expected(hop: Hop, slowness: float, limit: float) -> Patience:
+    """What a server announces of itself is all that is known of work that it has not done yet."""
+    blocks, server = hop.span.length, hop.server
+    step = TRAVEL + server.queue + blocks / max(server.throughput, 1e-3)
+    token = blocks / max(server.forward_throughput or server.throughput, 1e-3)
+    if server.network_throughput:
+        token += 2 / server.network_throughput
+    return Patience(slowness * step, slowness * token, limit)
+
+
+def checked(
+    hop: Hop,
+    due: Outputs,
+    payload: bytes | memoryview,
+    reply: messages.StepReply | messages.ReplayReply | messages.ForwardReply | messages.BackwardReply,
+) -> Packed:
+    """The outputs in an answer. Raises `ProtocolViolation` if they are not as many as are due, or not finite."""
+    try:
+        expected = payload_length(due.values, reply.format, reply.dtype)
+    except WrongDtype as error:
+        raise ProtocolViolation(f"{whose(hop)} answered in an unknown format: {error}") from None
+    if len(payload) != expected:
+        raise ProtocolViolation(f"{whose(hop)} answered with {len(payload)} bytes where {expected} were due")
+    if not is_finite(payload, due.values, reply.format, reply.dtype):
+        raise ProtocolViolation(f"{whose(hop)} answered with values that are not finite")
+    return Packed(payload, due.tokens, due.hidden_size, reply.format, reply.dtype)
+
+
+def checked_gradients(
+    hop: Hop,
+    due: Outputs,
+    adapters: Sequence[messages.BlockAdapter],
+    payload: bytes | memoryview,
+    reply: messages.BackwardReply,
+) -> tuple[Packed, list[list[torch.Tensor]]]:
+    """The gradients in an answer: of the inputs, and of the tensors of each adapter. Raises as `checked` does."""
+    view, length = memoryview(payload), gradient_length(adapters, due.hidden_size)
+    first = max(0, len(view) - length)
+    inputs = checked(hop, due, view[:first], reply)
+    try:
+        return inputs, unpack_gradients(adapters, view[first:], due.hidden_size)
+    except (WrongShape, NotFinite) as error:
+        raise ProtocolViolation(f"{whose(hop)} answered with wrong gradients: {error}") from None
+
+
+def out_of_place(hop: Hop, reply: messages.ServerMessage) -> ProtocolViolation:
+    """An answer that is right in itself, but not here."""
+    return ProtocolViolation(f"{whose(hop)} answered with a {type(reply).__name__} out of place")
+
+
+def whose(hop: Hop) -> str:
+    """The server, for people."""
+    return f"server {hop.server.short_id} (blocks {hop.span})"

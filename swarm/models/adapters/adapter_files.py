@@ -1,0 +1,245 @@
+"""Adapters in files, as PEFT writes them: `adapter_config.json` and `adapter_model.safetensors`.
+
+Four methods are read: LoRA, prompt tuning (virtual tokens), deep prompt tuning, and a head alone. PEFT does not have
+the last two; their files name methods that PEFT refuses, instead of leaving something out silently. The files are
+foreign input: only safetensors are opened, sizes are bounded, every key and shape is checked against the
+model, NaN is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from swarm.data_structures import Span
+from swarm.errors import AdapterError, AdapterMismatch
+from swarm.models.adapters.adapter_config import AdapterConfig, read_config
+from swarm.models.adapters.adapter_source import WEIGHTS, AdapterSource
+from swarm.models.checkpoints.checkpoint import Checkpoint
+from swarm.models.cutting.lora_targets import LinearModules, linear_modules
+from swarm.protocol.adapters import BlockPart, Factors
+from swarm.protocol.messages import MAX_RANK
+
+logger = logging.getLogger(__name__)
+
+PROMPTS = "prompt_embeddings"
+DEEP_PROMPTS = "deep_prompt_embeddings"
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, eq=False)
+class StoredFactors:
+    """LoRA of one module: what is added to its weight is `scaling * up @ down`; both float32."""
+
+    down: torch.Tensor
+    up: torch.Tensor
+    alpha: float
+    scaling: float
+
+
+@dataclass(frozen=True, eq=False)
+class StoredAdapter:
+    """An adapter's tensors, checked against the model, in float32.
+
+    Attributes:
+        config: what its config says.
+        lora: by block and module inside of it.
+        prompts: `[positions, width of the embeddings]`, None for none.
+        deep_prompts: `[blocks, positions, hidden_size]`, None for none.
+        heads: tensors of modules around the blocks that were trained whole, by their names in the model.
+    """
+
+    config: AdapterConfig
+    lora: Mapping[int, Mapping[str, StoredFactors]] = field(default_factory=dict)
+    prompts: torch.Tensor | None = None
+    deep_prompts: torch.Tensor | None = None
+    heads: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def part(self, block: int) -> BlockPart | None:
+        """What is added to a block of the whole model; None for nothing."""
+        factors = tuple(
+            Factors(module, one.down, scaled(one.up, one.scaling)) for module, one in self.lora.get(block, {}).items()
+        )
+        prompt = self.deep_prompts[block] if self.deep_prompts is not None else None
+        return BlockPart(prompt, factors) if factors or prompt is not None else None
+
+
+def scaled(up: torch.Tensor, scaling: float) -> torch.Tensor:
+    """B as it travels. Everybody scales with this, so that the same adapter has the same bytes everywhere."""
+    return up * scaling
+
+
+def read_parts(
+    source: str | Path,
+    checkpoint: Checkpoint,
+    span: Span,
+    *,
+    revision: str | None = None,
+    cache_dir: str | Path | None = None,
+    force: bool = False,
+) -> dict[int, BlockPart]:
+    """What an adapter adds to the blocks of `span`, in float32, just as clients send it; blocks without are left out.
+
+    Virtual tokens and heads are the client's, so an adapter of nothing else has no parts. For arguments and errors see
+    `read_adapter`.
+    """
+    stored = read_adapter(source, checkpoint, span, revision=revision, cache_dir=cache_dir, force=force)
+    parts = {block: stored.part(block) for block in range(span.start, span.end)}
+    return {block: part for block, part in parts.items() if part is not None}
+
+
+def read_adapter(
+    source: str | Path,
+    checkpoint: Checkpoint,
+    span: Span | None = None,
+    *,
+    revision: str | None = None,
+    cache_dir: str | Path | None = None,
+    force: bool = False,
+) -> StoredAdapter:
+    """Read an adapter from a local folder or a repository of the hub.
+
+    Args:
+        checkpoint: the model it is for.
+        span: LoRA of these blocks only is read; None for all.
+        revision: of the adapter's repository.
+        cache_dir: where hub files are kept.
+        force: take it although it was trained for another revision of the model.
+
+    Raises:
+        AdapterMismatch: it was trained for another revision, or for a model of other sizes.
+        AdapterError: there is none, it is pickled or broken, or it does what cannot be done here.
+    """
+    files = AdapterSource(str(source), revision, cache_dir)
+    config = read_config(files.config(), str(source))
+    check_base(config, checkpoint, str(source), force)
+    path = files.weights()
+    try:
+        with safe_open(path, framework="pt", device="cpu") as tensors:
+            return _Reader(str(source), config, checkpoint, tensors).read(span or Span(0, checkpoint.blocks))
+    except (SafetensorError, OSError) as error:
+        raise AdapterError(f"{WEIGHTS} of {source} is not a readable safetensors file: {error}") from error
+
+
+def check_base(config: AdapterConfig, checkpoint: Checkpoint, source: str, force: bool) -> None:
+    """Raise `AdapterMismatch` if the adapter was trained for another revision of the model."""
+    if not is_exact(config.revision):
+        logger.warning("%s does not say for which revision of %s it was trained", source, checkpoint.name)
+        return
+    if config.revision == checkpoint.revision:
+        return
+    said = (
+        f"{source} was trained for {config.base or 'a model'} of revision {config.revision}, and this is "
+        f"{checkpoint.name} of revision {checkpoint.revision}"
+    )
+    if not force:
+        raise AdapterMismatch(f"{said}; load that revision, or force it if you know that their weights are the same")
+    logger.warning("%s; it is used all the same", said)
+
+
+def is_exact(revision: str | None) -> bool:
+    """Whether this names one state of the weights: a commit or a folder's digest, and no branch that moves."""
+    return revision is not None and re.fullmatch(r"[0-9a-f]{40}|folder-[0-9a-f]+", revision) is not None
+
+
+class _Reader:
+    """Sorts the tensors of one file by what they are for, and checks them."""
+
+    def __init__(self, source: str, config: AdapterConfig, checkpoint: Checkpoint, tensors: safe_open) -> None:
+        self._source, self._config, self._checkpoint, self._tensors = source, config, checkpoint, tensors
+        self._modules: LinearModules = linear_modules(checkpoint.config)
+        place = rf"(?:[a-z_]+\.){{0,3}}?{re.escape(self._modules.path)}\.(\d+)\.(.+)"
+        self._lora = re.compile(rf"(?:base_model\.model\.)?({place})\.lora_(A|B)\.(?:default\.)?weight")
+
+    def read(self, span: Span) -> StoredAdapter:
+        halves: dict[int, dict[str, dict[str, str]]] = {}
+        heads, prompts, deep = {}, None, None
+        for key in self._tensors.keys():  # noqa: SIM118  (it is no dict)
+            if key == PROMPTS:
+                prompts = self._tensor(key, (self._config.positions, None))
+            elif key == DEEP_PROMPTS and self._config.is_deep:
+                deep = self._tensor(key, (self._checkpoint.blocks, self._config.positions, self._hidden_size))
+            elif (match := self._lora.fullmatch(key)) is not None:
+                _, block, module, half = match.groups()
+                halves.setdefault(self._block(int(block), key), {}).setdefault(module, {})[half] = key
+            elif "lora_" in key:
+                self._refuse(f"{key[:200]} is for a module outside of the blocks, which the swarm does not compute")
+            else:
+                heads[re.sub(r"^base_model\.(model\.(?=.+\.))?", "", key)] = self._tensor(key, None)
+        self._check_complete(bool(halves), prompts is not None, deep is not None, bool(heads))
+        lora = {
+            block: {module: self._factors(block, module, halves[block][module]) for module in sorted(halves[block])}
+            for block in sorted(halves)
+            if block in span
+        }
+        return StoredAdapter(self._config, lora, prompts, deep, heads)
+
+    def _check_complete(self, has_lora: bool, has_prompts: bool, has_deep: bool, has_heads: bool) -> None:
+        method = self._config.method
+        wanted = (method == "lora", "ptune" in method, method == "deep_ptune", has_heads or method == "head")
+        if (has_lora, has_prompts, has_deep, has_heads) != wanted:
+            self._refuse(f"its tensors are not those of its method, {self._config.peft_type}")
+
+    def _factors(self, block: int, module: str, keys: Mapping[str, str]) -> StoredFactors:
+        size = self._modules.blocks[block].get(module)
+        if size is None:
+            self._refuse(f"block {block} of {self._checkpoint.name} has no linear module {module[:200]}")
+        if set(keys) != {"A", "B"}:
+            self._refuse(f"of LoRA's A and B it has only one for {module} of block {block}")
+        rank, alpha = self._config.rank_and_alpha(_place(keys["A"]))
+        if not 1 <= rank <= MAX_RANK:
+            self._refuse(f"rank {rank} is not between 1 and {MAX_RANK}")
+        down = self._tensor(keys["A"], (rank, size[0]))
+        up = self._tensor(keys["B"], (size[1], rank))
+        return StoredFactors(down, up, alpha, scaling(rank, alpha, self._config.use_rslora))
+
+    def _tensor(self, key: str, shape: tuple[int | None, ...] | None) -> torch.Tensor:
+        """One tensor as float32. `shape` is what it has to be, None where anything goes."""
+        found = tuple(self._tensors.get_slice(key).get_shape())
+        if shape is not None and (
+            len(found) != len(shape) or any(want not in (None, size) for want, size in zip(shape, found, strict=True))
+        ):
+            said = ", ".join("any" if size is None else str(size) for size in shape)
+            raise AdapterMismatch(
+                f"{self._source} does not fit {self._checkpoint.name}: {key[:200]} is {list(found)} and not [{said}]"
+            )
+        tensor: torch.Tensor = self._tensors.get_tensor(key)
+        if tensor.dtype not in DTYPES:
+            self._refuse(f"{key[:200]} is {tensor.dtype}; adapters are float32, float16 or bfloat16")
+        if not bool(torch.isfinite(tensor).all()):
+            self._refuse(f"{key[:200]} holds NaN or infinity")
+        return tensor.float()
+
+    def _block(self, block: int, key: str) -> int:
+        if block >= self._checkpoint.blocks:
+            raise AdapterMismatch(
+                f"{self._source} does not fit {self._checkpoint.name}: {key[:200]} is for block {block}, and the model "
+                f"has {self._checkpoint.blocks}"
+            )
+        return block
+
+    @property
+    def _hidden_size(self) -> int:
+        return int(self._checkpoint.config.hidden_size)
+
+    def _refuse(self, why: str) -> NoReturn:
+        raise AdapterError(f"the adapter {self._source} cannot be used: {why}")
+
+
+def scaling(rank: int, alpha: float, use_rslora: bool) -> float:
+    """What `up @ down` is multiplied by (Hu et al. 2021; with `use_rslora` Kalajdzievski 2023)."""
+    return alpha / math.sqrt(rank) if use_rslora else alpha / rank
+
+
+def _place(key: str) -> str:
+    """A module's path in the model, of the key of its A."""
+    return key.removeprefix("base_model.model.").partition(".lora_A.")[0]

@@ -1,0 +1,184 @@
+"""Attention over rows that lie in stores, each session's in its own; see `swarm.models.attention.packed_attention`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from swarm.models.attention.contiguous_kv import RowStore
+from swarm.models.attention.packed_attention import Expand, Extra, PackedBatch, PackedMask
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Rows `first` to `first + rows` of a store, `new` tokens each; the first of all is token `token` of the batch.
+
+    Rows that bring more than one token all begin at the same slot.
+    """
+
+    store: RowStore
+    first: int
+    starts: tuple[int, ...]
+    new: int
+    token: int
+
+    @property
+    def rows(self) -> int:
+        return len(self.starts)
+
+    @property
+    def end(self) -> int:
+        """Slots that the longest of the rows will have."""
+        return max(self.starts) + self.new
+
+    @property
+    def even(self) -> bool:
+        """Whether all rows begin at the same slot."""
+        return self.starts.count(self.starts[0]) == len(self.starts)
+
+    @property
+    def tokens(self) -> slice:
+        return slice(self.token, self.token + self.rows * self.new)
+
+
+class RowBatch(PackedBatch):
+    """A batch of tokens whose rows lie in stores.
+
+    Args:
+        segments: the tokens of the batch, in order.
+    """
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        super().__init__(max(segment.end for segment in segments))
+        self._segments = segments
+        self._written: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._masks: dict[tuple[int, int], torch.Tensor | None] = {}
+
+    def write(self, layer: int, keys_NH1D: torch.Tensor, values_NH1D: torch.Tensor) -> None:
+        self._written = [_write(segment, layer, keys_NH1D, values_NH1D) for segment in self._segments]
+
+    def attention(
+        self,
+        query_NH1D: torch.Tensor,
+        expand: Expand | None,
+        width: int,
+        mask: PackedMask,
+        scale: float | None,
+        extra: Extra,
+    ) -> torch.Tensor:
+        written = self._written if expand is None else [expand(*pair) for pair in self._written]
+        results = [
+            _attend(segment, query_NH1D[segment.tokens], *pair, self._mask(number, segment, mask), scale, extra)
+            for number, (segment, pair) in enumerate(zip(self._segments, written, strict=True))
+        ]
+        return results[0] if len(results) == 1 else torch.cat(results)
+
+    def _mask(self, number: int, segment: Segment, mask: PackedMask) -> torch.Tensor | None:
+        """What each row of a segment may see, `[rows or 1, new, slots]`; None if it is everything, or just causal."""
+        key = number, id(mask)
+        if key not in self._masks:
+            self._masks[key] = _visible(segment, mask, self._written[number][0].device)
+        return self._masks[key]
+
+
+def _write(
+    segment: Segment, layer: int, keys_NH1D: torch.Tensor, values_NH1D: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Append a segment's new keys and values; everything that its rows have now, `[rows, heads, slots, dim]`."""
+    end, rows = segment.end, slice(segment.first, segment.first + segment.rows)
+    written = []
+    for stored, new in zip(
+        segment.store.layer(layer, end, keys_NH1D, values_NH1D), (keys_NH1D, values_NH1D), strict=True
+    ):
+        part = new[segment.tokens]
+        if segment.even:
+            start = segment.starts[0]
+            if segment.new > 1:
+                part = part.reshape(segment.rows, segment.new, part.shape[1], -1).transpose(1, 2)
+            stored[rows, :, start:end] = part
+        else:
+            device = stored.device
+            index = torch.arange(rows.start, rows.stop, device=device), slice(None), _tensor(segment.starts, device)
+            stored[index] = part.squeeze(2)
+        written.append(stored[rows, :, :end])
+    return written[0], written[1]
+
+
+def _visible(segment: Segment, mask: PackedMask, device: torch.device) -> torch.Tensor | None:
+    if mask.causal and segment.even and (segment.new == 1 or segment.starts[0] == 0):
+        return None
+    slots_S = torch.arange(segment.end, device=device)
+    if segment.even:
+        start = segment.starts[0]
+        queries = torch.arange(start, start + segment.new, device=device).view(1, -1, 1)
+    else:
+        queries = _tensor(segment.starts, device).view(-1, 1, 1)
+    # A rule may look no further than at distances, so that a row is told its own end.
+    seen = mask.function(0, 0, queries, slots_S) & (slots_S <= queries)
+    if segment.new == 1 and bool(seen.all()):
+        return None
+    return seen
+
+
+def _attend(
+    segment: Segment,
+    query_NH1D: torch.Tensor,
+    keys_RKSD: torch.Tensor,
+    values_RKSD: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None,
+    extra: Extra,
+) -> torch.Tensor:
+    """Attention of one segment, `[rows * new, 1, heads, dim]`.
+
+    Heads that share keys are handled as if they were further tokens: nothing is repeated in memory.
+    """
+    rows, new = segment.rows, segment.new
+    heads, shared = query_NH1D.shape[1], keys_RKSD.shape[1]
+    group = heads // shared
+    if not extra.plain:
+        out = _general(segment, query_NH1D, keys_RKSD, values_RKSD, mask, scale, extra)
+    elif new == 1:
+        query = query_NH1D.reshape(rows, shared, group, -1)
+        seen = mask.unsqueeze(1) if mask is not None else None
+        out = functional.scaled_dot_product_attention(query, keys_RKSD, values_RKSD, attn_mask=seen, scale=scale)
+    else:
+        query = query_NH1D.reshape(rows, new, heads, -1).transpose(1, 2)
+        seen = mask.unsqueeze(1) if mask is not None else None
+        out = functional.scaled_dot_product_attention(
+            query, keys_RKSD, values_RKSD, attn_mask=seen, is_causal=mask is None, scale=scale, enable_gqa=group > 1
+        ).transpose(1, 2)
+    return out.reshape(rows * new, 1, heads, values_RKSD.shape[-1])
+
+
+def _general(
+    segment: Segment,
+    query_NH1D: torch.Tensor,
+    keys_RKSD: torch.Tensor,
+    values_RKSD: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None,
+    extra: Extra,
+) -> torch.Tensor:
+    """Attention written out, for what the fused kernels do not know; `[rows, new, heads, dim]`."""
+    rows, new, (_, shared, slots, dim) = segment.rows, segment.new, keys_RKSD.shape
+    query_RKGTD = query_NH1D.reshape(rows, new, shared, -1, dim).permute(0, 2, 3, 1, 4)
+    scores_RKGTS = query_RKGTD @ keys_RKSD.unsqueeze(2).transpose(3, 4) * (scale if scale is not None else dim**-0.5)
+    if extra.softcap is not None:
+        scores_RKGTS = torch.tanh(scores_RKGTS / extra.softcap) * extra.softcap
+    if mask is None and new > 1:
+        mask = torch.ones(1, new, slots, dtype=torch.bool, device=query_NH1D.device).tril()
+    if mask is not None:
+        scores_RKGTS = scores_RKGTS.masked_fill(~mask[:, None, None], torch.finfo(scores_RKGTS.dtype).min)
+    if extra.sinks is not None:
+        sinks = extra.sinks.view(1, shared, -1, 1, 1).expand(rows, -1, -1, new, 1).to(scores_RKGTS.dtype)
+        scores_RKGTS = torch.cat([scores_RKGTS, sinks], dim=-1)
+    weights = torch.softmax(scores_RKGTS.float(), dim=-1)[..., :slots].to(values_RKSD.dtype)
+    return (weights @ values_RKSD.unsqueeze(2)).permute(0, 3, 1, 2, 4)
+
+
+def _tensor(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, device=device)

@@ -1,0 +1,138 @@
+"""The attention cache that a span's layers write to: a rectangle of rows, all ending at the same slot.
+
+transformers' own dynamic cache concatenates at every step, which copies the whole past of every layer; this one writes
+in place and grows ahead of need. It keeps every position, also in sliding-window layers (the mask hides what lies
+outside of the window), so that a session can be rolled back to any position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from swarm.models.attention.contiguous_kv import FIRST_CAPACITY, grown_capacity
+
+
+class GrowingLayer(CacheLayerMixin):
+    """Keys and values of one layer, `[rows, heads, capacity, dim]`, of which the first `length` slots are used."""
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, length: int = 0) -> None:
+        super().__init__()
+        self.length = length
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.keys = key_states.new_empty(*key_states.shape[:2], 0, key_states.shape[-1])
+        self.values = value_states.new_empty(*value_states.shape[:2], 0, value_states.shape[-1])
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append `[rows, heads, new, dim]` and return everything so far."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None
+        assert self.values is not None
+        end = self.length + key_states.shape[-2]
+        if end > self.keys.shape[-2]:
+            self.keys = _grown(self.keys, self.length, end)
+            self.values = _grown(self.values, self.length, end)
+        self.keys[:, :, self.length : end] = key_states
+        self.values[:, :, self.length : end] = value_states
+        self.length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+def _grown(storage: torch.Tensor, used: int, needed: int) -> torch.Tensor:
+    capacity = grown_capacity(storage.shape[-2], needed)
+    # Zeros, not empty: slots under a left pad are never written but are multiplied by a weight of zero.
+    larger = storage.new_zeros(*storage.shape[:2], capacity, storage.shape[-1])
+    larger[:, :, :used] = storage[:, :, :used]
+    return larger
+
+
+@dataclass(frozen=True)
+class RowPiece:
+    """One row of a rectangle: `length` positions, the first at slot `pad`."""
+
+    cache: RectangleCache
+    index: int
+    pad: int
+    length: int
+
+
+class RectangleCache(Cache):
+    """One `GrowingLayer` for each layer used; all rows end at slot `length`.
+
+    Args:
+        end: number of layers of the model, or of those up to the last one used.
+        first: the first layer used. transformers asks layer 0 for the length, so the places before `first` hold the
+            first used layer too.
+    """
+
+    def __init__(self, end: int, first: int = 0, length: int = 0) -> None:
+        self.length = length
+        self.first = first
+        used = [GrowingLayer(length) for _ in range(first, end)]
+        super().__init__(layers=[used[0]] * first + used)
+
+    @property
+    def rows(self) -> int:
+        """Rows that it holds; 0 before the first step."""
+        keys = self.layers[self.first].keys
+        return 0 if keys is None else int(keys.shape[0])
+
+    def set_length(self, length: int) -> None:
+        """Forget what lies at `length` and behind, in every layer; also mends a forward that failed half-way."""
+        self.length = length
+        for layer in self.layers:
+            layer.length = length  # type: ignore[union-attr]
+
+    @classmethod
+    def assemble(cls, pieces: Sequence[RowPiece]) -> RectangleCache:
+        """A new rectangle out of copies of rows, aligned at their ends."""
+        length = max(piece.length for piece in pieces)
+        like = pieces[0].cache
+        result = cls(len(like.layers), like.first, length)
+        for number in range(like.first, len(like.layers)):
+            layer = result.layers[number]
+            sources: list[Any] = [piece.cache.layers[number] for piece in pieces]
+            if not sources[0].is_initialized:
+                continue
+            layer.keys = _assembled([source.keys for source in sources], pieces, length)
+            layer.values = _assembled([source.values for source in sources], pieces, length)
+            layer.is_initialized = True
+        return result
+
+
+def _assembled(sources: list[torch.Tensor], pieces: Sequence[RowPiece], length: int) -> torch.Tensor:
+    first = sources[0]
+    result = first.new_zeros(len(pieces), first.shape[1], max(FIRST_CAPACITY, first.shape[2], length), first.shape[3])
+    same = all(
+        source is first and piece.pad == pieces[0].pad and piece.length == length
+        for source, piece in zip(sources, pieces, strict=True)
+    )
+    if same:  # a reordering of one rectangle, the case of beam search: one copy for all rows
+        pad = pieces[0].pad
+        index = torch.tensor([piece.index for piece in pieces], device=first.device)
+        result[:, :, :length] = first[:, :, pad : pad + length].index_select(0, index)
+        return result
+    for row, (source, piece) in enumerate(zip(sources, pieces, strict=True)):
+        result[row, :, length - piece.length : length] = source[piece.index, :, piece.pad : piece.pad + piece.length]
+    return result

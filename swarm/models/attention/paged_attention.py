@@ -1,0 +1,176 @@
+"""Attention over rows that lie in pages of a pool: one call a layer for all rows.
+
+Only what the kernel knows is computed so: causal attention, with a sliding window or without. Everything else (chunks,
+soft-capped scores, sinks, latents in the cache) raises `NotPackable`, and such models keep their rows in stores.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function, sliding_window_overlay
+
+from swarm.models.attention.packed_attention import Expand, Extra, MaskFunction, NotPackable, PackedBatch, PackedMask
+from swarm.models.attention.page_pool import PagePool
+from swarm.models.attention.paged_kernels import Kernel, Window
+
+CAUSAL: Window = (-1, 0)
+
+
+@dataclass(frozen=True)
+class Paging:
+    """Where a span's rows lie, and what computes attention over them. Shared by all parts of a loaded span."""
+
+    pool: PagePool
+    kernel: Kernel
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A row of a batch: `new` tokens from position `start` on; `table` has a page for every position up to the last."""
+
+    table: Sequence[int]
+    start: int
+    new: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.new
+
+
+@dataclass(frozen=True)
+class PageIndex:
+    """Where the tokens and rows of a batch lie, for the kernel.
+
+    Attributes:
+        slots_N: int64, where each token's keys and values go: page x positions of a page + position in the page.
+        bounds: int32 `[rows + 1]`, where each row's tokens begin.
+        lengths: int32 `[rows]`, positions that each row has with its new tokens.
+        table: int32 `[rows, width]`, the pages of each row.
+        most_new, longest: tokens and positions that no row has more of.
+    """
+
+    slots_N: torch.Tensor
+    bounds: torch.Tensor
+    lengths: torch.Tensor
+    table: torch.Tensor
+    most_new: int
+    longest: int
+
+
+def page_index(members: Sequence[Member], page: int, device: torch.device) -> PageIndex:
+    """The index of a batch of rows that all bring tokens, which come one row after the other."""
+    width = max(len(member.table) for member in members)
+    table = [[*member.table, *[0] * (width - len(member.table))] for member in members]
+    bounds = list(itertools.accumulate((member.new for member in members), initial=0))
+
+    def integers(values: Any) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    return PageIndex(
+        torch.tensor([slot for member in members for slot in slots(member, page)], device=device),
+        integers(bounds),
+        integers([member.end for member in members]),
+        integers(table),
+        max(member.new for member in members),
+        max(member.end for member in members),
+    )
+
+
+def slots(member: Member, page: int) -> list[int]:
+    """Where a row's new tokens go."""
+    return [member.table[position // page] * page + position % page for position in range(member.start, member.end)]
+
+
+class PageBatch(PackedBatch):
+    """A batch of tokens whose rows lie in pages.
+
+    Args:
+        index: the tokens of the batch.
+    """
+
+    def __init__(self, paging: Paging, index: PageIndex) -> None:
+        super().__init__(index.longest)
+        self._paging = paging
+        self._index = index
+        self._layer: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._windows: dict[int, Window] = {}
+
+    def write(self, layer: int, keys_NH1D: torch.Tensor, values_NH1D: torch.Tensor) -> None:
+        self._layer = self._paging.pool.layer(layer, keys_NH1D, values_NH1D)
+        for stored, new in zip(self._layer, (keys_NH1D, values_NH1D), strict=True):
+            stored.flatten(0, 1).index_copy_(0, self._index.slots_N, new.squeeze(2))
+
+    def attention(
+        self,
+        query_NH1D: torch.Tensor,
+        expand: Expand | None,
+        width: int,
+        mask: PackedMask,
+        scale: float | None,
+        extra: Extra,
+    ) -> torch.Tensor:
+        assert self._layer is not None
+        keys, values = self._layer
+        if expand is not None or not extra.plain:
+            raise NotPackable("attention over pages has neither latents in the cache, nor soft caps, nor sinks")
+        index = self._index
+        output: torch.Tensor = self._paging.kernel(
+            query_NH1D.squeeze(2),
+            keys,
+            values,
+            index.bounds,
+            None,
+            index.most_new,
+            index.longest,
+            scale=scale,
+            window_size=self._window(mask),
+            enable_gqa=query_NH1D.shape[1] != keys.shape[2],
+            seqused_k=index.lengths,
+            block_table=index.table,
+            num_splits=1,
+        )
+        return output.unsqueeze(1)
+
+    def _window(self, mask: PackedMask) -> Window:
+        if id(mask) not in self._windows:
+            self._windows[id(mask)] = window_of(mask.function)
+        return self._windows[id(mask)]
+
+
+def window_of(function: MaskFunction) -> Window:
+    """What a family's mask function lets a token see, as the kernel is told. Raises `NotPackable` for other rules.
+
+    transformers makes a function for each forward, so it is recognised by what it is made of.
+    """
+    if function is causal_mask_function:
+        return CAUSAL
+    made_of = _closure(function, like=sliding_window_causal_mask_function(1)).get("mask_functions", ())
+    if len(made_of) == 2 and made_of[1] is causal_mask_function:
+        size = _closure(made_of[0], like=sliding_window_overlay(1)).get("sliding_window")
+        if isinstance(size, int) and size > 0 and _is_window(size):
+            return size - 1, 0
+    raise NotPackable("attention over pages knows causal masks and sliding windows, and this is another rule")
+
+
+def _closure(function: Any, like: Any) -> dict[str, Any]:
+    """What a function was made with, by name, if it was made by the same code as `like`."""
+    code = getattr(function, "__code__", None)
+    if code is None or code is not like.__code__:
+        return {}
+    return dict(zip(code.co_freevars, (cell.cell_contents for cell in function.__closure__ or ()), strict=True))
+
+
+@cache
+def _is_window(size: int) -> bool:
+    """Whether transformers' window of that size is a token and `size - 1` before it, for tokens around its border."""
+    function = sliding_window_causal_mask_function(size)
+    queries = torch.tensor([0, 1, size - 1, size, size + 1, 3 * size]).unsqueeze(1)
+    distances = torch.tensor([-1, 0, 1, size - 2, size - 1, size, size + 1])
+    seen: torch.Tensor = function(0, 0, queries, queries - distances)  # type: ignore[arg-type, assignment]
+    return torch.equal(seen, (distances >= 0).expand_as(seen) & (distances < size))

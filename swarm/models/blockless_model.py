@@ -1,0 +1,111 @@
+"""The client's part of a model: embeddings, final norm and head, around one layer that stands for all blocks.
+
+The result is the family's own model for the task, so embedding scale, learned positions, norms, soft-capping,
+`generate` and the pooling of a classification are the family's own code.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers.masking_utils import AttentionMaskInterface
+
+from swarm.data_structures import Span
+from swarm.errors import UnsupportedModel
+from swarm.models.checkpoints.checkpoint import Checkpoint
+from swarm.models.checkpoints.partial_model import load_cut
+from swarm.models.cutting import families, surgery
+
+NO_MASK = "remote"
+"""Name of the attention implementation that a client's config carries: its masks are empty, nobody reads them."""
+
+
+Task = Literal["CAUSAL_LM", "SEQ_CLS"]
+"""What the model is for: to go on with a text, or to classify it. The names are PEFT's."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Attributes:
+    model: the family's model, frozen.
+    owner: the module in it that calls the blocks.
+    path: where the blocks are in the whole model, such as "model.layers".
+    head: name of the module that classifies, such as "score"; None for a language model.
+    """
+
+    model: Any
+    owner: nn.Module
+    path: str
+    head: str | None
+
+
+def load_heads(
+    checkpoint: Checkpoint,
+    layer: nn.Module,
+    mixin: type,
+    *,
+    dtype: torch.dtype,
+    task: Task = "CAUSAL_LM",
+    num_labels: int | None = None,
+) -> Heads:
+    """The family's model for the task with `layer` in place of its blocks.
+
+    Args:
+        layer: called as a decoder layer; takes over the plain attributes of the family's first layer.
+        mixin: class that the model's class inherits from first.
+        num_labels: classes; None for what the config says. A head that the checkpoint does not have is new.
+
+    Raises:
+        UnsupportedModel: the family has no model for the task.
+        CheckpointError: the checkpoint does not fill it.
+    """
+    config = copy.deepcopy(checkpoint.config)
+    if num_labels is not None:
+        config.num_labels = num_labels
+    blocks = checkpoint.blocks
+    tensors = dict(checkpoint.read(checkpoint.is_head))
+    family_class = (families.causal_lm_class if task == "CAUSAL_LM" else families.classification_class)(config)
+    model_class = type(family_class.__name__, (mixin, family_class), {"__module__": family_class.__module__})
+
+    found: list[tuple[str, nn.Module, str | None]] = []
+
+    def cut(model: Any) -> None:
+        path, owner, name = surgery.find_layers(model, blocks)
+        found.append((path, owner, _head_name(model) if task == "SEQ_CLS" else None))
+        first = getattr(owner, name)[0]
+        for key, value in vars(first).items():
+            if isinstance(value, (bool, int, str)) and key != "training" and not hasattr(layer, key):
+                setattr(layer, key, value)  # such as attention_type, which some families read off the layer
+        setattr(owner, name, nn.ModuleList([layer]))
+
+    def may_be_new(name: str) -> bool:
+        return found[-1][2] is not None and name.startswith(f"{found[-1][2]}.")
+
+    model = load_cut(model_class, config, cut, tensors, dtype, may_be_new)
+    AttentionMaskInterface.register(NO_MASK, _empty_mask)
+    # A model around another one may have given that one a copy of its config.
+    for one in {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}.values():
+        surgery.slice_config(one, Span(0, 1), blocks)
+        one.use_cache = False  # a plain forward keeps nothing; generate() asks for a cache by itself
+        one._attn_implementation_internal = NO_MASK
+    settings = checkpoint.generation_config() if task == "CAUSAL_LM" else None
+    if settings is not None:
+        model.generation_config = settings
+    path, owner, head = found[-1]
+    return Heads(model, owner, path, head)
+
+
+def _head_name(model: Any) -> str:
+    """The module beside the base model that has weights."""
+    for name, child in model.named_children():
+        if name != model.base_model_prefix and next(child.parameters(), None) is not None:
+            return str(name)
+    raise UnsupportedModel(f"{type(model).__name__} has no head beside its {model.base_model_prefix}")
+
+
+def _empty_mask(*args: Any, device: torch.device | str | None = None, **kwargs: Any) -> torch.Tensor:
+    return torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)

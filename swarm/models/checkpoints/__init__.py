@@ -1,0 +1,1 @@
+"""Checkpoints on disk or on the hub: reading just the tensors and files that are needed."""

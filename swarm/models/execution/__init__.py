@@ -1,0 +1,1 @@
+"""Running a span: its sessions' caches, packed forwards, recorded and traced steps, gradients."""

@@ -1,0 +1,197 @@
+"""One session's attention cache, and the computation of its steps, many sessions' at once.
+
+A step is begun, computed (whole, or in portions between other sessions' steps), and committed. Only then do the
+session's rows change: a step that fails can be sent again.
+
+There are three ways to lay out the rows and to compute. `packed_rows` and `page_rows` put tokens of all sessions into
+one forward and need a family whose attention can be exchanged; the latter keeps all sessions' rows in pages, which is
+for GPUs. `rectangle_rows` is the slow, readable one that works for every family. All give the same results.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+
+from swarm.data_structures import StepLayout
+from swarm.errors import WrongPosition
+from swarm.models.adapters.layer_hooks import NOTHING, Parts
+from swarm.models.execution import (
+    contiguous_sequences as packed_rows,
+)
+from swarm.models.execution import (
+    padded_sequences as rectangle_rows,
+)
+from swarm.models.execution import (
+    paged_sequences as page_rows,
+)
+from swarm.models.execution.span_model import SpanModel
+from swarm.models.execution.step_part import WorkPart
+
+
+class Draft(Protocol):
+    """The rows of a session as a step leaves them, while it is being computed."""
+
+    def commit(self) -> None:
+        """Make them the session's rows."""
+
+
+class Rows(Protocol):
+    """A session's rows."""
+
+    @property
+    def lengths(self) -> tuple[int, ...]: ...
+
+    def begin(self, layout: StepLayout) -> Draft:
+        """Arrange the rows as the layout says (copied, set back) without changing what the session could go on from."""
+
+
+@dataclass
+class Work:
+    """A step that is being computed. Made by `SessionCache.begin`.
+
+    Attributes:
+        model: the blocks that compute it; only works of the same blocks can be computed together.
+        inputs: `[tokens, hidden]`, packed.
+        adapter: what the client adds to the blocks.
+        done: how many of the packed tokens are computed.
+    """
+
+    model: SpanModel
+    layout: StepLayout
+    inputs: torch.Tensor
+    draft: Draft
+    adapter: Parts = field(default_factory=dict)
+    done: int = 0
+    _outputs: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def output(self) -> torch.Tensor:
+        """What is computed so far, `[done, hidden]`."""
+        if len(self._outputs) != 1:
+            self._outputs = [torch.cat(self._outputs) if self._outputs else self.inputs[:0]]
+        return self._outputs[0]
+
+    @property
+    def left(self) -> int:
+        """Tokens still to be computed."""
+        return self.layout.tokens - self.done
+
+    def add(self, output: torch.Tensor) -> None:
+        """The next tokens are computed."""
+        self._outputs.append(output)
+        self.done += len(output)
+
+    def commit(self) -> None:
+        """Append what was computed to the session's rows."""
+        self.draft.commit()
+
+    def next_part(self, tokens: int) -> StepLayout:
+        """The layout of the next `tokens` packed tokens: other rows of the step bring none."""
+        if not self.done and tokens == len(self.inputs):
+            return replace(self.layout, sources=None) if self.layout.sources is not None else self.layout
+        starts, counts = [], []
+        bounds = itertools.accumulate(self.layout.counts, initial=0)
+        for (first, last), start in zip(itertools.pairwise(bounds), self.layout.starts, strict=True):
+            begin, end = max(first, self.done), min(last, self.done + tokens)
+            starts.append(start + min(max(0, begin - first), last - first))
+            counts.append(max(0, end - begin))
+        return StepLayout(tuple(starts), tuple(counts), None, self.layout.offsets)
+
+
+class SessionCache:
+    """The cached past of a session's rows.
+
+    Attributes:
+        model: the blocks.
+        adapter: what the session's client adds to them, which has been checked (`AdaptedLayers.check`).
+    """
+
+    def __init__(self, model: SpanModel, adapter: Parts = NOTHING) -> None:
+        self.model = model
+        self.adapter = adapter
+        self._rows = _empty_rows(model)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Cached positions of each row."""
+        return self._rows.lengths
+
+    def clear(self) -> None:
+        """Forget everything, whoever still has the session. For any thread: a step in progress goes on, for nothing."""
+        self._rows = _empty_rows(self.model)
+        self.adapter = NOTHING
+
+    def check(self, layout: StepLayout) -> None:
+        """Raise `WrongPosition` if the layout does not continue what is cached."""
+        lengths = self.lengths
+        known = len(lengths)
+        if layout.sources is not None:
+            bad = [source for source in layout.sources if source >= known]
+            if bad:
+                raise WrongPosition(f"a row is to be copied from row {bad[0]}, but the session has {known} rows")
+        for row, start in enumerate(layout.starts):
+            source = layout.sources[row] if layout.sources is not None else row
+            length = lengths[source] if source < known else 0
+            if start > length:
+                raise WrongPosition(f"row {row} continues at position {start}, but only {length} positions are cached")
+
+    def begin(self, packed_TH: torch.Tensor, layout: StepLayout) -> Work:
+        """Prepare a step: `packed_TH` is `[layout.tokens, hidden]`, the rows' new tokens one row after the other.
+
+        Raises `WrongPosition`. A step that is never committed leaves the rows as they were, except that rows which it
+        set back stay so.
+        """
+        self.check(layout)
+        return Work(self.model, layout, packed_TH, self._rows.begin(layout), self.adapter)
+
+    def step(self, packed_TH: torch.Tensor, layout: StepLayout) -> torch.Tensor:
+        """Compute a whole step and append it to the cache; the outputs, packed alike."""
+        work = self.begin(packed_TH, layout)
+        advance([(work, work.left)])
+        work.commit()
+        return work.output
+
+
+def _empty_rows(model: SpanModel) -> Rows:
+    if not model.packed:
+        return rectangle_rows.RectangleRows(model)
+    return page_rows.PageRows(model.paging.pool) if model.paging is not None else packed_rows.PackedRows()
+
+
+def advance(portions: Sequence[tuple[Work, int]]) -> None:
+    """Compute the next tokens of some works, all of the same model, in one forward if its family allows.
+
+    Args:
+        portions: works, none of them twice, and how many packed tokens of each to compute, at most what is left.
+    """
+    portions = [(work, tokens) for work, tokens in portions if tokens]
+    if not portions:
+        return
+    model = portions[0][0].model
+    if model.packed:
+        _advance(portions, page_rows.compute if model.paging is not None else packed_rows.compute)
+    else:
+        for portion in portions:
+            _advance([portion], rectangle_rows.compute)
+
+
+def _advance(portions: Sequence[tuple[Work, int]], compute: Callable[..., list[torch.Tensor]]) -> None:
+    parts = [
+        WorkPart(work.draft, work.next_part(tokens), work.inputs[work.done : work.done + tokens], work.adapter)
+        for work, tokens in portions
+    ]
+    outputs = compute(portions[0][0].model, parts)
+    for (work, _), output in zip(portions, outputs, strict=True):
+        work.add(output)
+
+
+def forward_packed(
+    model: SpanModel, packed_TH: torch.Tensor, layout: StepLayout, adapter: Parts = NOTHING
+) -> torch.Tensor:
+    """Run whole sequences. Same packing as `SessionCache.step`, nothing is kept."""
+    return SessionCache(model, adapter).step(packed_TH, layout)

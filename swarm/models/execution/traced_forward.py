@@ -1,0 +1,284 @@
+"""A span's forward over single tokens without the family's modules: a flat list of torch calls, or compiled code.
+
+Most of a decode step of small blocks is Python: modules that call modules, hooks, attributes, arguments passed on
+(about 0.3 ms a layer). `torch.export` runs the family's own code once and writes down the operations that it comes to.
+`flat` calls these one after the other; `compiled` lets AOTInductor make machine code of them, which takes half a minute
+and a C++ compiler, once: the result is kept on disk.
+
+Attention (whose work differs with every batch) and products of weights in a layout of their own stay calls of ours.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import os
+import statistics
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import fx, nn
+from torch.nn import functional
+
+from swarm.models.attention.packed_attention import Extra, PackedBatch, PackedMask, current_batch, running
+from swarm.models.weights.frozen_linear import FrozenLinear
+
+Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Hidden states `[tokens, 1, hidden]` and positions `[tokens, 1]` to outputs like the former."""
+
+_library = torch.library.Library("swarm", "DEF")
+_library.define("attend(Tensor query, Tensor keys, Tensor values, Tensor? sinks, int width, int site) -> Tensor")
+_library.define("multiply(Tensor inputs, int width, int site) -> Tensor")
+_library.impl(
+    "attend",
+    lambda query, keys, values, sinks, width, site: query.new_empty(query.shape[0], 1, query.shape[1], width),
+    "Meta",
+)
+_library.impl("multiply", lambda inputs, width, site: inputs.new_empty(*inputs.shape[:-1], width), "Meta")
+
+_ATEN = torch.ops.aten
+_DIRECT: dict[Any, Callable[..., Any]] = {
+    _ATEN.add.Tensor: torch.add,
+    _ATEN.mul.Tensor: torch.mul,
+    _ATEN.neg.default: torch.neg,
+    _ATEN.pow.Tensor_Scalar: torch.pow,
+    _ATEN.rsqrt.default: torch.rsqrt,
+    _ATEN.cat.default: torch.cat,
+    _ATEN.linear.default: functional.linear,
+    _ATEN.silu.default: functional.silu,
+    _ATEN.view.default: torch.Tensor.view,
+    _ATEN.reshape.default: torch.reshape,
+    _ATEN.transpose.int: torch.transpose,
+    _ATEN.unsqueeze.default: torch.unsqueeze,
+}
+"""The same functions by a shorter way: a call of an overload by name costs a microsecond more."""
+
+
+@dataclass(frozen=True)
+class _Site:
+    """One layer's cache and attention, as the family's code called them."""
+
+    module: Any
+    layer: int
+    mask: PackedMask
+    scale: float | None
+    softcap: float | None
+
+    def __call__(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None, width: int
+    ) -> torch.Tensor:
+        batch = current_batch()
+        keys, _ = batch.update(keys, values, self.layer)
+        return batch.attend(self.module, query, keys, width, self.mask, self.scale, Extra(self.softcap, sinks))
+
+
+class _Recorder(PackedBatch):
+    """Stands for a batch while the forward is written down: remembers what each attention was called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sites: list[_Site] = []
+        self._layer = 0
+        self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._layer, self._kept = layer_idx, (key_states, value_states)
+        return key_states, value_states
+
+    def attend(
+        self,
+        module: Any,
+        query_NH1D: torch.Tensor,
+        keys: torch.Tensor | None,
+        width: int,
+        mask: PackedMask,
+        scale: float | None,
+        extra: Extra,
+    ) -> torch.Tensor:
+        assert self._kept is not None
+        self.sites.append(_Site(module, self._layer, mask, scale, extra.softcap))
+        site = len(self.sites) - 1
+        return cast(torch.Tensor, torch.ops.swarm.attend(query_NH1D, *self._kept, extra.sinks, width, site))
+
+
+_running = threading.local()
+"""The capture whose compiled code this thread is in: how its calls find their way back."""
+
+
+def _attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None, width: int, site: int
+) -> torch.Tensor:
+    return cast(torch.Tensor, _running.capture.sites[site](query, keys, values, sinks, width))
+
+
+def _multiply(inputs: torch.Tensor, width: int, site: int) -> torch.Tensor:
+    return cast(torch.Tensor, _running.capture.products[site].product(inputs))
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("attend", _attend, _device)
+    _library.impl("multiply", _multiply, _device)
+
+
+class Capture:
+    """A forward `run(batch, hidden, positions)` of `model`, written down.
+
+    Args:
+        example: hidden states `[tokens, 1, hidden]` of at least two tokens.
+
+    Raises whatever torch makes of a forward that cannot be written down.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        run: Callable[[PackedBatch, torch.Tensor, torch.Tensor], torch.Tensor],
+        example: torch.Tensor,
+    ) -> None:
+        recorder = _Recorder()
+
+        class Forward(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.model = model
+
+            def forward(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+                with running(recorder):
+                    return run(recorder, hidden, positions)
+
+        tokens = torch.export.Dim("tokens", min=2, max=1 << 20)
+        positions = torch.arange(len(example), device=example.device).unsqueeze(1)
+        with torch.no_grad(), _quiet(), _opaque_products(model) as products:
+            self._program = torch.export.export(
+                Forward(), (example, positions), dynamic_shapes=({0: tokens}, {0: tokens}), strict=False
+            )
+        self.sites, self.products = recorder.sites, products
+
+    def flat(self) -> Function:
+        """The operations one after the other: weights are bound, checks and empty conversions left out."""
+        module = self._program.module(check_guards=False)
+        graph = module.graph
+        graph.set_codegen(fx.graph.CodeGen())
+        first = next(node for node in graph.nodes if node.op == "placeholder")
+        bound: list[Any] = []
+        for node in list(graph.nodes):
+            if node.op == "get_attr":
+                with graph.inserting_before(first):
+                    held = graph.placeholder(f"held_{len(bound)}")
+                bound.append(operator.attrgetter(str(node.target))(module))
+                held.meta["val"] = bound[-1]
+                node.replace_all_uses_with(held)
+                graph.erase_node(node)
+            elif node.op == "call_module" or node.target is _ATEN._assert_tensor_metadata.default:
+                graph.erase_node(node)  # guards and checks of the example
+            elif node.target is _ATEN.to.dtype and node.args[0].meta["val"].dtype is node.args[1]:
+                node.replace_all_uses_with(node.args[0])
+                graph.erase_node(node)
+            elif node.target is torch.ops.swarm.attend.default:
+                *arguments, site = node.args
+                node.target, node.args = self.sites[site].__call__, tuple(arguments)
+            elif node.target is torch.ops.swarm.multiply.default:
+                inputs, _, site = node.args
+                node.target, node.args = self.products[site].product, (inputs,)
+            elif node.target in _DIRECT:
+                node.target = _DIRECT[node.target]
+        graph.eliminate_dead_code()
+        module.recompile()
+        forward: Callable[..., Any] = type(module).forward
+
+        def function(hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            return _only(forward(None, *bound, hidden, positions))
+
+        return function
+
+    def compiled(self, folder: Path) -> Function:
+        """Machine code, taken from `folder` or compiled and put there. It shares the model's weights."""
+        path = folder / f"{self._fingerprint()}.pt2"
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with _quiet(), tempfile.TemporaryDirectory(dir=folder) as beside:
+                made = torch._inductor.aoti_compile_and_package(
+                    self._program,
+                    package_path=os.path.join(beside, path.name),
+                    inductor_configs={"aot_inductor.package_constants_in_so": False},
+                )
+                os.replace(made, path)
+        package: Any = torch._inductor.aoti_load_package(str(path))
+        weights = {**self._program.state_dict, **self._program.constants}
+        constants = {name: weights[name] for name in package.get_constant_fqns()}
+        package.load_constants(constants, check_full_update=True, user_managed=True)
+
+        def function(hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            _running.capture = self
+            return _only(package(hidden, positions))
+
+        return function
+
+    def _fingerprint(self) -> str:
+        """What the compiled code depends on: operations, shapes, versions, this kind of processor."""
+        shapes = [(name, tuple(value.shape), str(value.dtype)) for name, value in self._program.state_dict.items()]
+        parts = (str(self._program.graph), shapes, torch.__version__, torch.backends.cpu.get_cpu_capability())
+        return hashlib.sha256(repr((parts, _processor_flags())).encode()).hexdigest()[:32]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch warns of its own deprecated calls."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _only(result: Any) -> torch.Tensor:
+    return cast(torch.Tensor, result[0] if isinstance(result, (tuple, list)) else result)
+
+
+def _processor_flags() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # no Linux
+        return ""
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+@contextmanager
+def _opaque_products(model: nn.Module) -> Iterator[list[FrozenLinear]]:
+    """While the forward is written down, products of frozen weights are calls that nobody looks into."""
+    products = [module for module in model.modules() if isinstance(module, FrozenLinear)]
+
+    def replaced(module: FrozenLinear, site: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda inputs: cast(torch.Tensor, torch.ops.swarm.multiply(inputs, module.out_features, site))
+
+    for site, module in enumerate(products):
+        module.forward = replaced(module, site)  # type: ignore[method-assign, assignment]
+    try:
+        yield products
+    finally:
+        for module in products:
+            del module.forward
+
+
+def faster(
+    function: Callable[[], object],
+    other: Callable[[], object],
+    rounds: int = 15,
+    clock: Callable[[], float] = time.thread_time,
+) -> bool:
+    """Whether `function` takes less of this thread's time, or of another clock's, than `other`: medians of turns."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(rounds):
+        for one, mine in zip((function, other), times, strict=True):
+            began = clock()
+            one()
+            mine.append(clock() - began)
+    return statistics.median(times[0]) < statistics.median(times[1])

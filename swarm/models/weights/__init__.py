@@ -1,0 +1,1 @@
+"""Linear layers whose weights never change: arranged for the processor, or quantized."""

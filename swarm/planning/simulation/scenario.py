@@ -1,0 +1,187 @@
+"""The YAML file that describes a simulation: read and checked. The scenarios of the package stand in `scenarios/`.
+
+All times are seconds, throughputs blocks/s or tokens/s as in `swarm.data_structures`.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from swarm.common import yaml_file
+from swarm.errors import ScenarioError
+from swarm.server.placement.move_policy import Policy
+
+_SHIPPED = resources.files("swarm.planning.simulation") / "scenarios"
+MAX_SERVERS = 20_000
+MAX_CHECKS = 20_000_000
+"""Checks for moves that one simulation may take: each costs microseconds."""
+
+Positive = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e7)]
+Interval = Annotated[float, msgspec.Meta(ge=0.1, le=1e6)]
+Part = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_SERVERS)]
+Blocks = Annotated[int, msgspec.Meta(ge=1, le=2048)]
+Text = Annotated[str, msgspec.Meta(max_length=400)]
+
+
+class Machines(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the servers are. Drawn for each server on its own.
+
+    Attributes:
+        throughput: blocks/s of the median server.
+        spread: standard deviation of the logarithm of the throughput; 0 for equal machines.
+        blocks: fewest and most blocks that a server holds; all numbers between are as likely.
+        pinned: part of the servers that never move, as if started with `--blocks`.
+        disk: bytes/s that weights are loaded with, by the median server; varies by half the spread.
+    """
+
+    throughput: Positive = 100.0
+    spread: Annotated[float, msgspec.Meta(ge=0, le=3)] = 0.5
+    blocks: tuple[Blocks, Blocks] = (4, 12)
+    pinned: Part = 0.0
+    disk: Annotated[float, msgspec.Meta(gt=0, le=1e12)] = 1e9
+
+
+class Join(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="join"):
+    """`servers` join, spread at random over `over` seconds from `at` on."""
+
+    servers: Count
+    at: Seconds = 0.0
+    over: Seconds = 0.0
+
+
+class Leave(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="leave"):
+    """All servers that hold one of the `blocks` [first, end) leave at once; `silently` as by a power cut."""
+
+    at: Seconds
+    blocks: tuple[int, Blocks]
+    silently: bool = False
+
+
+class Churn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="churn"):
+    """From `at` to `until` servers leave, this part of them an hour, and for each that left another one joins.
+
+    `silently` is the part of those that leave without a word.
+    """
+
+    at: Seconds
+    until: Seconds
+    hourly: Part
+    silently: Part = 0.0
+
+
+class Lie(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="lie"):
+    """Servers join that announce `announced` blocks/s, compute what others do, and never move."""
+
+    at: Seconds
+    announced: Positive = 1e9
+    servers: Count = 1
+
+
+Event = Join | Leave | Churn | Lie
+
+
+class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What may be changed of `swarm.server.placement.move_policy.Policy`."""
+
+    min_gain: Part = Policy.min_gain
+    cool_down: Seconds = Policy.cool_down
+    load_seconds: Seconds = Policy.load_seconds
+    horizon: Seconds = Policy.horizon
+    max_moves: Annotated[int, msgspec.Meta(ge=0, le=1000)] = Policy.max_moves
+
+
+class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The whole file.
+
+    Attributes:
+        blocks: of the model.
+        duration: simulated time.
+        steady_from: from when on the swarm is taken to be in a steady state, for the figures.
+        block_bytes: weights of one block; with the disk's speed they say how long a server loads.
+        update_period: between two announcements, and between two checks, of a server.
+        record_periods: an announcement that is not renewed is seen for this many update periods.
+        visible_every: a change is seen by the others at the next multiple of this.
+        sample_every: between two rows of the figures.
+        route_every: between two routes that clients plan; 0 for no clients.
+    """
+
+    description: Text
+    blocks: Blocks
+    duration: Annotated[float, msgspec.Meta(ge=1, le=30 * 86400)]
+    events: Annotated[tuple[Event, ...], msgspec.Meta(max_length=1000)]
+    machines: Machines = Machines()
+    rules: Rules = Rules()
+    steady_from: Seconds = 0.0
+    block_bytes: Annotated[float, msgspec.Meta(gt=0, le=1e12)] = 8e8
+    update_period: Interval = 30.0
+    record_periods: Annotated[float, msgspec.Meta(ge=1, le=100)] = 2.5
+    visible_every: Interval = 1.0
+    sample_every: Interval = 10.0
+    route_every: Seconds = 60.0
+    seed: int = 0
+
+    @property
+    def policy(self) -> Policy:
+        """What the servers decide by."""
+        return Policy(**msgspec.structs.asdict(self.rules), check_period=self.update_period)
+
+
+def shipped() -> dict[str, Scenario]:
+    """The package's own scenarios by name."""
+    return {name: parse((_SHIPPED / f"{name}.yaml").read_bytes()) for name in _shipped_names()}
+
+
+def _shipped_names() -> list[str]:
+    return sorted(file.name.removesuffix(".yaml") for file in _SHIPPED.iterdir() if file.name.endswith(".yaml"))
+
+
+def find(name: str) -> Scenario:
+    """The scenario of a file, or the shipped one of that name. Raises `ScenarioError`."""
+    path = Path(name)
+    if path.suffix not in (".yaml", ".yml"):
+        if name not in _shipped_names():
+            raise ScenarioError(f"{name}: no such scenario; give a .yaml file, or one of {', '.join(_shipped_names())}")
+        return parse((_SHIPPED / f"{name}.yaml").read_bytes())
+    return yaml_file.read(path, parse, "scenario", ScenarioError)
+
+
+def parse(data: bytes) -> Scenario:
+    """Check the content of a file. Raises `ScenarioError` that names the field."""
+    scenario = yaml_file.convert(data, Scenario, ScenarioError, strict=False)  # to YAML 1e9 is a string
+    _check(scenario)
+    return scenario
+
+
+def _check(scenario: Scenario) -> None:
+    fewest, most = scenario.machines.blocks
+    if not fewest <= most <= scenario.blocks:
+        raise ScenarioError(
+            f"machines.blocks: [{fewest}, {most}] is no range up to the model's {scenario.blocks} blocks"
+        )
+    if scenario.steady_from >= scenario.duration:
+        raise ScenarioError(f"steady_from: {scenario.steady_from:.0f} is not before the end at {scenario.duration:.0f}")
+    for index, event in enumerate(scenario.events):
+        if event.at > scenario.duration:
+            raise ScenarioError(f"events[{index}].at: {event.at:.0f} is after the end at {scenario.duration:.0f}")
+        if isinstance(event, Leave) and not 0 <= event.blocks[0] < event.blocks[1] <= scenario.blocks:
+            raise ScenarioError(f"events[{index}].blocks: {list(event.blocks)} is no range of {scenario.blocks} blocks")
+    _check_size(scenario)
+
+
+def _check_size(scenario: Scenario) -> None:
+    servers = sum(event.servers for event in scenario.events if isinstance(event, Join | Lie))
+    if servers > MAX_SERVERS:
+        raise ScenarioError(f"events: {servers} servers join; at most {MAX_SERVERS} can be simulated")
+    churned = sum(e.hourly * max(0.0, e.until - e.at) / 3600 for e in scenario.events if isinstance(e, Churn))
+    if servers * churned > 10 * MAX_SERVERS:
+        raise ScenarioError("events: more servers come and go by churn than can be simulated; shorten it")
+    if servers * scenario.duration / scenario.update_period > MAX_CHECKS:
+        raise ScenarioError("duration: too many servers for so long a time; shorten it or lengthen update_period")
+    if scenario.duration / min(scenario.sample_every, scenario.route_every or scenario.duration) > 100_000:
+        raise ScenarioError("sample_every, route_every: more than 100000 samples; lengthen them")

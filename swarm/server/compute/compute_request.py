@@ -1,0 +1,146 @@
+"""What the engine computes, and how it is made of what travelled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from swarm.data_structures import Span, StepLayout, WireFormat
+from swarm.models.adapters.layer_hooks import Parts
+from swarm.models.execution.gradients import Gradients
+from swarm.models.execution.session_cache import SessionCache
+from swarm.models.execution.span_model import SpanModel
+from swarm.protocol.adapters import pack_gradients
+from swarm.protocol.compression import pack, payload_length, unpack
+from swarm.server.compute.scheduler import SHORT
+
+Bytes = bytes | memoryview
+
+
+@dataclass(frozen=True)
+class Request:
+    """A step, or a forward of which nothing is kept.
+
+    Attributes:
+        peer: who asked.
+        session: what its share is counted by.
+        cache: the session's past, or an empty one that nobody keeps.
+        layout: which rows bring tokens.
+        decode: makes the packed inputs `[tokens, hidden]` from what travelled.
+        encode: makes what travels from the outputs.
+        training: nobody waits for the next token.
+    """
+
+    peer: str
+    session: Hashable
+    cache: SessionCache
+    layout: StepLayout
+    decode: Callable[[], torch.Tensor]
+    encode: Callable[[torch.Tensor], Bytes]
+    training: bool = False
+
+    @property
+    def span(self) -> Span:
+        return self.cache.model.span
+
+    @property
+    def kind(self) -> str:
+        """One of `swarm.metrics.server.KINDS`. A few tokens are a prompt where a row begins with them."""
+        if self.training:
+            return "forward"
+        short = max(self.layout.counts) <= SHORT
+        return "decode" if short and min(self.layout.starts) > 0 else "prefill"
+
+
+@dataclass(frozen=True)
+class Backward:
+    """Gradients of a forward, computed whole. Fields as of a `Request`, and:
+
+    Attributes:
+        decode: makes inputs and gradients of the outputs, each `[tokens, hidden]`.
+    """
+
+    peer: str
+    session: Hashable
+    model: SpanModel
+    adapter: Parts
+    layout: StepLayout
+    decode: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+    encode: Callable[[Gradients], Bytes]
+    training: bool = True
+    kind: ClassVar[str] = "backward"
+
+    @property
+    def span(self) -> Span:
+        return self.model.span
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Attributes:
+    payload: the encoded outputs.
+    milliseconds: spent in the blocks, together with the other requests of the same iterations.
+    """
+
+    payload: Bytes
+    milliseconds: float
+
+
+def request(
+    peer: str,
+    session_id: bytes | None,
+    cache: SessionCache,
+    layout: StepLayout,
+    payload: Bytes,
+    wire: WireFormat,
+    dtype: str,
+    wanted: WireFormat | None,
+) -> Request:
+    """A request for the outputs in the format `wanted`, or for none.
+
+    Without a session it is a forward, of which nothing is kept: training, or work that nobody waits for token by token.
+    """
+    model = cache.model
+
+    def decode() -> torch.Tensor:
+        return unpack(payload, layout.tokens, model.hidden_size, wire, dtype, model.device)
+
+    def encode(output: torch.Tensor) -> Bytes:
+        return pack(output, wanted) if wanted is not None else b""
+
+    return Request(peer, (peer, session_id), cache, layout, decode, encode, training=session_id is None)
+
+
+def backward(
+    peer: str,
+    model: SpanModel,
+    adapter: Parts,
+    layout: StepLayout,
+    payload: Bytes,
+    wire: WireFormat,
+    gradient_wire: WireFormat,
+    dtype: str,
+) -> Backward:
+    """A request for gradients: those of the inputs in the format `gradient_wire`, then those of the adapter's tensors.
+
+    Args:
+        payload: inputs, then gradients of the outputs.
+    """
+    length = payload_length(layout.tokens * model.hidden_size, wire, dtype)
+
+    def decode() -> tuple[torch.Tensor, torch.Tensor]:
+        whole = memoryview(payload)
+        shape = layout.tokens, model.hidden_size
+        return (
+            unpack(whole[:length], *shape, wire, dtype, model.device),
+            unpack(whole[length:], *shape, gradient_wire, dtype, model.device),
+        )
+
+    def encode(gradients: Gradients) -> Bytes:
+        parts = [tensor for block in sorted(gradients.parts) for tensor in gradients.parts[block]]
+        return b"".join((pack(gradients.inputs, gradient_wire), pack_gradients(parts)))
+
+    return Backward(peer, (peer, None), model, adapter, layout, decode, encode)

@@ -1,0 +1,67 @@
+"""A request in the engine, from its coming to its answer."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from swarm.models.execution.session_cache import Work
+from swarm.server.compute.compute_request import Backward, Outcome, Request
+from swarm.server.compute.scheduler import SHORT, Waiting
+
+BACKWARD_COST = 3
+"""What a token costs in a backward: a forward that is computed again, and about two of them back."""
+
+
+@dataclass(eq=False)
+class Entry:
+    """A request that waits or is being computed.
+
+    Attributes:
+        came, served: when it came, and when it was last served or came.
+        work: once it has begun.
+        seconds: spent in the blocks so far.
+    """
+
+    number: int
+    request: Request | Backward
+    future: asyncio.Future[Outcome]
+    loop: asyncio.AbstractEventLoop
+    came: float
+    served: float
+    work: Work | None = None
+    seconds: float = 0.0
+
+    @property
+    def short(self) -> bool:
+        return not self.whole and max(self.request.layout.counts) <= SHORT
+
+    @property
+    def whole(self) -> bool:
+        return isinstance(self.request, Backward)
+
+    @property
+    def left(self) -> int:
+        """Tokens to compute, or what costs as much as so many."""
+        tokens = self.work.left if self.work is not None else self.request.layout.tokens
+        return tokens * BACKWARD_COST if self.whole else tokens
+
+    def waiting(self, now: float, trained: float) -> Waiting:
+        """As the scheduler sees it, if training was last served at `trained`."""
+        request = self.request
+        return Waiting(
+            number=self.number,
+            span=request.span,
+            peer=request.peer,
+            session=request.session,
+            tokens=self.left,
+            short=self.short,
+            whole=self.whole,
+            training=request.training,
+            idle=now - (max(self.served, trained) if request.training else self.served),
+            waited=now - self.served,
+        )
+
+    def portion(self, tokens: int) -> tuple[str, int, int]:
+        """So many of its tokens, as `swarm.metrics.server.ServerObserver` is told of them."""
+        return self.request.kind, self.request.layout.rows, tokens

@@ -1,0 +1,74 @@
+"""The loop that asks every update period whether this server should move; `move_policy` decides."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from swarm.data_structures import Mobility, ServerInfo, Span
+from swarm.server.placement.move_policy import History, Policy, decide_move
+
+logger = logging.getLogger(__name__)
+
+Move = Callable[[Span, bool], Awaitable[None]]
+
+
+class Rebalancer:
+    """Checks with a random phase, so that servers that started together do not all look at the same moment.
+
+    Args:
+        peer_id: this server's.
+        blocks: of the model.
+        view: fetches what is announced.
+        move: takes the server to other blocks; its second argument says that a gap is to be closed.
+        period: seconds between checks.
+        load_seconds: how long loading took the last time.
+    """
+
+    def __init__(
+        self,
+        peer_id: str,
+        blocks: int,
+        view: Callable[[], Awaitable[Sequence[ServerInfo]]],
+        move: Move,
+        period: float,
+        load_seconds: float,
+    ) -> None:
+        self._peer_id = peer_id
+        self._blocks = blocks
+        self._view = view
+        self._move = move
+        self._period = period
+        self._policy = Policy(load_seconds=load_seconds, check_period=period)
+        self._history = History(moved_at=time.monotonic())
+
+    @property
+    def mobility(self) -> Mobility:
+        """Whether this server would move, for its announcement."""
+        cools = self._history.cools(time.monotonic(), self._policy)
+        return Mobility.COOLING if cools else Mobility.FREE
+
+    async def run(self) -> None:
+        """Check for ever. Ends only with an error of `move`, after which there is nothing to serve."""
+        await asyncio.sleep(self._period * random.random())
+        while True:
+            try:
+                servers = await self._view()
+            except Exception as error:  # the next look may succeed
+                logger.debug("looking at the swarm failed: %r", error)
+            else:
+                await self._check(servers)
+            await asyncio.sleep(self._period)
+
+    async def _check(self, servers: Sequence[ServerInfo]) -> None:
+        decision = decide_move(servers, self._peer_id, self._blocks, time.monotonic(), self._history, self._policy)
+        self._history = decision.history
+        if decision.span is None:
+            logger.debug("Staying: %s", decision.reason)
+            return
+        extra = {"blocks": str(decision.span), "closes_gap": decision.closes_gap}
+        logger.info("Moving to blocks %s: %s", decision.span, decision.reason, extra=extra)
+        await self._move(decision.span, decision.closes_gap)

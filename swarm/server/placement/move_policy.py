@@ -1,0 +1,211 @@
+"""Whether this server should move to other blocks. Pure: from what is announced to a plan, from the plan to a decision.
+
+Every server makes the same plan from the same announcements: it lets the best mover of the whole swarm move, then the
+next best, and so on (Petals, section 3.2: nodes check periodically whether rebalancing would improve the throughput
+enough). A server moves if the plan has a move for it; nobody has to be asked, and nobody runs after a move that another
+makes.
+
+Laws of a plan:
+- Each move goes to the weakest block and leaves no block as weak as that one was, so the weakest blocks only get
+  better and repeated plans come to an end. Of such moves the one that evens out the throughputs most is taken.
+- While every block is held, no move takes away the last server of a block, not even for the time of loading: servers
+  that are still loading do not count as holders there, and neither do those whose announced rate is not plausible, so
+  a liar is not left alone with his blocks.
+- While every block is held, moves are made only if the weakest block gains `min_gain` by them and if what they gain in
+  `horizon` pays for what is lost during `load_seconds`.
+- While some block is held by nobody, the model does not run at all. Then every move is right that closes more gaps than
+  it opens, at once: taking one server out of a doubly held stretch opens none; giving up a lonely stretch of two blocks
+  for a gap of five leaves fewer gaps than before, and costs nothing while nobody is served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from swarm.data_structures import ServerInfo, Span
+from swarm.errors import format_blocks
+from swarm.server.placement.move_search import Placement, Snapshot, take_snapshot
+
+ROUNDING = 1e-6
+"""A gain by less than this part may be none: sums in another order."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """When moving is worth it. Times in seconds.
+
+    Attributes:
+        min_gain: part by which the swarm's bottleneck throughput has to grow (hysteresis).
+        cool_down: a server that has moved stays this long, unless there is a gap to close.
+        load_seconds: how long a moving server is away.
+        horizon: how long the gain is expected to last.
+        check_period: how often each server checks; who should move and did not in 1.5 periods is planned without.
+        max_moves: moves of one plan, if they gain enough; else it may have twice as many and one for each 32 servers.
+    """
+
+    min_gain: float = 0.03
+    cool_down: float = 600.0
+    load_seconds: float = 60.0
+    horizon: float = 1800.0
+    check_period: float = 30.0
+    max_moves: int = 32
+
+    @property
+    def patience(self) -> float:
+        return 1.5 * self.check_period
+
+
+@dataclass(frozen=True)
+class Move:
+    """One server's way from its blocks to others; `closes_gap` if nobody held some of those."""
+
+    peer_id: str
+    old: Span
+    new: Span
+    closes_gap: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Attributes:
+    moves: in the order of their worth; each server at most once.
+    reason: why there are these moves or none, for the log.
+    """
+
+    moves: tuple[Move, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class History:
+    """What a server remembers from one check to the next.
+
+    Attributes:
+        moved_at: when it last moved (or joined); None if it never did.
+        expected: peer id -> (since when it was expected to move, from where).
+    """
+
+    moved_at: float | None = None
+    expected: Mapping[str, tuple[float, Span]] = field(default_factory=dict)
+
+    def cools(self, now: float, policy: Policy) -> bool:
+        """Whether the server has moved so lately that it stays, unless there is a gap to close."""
+        return self.moved_at is not None and now - self.moved_at < policy.cool_down
+
+    def overdue(self, now: float, policy: Policy) -> frozenset[str]:
+        """Servers to plan without: they were expected to move and did not; perhaps they died without a word.
+
+        They are asked again after a cool-down.
+        """
+        ages = {peer_id: now - since for peer_id, (since, _) in self.expected.items()}
+        return frozenset(p for p, age in ages.items() if policy.patience <= age < policy.patience + policy.cool_down)
+
+    def updated(self, plan: Plan, me: str, now: float, policy: Policy) -> History:
+        """With those expected that `plan` wants to move; those long overdue are forgotten."""
+        overdue = self.overdue(now, policy)
+        kept = {peer_id: self.expected[peer_id] for peer_id in overdue}
+        for move in plan.moves:
+            if move.peer_id != me:
+                since, old = self.expected.get(move.peer_id, (now, move.old))
+                age = now - since
+                kept[move.peer_id] = (since, old) if old == move.old and age < policy.patience else (now, move.old)
+        return replace(self, expected=kept)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Attributes:
+    span: the blocks to move to; None to stay.
+    reason: for the log.
+    history: to hand in at the next check.
+    closes_gap: whether nobody holds some of these blocks now.
+    """
+
+    span: Span | None
+    reason: str
+    history: History
+    closes_gap: bool = False
+
+
+def decide_move(
+    servers: Iterable[ServerInfo],
+    me: str,
+    blocks: int,
+    now: float,
+    history: History,
+    policy: Policy,
+    length: int | None = None,
+) -> Decision:
+    """Should the server `me` move, and where to?
+
+    Args:
+        servers: as fetched from the DHT.
+        me: peer id; a server that is not announced, or not online, stays.
+        blocks: of the model.
+        now: seconds, on the clock that `history` is kept in.
+        history: what the last decision returned.
+        length: how many blocks it would hold after the move; as many as now if not given.
+    """
+    view = take_snapshot(servers, blocks, {} if length is None else {me: length})
+    return decide(plan_moves(view, policy, history.overdue(now, policy) - {me}), me, now, history, policy)
+
+
+def decide(plan: Plan, me: str, now: float, history: History, policy: Policy) -> Decision:
+    """What a plan means for the server `me`."""
+    history = history.updated(plan, me, now, policy)
+    mine = next((move for move in plan.moves if move.peer_id == me), None)
+    if mine is None:
+        better = "; better placed than this server: " + ", ".join("…" + m.peer_id[-6:] for m in plan.moves[:3])
+        return Decision(None, plan.reason + (better if plan.moves else ""), history)
+    if history.cools(now, policy) and not mine.closes_gap:
+        return Decision(None, f"{plan.reason}; this server moved a short while ago and stays for now", history)
+    return Decision(mine.new, plan.reason, replace(history, moved_at=now), mine.closes_gap)
+
+
+def plan_moves(view: Snapshot, policy: Policy, immovable: frozenset[str] = frozenset()) -> Plan:
+    """The greedy moves of the whole swarm, best first; see the laws above.
+
+    Args:
+        view: the swarm as announced.
+        policy: when moving is worth it.
+        immovable: peer ids of servers to plan without; those that are loading never move.
+    """
+    placement = Placement(view, immovable)
+    gaps = placement.gaps
+    if not gaps:
+        return Plan(*_even_out(placement, policy, len(view.peers)))
+    found = f"nobody holds blocks {format_blocks(gaps)}"
+    closing: list[Move] = []
+    while len(closing) < policy.max_moves and (way := placement.closing_way()) is not None:
+        closing.append(Move(*placement.move(way), closes_gap=True))
+    if placement.gaps:
+        return Plan(tuple(closing), found if closing else f"{found} and no server can be spared for them")
+    evening, why = _even_out(placement, policy, len(view.peers))
+    # Whoever goes to those blocks first closes the gap, whatever the plan wanted it for.
+    evening = tuple(replace(move, closes_gap=any(block in move.new for block in gaps)) for move in evening)
+    return Plan((*closing, *evening), f"{found}; with them held {why}")
+
+
+def _even_out(placement: Placement, policy: Policy, servers: int) -> tuple[tuple[Move, ...], str]:
+    """Moves that raise the weakest block enough, and the reason for these or for none."""
+    before = best = placement.weakest
+    enough = before * (1 + max(policy.min_gain, ROUNDING))
+    state = f"the weakest block does {before:.4g} of at most {placement.even_share:.4g} tokens/s"
+    if placement.even_share < enough:
+        return (), state
+    during = placement.throughputs
+    moves: list[Move] = []
+    best_count, lost = 0, 0.0
+    while (way := placement.raising_way(policy.min_gain)) is not None:
+        during = placement.without(way, during)
+        moves.append(Move(*placement.move(way), closes_gap=False))
+        if placement.weakest > best:
+            best, best_count, lost = placement.weakest, len(moves), before - float(during.min())
+        if len(moves) >= (policy.max_moves if best >= enough else 2 * policy.max_moves + servers // 32):
+            break
+    if best_count == 0 or best < enough:
+        return (), f"{state}, and moves would not raise it by {policy.min_gain:.0%}"
+    if (best - before) * policy.horizon <= lost * policy.load_seconds:
+        return (), f"{state}, and more would be lost by loading than gained"
+    return tuple(moves[:best_count]), f"{state}, and {best_count} moves raise it to {best:.4g}"

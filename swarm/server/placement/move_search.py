@@ -1,0 +1,264 @@
+"""Where the servers of a swarm are, and which one move would help most. Pure; `rebalancing` makes plans of such moves.
+
+All arrays have one entry a server or one a block. A *way* is one server and one window of blocks that it could move to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from swarm.data_structures import Mobility, ServerInfo, ServerState, Span
+from swarm.server.placement.initial_blocks import plausible_rate, sum_by_block
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+
+
+MANY = 128
+"""Servers that are looked at closely for one move, if there are more."""
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """What the swarm announces, in an order that is the same for everybody.
+
+    Attributes:
+        peers: the peer ids.
+        starts, ends: the blocks that they hold.
+        rates: tokens/s that they add to each of their blocks, as announced.
+        serving: False while a server is still loading.
+        mobility: `Mobility` of each.
+        lengths: how many blocks they would hold after a move.
+        rates_after: tokens/s that they would add to each of these.
+        blocks: how many the model has.
+    """
+
+    peers: tuple[str, ...]
+    starts: Ints
+    ends: Ints
+    rates: Floats
+    serving: Flags
+    mobility: Ints
+    lengths: Ints
+    rates_after: Floats
+    blocks: int
+
+
+def take_snapshot(servers: Iterable[ServerInfo], blocks: int, lengths: Mapping[str, int] | None = None) -> Snapshot:
+    """The servers that count: loading or online, and inside the model.
+
+    Args:
+        servers: as fetched from the DHT.
+        blocks: how many the model has.
+        lengths: peer id -> how many blocks it would hold after a move. Who is not named keeps its length, because
+            memory bounds it.
+    """
+    lengths = lengths or {}
+    counted = [s for s in servers if s.state is not ServerState.OFFLINE and s.span.end <= blocks]
+    counted.sort(key=lambda server: server.peer_id)
+    rates = np.array([server.rate for server in counted], dtype=np.float64)
+    rates_after = rates.copy()
+    for index, server in enumerate(counted):
+        if server.peer_id in lengths:
+            rates_after[index] = replace(server, span=Span(0, lengths[server.peer_id])).rate
+    return Snapshot(
+        peers=tuple(server.peer_id for server in counted),
+        starts=np.array([server.span.start for server in counted], dtype=np.int64),
+        ends=np.array([server.span.end for server in counted], dtype=np.int64),
+        rates=rates,
+        serving=np.array([server.state is ServerState.ONLINE for server in counted], dtype=np.bool_),
+        mobility=np.array([server.mobility for server in counted], dtype=np.int64),
+        lengths=np.array([lengths.get(s.peer_id, s.span.length) for s in counted], dtype=np.int64),
+        rates_after=rates_after,
+        blocks=blocks,
+    )
+
+
+@dataclass(frozen=True)
+class Way:
+    """One server (its index) and the first of the blocks that it would move to."""
+
+    who: int
+    start: int
+
+
+class Placement:
+    """The swarm after the moves made so far. Rates are the believed ones (see `block_selection`).
+
+    Each server moves at most once. One whose announced rate is not plausible, or that is still loading, is never the
+    last that serves a block while others move.
+    """
+
+    def __init__(self, view: Snapshot, immovable: frozenset[str] = frozenset()) -> None:
+        limit = plausible_rate(view.rates)
+        self._peers, self._blocks = view.peers, view.blocks
+        self._starts, self._ends, self._lengths = view.starts.copy(), view.ends.copy(), view.lengths
+        self._rates, self._rates_after = np.minimum(view.rates, limit), np.minimum(view.rates_after, limit)
+        self._trusted = (view.serving & (view.rates <= limit)).astype(np.float64)
+        self._movable = view.serving & (view.lengths <= view.blocks) & (view.mobility >= Mobility.COOLING)
+        if immovable:
+            self._movable &= np.array([peer not in immovable for peer in view.peers], dtype=np.bool_)
+        self._free = self._movable & (view.mobility == Mobility.FREE)
+        self.throughputs = self._by_block(self._rates)
+        self._holders = self._by_block(np.ones(len(view.peers)))
+        self._staying = self._by_block(self._trusted)
+
+    def _by_block(self, values: Floats) -> Floats:
+        return sum_by_block(self._starts, self._ends, values, self._blocks)
+
+    @property
+    def gaps(self) -> list[int]:
+        """Blocks that nobody holds."""
+        return np.flatnonzero(self._holders == 0).tolist()
+
+    @property
+    def weakest(self) -> float:
+        """Tokens/s of the weakest block: the swarm's bottleneck."""
+        return float(self.throughputs.min())
+
+    @property
+    def even_share(self) -> float:
+        """Tokens/s of every block if all throughput were spread evenly; no placement does better."""
+        most = np.maximum(self._rates * (self._ends - self._starts), self._rates_after * self._lengths)
+        return float(most.sum()) / self._blocks
+
+    def without(self, way: Way, throughputs: Floats) -> Floats:
+        """The `throughputs` (tokens/s a block) while this server is away."""
+        result = throughputs.copy()
+        result[self._starts[way.who] : self._ends[way.who]] -= self._rates[way.who]
+        return result
+
+    def closing_way(self) -> Way | None:
+        """The way that leaves fewest gaps, if any leaves fewer than there are; of equal ones the evenest."""
+        gap_sums, lonely_sums = _prefix(self._holders == 0), _prefix(self._holders == 1)
+        for block in self.gaps:
+            ways = _Ways(self, block, np.flatnonzero(self._movable & self._without_block(block)))
+            closed = gap_sums[ways.new_ends] - gap_sums[ways.new_starts]
+            opened = lonely_sums[ways.left_ends] - lonely_sums[ways.left_starts]
+            net = closed - opened
+            if net.size and net.max() > 0:
+                return ways.evenest(net == net.max())
+        return None
+
+    def raising_way(self, gain: float) -> Way | None:
+        """Of the ways that raise the weakest block, the evenest of those that leave no other below (1 + `gain`) of it.
+
+        If there is none, of those that leave none as weak as it was. In the other order one weak block would be raised
+        by making others nearly as weak, and so on for ever.
+        """
+        block = int(self.throughputs.argmin())
+        floor = float(self.throughputs[block])
+        weakest, fewest = _RangeMinimum(self.throughputs), _RangeMinimum(self._staying)
+        old = weakest(self._starts, self._ends)
+        dispensable = fewest(self._starts, self._ends) - self._trusted >= 1
+        # Who would add less to the blocks that it keeps than it does now must not make them as weak either.
+        lost = self._rates - self._rates_after
+        movable = self._free & dispensable & ((lost <= 0) | (old - lost > floor))
+        target = floor * (1 + gain)
+        for servers in self._most_promising(movable & self._without_block(block), old - self._rates > target, floor):
+            ways = _Ways(self, block, servers)
+            left = weakest(ways.left_starts, ways.left_ends) - ways.rates
+            for allowed in (left > target, left > floor):
+                if allowed.any():
+                    return ways.evenest(allowed)
+        return None
+
+    def _without_block(self, block: int) -> Flags:
+        return (block < self._starts) | (self._ends <= block)
+
+    def _most_promising(self, movable: Flags, spare: Flags, floor: float) -> Iterator[Ints]:
+        """First those of the `movable` servers that are `spare`, however far they go, then all.
+
+        Of many spare ones a few: those that even out most if all they come to is as weak as `floor`.
+        """
+        spare &= movable
+        if spare.sum() > MANY:
+            sums = _prefix(self.throughputs)
+            gained = self._rates_after * self._lengths * (2 * floor + self._rates_after)
+            held = sums[self._ends] - sums[self._starts]
+            lost = self._rates * (2 * held - self._rates * (self._ends - self._starts))
+            yield np.sort(np.argpartition(np.where(spare, gained - lost, np.inf), MANY)[:MANY])
+        elif spare.any():
+            yield np.flatnonzero(spare)
+        yield np.flatnonzero(movable)
+
+    def move(self, way: Way) -> tuple[str, Span, Span]:
+        """Let the server move. Returns its peer id, the blocks it leaves and those it takes."""
+        who, start, end = way.who, way.start, way.start + int(self._lengths[way.who])
+        old = Span(int(self._starts[who]), int(self._ends[who]))
+        self.throughputs[old.start : old.end] -= self._rates[who]
+        self._holders[old.start : old.end] -= 1
+        self._staying[old.start : old.end] -= self._trusted[who]
+        self._starts[who], self._ends[who], self._rates[who] = start, end, self._rates_after[who]
+        self.throughputs[start:end] += self._rates[who]
+        self._holders[start:end] += 1
+        self._movable[who] = self._free[who] = False
+        return self._peers[who], old, Span(start, end)
+
+
+class _Ways:
+    """All ways onto `block`: one entry for each of the `servers`, which do not hold it, and each window with it.
+
+    Attributes:
+        who: index of the server.
+        starts, ends, rates: what it has now.
+        new_starts, new_ends, rates_after: what it would have.
+        left_starts, left_ends: the blocks it would leave, an empty range if none.
+    """
+
+    def __init__(self, placement: Placement, block: int, servers: Ints) -> None:
+        p = placement
+        lengths = p._lengths[servers]
+        first = np.maximum(0, block - lengths + 1)
+        count = np.minimum(block, p._blocks - lengths) - first + 1
+        self.who = np.repeat(servers, count)
+        self.new_starts = np.arange(len(self.who)) + np.repeat(first - (np.cumsum(count) - count), count)
+        self.new_ends = self.new_starts + p._lengths[self.who]
+        self.starts, self.ends = p._starts[self.who], p._ends[self.who]
+        self.rates, self.rates_after = p._rates[self.who], p._rates_after[self.who]
+        # The block lies on one side of what the server holds, so what it would leave is one range.
+        forward = self.ends <= block
+        self.left_starts = np.where(forward, self.starts, np.minimum(self.ends, np.maximum(self.starts, self.new_ends)))
+        self.left_ends = np.where(forward, np.maximum(self.starts, np.minimum(self.ends, self.new_starts)), self.ends)
+        self._sums = _prefix(p.throughputs)
+
+    def evenest(self, allowed: Flags) -> Way:
+        """Of the `allowed` ways (at least one) that with the least sum of squared throughputs, the first of equals."""
+        gained = self.rates_after * (self._sums[self.new_ends] - self._sums[self.new_starts])
+        lost = self.rates * (self._sums[self.ends] - self._sums[self.starts])
+        length, new_length = self.ends - self.starts, self.new_ends - self.new_starts
+        kept = length - (self.left_ends - self.left_starts)
+        change = self.rates_after**2 * new_length + self.rates**2 * length - 2 * self.rates * self.rates_after * kept
+        best = int(np.where(allowed, 2 * (gained - lost) + change, np.inf).argmin())
+        return Way(int(self.who[best]), int(self.new_starts[best]))
+
+
+def _prefix(values: NDArray[np.generic]) -> Floats:
+    """Sums of the first 0, 1, ... values."""
+    return np.concatenate(([0.0], np.cumsum(values, dtype=np.float64)))
+
+
+class _RangeMinimum:
+    """Minima of many ranges at once, from those of all ranges whose length is a power of two; infinite if empty."""
+
+    def __init__(self, values: Floats) -> None:
+        rows = [values]
+        while 2 ** len(rows) <= len(values):
+            half = 2 ** (len(rows) - 1)
+            row = np.full(len(values), np.inf)
+            row[:-half] = np.minimum(rows[-1][:-half], rows[-1][half:])
+            rows.append(row)
+        self._table = np.array(rows)
+        # The exponent of the largest power of two that is not longer than the range.
+        self._level = np.maximum(np.frexp(np.arange(len(values) + 1))[1] - 1, 0).astype(np.int64)
+
+    def __call__(self, starts: Ints, ends: Ints) -> Floats:
+        level = self._level[ends - starts]
+        first = np.minimum(starts, self._table.shape[1] - 1)  # an empty range may start behind the last value
+        minima = np.minimum(self._table[level, first], self._table[level, ends - 2**level])
+        return np.where(ends > starts, minima, np.inf)

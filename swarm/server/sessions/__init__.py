@@ -1,0 +1,1 @@
+"""Sessions and requests of clients: messages, validation, cache allocation, pushes, adapters."""

@@ -1,0 +1,130 @@
+"""What a request has to fulfil before anything is computed for it. Every failed check blames the peer that asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from swarm.data_structures import Span, StepLayout, WireFormat
+from swarm.errors import NotFinite, TooLong, WrongShape, WrongSpan
+from swarm.models.execution.span_model import SpanModel
+from swarm.protocol import messages
+from swarm.protocol.compression import is_finite, payload_length
+
+Rows = messages.StepRequest | messages.ReplayRequest | messages.ForwardRequest | messages.BackwardRequest
+"""Requests that carry hidden states for some rows."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request may ask for.
+
+    Attributes:
+        step_tokens: tokens in one step or forward.
+        backward_tokens: tokens in one backward, which has to remember more of them.
+        streams: connections that one peer may have open. Another server needs one for each session that it pushes to.
+    """
+
+    step_tokens: int = 16384
+    backward_tokens: int = 4096
+    streams: int = 256
+
+
+class Checks:
+    """The checks of one server.
+
+    Args:
+        model: the span that it holds.
+        revision: of the model.
+        limits: see `Limits`.
+    """
+
+    def __init__(self, model: SpanModel, revision: str, limits: Limits) -> None:
+        self._model = model
+        self._revision = revision
+        self._limits = limits
+
+    @property
+    def max_payload(self) -> int:
+        """Bytes that no payload exceeds."""
+        tokens = max(self._limits.step_tokens, 2 * self._limits.backward_tokens)
+        return max(tokens * self._model.hidden_size * 4, messages.MAX_PROBE)
+
+    def span(self, revision: str, start: int, end: int) -> Span:
+        """The blocks [start, end), if this server holds them. Raises `WrongSpan`."""
+        held = self._model.span
+        if not held.start <= start < end <= held.end:
+            raise WrongSpan(f"blocks {start}:{end} were asked for, this server holds {held}")
+        if revision != self._revision:
+            raise WrongSpan(f"revision {revision} was asked for, this server holds revision {self._revision}")
+        return Span(start, end)
+
+    def layout(self, message: Rows) -> StepLayout:
+        """The rows of a request. Raises `WrongShape` if its lists disagree about how many there are, or `TooLong`."""
+        rows = len(message.counts)
+        starts = [0] * rows
+        if isinstance(message, messages.StepRequest | messages.ReplayRequest):
+            starts = message.starts
+        sources = message.sources if isinstance(message, messages.StepRequest) else None
+        for name, values in (("starts", starts), ("sources", sources), ("offsets", message.offsets)):
+            if values is not None and len(values) != rows:
+                raise WrongShape(f"a request of {rows} rows has {len(values)} {name}")
+        self._positions(starts, message)
+        return StepLayout(
+            tuple(starts),
+            tuple(message.counts),
+            tuple(sources) if sources is not None else None,
+            tuple(message.offsets) if message.offsets is not None else None,
+        )
+
+    def length(self, layout: StepLayout, max_length: int) -> None:
+        """Raise `TooLong` if a row outgrows what the session was opened for."""
+        for row, (start, count) in enumerate(zip(layout.starts, layout.counts, strict=True)):
+            if start + count > max_length:
+                raise TooLong(
+                    f"row {row} would be {start + count} tokens long; the session was opened for {max_length}"
+                )
+
+    def payload(self, tokens: int, wire: WireFormat, dtype: str, payload: bytes | memoryview) -> None:
+        """Raise `TooLong`, `WrongDtype` or `WrongShape` if the payload is not `[tokens, hidden]` in that format."""
+        self._tokens(tokens, self._limits.step_tokens)
+        hidden = self._model.hidden_size
+        expected = payload_length(tokens * hidden, wire, dtype)
+        if len(payload) != expected:
+            raise WrongShape(f"{tokens} tokens of {hidden} values take {expected} bytes as {wire}, got {len(payload)}")
+        if not is_finite(payload, tokens * hidden, wire, dtype):
+            raise NotFinite("the hidden states hold NaN or infinity, which would spoil the session's cache")
+
+    def gradients(self, tokens: int, message: messages.BackwardRequest, payload: bytes | memoryview) -> None:
+        """Raise `TooLong`, `WrongDtype`, `WrongShape` or `NotFinite` unless the payload is a backward's.
+
+        That is inputs and gradients, each `[tokens, hidden]` in its format.
+        """
+        self._tokens(tokens, self._limits.backward_tokens)
+        values, dtype = tokens * self._model.hidden_size, message.dtype
+        inputs = payload_length(values, message.format, dtype)
+        gradients = payload_length(values, message.gradient_format, dtype)
+        if len(payload) != inputs + gradients:
+            raise WrongShape(
+                f"inputs and gradients of {tokens} tokens take {inputs} + {gradients} bytes as {message.format} and "
+                f"{message.gradient_format}, got {len(payload)}"
+            )
+        whole = memoryview(payload)
+        if not is_finite(whole[:inputs], values, message.format, dtype):
+            raise NotFinite("the hidden states hold NaN or infinity")
+        if not is_finite(whole[inputs:], values, message.gradient_format, dtype):
+            raise NotFinite("the gradients hold NaN or infinity; look for it in the loss")
+
+    def _tokens(self, tokens: int, limit: int) -> None:
+        if not 0 < tokens <= limit:
+            raise TooLong(f"{tokens} tokens in one request; this server takes 1 to {limit}")
+
+    def _positions(self, starts: Sequence[int], message: Rows) -> None:
+        """A position beyond a table of the model would fail in the middle of the computation; on a GPU, for all."""
+        limit = self._model.positions
+        if limit is None:
+            return
+        offsets = message.offsets or [0] * len(message.counts)
+        for row, (start, count, offset) in enumerate(zip(starts, message.counts, offsets, strict=True)):
+            if start + offset + count > limit:
+                raise TooLong(f"row {row} reaches position {start + offset + count}; this model has {limit} positions")

@@ -1,0 +1,208 @@
+"""How fast this server computes, measured on the blocks that it has just loaded.
+
+The whole span is measured, as it will serve: blocks of one model may differ (dense or mixture of experts, full or
+sliding attention), and what a step costs beyond its blocks (masks, rotary tables, Python) is shared by all of them, so
+one block alone would seem slower than it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from swarm.common import console
+from swarm.common.version import VERSION
+from swarm.data_structures import Span
+from swarm.models.execution.span_model import SpanModel
+from swarm.models.span_loading import return_freed_memory
+from swarm.protocol.compression import dtype_name
+from swarm.server.throughput import throughput_cache
+from swarm.server.throughput.throughput_cache import Circumstances, Throughput
+from swarm.server.throughput.throughput_option import ThroughputWanted
+
+logger = logging.getLogger(__name__)
+
+WARM_UP = 2
+STEPS = 8
+DECODE_BUDGET = 1.0
+"""Seconds for the decode steps. A machine that needs longer for a single step is measured by fewer."""
+
+BATCHES = (16, 64, 256, 1024)
+"""Tokens computed at once, from small to large, as far as the budget goes."""
+
+ROW = 128
+"""Tokens of one row of a batch: attention scores, which grow with its square, then take little memory."""
+
+FORWARD_BUDGET = 1.0
+REPEATS = 3
+
+
+def determine(
+    wanted: ThroughputWanted,
+    model: SpanModel,
+    name: str,
+    revision: str,
+    quantization: str = "none",
+    cache: Path | None = None,
+    progress: bool = False,
+) -> Throughput:
+    """The throughput to announce for the loaded span: as given, as remembered, or measured now.
+
+    A number that was given counts for both rates: what computes single tokens so fast computes batches no slower.
+    Runs in the compute thread, whose number of threads is part of the circumstances.
+
+    Args:
+        wanted: see `ThroughputWanted`.
+        name, revision: the model's, as announced.
+        quantization: form of the weights, as announced.
+        cache: file of remembered results (`throughput_cache.default_path`); None to remember nothing.
+        progress: show progress on the terminal.
+    """
+    if wanted.rate is not None:
+        return _reported(Throughput(wanted.rate, wanted.rate), model, "as given")
+    circumstances = _circumstances(model.span, model.device, model.dtype, name, revision, quantization)
+    if cache is not None and not wanted.again:
+        known = throughput_cache.lookup(cache, circumstances, time.time())
+        if known is not None:
+            return _reported(known, model, "measured before; --throughput measure does it again")
+    found = measure(model, progress)
+    if cache is not None:
+        throughput_cache.remember(cache, circumstances, found, time.time())
+    return _reported(found, model, "measured")
+
+
+def remembered(
+    span: Span,
+    device: torch.device,
+    dtype: torch.dtype,
+    name: str,
+    revision: str,
+    quantization: str = "none",
+    cache: Path | None = None,
+) -> Throughput | None:
+    """What was measured for these blocks before they are loaded now; None if nothing was."""
+    if cache is None:
+        return None
+    circumstances = _circumstances(span, device, dtype, name, revision, quantization)
+    return throughput_cache.lookup(cache, circumstances, time.time())
+
+
+def measure(model: SpanModel, progress: bool = False) -> Throughput:
+    """Measure the span on its device, in a few seconds at most unless a single step takes so long.
+
+    Inputs are random: equal tokens would all go to the same experts, whose weights are then read once for all.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens(rows: int, length: int) -> torch.Tensor:
+        hidden_RTH = torch.randn(rows, length, model.hidden_size, generator=generator)
+        return hidden_RTH.to(model.device, model.dtype)
+
+    title = "Measuring throughput" if progress else None
+    with console.progress_bar(title, WARM_UP + STEPS + len(BATCHES) * REPEATS, "step") as bar:
+        step = _decode_step(model, tokens, bar.update)
+        try:
+            token = _forward_token(model, tokens, bar.update)
+        except torch.OutOfMemoryError:
+            token = step  # not even the smallest batch fits
+    return_freed_memory()  # the largest batch took more than any step will
+    return Throughput(model.span.length / step, model.span.length / token)
+
+
+def _decode_step(model: SpanModel, tokens: Callable[[int, int], torch.Tensor], moved_on: Callable[[], object]) -> float:
+    """Seconds of one step of one token: the median of a few."""
+    cache = model.new_cache()
+    inputs = [tokens(1, 1) for _ in range(WARM_UP + STEPS)]
+    times: list[float] = []
+    for hidden_11H in inputs:
+        times.append(_timed(model, partial(model.forward, hidden_11H, cache)))
+        moved_on()
+        if len(times) > 1 and sum(times) > DECODE_BUDGET:
+            break
+    return statistics.median(times[min(WARM_UP, len(times) - 1) :])
+
+
+def _forward_token(
+    model: SpanModel, tokens: Callable[[int, int], torch.Tensor], moved_on: Callable[[], object]
+) -> float:
+    """Seconds a token in the largest batch that the budget allows."""
+    longest = min(ROW, model.positions or ROW)
+    spent, best = 0.0, float("inf")
+    for batch in BATCHES:
+        length = min(batch, longest)
+        rows = batch // length
+        hidden_RTH = tokens(rows, length)
+        times: list[float] = []
+        for _ in range(REPEATS):
+            try:
+                times.append(_timed(model, partial(model.forward, hidden_RTH)))
+                moved_on()
+            except torch.OutOfMemoryError:
+                if best == float("inf"):
+                    raise
+                return best
+            spent += times[-1]
+            if spent > FORWARD_BUDGET:
+                break
+        best = min(best, statistics.median(times) / (rows * length))
+        if spent + 4 * times[-1] > FORWARD_BUDGET:
+            break
+    return best
+
+
+def _timed(model: SpanModel, work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+    return time.perf_counter() - began
+
+
+def _reported(found: Throughput, model: SpanModel, source: str) -> Throughput:
+    logger.info(
+        "Throughput: %.0f blocks/s (%.0f tokens/s), %.0f in batches; %s",
+        found.decode,
+        found.decode / model.span.length,
+        found.forward,
+        source,
+    )
+    return found
+
+
+def _circumstances(
+    span: Span, device: torch.device, dtype: torch.dtype, name: str, revision: str, quantization: str
+) -> Circumstances:
+    packages = ("torch", "transformers")
+    return Circumstances(
+        hardware=_hardware(device),
+        model=name,
+        revision=revision,
+        blocks=str(span),
+        dtype=dtype_name(dtype),
+        quantization=quantization,
+        versions=", ".join([f"swarm {VERSION}", *(f"{package} {version(package)}" for package in packages)]),
+    )
+
+
+def _hardware(device: torch.device) -> str:
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return f"{_processor()}, {torch.get_num_threads()} threads"
+
+
+def _processor() -> str:
+    with suppress(OSError):  # no Linux
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name = line.partition(":")[2].strip()
+            if line.startswith("model name") and name:
+                return name
+    return platform.processor() or platform.machine()

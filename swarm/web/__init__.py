@@ -1,0 +1,1 @@
+"""The HTTP server that the gateway and the monitor share."""

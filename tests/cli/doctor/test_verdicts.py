@@ -1,0 +1,106 @@
+"""From what was found to a verdict."""
+
+from __future__ import annotations
+
+import json
+
+import click
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.cli.doctor import report, verdicts
+from swarm.cli.doctor.verdicts import Finding, Gpu, Verdict
+
+OK, WARNING, FAILURE, UNKNOWN = Verdict.OK, Verdict.WARNING, Verdict.FAILURE, Verdict.UNKNOWN
+ADDRESS = "/ip4/192.0.2.1/tcp/31337/p2p/QmPeer"
+
+
+@pytest.mark.parametrize(
+    ("finding", "verdict", "found", "remedy"),
+    [
+        (verdicts.python((3, 11, 0)), OK, "3.11.0", ""),
+        (verdicts.python((3, 10, 9)), FAILURE, "3.10.9", "use Python 3.11"),
+        (verdicts.python((4, 0, 0)), OK, "4.0.0", ""),
+        (verdicts.package("torch", "2.13.0", ">=2.8", True), OK, "2.13.0", ""),
+        (verdicts.package("torch", "2.1", ">=2.8", False), FAILURE, "needs >=2.8", "pip install 'torch>=2.8'"),
+        (verdicts.package("torch", None, ">=2.8", True), FAILURE, "not installed", "pip install 'torch>=2.8'"),
+        (verdicts.gpu(Gpu("H100", 80 * 10**9, 79 * 10**9, (9, 0), "12.8")), OK, "9.0, driver for CUDA 12", ""),
+        (verdicts.gpu(Gpu("H100", 80 * 10**9, 79 * 10**9, (9, 0), "")), OK, "79 GB of 80 GB free", ""),
+        (verdicts.no_gpu(False, None), OK, "on the CPU", ""),
+        (verdicts.no_gpu(True, None), WARNING, "built for CPUs", "build of torch for CUDA"),
+        (verdicts.no_gpu(True, "12.8"), WARNING, "for CUDA 12.8", "NVIDIA's driver"),
+        (verdicts.memory(8 * 10**9, "demo", 12, 5, 10**9, 16384), OK, "5 of 12 blocks of demo fit (1 GB each)", ""),
+        (verdicts.memory(10**6, "demo", 12, 0, 10**9, 16384), WARNING, "0 of 12", "--quant nf4"),
+        (verdicts.disk("/cache", 10**12, True), OK, "in /cache", ""),
+        (verdicts.disk("/cache", 10**9, True), WARNING, "1 GB free", "--cache-dir"),
+        (verdicts.disk("/cache", 10**12, False), FAILURE, "cannot be written", "--cache-dir"),
+        (verdicts.clock([]), UNKNOWN, "no peer", ""),
+        (verdicts.clock([0.5]), OK, "0.50 s behind", ""),
+        (verdicts.clock([-2.0]), WARNING, "2.00 s ahead of", "timedatectl"),
+        (verdicts.clock([-3600.0]), FAILURE, "may differ by 3 s", "timedatectl"),
+        (verdicts.clock([0.0, 0.1, 9999.0]), OK, "0.10 s behind", ""),
+        (verdicts.peer(ADDRESS, 0.02, 0.1), OK, "answers in 20.0 ms", ""),
+        (verdicts.peer(ADDRESS, 0.02, 9.0), WARNING, "its clock is 9 s off the others'", "tell its owner"),
+        (verdicts.peer(ADDRESS, 0.5, 0.1), WARNING, "answers in 500.0 ms", "nearer peer"),
+        (verdicts.peer_lost(ADDRESS, "dial tcp4: connect: connection REFUSED"), FAILURE, "nobody listens", "swarm dht"),
+        (verdicts.peer_lost(ADDRESS, "negotiate security: peer id mismatch"), FAILURE, "another peer", "copy"),
+        (verdicts.peer_lost(ADDRESS, "failed to negotiate security protocol"), FAILURE, "no peer of a swarm", "port"),
+        (verdicts.peer_lost(ADDRESS, "no answer within 15 s"), FAILURE, "in time", "firewall"),
+        (verdicts.peer_lost(ADDRESS, "some\n * thing"), FAILURE, f"{ADDRESS}: some * thing", "peer id are right"),
+        (verdicts.reachable([], []), FAILURE, "no address", "--host-maddrs"),
+        (verdicts.reachable(["/ip4/10.0.0.1/tcp/1"], []), UNKNOWN, "same network only", "--announce-maddrs"),
+        (verdicts.reachable(["/ip4/8.8.8.8/tcp/1"], ["/ip4/8.8.8.8/tcp/1"]), UNKNOWN, "public", "another machine"),
+    ],
+)  # fmt: skip
+def test_verdicts(finding: Finding, verdict: Verdict, found: str, remedy: str):
+    assert finding.verdict is verdict
+    assert found in finding.found
+    assert remedy in finding.remedy
+    assert bool(finding.remedy) == bool(remedy)
+
+
+@pytest.mark.parametrize(
+    ("address", "public"),
+    [
+        ("/ip4/8.8.8.8/tcp/31337", True),
+        ("/ip6/2606:4700::1/tcp/31337", True),
+        ("/ip4/192.168.1.7/tcp/31337", False),
+        ("/ip4/100.64.0.1/tcp/31337", False),
+        ("/ip4/127.0.0.1/tcp/31337", False),
+        ("/ip6/fe80::1/tcp/31337", False),
+        ("/dns4/swarm.example/tcp/31337", False),
+    ],
+)
+def test_public_addresses(address: str, public: bool):
+    assert verdicts.is_public(address) is public
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=9))
+def test_one_peer_with_a_wrong_clock_is_not_believed_against_two(ahead: list[float]):
+    many = [0.0] * (len(ahead) + 1) + ahead
+    assert verdicts.clock(many).verdict is OK
+
+
+def test_report():
+    findings = [
+        verdicts.ok("CPU", "8 cores"),
+        verdicts.failure("Disk", "full", "make room"),
+        verdicts.unknown("DHT", "?"),
+    ]
+    shown = click.unstyle("\n".join(report.text(finding) for finding in findings)).splitlines()
+    assert shown == [
+        "ok       CPU           8 cores",
+        "failure  Disk          full",
+        "                       → make room",
+        "unknown  DHT           ?",
+    ]
+    assert [report.summary(some) for some in (findings, findings[:1], [verdicts.warning("Disk", "small", "grow")])] == [
+        "1 of 3 checks failed.",
+        "All is well, as far as it could be found out.",
+        "Nothing failed; 1 of 1 checks warn.",
+    ]
+    assert [verdicts.worst(some) for some in (findings, findings[:1], [])] == [1, 0, 0]
+    assert json.loads(report.to_json(findings))[1] == {
+        "check": "Disk", "verdict": "failure", "found": "full", "remedy": "make room"
+    }  # fmt: skip

@@ -1,0 +1,181 @@
+"""Batches without a session: several micro-batches while servers fail."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from swarm.client.batches.forward_pass import MicroBatch, Pass, forward_all
+from swarm.client.batches.hop_requests import Asker
+from swarm.client.wire.packed_hidden import Packed
+from swarm.data_structures import Hop, Route, Span, StepLayout, WireFormat
+from swarm.errors import MissingBlocks, TooLong
+from swarm.protocol import messages
+from swarm.protocol.compression import pack, unpack
+from tests import virtual_time
+from tests.client.chains import BLOCKS, CLIENT, TOLERANCE, Swarm
+from tests.client.chains import HIDDEN as WIDTH
+
+SERVERS = {"a": (0, 3), "b": (3, 6), "a2": (0, 3), "b2": (3, 6)}
+
+
+class Batch:
+    """Portions of a batch, and their outputs by the undisturbed model."""
+
+    def __init__(self, swarm: Swarm) -> None:
+        self.swarm = swarm
+        self.batches: list[MicroBatch] = []
+        self.expected: list[torch.Tensor] = []
+
+    def add(self, tokens: int, *names: str) -> None:
+        """A sequence that should go by these servers."""
+        hidden = torch.randn(tokens, WIDTH, generator=torch.Generator().manual_seed(tokens))
+        packed = Packed(pack(hidden, WireFormat.NONE), tokens, WIDTH, WireFormat.NONE, "float32")
+        infos = [self.swarm.announced[name] for name in names]
+        self.batches.append(
+            MicroBatch(packed, StepLayout((0,), (tokens,)), Route(tuple(Hop(info, info.span) for info in infos)))
+        )
+        self.expected.append(self.swarm.model.forward(hidden.unsqueeze(0))[0])
+
+    async def run(self) -> None:
+        swarm = self.swarm
+        asker = Asker(swarm.network, swarm.manner)
+        try:
+            passages = await forward_all(Pass(asker, swarm.planner, keeps=False), Span(0, BLOCKS), self.batches)
+            assert not any(passage.legs for passage in passages)
+        finally:
+            asker.close()
+        for passage, expected in zip(passages, self.expected, strict=True):
+            result = passage.outputs
+            outputs = unpack(result.payload, result.tokens, WIDTH, result.wire, result.dtype, torch.device("cpu"))
+            torch.testing.assert_close(outputs, expected, rtol=0, atol=TOLERANCE * float(expected.abs().max()))
+
+
+def play(span_model: Any, act: Any, **options: Any) -> None:
+    async def scenario() -> None:
+        swarm = Swarm(span_model, SERVERS, **options)
+        await swarm.start()
+        await act(swarm, Batch(swarm))
+        await asyncio.sleep(1)
+        assert all(server.sessions.free == server.sessions.capacity for server in swarm.servers.values())
+
+    virtual_time.run(scenario)
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def test_portions_run_at_once_and_come_back_in_order(span_model):
+    async def act(swarm, batch):
+        batch.add(5, "a", "b")
+        batch.add(3, "a2", "b2")
+        batch.add(2, "a2", "b")
+        await batch.run()
+        assert now() == pytest.approx(2 * (4 * 0.01 + 0.5))  # connecting is a round trip, too
+        assert [server.count(messages.ForwardRequest) for server in swarm.servers.values()] == [1, 2, 2, 1]
+
+    play(span_model, act, seconds=0.5)
+
+
+@pytest.mark.parametrize("fault", ["kill", "hang", "nan"])
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_a_server_that_fails_is_replaced_from_its_first_block_on(span_model, name, fault):
+    async def act(swarm, batch):
+        if fault == "kill":
+            swarm.kill(name)
+        elif fault == "hang":
+            swarm.hub.hang(name)
+        else:
+            swarm.servers[name].tamper = lambda message, payload: (message, b"\xff" * len(payload))
+        batch.add(5, "a", "b")
+        batch.add(4, "a2", "b2")
+        await batch.run()
+        assert [peer for peer, _ in swarm.planner.failures] == [name]
+        others = {other: server.count(messages.ForwardRequest) for other, server in swarm.servers.items()}
+        others.pop(name)
+        assert others == {other: 2 if other == name + "2" else 1 for other in others}
+
+    play(span_model, act)
+
+
+def test_a_replacement_may_be_cut_differently(span_model):
+    async def act(swarm, batch):
+        swarm.kill("b")
+        swarm.kill("b2")
+        await swarm.add("c", 2, 5)
+        await swarm.add("d", 4, 6)
+        batch.add(5, "a", "b")
+        await batch.run()
+        assert swarm.servers["a"].count(messages.ForwardRequest) == 1
+
+    play(span_model, act)
+
+
+def test_nobody_waits_for_a_straggler_twice(span_model):
+    """Neither the portion that met it nor another one that was to meet it later."""
+
+    async def act(swarm, batch):
+        swarm.servers["b"].runtime._seconds = 1000.0
+        swarm.servers["a2"].runtime._seconds = 5.0
+        swarm.announced["a2"] = replace(swarm.announced["a2"], throughput=1.0)
+        batch.add(5, "a", "b")
+        batch.add(4, "a2", "b")
+        await batch.run()
+        assert swarm.servers["b"].count(messages.ForwardRequest) == 1
+        assert [peer for peer, _ in swarm.planner.failures] == ["b"]
+        assert now() < 10
+
+    play(span_model, act)
+
+
+@pytest.mark.parametrize("patience", [0.0, 60.0])
+def test_blocks_that_nobody_holds_any_more_are_named(span_model, patience):
+    async def act(swarm, batch):
+        swarm.kill("b")
+        swarm.kill("b2")
+        batch.add(5, "a", "b")
+        batch.add(4, "a2", "b2")
+        with pytest.raises(MissingBlocks, match="blocks 3:6"):
+            await batch.run()
+
+    play(span_model, act, patience=patience)
+
+
+def test_what_is_the_clients_fault_is_raised_and_the_rest_is_broken_off(span_model):
+    async def act(swarm, batch):
+        swarm.servers["b2"].runtime._seconds = 2.0
+        refused = messages.refusal(TooLong("too long"))
+        swarm.servers["a"].tamper = lambda message, payload: (refused, b"")
+        batch.add(5, "a", "b")
+        batch.add(4, "a2", "b2")
+        with pytest.raises(TooLong, match=re.escape("(blocks 0:3) refused: too long")):
+            await batch.run()
+        assert now() < 1
+        assert swarm.planner.failures == []
+        await asyncio.sleep(3)
+        assert not swarm.hub.tasks
+
+    play(span_model, act)
+
+
+def test_an_interrupted_batch_leaves_nothing_behind(span_model):
+    async def act(swarm, batch):
+        sent = []
+        batch.add(5, "a", "b")
+        batch.add(4, "a2", "b2")
+        work = asyncio.ensure_future(batch.run())
+        await asyncio.sleep(0.035)
+        work.cancel()
+        await asyncio.wait({work})
+        swarm.on_message = lambda source, target, message: source == CLIENT and sent.append(message) is not None
+        await asyncio.sleep(5)
+        assert sent == []
+        assert not swarm.hub.tasks
+
+    play(span_model, act)

@@ -1,0 +1,259 @@
+"""One request to one server that keeps nothing of it, and its answer."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from swarm.client.batches.hop_requests import UNDER_WAY, Asker
+from swarm.client.wire.adapter_upload import PackedAdapter, pack_adapter
+from swarm.client.wire.packed_hidden import Manner, Packed
+from swarm.data_structures import Span, StepLayout, WireFormat
+from swarm.errors import AdapterRefused, PeerLost, PeerSilent, ProtocolViolation, RemoteError, WrongDtype
+from swarm.protocol import messages
+from swarm.protocol.adapters import BlockPart, pack_gradients
+from swarm.protocol.compression import unpack
+from tests.client.chain.test_hop_session import cases, remote_errors
+from tests.client.fakes import (
+    BAD_REPLIES,
+    HIDDEN,
+    INPUT,
+    KEPT,
+    LAYOUT,
+    MANNER,
+    OUTPUT,
+    backward_reply,
+    bad_payloads,
+    forward_reply,
+    hop,
+    refusal,
+    reply,
+    run,
+)
+
+NOTHING = PackedAdapter()
+PROMPTED = pack_adapter({1: BlockPart(torch.arange(8.0).view(2, HIDDEN))})
+GRADIENT = torch.arange(12.0).view(3, HIDDEN) / 1e6
+SPLIT = StepLayout((0, 0), (2, 1), None, (4, 0))
+
+
+def forward(swarm: Any, name: str = "server", adapter: PackedAdapter = NOTHING, asker: Asker | None = None) -> Any:
+    return (asker or Asker(swarm.network, MANNER)).forward(hop(name), INPUT, LAYOUT, adapter)
+
+
+def backward(swarm: Any, adapter: PackedAdapter = NOTHING, manner: Manner = MANNER) -> Any:
+    return Asker(swarm.network, manner).backward(hop(), INPUT, GRADIENT, SPLIT, adapter)
+
+
+async def ended(server: Any) -> None:
+    await asyncio.sleep(0.1)
+    assert server.open_streams == 0
+
+
+def test_a_forward_says_what_it_wants_and_leaves():
+    async def scenario(swarm):
+        server = await swarm.add(forward_reply())
+        asker = Asker(swarm.network, MANNER)
+        output = await asker.forward(hop(), INPUT, SPLIT, NOTHING)
+        assert output == Packed(OUTPUT, 3, HIDDEN, WireFormat.FLOAT16, "float32")
+        asker.close()
+        await ended(server)
+        request = messages.ForwardRequest(
+            "main", 0, 3, [2, 1], WireFormat.NONE, "float32", WireFormat.FLOAT16, offsets=[4, 0]
+        )
+        assert server.requests == [(request, INPUT.payload)]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("wire", "gradients"),
+    [
+        (WireFormat.NONE, WireFormat.NONE),
+        (WireFormat.FLOAT16, WireFormat.FLOAT16),
+        (WireFormat.BFLOAT16, WireFormat.FLOAT16),
+        (WireFormat.BLOCKWISE8, WireFormat.FLOAT16),
+    ],
+)
+def test_a_backward_sends_inputs_and_scaled_gradients_and_scales_the_answer_back(wire, gradients):
+    """The largest gradient, 1.1e-5, travels as something near 1; all that comes back is as much too large."""
+
+    async def scenario(swarm):
+        parts = pack_gradients([torch.full((2, HIDDEN), 2.0)])
+        answer = torch.arange(12).to(torch.float32 if gradients is WireFormat.NONE else torch.float16)
+        payload = answer.numpy().tobytes() + parts
+        server = await swarm.add(KEPT, backward_reply(payload, format=gradients))
+        found = await backward(swarm, PROMPTED, Manner("main", wire, 60.0))
+        assert server.asked == [messages.PutAdapters, messages.BackwardRequest]
+        request, sent = server.requests[1]
+        assert request == messages.BackwardRequest(
+            "main", 0, 3, [2, 1], WireFormat.NONE, "float32", gradients, [4, 0], PROMPTED.digests(Span(0, 3))
+        )
+        assert sent[:48] == INPUT.payload
+        scaled = unpack(sent[48:], 3, HIDDEN, gradients, "float32", torch.device("cpu"))
+        assert 0.5 <= scaled.max() < 1
+        factor = GRADIENT.max() / scaled.max()
+        torch.testing.assert_close(scaled * factor, GRADIENT, rtol=1e-3, atol=0)
+        torch.testing.assert_close(found.inputs, torch.arange(12.0).view(3, HIDDEN) * factor)
+        torch.testing.assert_close(found.parts, {1: [torch.full((2, HIDDEN), 2.0) * factor]})
+
+    run(scenario)
+
+
+def test_gradients_that_outgrow_float16_travel_as_bfloat16():
+    async def scenario(swarm):
+        server = await swarm.add(refusal(WrongDtype("they reach 1e5")), backward_reply(format=WireFormat.BFLOAT16))
+        await backward(swarm)
+        formats = [request.gradient_format for request, _ in server.requests]
+        assert formats == [WireFormat.FLOAT16, WireFormat.BFLOAT16]
+        exact = Manner("main", WireFormat.NONE, 60.0)
+        await swarm.add(refusal(WrongDtype("not mine")))
+        with pytest.raises(WrongDtype):
+            await backward(swarm, manner=exact)
+
+    run(scenario)
+
+
+@cases([*BAD_REPLIES, ("a step", reply(), "StepReply out of place"), *bad_payloads(forward_reply)])
+def test_a_server_that_answers_a_forward_wrongly(answer, why):
+    async def scenario(swarm):
+        server = await swarm.add(answer)
+        asker = Asker(swarm.network, MANNER)
+        with pytest.raises(ProtocolViolation, match=why):
+            await forward(swarm, asker=asker)
+        asker.close()
+        await ended(server)
+
+    run(scenario)
+
+
+@cases([*BAD_REPLIES, ("a forward", forward_reply(), "ForwardReply out of place"), *bad_payloads(backward_reply)])
+def test_a_server_that_answers_a_backward_wrongly(answer, why):
+    async def scenario(swarm):
+        await swarm.add(answer)
+        with pytest.raises(ProtocolViolation, match=why):
+            await backward(swarm)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("payload", "why"),
+    [
+        (OUTPUT, "0 bytes where 24"),
+        (OUTPUT + b"p" * 31, "23 bytes where 24"),
+        (OUTPUT + b"p" * 33, "25 bytes where 24"),
+        (OUTPUT + b"\xff" * 32, "wrong gradients: an adapter's gradients hold NaN"),
+    ],
+)
+def test_gradients_of_the_adapter_that_are_wrong(payload, why):
+    async def scenario(swarm):
+        await swarm.add(KEPT, backward_reply(payload))
+        with pytest.raises(ProtocolViolation, match=why):
+            await backward(swarm, PROMPTED)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("kind", remote_errors())
+def test_a_refusal_is_raised_as_the_error_that_it_was(kind):
+    async def scenario(swarm):
+        await swarm.add(refusal(kind("because")))
+        why = r"server …\w+ \(blocks 0:3\) refused: because"
+        with pytest.raises(RemoteError, match=why) as caught:
+            await forward(swarm)
+        assert type(caught.value) is kind
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "why"), [(None, PeerSilent, "did not answer within"), ("hang up", PeerLost, "is gone")]
+)
+def test_a_server_that_does_not_answer(answer, kind, why):
+    async def scenario(swarm):
+        await swarm.add(answer)
+        with pytest.raises(PeerLost, match=why) as caught:
+            await forward(swarm)
+        assert type(caught.value) is kind
+        assert asyncio.get_running_loop().time() < 10
+        with pytest.raises(PeerLost, match="cannot be reached"):
+            await forward(swarm, "nobody")
+
+    run(scenario)
+
+
+def test_long_work_may_take_as_long_as_was_announced():
+    """A server that computes 10 tokens a second is not given up after a few seconds of a long batch; and a backward
+    takes three times as long."""
+
+    async def scenario(swarm):
+        async def slow(stream):
+            frame = await stream.receive()
+            is_forward = isinstance(messages.decode_client(frame.header), messages.ForwardRequest)
+            await asyncio.sleep(30 if is_forward else 70)
+            await stream.send(*(forward_reply() if is_forward else backward_reply()))
+
+        await swarm.network.serve(slow)
+        patient = hop("client", forward_throughput=3.0 * 10 / 300)
+        asker = Asker(swarm.network, Manner("main", WireFormat.FLOAT16, 100.0))
+        assert (await asker.forward(patient, INPUT, LAYOUT, NOTHING)).payload == OUTPUT
+        assert (await asker.backward(patient, INPUT, GRADIENT, LAYOUT, NOTHING)).inputs.shape == (3, HIDDEN)
+
+    run(scenario)
+
+
+def test_few_requests_are_under_way_at_one_server_and_each_may_wait_for_those_before_it():
+    """One second each, one after the other: nobody is given up, though each alone would be due in four seconds."""
+
+    async def scenario(swarm):
+        under_way, most = 0, 0
+        busy = asyncio.Lock()
+
+        async def one_by_one(stream):
+            nonlocal under_way, most
+            while True:
+                await stream.receive()
+                under_way += 1
+                most = max(most, under_way)
+                async with busy:
+                    await asyncio.sleep(1.0)
+                under_way -= 1
+                await stream.send(*forward_reply())
+
+        await swarm.network.serve(one_by_one)
+        place = hop("client", forward_throughput=3.0 * 3 / 1.0, throughput=9.0)
+        asker = Asker(swarm.network, MANNER)
+        work = [asker.forward(place, INPUT, LAYOUT, NOTHING) for _ in range(3 * UNDER_WAY)]
+        assert len(await asyncio.gather(*work)) == 3 * UNDER_WAY
+        assert most == UNDER_WAY
+        assert not asker._queues
+
+    run(scenario)
+
+
+def test_who_waits_for_a_server_that_is_lost_hears_of_it_at_once():
+    async def scenario(swarm):
+        server = await swarm.add(None)
+        asker = Asker(swarm.network, MANNER)
+        work = [forward(swarm, asker=asker) for _ in range(3 * UNDER_WAY)]
+        found = await asyncio.gather(*work, return_exceptions=True)
+        assert all(isinstance(error, PeerLost) for error in found)
+        assert len(server.requests) == UNDER_WAY
+        assert asyncio.get_running_loop().time() < 10
+        assert not asker._queues
+
+    run(scenario)
+
+
+def test_an_adapter_that_is_refused_is_not_sent_again():
+    async def scenario(swarm):
+        server = await swarm.add(refusal(AdapterRefused("too large")), refusal(RemoteError("no such adapter")))
+        with pytest.raises(AdapterRefused, match="too large"):
+            await forward(swarm, adapter=PROMPTED)
+        assert server.asked == [messages.PutAdapters, messages.ForwardRequest]
+
+    run(scenario)

@@ -1,0 +1,62 @@
+"""Into which micro-batches rows are put."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from swarm.client.batches.micro_batches import micro_batches
+from swarm.client.chain.prompt_chunks import LARGEST
+from swarm.data_structures import ServerInfo
+from tests.infos import server_info
+
+
+def servers(hops: int, forward: float = 0.0, network: float = 0.0) -> list[ServerInfo]:
+    return [
+        server_info(n, n + 1, throughput=100.0, forward_throughput=forward, network_throughput=network)
+        for n in range(hops)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("counts", "hops", "sizes"),
+    [
+        ([], 3, []),
+        ([5], 3, [1]),
+        ([64] * 8, 1, [8]),
+        ([64] * 8, 3, [1] * 8),
+        ([64] * 32, 3, [2] * 16),
+        ([8] * 8, 3, [4, 4]),
+        ([2048] * 2, 1, [1, 1]),
+        ([1, 1, 500, 500, 1, 1], 2, [2, 1, 1, 2]),
+    ],
+)
+def test_examples(counts, hops, sizes):
+    assert [len(rows) for rows in micro_batches(counts, servers(hops))] == sizes
+
+
+def test_gradients_that_travel_slowly_make_for_fewer_of_them():
+    counts = [64] * 8
+    alone = micro_batches(counts, servers(3, 1000.0, 1000.0))
+    assert len(micro_batches(counts, servers(3, 1000.0, 1000.0), 100.0)) < len(alone)
+    assert len(micro_batches(counts, servers(3, 1000.0, 1e6), 100.0)) == len(alone)
+    assert len(micro_batches(counts, servers(3), 100.0)) == 8  # nothing is known of the links
+
+
+@example([1], 2, 1.0, 2.3e-309, 0.0)  # a link so slow that its price is no number any more
+@given(
+    st.lists(st.integers(1, 700), min_size=1, max_size=60),
+    st.integers(1, 8),
+    st.floats(0, 1e5),
+    st.floats(0, 1e5),
+    st.floats(0, 1e4),
+)
+def test_every_row_is_in_one_and_they_are_about_as_large(counts, hops, forward, network, gradients):
+    groups = micro_batches(counts, servers(hops, forward, network), gradients)
+    assert list(itertools.chain(*groups)) == list(range(len(counts)))
+    assert all(groups)
+    for group in groups:
+        assert sum(counts[row] for row in group) < LARGEST + max(counts)

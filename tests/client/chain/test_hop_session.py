@@ -1,0 +1,592 @@
+"""One server's part of a session, against servers that follow a script."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import msgspec
+import pytest
+
+from swarm.client.chain.hop_session import OPEN_TIMEOUT, PARDONS, HopSession
+from swarm.client.chain.input_history import Step
+from swarm.client.wire.packed_hidden import Manner, Packed
+from swarm.client.wire.reply_checks import Outputs
+from swarm.data_structures import StepLayout, WireFormat
+from swarm.errors import (
+    CacheFull,
+    NotFinite,
+    PeerLost,
+    PeerSilent,
+    ProtocolViolation,
+    RemoteError,
+    ServerClosing,
+    ServerFault,
+    UnknownSession,
+    WrongPosition,
+)
+from swarm.protocol import messages
+from tests.client.fakes import (
+    BAD_REPLIES,
+    HIDDEN,
+    INPUT,
+    LAYOUT,
+    MANNER,
+    OPENED,
+    OUTPUT,
+    FakeSwarm,
+    bad_payloads,
+    hop,
+    refusal,
+    replay_reply,
+    reply,
+    run,
+)
+
+INF = float("inf")
+OUTPUTS = Packed(OUTPUT, 3, HIDDEN, WireFormat.FLOAT16, "float32")
+
+
+class Session(HopSession):
+    """A hop whose outputs are kept."""
+
+    def __init__(self, swarm: FakeSwarm, manner: Manner = MANNER, name: str = "server") -> None:
+        self.outputs: list[tuple[int, Packed]] = []
+        self.changes = 0
+
+        def heard(_: HopSession, number: int, outputs: Packed) -> None:
+            self.outputs.append((number, outputs))
+
+        def changed() -> None:
+            self.changes += 1
+
+        super().__init__(swarm.network, hop(name), manner, 100, heard, changed)
+
+    async def ask(self, number: int, layout: StepLayout = LAYOUT, hidden: Packed = INPUT) -> None:
+        """Hand over a step and wait for what comes of it."""
+        self.expect(number, Outputs(hidden.tokens, hidden.hidden_size))
+        await self.deliver(Step(number, layout, hidden))
+        await asyncio.sleep(0.1)
+
+
+def test_it_says_what_it_wants_and_hands_on_what_it_gets():
+    async def scenario(swarm):
+        server = await swarm.add(OPENED, reply(0), reply(1, b"p" * 24, pushed=True))
+        one = Session(swarm)
+        assert await one.open() == 0
+        await one.ask(0)
+        assert (one.replied, one.asked, one.due, one.error) == (0, 0, INF, None)
+        second = StepLayout((2, 1), (1, 2), (1, 0), (5, 0))
+        one.call_start = 1
+        await one.ask(1, second)
+        assert one.outputs == [(0, OUTPUTS), (1, Packed(b"p" * 24, 3, HIDDEN, WireFormat.FLOAT16, "float32"))]
+        assert one.changes == 2
+        assert one.timing is not None
+        assert one.timing.compute == 0.001
+        await one.close()
+        await asyncio.sleep(0.1)
+        assert server.open_streams == 0
+        (opened, _), first_step, second_step, (closed, _) = server.requests
+        assert (opened.revision, opened.start, opened.end, opened.max_length) == ("main", 0, 3, 100)
+        assert (opened.session_id, opened.reply_format) == (one.session_id, WireFormat.FLOAT16)
+        assert first_step == (messages.StepRequest(0, [0, 0], [2, 1], WireFormat.NONE, "float32"), INPUT.payload)
+        assert second_step[0] == messages.StepRequest(1, [2, 1], [1, 2], WireFormat.NONE, "float32", [1, 0], [5, 0])
+        assert closed == messages.CloseSession()
+
+    run(scenario)
+
+
+def test_every_session_has_an_id_of_its_own_and_keeps_it():
+    async def scenario(swarm):
+        server = await swarm.add(OPENED)
+        sessions = [Session(swarm) for _ in range(5)]
+        for one in sessions * 2:
+            await one.open()
+        ids = [message.session_id for message, _ in server.requests]
+        assert ids[:5] == ids[5:]
+        assert len(set(ids)) == 5
+        await asyncio.sleep(0.1)
+        assert server.open_streams == 5  # the older connections are closed
+
+    run(scenario)
+
+
+def test_it_tells_who_its_neighbours_are():
+    async def scenario(swarm):
+        server = await swarm.add(OPENED)
+        one, before, after = Session(swarm), Session(swarm, name="before"), Session(swarm, name="after")
+        await one.open()
+        await one.link(None, after)
+        await one.link(before, None)
+        await asyncio.sleep(0.1)
+        assert [message for message, _ in server.requests[1:]] == [
+            messages.Link(None, "after", after.session_id),
+            messages.Link("before", None, None),
+        ]
+
+    run(scenario)
+
+
+def cases(table: list[tuple[str, Any, str]]) -> Any:
+    return pytest.mark.parametrize(("answer", "why"), [pytest.param(*row[1:], id=row[0]) for row in table])
+
+
+@cases(
+    [
+        *BAD_REPLIES,
+        ("a number ahead", reply(1), "StepReply out of place"),
+        *bad_payloads(lambda *a, **k: reply(0, *a, **k)),
+    ]
+)
+def test_a_server_that_answers_a_step_wrongly(answer, why):
+    async def scenario(swarm):
+        await swarm.add(OPENED, answer)
+        one = Session(swarm)
+        await one.open()
+        await one.ask(0)
+        assert isinstance(one.error, ProtocolViolation)
+        assert re.search(why, str(one.error))
+        assert (one.outputs, one.replied, one.changes) == ([], -1, 1)
+        await one.close()
+
+    run(scenario)
+
+
+@cases([*BAD_REPLIES, ("a step", reply(0, b""), "StepReply out of place"), *bad_payloads(replay_reply)])
+def test_a_server_that_answers_a_replay_wrongly(answer, why):
+    async def scenario(swarm):
+        await swarm.add(OPENED, answer)
+        one = Session(swarm)
+        await one.open()
+        with pytest.raises(ProtocolViolation, match=why):
+            await one.replay(LAYOUT, INPUT, 1, want_outputs=True)
+
+    run(scenario)
+
+
+@cases(
+    [
+        ("payload where none is due", reply(), "payload of 24 bytes"),
+        ("wrong type", reply(0, b""), "StepReply out of place"),
+        ("garbage", (msgspec.Raw(b""), b""), "not a valid reply"),
+    ]
+)
+def test_a_server_that_answers_the_opening_wrongly(answer, why):
+    async def scenario(swarm):
+        server = await swarm.add(answer)
+        one = Session(swarm)
+        with pytest.raises(ProtocolViolation, match=why):
+            await one.open()
+        await one.close()
+        await asyncio.sleep(0.1)
+        assert server.open_streams == 0
+
+    run(scenario)
+
+
+def test_replays():
+    async def scenario(swarm):
+        server = await swarm.add(OPENED, replay_reply(), replay_reply(b""))
+        one = Session(swarm)
+        await one.open()
+        layout = StepLayout((0, 0), (2, 1), None, (4, 0))
+        assert await one.replay(layout, INPUT, 7, want_outputs=True) == OUTPUTS
+        assert await one.replay(LAYOUT, INPUT, 7, want_outputs=False) is None
+        first, second = server.requests[1:]
+        assert first == (
+            messages.ReplayRequest(7, [0, 0], [2, 1], WireFormat.NONE, "float32", [4, 0], True),
+            INPUT.payload,
+        )
+        assert (second[0].offsets, second[0].want_outputs) == (None, False)
+
+    run(scenario)
+
+
+def test_a_replay_without_outputs_takes_none():
+    async def scenario(swarm):
+        await swarm.add(OPENED, replay_reply())
+        one = Session(swarm)
+        await one.open()
+        with pytest.raises(ProtocolViolation, match="payload of 24 bytes"):
+            await one.replay(LAYOUT, INPUT, 1, want_outputs=False)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("answer", [replay_reply(b""), refusal(CacheFull("no"))], ids=["answered", "refused"])
+def test_the_answer_to_an_interrupted_replay_is_not_taken_for_the_next_ones(answer):
+    async def scenario(swarm):
+        server = await swarm.add(OPENED, None, None, replay_reply(b""))
+        one = Session(swarm)
+        await one.open()
+        for _ in range(2):
+            replay = asyncio.ensure_future(one.replay(LAYOUT, INPUT, 1, want_outputs=False))
+            await asyncio.sleep(0.1)
+            replay.cancel()
+            await asyncio.wait({replay})
+        await server.say(*answer)
+        assert one.error is None
+        replay = asyncio.ensure_future(one.replay(LAYOUT, INPUT, 2, want_outputs=False))
+        await server.say(*answer)
+        await replay
+        assert one.error is None
+        await server.say(*replay_reply(b""))
+        assert isinstance(one.error, ProtocolViolation)
+
+    run(scenario)
+
+
+def remote_errors(root: type[RemoteError] = RemoteError) -> list[type[RemoteError]]:
+    return [root, *(found for child in root.__subclasses__() for found in remote_errors(child))]
+
+
+@pytest.mark.parametrize("kind", remote_errors())
+def test_a_refusal_is_the_error_that_it_was(kind):
+    async def scenario(swarm):
+        await swarm.add(OPENED, (messages.refusal(kind("because"), 0), b""), refusal(kind("because")))
+        await swarm.add(refusal(kind("because")), name="strict")
+        why = r"server …\w+ \(blocks 0:3\) refused: because"
+        one = Session(swarm)
+        with pytest.raises(RemoteError, match=why) as caught:
+            await Session(swarm, name="strict").open()
+        assert type(caught.value) is kind
+        await one.open()
+        await one.ask(0)
+        assert type(one.error) is kind
+        assert re.search(why, str(one.error))
+        with pytest.raises(RemoteError, match=why) as caught:
+            await one.replay(LAYOUT, INPUT, 1, want_outputs=False)
+        assert type(caught.value) is kind
+
+    run(scenario)
+
+
+def test_an_unknown_refusal_is_the_servers_fault():
+    async def scenario(swarm):
+        await swarm.add((messages.Refusal("from_the_future", "because"), b""))
+        with pytest.raises(ServerFault, match="because"):
+            await Session(swarm).open()
+
+    run(scenario)
+
+
+def test_a_server_that_says_nothing():
+    async def scenario(swarm):
+        loop = asyncio.get_running_loop()
+        await swarm.add(None)
+        with pytest.raises(PeerSilent, match="did not answer within"):
+            await Session(swarm).open()
+        assert loop.time() == pytest.approx(OPEN_TIMEOUT)
+        await swarm.add(OPENED, None, name="later")
+        one = Session(swarm, name="later")
+        await one.open()
+        one.expect(0, Outputs(3, HIDDEN))
+        await one.deliver(Step(0, LAYOUT, INPUT))
+        assert 2 < one.due - loop.time() < 5
+        with pytest.raises(PeerSilent, match="did not answer within"):
+            await one.replay(LAYOUT, INPUT, 1, want_outputs=False)
+
+    run(scenario)
+
+
+def test_a_server_that_hangs_up():
+    async def scenario(swarm):
+        await swarm.add("hang up")
+        with pytest.raises(PeerLost, match="is gone"):
+            await Session(swarm).open()
+        await swarm.add(OPENED, "hang up", name="later")
+        one = Session(swarm, name="later")
+        await one.open()
+        await one.ask(0)
+        assert type(one.error) is PeerLost
+        assert "is gone" in str(one.error)
+        with pytest.raises(PeerLost):
+            await one.replay(LAYOUT, INPUT, 1, want_outputs=False)
+        await one.close()
+        with pytest.raises(PeerLost, match="cannot be reached"):
+            await Session(swarm, name="nobody").open()
+
+    run(scenario)
+
+
+def test_answers_to_what_was_pushed_to_it():
+    async def scenario(swarm):
+        server = await swarm.add(OPENED)
+        one = Session(swarm)
+        await one.open()
+        one.expect(0, Outputs(3, HIDDEN))
+        await server.say(*reply(0))
+        assert one.outputs == [(0, OUTPUTS)]
+
+    run(scenario)
+
+
+def test_an_answer_that_overtakes_the_word_of_the_push_says_nothing_of_the_time():
+    """What the servers before took is not this server's: nobody knows when it was handed the step."""
+
+    async def scenario(swarm):
+        server = await swarm.add(OPENED)
+        one = Session(swarm)
+        await one.open()
+        one.expect(0, Outputs(3, HIDDEN))
+        before = one._patience.allowed(3)
+        await asyncio.sleep(5)
+        await server.say(*reply(0))
+        assert one.timing.total == one.timing.compute
+        assert one._patience.allowed(3) == before
+        one.expect(1, Outputs(3, HIDDEN))
+        await asyncio.sleep(5)
+        one.was_pushed(1, reliable=True)
+        await asyncio.sleep(0.25)
+        await server.say(*reply(1))
+        assert 0.25 <= one.timing.total < 1
+
+    run(scenario)
+
+
+def test_answers_that_come_twice_or_late_are_ignored():
+    async def scenario(swarm):
+        server = await swarm.add(OPENED)
+        one = Session(swarm)
+        await one.open()
+        small = Outputs(1, HIDDEN)
+        await one.ask(0)
+        await server.say(*reply(0))
+        await server.say(*reply(0))
+        one.expect(1, small)
+        await server.say(*reply(0))  # larger than what is due now
+        await server.say(*reply(1, b"1" * 8))
+        await server.say(*reply(1, b"1" * 8))
+        assert [number for number, _ in one.outputs] == [0, 1]
+        assert one.error is None
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("late", [reply(0), refusal(NotFinite("no"))], ids=["answered", "refused"])
+def test_answers_to_steps_that_were_given_up_are_ignored(late):
+    async def scenario(swarm):
+        server = await swarm.add(OPENED)
+        one = Session(swarm)
+        await one.open()
+        await one.ask(0)
+        one.give_up(0)
+        await server.say(*late)
+        assert (one.outputs, one.replied, one.error) == ([], -1, None)
+        await one.ask(1)
+        await server.say(*reply(1))
+        await server.say(*reply(0))
+        assert [number for number, _ in one.outputs] == [1]
+        assert one.error is None
+
+    run(scenario)
+
+
+def test_as_long_as_something_is_awaited_there_is_a_deadline():
+    """Two steps may be under way at once: an older one's copy, and the current one."""
+
+    async def scenario(swarm):
+        server = await swarm.add(OPENED)
+        one = Session(swarm)
+        await one.open()
+        assert one.due == INF
+        await one.ask(0)
+        one.expect(1, Outputs(3, HIDDEN))
+        one.pushed = 1
+        await server.say(*reply(0))
+        assert asyncio.get_running_loop().time() < one.due < INF
+        await server.say(*reply(1))
+        assert one.due == INF
+
+    run(scenario)
+
+
+PUSHED = [
+    pytest.param(0, -1, id="the push is known"),
+    pytest.param(-1, -1, id="the push is not known yet"),
+]
+
+
+@pytest.mark.parametrize(("pushed", "asked"), PUSHED)
+def test_what_was_pushed_and_refused_is_not_its_fault(pushed, asked):
+    async def scenario(swarm):
+        server = await swarm.add(OPENED)
+        one = Session(swarm)
+        await one.open()
+        one.expect(0, Outputs(3, HIDDEN))
+        one.pushed = pushed
+        await server.say(*refusal(NotFinite("no")))
+        assert one.error is None
+        assert one.pushed == asked  # so that the client hands over its own copy
+        await one.ask(0)
+        await server.say(*refusal(NotFinite("no")))
+        assert isinstance(one.error, NotFinite)
+
+    run(scenario)
+
+
+def test_a_server_may_say_at_any_time_that_it_leaves():
+    async def scenario(swarm):
+        server = await swarm.add(OPENED)
+        one = Session(swarm)
+        await one.open()
+        await server.say(*refusal(ServerClosing("leaving")))
+        assert isinstance(one.leaving, ServerClosing)
+        assert one.error is None
+        assert one.changes >= 1
+        # What it still answers is welcome.
+        one.expect(0, Outputs(3, HIDDEN))
+        await server.say(*reply(0))
+        assert one.outputs == [(0, OUTPUTS)]
+
+    run(scenario)
+
+
+def test_the_first_error_counts():
+    async def scenario(swarm):
+        server = await swarm.add(OPENED)
+        one = Session(swarm)
+        await one.open()
+        await server.say(*refusal(ServerFault("broken")))
+        server.streams[-1].close()
+        await asyncio.sleep(0.1)
+        assert isinstance(one.error, ServerFault)
+
+    run(scenario)
+
+
+def test_opening_again_forgets_what_was_under_way():
+    async def scenario(swarm):
+        server = await swarm.add((messages.SessionOpened(7), b""))
+        one = Session(swarm)
+        await one.open()
+        await one.ask(0)
+        one.pushed = 1
+        await server.say(*refusal(UnknownSession("who?")))
+        server.streams[-1].close()
+        await asyncio.sleep(0.1)
+        assert one.error is not None
+        assert await one.open() == 7
+        assert (one.error, one.asked, one.pushed) == (None, -1, -1)
+
+    run(scenario)
+
+
+def test_a_session_is_used_between_opening_and_closing():
+    async def scenario(swarm):
+        server = await swarm.add(OPENED)
+        one = Session(swarm)
+        await one.ask(0)
+        assert "not connected" in str(one.error)
+        await one.open()
+        await one.close()
+        await one.close()
+        await one.ask(1)
+        assert "not connected" in str(one.error)
+        assert server.asked == [messages.OpenSession, messages.CloseSession]
+
+    run(scenario)
+
+
+def test_a_server_that_has_stopped_reading():
+    async def scenario(swarm):
+        loop = asyncio.get_running_loop()
+        server = await swarm.add(OPENED)
+        one = Session(swarm)
+        await one.open()
+        swarm.hub.hang("server")
+        tokens = 1 << 16
+        large = Packed(bytes(tokens * HIDDEN * 4), tokens, HIDDEN, WireFormat.NONE, "float32")
+        await one.deliver(Step(0, StepLayout((0,), (tokens,)), large))
+        assert isinstance(one.error, PeerSilent)
+        assert "read nothing" in str(one.error)
+        began = loop.time()
+        await one.close()
+        assert loop.time() - began < 2
+        swarm.hub.resume("server")
+        await asyncio.sleep(1)
+        assert server.open_streams == 0
+
+    run(scenario)
+
+
+def test_an_answer_waits_for_those_before_it():
+    """The time that is allowed is that of all steps under way, and begins again with each answer."""
+
+    async def scenario(swarm):
+        loop = asyncio.get_running_loop()
+        server = await swarm.add(OPENED)
+        one = Session(swarm)
+        await one.open()
+        for number in range(3):
+            one.expect(number, Outputs(3, HIDDEN))
+        await one.deliver(Step(0, LAYOUT, INPUT))
+        alone = one.due
+        await one.deliver(Step(1, LAYOUT, INPUT))
+        one.was_pushed(2, reliable=True)
+        assert alone < one.due < 2 * alone
+        together = one.due
+        await asyncio.sleep(1)
+        await server.say(*reply(0))
+        assert one.due > together
+        await server.say(*reply(1))
+        await server.say(*reply(2))
+        assert one.due == INF
+        assert loop.time() < together
+
+    run(scenario)
+
+
+def test_an_answer_that_leaves_one_out_is_not_taken():
+    """The one before was lost and cannot be told again; what comes next would leave a hole in the record."""
+
+    async def scenario(swarm):
+        server = await swarm.add(OPENED)
+        one = Session(swarm)
+        await one.open()
+        await one.ask(0)
+        await one.ask(1)
+        await server.say(*reply(1))
+        assert (one.outputs, one.replied, one.stale, one.error) == ([], -1, True, None)
+        one.pardons = PARDONS
+        await server.say(*reply(1))
+        assert isinstance(one.error, ProtocolViolation)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(("next_step", "can"), [(0, False), (1, False), (2, True), (3, True), (4, False)])
+def test_what_a_server_that_was_away_can_still_tell(next_step, can):
+    async def scenario(swarm):
+        server = await swarm.add(OPENED)
+        one = Session(swarm)
+        await one.open()
+        for number in range(4):
+            await one.ask(number)
+        for number in range(2):
+            await server.say(*reply(number))
+        assert one.can_answer(next_step) == can
+
+    run(scenario)
+
+
+def test_the_refusal_of_a_push_is_not_taken_for_that_of_the_clients_own_copy():
+    async def scenario(swarm):
+        server = await swarm.add(OPENED)
+        one = Session(swarm)
+        await one.open()
+        refused = messages.refusal(WrongPosition("a step is missing"), 1)
+        for number in range(2):
+            one.expect(number, Outputs(3, HIDDEN))
+        one.was_pushed(0, reliable=True)
+        one.was_pushed(1, reliable=True)
+        assert one.pushed == 1
+        await one.deliver(Step(0, LAYOUT, INPUT))
+        await one.deliver(Step(1, LAYOUT, INPUT))
+        await server.say(refused, b"")
+        assert (one.error, one.distrusts_pushes) == (None, True)
+        await server.say(refused, b"")
+        assert isinstance(one.error, WrongPosition)
+
+    run(scenario)

@@ -1,0 +1,270 @@
+"""What a chain does next: the table, and whole steps against servers that behave in every way."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarm.client.chain.next_action import Deliver, Done, Mend, Wait, next_action
+from swarm.errors import PeerLost
+
+INF = float("inf")
+NOW = 100.0
+SOON, PAST = NOW + 1, NOW - 1
+
+
+@dataclass
+class State:
+    """A hop: the last steps that it answered, whose input is known, that the client handed over, that were pushed."""
+
+    replied: int = 0
+    received: int = 0
+    asked: int = 0
+    pushed: int = 0
+    owes: int = -1
+    due: float = INF
+    stale: bool = False
+    error: Exception | None = None
+    leaving: Exception | None = None
+
+
+LOST = PeerLost("gone")
+
+TABLE = [
+    pytest.param([State(1, 1, 1)], [1], Done(), id="answered"),
+    pytest.param([State(0, 1), State(1, 1)], [1], Done(), id="the last one has answered; copies may follow"),
+    pytest.param([State(0, 1, error=LOST), State(1, 1)], [1], Done(), id="answered; what broke can wait"),
+    pytest.param([State(0, 1), State()], [1], Deliver(0, 1), id="the first is handed the step"),
+    pytest.param([State(0, 1, 1, due=SOON), State()], [1], Wait(SOON), id="under way"),
+    pytest.param([State(1, 1, 1), State(0, 1, pushed=1, due=SOON)], [1], Wait(SOON), id="pushed"),
+    pytest.param([State(1, 1, 1), State(0, 1)], [1], Deliver(1, 1), id="not pushed"),
+    pytest.param([State(1, 1, 1), State(0, 1, pushed=1, due=PAST)], [1], Deliver(1, 1), id="a push was lost"),
+    pytest.param([State(1, 1, 1), State(0, 1, 1, 1, due=PAST)], [1], Mend(1, overdue=True), id="silent"),
+    pytest.param([State(0, 1, 1, due=PAST), State()], [1], Mend(0, overdue=True), id="the first is silent"),
+    pytest.param([State(0, 1, 1, due=NOW), State()], [1], Mend(0, overdue=True), id="just due"),
+    pytest.param([State(0, 1), State(error=LOST)], [1], Mend(1), id="broken before its turn"),
+    pytest.param([State(0, 1), State(stale=True)], [1], Mend(1), id="stale"),
+    pytest.param([State(0, 1, 1, due=SOON, leaving=LOST)], [1], Wait(SOON), id="leaving, but at work"),
+    pytest.param([State(0, 1, 1, due=PAST, leaving=LOST)], [1], Mend(0, overdue=True), id="left without an answer"),
+    pytest.param([State(0, 1, leaving=LOST)], [1], Mend(0), id="leaving"),
+    pytest.param([State(0, 1, 1, due=SOON), State(leaving=LOST)], [1], Mend(1), id="leaving before its turn"),
+    pytest.param([State(error=LOST), State(error=LOST)], [1], Mend(0), id="two broken"),
+    pytest.param([State(0, 2, 1, due=SOON), State(1, 1)], [1, 2], Wait(SOON), id="first the older step"),
+    pytest.param([State(1, 2, 1), State(1, 1)], [1, 2], Deliver(0, 2), id="then the newer one"),
+    pytest.param([State(2, 2, 2), State(0, 2, 0, 0), State(1, 1)], [1, 2], Deliver(1, 1), id="a fresh hop catches up"),
+    pytest.param(
+        [State(1, 2, 1), State(0, 1, 1, owes=1, due=SOON), State(1, 1)], [1, 2], Wait(SOON), id="nothing overtakes it"
+    ),
+    pytest.param([State(0, 3), State(0, 1)], [3], Deliver(0, 3), id="numbers may be left out"),
+    pytest.param([State(0, 1, 1, due=SOON), State(0, 1, pushed=1, due=NOW + 9)], [1], Wait(SOON), id="soonest"),
+    pytest.param([State()], [], Done(), id="nothing to do"),
+]
+
+SEVERAL = [
+    pytest.param([State(0, 4, 1, due=SOON), State()], Deliver(0, 2), id="the next one follows at once"),
+    pytest.param([State(0, 4, 2, due=SOON), State()], Wait(SOON), id="the window is full"),
+    pytest.param([State(1, 4, 2, due=SOON), State(0, 1, pushed=1, due=SOON)], Deliver(0, 3), id="all work"),
+    pytest.param([State(2, 4, 3, due=SOON), State(0, 2)], Deliver(1, 1), id="what is nearest to its end goes first"),
+    pytest.param([State(2, 4, 4, due=SOON), State(0, 2, 1, due=SOON)], Deliver(1, 2), id="without pushes, too"),
+    pytest.param([State(2, 4, 4, due=SOON), State(0, 2, 1, 2, due=PAST)], Mend(1, overdue=True), id="silent"),
+    pytest.param([State(2, 4, 4, due=SOON), State(0, 2, pushed=2, due=PAST)], Deliver(1, 1), id="pushes were lost"),
+    pytest.param([State(3, 4, 4, due=SOON), State(1, 3, 2, 3, due=SOON)], Wait(SOON), id="under way"),
+    pytest.param([State(0, 4, 1, due=SOON, leaving=LOST), State()], Wait(SOON), id="leaving: no more, but these"),
+    pytest.param([State(1, 4, 1, leaving=LOST), State(0, 1, pushed=1, due=SOON)], Mend(0), id="then it may leave"),
+    pytest.param([State(0, 4, 1, due=SOON), State(error=LOST)], Mend(1), id="first what is broken"),
+    pytest.param([State(4, 4, 4), State(3, 4, pushed=4, due=SOON)], Wait(SOON), id="the last one"),
+    pytest.param([State(3, 4, 4, due=SOON), State(4, 4, pushed=4)], Done(), id="answered"),
+]
+
+
+@pytest.mark.parametrize(("hops", "numbers", "action"), TABLE)
+def test_table(hops, numbers, action):
+    assert next_action(hops, numbers, NOW) == action
+
+
+@pytest.mark.parametrize(("hops", "action"), SEVERAL)
+def test_several_steps_at_once(hops, action):
+    assert next_action(hops, [1, 2, 3, 4], NOW, window=2) == action
+
+
+def test_everywhere():
+    hops = [State(0, 1, 1, due=SOON), State(1, 1, pushed=1)]
+    assert next_action(hops, [1], NOW) == Done()
+    assert next_action(hops, [1], NOW, everywhere=True) == Wait(SOON)
+    assert next_action([State(1, 1, 1), hops[1]], [1], NOW, everywhere=True) == Done()
+
+
+@dataclass
+class Server(State):
+    """A hop, and the server behind it: the last step that it computed, and when the last of its messages arrives."""
+
+    computed: int = -1
+    rejected: int = -1
+    latest: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Play:
+    """Steps of a session against simulated servers; `next_action` decides, chance does everything else.
+
+    A server that gets a step answers after a while, or dies of it, or falls silent. Its push arrives, or not; it says
+    so, or not. What travels the same way arrives in order. A step that continues the one before is refused by a server
+    that has not computed that one. Any other step would be computed all the same, so it must not arrive there.
+    """
+
+    chance: random.Random
+    length: int
+    losses: float
+    now: float = 0.0
+    events: list[tuple[float, int, tuple]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.order = itertools.count()
+        self.hops = [Server(-1, -1, -1, -1) for _ in range(self.length)]
+        self.live: list[int] = []
+        self.jumps: set[int] = set()
+
+    def later(self, way: str, what: str, hop: Server, number: int) -> None:
+        hop.latest[way] = max(self.now, hop.latest.get(way, 0.0)) + self.chance.uniform(0.01, 2)
+        heapq.heappush(self.events, (hop.latest[way], next(self.order), (what, hop, number)))
+
+    def lose(self) -> bool:
+        return self.chance.random() < self.losses
+
+    def call(self, numbers: range, window: int, jumps: bool) -> None:
+        """Several steps that continue each other. The first one may set rows back, if it is alone."""
+        if len(numbers) > 1:
+            self.advance(1, everywhere=True)
+        if jumps:
+            self.jumps.add(numbers[0])
+        self.live += numbers
+        self.hops[0].received = numbers[-1]
+        self.advance(window)
+        assert self.hops[-1].computed >= numbers[-1]
+        done = min(hop.replied for hop in self.hops)
+        self.live = [number for number in self.live if number > done]
+
+    def advance(self, window: int, everywhere: bool = False) -> None:
+        for _ in range(3000):
+            action = next_action(self.hops, self.live, self.now, window, everywhere)
+            match action:
+                case Done():
+                    return
+                case Deliver(index, wanted):
+                    hop = self.hops[index]
+                    assert hop.replied < wanted <= hop.received, "only what is known can be delivered"
+                    assert hop.asked < wanted, "nothing is delivered twice to the same server"
+                    ahead = [n for n in self.live if hop.replied < n < wanted]
+                    assert all(n <= max(hop.asked, hop.pushed) for n in ahead), "in order"
+                    assert len(ahead) < window
+                    hop.asked = wanted
+                    self.start_clock(hop, wanted)
+                    self.later("client", "arrive", hop, wanted)
+                case Mend(index, overdue):
+                    hop = self.hops[index]
+                    if overdue:
+                        assert hop.error is None
+                        assert not hop.stale
+                    else:
+                        assert hop.error is not None or hop.stale or hop.leaving is not None
+                    done = min(hop.replied, hop.received)
+                    owes = max(self.live)
+                    self.hops[index] = Server(done, hop.received, done, done, owes, computed=done)
+                case Wait(until):
+                    assert until < INF, "nobody would ever wake up"
+                    assert until > self.now
+                    if self.events and self.events[0][0] <= until:
+                        self.now, _, event = heapq.heappop(self.events)
+                        self.happen(*event)
+                    else:
+                        self.now = until
+        raise AssertionError("no end in sight")
+
+    def start_clock(self, hop: Server, number: int) -> None:
+        if number == min((n for n in self.live if n > hop.replied), default=-1):
+            hop.due = self.now + 6
+
+    def before(self, number: int) -> int:
+        return max((earlier for earlier in self.live if earlier < number), default=-1)
+
+    def happen(self, what: str, hop: Server, number: int) -> None:
+        index = next((index for index, one in enumerate(self.hops) if one is hop), None)
+        if index is None or hop.error is not None:
+            return
+        if what == "break":
+            hop.error = LOST
+        elif what == "arrive":
+            self.arrive(hop, index, number)
+        elif what == "reply" and number > hop.replied:
+            self.reply(hop, index, number)
+        elif what == "pushed" and number > hop.replied:
+            if max(hop.replied, hop.asked, hop.pushed) >= self.before(number) and hop.rejected < number:
+                hop.pushed = max(hop.pushed, number)
+                self.start_clock(hop, number)
+        elif what == "refuse" and number > hop.replied:
+            if number > hop.asked:
+                hop.pushed, hop.rejected = min(hop.pushed, hop.asked), max(hop.rejected, number)
+            else:
+                hop.stale = True
+        if self.chance.random() < 0.02:
+            self.chance.choice(self.hops).stale = True
+        if self.chance.random() < 0.02:
+            self.chance.choice(self.hops).leaving = LOST
+
+    def arrive(self, hop: Server, index: int, number: int) -> None:
+        """At the server."""
+        if number < hop.computed:
+            return
+        if number > hop.computed:
+            if hop.computed < self.before(number):
+                assert number not in self.jumps, "this one would have been computed on top of a wrong past"
+                self.later("back", "refuse", hop, number)
+                return
+            hop.computed = number
+        if self.lose():
+            if self.chance.random() < 0.5:
+                self.later("back", "break", hop, number)
+            return
+        self.later("back", "reply", hop, number)
+        if index + 1 < self.length and self.chance.random() < 0.7:
+            following = self.hops[index + 1]
+            if not self.lose():
+                self.later("push", "arrive", following, number)
+            self.later("said", "pushed", following, number)
+
+    def reply(self, hop: Server, index: int, number: int) -> None:
+        """At the client."""
+        if hop.replied < self.before(number):
+            hop.stale = True  # an answer before it was lost
+            return
+        hop.replied = number
+        hop.due = INF
+        under_way = [n for n in self.live if number < n <= max(hop.asked, hop.pushed)]
+        if under_way:
+            self.start_clock(hop, under_way[0])
+        if index + 1 < self.length:
+            following = self.hops[index + 1]
+            assert following.received >= self.before(number), "records have no holes"
+            following.received = max(following.received, number)
+
+
+@given(st.integers(0, 2**32), st.integers(1, 5), st.sampled_from([0.0, 0.05, 0.3]))
+@settings(max_examples=200, deadline=None)
+def test_every_step_comes_to_its_end_whatever_the_servers_do(seed, length, losses):
+    chance = random.Random(seed)
+    play = Play(chance, length, losses)
+    number = 0
+    for _ in range(6):
+        steps = chance.choice([1, 1, 2, 5, 9])
+        play.call(
+            range(number, number + steps),
+            chance.randint(1, 4) if steps > 1 else 1,
+            steps == 1 and chance.random() < 0.5,
+        )
+        number += steps

@@ -1,0 +1,94 @@
+"""Into how many chunks prompts are cut."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.client.chain.prompt_chunks import (
+    IN_FLIGHT,
+    LARGEST,
+    LARGEST_OVERHEAD,
+    LEAST_OVERHEAD,
+    OVERHEAD,
+    SMALLEST,
+    chunk_slots,
+    overhead,
+    window,
+)
+from swarm.data_structures import ServerInfo
+from tests.infos import server_info
+
+
+def servers(count: int, forward_throughput: float = 0.0) -> list[ServerInfo]:
+    return [
+        server_info(n, n + 1, str(n), throughput=100.0, forward_throughput=forward_throughput) for n in range(count)
+    ]
+
+
+def turns(slots: int, size: int, hops: int, cost: float) -> float:
+    """What a pipeline takes, in tokens of one server's."""
+    return (math.ceil(slots / size) + hops - 1) * (size + cost)
+
+
+@pytest.mark.parametrize(
+    ("slots", "rows", "hops", "expected"),
+    [
+        (1, 1, 3, 1),
+        (SMALLEST, 1, 3, SMALLEST),
+        (512, 1, 1, 512),
+        (512, 1, 3, 64),
+        (512, 8, 3, 23),
+        (8192, 1, 1, LARGEST),
+        (8192, 1, 3, 256),
+    ],
+)
+def test_examples(slots, rows, hops, expected):
+    assert chunk_slots(slots, rows, servers(hops)) == expected
+
+
+def test_where_the_first_chunk_goes_alone_it_has_to_pay_twice():
+    """A few candidates of speculative decoding, after others were rejected, are one step; a long prompt is not."""
+    assert chunk_slots(64, 1, servers(3)) == 32
+    assert chunk_slots(64, 1, servers(3), first_alone=True) == 64
+    assert 32 < chunk_slots(512, 1, servers(3), first_alone=True) < 64
+    assert chunk_slots(600, 1, servers(1), first_alone=True) == 300
+
+
+def test_servers_that_lose_much_with_each_chunk_get_fewer():
+    quick, slow = (chunk_slots(2048, 1, servers(3, rate)) for rate in (400.0, 6400.0))
+    assert quick < slow <= LARGEST
+
+
+def test_what_a_chunk_costs_is_what_servers_say_within_bounds():
+    assert overhead(servers(3)) == OVERHEAD == overhead([])
+    assert overhead(servers(3, 2000.0)) == 20.0
+    assert overhead([*servers(2, 2000.0), *servers(1, 9e9)]) == 20.0  # one that boasts changes nothing
+    assert overhead(servers(1, 1e9)) == LARGEST_OVERHEAD
+    assert overhead(servers(1, 101.0)) == LEAST_OVERHEAD
+    assert overhead(servers(1, 100.0)) == OVERHEAD
+
+
+@given(st.integers(1, 8192), st.integers(1, 64), st.integers(0, 12), st.sampled_from([0.0, 500.0, 4000.0]))
+def test_bounds(slots, rows, hops, rate):
+    size = chunk_slots(slots, rows, servers(hops, rate))
+    assert 1 <= size <= slots
+    assert size * rows <= LARGEST + rows
+    chunks = math.ceil(slots / size)
+    assert chunks == 1 or slots * rows / chunks >= SMALLEST / 2
+    assert chunks * size - slots < size, "no chunk is empty"
+
+
+@given(st.integers(256, 8192), st.integers(2, 8))
+def test_nothing_else_is_much_quicker(slots, hops):
+    size = chunk_slots(slots, 1, servers(hops))
+    best = min(turns(slots, other, hops, OVERHEAD) for other in range(SMALLEST, LARGEST + 1))
+    assert turns(slots, size, hops, OVERHEAD) <= 1.15 * best
+
+
+@given(st.integers(1, 8192))
+def test_a_window_keeps_a_server_busy_and_does_not_flood_it(tokens):
+    assert window(tokens) == 2 or 2 < window(tokens) <= IN_FLIGHT / tokens

@@ -1,0 +1,150 @@
+"""The arguments of one `generate`, divided among lanes, or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.logits_process import EncoderRepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper
+from transformers.generation.streamers import BaseStreamer
+
+from swarm.client.lanes.split_arguments import count_rows, divided, plan
+from swarm.errors import UsageError
+from tests import zoo
+
+IDS = torch.arange(3, 23).view(4, 5)
+MASK = torch.ones_like(IDS)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Any transformers model: what is asked of it is how it reads its settings."""
+    folder: Path = zoo.make_checkpoint("llama", tmp_path_factory.mktemp("checkpoint"))
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def by_rows(*args: Any) -> None:
+    """A function that says it treats every row by itself."""
+
+
+by_rows.row_by_row = True  # type: ignore[attr-defined]
+
+
+def test_rows_are_divided_and_settings_are_not(model: Any) -> None:
+    arguments = {
+        "input_ids": IDS,
+        "attention_mask": MASK,
+        "position_ids": torch.arange(5).unsqueeze(0),
+        "negative_prompt_ids": IDS + 1,
+        "max_new_tokens": 4,
+        "eos_token_id": [7, 8],
+        "pad_token_id": 0,
+    }
+    made = plan(model, arguments)
+    assert made.rows == 4
+    lane = divided(arguments, made, slice(1, 3))
+    assert lane["input_ids"].tolist() == IDS[1:3].tolist()
+    assert lane["attention_mask"].shape == lane["negative_prompt_ids"].shape == (2, 5)
+    assert lane["position_ids"].shape == (1, 5)  # one for all rows
+    assert lane["eos_token_id"] == [7, 8]
+    assert lane["max_new_tokens"] == 4
+
+
+@pytest.mark.parametrize("name", ["inputs", "input_ids", "inputs_embeds"])
+def test_rows_are_counted_wherever_the_prompt_is(name: str) -> None:
+    assert count_rows({name: torch.zeros(3, 2)}) == 3
+    assert count_rows({}) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "fill"),
+    [
+        ({"pad_token_id": 0, "eos_token_id": 5}, 0),
+        ({"pad_token_id": None, "eos_token_id": [5, 6]}, 5),
+        ({"pad_token_id": 2, "eos_token_id": None}, 2),
+        ({"pad_token_id": None, "eos_token_id": None}, None),
+        ({"pad_token_id": 2, "eos_token_id": 5, "num_beams": 2}, 2),
+        ({"pad_token_id": 0, "eos_token_id": 5, "num_beams": 2}, 5),  # as transformers' beam search does
+        ({"pad_token_id": 0, "eos_token_id": None, "num_beams": 2}, -1),
+    ],
+)
+def test_what_stands_behind_a_text_that_has_ended(model: Any, settings: dict[str, Any], fill: int | None) -> None:
+    config = GenerationConfig(**settings)
+    stored, model.generation_config = model.generation_config, config
+    try:
+        assert plan(model, {"input_ids": IDS, "generation_config": config}).fill == fill
+    finally:
+        model.generation_config = stored
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ({"past_key_values": DynamicCache()}, "past_key_values"),
+        ({"streamer": BaseStreamer()}, "streamer"),
+        ({"custom_generate": by_rows}, "custom_generate"),
+        ({"stopping_criteria": StoppingCriteriaList([lambda ids, scores: None])}, "row_by_row = True"),
+        ({"logits_processor": LogitsProcessorList([lambda ids, scores: scores])}, "row_by_row = True"),
+        (
+            {"logits_processor": LogitsProcessorList([EncoderRepetitionPenaltyLogitsProcessor(1.2, IDS)])},
+            "made for all rows",
+        ),
+        ({"attention_mask": MASK[:3]}, r"attention_mask is \[3, 5\], but there are 4 rows"),
+        ({"cache_position": torch.arange(4)}, "cache_position"),
+        ({"return_dict_in_generate": True, "output_hidden_states": True}, "output_hidden_states"),
+        ({"return_dict_in_generate": True, "output_attentions": True}, "output_attentions"),
+        ({"max_time": 1.0, "pad_token_id": None, "eos_token_id": None}, "pad_token_id"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_lanes_cannot_do_is_refused(model: Any, arguments: dict[str, Any], why: str) -> None:
+    stored = model.generation_config
+    model.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=None)
+    try:
+        with pytest.raises(UsageError, match=why):
+            plan(model, {"input_ids": IDS, "pad_token_id": 0, "max_new_tokens": 2, **arguments})
+    finally:
+        model.generation_config = stored
+
+
+def test_processors_and_criteria_are_taken_if_they_treat_each_row_by_itself(model: Any) -> None:
+    arguments = {
+        "input_ids": IDS,
+        "pad_token_id": 0,
+        "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(9), MaxTimeCriteria(60.0), by_rows]),
+        "logits_processor": LogitsProcessorList([TemperatureLogitsWarper(0.5)]),
+    }
+    made = plan(model, arguments)
+    one, other = divided(arguments, made, slice(0, 2)), divided(arguments, made, slice(2, 4))
+    assert isinstance(one["stopping_criteria"], StoppingCriteriaList)
+    # transformers' own may remember something, so each lane has a copy; what a person wrote is called as it is.
+    assert one["stopping_criteria"][1] is not other["stopping_criteria"][1]
+    assert one["stopping_criteria"][2] is other["stopping_criteria"][2] is by_rows
+    assert one["logits_processor"][0].temperature == 0.5
+
+
+@pytest.mark.parametrize(("settings", "first"), [({"num_beams": 3}, 2), ({"num_return_sequences": 3}, 6), ({}, 2)])
+def test_allowed_tokens_are_asked_for_by_the_number_of_the_whole_batch(
+    model: Any, settings: dict[str, Any], first: int
+) -> None:
+    asked: list[int] = []
+
+    def allowed(row: int, tokens: torch.Tensor) -> list[int]:
+        asked.append(row)
+        return [1]
+
+    arguments = {"input_ids": IDS, "prefix_allowed_tokens_fn": allowed, "do_sample": True, **settings}
+    lane = divided(arguments, plan(model, arguments), slice(2, 4))
+    assert lane["prefix_allowed_tokens_fn"](1, IDS) == [1]
+    assert asked == [first + 1]

@@ -1,0 +1,66 @@
+"""What listeners hear of a session, and what they cannot harm."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from swarm.client.routes.events import BlocksMissing, HopLost, Recovered, Replayed, RouteTaken, to_all
+from swarm.data_structures import Span
+from swarm.errors import MissingBlocks
+from tests import virtual_time
+from tests.client.chains import Swarm
+
+TWICE = {"a": (0, 2), "b": (2, 4), "c": (4, 6), "b2": (2, 4)}
+
+
+def names(event: RouteTaken) -> list[str]:
+    return [hop.server.peer_id for hop in event.route.hops]
+
+
+def test_a_failover_is_told_in_order(span_model):
+    async def scenario() -> None:
+        swarm = Swarm(span_model, TWICE)
+        await swarm.start()
+        talk = await swarm.chain()
+        await talk.append(3, 5)
+        (taken,) = swarm.events
+        assert names(taken) == ["a", "b", "c"]
+        swarm.kill("b")
+        await talk.append(1, 1)
+        lost, replayed, recovered, again = swarm.events[1:]
+        assert lost == HopLost("b", Span(2, 4), "peer_lost")
+        assert replayed == Replayed(Span(2, 4), 8)
+        assert isinstance(recovered, Recovered)
+        assert 0 < recovered.seconds < 1
+        assert names(again) == ["a", "b2", "c"]
+
+    virtual_time.run(scenario)
+
+
+def test_waiting_for_blocks_is_told_once(span_model):
+    async def scenario() -> None:
+        swarm = Swarm(span_model, {"a": (0, 2), "b": (2, 6)}, patience=10.0)
+        await swarm.start()
+        talk = await swarm.chain()
+        await talk.append(1)
+        swarm.kill("b")
+        del swarm.announced["b"]
+        with pytest.raises(MissingBlocks):
+            await talk.append(1)
+        assert [event for event in swarm.events if isinstance(event, BlocksMissing)] == [BlocksMissing((2, 3, 4, 5))]
+        await asyncio.sleep(0)
+
+    virtual_time.run(scenario)
+
+
+def test_a_listener_that_fails_harms_nobody(caplog):
+    heard = []
+
+    def broken(event):
+        raise ZeroDivisionError
+
+    to_all([broken, heard.append])(Recovered(1.0))
+    assert heard == [Recovered(1.0)]
+    assert "a listener failed at Recovered" in caplog.text

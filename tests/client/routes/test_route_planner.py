@@ -1,0 +1,327 @@
+"""A client's picture of the swarm: when it is renewed, and what is kept out of routes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from swarm.client.config import ClientConfig
+from swarm.client.routes import route_planner as module
+from swarm.client.routes.route_planner import FIRST_PINGS, IDLE, OLD_PICTURE, SwarmPlanner
+from swarm.data_structures import ServerInfo, Span
+from swarm.errors import (
+    CacheFull,
+    MissingBlocks,
+    NotFinite,
+    PeerLost,
+    PeerSilent,
+    ProtocolViolation,
+    ServerClosing,
+    ServerFault,
+    UnknownSession,
+    WrongSpan,
+)
+from swarm.routing.peer_health import Failure
+from tests import virtual_time
+from tests.infos import server_info
+
+ALL = Span(0, 6)
+
+
+class World:
+    """What the DHT and the pings of a test say."""
+
+    def __init__(self) -> None:
+        self.servers: list[ServerInfo] = [
+            server_info(0, 3, "a", throughput=100.0),
+            server_info(3, 6, "b", throughput=100.0),
+            server_info(0, 3, "c", throughput=1.0),
+            server_info(3, 6, "d", throughput=1.0),
+        ]
+        self.looks: list[float] = []
+        self.look_takes = 0.1
+        self.error: Exception | None = None
+        self.pings: list[list[str]] = []
+        self.ping_takes = 0.2
+        self.round_trips: dict[str, float] = {}
+        self.told: list[Any] = []
+
+    async def fetch(self, dht: Any, model: str, blocks: int) -> list[ServerInfo]:
+        assert (dht, model, blocks) == ("the dht", "the model", 6)
+        self.looks.append(now())
+        await asyncio.sleep(self.look_takes)
+        if self.error is not None:
+            raise self.error
+        return self.servers
+
+    async def ping(self, peer: Any, candidates: Any) -> dict[str, float]:
+        self.pings.append(list(candidates))
+        await asyncio.sleep(self.ping_takes)
+        return self.round_trips
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+@pytest.fixture
+def play(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def play(act: Callable[[World, SwarmPlanner], Awaitable[None]], **options: Any) -> None:
+        world = World()
+        monkeypatch.setattr(module, "fetch_servers", world.fetch)
+        monkeypatch.setattr(module, "ping_many", world.ping)
+
+        async def scenario() -> None:
+            peer: Any = SimpleNamespace(dht="the dht")
+            config = ClientConfig(("somebody",), **options)
+            planner = SwarmPlanner(peer, config, "the model", "main", 6, None, tell=world.told.append)
+            try:
+                await act(world, planner)
+            finally:
+                await planner.close()
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            assert all("scenario" in repr(task) or "whole" in repr(task) for task in others)
+
+        virtual_time.run(scenario)
+
+    return play
+
+
+async def route(planner: SwarmPlanner, span: Span = ALL) -> str:
+    found = await planner.route(span, None, None, 100)
+    return " ".join(f"{hop.span}{hop.server.peer_id}" for hop in found.hops)
+
+
+def test_the_first_route_waits_for_a_look_and_for_pings(play):
+    async def act(world, planner):
+        world.round_trips = {"a": 5.0, "b": 0.01, "c": 0.01, "d": 0.01}
+        assert planner.servers == ()
+        assert await route(planner) == "0:3c 3:6b"
+        assert now() == pytest.approx(0.3)
+        assert sorted(world.pings[0]) == ["a", "b", "c", "d"]
+        began = now()
+        assert await route(planner) == "0:3c 3:6b"
+        assert now() == began
+        assert len(world.looks) == 1
+        assert planner.servers == tuple(world.servers)
+
+    play(act)
+
+
+def test_pings_that_take_long_are_not_waited_for(play):
+    async def act(world, planner):
+        world.ping_takes = 100.0
+        assert await route(planner) == "0:3a 3:6b"
+        assert now() == pytest.approx(0.1 + FIRST_PINGS)
+        await planner.refresh()
+        assert len(world.pings) == 1  # the first one is still under way
+
+    play(act)
+
+
+REASONS = [
+    (PeerSilent("x"), Failure.TIMED_OUT),
+    (PeerLost("x"), Failure.UNREACHABLE),
+    (ProtocolViolation("x"), Failure.WRONG_ANSWER),
+    (CacheFull("x"), Failure.CACHE_FULL),
+    (ServerClosing("x"), Failure.CLOSING),
+    (WrongSpan("x"), Failure.CLOSING),
+    (UnknownSession("x"), Failure.REFUSED),
+    (NotFinite("x"), Failure.REFUSED),
+    (ServerFault("x"), Failure.FAULT),
+    (RuntimeError("x"), Failure.FAULT),
+]
+
+
+@pytest.mark.parametrize(("error", "reason"), REASONS, ids=lambda value: type(value).__name__)
+def test_who_failed_is_kept_out_for_as_long_as_the_reason_says(play, error, reason):
+    async def act(world, planner):
+        assert await route(planner) == "0:3a 3:6b"
+        planner.failed("a", error)
+        assert planner.router.health.reasons("a") == (reason,)
+        assert await route(planner) == "0:3c 3:6b"
+        await planner.refresh()
+        assert await route(planner) == "0:3c 3:6b"  # that it is still announced says nothing
+        await asyncio.sleep(reason.seconds + 0.1)
+        assert await route(planner) == "0:3a 3:6b"
+
+    play(act, refresh=1000.0)
+
+
+def test_a_success_forgives(play):
+    async def act(world, planner):
+        await route(planner)
+        planner.failed("a", PeerLost("x"))
+        planner.succeeded("a")
+        assert await route(planner) == "0:3c 3:6b"
+        await asyncio.sleep(2 * Failure.UNREACHABLE.seconds)
+        planner.succeeded("a")
+        assert planner.router.health.reasons("a") == ()
+
+    play(act)
+
+
+def test_the_person_chooses(play):
+    async def act(world, planner):
+        assert await route(planner) == "0:3c 3:6d"
+
+    play(act, allowed_servers=frozenset("acd"), blocked_servers=frozenset("a"))
+
+
+def test_a_picture_in_use_is_renewed_in_the_background(play):
+    async def act(world, planner):
+        await route(planner)
+        world.servers = world.servers[1:]
+        await asyncio.sleep(16)
+        began = now()
+        assert await route(planner) == "0:3c 3:6b"
+        assert now() == began
+
+    play(act, refresh=15.0)
+
+
+def test_a_look_that_fails_leaves_the_picture_as_it_is(play):
+    async def act(world, planner):
+        await route(planner)
+        world.error = OSError("no network")
+        await asyncio.sleep(50)
+        assert len(world.looks) == 4
+        assert await route(planner) == "0:3a 3:6b"
+        world.error = None
+        world.servers = world.servers[1:]
+        await asyncio.sleep(20)
+        assert await route(planner) == "0:3c 3:6b"
+
+    play(act, refresh=15.0)
+
+
+def test_a_client_that_sleeps_asks_nothing_and_looks_again_when_it_wakes_up(play):
+    async def act(world, planner):
+        await route(planner)
+        await asyncio.sleep(IDLE)
+        looks = len(world.looks)
+        await asyncio.sleep(1000)
+        assert len(world.looks) <= looks + 1
+        world.servers = world.servers[1:]
+        began = now()
+        assert await route(planner) == "0:3c 3:6b"
+        assert now() == pytest.approx(began + world.look_takes)
+
+    play(act, refresh=15.0)
+
+
+def test_a_slow_look_is_not_waited_for_where_there_is_an_old_picture(play):
+    async def act(world, planner):
+        await route(planner)
+        await asyncio.sleep(IDLE + 1000)
+        world.look_takes = 100.0
+        began = now()
+        assert await route(planner) == "0:3a 3:6b"
+        assert now() <= began + OLD_PICTURE
+
+    play(act, refresh=15.0)
+
+
+def test_missing_blocks_are_looked_for_once(play):
+    async def act(world, planner):
+        await route(planner)
+        await asyncio.sleep(5)
+        planner.failed("b", PeerLost("x"))
+        planner.failed("d", PeerLost("x"))
+        with pytest.raises(MissingBlocks, match=r"blocks 3:6 .*could not be reached and is avoided") as caught:
+            await route(planner)
+        assert caught.value.blocks == (3, 4, 5)
+        assert len(world.looks) == 2
+        with pytest.raises(MissingBlocks):
+            await route(planner)
+        assert len(world.looks) == 2  # the picture is fresh
+        await asyncio.sleep(2)
+        world.servers = [*world.servers, server_info(2, 6, "e")]
+        assert await route(planner) == "0:3a 3:6e"
+        assert len(world.looks) == 3
+
+    play(act, refresh=1000.0)
+
+
+def test_batches_are_split_by_the_same_picture(play):
+    async def act(world, planner):
+        portions = await planner.split(ALL, [5] * 4)
+        assert sorted(row for portion in portions for row in portion.rows) == [0, 1, 2, 3]
+        await asyncio.sleep(5)
+        for name in "ac":
+            planner.failed(name, PeerLost("x"))
+        with pytest.raises(MissingBlocks, match="blocks 0:3"):
+            await planner.split(ALL, [5])
+        assert len(world.looks) == 2
+        await asyncio.sleep(2)
+        world.servers = [*world.servers, server_info(0, 3, "e")]
+        (portion,) = await planner.split(ALL, [5])
+        assert portion.route.hops[0].server.peer_id == "e"
+
+    play(act, refresh=1000.0)
+
+
+def test_several_callers_share_one_look(play):
+    async def act(world, planner):
+        await asyncio.gather(*(planner.refresh() for _ in range(5)))
+        assert len(world.looks) == 1
+        # One that is interrupted does not take it from the others.
+        first, second = asyncio.ensure_future(planner.refresh()), asyncio.ensure_future(planner.refresh())
+        await asyncio.sleep(0.05)
+        first.cancel()
+        await second
+        assert len(world.looks) == 2
+
+    play(act)
+
+
+def test_servers_of_other_weights_are_no_part_of_the_picture(play):
+    async def act(world, planner):
+        world.servers = [*world.servers, server_info(0, 6, "other", revision="theirs", throughput=1e6)]
+        assert await route(planner) == "0:3a 3:6b"
+        assert "other" not in {server.peer_id for server in planner.servers}
+
+    play(act)
+
+
+@pytest.mark.parametrize("show", [True, False])
+def test_a_route_is_shown_when_asked(play, capsys, show):
+    async def act(world, planner):
+        planner.taken(await planner.route(ALL, None, None, 1))
+        assert capsys.readouterr().out == ("route: 0:3 …a → 3:6 …b\n" if show else "")
+
+    play(act, show_route=show)
+
+
+def test_what_many_sessions_see_is_told_once(play):
+    async def act(world, planner):
+        for error in (PeerLost("x"), PeerLost("y"), CacheFull("z"), PeerLost("x")):
+            planner.failed("a", error)
+        await asyncio.sleep(Failure.UNREACHABLE.seconds)
+        planner.failed("a", PeerLost("x"))
+        lost, full = Failure.UNREACHABLE, Failure.CACHE_FULL
+        assert [(event.reason, event.seconds) for event in world.told] == [
+            (lost.value, lost.seconds),
+            (full.value, lost.seconds),
+            (lost.value, 2 * lost.seconds),
+        ]
+
+    play(act)
+
+
+def test_who_was_too_slow_is_given_longer(play):
+    async def act(world, planner):
+        await route(planner)
+        assert planner.slowness("a") == 1
+        for _ in range(2):
+            planner.failed("a", PeerSilent("x"))
+            planner.failed("a", PeerSilent("another session saw the same"))
+            await asyncio.sleep(60)
+        planner.failed("b", PeerLost("x"))
+        assert (planner.slowness("a"), planner.slowness("b")) == (4, 1)
+
+    play(act)

@@ -1,0 +1,247 @@
+"""One lane at a time computes, in the order in which answers come, each with its own random numbers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future
+
+import pytest
+import torch
+
+from swarm.client.threads.compute_lock import Baton, RandomState, Turn, current_turn
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _random_numbers_as_before() -> Iterator[None]:
+    state = torch.get_rng_state()
+    yield
+    torch.set_rng_state(state)
+
+
+class Threads:
+    """Runs functions in threads; what one of them raises is raised at the end."""
+
+    def __init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+        self._errors: list[BaseException] = []
+
+    def start(self, work: Callable[[], object]) -> None:
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:
+                self._errors.append(error)
+
+        self._threads.append(threading.Thread(target=run, daemon=True))
+        self._threads[-1].start()
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join(10)
+            assert not thread.is_alive()
+        if self._errors:
+            raise self._errors[0]
+
+
+@pytest.fixture
+def threads() -> Threads:
+    return Threads()
+
+
+def test_one_at_a_time_in_the_order_of_the_answers(threads: Threads) -> None:
+    baton = Baton()
+    answers: list[Future[str]] = [Future() for _ in range(4)]
+    waiting = [threading.Event() for _ in answers]
+    order: list[str] = []
+    computing = 0
+
+    def lane(number: int) -> None:
+        nonlocal computing
+        with Turn(baton) as turn:
+            assert current_turn() is turn
+            waiting[number].set()
+            order.append(turn.wait(answers[number]))
+            computing += 1
+            assert computing == 1
+            torch.randn(64, 64) @ torch.randn(64, 64)
+            computing -= 1
+        assert current_turn() is None
+
+    for number in range(4):
+        threads.start(lambda number=number: lane(number))
+    for event in waiting:
+        assert event.wait(10)
+    holder = Turn(baton)
+    with holder:  # while somebody computes, those whose answers come stand in line
+        for number in (2, 0, 3, 1):
+            answers[number].set_result(str(number))
+    threads.join()
+    assert order == ["2", "0", "3", "1"]
+
+
+def test_while_one_waits_the_others_compute(threads: Threads) -> None:
+    baton = Baton()
+    first, second = Future[int](), Future[int]()
+
+    def waiter() -> None:
+        with Turn(baton) as turn:
+            assert turn.wait(first) == 1
+
+    def other() -> None:
+        with Turn(baton) as turn:
+            first.set_result(1)  # the first one's turn comes when this one waits, not before
+            assert turn.wait(second) == 2
+
+    threads.start(waiter)
+    threads.start(other)
+    second.set_result(2)
+    threads.join()
+
+
+def test_errors_of_what_is_waited_for_come_out(threads: Threads) -> None:
+    failed: Future[None] = Future()
+    failed.set_exception(ValueError("no"))
+    baton = Baton()
+    with Turn(baton) as turn, pytest.raises(ValueError, match="no"):
+        turn.wait(failed)
+    with Turn(baton):  # the baton was given back
+        pass
+
+
+def test_an_ended_turn_waits_no_more(threads: Threads) -> None:
+    never: Future[None] = Future()
+    waiting = threading.Event()
+    turn = Turn(Baton())
+
+    class Watched(Future[None]):
+        def add_done_callback(self, callback: Callable[[Future[None]], object]) -> None:
+            super().add_done_callback(callback)
+            waiting.set()
+
+    never = Watched()
+
+    def lane() -> None:
+        with turn:
+            with pytest.raises(CancelledError):
+                turn.wait(never)
+            with pytest.raises(CancelledError):  # nor the next time
+                turn.wait(Future())
+
+    threads.start(lane)
+    assert waiting.wait(10)
+    turn.end()
+    threads.join()
+    assert never.cancelled()
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_what_a_lane_samples_depends_on_its_seed_alone(threads: Threads, order: tuple[int, ...]) -> None:
+    baton = Baton()
+    rounds = 3
+    answers = [[Future[None]() for _ in range(rounds)] for _ in order]
+    numbers: dict[int, list[float]] = {number: [] for number in order}
+    drawn = [[threading.Event() for _ in range(rounds)] for _ in order]
+
+    def lane(number: int) -> None:
+        with Turn(baton, RandomState(CPU, seed=number)) as turn:
+            for answer, event in zip(answers[number], drawn[number], strict=True):
+                turn.wait(answer)
+                numbers[number].append(float(torch.rand(())))
+                event.set()
+
+    for number in order:
+        threads.start(lambda number=number: lane(number))
+    for step in range(rounds):
+        for number in order:
+            answers[number][step].set_result(None)
+            assert drawn[number][step].wait(10)
+    threads.join()
+    for number, values in numbers.items():
+        torch.manual_seed(number)
+        assert values == [float(torch.rand(())) for _ in range(rounds)]
+
+
+def test_a_turn_without_a_random_state_leaves_the_generator_alone() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(2).tolist()
+    torch.manual_seed(5)
+    done: Future[None] = Future()
+    done.set_result(None)
+    values = [float(torch.rand(()))]
+    with Turn(Baton()) as turn:
+        turn.wait(done)
+        values.append(float(torch.rand(())))
+    assert values == expected
+
+
+class Counted:
+    """Doubles numbers, and remembers which came together."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[int]] = []
+
+    def __call__(self, values: list[int]) -> list[int]:
+        self.calls.append(sorted(values))
+        if 13 in values:
+            raise ZeroDivisionError
+        return [2 * value for value in values]
+
+
+def together(threads: Threads, values: list[int], leaving: tuple[int, ...] = ()) -> tuple[Counted, dict[int, object]]:
+    """Lanes whose answers come while another one computes; those of `leaving` compute nothing together."""
+    baton, work = Baton(), Counted()
+    answers: dict[int, Future[None]] = {value: Future() for value in values}
+    waiting = [threading.Event() for _ in values]
+    found: dict[int, object] = {}
+
+    def lane(value: int, event: threading.Event) -> None:
+        with Turn(baton) as turn:
+            event.set()
+            turn.wait(answers[value])
+            if value in leaving:
+                return
+            try:
+                found[value] = turn.together(value, work)
+            except ZeroDivisionError as error:
+                found[value] = error
+
+    for value, event in zip(values, waiting, strict=True):
+        threads.start(lambda value=value, event=event: lane(value, event))
+    for event in waiting:
+        assert event.wait(10)
+    with Turn(baton):
+        for answer in answers.values():
+            answer.set_result(None)
+    threads.join()
+    return work, found
+
+
+def test_who_is_ready_at_the_same_time_computes_together(threads: Threads) -> None:
+    work, found = together(threads, [1, 2, 3, 4])
+    assert work.calls == [[1, 2, 3, 4]]
+    assert found == {1: 2, 2: 4, 3: 6, 4: 8}
+
+
+def test_who_has_nobody_beside_it_computes_alone(threads: Threads) -> None:
+    work, found = together(threads, [5])
+    assert (work.calls, found) == ([[5]], {5: 10})
+    with Turn(Baton()) as turn:
+        assert turn.together(6, work) == 12
+
+
+@pytest.mark.parametrize("leaving", [(4,), (1,), (2, 3, 4), (1, 2, 3)])
+def test_a_lane_that_leaves_first_keeps_nobody_waiting(threads: Threads, leaving: tuple[int, ...]) -> None:
+    work, found = together(threads, [1, 2, 3, 4], leaving)
+    stay = [value for value in (1, 2, 3, 4) if value not in leaving]
+    assert work.calls == [stay]
+    assert found == {value: 2 * value for value in stay}
+
+
+def test_what_fails_fails_for_all_that_were_in_it(threads: Threads) -> None:
+    work, found = together(threads, [1, 13, 2])
+    assert work.calls == [[1, 2, 13]]
+    assert all(isinstance(error, ZeroDivisionError) for error in found.values())
+    assert len(found) == 3

@@ -1,0 +1,60 @@
+"""The head computes rows of several lanes at once, and each gets its own scores."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+
+import torch
+from torch import nn
+
+from swarm.client.threads.compute_lock import Baton, Turn
+from swarm.client.threads.shared_head import share_head
+
+
+def test_each_lane_gets_its_own_scores():
+    torch.manual_seed(0)
+    head = nn.Linear(8, 32, bias=False)
+    rows = torch.randn(5, 1, 1, 8)
+    expected = [head(row) for row in rows]
+    calls: list[int] = []
+    plain = head.forward
+    head.forward = lambda hidden: (calls.append(hidden.shape[0]), plain(hidden))[1]
+    share_head(head)
+
+    baton, found = Baton(), {}
+    answers: list[Future[None]] = [Future() for _ in rows]
+    waiting = [threading.Event() for _ in rows]
+
+    def lane(number: int) -> None:
+        with torch.no_grad(), Turn(baton) as turn:
+            waiting[number].set()
+            turn.wait(answers[number])
+            found[number] = head(rows[number])
+
+    threads = [threading.Thread(target=lane, args=(number,)) for number in range(len(rows))]
+    for thread, event in zip(threads, waiting, strict=True):
+        thread.start()
+        assert event.wait(10)
+    with Turn(baton):  # while somebody computes, their answers come
+        for answer in answers:
+            answer.set_result(None)
+    for thread in threads:
+        thread.join(10)
+    for number, scores in found.items():
+        torch.testing.assert_close(scores, expected[number])
+    assert len(found) == 5
+    assert calls == [5]
+
+
+def test_several_rows_gradients_and_people_without_lanes_are_computed_as_ever():
+    head = nn.Linear(4, 6)
+    rows = torch.randn(2, 3, 4)
+    expected = head(rows)
+    share_head(head)
+    torch.testing.assert_close(head(rows), expected)
+    with Turn(Baton()):
+        torch.testing.assert_close(head(rows), expected)
+        one = head(rows[:1, :1])
+        assert one.requires_grad
+        torch.testing.assert_close(one, expected[:1, :1])

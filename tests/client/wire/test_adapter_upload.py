@@ -1,0 +1,226 @@
+"""Adapters are packed once, go to each server once, and again when it has lost them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.client.batches.hop_requests import Asker
+from swarm.client.chain.hop_session import HopSession
+from swarm.client.wire import adapter_upload as adapter_sending
+from swarm.client.wire.adapter_upload import PackedAdapter, SentAdapters, pack_adapter
+from swarm.data_structures import Span
+from swarm.errors import NotFinite, PeerLost, ProtocolViolation, UnknownAdapter
+from swarm.protocol import messages
+from swarm.protocol.adapters import BlockPart, Factors, unpack_parts
+from tests.client.fakes import (
+    HIDDEN,
+    INPUT,
+    KEPT,
+    LAYOUT,
+    MANNER,
+    OPENED,
+    OUTPUT,
+    forward_reply,
+    hop,
+    refusal,
+    run,
+)
+
+UNKNOWN = refusal(UnknownAdapter("it has left"))
+PUT, FORWARD = messages.PutAdapters, messages.ForwardRequest
+
+
+def part(value: float, dtype: torch.dtype = torch.float32) -> BlockPart:
+    down, up = torch.full((2, HIDDEN), value, dtype=dtype), torch.full((HIDDEN, 2), -value, dtype=dtype)
+    return BlockPart(torch.full((3, HIDDEN), value, dtype=dtype), (Factors("linear", down, up),))
+
+
+ADAPTER = pack_adapter({0: part(1.0), 2: part(2.0)})
+
+
+def forward(asker: Asker, adapter: PackedAdapter = ADAPTER) -> Any:
+    return asker.forward(hop(), INPUT, LAYOUT, adapter)
+
+
+def test_what_is_packed_is_what_was_put_in():
+    assert list(ADAPTER.parts) == [0, 2]
+    (put, payload), *others = ADAPTER.puts(ADAPTER.keys(Span(0, 3)))
+    assert not others
+    assert (put.start, len(put.blocks), put.blocks[1]) == (0, 3, None)
+    described = [block for block in put.blocks if block is not None]
+    first, second = unpack_parts(described, payload, put.dtype, HIDDEN, torch.device("cpu"))
+    for found, right in ((first, part(1.0)), (second, part(2.0))):
+        torch.testing.assert_close(found.tensors, right.tensors)
+    assert ADAPTER.digests(Span(0, 3)) == [described[0].digest, b"", described[1].digest]
+    assert ADAPTER.digests(Span(1, 2)) is None
+    assert ADAPTER.size(ADAPTER.keys(Span(1, 3))) == len(payload) // 2
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "travels"),
+    [
+        ((torch.float32, torch.float32), "float32"),
+        ((torch.bfloat16, torch.bfloat16), "bfloat16"),
+        ((torch.float16, torch.float16), "float16"),
+        ((torch.float16, torch.bfloat16), "float32"),
+        ((torch.float64, torch.float64), "float32"),
+    ],
+)
+def test_16_bits_only_where_all_is_of_16_bits(dtypes, travels):
+    assert pack_adapter({block: part(1.0, dtype) for block, dtype in enumerate(dtypes)}).dtype == travels
+
+
+def test_what_holds_nan_is_not_sent():
+    bad = part(1.0)
+    bad.factors[0].up[0, 0] = torch.nan
+    with pytest.raises(NotFinite, match="adapter of block 7"):
+        pack_adapter({1: part(1.0), 7: bad})
+
+
+def test_empty_parts_are_none():
+    assert pack_adapter({3: BlockPart()}).digests(Span(3, 4)) is None
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=8), st.integers(1, 500))
+def test_large_adapters_go_in_several_messages(prompts, limit):
+    adapter = pack_adapter({2 * n: BlockPart(torch.ones(rows, HIDDEN)) for n, rows in enumerate(prompts)})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adapter_sending, "PUT_BYTES", limit)
+        puts = list(adapter.puts(adapter.keys(Span(0, 20))))
+    blocks = [number for put, _ in puts for number, block in enumerate(put.blocks, put.start) if block is not None]
+    assert blocks == list(adapter.parts)
+    assert b"".join(payload for _, payload in puts) == b"".join(one.payload for one in adapter.parts.values())
+    for put, payload in puts:
+        assert len(payload) <= limit or sum(block is not None for block in put.blocks) == 1
+
+
+def test_each_server_is_sent_an_adapter_once_and_other_parts_when_they_change():
+    async def scenario(swarm):
+        server = await swarm.add(KEPT, forward_reply(), forward_reply(), KEPT, forward_reply())
+        asker = Asker(swarm.network, MANNER)
+        assert (await forward(asker)).payload == OUTPUT
+        assert (await forward(asker)).payload == OUTPUT
+        changed = pack_adapter({0: part(1.0), 2: part(3.0)})
+        assert (await forward(asker, changed)).payload == OUTPUT
+        assert server.asked == [PUT, FORWARD, FORWARD, PUT, FORWARD]
+        second = server.requests[3][0]
+        assert (second.start, len(second.blocks)) == (2, 1)  # block 0 is as before
+
+    run(scenario)
+
+
+def test_the_request_follows_the_adapter_at_once():
+    """A way there and back for both; another one is for connecting."""
+
+    async def scenario(swarm):
+        swarm.hub.delay = lambda source, target: 0.1
+        await swarm.add(KEPT, forward_reply())
+        await forward(Asker(swarm.network, MANNER))
+        assert asyncio.get_running_loop().time() == pytest.approx(0.4)
+
+    run(scenario)
+
+
+def test_of_requests_that_come_together_one_brings_the_adapter():
+    async def scenario(swarm):
+        swarm.hub.delay = lambda source, target: 0.1
+        server = await swarm.add(KEPT, forward_reply())
+
+        async def answer(stream):
+            asked = []
+            while True:
+                message = messages.decode_client((await stream.receive()).header)
+                asked.append(type(message))
+                server.requests.append((message, b""))
+                await stream.send(*(KEPT if type(message) is PUT else forward_reply()))
+
+        await swarm.network.serve(answer)
+        asker, place = Asker(swarm.network, MANNER), hop("client")
+        await asyncio.gather(*(asker.forward(place, INPUT, LAYOUT, ADAPTER) for _ in range(5)))
+        assert sorted(kind.__name__ for kind in server.asked) == ["ForwardRequest"] * 5 + ["PutAdapters"]
+
+    run(scenario)
+
+
+def test_a_server_that_has_lost_an_adapter_gets_it_again_once():
+    async def scenario(swarm):
+        server = await swarm.add(KEPT, forward_reply(), UNKNOWN, KEPT, forward_reply(), UNKNOWN, KEPT, UNKNOWN)
+        asker = Asker(swarm.network, MANNER)
+        await forward(asker)
+        await forward(asker)
+        assert server.asked == [PUT, FORWARD, FORWARD, PUT, FORWARD]
+        with pytest.raises(UnknownAdapter, match="it has left"):
+            await forward(asker)
+        assert server.asked[5:] == [FORWARD, PUT, FORWARD]
+
+    run(scenario)
+
+
+def test_what_is_wrong_with_bringing_it_is_told_and_others_try_for_themselves():
+    async def scenario(swarm):
+        await swarm.add(OPENED, forward_reply())
+        asker = Asker(swarm.network, MANNER)
+        found = await asyncio.gather(forward(asker), forward(asker), return_exceptions=True)
+        assert [type(error) for error in found] == [ProtocolViolation, ProtocolViolation]
+        assert not asker.sent._under_way
+
+    run(scenario)
+
+
+def test_a_broken_connection_may_mean_that_everything_is_lost():
+    async def scenario(swarm):
+        server = await swarm.add(KEPT, forward_reply(), "hang up")
+        asker = Asker(swarm.network, MANNER)
+        await forward(asker)
+        server.answers = ("hang up",)
+        with pytest.raises(PeerLost):
+            await forward(asker)
+        server.answers = (KEPT, forward_reply())
+        await forward(asker)
+        assert server.asked[-2:] == [PUT, FORWARD]
+
+    run(scenario)
+
+
+def test_nothing_is_relied_on_longer_than_the_server_promised():
+    async def scenario(swarm):
+        server = await swarm.add(*[KEPT, forward_reply()] * 2)
+        asker = Asker(swarm.network, MANNER)
+        await forward(asker)
+        await asyncio.sleep(601)
+        server.answers = (KEPT, forward_reply())
+        await forward(asker)
+        assert server.asked == [PUT, FORWARD] * 2
+
+    run(scenario)
+
+
+def test_what_is_remembered_is_bounded(monkeypatch):
+    monkeypatch.setattr(adapter_sending, "MOST_SERVERS", 3)
+    monkeypatch.setattr(adapter_sending, "MOST_PARTS", 2)
+    sent = SentAdapters()
+    for peer in "abcd":
+        sent.kept(peer, [(0, b"x"), (1, b"x")], 60.0)
+        sent.kept(peer, [(2, b"x")], 60.0)
+    assert sent.lacking("a", [(2, b"x")]) == [(2, b"x")]
+    assert sent.lacking("d", [(0, b"x"), (1, b"x"), (2, b"x")]) == [(0, b"x")]
+
+
+def test_a_session_brings_the_adapter_in_front_and_again_where_it_is_lost():
+    async def scenario(swarm):
+        server = await swarm.add(KEPT, UNKNOWN, KEPT, OPENED)
+        carried = adapter_sending.Carried(ADAPTER)
+        one = HopSession(swarm.network, hop(), MANNER, 100, lambda *_: None, lambda: None, 1.0, carried)
+        assert await one.open() == 0
+        assert server.asked == [PUT, messages.OpenSession] * 2
+        opened = server.requests[-1][0]
+        assert opened.adapters == ADAPTER.digests(Span(0, 3))
+        await one.close()
+
+    run(scenario)

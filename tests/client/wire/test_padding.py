@@ -1,0 +1,57 @@
+"""Padded rows and packed tokens, without a network."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.client.wire.padding import Rows, pack_rows, position_offsets, unpack_rows
+from swarm.data_structures import StepLayout, WireFormat
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=4, max_size=4), min_size=1, max_size=5))
+def test_what_is_packed_comes_back_and_padding_is_zero(mask: list[list[bool]]) -> None:
+    real = torch.tensor(mask)
+    hidden = torch.randn(*real.shape, 3)
+    packed = pack_rows(hidden, real, WireFormat.NONE)
+    assert packed.tokens == int(real.sum())
+    back = unpack_rows(packed, hidden, real)
+    assert torch.equal(back, hidden * real[..., None])
+
+
+def test_without_padding_nothing_is_copied_around():
+    hidden = torch.randn(2, 3, 4)
+    assert torch.equal(unpack_rows(pack_rows(hidden, None, WireFormat.NONE), hidden, None), hidden)
+
+
+@pytest.mark.parametrize(
+    ("positions", "real", "starts", "expected"),
+    [
+        (None, None, (0, 0), None),
+        ([[0, 1, 2]], None, (0, 0), None),  # just counted
+        ([[5, 6, 7]], None, (5, 5), None),
+        ([[5, 6, 7]], None, (3, 5), (2, 0)),
+        ([[0, 1, 2]], [[0, 1, 1], [1, 1, 1]], (0, 0), (1, 0)),  # padding was counted
+        ([[0, 0, 1], [0, 1, 2]], [[0, 1, 1], [1, 1, 1]], (0, 0), None),  # padding was not counted
+    ],
+)
+def test_offsets_of_positions(positions, real, starts, expected):
+    counts = (3, 3) if real is None else tuple(map(sum, real))
+    layout = StepLayout(starts, counts)
+    found = position_offsets(
+        torch.tensor(positions) if positions is not None else None,
+        torch.tensor(real).bool() if real is not None else None,
+        layout,
+    )
+    assert found == expected
+
+
+def test_some_rows_of_a_batch():
+    real = torch.tensor([[0, 1, 1], [1, 1, 1], [0, 0, 0]]).bool()
+    rows = Rows((2, 3, 0), real, torch.arange(3).expand(3, -1))
+    assert rows.layout == StepLayout((0, 0, 0), (2, 3, 0), None, (1, 0, 0))
+    assert rows[torch.tensor([1, 0])].layout == StepLayout((0, 0), (3, 2), None, (0, 1))
+    assert rows[1:2].layout == StepLayout((0,), (3,))
+    assert Rows((3, 3), None, None)[torch.tensor([1])].layout == StepLayout((0,), (3,))

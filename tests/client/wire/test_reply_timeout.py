@@ -1,0 +1,60 @@
+"""How long a client waits for an answer."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.client.wire.reply_timeout import MARGIN, STALL, Patience
+
+seconds = st.floats(0, 1e4)
+tokens = st.integers(1, 10**6)
+
+
+def test_at_first_it_goes_by_what_was_announced():
+    patience = Patience(0.5, 0.01, 60.0)
+    assert patience.allowed(1) == STALL + MARGIN * (0.5 + MARGIN * 0.25)
+    assert patience.allowed(101) == pytest.approx(patience.allowed(1) + MARGIN * 100 * 0.01)
+
+
+def test_steady_answers_shorten_it_down_to_a_stall():
+    patience = Patience(5.0, 0.01, 60.0)
+    for _ in range(200):
+        patience.answered(0.05, 1)
+    assert STALL < patience.allowed(1) < STALL + 0.5
+
+
+def test_a_server_that_varies_gets_more():
+    steady, varying = Patience(1.0, 0.01, 60.0), Patience(1.0, 0.01, 60.0)
+    for number in range(100):
+        steady.answered(1.0, 1)
+        varying.answered(0.5 if number % 2 else 1.5, 1)
+    assert varying.allowed(1) > 1.5 * steady.allowed(1)
+
+
+def test_long_steps_tell_what_a_token_costs_and_leave_short_ones_alone():
+    patience = Patience(0.1, 1e-5, 600.0)
+    before = patience.allowed(1)
+    for _ in range(30):
+        patience.answered(0.1 + 0.02 * 999, 1000)
+    assert patience.allowed(1) == before
+    assert patience.allowed(1000) >= 0.02 * 999
+
+
+def test_a_server_that_becomes_slower_by_and_by_is_not_taken_for_dead():
+    patience = Patience(0.1, 0.01, 1e6)
+    took = 0.1
+    for _ in range(500):
+        assert took <= patience.allowed(1)
+        patience.answered(took, 1)
+        took *= 1.02
+
+
+@given(seconds, seconds, st.lists(st.tuples(seconds, tokens), max_size=30), tokens, st.floats(0.1, 1e3))
+def test_it_has_bounds_and_grows_with_the_tokens(step, token, answers, wanted, limit):
+    patience = Patience(step, token, limit)
+    for took, count in answers:
+        patience.answered(took, count)
+    assert min(STALL, limit) <= patience.allowed(wanted) <= limit
+    assert patience.allowed(wanted) <= patience.allowed(wanted + 1)

@@ -1,0 +1,236 @@
+"""Progress bars and log lines, on a terminal and on a pipe."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import pty
+import subprocess
+import sys
+import termios
+import threading
+import warnings
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from swarm.common import console
+from swarm.errors import InvalidOption
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch) -> Terminal:
+    stream = Terminal()
+    monkeypatch.setattr(console, "sys", SimpleNamespace(stderr=stream, modules=sys.modules))
+    return stream
+
+
+def test_progress_on_a_terminal(terminal):
+    assert list(console.progress(range(3), "Counting", "number")) == [0, 1, 2]
+    assert "Counting" in terminal.getvalue()
+    assert "0/3" in terminal.getvalue()
+    assert terminal.getvalue().endswith("\r")
+
+
+def test_nothing_without_a_title(terminal):
+    assert list(console.progress(range(3), None, "number")) == [0, 1, 2]
+    assert terminal.getvalue() == ""
+
+
+def test_nothing_on_a_pipe(capsys):
+    assert list(console.progress(range(3), "Counting", "number")) == [0, 1, 2]
+    with console.progress_bar("Counting", 3, "number") as bar:
+        bar.update()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_bar_is_removed_when_its_work_fails(terminal):
+    def work() -> None:
+        for _ in console.progress(range(3), "Counting", "number"):
+            raise ValueError("in between")
+
+    with pytest.raises(ValueError, match="in between"):
+        work()
+    assert terminal.getvalue().endswith("\r")
+
+
+CODE = """
+import logging
+from swarm import console
+console.log_lines()
+for number in console.progress(range(3), "Counting", "number"):
+    logging.getLogger("swarm.test").info("line %d", number)
+"""
+
+
+def run(stderr: int) -> str:
+    """What the code writes to stdout, with stderr going to a file descriptor."""
+    return subprocess.run(
+        [sys.executable, "-c", CODE], stdout=subprocess.PIPE, stderr=stderr, check=True, text=True
+    ).stdout
+
+
+def test_log_lines_are_whole_lines_beside_a_bar():
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
+    shown: list[bytes] = []
+
+    def read() -> None:
+        try:
+            while data := os.read(ours, 1000):
+                shown.append(data)
+        except OSError:  # the other end is closed
+            pass
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        assert run(theirs) == "line 0\nline 1\nline 2\n"
+    finally:
+        os.close(theirs)
+        reader.join(10)
+        os.close(ours)
+    assert b"Counting" in b"".join(shown)
+
+
+def test_log_lines_alone_on_a_pipe():
+    result = subprocess.run([sys.executable, "-c", CODE], capture_output=True, check=True, text=True)
+    assert result.stdout == "line 0\nline 1\nline 2\n"
+    assert result.stderr == ""
+
+
+@pytest.fixture
+def own_logging(monkeypatch) -> Iterator[None]:
+    """What a test sets up leaves with it."""
+    root, swarm = logging.getLogger(), logging.getLogger("swarm")
+    level = swarm.level
+    for logger in (root, swarm):
+        monkeypatch.setattr(logger, "handlers", [logging.NullHandler()])
+    monkeypatch.setattr(swarm, "propagate", swarm.propagate)
+    yield
+    logging.captureWarnings(False)
+    swarm.setLevel(level)
+
+
+@pytest.mark.usefixtures("own_logging")
+def test_log_lines_replace_earlier_handlers():
+    console.log_lines()
+    logger = logging.getLogger("swarm")
+    assert len(logger.handlers) == 1
+    assert isinstance(logger.handlers[0], logging.StreamHandler)
+
+
+def objects(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    """One a line, and nothing else."""
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return [json.loads(line) for line in captured.out.splitlines()]
+
+
+@pytest.mark.usefixtures("own_logging")
+def test_json_has_a_time_a_level_a_logger_a_message_and_what_the_code_gives(capsys):
+    before = datetime.now(UTC)
+    console.log_lines("json")
+    logging.getLogger("swarm.test").info("peer %s — “here”\nand there", "ann", extra={"blocks": "0:4", "seconds": 0.5})
+    [line] = objects(capsys)
+    assert list(line) == ["time", "level", "logger", "message", "blocks", "seconds"]
+    assert line["time"].endswith("Z")
+    assert before - timedelta(milliseconds=1) <= datetime.fromisoformat(line["time"]) <= datetime.now(UTC)
+    assert (line["level"], line["logger"]) == ("INFO", "swarm.test")
+    assert line["message"] == "peer ann — “here”\nand there"
+    assert (line["blocks"], line["seconds"]) == ("0:4", 0.5)
+
+
+@pytest.mark.usefixtures("own_logging")
+def test_json_has_an_exception_as_one_field(capsys):
+    console.log_lines("json")
+    try:
+        raise ValueError("of the test")
+    except ValueError:
+        logging.getLogger("swarm.test").exception("it failed")
+    [line] = objects(capsys)
+    assert (line["level"], line["message"]) == ("ERROR", "it failed")
+    assert line["exception"].startswith("Traceback")
+    assert line["exception"].endswith("ValueError: of the test")
+
+
+@pytest.mark.usefixtures("own_logging")
+def test_json_takes_what_others_warn_of(capsys, recwarn, monkeypatch):
+    console.log_lines("json")
+    monkeypatch.setattr(logging, "_levelToName", {**logging._levelToName, logging.WARNING: "WARN"})  # as hivemind does
+    logging.getLogger("somebody.else").warning("careful")
+    logging.getLogger("somebody.else").info("not worth a line")
+    warnings.warn("old", UserWarning, stacklevel=1)
+    first, second = objects(capsys)
+    assert (first["logger"], first["level"], first["message"]) == ("somebody.else", "WARNING", "careful")
+    assert (second["logger"], second["level"]) == ("py.warnings", "WARNING")
+    assert "UserWarning: old" in second["message"]
+
+
+@pytest.mark.usefixtures("own_logging")
+@pytest.mark.parametrize("log_format", ["plain", "json"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "the key sk-swarm-AbC_123-xyz is wrong",
+        "hf_abcdefghIJKL was refused",
+        'header "Authorization: Bearer top.secret-token" came',
+        "Authorization: Bearer top.secret-token",
+    ],
+)
+def test_secrets_are_not_logged(capsys, log_format, text):
+    console.log_lines(log_format)
+    logging.getLogger("swarm.test").warning("%s", text, extra={"also": text})
+    try:
+        raise ValueError(text)
+    except ValueError:
+        logging.getLogger("swarm.test").exception("it failed")
+    said = capsys.readouterr().out
+    assert said.count("[secret]") == (3 if log_format == "json" else 2)  # plain lines have no extra fields
+    for secret in ("AbC_123", "abcdefgh", "top.secret"):
+        assert secret not in said
+    if log_format == "json":
+        assert len([json.loads(line) for line in said.splitlines()]) == 2
+
+
+@click.command()
+@console.log_format_option
+@console.exit_codes
+def failing(log_format: str) -> None:
+    console.log_lines(log_format)
+    raise InvalidOption("nothing fits")
+
+
+@pytest.mark.usefixtures("own_logging")
+@pytest.mark.parametrize(
+    ("arguments", "environment"), [(["--log-format", "json"], {}), ([], {console.LOG_FORMAT_VARIABLE: "json"})]
+)
+def test_what_ends_a_command_is_a_line_of_its_log(arguments, environment):
+    result = CliRunner().invoke(failing, arguments, env=environment)
+    assert (result.exit_code, result.stderr) == (2, "")
+    line = json.loads(result.stdout)
+    assert (line["level"], line["message"], line["error"]) == ("ERROR", "nothing fits", "InvalidOption")
+
+
+@pytest.mark.usefixtures("own_logging")
+def test_what_ends_a_command_is_told_to_people_otherwise():
+    result = CliRunner().invoke(failing, [])
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", "Error: nothing fits\n")
+
+
+def test_a_format_that_is_none():
+    result = CliRunner().invoke(failing, ["--log-format", "xml"])
+    assert result.exit_code == 2
+    assert "'xml' is not one of 'plain', 'json'" in result.stderr

@@ -1,0 +1,50 @@
+"""Stop sequences: the same end, in whichever pieces the text comes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.generation.stop_sequences import Stops
+
+words = st.text("ab\n", max_size=12)
+stop_lists = st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3)
+
+
+def run(stops: list[str], pieces: list[str]) -> tuple[str, bool]:
+    watch = Stops(stops)
+    shown = "".join([watch.feed(piece) for piece in pieces])
+    return shown + ("" if watch.hit else watch.end()), watch.hit
+
+
+@given(text=words, stops=stop_lists, cuts=st.lists(st.integers(0, 12), max_size=6))
+def test_pieces_do_not_matter(text, stops, cuts):
+    borders = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    pieces = [text[a:b] for a, b in itertools.pairwise(borders)]
+    assert run(stops, pieces) == run(stops, list(text))
+
+
+@given(text=words, stops=stop_lists)
+def test_it_ends_before_the_stop_that_is_complete_first(text, stops):
+    shown, hit = run(stops, list(text))
+    ends = [end for end in range(1, len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)]
+    assert hit == bool(ends)
+    if not hit:
+        assert shown == text
+    else:
+        stopped = max((stop for stop in stops if text[: ends[0]].endswith(stop)), key=len)
+        assert shown == text[: ends[0] - len(stopped)]
+
+
+def test_what_is_held_back_is_shown_as_soon_as_it_is_no_stop():
+    watch = Stops(["###"])
+    assert [watch.feed(piece) for piece in ["one #", "# ", "two##"]] == ["one ", "## ", "two"]
+    assert watch.end() == "##"
+
+
+@pytest.mark.parametrize("stops", [[], ["x"]])
+def test_nothing_is_held_without_need(stops):
+    assert Stops(stops).feed("abc") == "abc"

@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from swarm.generation import tool_calls
+from swarm.generation.tool_calls import ToolCall, ToolParser, tool_syntax
+from swarm.generation.tool_syntax import TABLE
+
+NAMES = frozenset({"weather", "add.numbers"})
+ARGUMENTS = '{"city": "Zürich {x} \\" \\\\", "days": [1, {"n": 2}]}'
+BY_FAMILY = {syntax.family: syntax for syntax in TABLE}
+HERMES = BY_FAMILY["Hermes and Qwen"]
+LLAMA = BY_FAMILY["Llama 3"]
+MISTRAL = BY_FAMILY["Mistral, a list"]
+DEEPSEEK = BY_FAMILY["DeepSeek V3 and R1"]
+
+
+def parse(syntax, *pieces, names=NAMES):
+    parser = ToolParser(syntax, names)
+    content, calls = [], []
+    for text, found in [*(parser.feed(piece) for piece in pieces), parser.end()]:
+        content.append(text)
+        calls += found
+    return "".join(content), calls
+
+
+def written(syntax, name="weather", arguments=ARGUMENTS):
+    call = f'{{"name": "{name}", "{syntax.arguments}": {arguments}}}'
+    return syntax.written.replace("{name}", name).replace("{arguments}", arguments).replace("{call}", call)
+
+
+CALL = ToolCall("weather", ARGUMENTS)
+
+
+@pytest.mark.parametrize(
+    ("template", "family"),
+    [
+        ("... <tool_call>\n{...}\n</tool_call> ...", "Hermes and Qwen"),
+        ("... <|python_tag|> ...", "Llama 3"),
+        ('{"name": function name, "parameters": dictionary of argument name and its value}', "Llama 3"),
+        ("... [TOOL_CALLS] [ ...", "Mistral, a list"),
+        ("... [TOOL_CALLS]{{ name }}[ARGS] ...", "Mistral, names before arguments"),
+        ("... <|tool_call|> ...", "Granite"),
+        ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>{{ name }}\n```json", "DeepSeek V3 and R1"),
+        ("<｜tool▁call▁begin｜>{{ name }}<｜tool▁sep｜>", "DeepSeek V3.1"),
+        ("<|tool_calls_section_begin|><|tool_call_begin|>", "Kimi K2"),
+    ],
+)
+def test_families_are_recognised_by_their_templates(template, family):
+    assert tool_syntax(template) is BY_FAMILY[family]
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["", "{{ messages }}", "<tool_call>\n<function=name>\n</tool_call>", "<tool_call>name\n<arg_key>k</tool_call>"],
+)
+def test_other_templates_know_no_tools_that_can_be_read(template):
+    assert tool_syntax(template) is None
+
+
+@pytest.mark.parametrize("syntax", TABLE, ids=lambda syntax: syntax.family)
+def test_every_family_is_read_as_it_is_written(syntax):
+    assert parse(syntax, written(syntax)) == ("", [CALL])
+    assert parse(syntax, "\n\n", written(syntax), "\n") == ("", [CALL])
+
+
+@pytest.mark.parametrize("syntax", [s for s in TABLE if not s.bare], ids=lambda syntax: syntax.family)
+def test_content_before_a_call_is_told(syntax):
+    assert parse(syntax, "Let me look. " + written(syntax)) == ("Let me look. ", [CALL])
+
+
+TWO = [CALL, ToolCall("add.numbers", "{}")]
+BOTH = f'{{"name": "weather", "arguments": {ARGUMENTS}}}', '{"name": "add.numbers", "arguments": {}}'
+
+
+@pytest.mark.parametrize(
+    ("syntax", "text"),
+    [
+        (HERMES, f"<tool_call>{BOTH[0]}</tool_call>\n<tool_call>\n{BOTH[1]}\n</tool_call>"),
+        (HERMES, f"<tool_call>{BOTH[0]}\n{BOTH[1]}</tool_call>"),
+        (MISTRAL, f"[TOOL_CALLS] [{BOTH[0]}, {BOTH[1]}]"),
+        (MISTRAL, f"[TOOL_CALLS]weather[CALL_ID]a1b2c3d4e[ARGS]{ARGUMENTS}[TOOL_CALLS]add.numbers{{}}"),
+        (LLAMA, "; ".join(BOTH).replace("arguments", "parameters")),
+        (LLAMA, "<|python_tag|>" + "; ".join(BOTH).replace("arguments", "parameters") + "<|eom_id|>"),
+        (BY_FAMILY["Granite"], f"<|tool_call|>[{BOTH[0]},{BOTH[1]}]"),
+        (
+            DEEPSEEK,
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
+            f"{ARGUMENTS}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>add.numbers\n```json\n"
+            "{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ),
+        (
+            BY_FAMILY["Kimi K2"],
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+            f"{ARGUMENTS}<|tool_call_end|><|tool_call_begin|>functions.add.numbers:1<|tool_call_argument_begin|>"
+            "{}<|tool_call_end|><|tool_calls_section_end|>",
+        ),
+    ],
+)
+def test_several_calls(syntax, text):
+    assert parse(syntax, text) == ("", TWO)
+    assert parse(syntax, *text) == ("", TWO)
+
+
+@pytest.mark.parametrize(
+    ("syntax", "text"),
+    [
+        (HERMES, "Hello <tool_cal"),
+        (HERMES, "  "),
+        (HERMES, "<tool_call>"),
+        (HERMES, "\n<tool_call>{}</tool_call>"),
+        (LLAMA, "\n{"),
+        (HERMES, '<tool_call>{"name": "weather"'),
+        (HERMES, '<tool_call>{"name": "weather", "arguments": [1]}</tool_call>'),
+        (HERMES, '<tool_call>{"name": "weather", "arguments": {"n": NaN}}</tool_call>'),
+        (HERMES, '<tool_call>{"name": "weather", "arguments": {1}}</tool_call> and more'),
+        (HERMES, '<tool_call>{"name": "other", "arguments": {}}</tool_call>'),
+        (HERMES, '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
+        (HERMES, "<tool_call>{}</tool_call>"),
+        (HERMES, '<tool_call>what? {"name": "weather", "arguments": {}}</tool_call>'),
+        (HERMES, "<tool_call>" + "x" * 1000),
+        (HERMES, "</tool_call>"),
+        (HERMES, '{"name": "weather", "arguments": {}}'),
+        (LLAMA, '{"a": 1}'),
+        (LLAMA, 'Well, {"name": "weather", "parameters": {}}'),
+        (LLAMA, "<|python_tag|>print(5)"),
+        (MISTRAL, "[TOOL_CALLS]other[ARGS]{}"),
+        (DEEPSEEK, "<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather {}}"[:30]),
+    ],
+)
+def test_what_is_no_call_is_content_as_it_was_written(syntax, text):
+    assert parse(syntax, text) == (text, [])
+    assert parse(syntax, *text) == (text, [])
+
+
+def test_content_behind_a_call_is_told():
+    assert parse(HERMES, written(HERMES), " Done.") == (" Done.", [CALL])
+
+
+def test_a_call_behind_something_that_is_none():
+    text = "<tool_call>{}</tool_call>"
+    assert parse(HERMES, text + written(HERMES)) == (text, [CALL])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [('"{\\"a\\": 1}"', '{"a": 1}'), ("null", "{}"), ("{ }", "{ }")],
+)
+def test_arguments_in_other_dress(arguments, text):
+    assert parse(HERMES, written(HERMES, arguments=arguments)) == ("", [ToolCall("weather", text)])
+
+
+def test_a_call_is_told_as_soon_as_it_is_complete_and_content_at_once():
+    parser = ToolParser(HERMES, NAMES)
+    assert parser.feed("Hi <b") == ("Hi <b", [])
+    assert parser.feed("> <tool") == ("> ", [])
+    assert parser.feed('_call>{"name": "weather", "arguments": {"a": "}') == ("", [])
+    assert parser.feed('"}}') == ("", [ToolCall("weather", '{"a": "}"}')])
+    assert parser.feed("\n</tool_call>") == ("", [])
+    assert parser.end() == ("", [])
+
+
+@pytest.mark.parametrize("text", ["{" * 300_000, '{"name": ' * 30_000, " " * 300_000, "<tool_call>{" * 20_000])
+def test_what_is_held_back_is_bounded(text):
+    parser = ToolParser(HERMES, NAMES)
+    told = parser.feed("<tool_call>" + text)[0]
+    assert len(parser._held) <= tool_calls.LONGEST
+    assert told + parser.end()[0] == "<tool_call>" + text
+
+
+def test_deep_nesting_is_content():
+    text = '<tool_call>{"name": "weather", "arguments": ' + '{"a":' * 20_000 + "1" + "}" * 20_000 + "}"
+    assert parse(HERMES, text) == (text, [])
+
+
+FRAGMENTS = sorted(
+    {mark for syntax in TABLE for mark in (*syntax.opens, *syntax.closes)}
+    | {written(syntax) for syntax in TABLE}
+    | {
+        *BOTH,
+        "{",
+        "}",
+        '"',
+        "\\",
+        "[",
+        "]",
+        ",",
+        ";",
+        " ",
+        "\n",
+        "Hi",
+        "weather",
+        "[ARGS]",
+        "<",
+        "<tool_",
+        "<|tool_call",
+    }
+)
+TEXTS = st.lists(st.sampled_from(FRAGMENTS), max_size=8).map("".join)
+
+
+@settings(max_examples=600)
+@given(st.sampled_from(TABLE), TEXTS, st.data())
+def test_how_the_text_is_cut_changes_nothing(syntax, text, data):
+    whole = parse(syntax, text)
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=12)))
+    assert parse(syntax, *(text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True))) == whole
+    assert parse(syntax, *text) == whole
+    content, calls = whole
+    assert all(call.name in NAMES and isinstance(json.loads(call.arguments), dict) for call in calls)
+    if not calls:
+        assert content == text
+    ends_early = ToolParser(syntax, NAMES)
+    assert whole[0].startswith(ends_early.feed(text)[0])  # nothing is taken back
+
+
+@given(st.integers(-3, 3), st.integers(1, 5))
+@example(0, 1)
+def test_bounds_are_the_same_however_the_text_is_cut(more, piece):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tool_calls, "LONGEST", 60)
+        filler = "x" * (60 - len('<tool_call>{"name": "weather", "arguments": {"a": ""}}') + more)
+        text = (
+            f'<tool_call>{{"name": "weather", "arguments": {{"a": "{filler}"}}}}' + written(HERMES) + " " * (58 + more)
+        )
+        whole = parse(HERMES, text)
+        assert parse(HERMES, *(text[at : at + piece] for at in range(0, len(text), piece))) == whole
+        assert (whole[1][:1] == [ToolCall("weather", f'{{"a": "{filler}"}}')]) == (more <= 0)

@@ -1,0 +1,293 @@
+"""Adapters of several sessions in one forward, against each session alone and against adapters merged into weights."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarm.data_structures import Span, StepLayout
+from swarm.errors import AdapterRefused
+from swarm.models.adapters import layer_hooks as adapters
+from swarm.models.adapters.layer_hooks import NOTHING, Adapters, Parts, Share
+from swarm.models.checkpoints.checkpoint import open_checkpoint
+from swarm.models.cutting.lora_targets import sizes
+from swarm.models.execution.session_cache import SessionCache, advance, forward_packed
+from swarm.models.execution.span_model import SpanModel
+from swarm.models.execution.strategy import try_capture
+from swarm.models.span_loading import load_span
+from swarm.models.weights import quantization
+from swarm.protocol.adapters import BlockPart, Factors
+from tests import zoo
+from tests.models.execution.test_session_cache import close, load, load_as, slow
+
+torch.set_num_threads(1)
+
+SPAN, HIDDEN = Span(1, 4), 32
+JUDGED = ("llama", "qwen3", "gemma3_text", "opt", "bloom", "mixtral", "gpt2")
+LAYOUTS = ("pages", "rows", "rectangles")
+
+
+def linears(model: SpanModel, block: int) -> dict[str, tuple[int, int]]:
+    """The linear modules of a block, by name: inputs and outputs."""
+    named = {name: adapters._sizes(module) for name, module in model.adapted._layers[block].named_modules()}
+    return {name: size for name, size in named.items() if size is not None}
+
+
+def make_part(model: SpanModel, block: int, seed: int = 0, rank: int = 3, positions: int = 3) -> BlockPart:
+    """A prompt, and factors of all linear modules."""
+    random = torch.Generator().manual_seed(100 * seed + block)
+    factors = tuple(
+        Factors(name, torch.randn(rank, inputs, generator=random), 0.2 * torch.randn(outputs, rank, generator=random))
+        for name, (inputs, outputs) in linears(model, block).items()
+    )
+    assert len(factors) >= 4
+    return BlockPart(torch.randn(positions, model.hidden_size, generator=random), factors)
+
+
+def make_adapter(model: SpanModel, seed: int = 0, **options: int) -> Parts:
+    return {block: make_part(model, block, seed, **options) for block in range(model.span.start, model.span.end)}
+
+
+def rows_of(tokens: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def llama(request, tmp_path_factory) -> SpanModel:
+    return load_as(request.param, "llama", tmp_path_factory)
+
+
+@pytest.mark.parametrize("family", JUDGED)
+def test_factors_are_what_would_be_added_to_the_weights(family, tmp_path_factory):
+    model, merged = (load(family, tmp_path_factory, packed=packed) for packed in (True, False))
+    adapter = {block: replace(part, prompt=None) for block, part in make_adapter(model).items()}
+    for block, part in adapter.items():
+        model.adapted.check(block, part)
+        for one in part.factors:
+            module = merged.adapted._layers[block].get_submodule(one.module)
+            added = one.up @ one.down
+            module.weight.data += added if isinstance(module, torch.nn.Linear) else added.T
+    hidden = rows_of(9)
+    layout = StepLayout((0, 0), (4, 5))
+    expected = forward_packed(merged, hidden, layout)
+    close(forward_packed(model, hidden, layout, adapter), expected)
+    assert (forward_packed(model, hidden, layout) - expected).norm() > 0.1 * expected.norm()
+
+
+@pytest.mark.parametrize("family", JUDGED)
+def test_prompts_are_added_to_what_enters_a_block(family, tmp_path_factory):
+    """Blocks one after the other, with prompts put in by hand, as a reference; the span in parts, too."""
+    model = load(family, tmp_path_factory)
+    adapter = {block: BlockPart(part.prompt) for block, part in make_adapter(model).items()}
+    counts = (2, 5)  # one row is shorter than the prompt
+    hidden = rows_of(sum(counts))
+    expected = hidden
+    for block in range(SPAN.start, SPAN.end):
+        rows = [row.clone() for row in expected.split(counts)]
+        for row in rows:
+            row[:3] += adapter[block].prompt[: len(row)]
+        expected = forward_packed(model.narrowed(Span(block, block + 1)), torch.cat(rows), StepLayout((0, 0), counts))
+    layout = StepLayout((0, 0), counts)
+    close(forward_packed(model, hidden, layout, adapter), expected)
+    first, rest = (model.narrowed(span) for span in (Span(1, 2), Span(2, 4)))
+    close(forward_packed(rest, forward_packed(first, hidden, layout, adapter), layout, adapter), expected)
+
+
+@given(st.data())
+@settings(slow, max_examples=60)
+def test_any_sessions_together_are_as_each_alone(llama, data):
+    """Sessions with adapters of their own, the same ones, or none, in portions, against each computed whole, alone."""
+    kinds = [NOTHING, make_adapter(llama, 1), make_adapter(llama, 2, rank=2, positions=5)]
+    kinds.append({2: make_part(llama, 2, 3)})
+    kinds.append({1: BlockPart(kinds[1][1].prompt), 3: replace(kinds[2][3], prompt=None)})
+    chosen = data.draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=5))
+    caches = [SessionCache(llama, adapter) for adapter in chosen]
+    # Which positions the model is told makes no difference here, but the prompts must not go by them.
+    offsets = [data.draw(st.none() | st.just((2, 0))) for _ in chosen]
+    histories: list[list[torch.Tensor]] = [[rows_of(0)] * 2 for _ in chosen]
+    for turn in range(data.draw(st.integers(1, 4))):
+        works, whole = [], []
+        for number, cache in enumerate(caches):
+            counts = tuple(data.draw(st.lists(st.integers(0, 5), min_size=2, max_size=2)))
+            starts = cache.lengths or (0, 0)
+            if not sum(counts):
+                continue
+            hidden = rows_of(sum(counts), 10 * turn + number)
+            news = hidden.split(counts)
+            histories[number] = [torch.cat(pair) for pair in zip(histories[number], news, strict=True)]
+            works.append(cache.begin(hidden, StepLayout(starts, counts, None, offsets[number])))
+            whole.append((number, counts))
+        while portions := [(work, data.draw(st.integers(1, work.left))) for work in works if work.left]:
+            advance(portions)
+        for work, (number, counts) in zip(works, whole, strict=True):
+            work.commit()
+            expected = [
+                alone(llama, row, chosen[number])[len(row) - count :]
+                for row, count in zip(histories[number], counts, strict=True)
+                if count
+            ]
+            close(work.output, torch.cat(expected))
+
+
+def alone(model: SpanModel, row: torch.Tensor, adapter: Parts) -> torch.Tensor:
+    """One whole row as a rectangle."""
+    with model.adapted.running([Share(adapter, range(len(row)))]):
+        return model.forward(row.unsqueeze(0))[0]
+
+
+def test_what_is_captured_is_left_out_where_an_adapter_runs(tmp_path_factory):
+    model = load("llama", tmp_path_factory)
+    adapter = make_adapter(model)
+    hidden = rows_of(4)
+    layout = StepLayout((0,), (4,))
+    plain, adapted = (forward_packed(model, hidden, layout, parts) for parts in (NOTHING, adapter))
+    try_capture(model)
+    calls = []
+    flat = model.captured
+    model.captured = lambda *args: calls.append(1) or (flat(*args) if flat else model.run_tokens(*args))
+    close(forward_packed(model, hidden, layout, adapter), adapted)
+    assert not calls
+    if flat is not None:
+        close(forward_packed(model, hidden, layout), plain)
+        assert calls
+
+
+def test_nothing_is_added_in_another_thread_or_afterwards(llama):
+    adapter, hidden, layout = make_adapter(llama), rows_of(4), StepLayout((0,), (4,))
+    plain = forward_packed(llama, hidden, layout)
+    found = []
+    with llama.adapted.running([Share(adapter, range(4))]):
+        thread = threading.Thread(target=lambda: found.append(forward_packed(llama, hidden, layout)))
+        thread.start()
+        thread.join()
+        with adapters.running(None):
+            found.append(forward_packed(llama, hidden, layout))
+        assert adapters.current() is not None
+    assert adapters.current() is None
+    for output in (*found, forward_packed(llama, hidden, layout)):
+        close(output, plain)
+
+
+def test_nothing_runs_after_a_forward_that_failed(llama, monkeypatch):
+    def fails(*args, **kwargs):
+        raise MemoryError
+
+    for name in ("forward", "forward_tokens"):
+        monkeypatch.setattr(llama, name, fails)
+    with pytest.raises(MemoryError):
+        forward_packed(llama, rows_of(4), StepLayout((0,), (4,)), make_adapter(llama))
+    assert adapters.current() is None
+
+
+@pytest.mark.parametrize("quant", ["int8", "int4"])
+def test_quantized_blocks(quant, tmp_path_factory):
+    """An adapter adds the same to a quantized block: what it adds is not quantized."""
+    folder = zoo.make_checkpoint("opt_projected", tmp_path_factory.mktemp("wide"))  # hidden 64, a group of int4
+    model = load_span(open_checkpoint(folder), SPAN, dtype=torch.float32, device=torch.device("cpu"), quant=quant)
+    assert any(isinstance(module, quantization.FrozenLinear) for module in model.module.modules())
+    layer = model.adapted._layers[2]
+    name = next(name for name, module in layer.named_modules() if isinstance(module, quantization.FrozenLinear))
+    module = layer.get_submodule(name)
+    factors = Factors(name, torch.randn(2, module.in_features), torch.randn(module.out_features, 2))
+    adapter = {2: BlockPart(None, (factors,))}
+    model.adapted.check(2, adapter[2])
+    hidden = torch.randn(5, module.in_features)
+    plain = module(hidden)
+    with model.adapted.running([Share(adapter, range(5))]):
+        close(module(hidden), plain + hidden @ factors.down.T @ factors.up.T)
+
+
+def test_sixteen_bits(tmp_path_factory):
+    """Blocks in bfloat16 with an adapter in float32 compute in bfloat16; what is added is rounded once."""
+    folder = zoo.make_checkpoint("llama", tmp_path_factory.mktemp("half"))
+    model, exact = (
+        load_span(open_checkpoint(folder), SPAN, dtype=dtype, device=torch.device("cpu"))
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    adapter, hidden, layout = make_adapter(exact), rows_of(8), StepLayout((0,), (8,))
+    output = forward_packed(model, hidden.bfloat16(), layout, adapter)
+    expected = forward_packed(exact, hidden.bfloat16().float(), layout, adapter)
+    assert output.dtype is torch.bfloat16
+    assert (output.float() - expected).norm() < 0.05 * expected.norm()
+
+
+def factors(module: str = "self_attn.q_proj", down: tuple = (2, HIDDEN), up: tuple = (HIDDEN, 2)) -> BlockPart:
+    return BlockPart(None, (Factors(module, torch.zeros(down), torch.zeros(up)),))
+
+
+@pytest.mark.parametrize(
+    ("block", "part", "message"),
+    [
+        (0, factors(), "block 0, which this server does not hold"),
+        (4, factors(), "block 4, which"),
+        (1, BlockPart(torch.zeros(2, HIDDEN + 1)), "33 wide, the model 32"),
+        (1, factors("self_attn.nothing"), "no linear module 'self_attn.nothing'; it has self_attn.q_proj"),
+        (1, factors("self_attn"), "no linear module 'self_attn'"),
+        (1, factors(""), "no linear module ''"),
+        (1, factors("input_layernorm"), "no linear module"),
+        (1, factors("self_attn.q_proj.weight"), "no linear module"),
+        (1, factors("__class__"), "no linear module"),
+        (1, factors("x" * 200), "no linear module"),
+        (1, factors(down=(2, HIDDEN - 1)), r"A \(2, 31\) and B \(32, 2\); it takes A \[rank, 32\] and B \[32, rank\]"),
+        (1, factors(up=(HIDDEN + 1, 2)), "it takes"),
+        (1, factors(up=(HIDDEN, 3)), "it takes"),
+        (1, BlockPart(None, factors().factors * 2), "names a module twice"),
+    ],
+)
+def test_what_does_not_fit_is_refused(llama, block, part, message):
+    with pytest.raises(AdapterRefused, match=message):
+        llama.adapted.check(block, part)
+
+
+def test_modules_that_see_other_tokens_are_computed_alone(tmp_path_factory):
+    """DeepSeek expands the whole past with a linear module: one adapter at a time, and the right one."""
+    model = load("deepseek_v3", tmp_path_factory)
+    name = "self_attn.kv_b_proj"
+    inputs, outputs = sizes(model.adapted._layers[1].get_submodule(name))
+    both = [{1: BlockPart(None, (Factors(name, torch.randn(2, inputs), torch.randn(outputs, 2)),))} for _ in range(2)]
+    hidden = rows_of(4)
+    caches = [SessionCache(model, adapter) for adapter in both]
+    works = [cache.begin(hidden, StepLayout((0,), (4,))) for cache in caches]
+    if model.packed:
+        with pytest.raises(AdapterRefused, match="not computed token by token"):
+            advance([(work, 4) for work in works])
+    for work, adapter in zip(works, both, strict=True):
+        advance([(work, 4)])
+        close(work.output, alone(model, hidden, adapter))
+
+
+def test_a_router_that_is_linear_in_name_only_is_refused(tmp_path_factory):
+    model = load("llama4_text", tmp_path_factory)
+    adapter = make_adapter(model)
+    with pytest.raises(AdapterRefused, match=r"feed_forward.router of block \d gives more than a product"):
+        forward_packed(model, rows_of(3), StepLayout((0,), (3,)), adapter)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(-2, 6), max_size=5)), min_size=1, max_size=4))
+def test_each_token_gets_what_is_its_own(drawn):
+    """Prompts and factors by index, against one token after the other."""
+    parts = [
+        BlockPart(torch.randn(4, 6), (Factors("m", torch.randn(2, 6), torch.randn(5, 2)),)),
+        BlockPart(torch.randn(2, 6)),
+    ]
+    kinds: list[Parts] = [{0: parts[0]}, {0: parts[1]}, NOTHING]
+    running = Adapters([Share(kinds[kind], positions) for kind, positions in drawn])
+    owners = [(kind, position) for kind, positions in drawn for position in positions]
+    hidden, output = torch.randn(len(owners), 1, 6), torch.randn(len(owners), 1, 5)
+    prompted = adapters.with_prompts(running, 0, hidden)
+    added = adapters.with_factors(running, 0, "m", hidden, output)
+    for token, (kind, position) in enumerate(owners):
+        expected = hidden[token]
+        if kind < 2 and 0 <= position < len(parts[kind].prompt):
+            expected = expected + parts[kind].prompt[position]
+        torch.testing.assert_close(prompted[token], expected)
+        one = parts[0].factors[0]
+        low = hidden[token] @ one.down.T @ one.up.T if kind == 0 else 0
+        torch.testing.assert_close(added[token], output[token] + low)
+    assert adapters.with_factors(running, 0, "other", hidden, output) is output
+    assert adapters.with_prompts(running, 1, hidden) is hidden

@@ -1,0 +1,188 @@
+"""The pool of pages: who holds what, how it grows, and what is left of it when memory ends."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.models.attention import page_pool
+from swarm.models.attention.page_pool import SCRATCH, Lease, PagePool
+
+PAGE = 4
+
+
+def written(layers: int = 2) -> PagePool:
+    """A pool that some layers have written to."""
+    pool = PagePool(PAGE)
+    with torch.inference_mode():
+        for number in range(layers):
+            pool.layer(number, torch.zeros(1, 2, 1, 3), torch.zeros(1, 2, 1, 5))
+    return pool
+
+
+@torch.inference_mode()
+def mark(pool: PagePool, page: int, value: float) -> None:
+    for keys, values in pool.layers.values():
+        keys[page], values[page] = value, -value
+
+
+def marked(pool: PagePool, page: int) -> float:
+    """What every layer holds in that page."""
+    value = float(pool.layers[0][0][page, 0, 0, 0])
+    for keys, values in pool.layers.values():
+        assert (keys[page] == value).all()
+        assert (values[page] == -value).all()
+    return value
+
+
+@given(st.data())
+def test_whatever_is_taken_shared_and_given_back_is_counted(data):
+    pool = written()
+    held: list[list[int]] = []  # what each holder has
+    values: dict[int, float] = {}
+    for number in range(data.draw(st.integers(1, 25))):
+        action = data.draw(st.sampled_from(("take", "share", "give back", "copy")))
+        if action == "take":
+            pages = pool.take(data.draw(st.integers(0, 6)))
+            assert not {SCRATCH, *(page for one in held for page in one)} & set(pages), "a page was given to two"
+            held.append(pages)
+            for page in pages:
+                mark(pool, page, number + 1.0)
+                values[page] = number + 1.0
+        elif held:
+            holder = data.draw(st.integers(0, len(held) - 1))
+            if action == "share":
+                pool.share(held[holder])
+                held.append(list(held[holder]))
+            elif action == "give back":
+                pool.give_back(tuple(held.pop(holder)))
+            elif held[holder]:
+                source, (target,) = held[holder][0], pool.take(1)
+                pool.copy([source], [target])
+                held.append([target])
+                values[target] = values[source]
+        everything = [page for pages in held for page in pages]
+        assert pool.in_use == len(set(everything)) <= pool.pages - 1
+        for page in set(everything):
+            assert pool.holders(page) == everything.count(page)
+            assert marked(pool, page) == values[page], "growing or copying lost something"
+        assert all(len(storage) >= pool.pages for layer in pool.layers.values() for storage in layer)
+    for pages in held:
+        pool.give_back(tuple(pages))
+    assert pool.in_use == 0
+
+
+def test_a_pool_grows_seldom_and_little():
+    pool, moves, taken = written(1), [], 0
+    for _ in range(1000):
+        taken += len(pool.take(1))
+        assert pool.pages <= 1 + max(taken + page_pool.FIRST_PAGES, 1.25 * taken)
+        moves.append(pool.moves)
+    assert len(set(moves)) < 30
+
+
+def test_room_that_is_reserved_does_not_move():
+    pool = written()
+    pool.reserve(100 * PAGE)
+    moves = pool.moves
+    pool.take(100)
+    assert pool.moves == moves
+    pool.reserve(50 * PAGE)
+    assert pool.moves == moves
+
+
+def test_a_layer_that_comes_late_has_room_for_all_pages():
+    pool = written(1)
+    (page,) = pool.take(20)[-1:]
+    with torch.inference_mode():
+        keys, _ = pool.layer(5, torch.zeros(1, 2, 1, 3), torch.zeros(1, 2, 1, 5))
+    assert keys.shape == (pool.pages, PAGE, 2, 3)
+    mark(pool, page, 1.0)
+
+
+@pytest.mark.parametrize("calls", range(8))
+def test_memory_that_ends_while_the_pool_grows_leaves_it_consistent(monkeypatch, calls):
+    """Whichever storage it is that finds no memory. Both attempts fail, unless it is the last one of the first."""
+    pool = written(3)
+    before = pool.take(3)
+    for page in before:
+        mark(pool, page, page)
+    pages, left = pool.pages, calls
+    grown = page_pool._grown
+
+    def fails(storage: torch.Tensor, size: int) -> torch.Tensor:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise torch.OutOfMemoryError("no memory left")
+        return grown(storage, size)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(page_pool, "_grown", fails)
+        if calls < 6:
+            with pytest.raises(torch.OutOfMemoryError):
+                pool.take(20)
+            assert (pool.pages, pool.in_use) == (pages, 3)
+            with pytest.raises(torch.OutOfMemoryError):
+                pool.reserve(1000)
+            assert pool.take(1)  # one is free still
+            pool.take(0)
+        else:
+            assert len(pool.take(20)) == 20
+    assert len(set(pool.take(30))) == 30
+    assert [marked(pool, page) for page in before] == before
+    assert all(len(storage) >= pool.pages for layer in pool.layers.values() for storage in layer)
+
+
+def test_a_pool_that_cannot_grow_by_steps_grows_by_what_is_needed(monkeypatch):
+    pool = written()
+    grown, sizes = page_pool._grown, []
+
+    def fails(storage: torch.Tensor, size: int) -> torch.Tensor:
+        sizes.append(size)
+        if size > 3:
+            raise torch.OutOfMemoryError("no memory left")
+        return grown(storage, size)
+
+    monkeypatch.setattr(page_pool, "_grown", fails)
+    assert len(pool.take(2)) == 2
+    assert sizes[0] > 3
+    assert pool.pages == 3
+
+
+def test_a_lease_ends_when_nobody_has_it_any_more():
+    pool = written()
+    one, other = Lease(pool, (tuple(pool.take(2)), ())), Lease(pool, (tuple(pool.take(3)),))
+    assert pool.in_use == 5
+    same = one
+    del one, other
+    assert pool.in_use == 2
+    del same
+    assert pool.in_use == 0
+
+
+def test_a_lease_in_a_circle_ends_with_it():
+    """Such as in the traceback of a step that failed."""
+    pool = written()
+    circle: list[object] = [Lease(pool, (tuple(pool.take(2)),))]
+    circle.append(circle)
+    del circle
+    gc.collect()
+    assert pool.in_use == 0
+
+
+def test_pages_are_given_back_from_any_thread():
+    pool = written()
+    leases = [[Lease(pool, (tuple(pool.take(1)),)) for _ in range(200)] for _ in range(4)]
+    threads = [threading.Thread(target=own.clear) for own in leases]
+    for thread in threads:
+        thread.start()
+    held = [Lease(pool, (tuple(pool.take(1)),)) for _ in range(200)]
+    for thread in threads:
+        thread.join()
+    assert pool.in_use == len({page for lease in held for page in lease.tables[0]}) == 200

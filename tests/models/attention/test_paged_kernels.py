@@ -1,0 +1,193 @@
+"""Attention over pages, written out: against a loop over single tokens, and as the judge of kernels."""
+
+from __future__ import annotations
+
+import inspect
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.models.attention import paged_kernels as varlen
+from swarm.models.attention.paged_kernels import agrees, reference
+
+
+def integers(*values: object) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@st.composite
+def batches(draw):
+    """Rows of any lengths, their pages in any order, some of them shared."""
+    page, shared, group, dim = (draw(st.integers(1, 4)), draw(st.integers(1, 2)), draw(st.integers(1, 3)), 4)
+    lengths = draw(st.lists(st.integers(1, 11), min_size=1, max_size=4))
+    news = [draw(st.integers(1, length)) for length in lengths]
+    pages = 8
+    width = max(-(-length // page) for length in lengths) + draw(st.integers(0, 2))
+    table = [[draw(st.integers(0, pages - 1)) for _ in range(width)] for _ in lengths]
+    window = draw(st.sampled_from(((-1, 0), (0, 0), (2, 0), (5, 0), (-1, -1))))
+    noise = torch.Generator().manual_seed(draw(st.integers(0, 5)))
+    query = torch.randn(sum(news), shared * group, dim, generator=noise)
+    keys, values = (torch.randn(pages, page, shared, dim, generator=noise) for _ in range(2))
+    return query, keys, values, news, lengths, table, window
+
+
+def one_by_one(query, keys, values, news, lengths, table, window):
+    """What each token of each head sees, and its weighted sum."""
+    page, shared = keys.shape[1:3]
+    group = query.shape[1] // shared
+    output, token = torch.empty_like(query), 0
+    for new, length, pages in zip(news, lengths, table, strict=True):
+        for position in range(length - new, length):
+            seen = [
+                other
+                for other in range(length)
+                if (window[0] < 0 or position - other <= window[0]) and (window[1] < 0 or other <= position)
+            ]
+            for head in range(query.shape[1]):
+                place = [(pages[other // page], other % page, head // group) for other in seen]
+                scores = [float(query[token, head] @ keys[one]) / math.sqrt(query.shape[2]) for one in place]
+                weights = torch.softmax(torch.tensor(scores), 0)
+                output[token, head] = sum(weight * values[one] for weight, one in zip(weights, place, strict=True))
+            token += 1
+    return output
+
+
+def bounds_of(news):
+    return torch.tensor([0, *news], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+@given(batches())
+def test_every_token_sees_its_row_up_to_itself_as_far_as_the_window(batch):
+    query, keys, values, news, lengths, table, window = batch
+    output = reference(
+        query,
+        keys,
+        values,
+        bounds_of(news),
+        None,
+        max(news),
+        max(lengths),
+        scale=None,
+        window_size=window,
+        enable_gqa=True,
+        seqused_k=integers(*lengths),
+        block_table=integers(*table),
+        num_splits=1,
+    )
+    torch.testing.assert_close(output, one_by_one(*batch), rtol=1e-4, atol=1e-5)
+
+
+def call(**changes):
+    """Two rows of 3 and 5 positions that bring 1 and 2 tokens, unless changed."""
+    arguments = {
+        "query": torch.randn(3, 4, 8),
+        "key": torch.randn(6, 2, 2, 8),
+        "value": torch.randn(6, 2, 2, 8),
+        "cu_seq_q": integers(0, 1, 3),
+        "cu_seq_k": None,
+        "max_q": 2,
+        "max_k": 6,
+        "scale": None,
+        "window_size": (-1, 0),
+        "enable_gqa": True,
+        "seqused_k": integers(3, 5),
+        "block_table": integers((0, 1, 2), (3, 4, 5)),
+        "num_splits": 1,
+    } | changes
+    return reference(**arguments)
+
+
+def test_what_lies_behind_a_row_is_not_read():
+    """Somebody else's infinities, for instance."""
+    key, value = torch.randn(6, 2, 2, 8), torch.randn(6, 2, 2, 8)
+    query = torch.randn(3, 4, 8)
+    expected = call(query=query, key=key, value=value)
+    for storage in (key, value):
+        storage[1, 1], storage[2], storage[5, 1] = math.nan, math.inf, math.nan
+    assert torch.equal(call(query=query, key=key, value=value), expected)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"cu_seq_q": torch.tensor([0, 1, 3])},  # 64 bits
+        {"seqused_k": torch.tensor([3, 5])},
+        {"block_table": torch.tensor([[0, 1, 2], [3, 4, 5]])},
+        {"cu_seq_q": integers(0, 1, 4)},
+        {"cu_seq_q": integers(0, 3)},
+        {"max_q": 1},
+        {"max_k": 4},
+        {"seqused_k": integers(3, 1)},  # fewer positions than tokens
+        {"block_table": integers((0, 1, 2), (3, 4, 6))},
+        {"block_table": integers((0, 1), (3, 4))},
+        {"enable_gqa": False},
+        {"query": torch.randn(3, 3, 8)},
+    ],
+)
+def test_what_a_kernel_would_refuse_or_read_elsewhere_is_an_error(changes):
+    call()
+    with pytest.raises(ValueError, match=" "):
+        call(**changes)
+
+
+PAGES = torch.zeros(3, 8, 2, 16)
+
+
+def test_the_reference_agrees_with_itself_in_any_dtype():
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert agrees(reference, PAGES.to(dtype))
+
+
+def wrong(**forced):
+    return lambda *args, **kwargs: reference(*args, **{**kwargs, **forced})
+
+
+def only_the_first_row(*args, **kwargs):
+    """As FlashAttention 2 does where it divides rows (pytorch issue 194167)."""
+    output = reference(*args, **kwargs)
+    output[int(args[3][1]) :] = math.nan
+    return output
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        wrong(window_size=(-1, 0)),
+        wrong(window_size=(-1, -1)),
+        wrong(scale=0.1),
+        only_the_first_row,
+        lambda *args, **kwargs: reference(*args, **kwargs) * 1.1,
+        lambda *args, **kwargs: reference(args[0], args[2], args[1], *args[3:], **kwargs),
+        lambda *args, **kwargs: reference(*args, **{**kwargs, "block_table": kwargs["block_table"].flip(1)}),
+    ],
+)
+def test_kernels_that_compute_something_else_are_found_out(kernel):
+    for dtype in (torch.float32, torch.bfloat16):
+        assert not agrees(kernel, PAGES.to(dtype))
+
+
+def test_a_cpu_computes_with_the_reference():
+    assert varlen.kernels_for(torch.device("cpu")) == (reference,)
+
+
+def test_a_gpu_computes_with_torch_s_kernel_in_one_of_two_ways(monkeypatch):
+    """With bounds of the keys, which one implementation wants, or without them, as another one does."""
+    from torch.nn.attention import varlen as of_torch
+
+    asked = []
+
+    def stands_in(*args, **kwargs):
+        inspect.signature(real).bind(*args, **kwargs)
+        asked.append(args[4])
+        return reference(*args[:4], None, *args[5:], **kwargs)
+
+    real = of_torch.varlen_attn
+    monkeypatch.setattr(of_torch, "varlen_attn", stands_in)
+    for kernel in varlen.kernels_for(torch.device("cuda")):
+        asked.clear()
+        assert agrees(kernel, PAGES)
+        assert len(set(map(type, asked))) == 1
+    assert isinstance(asked[0], torch.Tensor)

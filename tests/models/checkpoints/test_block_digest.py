@@ -1,0 +1,66 @@
+"""What a digest notices, and what it does not have to read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from swarm.models.checkpoints.block_digest import LENGTH, PAGE, PAGES, WHOLE, block_digest
+
+SMALL = {"attention.weight": torch.arange(12.0).view(3, 4), "norm.weight": torch.ones(4)}
+LARGE_BYTES = 2 * WHOLE
+
+
+def large(changed: int | None = None) -> dict[str, torch.Tensor]:
+    tensor = torch.zeros(LARGE_BYTES, dtype=torch.uint8)
+    if changed is not None:
+        tensor[changed] = 1
+    return {"mlp.weight": tensor}
+
+
+def test_same_weights_have_the_same_digest_in_any_order():
+    copies = {name: tensor.clone() for name, tensor in reversed(SMALL.items())}
+    assert block_digest(copies) == block_digest(SMALL)
+    assert len(block_digest(SMALL)) == LENGTH
+
+
+def test_a_view_has_the_digest_of_its_values():
+    assert block_digest({"w": torch.arange(6).view(2, 3).T}) == block_digest(
+        {"w": torch.tensor([[0, 3], [1, 4], [2, 5]])}
+    )
+
+
+@pytest.mark.parametrize("place", [(0, 0), (1, 2), (2, 3)])
+def test_one_changed_value_of_a_small_tensor_changes_it(place):
+    changed = {name: tensor.clone() for name, tensor in SMALL.items()}
+    changed["attention.weight"][place] += 1e-6 + 1e-3
+    assert block_digest(changed) != block_digest(SMALL)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"attention.weight": SMALL["attention.weight"]},
+        {"attention.weight": SMALL["attention.weight"], "norm.bias": SMALL["norm.weight"]},
+        {"attention.weight": SMALL["attention.weight"].view(4, 3), "norm.weight": SMALL["norm.weight"]},
+        {"attention.weight": SMALL["attention.weight"], "norm.weight": SMALL["norm.weight"].view(torch.int32)},
+    ],
+    ids=["tensor missing", "other name", "other shape", "other dtype"],
+)
+def test_names_shapes_and_dtypes_count(other):
+    assert block_digest(other) != block_digest(SMALL)
+
+
+@pytest.mark.parametrize("byte", [0, PAGE - 1, LARGE_BYTES - PAGE, LARGE_BYTES - 1], ids=lambda byte: f"byte {byte}")
+def test_the_first_and_the_last_page_of_a_large_tensor_count(byte):
+    assert block_digest(large(byte)) != block_digest(large())
+
+
+def test_large_tensors_are_sampled():
+    between = (LARGE_BYTES - PAGE) // (PAGES - 1) - 1  # the last byte before the second page
+    assert block_digest(large(between)) == block_digest(large())
+
+
+@pytest.mark.parametrize("tensor", [torch.tensor(1.5), torch.empty(0, 4), torch.ones(3, dtype=torch.bfloat16)])
+def test_odd_tensors(tensor):
+    assert len(block_digest({"w": tensor})) == LENGTH

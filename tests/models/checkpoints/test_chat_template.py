@@ -1,0 +1,92 @@
+"""Conversations as tokens."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from swarm.errors import TemplateRefused
+from swarm.models.checkpoints.chat_template import conversation_tokens, template_text, text_tokens
+from swarm.models.checkpoints.checkpoint import DEMO
+from swarm.models.checkpoints.tokenizer import load_tokenizer
+
+TEMPLATE = """{%- for message in messages -%}
+{%- if message.role == 'system' and not loop.first -%}{{ raise_exception('the system speaks first') }}{%- endif -%}
+[{{ message.role }}] {{ message.content }}
+{% endfor -%}
+{%- if tools %}tools: {{ tools | length }}
+{% endif -%}
+{%- if add_generation_prompt %}[assistant] {% endif -%}"""
+
+
+@pytest.fixture
+def tokenizer():
+    return load_tokenizer(DEMO)
+
+
+def said(tokenizer, messages, tools=None) -> str:
+    return tokenizer.decode(conversation_tokens(tokenizer, messages, tools))
+
+
+def test_a_model_without_a_template_continues_the_texts(tokenizer):
+    assert template_text(tokenizer) is None
+    messages = [
+        {"role": "system", "content": ""},
+        {"role": "user", "content": "Once"},
+        {"role": "user", "content": "upon"},
+    ]
+    assert said(tokenizer, messages) == "Once\n\nupon"
+
+
+def test_the_template_writes_the_conversation(tokenizer):
+    tokenizer.chat_template = TEMPLATE
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
+    assert said(tokenizer, messages, [{}]) == "[system] Be kind.\n[user] Hi\ntools: 1\n[assistant] "
+
+
+def test_what_a_template_refuses_is_told(tokenizer):
+    tokenizer.chat_template = TEMPLATE
+    with pytest.raises(TemplateRefused, match="the system speaks first"):
+        conversation_tokens(tokenizer, [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}])
+
+
+@pytest.mark.parametrize("broken", ["{{ messages.nothing.at_all }}", "{% for %}", "{{ messages[99].role.x }}"])
+def test_a_broken_template_is_no_crash(tokenizer, broken):
+    tokenizer.chat_template = broken
+    with pytest.raises(TemplateRefused):
+        conversation_tokens(tokenizer, [{"role": "user", "content": "a"}])
+
+
+def test_a_template_cannot_reach_python(tokenizer):
+    tokenizer.chat_template = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    with pytest.raises(TemplateRefused):
+        conversation_tokens(tokenizer, [{"role": "user", "content": "a"}])
+
+
+def test_of_several_templates_the_one_for_tools_is_looked_at(tokenizer):
+    tokenizer.chat_template = {"default": "a", "tool_use": "b"}
+    assert template_text(tokenizer) == "b"
+
+
+def test_texts(tokenizer):
+    assert tokenizer.decode(text_tokens(tokenizer, "Once upon")) == "Once upon"
+
+
+@pytest.fixture
+def _usual_depth():
+    """Other tests of this process may have raised how deep Python may go."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(before)
+
+
+@pytest.mark.usefixtures("_usual_depth")
+def test_what_is_nested_too_deeply_for_a_template_is_refused(tokenizer):
+    tokenizer.chat_template = "{{ tools | tojson }}"
+    deep: dict[str, object] = {}
+    for _ in range(900):
+        deep = {"a": deep}
+    with pytest.raises(TemplateRefused, match="recursion"):
+        conversation_tokens(tokenizer, [{"role": "user", "content": "a"}], [deep])

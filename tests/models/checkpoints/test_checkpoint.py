@@ -1,0 +1,260 @@
+"""Folders that are not quite checkpoints, and how little of a good one is read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from swarm.data_structures import Span
+from swarm.errors import CheckpointError, InvalidSpan, ModelNotFound, UnsupportedModel
+from swarm.models.checkpoints import checkpoint as checkpoint_module
+from swarm.models.checkpoints.checkpoint import INDEX, SINGLE, Checkpoint, open_checkpoint
+from swarm.models.span_loading import load_span
+from tests import zoo
+from tests.zoo import make_checkpoint
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("checkpoints")
+    zoo.make_checkpoint("llama", root / "single")
+    zoo.make_checkpoint("llama", root / "sharded", max_shard_size="40KB")
+    return root
+
+
+@pytest.fixture
+def single(originals, tmp_path) -> Path:
+    return shutil.copytree(originals / "single", tmp_path / "single")
+
+
+@pytest.fixture
+def sharded(originals, tmp_path) -> Path:
+    return shutil.copytree(originals / "sharded", tmp_path / "sharded")
+
+
+def load(folder: Path, start: int, end: int):
+    return load_span(open_checkpoint(folder), Span(start, end), dtype=torch.float32, device=torch.device("cpu"))
+
+
+def change_index(folder: Path, change) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    change(index["weight_map"])
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def files_of(checkpoint: Checkpoint, block: int) -> set[str]:
+    return {file for name, file in checkpoint.files.items() if f"layers.{block}." in name}
+
+
+def test_one_file_and_many_shards_hold_the_same_blocks(single, sharded):
+    one, many = open_checkpoint(single), open_checkpoint(sharded)
+    assert set(one.files.values()) == {SINGLE}
+    assert len(set(many.files.values())) > 3
+    assert one.digests(0, zoo.BLOCKS) == many.digests(0, zoo.BLOCKS)
+    assert load(single, 2, 4).digests == load(sharded, 2, 4).digests == one.digests(2, 4)
+
+
+def test_only_the_shards_of_the_span_are_opened(sharded):
+    expected = load(sharded, 2, 3).digests
+    checkpoint = open_checkpoint(sharded)
+    needed = files_of(checkpoint, 2)
+    for number, file in enumerate(sorted(set(checkpoint.files.values()) - needed)):
+        if number % 2:
+            (sharded / file).unlink()
+        else:
+            (sharded / file).write_bytes(b"garbage")
+    assert load(sharded, 2, 3).digests == expected
+
+
+def test_digests_are_unknown_where_a_shard_is_missing(sharded):
+    checkpoint = open_checkpoint(sharded)
+    for file in files_of(checkpoint, 5):
+        (sharded / file).unlink()
+    assert checkpoint.digests(5, 6) is None
+
+
+def test_a_missing_shard_is_named(sharded):
+    file = sorted(files_of(open_checkpoint(sharded), 1))[0]
+    (sharded / file).unlink()
+    with pytest.raises(CheckpointError, match=f"has lost {file}"):
+        load(sharded, 1, 2)
+
+
+def test_a_truncated_shard_is_named(sharded):
+    file = sorted(files_of(open_checkpoint(sharded), 1))[0]
+    (sharded / file).write_bytes((sharded / file).read_bytes()[:-8])
+    with pytest.raises(CheckpointError, match=f"{file} is not a readable safetensors file"):
+        load(sharded, 1, 2)
+
+
+def test_no_safetensors(single):
+    (single / SINGLE).rename(single / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="has no safetensors weights"):
+        load(single, 0, 1)
+
+
+def test_the_index_names_a_tensor_that_its_shard_does_not_hold(sharded):
+    name = "model.layers.1.mlp.invented.weight"
+    change_index(sharded, lambda files: files.update({name: sorted(files.values())[0]}))
+    with pytest.raises(CheckpointError, match=f"does not hold the tensor {name}"):
+        load(sharded, 1, 2)
+
+
+def test_a_tensor_is_missing(sharded):
+    change_index(sharded, lambda files: files.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(CheckpointError, match=r"lacks 1 tensors .* such as layers\.0\.mlp\.up_proj\.weight"):
+        load(sharded, 1, 2)
+
+
+def test_tensors_of_another_shape(single):
+    config = json.loads((single / "config.json").read_text())
+    (single / "config.json").write_text(json.dumps({**config, "intermediate_size": 40}))
+    with pytest.raises(CheckpointError, match="do not fit"):
+        load(single, 1, 2)
+
+
+def test_weights_quantized_in_a_way_that_needs_a_package_of_its_own(single):
+    config = json.loads((single / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (single / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="optimum"):
+        load(single, 1, 2)
+
+
+@pytest.mark.parametrize("escape", ["../outside.safetensors", "{parent}/outside.safetensors", "../single/..", ".."])
+def test_the_index_cannot_lead_outside_of_the_folder(sharded, single, escape):
+    """Not even to a file that would do."""
+    shutil.copy(single / SINGLE, sharded.parent / "outside.safetensors")
+    change_index(sharded, lambda files: files.update(dict.fromkeys(files, escape.format(parent=sharded.parent))))
+    checkpoint = open_checkpoint(sharded)
+    with pytest.raises(CheckpointError, match="is not the name of a safetensors file"):
+        checkpoint.digests(0, 1)
+
+
+def test_the_index_cannot_name_pickled_weights(sharded):
+    change_index(sharded, lambda files: files.update(dict.fromkeys(files, "pytorch_model.bin")))
+    with pytest.raises(CheckpointError, match="is not the name of a safetensors file"):
+        load(sharded, 0, 1)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": ["ab"]}', '{"weight_map": {"a": 1}}', "\xff"]
+)
+def test_an_index_that_is_none(sharded, content):
+    (sharded / INDEX).write_bytes(content.encode("latin-1"))
+    with pytest.raises(CheckpointError):
+        load(sharded, 0, 1)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "7", "{}", '{"model_type": "llama", "hidden_size": "wide"}', "\xff"])
+def test_a_config_that_is_none(single, content):
+    (single / "config.json").write_bytes(content.encode("latin-1"))
+    with pytest.raises(ModelNotFound, match=r"config\.json"):
+        open_checkpoint(single)
+
+
+def test_a_config_cannot_bring_its_own_code(single):
+    (single / "modeling.py").write_text("raise SystemExit('this code ran')")
+    config = {"model_type": "novel", "auto_map": {"AutoConfig": "modeling.NovelConfig"}}
+    (single / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelNotFound, match=r"config\.json"):
+        open_checkpoint(single)
+
+
+def test_a_folder_without_config(tmp_path):
+    with pytest.raises(ModelNotFound, match=r"has no config\.json"):
+        open_checkpoint(tmp_path)
+
+
+def test_an_unknown_folder():
+    with pytest.raises(ModelNotFound, match="neither a local folder nor a model's name"):
+        open_checkpoint("./no/such/folder")
+
+
+def test_an_unknown_name_while_the_hub_cannot_be_reached(monkeypatch):
+    def download(*args, **kwargs):
+        raise LocalEntryNotFoundError("no connection")
+
+    monkeypatch.setattr(checkpoint_module, "hf_hub_download", download)
+    with pytest.raises(ModelNotFound, match="cannot be reached: no connection"):
+        open_checkpoint("somebody/model")
+
+
+def test_the_hub_is_asked_for_one_commit_only(single, monkeypatch, tmp_path):
+    """A branch may move while a server loads; all files come from the commit that the config came from."""
+    snapshot = shutil.copytree(single, tmp_path / "snapshots" / "c0ffee")
+    asked = []
+
+    def download(repository, file, revision, cache_dir):
+        asked.append(revision)
+        return str(snapshot / file)
+
+    monkeypatch.setattr(checkpoint_module, "hf_hub_download", download)
+    checkpoint = open_checkpoint("somebody/model", revision="main")
+    checkpoint.fetch(SINGLE)
+    assert checkpoint.revision == "c0ffee"
+    assert asked[0] == "main"
+    assert asked[-1] == "c0ffee"
+
+
+def test_a_folder_has_no_revisions(single):
+    with pytest.raises(ModelNotFound, match="--revision"):
+        open_checkpoint(single, revision="main")
+
+
+def test_the_name_and_the_revision_of_a_folder(single, sharded):
+    assert open_checkpoint(single).name == "single"
+    assert open_checkpoint(single, name="ours").name == "ours"
+    assert open_checkpoint(single).revision == open_checkpoint(single).revision != open_checkpoint(sharded).revision
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, 7), (6, 7), (3, 3), (-1, 2)])
+def test_spans_outside_of_the_model(single, start, end):
+    with pytest.raises(InvalidSpan, match="blocks 0:6"):
+        open_checkpoint(single).check_span(start, end)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "place", "head"),
+    [
+        ("llama", "model.layers.3.mlp.up_proj.weight", (3, "mlp.up_proj.weight"), False),
+        ("llama", "layers.0.input_layernorm.weight", (0, "input_layernorm.weight"), False),
+        ("llama", "language_model.model.layers.5.mlp.weight", (5, "mlp.weight"), False),
+        ("opt", "model.decoder.layers.1.fc1.bias", (1, "fc1.bias"), False),
+        ("gpt2", "transformer.h.2.mlp.c_fc.weight", (2, "mlp.c_fc.weight"), False),
+        ("llama", "model.layers.6.eh_proj.weight", None, False),  # behind the last block: predicts further tokens
+        ("llama", "vision_tower.encoder.layers.0.mlp.weight", None, False),
+        ("llama", "model.embed_tokens.weight", None, True),
+        ("llama", "model.norm.weight", None, True),
+        ("gpt2", "lm_head.weight", None, True),
+        ("opt", "model.decoder.embed_positions.weight", None, True),
+    ],
+)
+def test_where_a_tensor_belongs(tmp_path, family, name, place, head):
+    checkpoint = open_checkpoint(make_checkpoint(family, tmp_path))
+    assert checkpoint.locate(name) == place
+    assert checkpoint.is_head(name) == head
+
+
+def test_generation_settings(single):
+    checkpoint = open_checkpoint(single)
+    (single / "generation_config.json").write_text('{"temperature": 0.5, "do_sample": true}')
+    assert checkpoint.generation_config().temperature == 0.5
+    (single / "generation_config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"generation_config\.json"):
+        checkpoint.generation_config()
+    (single / "generation_config.json").unlink()
+    assert checkpoint.generation_config() is None
+
+
+def test_an_unsupported_family_is_refused_before_weights_are_looked_for(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
+    with pytest.raises(UnsupportedModel, match="'t5'"):
+        open_checkpoint(tmp_path)

@@ -1,0 +1,157 @@
+"""Tokens of several sessions in one forward, against each session's rows computed alone and without a cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarm.data_structures import StepLayout
+from swarm.models.attention.packed_attention import NotPackable
+from swarm.models.execution import strategy as packing
+from swarm.models.execution.session_cache import SessionCache, Work, advance
+from swarm.models.execution.span_model import SpanModel
+from tests.models.execution.test_session_cache import HIDDEN, Both, close, layouts, load, slow
+
+FAMILIES = {
+    "llama": 60,  # grouped keys
+    "mistral": 30,  # a window shorter than the histories
+    "gemma2": 20,  # windows in every second layer, soft-capped scores
+    "gpt_oss": 20,  # a learned sink for each head
+    "deepseek_v3": 20,  # latents in the cache
+    "cohere2": 10,
+    "qwen3_moe": 10,
+    "opt": 10,  # positions that are none of the span's
+    "falcon_alibi": 5,  # cannot be packed: the same calls go the slow way
+}
+"""Family to the number of examples."""
+
+
+class Session(Both):
+    """A session whose steps are computed in portions, together with those of other sessions."""
+
+    def __init__(self, model: SpanModel, seed: int) -> None:
+        super().__init__(model)
+        self.random.manual_seed(seed)
+        self.work: Work | None = None
+        self.inputs_TH = torch.empty(0, HIDDEN)
+
+    def begin(self, layout: StepLayout) -> None:
+        self.inputs_TH = self.inputs(layout)
+        self.work = self.cache.begin(self.inputs_TH, layout)
+
+    def finish(self) -> None:
+        assert self.work is not None
+        work, self.work = self.work, None
+        work.commit()
+        close(work.output, self.reference.step(self.inputs_TH, work.layout))
+        assert self.cache.lengths == tuple(self.lengths)
+        self.offsets = work.layout.offsets or (0,) * work.layout.rows
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_schedule_of_several_sessions_is_as_if_each_were_alone(family, tmp_path_factory):
+    model = load(family, tmp_path_factory)
+    assert model.packed == (family != "falcon_alibi")
+
+    @given(st.data())
+    @settings(slow, max_examples=FAMILIES[family])
+    def schedule(data):
+        sessions = [Session(model, seed) for seed in range(data.draw(st.integers(1, 3)))]
+        for _ in range(data.draw(st.integers(1, 8))):
+            portions = []
+            for session in sessions:
+                if session.work is None and data.draw(st.booleans()):
+                    session.begin(data.draw(layouts(session.lengths, session.offsets)))
+                if session.work is not None:
+                    portions.append((session.work, data.draw(st.integers(0, session.work.left))))
+            advance(portions)
+            for session in sessions:
+                if session.work is not None and not session.work.left:
+                    session.finish()
+
+    schedule()
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 6)), min_size=1, max_size=5), st.data())
+def test_parts_of_a_step_bring_each_token_once_and_in_order(rows, data):
+    starts, counts = zip(*rows, strict=True)
+    work = Work(None, StepLayout(starts, counts), torch.empty(sum(counts), 1), None)
+    seen: list[list[int]] = [[] for _ in rows]
+    while work.left:
+        tokens = data.draw(st.integers(1, work.left))
+        part = work.next_part(tokens)
+        assert part.tokens == tokens
+        for row, (start, count) in enumerate(zip(part.starts, part.counts, strict=True)):
+            seen[row].extend(range(start, start + count))
+        work.done += tokens
+    assert seen == [list(range(start, start + count)) for start, count in rows]
+
+
+def test_one_forward_serves_all_sessions(tmp_path_factory, monkeypatch):
+    model = load("llama", tmp_path_factory)
+    sizes = []
+    forward = model.forward_tokens
+
+    def note(hidden, *args):
+        sizes.append(len(hidden))
+        return forward(hidden, *args)
+
+    monkeypatch.setattr(model, "forward_tokens", note)
+    works = [
+        SessionCache(model).begin(torch.randn(tokens, HIDDEN), StepLayout((0,), (tokens,))) for tokens in (1, 5, 3)
+    ]
+    advance([(work, work.left) for work in works])
+    assert sizes == [9]
+
+
+def test_a_failed_forward_of_many_sessions_harms_none(tmp_path_factory, monkeypatch):
+    model = load("llama", tmp_path_factory)
+    sessions = [Session(model, seed) for seed in range(3)]
+    for session in sessions:
+        session.append(4)
+    layout = StepLayout((4,), (2,))
+    works = [session.cache.begin(session.inputs(layout), layout) for session in sessions]
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "_run", lambda *args: (_ for _ in ()).throw(MemoryError))
+        with pytest.raises(MemoryError):
+            advance([(work, work.left) for work in works])
+    for session in sessions:
+        session.append(2)
+
+
+def test_a_part_of_the_span_is_packed_too(tmp_path_factory):
+    model = load("llama", tmp_path_factory)
+    part = model.narrowed(type(model.span)(2, 4))
+    assert part.packed
+    both, whole = Both(part), Both(model)
+    for one in (both, whole, both, whole):
+        one.append(3, 5)
+
+
+def test_attention_that_is_wrong_is_found_out_before_it_is_used(tmp_path_factory, monkeypatch):
+    model = load("llama", tmp_path_factory)
+    attend = packing.SpanModel.forward_tokens
+
+    def forgets_the_past(self, hidden, positions, batch):
+        outputs = attend(self, hidden, positions, batch)
+        return outputs if len(hidden) > 3 else outputs + 0.01 * outputs.norm()
+
+    monkeypatch.setattr(packing.SpanModel, "forward_tokens", forgets_the_past)
+    packing.decide(model)
+    assert model.packed  # three tokens of many: a mixture of experts may differ as much
+
+    def forgets_everything(self, hidden, positions, batch):
+        return attend(self, hidden, [0] * len(positions), batch)
+
+    monkeypatch.setattr(packing.SpanModel, "forward_tokens", forgets_everything)
+    packing.decide(model)
+    assert not model.packed
+
+    def fails(self, hidden, positions, batch):
+        raise NotPackable("no")
+
+    monkeypatch.setattr(packing.SpanModel, "forward_tokens", fails)
+    packing.decide(model)
+    assert not model.packed

@@ -1,0 +1,295 @@
+"""Recorded decode steps, with a recorder that calls the function again instead of a GPU: all but CUDA's own part."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarm.data_structures import StepLayout
+from swarm.models.attention.page_pool import PagePool
+from swarm.models.execution import strategy as packing
+from swarm.models.execution.cuda_graphs import ROWS, WIDTHS, DecodeGraphs
+from swarm.models.execution.session_cache import SessionCache, advance
+from swarm.models.execution.span_model import SpanModel
+from tests.models.execution.test_session_cache import HIDDEN, close, load_in_pages, slow
+from tests.models.execution.test_traced_forward import capture_of
+
+PAGE = 3
+
+
+class Again:
+    """Calls what it was given again, and counts.
+
+    Attributes:
+        made, replayed: how many functions it was given, and how often they were called later.
+    """
+
+    def __init__(self) -> None:
+        self.made = self.replayed = 0
+
+    def __call__(self, function):
+        self.made += 1
+        function()  # as the warm-up does
+
+        def replay() -> None:
+            self.replayed += 1
+            function()
+
+        return replay
+
+
+@pytest.fixture
+def recorder() -> Again:
+    return Again()
+
+
+@pytest.fixture(params=["llama", "mistral"])
+def model(request, recorder, tmp_path_factory) -> SpanModel:
+    model = load_in_pages(request.param, tmp_path_factory, PAGE)
+    model.graphs = DecodeGraphs(model, recorder)
+    return model
+
+
+def plainly(model: SpanModel, session: SessionCache, hidden: torch.Tensor, layout: StepLayout) -> torch.Tensor:
+    graphs, model.graphs = model.graphs, None
+    try:
+        return session.step(hidden, layout)
+    finally:
+        model.graphs = graphs
+
+
+def test_any_decode_steps_are_as_without_recordings(model, recorder):
+    @given(
+        st.lists(st.lists(st.integers(1, 13), min_size=1, max_size=4), min_size=1, max_size=3),
+        st.lists(st.integers(1, 4), min_size=1, max_size=6),
+        st.booleans(),
+    )
+    @settings(slow, max_examples=30)
+    def sessions_together(prompts, steps, move):
+        noise = torch.Generator().manual_seed(0)
+        sessions = [(SessionCache(model), SessionCache(model)) for _ in prompts]
+        for (one, other), counts in zip(sessions, prompts, strict=True):
+            hidden, layout = torch.randn(sum(counts), HIDDEN, generator=noise), StepLayout((0,) * len(counts), counts)
+            close(one.step(hidden, layout), plainly(model, other, hidden, layout))
+        for number, counts in enumerate(steps):
+            if move and number == 1:
+                model.paging.pool.reserve((model.paging.pool.pages + 5) * PAGE)
+            works = []
+            for one, _ in sessions:
+                rows = len(one.lengths)
+                news = tuple(1 if row < counts else 0 for row in range(rows))
+                hidden = torch.randn(sum(news), HIDDEN, generator=noise)
+                works.append(one.begin(hidden, StepLayout(one.lengths, news)))
+            before = recorder.replayed
+            advance([(work, work.left) for work in works])
+            assert recorder.replayed == before + 1
+            for work, (_, other) in zip(works, sessions, strict=True):
+                work.commit()
+                close(work.output, plainly(model, other, work.inputs, work.layout))
+
+    sessions_together()
+    assert model.paging.pool.in_use == 0
+    assert model.graphs.works
+
+
+def test_a_flat_forward_is_recorded_too(recorder, tmp_path_factory):
+    model = load_in_pages("llama", tmp_path_factory, PAGE)
+    model.captured = capture_of(model).flat()
+    model.graphs = DecodeGraphs(model, recorder)
+    one, other = SessionCache(model), SessionCache(model)
+    for counts in ((4, 2), (1, 1), (1, 1)):
+        hidden, layout = torch.randn(sum(counts), HIDDEN), StepLayout(one.lengths or (0, 0), counts)
+        close(one.step(hidden, layout), plainly(model, other, hidden, layout))
+    assert recorder.replayed == 2
+
+
+def decode(model: SpanModel, rows: int, length: int, steps: int = 1) -> SessionCache:
+    cache = SessionCache(model)
+    cache.step(torch.randn(rows * length, HIDDEN), StepLayout((0,) * rows, (length,) * rows))
+    for _ in range(steps):
+        cache.step(torch.randn(rows, HIDDEN), StepLayout(cache.lengths, (1,) * rows))
+    return cache
+
+
+def test_batches_of_like_size_share_a_recording(model, recorder):
+    model.paging.pool.reserve(200 * PAGE)
+    for rows in (3, 4, 3, 4):
+        decode(model, rows, 2, steps=3)
+    assert (recorder.made, recorder.replayed) == (1, 12)
+    decode(model, 2, 2)
+    assert recorder.made == 2
+    decode(model, 2, WIDTHS[0] * PAGE - 1)  # the last one that is no wider
+    assert recorder.made == 2
+    decode(model, 2, WIDTHS[0] * PAGE)
+    assert recorder.made == 3
+
+
+def test_what_is_no_decode_step_or_too_large_is_computed_plainly(model, recorder):
+    cache = decode(model, 1, 3)
+    made, replayed = recorder.made, recorder.replayed
+    cache.step(torch.randn(2, HIDDEN), StepLayout((4,), (2,)))  # candidates of speculation
+    decode(model, ROWS[-1] + 1, 1)
+    decode(model, 1, WIDTHS[-1] * PAGE)
+    works = [
+        cache.begin(torch.randn(1, HIDDEN), StepLayout((6,), (1,))),
+        SessionCache(model).begin(torch.randn(5, HIDDEN), StepLayout((0,), (5,))),
+    ]
+    advance([(work, work.left) for work in works])
+    assert (recorder.made, recorder.replayed) == (made, replayed)
+
+
+def test_a_pool_that_moved_is_recorded_anew(model, recorder):
+    """The old recordings would write to where it was."""
+    cache = decode(model, 2, 2)
+    made, moves = recorder.made, model.paging.pool.moves
+    model.paging.pool.reserve(1000 * PAGE)
+    assert model.paging.pool.moves > moves
+    old = [(id(keys), keys.clone()) for keys, _ in model.paging.pool.layers.values()]
+    cache.step(torch.randn(2, HIDDEN), StepLayout((3, 3), (1, 1)))
+    assert recorder.made == made + 1
+    for (_, before), (keys, _) in zip(old, model.paging.pool.layers.values(), strict=True):
+        assert not torch.equal(before, keys), "the new token went elsewhere"
+
+
+def test_recording_writes_to_no_row(model):
+    """The page that belongs to nobody takes what the warm-up and the rows that fill a batch write."""
+    cache = decode(model, 5, 4, steps=0)
+    held = [page for table in cache._rows.lease.tables for page in table]
+    before = [keys[held].clone() for keys, _ in model.paging.pool.layers.values()]
+    with torch.inference_mode():
+        model.graphs._recording(8, 4)
+    assert model.graphs._recordings
+    for keys, (now, _) in zip(before, model.paging.pool.layers.values(), strict=True):
+        assert torch.equal(keys, now[held])
+
+
+def test_outputs_are_not_overwritten_by_the_next_replay(model):
+    cache = decode(model, 2, 2)
+    first = cache.step(torch.randn(2, HIDDEN), StepLayout((3, 3), (1, 1)))
+    kept = first.clone()
+    cache.step(torch.randn(2, HIDDEN), StepLayout((4, 4), (1, 1)))
+    assert torch.equal(first, kept)
+
+
+def test_where_recording_fails_everything_is_computed_plainly(tmp_path_factory, caplog):
+    model = load_in_pages("llama", tmp_path_factory, PAGE)
+    calls = []
+
+    def fails(function):
+        calls.append(function)
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    model.graphs = DecodeGraphs(model, fails)
+    one, other = SessionCache(model), SessionCache(model)
+    with caplog.at_level(logging.WARNING):
+        for counts in ((4, 2), (1, 1), (1, 1), (0, 1)):
+            hidden, layout = torch.randn(sum(counts), HIDDEN), StepLayout(one.lengths or (0, 0), counts)
+            close(one.step(hidden, layout), plainly(model, other, hidden, layout))
+    assert len(calls) == 1
+    assert [record.message for record in caplog.records if "CUDA graphs" in record.message] == [
+        "Decode steps are not recorded as CUDA graphs: operation not permitted when stream is capturing"
+    ]
+    assert not model.graphs.works
+
+
+def test_a_replay_that_fails_harms_no_session(model, recorder):
+    one, other = decode(model, 2, 3), None
+    recording = next(iter(model.graphs._recordings.values()))
+    key = next(iter(model.graphs._recordings))
+
+    def fails() -> None:
+        raise RuntimeError("an illegal memory access")
+
+    model.graphs._recordings[key] = replace(recording, replay=fails)
+    with pytest.raises(RuntimeError):
+        one.step(torch.randn(2, HIDDEN), StepLayout((4, 4), (1, 1)))
+    assert one.lengths == (4, 4)
+    model.graphs._recordings[key] = recording
+    one.step(torch.randn(2, HIDDEN), StepLayout((4, 4), (1, 1)))
+    assert one.lengths == (5, 5)
+    del one, other
+    assert model.paging.pool.in_use == 0
+
+
+def test_parts_of_a_span_have_recordings_of_their_own(model, recorder):
+    part = model.narrowed(type(model.span)(2, 4))
+    assert part.graphs is not None
+    assert part.graphs is not model.graphs
+    one, other = decode(part, 2, 3), SessionCache(part)
+    assert recorder.replayed == 1
+    hidden = torch.randn(10, HIDDEN)
+    one.step(hidden, StepLayout((0, 0), (5, 5)))
+    plainly(part, other, hidden, StepLayout((0, 0), (5, 5)))
+    token = torch.randn(2, HIDDEN)
+    layout = StepLayout((5, 5), (1, 1))
+    close(one.step(token, layout), plainly(part, other, token, layout))
+    assert recorder.replayed == 2
+
+
+def test_recordings_are_kept_if_they_are_right_and_faster(tmp_path_factory, monkeypatch):
+    model = load_in_pages("llama", tmp_path_factory, PAGE)
+    monkeypatch.setattr(packing, "_try_written_down", lambda model, folder: "plain")
+    monkeypatch.setattr(packing, "faster", lambda one, other: (one(), other(), True)[-1])
+    recorder = Again()
+    assert packing.try_capture(model, record=recorder) == "graphs"
+    assert model.graphs is not None
+    assert model.graphs.works
+    assert recorder.replayed
+    monkeypatch.setattr(packing, "faster", lambda one, other: (one(), other(), False)[-1])
+    assert packing.try_capture(model, record=Again()) == "plain"
+    assert model.graphs is None
+    monkeypatch.setattr(packing, "faster", lambda one, other: True)
+    assert packing.try_capture(model, record=lambda function: lambda: None) == "plain"  # computes nothing
+    assert model.graphs is None
+
+    def fails(function):
+        raise RuntimeError("no")
+
+    assert packing.try_capture(model, record=fails) == "plain"
+    assert model.graphs is None
+    model.paging = None
+    assert packing.try_capture(model, record=Again()) == "plain"
+
+
+def test_what_is_written_down_as_a_constant_is_found_out(tmp_path_factory, monkeypatch):
+    """A recording repeats what it did the first time. A family that reads a position in Python would be wrong."""
+    model = load_in_pages("llama", tmp_path_factory, PAGE)
+    run = SpanModel.run_packed
+    monkeypatch.setattr(packing, "faster", lambda one, other: True)
+
+    def at_the_beginning(self, hidden, positions, batch):
+        return run(self, hidden, positions * 0, batch)
+
+    def with_constants(function):
+        def replay() -> None:
+            with monkeypatch.context() as patch:
+                patch.setattr(SpanModel, "run_packed", at_the_beginning)
+                function()
+
+        return replay
+
+    assert packing.try_capture(model, record=with_constants) != "graphs"
+    assert model.graphs is None
+
+
+def test_nothing_is_recorded_on_a_cpu_unless_asked(tmp_path_factory):
+    model = load_in_pages("llama", tmp_path_factory, PAGE)
+    assert packing.try_capture(model) in ("plain", "flat")
+    assert model.graphs is None
+
+
+def test_a_pool_of_a_fresh_model_is_recorded(recorder, tmp_path_factory):
+    """No layer has written yet when the first step is a decode step, so the recording's own run makes them."""
+    model = load_in_pages("llama", tmp_path_factory, PAGE)
+    model.graphs = DecodeGraphs(model, recorder)
+    assert isinstance(model.paging.pool, PagePool)
+    assert not model.paging.pool.layers
+    one, other = SessionCache(model), SessionCache(model)
+    hidden = torch.randn(2, HIDDEN)
+    close(one.step(hidden, StepLayout((0, 0), (1, 1))), plainly(model, other, hidden, StepLayout((0, 0), (1, 1))))
+    assert recorder.replayed == 1

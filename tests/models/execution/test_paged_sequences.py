@@ -1,0 +1,325 @@
+"""Rows in pages: what a step does to the pages of its rows, and whole models against the slow layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarm.data_structures import StepLayout
+from swarm.models.attention import page_pool
+from swarm.models.attention.page_pool import PagePool
+from swarm.models.execution.padded_sequences import RectangleRows
+from swarm.models.execution.paged_sequences import PageDraft, PageRows, plan
+from swarm.models.execution.session_cache import SessionCache, Work, advance
+from swarm.models.execution.span_model import SpanModel
+from tests.models.execution.test_session_cache import HIDDEN, MAX_STEPS, close, layouts, load_in_pages, slow
+
+PAGE = 3
+
+
+class Paper:
+    """Rows whose positions hold numbers instead of keys and values, and what a step writes there."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self.pool = pool
+        self.rows = PageRows(pool)
+        self.expected: list[list[int]] = []
+
+    def read(self, table: Sequence[int], length: int) -> list[int]:
+        keys = self.pool.layers[0][0]
+        return [int(keys[table[position // PAGE], position % PAGE, 0, 0]) for position in range(length)]
+
+    @torch.inference_mode()
+    def write(self, draft: PageDraft, layout: StepLayout, news: Sequence[Sequence[int]]) -> None:
+        for table, start, new in zip(draft.lease.tables, layout.starts, news, strict=True):
+            for position, value in enumerate(new, start):
+                self.pool.layers[0][0][table[position // PAGE], position % PAGE] = value
+
+    def check(self) -> None:
+        assert self.rows.lengths == tuple(map(len, self.expected))
+        for table, expected in zip(self.rows.lease.tables, self.expected, strict=False):
+            assert self.read(table, len(expected)) == expected
+
+
+def pool_of_numbers() -> PagePool:
+    pool = PagePool(PAGE)
+    with torch.inference_mode():
+        pool.layer(0, torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1))
+    return pool
+
+
+@given(st.data())
+@settings(max_examples=300)
+def test_any_steps_of_any_sessions_leave_each_row_what_it_was_given(data):
+    """Steps that are committed, and steps that write some of their tokens and are given up then."""
+    pool, number = pool_of_numbers(), 0
+    sessions = [Paper(pool) for _ in range(data.draw(st.integers(1, 3)))]
+    for _ in range(data.draw(st.integers(1, 12))):
+        session = sessions[data.draw(st.integers(0, len(sessions) - 1))]
+        before = list(map(len, session.expected))
+        layout = data.draw(layouts(before))
+        sources = layout.sources if layout.sources is not None else range(layout.rows)
+        news = []
+        for count in layout.counts:
+            news.append(list(range(number + 1, number + count + 1)))
+            number += count
+        pasts = [session.expected[source] if source < len(before) else [] for source in sources]
+        draft = session.rows.begin(layout)
+        if data.draw(st.booleans()):
+            session.write(draft, layout, news)
+            draft.commit()
+            session.expected = [past[:start] + new for past, start, new in zip(pasts, layout.starts, news, strict=True)]
+        else:
+            session.write(draft, layout, [new[: data.draw(st.integers(0, len(new)))] for new in news])
+            after = session.rows.lengths
+            for row, length in enumerate(before):
+                kept = [start for source, start in zip(sources, layout.starts, strict=True) if source == row]
+                assert min([length, *kept]) <= after[row] <= length
+            session.expected = [row[:length] for row, length in zip(session.expected, after, strict=True)]
+        del draft
+        for one in sessions:
+            one.check()
+        held = {page for one in sessions for table in one.rows.lease.tables for page in table}
+        assert pool.in_use == len(held)
+    del one, session
+    sessions.clear()
+    assert pool.in_use == 0
+
+
+def tables_of(*lengths: int) -> tuple[tuple[int, ...], ...]:
+    """Rows that share nothing."""
+    pages = iter(range(1, 100))
+    return tuple(tuple(next(pages) for _ in range(-(-length // 256))) for length in lengths)
+
+
+def once(page: int) -> int:
+    return 1
+
+
+def test_a_token_more_takes_a_page_only_where_the_last_one_is_full():
+    tables = tables_of(300, 512)
+    one, other = plan(tables, (300, 512), StepLayout((300, 512), (1, 1)), 256, once)
+    assert (one.kept, one.copied, one.fresh) == (tables[0], None, 0)
+    assert (other.kept, other.copied, other.fresh) == (tables[1], None, 1)
+    assert not one.overwrites
+    assert not other.overwrites
+
+
+def test_copies_of_a_row_share_its_full_pages():
+    tables = tables_of(600)
+    plans = plan(tables, (600,), StepLayout((600,) * 3, (1,) * 3, (0,) * 3), 256, once)
+    assert [one.kept for one in plans] == [tables[0], tables[0][:2], tables[0][:2]]
+    assert [one.copied for one in plans] == [None, tables[0][2], tables[0][2]]
+    assert [one.fresh for one in plans] == [0, 1, 1]
+
+
+def test_a_page_that_another_row_of_the_step_needs_is_not_written_to():
+    """Also where that row comes later."""
+    tables = tables_of(600)
+    short, long = plan(tables, (600,), StepLayout((100, 600), (1, 1), (0, 0)), 256, once)
+    assert (short.kept, short.copied, short.fresh) == ((), tables[0][0], 1)
+    assert (long.kept, long.copied, long.fresh) == (tables[0], None, 0)
+
+
+def test_a_page_whose_beginning_another_row_of_the_step_needs_is_not_written_to():
+    """Not even by a row that has copied what it needs: the step may fail, and come again."""
+    tables = tables_of(50)
+    anew, on = plan(tables, (50,), StepLayout((0, 50), (1, 1), (0, 0)), 256, once)
+    assert (anew.kept, anew.copied, anew.fresh) == ((), None, 1)
+    assert (on.kept, on.copied, on.fresh) == (tables[0], None, 0)
+
+
+def test_a_page_that_others_hold_is_not_written_to():
+    tables = tables_of(300)
+    (one,) = plan(tables, (300,), StepLayout((300,), (1,)), 256, lambda page: 2)
+    assert (one.kept, one.copied, one.fresh) == (tables[0][:1], tables[0][1], 1)
+
+
+def test_a_row_that_is_set_back_goes_on_in_its_own_pages():
+    tables = tables_of(600)
+    (one,) = plan(tables, (600,), StepLayout((400,), (5,)), 256, once)
+    assert (one.kept, one.copied, one.fresh, one.overwrites) == (tables[0][:2], None, 0, True)
+    (again,) = plan(tables, (600,), StepLayout((0,), (800,)), 256, once)
+    assert (again.kept, again.copied, again.fresh, again.overwrites) == (tables[0], None, 1, True)
+
+
+FAMILIES = {
+    "llama": 40,  # grouped keys
+    "gpt2": 20,  # keys for each head
+    "mistral": 40,  # a window shorter than the histories
+    "cohere2": 15,  # windows in some layers
+    "qwen3_moe": 10,
+    "opt": 10,  # positions that are none of the span's
+    "gemma2": 10,  # soft-capped scores: not in pages
+    "gpt_oss": 5,  # a learned sink for each head: not in pages
+    "deepseek_v3": 5,  # latents in the cache: not in pages
+    "falcon_alibi": 5,  # not packed at all
+}
+"""Family to the number of examples."""
+
+IN_STORES = {"gemma2", "gpt_oss", "deepseek_v3", "falcon_alibi"}
+
+
+class Pair:
+    """A session in pages, and the same one in rectangles. Steps are computed in portions, with those of others."""
+
+    def __init__(self, model: SpanModel, slow_model: SpanModel, seed: int) -> None:
+        self.cache, self.slow = SessionCache(model), SessionCache(slow_model)
+        self.random = torch.Generator().manual_seed(seed)
+        self.offsets: tuple[int, ...] = ()
+        self.work: Work | None = None
+
+    def begin(self, layout: StepLayout) -> None:
+        inputs = torch.randn(layout.tokens, HIDDEN, generator=self.random)
+        self.work = self.cache.begin(inputs, layout)
+
+    def finish(self) -> None:
+        assert self.work is not None
+        work, self.work = self.work, None
+        work.commit()
+        close(work.output, self.slow.step(work.inputs, work.layout))
+        assert self.cache.lengths == self.slow.lengths
+        self.offsets = work.layout.offsets or (0,) * work.layout.rows
+
+    def give_up(self) -> None:
+        """The step failed somewhere; the client goes on from what is left."""
+        self.work = None
+        left, rows = self.cache.lengths, self.slow._rows
+        assert isinstance(rows, RectangleRows)
+        assert all(length <= before for length, before in zip(left, self.slow.lengths, strict=True))
+        if left:
+            self.slow.step(torch.empty(0, HIDDEN), StepLayout(left, (0,) * len(left)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_schedule_in_pages_is_as_in_rectangles(family, tmp_path_factory):
+    model = load_in_pages(family, tmp_path_factory, PAGE)
+    reference = load_like(model)
+    assert (model.paging is None) == (family in IN_STORES)
+
+    @given(st.data())
+    @settings(slow, max_examples=FAMILIES[family])
+    def schedule(data):
+        sessions = [Pair(model, reference, seed) for seed in range(data.draw(st.integers(1, 3)))]
+        for _ in range(data.draw(st.integers(1, MAX_STEPS))):
+            portions = []
+            for place, session in enumerate(sessions):
+                if session.work is None and data.draw(st.integers(0, 9)) == 0:  # closed, and another one opened
+                    sessions[place] = session = Pair(model, reference, place + 7)
+                if session.work is None and data.draw(st.booleans()):
+                    session.begin(data.draw(layouts(session.cache.lengths, session.offsets)))
+                elif session.work is not None and data.draw(st.integers(0, 3)) == 0:
+                    session.give_up()
+                if session.work is not None:
+                    portions.append((session.work, data.draw(st.integers(0, session.work.left))))
+            advance(portions)
+            for session in sessions:
+                if session.work is not None and not session.work.left:
+                    session.finish()
+        if model.paging is not None:
+            held = {
+                page for one in sessions if one.work is None for row in one.cache._rows.lease.tables for page in row
+            }
+            assert model.paging.pool.in_use >= len(held)
+
+    schedule()
+    if model.paging is not None:
+        assert model.paging.pool.in_use == 0
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> SpanModel:
+    return load_in_pages("llama", tmp_path_factory, PAGE)
+
+
+def step(cache: SessionCache, *counts: int) -> None:
+    starts = cache.lengths or (0,) * len(counts)
+    cache.step(torch.randn(sum(counts), HIDDEN), StepLayout(starts, counts))
+
+
+def test_beams_share_what_they_have_in_common(llama):
+    pool, cache = llama.paging.pool, SessionCache(llama)
+    step(cache, 10 * PAGE + 1)
+    assert pool.in_use == 11
+    cache.step(torch.randn(4, HIDDEN), StepLayout((10 * PAGE + 1,) * 4, (1,) * 4, (0,) * 4))
+    assert pool.in_use == 10 + 4
+    cache.step(torch.randn(4, HIDDEN), StepLayout((10 * PAGE + 2,) * 4, (1,) * 4, (2, 2, 1, 2)))
+    assert pool.in_use == 10 + 4
+
+
+def test_what_a_session_holds_ends_with_it(llama):
+    pool = llama.paging.pool
+    cache = SessionCache(llama)
+    step(cache, 7, 4)
+    assert pool.in_use == 3 + 2
+    work = cache.begin(torch.randn(2, HIDDEN), StepLayout((7, 4), (1, 1)))
+    del cache  # closed while its step is being computed
+    assert pool.in_use == 3 + 2
+    advance([(work, 2)])
+    work.commit()
+    del work
+    assert pool.in_use == 0
+
+
+def test_rows_that_are_left_out_give_their_pages_back(llama):
+    pool, cache = llama.paging.pool, SessionCache(llama)
+    step(cache, 7, 7)
+    cache.step(torch.randn(1, HIDDEN), StepLayout((7,), (1,)))
+    assert pool.in_use == 3
+    cache.step(torch.randn(1, HIDDEN), StepLayout((0,), (1,)))
+    assert pool.in_use == 1
+
+
+def test_parts_of_a_span_share_the_pool_of_the_whole(llama):
+    """One token has room in all blocks, as the accountant counts, whichever blocks a session uses."""
+    part = llama.narrowed(type(llama.span)(2, 4))
+    assert part.paging is llama.paging
+    whole, cache = SessionCache(llama), SessionCache(part)
+    step(whole, 4)
+    step(cache, 5)
+    assert llama.paging.pool.in_use == 2 + 2
+
+
+def test_memory_that_ends_leaves_the_session_as_it_was(llama, monkeypatch):
+    """The step that needs more fails alone; it can be sent again when there is memory."""
+    pair = Pair(llama, load_like(llama), 0)
+    pair.begin(StepLayout((0, 0), (5, 4)))
+    advance([(pair.work, 9)])
+    pair.finish()
+    in_use, room = llama.paging.pool.in_use, llama.paging.pool.pages * PAGE
+
+    def no_memory(*args):
+        raise torch.OutOfMemoryError("no memory left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(page_pool, "_grown", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            pair.begin(StepLayout((5, 2), (room, 1)))
+    assert pair.cache.lengths == (5, 4)
+    assert llama.paging.pool.in_use == in_use
+    pair.begin(StepLayout((5, 2), (room, 1)))
+    advance([(pair.work, pair.work.left)])
+    pair.finish()
+
+
+def load_like(model: SpanModel) -> SpanModel:
+    """The same blocks, computed in rectangles."""
+    twin = SpanModel(
+        model.module, model._path, model.span, model.digests, model.hidden_size, attention=model._attention
+    )
+    assert not twin.packed
+    return twin
+
+
+def test_infinities_of_one_session_do_not_reach_the_next(llama):
+    cache = SessionCache(llama)
+    cache.step(torch.full((9, HIDDEN), float("nan")), StepLayout((0,), (9,)))
+    del cache
+    pair = Pair(llama, load_like(llama), 1)
+    pair.begin(StepLayout((0, 0), (4, 1)))
+    advance([(pair.work, 5)])
+    pair.finish()

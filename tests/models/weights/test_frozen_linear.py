@@ -1,0 +1,184 @@
+"""Prepacked linear layers against plain ones: results, gradients, memory, and every family that reads a weight."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from swarm.data_structures import Span
+from swarm.models.checkpoints.checkpoint import open_checkpoint
+from swarm.models.span_loading import load_span
+from swarm.models.weights import frozen_linear as linear
+from swarm.models.weights.frozen_linear import FrozenLinear, PrepackedLinear, can_prepack, prepack
+from tests import zoo
+from tests.models import test_zoo_spans
+
+CPU = torch.device("cpu")
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+"""Error beside the largest result. Sums are taken in another order."""
+
+needs_fp32 = pytest.mark.skipif(not can_prepack(torch.float32), reason="torch has no oneDNN here")
+
+
+def dtypes() -> list:
+    return [
+        pytest.param(dtype, marks=pytest.mark.skipif(not can_prepack(dtype), reason="not on this processor"))
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+
+
+def make(out: int, into: int, bias: bool, dtype: torch.dtype) -> nn.Linear:
+    torch.manual_seed(out + into)
+    return nn.Linear(into, out, bias=bias, dtype=dtype)
+
+
+def assert_close(result: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    assert result.shape == expected.shape
+    assert result.dtype == expected.dtype
+    if expected.numel():
+        assert (result - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", dtypes())
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("out", "into"), [(96, 64), (33, 17), (1, 40), (256, 512)])
+def test_equals_a_plain_layer(out, into, bias, dtype):
+    plain = make(out, into, bias, dtype)
+    packed = PrepackedLinear(plain)
+    for rows in (0, 1, 2, 3, 4, 7, 8, 16, 33, 128, 1024):
+        inputs = torch.randn(rows, into, dtype=dtype)
+        before = inputs.clone()
+        assert_close(packed(inputs), plain(inputs).detach(), dtype)
+        assert torch.equal(inputs, before)
+
+
+@pytest.mark.parametrize("dtype", dtypes())
+def test_inputs_of_any_layout(dtype):
+    plain = make(48, 32, True, dtype)
+    packed = PrepackedLinear(plain)
+    for inputs in (
+        torch.randn(32, dtype=dtype),
+        torch.randn(2, 3, 32, dtype=dtype),
+        torch.randn(5, 1, 32, dtype=dtype),
+        torch.randn(2, 3, 4, 32, dtype=dtype),
+        torch.randn(3, 64, dtype=dtype)[:, ::2],
+        torch.randn(32, 5, dtype=dtype).T,
+        torch.randn(7, 32, dtype=dtype)[3:4],
+        torch.randn(1, 32, dtype=dtype).expand(6, 32),
+        torch.randn(3, 2, 32, dtype=dtype).transpose(0, 1),
+    ):
+        assert_close(packed(inputs), plain(inputs).detach(), dtype)
+
+
+@pytest.mark.parametrize("dtype", dtypes())
+def test_the_plain_weight_comes_back_bit_for_bit(dtype):
+    plain = make(40, 56, False, dtype)
+    packed = PrepackedLinear(plain)
+    assert torch.equal(packed.weight, plain.weight)
+    assert packed.weight.layout is torch.strided
+
+
+@pytest.mark.parametrize("dtype", dtypes())
+@pytest.mark.parametrize("shape", [(1,), (5,), (2, 3)])
+def test_gradients_of_the_inputs(shape, dtype):
+    plain = make(24, 40, True, dtype).requires_grad_(False)
+    packed = PrepackedLinear(plain)
+    values, upstream = torch.randn(*shape, 40, dtype=dtype), torch.randn(*shape, 24, dtype=dtype)
+    gradients = []
+    for module in (plain, packed):
+        inputs = values.clone().requires_grad_()
+        functional.silu(module(inputs)).backward(upstream)
+        gradients.append(inputs.grad)
+    assert_close(gradients[1], gradients[0], dtype)
+
+
+@needs_fp32
+def test_no_graph_where_nobody_asks_for_gradients():
+    packed = PrepackedLinear(make(24, 40, True, torch.float32))
+    with torch.no_grad():
+        assert not packed(torch.randn(3, 40, requires_grad=True)).requires_grad
+    with torch.inference_mode():
+        packed(torch.randn(3, 40))
+
+
+@needs_fp32
+@pytest.mark.parametrize("inputs", [torch.randn(2, 39), torch.randn(2, 40, dtype=torch.float64)])
+def test_inputs_that_do_not_fit_are_refused(inputs):
+    with pytest.raises(RuntimeError):
+        PrepackedLinear(make(24, 40, True, torch.float32))(inputs)
+
+
+@pytest.fixture
+def pack_all(monkeypatch):
+    monkeypatch.setattr(linear, "WORTH_ARRANGING", 0)
+
+
+@needs_fp32
+def test_which_layers_are_replaced(pack_all):
+    class Special(nn.Linear):
+        pass
+
+    shared = nn.Linear(8, 8)  # in two places
+    layers = nn.ModuleDict(
+        {"plain": nn.Linear(8, 8), "special": Special(8, 8), "wide": nn.Linear(8, 8, dtype=torch.float64)}
+    )
+    layers["one"], layers["other"] = nn.Sequential(shared), nn.Sequential(shared)
+    prepack(layers)
+    assert type(layers["plain"]) is PrepackedLinear
+    assert type(layers["special"]) is Special
+    assert type(layers["wide"]) is nn.Linear
+    assert type(layers["one"][0]) is PrepackedLinear
+    assert layers["one"][0] is layers["other"][0]
+
+
+@needs_fp32
+def test_small_weights_stay_plain():
+    layers = nn.ModuleList([nn.Linear(64, 64), nn.Linear(1024, 256)])
+    prepack(layers)
+    assert [type(layer) for layer in layers] == [nn.Linear, PrepackedLinear]
+
+
+@needs_fp32
+def test_each_plain_weight_is_freed_before_the_next_is_arranged(pack_all, monkeypatch):
+    layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(5))
+    plain = [weakref.ref(layer.weight) for layer in layers]
+    alive = []
+    original = PrepackedLinear.__init__
+
+    def note(self, layer):
+        gc.collect()
+        alive.append(sum(reference() is not None for reference in plain))
+        original(self, layer)
+
+    monkeypatch.setattr(PrepackedLinear, "__init__", note)
+    prepack(layers)
+    assert alive == [5, 4, 3, 2, 1]
+
+
+@needs_fp32
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+def test_every_family_computes_the_same(family, tmp_path, monkeypatch, pack_all):
+    """Also those that subclass linear layers, fuse experts, or read weights themselves."""
+    folder = zoo.make_checkpoint(family, tmp_path)
+    packed = test_zoo_spans.load(folder, Span(0, zoo.BLOCKS))
+    monkeypatch.setattr(linear, "WORTH_ARRANGING", float("inf"))
+    plain = test_zoo_spans.load(folder, Span(0, zoo.BLOCKS))
+    assert packed.weight_bytes == plain.weight_bytes
+    assert packed.digests == plain.digests
+    assert (packed.dtype, packed.device, packed.positions) == (plain.dtype, plain.device, plain.positions)
+    assert packed.packed == plain.packed
+    hidden = torch.randn(2, 7, packed.hidden_size, generator=torch.Generator().manual_seed(0))
+    expected = plain.forward(hidden)
+    assert (packed.forward(hidden) - expected).norm() <= 1e-4 * expected.norm()
+
+
+@needs_fp32
+def test_spans_are_prepacked_unless_their_weights_are_small(tmp_path, pack_all):
+    model = load_span(open_checkpoint(), Span(0, 2), dtype=torch.float32, device=CPU)
+    assert sum(isinstance(module, FrozenLinear) for module in model.module.modules()) == 2 * 7
+    assert not any(type(module) is nn.Linear for module in model.module.modules())

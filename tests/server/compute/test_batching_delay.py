@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.server.compute.batching_delay import ABOUT, LONGEST, TOGETHER, Gathering, worth_waiting
+
+T = 0.02
+"""Seconds of an iteration."""
+
+
+def lost(wait: float, waiting: int, coming: list[float]) -> float:
+    """Seconds that those lose together who are there when the iteration starts after `wait`."""
+    return waiting * wait + sum(wait - seconds for seconds in coming if seconds <= wait)
+
+
+arrivals = st.lists(st.floats(1e-4, 3 * T), max_size=8, unique=True).map(sorted)
+
+
+@given(st.integers(1, 8), arrivals)
+def test_waiting_loses_less_than_it_saves(waiting, coming):
+    """Whom it waits for would else have come into a running iteration, and waited for its end."""
+    wait = worth_waiting(waiting, coming, T)
+    saved = sum(T - seconds for seconds in coming if seconds <= wait)
+    assert wait == 0 or lost(wait, waiting, coming) < saved
+
+
+@given(st.integers(1, 8), arrivals)
+def test_no_other_time_is_better(waiting, coming):
+    def gain(wait: float) -> float:
+        return sum(T - seconds for seconds in coming if seconds <= wait) - lost(wait, waiting, coming)
+
+    best = worth_waiting(waiting, coming, T)
+    assert all(gain(best) >= gain(other) - 1e-12 for other in (0.0, *coming))
+
+
+@given(st.integers(1, 8), arrivals, st.floats(0, 8), st.floats(0, 8))
+def test_the_more_gain_elsewhere_the_longer(waiting, coming, less, more):
+    less, more = sorted((less, more))
+    assert worth_waiting(waiting, coming, T, less) <= worth_waiting(waiting, coming, T, more) + 1e-12 or not coming
+
+
+def test_nobody_is_waited_for_who_comes_later_than_half_an_iteration():
+    assert worth_waiting(1, [0.49 * T], T) == 0.49 * T
+    assert worth_waiting(1, [0.51 * T], T) == 0
+    assert worth_waiting(7, [0.12 * T], T) == 0.12 * T
+    assert worth_waiting(7, [0.13 * T], T) == 0
+
+
+def cycles(sessions: dict[str, float], count: int = 3) -> tuple[Gathering, float]:
+    """Sessions that were answered together and came again after their times; and the clock, when they were last."""
+    one, now = Gathering(iteration=T), 100.0
+    for _ in range(count):
+        for session, away in sessions.items():
+            one.came(session, now + away)
+        now += max(sessions.values()) + T
+        for session in sessions:
+            one.answered(session, now)
+    return one, now
+
+
+def test_sessions_that_travel_together_are_waited_for():
+    one, now = cycles({"a": 3 * T, "b": 3.2 * T, "c": 3.4 * T})
+    one.came("a", now + 3 * T)
+    assert one.patience(1, 0.0, 0.0, now + 3 * T) == pytest.approx(0.4 * T)
+    one.came("b", now + 3.2 * T)
+    assert one.patience(2, 0.2 * T, 0.0, now + 3.2 * T) == pytest.approx(0.2 * T)
+    one.came("c", now + 3.4 * T)
+    assert one.patience(3, 0.4 * T, 0.0, now + 3.4 * T) == 0
+
+
+def test_a_session_alone_and_lanes_that_take_turns_wait_for_nobody():
+    alone, now = cycles({"a": 3 * T})
+    alone.came("a", now + 3 * T)
+    assert alone.patience(1, 0.0, 1.0, now + 3 * T) == 0
+    lanes, now = cycles({"a": 3 * T, "b": 4 * T})
+    lanes.came("a", now + 3 * T)
+    assert lanes.patience(1, 0.0, 0.0, now + 3 * T) == 0
+
+
+def test_one_that_does_not_come_is_given_up():
+    one, now = cycles({"a": 3 * T, "b": 3.2 * T})
+    one.came("a", now + 3 * T)
+    clock, waited = now + 3 * T, 0.0
+    while patience := one.patience(1, waited, 0.0, clock):
+        clock, waited = clock + patience, waited + patience
+    assert 0.2 * T < waited <= T
+
+
+def test_where_others_want_the_processors_it_waits_longer():
+    one, now = cycles({"a": 3 * T, "b": 4.2 * T})
+    one.came("a", now + 3 * T)
+    assert one.patience(1, 0.0, 0.0, now + 3 * T) == 0
+    assert one.patience(1, 0.0, 1.0, now + 3 * T) == pytest.approx(1.2 * T)
+    assert one.patience(1, TOGETHER * T, 1.0, now + 3 * T) == 0
+
+
+def test_slow_blocks_wait_no_longer_than_it_can_be_of_use():
+    one, now = cycles({"a": 3.0, "b": 3.2})
+    one.computed(1.0)
+    one.came("a", now + 3.0)
+    assert one.patience(1, 0.0, 0.0, now + 3.0) == LONGEST
+
+
+def test_who_has_not_come_for_long_is_not_expected():
+    one, now = cycles(dict.fromkeys("abcdefgh", 3 * T))
+    assert one.sessions == 8
+    one.came("a", now + ABOUT + 0.1)
+    one.answered("a", now + ABOUT + 0.1 + T)
+    assert one.sessions == 1
+
+
+def test_what_is_remembered_is_bounded_by_what_came_lately():
+    one, now = Gathering(iteration=T), 0.0
+    for number in range(10_000):
+        now += 0.01
+        one.came(number, now)
+        one.answered(number, now + 0.005)
+    assert one.sessions <= ABOUT / 0.01 + 2
+
+
+def test_the_first_iteration_of_all_waits_for_nothing():
+    one = Gathering()
+    for session in "abcdefgh":
+        one.came(session, 0.0)
+    assert one.patience(1, 0.0, 1.0, 0.0) == 0

@@ -1,0 +1,569 @@
+"""Requests of many sessions, computed together by real blocks, against each session's rows computed alone."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from swarm.data_structures import Span, StepLayout
+from swarm.errors import ServerClosing, WrongPosition
+from swarm.models.execution.session_cache import SessionCache
+from swarm.models.execution.span_model import SpanModel
+from swarm.server.compute import engine as engine_module
+from swarm.server.compute.batching_delay import Gathering
+from swarm.server.compute.compute_thread import Runtime
+from swarm.server.compute.engine import LEAST, MOST, Engine, Outcome, Request, token_budget
+from tests.models.execution.test_session_cache import HIDDEN, load
+
+SOON = 20.0
+FAMILIES = ("llama", "falcon_alibi")
+"""One that can be packed and one that cannot."""
+
+MANY = 8
+"""More requests than go into one iteration in the tests of failures."""
+
+
+REFERENCES: dict[str, SpanModel] = {}
+"""Family to the same blocks on the slow path. One of its own, because what tests it must not be computed by it."""
+
+REFERENCE_LOCK = threading.Lock()
+
+
+def both(family: str, factory: pytest.TempPathFactory) -> SpanModel:
+    model = load(family, factory)
+    REFERENCES[model.family] = load(family, factory, packed=False)
+    return model
+
+
+def expected_of(model: SpanModel, row_TH: torch.Tensor) -> torch.Tensor:
+    """Outputs of a row that is computed at once, alone."""
+    with REFERENCE_LOCK:
+        return REFERENCES[model.family].narrowed(model.span).forward(row_TH.unsqueeze(0))[0]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> SpanModel:
+    return both("llama", tmp_path_factory)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request, tmp_path_factory) -> SpanModel:
+    model = both(request.param, tmp_path_factory)
+    assert model.packed == (request.param == "llama")
+    return model
+
+
+class Session:
+    """A session of one row whose outputs are checked.
+
+    Attributes:
+        history: all inputs so far.
+    """
+
+    def __init__(self, engine: Engine, model: SpanModel, seed: int = 0, peer: str = "") -> None:
+        self.engine = engine
+        self.model = model
+        self.cache = SessionCache(model)
+        self.peer = peer or f"peer {seed}"
+        self.history = torch.empty(0, HIDDEN)
+        self._seed = seed
+        self._random = torch.Generator().manual_seed(seed)
+
+    def inputs(self, tokens: int) -> torch.Tensor:
+        return torch.randn(tokens, HIDDEN, generator=self._random)
+
+    def request(self, hidden: torch.Tensor, **changes: Any) -> Request:
+        """A step with these inputs; its output travels as it is."""
+        layout = StepLayout((len(self.history),), (len(hidden),))
+        options = {
+            "peer": self.peer,
+            "session": (self.peer, self._seed),
+            "cache": self.cache,
+            "layout": layout,
+            "decode": lambda: hidden,
+            "encode": lambda output: output.numpy().tobytes(),
+        }
+        return Request(**{**options, **changes})
+
+    async def step(self, tokens: int) -> Outcome:
+        hidden = self.inputs(tokens)
+        outcome = await self.engine.compute(self.request(hidden))
+        self.check(hidden, outcome)
+        return outcome
+
+    def check(self, hidden: torch.Tensor, outcome: Outcome) -> None:
+        """The step that brought `hidden` has the right outputs, and the next one may follow."""
+        self.history = torch.cat([self.history, hidden])
+        output = torch.frombuffer(bytearray(outcome.payload), dtype=torch.float32).view(-1, HIDDEN)
+        expected = expected_of(self.model, self.history)[-len(hidden) :]
+        torch.testing.assert_close(output, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+        assert self.cache.lengths == (len(self.history),)
+
+
+Scenario = Callable[[Engine], Awaitable[None]]
+
+
+def run(scenario: Scenario, budget: int = 4096) -> None:
+    async def whole() -> None:
+        runtime = Runtime()
+        try:
+            async with asyncio.timeout(SOON):
+                await scenario(Engine(runtime, budget))
+        finally:
+            runtime.close()
+
+    asyncio.run(whole())
+
+
+class Pause:
+    """Keeps the compute thread busy, so that whatever is asked for meanwhile goes into the next iteration together."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._go_on = threading.Event()
+        assert engine.runtime.post(lambda: self._go_on.wait(SOON) or None)
+
+    async def end(self, *awaitables: Awaitable[Any]) -> list[Any]:
+        """The outcomes, or errors, of what began during the pause."""
+        tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
+        await asyncio.sleep(0)
+        self._go_on.set()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def recorded(model: SpanModel, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of each packed forward from now on."""
+    sizes: list[int] = []
+    forward = model.forward_tokens
+
+    def note(hidden, *args):
+        sizes.append(len(hidden))
+        return forward(hidden, *args)
+
+    monkeypatch.setattr(model, "forward_tokens", note)
+    return sizes
+
+
+def test_many_sessions_at_once_give_what_each_gives_alone(model):
+    async def scenario(engine):
+        async def write(seed):
+            session = Session(engine, model, seed)
+            for tokens in (3 + 7 * seed, 1, 1, 4, 1):
+                await session.step(tokens)
+
+        await asyncio.gather(*(write(seed) for seed in range(12)))
+
+    run(scenario, budget=20)
+
+
+def test_sessions_that_wait_go_into_one_forward(llama, monkeypatch):
+    async def scenario(engine):
+        sessions = [Session(engine, llama, seed) for seed in range(6)]
+        sizes = recorded(llama, monkeypatch)
+        await Pause(engine).end(*(session.step(5) for session in sessions))
+        assert sizes == [30]
+        await Pause(engine).end(*(session.step(1) for session in sessions))
+        assert sizes == [30, 6]
+
+    run(scenario)
+
+
+def test_a_step_larger_than_the_budget_is_cut(llama, monkeypatch):
+    async def scenario(engine):
+        session = Session(engine, llama)
+        sizes = recorded(llama, monkeypatch)
+        await session.step(50)
+        assert sizes == [16, 16, 16, 2]
+        await session.step(1)
+
+    run(scenario, budget=16)
+
+
+def test_ragged_rows_that_are_cut_anywhere(model):
+    async def scenario(engine):
+        cache, counts = SessionCache(model), (7, 0, 23, 1)
+        hidden = torch.randn(sum(counts), HIDDEN)
+        request = Session(engine, model).request(hidden, cache=cache, layout=StepLayout((0,) * 4, counts))
+        outcome = await engine.compute(request)
+        output = torch.frombuffer(bytearray(outcome.payload), dtype=torch.float32).view(-1, HIDDEN)
+        expected = torch.cat([expected_of(model, row) for row in hidden.split(counts) if len(row)])
+        torch.testing.assert_close(output, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+        assert cache.lengths == counts
+
+    run(scenario, budget=5)
+
+
+def test_chunks_of_a_long_prompt_leave_room_for_decode_rows(llama, monkeypatch):
+    """A step that comes while a prompt computes is in the very next iteration, beside the prompt's next chunk."""
+
+    async def scenario(engine):
+        loop = asyncio.get_running_loop()
+        writer, reader = Session(engine, llama, 1), Session(engine, llama, 2)
+        await writer.step(4)
+        sizes: list[int] = []
+        steps: list[asyncio.Future[Outcome]] = []
+        forward = llama.forward_tokens
+
+        def note(hidden, *args):
+            sizes.append(len(hidden))
+            if len(sizes) % 2:  # the writer asks for its next token while this is computed
+                steps.append(asyncio.run_coroutine_threadsafe(writer.step(1), loop))
+                while not engine._incoming:
+                    time.sleep(0)
+            return forward(hidden, *args)
+
+        monkeypatch.setattr(llama, "forward_tokens", note)
+        await reader.step(90)
+        for step in steps:
+            await asyncio.wrap_future(step)
+        monkeypatch.undo()
+        # 20, 19 + the first step, 20, 19 + the second step, the prompt's last 12, the third step.
+        assert sizes == [20, 20, 20, 20, 12, 1]
+
+    run(scenario, budget=20)
+
+
+class Broken(Exception):
+    pass
+
+
+class OutOfMemory(BaseException):
+    pass
+
+
+def broken(*args: object) -> Any:
+    raise Broken
+
+
+@pytest.mark.parametrize("stage", ["decode", "begin", "forward", "encode"])
+@pytest.mark.parametrize("place", [0, 3, MANY - 1])
+def test_a_request_that_fails_fails_alone(model, monkeypatch, stage, place):
+    async def scenario(engine):
+        sessions = [Session(engine, model, seed) for seed in range(MANY)]
+        for session in sessions:
+            await session.step(3)
+        bad = sessions[place]
+        hidden = bad.inputs(2)
+        request = bad.request(hidden)
+        with monkeypatch.context() as patch:
+            if stage == "decode":
+                request = bad.request(hidden, decode=broken)
+            elif stage == "encode":
+                request = bad.request(hidden, encode=broken)
+            elif stage == "begin":
+                request = bad.request(hidden, layout=StepLayout((4,), (2,)))
+            else:
+                poison(patch, model, hidden)
+            computing = [session.step(2) for session in sessions]
+            computing[place].close()
+            computing[place] = engine.compute(request)
+            results = await Pause(engine).end(*computing)
+        for number, result in enumerate(results):
+            if number == place:
+                assert isinstance(result, WrongPosition if stage == "begin" else Broken)
+            else:
+                assert isinstance(result, Outcome), result
+        await bad.step(2)  # it may go on as if nothing had been
+        for session in sessions:
+            await session.step(1)
+
+    run(scenario)
+
+
+def poison(patch: pytest.MonkeyPatch, model: SpanModel, hidden: torch.Tensor) -> None:
+    """Whatever forward holds the first of these tokens fails after it has written to the cache."""
+    for name in ("forward", "forward_tokens"):
+        forward = getattr(model, name)
+
+        def fragile(inputs, *args, forward=forward):
+            output = forward(inputs, *args)
+            if (inputs.reshape(-1, HIDDEN) == hidden[0]).all(dim=1).any():
+                raise Broken
+            return output
+
+        patch.setattr(model, name, fragile)
+
+
+def test_several_that_fail_are_found_without_computing_each_alone(llama, monkeypatch):
+    async def scenario(engine):
+        sessions = [Session(engine, llama, seed) for seed in range(64)]
+        hidden = [session.inputs(2) for session in sessions]
+        sizes = recorded(llama, monkeypatch)
+        poison(monkeypatch, llama, hidden[17])
+        results = await Pause(engine).end(
+            *(engine.compute(session.request(own)) for session, own in zip(sessions, hidden, strict=True))
+        )
+        monkeypatch.undo()
+        assert [number for number, result in enumerate(results) if isinstance(result, Broken)] == [17]
+        for number, (session, result) in enumerate(zip(sessions, results, strict=True)):
+            if number != 17:
+                session.check(hidden[number], result)
+        assert len(sizes) == 13  # one for all, two halves of what failed each time
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("error", [Broken(), StopIteration("end"), OutOfMemory()], ids=repr)
+def test_whatever_a_request_raises_the_others_get_their_results(llama, error):
+    async def scenario(engine):
+        def fail():
+            raise error
+
+        bad, good = Session(engine, llama, 1), Session(engine, llama, 2)
+        failed, right = await Pause(engine).end(
+            engine.compute(bad.request(bad.inputs(1), decode=fail)),
+            good.step(1),
+        )
+        # A future cannot carry StopIteration itself.
+        assert failed is error or "StopIteration" in str(failed)
+        assert isinstance(right, Outcome)
+        await good.step(1)
+
+    run(scenario)
+
+
+def test_an_engine_that_fails_itself_tells_everybody_and_goes_on(llama, monkeypatch):
+    async def scenario(engine):
+        sessions = [Session(engine, llama, seed) for seed in range(3)]
+        with monkeypatch.context() as patch:
+            patch.setattr("swarm.server.compute.engine.next_batch", broken)
+            results = await Pause(engine).end(*(session.step(1) for session in sessions))
+            assert all(isinstance(result, Broken) for result in results)
+        for session in sessions:
+            await Session(engine, llama, 9).step(1)
+            await session.step(1)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("moment", ["waiting", "in the middle"])
+def test_a_caller_that_leaves_harms_nobody(llama, monkeypatch, moment):
+    async def scenario(engine):
+        gone, good = Session(engine, llama, 1), Session(engine, llama, 2)
+        await gone.step(3)
+        sizes = recorded(llama, monkeypatch)
+        began, go_on = threading.Event(), threading.Event()
+        if moment == "in the middle":
+            noted = llama.forward_tokens
+
+            def slow(*args):
+                began.set()
+                go_on.wait(SOON)
+                return noted(*args)
+
+            monkeypatch.setattr(llama, "forward_tokens", slow)
+            unwanted = asyncio.create_task(engine.compute(gone.request(gone.inputs(100))))
+            await asyncio.to_thread(began.wait, SOON)
+            unwanted.cancel()
+            go_on.set()
+        else:
+            pause = Pause(engine)
+            unwanted = asyncio.create_task(engine.compute(gone.request(gone.inputs(100))))
+            await asyncio.sleep(0)
+            unwanted.cancel()
+            await asyncio.sleep(0)
+            await pause.end()
+        with pytest.raises(asyncio.CancelledError):
+            await unwanted
+        await good.step(1)
+        assert sizes == ([20, 1] if moment == "in the middle" else [1])
+        await gone.step(2)  # the same session goes on from where it was
+
+    run(scenario, budget=20)
+
+
+def test_close_ends_what_waits_and_finishes_what_was_posted(llama):
+    async def scenario(engine):
+        sessions = [Session(engine, llama, seed) for seed in range(3)]
+        pause = Pause(engine)
+        asking = [asyncio.create_task(engine.compute(one.request(one.inputs(50)))) for one in sessions]
+        short = asyncio.create_task(Session(engine, llama, 9).step(1))
+        await asyncio.sleep(0)
+        engine.runtime.close()
+        await pause.end()
+        assert isinstance(await short, Outcome)  # the one iteration that was posted before
+        for one in await asyncio.gather(*asking, return_exceptions=True):
+            assert isinstance(one, ServerClosing)
+        for session in sessions:
+            with pytest.raises(ServerClosing):
+                await engine.compute(session.request(session.inputs(1)))
+
+    run(scenario, budget=20)
+
+
+@pytest.mark.parametrize("round_", range(5))
+def test_close_at_any_moment_leaves_nobody_waiting(llama, round_):
+    """Callers in two loops, while a third thread closes."""
+
+    async def scenario(engine):
+        async def write(seed, results):
+            session = Session(engine, llama, seed)
+            try:
+                while True:
+                    await session.step(1 + seed % 3)
+            except ServerClosing:
+                results.append(seed)
+
+        async def writers(seeds, results):
+            async with asyncio.timeout(SOON):
+                await asyncio.gather(*(write(seed, results) for seed in seeds))
+
+        results: list[int] = []
+        other = asyncio.to_thread(asyncio.run, writers(range(4), results))
+        closing = threading.Timer(0.01 * (round_ + 1), engine.runtime.close)
+        closing.start()
+        await asyncio.gather(other, writers(range(4, 8), results))
+        closing.join()
+        assert sorted(results) == list(range(8))
+
+    run(scenario, budget=8)
+
+
+def test_sessions_of_two_loops_are_computed_together(model):
+    async def scenario(engine):
+        async def write(seeds: Sequence[int]) -> None:
+            async def one(seed):
+                session = Session(engine, model, seed)
+                for tokens in (9, 1, 1, 30, 1):
+                    await session.step(tokens)
+
+            async with asyncio.timeout(SOON):
+                await asyncio.gather(*map(one, seeds))
+
+        await asyncio.gather(asyncio.to_thread(asyncio.run, write(range(3))), write(range(3, 6)))
+
+    run(scenario, budget=16)
+
+
+def test_a_loop_that_is_gone_does_not_hurt_the_others(llama, monkeypatch):
+    """Its results find nobody, even if the loop ends while they are computed."""
+
+    async def scenario(engine):
+        computing, go_on = threading.Event(), threading.Event()
+        forward = llama.forward_tokens
+
+        def slow(*args):
+            computing.set()
+            go_on.wait(SOON)
+            return forward(*args)
+
+        async def leave() -> None:
+            gone = Session(engine, llama, 1)
+            asking = asyncio.create_task(engine.compute(gone.request(gone.inputs(1))))
+            await asyncio.to_thread(computing.wait, SOON)
+            asking.cancel()
+
+        monkeypatch.setattr(llama, "forward_tokens", slow)
+        await asyncio.to_thread(asyncio.run, leave())
+        go_on.set()
+        await Session(engine, llama, 2).step(1)
+
+    run(scenario)
+
+
+def test_parts_of_the_span_take_turns(llama, monkeypatch):
+    async def scenario(engine):
+        parts = [llama, llama.narrowed(Span(2, 3))]
+        sessions = [Session(engine, parts[seed % 2], seed) for seed in range(6)]
+        results = await Pause(engine).end(*(session.step(30) for session in sessions))
+        assert all(isinstance(result, Outcome) for result in results)
+        for session in sessions:
+            await session.step(1)
+
+    run(scenario, budget=32)
+
+
+def test_training_keeps_nothing_and_waits_for_inference(llama, monkeypatch):
+    async def scenario(engine):
+        trainer, writer = Session(engine, llama, 1), Session(engine, llama, 2)
+        sizes = recorded(llama, monkeypatch)
+        hidden = trainer.inputs(40)
+        order = []
+
+        async def train():
+            trainer.check(hidden, await engine.compute(trainer.request(hidden, training=True)))
+            order.append("trained")
+
+        async def write():
+            for _ in range(3):
+                await writer.step(1)
+            order.append("written")
+
+        pause = Pause(engine)
+        training = asyncio.create_task(train())
+        await asyncio.sleep(0)
+        await pause.end(write())
+        await training
+        assert sizes[0] == 1  # although training came first
+        assert sum(sizes) == 43
+        assert order[0] == "written" or len(sizes) == 6
+
+    run(scenario, budget=16)
+
+
+def test_a_lone_quick_step_is_computed_where_it_came(llama, monkeypatch):
+    """Once it is known that steps are quick, and only if nothing else waits."""
+    threads: list[int] = []
+    advance = engine_module.advance
+
+    def watched(works: Any) -> None:
+        threads.append(threading.get_ident())
+        advance(works)
+
+    async def scenario(engine: Engine) -> None:
+        async def idle() -> None:
+            """Return when the compute thread is through with its last job."""
+            while not engine.runtime.try_now(lambda: None):
+                await asyncio.sleep(0)
+
+        monkeypatch.setattr(engine_module, "advance", watched)
+        one, two = Session(engine, llama, 1), Session(engine, llama, 2)
+        monkeypatch.setattr(engine_module, "QUICK", 0.0)
+        for tokens in (5, 1, 1):
+            await one.step(tokens)
+        here = threading.get_ident()
+        assert here not in threads
+        await idle()
+        monkeypatch.setattr(engine_module, "QUICK", 60.0)
+        threads.clear()
+        await one.step(1)
+        assert threads == [here]
+        await two.step(40)  # long
+        assert threads.pop() != here
+        await idle()
+        waits = [0.001, 0.001]
+        monkeypatch.setattr(Gathering, "patience", lambda *_: waits.pop() if waits else 0.0)
+        threads.clear()
+        await one.step(1)  # others are about to come, for whom the loop cannot wait
+        assert here not in threads
+
+    run(scenario)
+
+
+def test_how_long_requests_wait_is_measured(llama):
+    async def scenario(engine):
+        assert engine.queue_seconds == 0
+        pause = Pause(engine)
+        await pause.end(Session(engine, llama).step(1))
+        assert 0 < engine.queue_seconds < SOON
+
+    run(scenario)
+
+
+def test_time_in_the_blocks_is_told(llama):
+    async def scenario(engine):
+        outcome = await Session(engine, llama).step(40)
+        assert 0 < outcome.milliseconds < SOON * 1e3
+
+    run(scenario, budget=16)
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.0, 1e3, 1e4, 1e9])
+def test_the_budget_fits_the_blocks(rate):
+    assert LEAST <= token_budget(rate) <= MOST
+    assert token_budget(2 * rate) >= token_budget(rate)

@@ -1,0 +1,406 @@
+"""The laws of the scheduler, over any arrivals, on a clock that only counts iterations."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarm.data_structures import Span
+from swarm.server.compute.scheduler import (
+    LONG_SHARE,
+    OVERDUE,
+    PATIENCE,
+    REMEMBERED,
+    TRAINING_PATIENCE,
+    Portion,
+    Shares,
+    Waiting,
+    next_batch,
+)
+
+HERE, THERE = Span(0, 4), Span(2, 4)
+ITERATION = 0.5
+"""Seconds that each iteration takes."""
+
+
+@dataclass
+class Request:
+    """Something to compute, until nothing is left of it."""
+
+    session: str
+    tokens: int
+    peer: str = ""
+    short: bool = False
+    training: bool = False
+    whole: bool = False
+    span: Span = HERE
+    number: int = -1
+    since: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.peer = self.peer or self.session
+
+
+@dataclass
+class Schedule:
+    """What the engine does, without computing anything.
+
+    Attributes:
+        served: tokens for each session so far.
+    """
+
+    budget: int
+    shares: Shares = field(default_factory=Shares)
+    waiting: list[Request] = field(default_factory=list)
+    served: Counter[str] = field(default_factory=Counter)
+    now: float = 0.0
+    trained: float = -math.inf
+    numbers: Iterator[int] = field(default_factory=lambda: iter(range(1 << 30)))
+
+    def add(self, *requests: Request) -> None:
+        for request in requests:
+            request.number, request.since = next(self.numbers), self.now
+            self.waiting.append(request)
+
+    def seen(self) -> list[Waiting]:
+        return [
+            Waiting(
+                number=one.number,
+                span=one.span,
+                peer=one.peer,
+                session=one.session,
+                tokens=one.tokens,
+                short=one.short,
+                training=one.training,
+                whole=one.whole,
+                idle=self.now - (max(one.since, self.trained) if one.training else one.since),
+                waited=self.now - one.since,
+            )
+            for one in self.waiting
+        ]
+
+    def iterate(self) -> list[tuple[Request, int]]:
+        """Who gets how many tokens in the next iteration, which keeps the laws of every single one."""
+        waiting = self.seen()
+        batch = next_batch(waiting, self.shares, self.budget)
+        assert next_batch(waiting, self.shares, self.budget) == batch
+        self.shares.charge(waiting, batch)
+        chosen = self._checked(batch)
+        for one, tokens in chosen:
+            one.tokens -= tokens
+            one.since = self.now
+            self.served[one.session] += tokens
+            if one.training:
+                self.trained = self.now
+        self.waiting = [one for one in self.waiting if one.tokens]
+        self.now += ITERATION
+        return chosen
+
+    def _checked(self, batch: Sequence[Portion]) -> list[tuple[Request, int]]:
+        by_number = {one.number: one for one in self.waiting}
+        chosen = [(by_number[portion.number], portion.tokens) for portion in batch]
+        assert len({portion.number for portion in batch}) == len(batch)
+        assert all(0 < tokens <= one.tokens for one, tokens in chosen)
+        if any(one.whole for one, _ in chosen):
+            assert [tokens for _, tokens in chosen] == [chosen[0][0].tokens]
+            return chosen
+        assert sum(tokens for _, tokens in chosen) <= self.budget
+        assert bool(chosen) == bool(self.waiting)
+        assert len({one.span for one, _ in chosen}) <= 1
+        assert len({one.training for one, _ in chosen}) <= 1
+        if chosen:
+            like = chosen[0][0]
+            together = [
+                one for one in self.waiting if one.span == like.span and one.training == like.training and not one.whole
+            ]
+            # No room stays empty while a request for these blocks could use it.
+            assert sum(tokens for _, tokens in chosen) == min(self.budget, sum(one.tokens for one in together))
+        return chosen
+
+
+def test_nothing_waits():
+    assert next_batch([], Shares(), 64) == []
+
+
+CUT = st.builds(
+    Request,
+    session=st.sampled_from(["a", "b", "c", "d"]),
+    tokens=st.integers(1, 100),
+    peer=st.sampled_from(["p", "q", "r"]),
+    short=st.booleans(),
+    training=st.booleans(),
+    span=st.sampled_from([HERE, THERE]),
+)
+WHOLE = st.builds(
+    Request,
+    session=st.sampled_from(["a", "b", "e"]),
+    tokens=st.integers(1, 150),
+    peer=st.sampled_from(["p", "s"]),
+    training=st.just(True),
+    whole=st.just(True),
+    span=st.sampled_from([HERE, THERE]),
+)
+REQUESTS = CUT | WHOLE
+
+
+@given(st.lists(st.lists(REQUESTS, max_size=4), max_size=15), st.integers(1, 200))
+def test_every_iteration_keeps_the_laws_and_everything_is_computed_in_the_end(arrivals, budget):
+    schedule = Schedule(budget)
+    wanted = sum(one.tokens for batch in arrivals for one in batch)
+    for batch in arrivals:
+        schedule.add(*batch)
+        schedule.iterate()
+    iterations = 0
+    while schedule.waiting:
+        schedule.iterate()
+        iterations += 1
+    assert iterations <= wanted
+    assert schedule.served.total() == wanted
+    assert len(schedule.shares) == 0
+
+
+CROWD = 20
+"""Requests that wait at most before new ones come: clients that are not served give up."""
+
+
+@given(st.lists(st.lists(REQUESTS, max_size=3), min_size=1, max_size=5), REQUESTS, st.integers(8, 150))
+@settings(max_examples=60)
+def test_nobody_waits_for_ever_whatever_else_comes(flood, one, budget):
+    """The flood comes again and again, each time with sessions that were never seen before."""
+    schedule = Schedule(budget)
+    for number in range(10):
+        _pour(schedule, flood, number)
+        schedule.iterate()
+    schedule.add(one)
+    every = TRAINING_PATIENCE / ITERATION + 2
+    if one.training:  # in turn, an iteration now and then; sooner or later before all that came later
+        bound = OVERDUE / ITERATION + every * (
+            2 + CROWD + sum(other.tokens for other in schedule.waiting if other.training)
+        )
+    else:  # each of those before it is served once at most, when all have lost their patience
+        bound = 2 * (len(schedule.waiting) + PATIENCE / ITERATION + every)
+    left, iterations = one.tokens, 0
+    while one.tokens == left:
+        assert iterations <= bound, "it waits for ever"
+        _pour(schedule, flood, 1000 + iterations, kept=one)
+        schedule.iterate()
+        iterations += 1
+
+
+def _pour(schedule, flood, number, kept=None):
+    if len(schedule.waiting) > CROWD:
+        schedule.waiting = [one for one in schedule.waiting if one is kept or one.number % 2]
+    for kind in flood[number % len(flood)]:
+        session, peer = f"{number} {kind.session}", f"{number} {kind.peer}"
+        schedule.add(Request(session, kind.tokens, peer, kind.short, kind.training, kind.whole, kind.span))
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3, 4, 64])
+@pytest.mark.parametrize("short", [False, True])
+def test_a_session_that_has_had_much_is_not_starved_by_new_ones(short, budget):
+    schedule = Schedule(budget)
+    schedule.add(Request("old", 500))
+    while schedule.waiting:
+        schedule.iterate()
+    old = Request("old", 10, short=short)
+    schedule.add(old)
+    for number in range(100):
+        schedule.add(*(Request(f"{number} {other}", budget, peer="crowd", short=short) for other in range(2)))
+        schedule.iterate()
+        if old.tokens < 10:
+            break
+    assert number <= PATIENCE / ITERATION + 5
+
+
+def test_the_clock_of_some_blocks_does_not_forget_who_waits_for_others():
+    """Two sessions share blocks and tokens, however much a session elsewhere has had."""
+    schedule = Schedule(64)
+    schedule.add(Request("elsewhere", 64 * 50, span=THERE))
+    for _ in range(50):
+        schedule.iterate()
+    schedule.add(
+        *(
+            Request(name, 10_000, peer="one", span=span)
+            for name, span in [("a", HERE), ("b", HERE), ("elsewhere", THERE)]
+        )
+    )
+    for _ in range(30):
+        schedule.iterate()
+        assert abs(schedule.served["a"] - schedule.served["b"]) <= 64
+    assert schedule.served["a"] >= 64 * 7
+
+
+@given(
+    st.lists(st.integers(1, 16), min_size=1, max_size=20),
+    st.lists(st.integers(17, 5000), max_size=20),
+    st.integers(0, 200),
+)
+def test_short_requests_go_into_the_very_next_iteration_whatever_prompts_wait(shorts, longs, behind):
+    budget = 500
+    schedule = Schedule(budget)
+    schedule.add(*(Request(f"long {n}", tokens, peer="prompts") for n, tokens in enumerate(longs)))
+    for _ in range(behind % 7):
+        schedule.iterate()
+    short = [Request(f"short {n}", tokens, short=True) for n, tokens in enumerate(shorts)]
+    schedule.add(*short)
+    chosen = schedule.iterate()
+    assert sum(shorts) <= budget * (1 - LONG_SHARE)
+    assert all(one.tokens == 0 for one in short)
+    taken = sum(tokens for one, tokens in chosen if not one.short)
+    assert taken == min(budget - sum(shorts), taken + sum(one.tokens for one in schedule.waiting))
+
+
+def test_prompts_go_on_however_many_short_requests_wait():
+    schedule = Schedule(100)
+    schedule.add(Request("prompt", 250))
+    iterations = 0
+    while schedule.served["prompt"] < 250:
+        schedule.add(*(Request(f"{iterations} {n}", 16, short=True) for n in range(20)))
+        schedule.iterate()
+        iterations += 1
+    assert iterations == 250 / (100 * LONG_SHARE)
+
+
+def test_inference_goes_before_training_which_gets_an_iteration_now_and_then():
+    """However many wait to train: only the time since any of them was served counts."""
+    schedule = Schedule(64)
+    schedule.add(*(Request(f"trainer {n}", 1000, peer=f"p{n % 3}", training=True) for n in range(30)))
+    schedule.add(Request("writer", 1))
+    kinds = []
+    for number in range(400):
+        if not any(one.session == "writer" for one in schedule.waiting):
+            schedule.add(Request("writer", 1, short=True))
+        chosen = schedule.iterate()
+        kinds.append(chosen[0][0].training)
+        if number == 0:
+            assert kinds == [False]
+    every = TRAINING_PATIENCE / ITERATION
+    assert 400 / (every + 2) <= sum(kinds) <= 400 / every + 1
+    assert not any(first and second for first, second in itertools.pairwise(kinds))
+
+
+def test_training_has_all_that_inference_leaves():
+    schedule = Schedule(64)
+    schedule.add(Request("trainer", 640, training=True))
+    for _ in range(10):
+        assert [one.session for one, _ in schedule.iterate()] == ["trainer"]
+
+
+def test_a_backward_waits_for_inference_and_is_computed_in_one_piece():
+    schedule = Schedule(budget=64)
+    schedule.add(Request("trainer", 640, training=True, whole=True), Request("reader", 100))
+    names = [[(one.session, tokens) for one, tokens in schedule.iterate()] for _ in range(3)]
+    assert names == [[("reader", 64)], [("reader", 36)], [("trainer", 640)]]
+
+
+def test_backwards_and_forwards_of_two_peers_share_what_training_gets():
+    """Tokens are charged at what they cost. Clients have several portions under way."""
+    schedule = Schedule(budget=64)
+    for _ in range(400):
+        for name, tokens, whole in (("backward", 300, True), ("forward", 100, False)):
+            while sum(one.session == name for one in schedule.waiting) < 2:
+                schedule.add(Request(name, tokens, training=True, whole=whole))
+        schedule.iterate()
+    assert abs(schedule.served["backward"] - schedule.served["forward"]) <= 300
+
+
+@pytest.mark.parametrize("same_peer", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_two_sessions_that_always_have_work_get_equally_much(same_peer, training):
+    schedule = Schedule(64)
+    for name in "ab":
+        schedule.add(Request(name, 100_000, "peer" if same_peer else name, training=training))
+    for _ in range(100):
+        schedule.iterate()
+        assert abs(schedule.served["a"] - schedule.served["b"]) <= 64
+    assert schedule.served.total() == 6400
+
+
+@given(st.integers(17, 200), st.integers(17, 200), st.integers(20, 100))
+def test_fair_is_counted_in_tokens_and_not_in_requests(small, large, budget):
+    """Each session asks again as soon as it is answered, with requests of its own size."""
+    schedule = Schedule(budget)
+    sizes = {"a": small, "b": large}
+    for _ in range(200):
+        for name, size in sizes.items():
+            if all(one.session != name for one in schedule.waiting):
+                schedule.add(Request(name, size, peer="peer"))
+        schedule.iterate()
+    # Neither gets less than half of what it could have had, if the other did not leave it more.
+    assert all(schedule.served[name] >= 200 * min(sizes[name], budget / 2) * 0.5 for name in sizes)
+
+
+def test_many_sessions_of_one_peer_get_together_what_one_session_of_another_gets():
+    schedule = Schedule(100)
+    schedule.add(*(Request(f"many {n}", 10_000, peer="greedy") for n in range(10)))
+    schedule.add(Request("one", 10_000, peer="modest"))
+    for _ in range(60):
+        schedule.iterate()
+    assert schedule.served["one"] == 60 * 50
+    many = [schedule.served[f"many {n}"] for n in range(10)]
+    assert sum(many) == 60 * 50
+    assert max(many) - min(many) <= 100
+
+
+def test_what_a_peer_does_not_need_goes_to_the_others():
+    schedule = Schedule(100)
+    schedule.add(Request("small", 17), Request("large", 1000), Request("other", 60))
+    assert {one.session: tokens for one, tokens in schedule.iterate()} == {
+        "small": 17,
+        "large": 33 + 7,
+        "other": 33 + 10,
+    } or (sum(schedule.served.values()) == 100 and schedule.served["small"] == 17)
+
+
+def test_a_session_that_was_idle_does_not_save_up():
+    """Not even while another one that needs little comes again and again."""
+    schedule = Schedule(64)
+    schedule.add(Request("busy", 100_000, peer="peer"), Request("idle", 64, peer="peer"))
+    for _ in range(200):
+        schedule.add(Request("writer", 1, short=True))
+        schedule.iterate()
+    assert schedule.served["idle"] == 64
+    schedule.add(Request("idle", 100_000, peer="peer"))
+    before = Counter(schedule.served)
+    for _ in range(20):
+        schedule.add(Request("writer", 1, short=True))
+        schedule.iterate()
+        gained = schedule.served - before
+        assert abs(gained["idle"] - gained["busy"]) <= 64
+
+
+def test_requests_of_equals_are_served_in_the_order_in_which_they_came():
+    schedule = Schedule(40)
+    schedule.add(*(Request(f"session {n}", 20, peer="peer") for n in range(6)))
+    order = [one.session for _ in range(3) for one, _ in schedule.iterate()]
+    assert order == [f"session {n}" for n in range(6)]
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["one after the other", "never idle"])
+@pytest.mark.parametrize("training", [False, True])
+def test_shares_do_not_grow_with_the_sessions_that_come_and_go(training, overlap):
+    schedule = Schedule(64)
+    if overlap:
+        schedule.add(Request("patient", 10**9, training=training))
+    for number in range(2 * REMEMBERED):
+        schedule.add(*(Request(f"{number} {n}", 70, peer="crowd", training=training) for n in range(1 + overlap)))
+        schedule.iterate()
+        if len(schedule.waiting) > 10:  # their clients have given up
+            del schedule.waiting[1:8]
+        assert len(schedule.shares) <= REMEMBERED + 12
+
+
+def test_in_an_overload_of_new_sessions_shares_are_forgotten():
+    schedule = Schedule(1000)
+    for number in range(50):
+        schedule.add(*(Request(f"{number} {n}", 17) for n in range(100)))
+        schedule.iterate()
+        assert len(schedule.shares) <= REMEMBERED + len(schedule.waiting)
+    assert len(schedule.waiting) > REMEMBERED

@@ -1,0 +1,373 @@
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarm.errors import CacheFull
+from swarm.server.sessions.cache_allocator import PEER_SHARE, Accountant
+from tests import virtual_time
+
+PATIENCE = 10.0
+
+
+def on_virtual_time(scenario: Callable[[], Awaitable[None]]) -> None:
+    virtual_time.run(scenario)
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def settled() -> None:
+    """Whoever can go on has gone on."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+class Line:
+    """Waiters of one accountant, each of a peer of its own unless said otherwise, and the order of their grants."""
+
+    def __init__(self, accountant: Accountant) -> None:
+        self.accountant = accountant
+        self.granted: list[str] = []
+        self.refused: list[str] = []
+
+    def join(self, name: str, tokens: int, peer: str = "", patience: float = PATIENCE) -> asyncio.Task[None]:
+        async def wait() -> None:
+            try:
+                await self.accountant.wait(name, peer or name, tokens, patience)
+            except CacheFull:
+                self.refused.append(name)
+            else:
+                self.granted.append(name)
+
+        return asyncio.create_task(wait())
+
+
+def test_what_is_granted_is_held_until_it_is_given_back():
+    books = Accountant(100, peer_share=1.0)
+    books.take("a", "peer", 30)
+    books.take("a", "peer", 20)
+    books.take("b", "peer", 50)
+    assert (books.held("a"), books.held("b"), books.free) == (50, 50, 0)
+    books.give_back("a")
+    books.give_back("a")
+    books.give_back("nobody")
+    assert (books.held("a"), books.held("b"), books.free) == (0, 50, 50)
+
+
+def test_a_refusal_says_how_much_is_free_and_changes_nothing():
+    books = Accountant(100, peer_share=0.75)
+    books.take("a", "one", 60)
+    with pytest.raises(CacheFull, match=r"50 tokens .* 40 of 100 are free; this peer holds 0 of the 75"):
+        books.take("b", "two", 50)
+    with pytest.raises(CacheFull, match=r"16 tokens .* 40 of 100 are free; this peer holds 60 of the 75"):
+        books.take("b", "one", 16)
+    assert (books.held("b"), books.free) == (0, 40)
+    books.take("b", "one", 15)
+    books.take("c", "two", 25)
+    assert books.free == 0
+
+
+def test_without_any_room_nobody_gets_any():
+    books = Accountant(0)
+    with pytest.raises(CacheFull, match="0 of 0 are free"):
+        books.take("a", "peer", 1)
+
+
+def test_a_peer_leaves_room_for_others_by_default():
+    books = Accountant(1000)
+    with pytest.raises(CacheFull):
+        books.take("a", "greedy", int(1000 * PEER_SHARE) + 1)
+    books.take("a", "greedy", int(1000 * PEER_SHARE))
+    books.take("b", "modest", int(1000 * (1 - PEER_SHARE)))
+
+
+def test_who_comes_first_is_served_first():
+    async def scenario():
+        books = Accountant(100, peer_share=1.0)
+        books.take("all", "holder", 100)
+        line = Line(books)
+        for name in "abc":
+            line.join(name, 30)
+            await settled()
+        books.give_back("all")
+        await settled()
+        assert line.granted == ["a", "b", "c"]
+        assert (now(), books.free) == (0, 10)
+
+    on_virtual_time(scenario)
+
+
+def test_a_large_request_is_not_overtaken_by_smaller_ones():
+    async def scenario():
+        books = Accountant(100, peer_share=1.0)
+        for name in ("x", "y", "z"):
+            books.take(name, name, 30)
+        line = Line(books)
+        line.join("large", 80)
+        await settled()
+        line.join("small", 5)
+        await settled()
+        with pytest.raises(CacheFull, match="2 others wait"):
+            books.take("impatient", "impatient", 5)
+        for name in ("x", "y"):
+            books.give_back(name)
+            await settled()
+            assert line.granted == []  # although there is room for the small one
+        books.give_back("z")
+        await settled()
+        assert line.granted == ["large", "small"]
+
+    on_virtual_time(scenario)
+
+
+def test_peers_that_hold_least_go_first():
+    async def scenario():
+        books = Accountant(100, peer_share=1.0)
+        books.take("all", "other", 70)
+        books.take("mine", "rich", 30)
+        line = Line(books)
+        line.join("more of the same", 60, peer="rich")
+        await settled()
+        line.join("first", 60, peer="poor")
+        await settled()
+        books.give_back("all")
+        await settled()
+        assert line.granted == ["first"]
+        books.give_back("first")
+        await settled()
+        assert line.granted == ["first", "more of the same"]
+
+    on_virtual_time(scenario)
+
+
+@pytest.mark.parametrize("patience", [0.0, PATIENCE])
+def test_who_waits_for_its_own_quota_keeps_nobody_else_waiting(patience):
+    """Else one peer that has taken all it may have could lock all others out of the rest."""
+
+    async def scenario():
+        books = Accountant(100, peer_share=0.75)
+        books.take("a", "greedy", 75)
+        line = Line(books)
+        line.join("b", 10, peer="greedy")
+        await settled()
+        await line.join("c", 20, peer="modest", patience=patience)
+        assert (line.granted, now()) == (["c"], 0)
+        books.give_back("a")
+        await settled()
+        assert line.granted == ["c", "b"]
+
+    on_virtual_time(scenario)
+
+
+def test_who_holds_less_than_those_who_wait_need_not_wait_behind_them():
+    async def scenario():
+        books = Accountant(100, peer_share=1.0)
+        books.take("a", "rich", 40)
+        line = Line(books)
+        line.join("b", 60 + 1, peer="rich")  # never, as long as a holds what it has
+        line.join("c", 60, peer="rich")
+        await settled()
+        assert line.granted == ["c"]
+        books.give_back("c")
+        line.join("d", 60, peer="rich")
+        books.take("newcomer", "poor", 30)
+        await settled()
+        assert books.held("newcomer") == 30
+
+    on_virtual_time(scenario)
+
+
+def test_patience_ends():
+    async def scenario():
+        books = Accountant(100, peer_share=1.0)
+        books.take("all", "holder", 80)
+        line = Line(books)
+        first = line.join("first", 50)
+        await settled()
+        second = line.join("second", 15, patience=PATIENCE * 3)
+        await first
+        assert (line.refused, now()) == (["first"], PATIENCE)
+        await second  # which only waited for those before it
+        assert (line.granted, now(), books.free) == (["second"], PATIENCE, 5)
+
+    on_virtual_time(scenario)
+
+
+@pytest.mark.parametrize("granted", [False, True], ids=["while it waits", "as it is granted"])
+def test_who_is_cancelled_holds_nothing(granted):
+    async def scenario():
+        books = Accountant(100, peer_share=1.0)
+        books.take("all", "holder", 100)
+        books.take("cancelled", "cancelled", 0)
+        line = Line(books)
+        task = line.join("cancelled", 70)
+        await settled()
+        line.join("behind", 60)
+        await settled()
+        if granted:
+            books.give_back("all")
+            assert books.held("cancelled") == 70
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert books.held("cancelled") == 0
+        if not granted:
+            books.give_back("all")
+        await settled()
+        assert (line.granted, books.free, now()) == (["behind"], 40, 0)
+
+    on_virtual_time(scenario)
+
+
+def test_who_is_granted_once_its_task_is_cancelled_holds_nothing():
+    """The cancellation has been asked for, but has not arrived, when the room becomes free."""
+
+    async def scenario():
+        books = Accountant(100, peer_share=1.0)
+        books.take("all", "holder", 100)
+        line = Line(books)
+        task = line.join("cancelled", 70)
+        await settled()
+        task.cancel()
+        books.give_back("all")
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (books.held("cancelled"), books.free) == (0, 100)
+
+    on_virtual_time(scenario)
+
+
+def test_a_wait_in_addition_to_what_is_held_gives_back_only_itself():
+    async def scenario():
+        books = Accountant(100, peer_share=1.0)
+        books.take("mine", "peer", 20)
+        books.take("other", "other", 80)
+        task = Line(books).join("mine", 50, peer="peer")
+        await settled()
+        books.give_back("other")
+        assert books.held("mine") == 70
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        assert (books.held("mine"), books.free) == (20, 80)
+
+    on_virtual_time(scenario)
+
+
+def test_who_gives_back_waits_no_more():
+    async def scenario():
+        books = Accountant(100, peer_share=1.0)
+        books.take("all", "holder", 80)
+        books.take("mine", "mine", 10)
+        line = Line(books)
+        task = line.join("mine", 60)
+        await settled()
+        books.give_back("mine")
+        await task
+        assert (line.refused, now(), books.free) == (["mine"], 0, 20)
+        books.give_back("all")
+        assert books.free == 100
+
+    on_virtual_time(scenario)
+
+
+def test_closed_books_let_nobody_wait():
+    async def scenario():
+        books = Accountant(100, peer_share=1.0)
+        books.take("all", "holder", 80)
+        line = Line(books)
+        tasks = [line.join(name, 30) for name in "abc"]
+        await settled()
+        books.close()
+        await asyncio.gather(*tasks)
+        await line.join("late", 30)
+        await line.join("small", 20)
+        assert (line.refused, line.granted, now()) == (["a", "b", "c", "late"], ["small"], 0)
+
+    on_virtual_time(scenario)
+
+
+NAMES = st.sampled_from("abcdef")
+ACTS = st.one_of(
+    st.tuples(st.just("take"), NAMES, st.integers(1, 60)),
+    st.tuples(st.just("wait"), NAMES, st.integers(1, 60)),
+    st.tuples(st.just("give back"), NAMES, st.just(0)),
+    st.tuples(st.just("cancel"), NAMES, st.just(0)),
+    st.tuples(st.just("let pass"), NAMES, st.integers(0, 12)),
+    st.tuples(st.just("let others run"), NAMES, st.integers(1, 3)),
+)
+
+
+@given(st.lists(ACTS, max_size=40), st.sampled_from([0.3, 0.5, 1.0]))
+@settings(max_examples=200)
+def test_the_books_are_right_whatever_holders_do(acts, share):
+    """Holders "a" to "f" belong to two peers. What each should hold is counted beside the books."""
+
+    async def scenario():
+        books = Accountant(100, peer_share=share)
+        expected: Counter[str] = Counter()
+        numbers: Counter[str] = Counter()  # a holder that has given back is never seen again
+        waits: dict[str, asyncio.Task[None]] = {}
+
+        def holder(name):
+            return f"{name}{numbers[name]}"
+
+        def peer(one):
+            return "even" if one[0] in "ace" else "odd"
+
+        async def wait(one, tokens):
+            try:
+                await books.wait(one, peer(one), tokens, PATIENCE)
+            except CacheFull:
+                return
+            if one == holder(one[0]):  # else it has given back what it was just granted
+                expected[one] += tokens
+
+        def forget(name):
+            task = waits.pop(name, None)
+            if task is not None and not task.done():
+                task.cancel()
+
+        for act, name, number in acts:
+            one = holder(name)
+            if act == "take":
+                with suppress(CacheFull):
+                    books.take(one, peer(one), number)
+                    expected[one] += number
+            elif act == "wait" and (name not in waits or waits[name].done()):
+                waits[name] = asyncio.create_task(wait(one, number))
+                await asyncio.sleep(0)
+            elif act == "give back":
+                books.give_back(one)
+                numbers[name] += 1
+                waits.pop(name, None)
+                del expected[one]
+            elif act == "cancel":
+                forget(name)
+            elif act == "let pass":
+                await asyncio.sleep(number)
+            elif act == "let others run":
+                for _ in range(number):
+                    await asyncio.sleep(0)
+            assert 0 <= books.free <= 100
+            held = [(each, books.held(each)) for each in (holder(other) for other in "abcdef")]
+            assert sum(tokens for _, tokens in held) == 100 - books.free
+            for team in ("even", "odd"):
+                assert sum(tokens for each, tokens in held if peer(each) == team) <= books.quota
+        await asyncio.sleep(PATIENCE + 1)
+        assert all(task.done() for task in waits.values())
+        assert {one: books.held(one) for one in expected} == dict(expected)
+        assert books.free == 100 - expected.total()
+        for name in "abcdef":
+            books.give_back(holder(name))
+        assert books.free == 100
+
+    on_virtual_time(scenario)

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from swarm.errors import PeerLost, PeerSilent
+from swarm.protocol.messages import ProbeReply, ProbeRequest, decode_client
+from swarm.server.sessions.push import PATIENCE
+from swarm.server.sessions.reply_stream import LINGER, PatientStream
+from swarm.transport import memory
+from swarm.transport.memory import MemoryHub, stream_pair
+from tests import virtual_time
+
+PAUSE = 0.5
+
+
+def on_virtual_time(scenario, hub: MemoryHub | None = None) -> None:
+    async def whole() -> None:
+        ours, theirs = stream_pair("server", "client", hub)
+        await scenario(PatientStream(ours), theirs)
+
+    virtual_time.run(whole)
+
+
+async def number(stream) -> int:
+    return decode_client((await stream.receive()).header).reply_bytes
+
+
+def test_a_later_frame_leaves_later_and_keeps_nobody_waiting():
+    async def scenario(stream, peer):
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        await stream.send_later(PAUSE, ProbeRequest(1))
+        assert loop.time() == began
+        assert await number(peer) == 1
+        assert loop.time() == pytest.approx(began + PAUSE)
+
+    on_virtual_time(scenario)
+
+
+def test_frames_keep_their_order():
+    async def scenario(stream, peer):
+        await stream.send_later(PAUSE, ProbeRequest(1))
+        await stream.send(ProbeRequest(2))
+        await stream.send_later(PAUSE, ProbeRequest(3))
+        await stream.send_later(0.0, ProbeRequest(4))
+        assert [await number(peer) for _ in range(4)] == [1, 2, 3, 4]
+
+    on_virtual_time(scenario)
+
+
+def test_a_frame_that_was_to_leave_later_does_not_outlive_its_stream():
+    async def scenario(stream, peer):
+        await stream.send_later(PAUSE, ProbeRequest(1))
+        stream.close()
+        with pytest.raises(PeerLost):
+            await peer.receive()
+        await asyncio.sleep(2 * PAUSE)
+        with pytest.raises(PeerSilent):
+            await stream.send(ProbeRequest(2))
+
+    on_virtual_time(scenario)
+
+
+def test_a_peer_that_is_gone_shows_at_the_next_frame():
+    async def scenario(stream, peer):
+        peer.close()
+        await stream.send_later(PAUSE, ProbeRequest(1))
+        with pytest.raises(PeerLost):
+            await stream.send(ProbeRequest(2))
+
+    on_virtual_time(scenario)
+
+
+def test_a_peer_that_does_not_read_a_later_frame_is_given_up_in_the_same_time(monkeypatch):
+    monkeypatch.setattr(memory, "WINDOW", 0)
+
+    hub = MemoryHub()
+
+    async def scenario(stream, peer):
+        loop = asyncio.get_running_loop()
+        hub.hang("client")
+        await stream.send_later(PAUSE, ProbeReply(), b"x")
+        began = loop.time()
+        with pytest.raises(PeerSilent):
+            await stream.send(ProbeRequest(2))
+        assert loop.time() - began == pytest.approx(PAUSE + PATIENCE, rel=0.01)
+
+    on_virtual_time(scenario, hub)
+
+
+def test_who_still_sends_reads_our_last_word():
+    async def scenario(stream, peer):
+        lingering = asyncio.create_task(stream.discard())
+        for _ in range(3):
+            await peer.send(ProbeRequest(1), b"x" * 1000)
+            await asyncio.sleep(PAUSE)
+        assert not lingering.done()
+        peer.close()
+        await lingering
+
+    on_virtual_time(scenario)
+
+
+def test_who_never_hangs_up_is_not_waited_for_long():
+    async def scenario(stream, peer):
+        began = asyncio.get_running_loop().time()
+        await stream.discard()
+        assert asyncio.get_running_loop().time() == pytest.approx(began + LINGER)
+
+    on_virtual_time(scenario)

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.data_structures import Span, StepLayout, WireFormat
+from swarm.errors import NotFinite, RequestRefused, TooLong, WrongDtype, WrongShape, WrongSpan
+from swarm.protocol import messages
+from swarm.protocol.compression import payload_length
+from swarm.server.sessions.request_validation import Checks, Limits
+
+HIDDEN, HELD, POSITIONS, TOKENS = 8, Span(2, 5), 20, 50
+
+STEP = messages.StepRequest(0, [0, 4], [2, 1], WireFormat.NONE, "float32", [1, 0], [5, 0])
+REPLAY = messages.ReplayRequest(0, [0, 4], [2, 1], WireFormat.NONE, "float32", [5, 0], True)
+BACKWARD = messages.BackwardRequest("main", 2, 5, [2, 1], WireFormat.NONE, "float32", WireFormat.FLOAT16, [5, 0])
+FORWARD = messages.ForwardRequest("main", 2, 5, [2, 1], WireFormat.NONE, "float32", WireFormat.NONE, [5, 0])
+
+
+def checks(positions: int | None = None, tokens: int = TOKENS) -> Checks:
+    model: Any = SimpleNamespace(span=HELD, hidden_size=HIDDEN, positions=positions)
+    return Checks(model, "main", Limits(step_tokens=tokens, backward_tokens=40))
+
+
+@given(st.integers(0, 8), st.integers(0, 8), st.sampled_from(["main", "other", ""]))
+def test_a_span_is_allowed_if_it_is_held(start, end, revision):
+    if 2 <= start < end <= 5 and revision == "main":
+        assert checks().span(revision, start, end) == Span(start, end)
+    else:
+        with pytest.raises(WrongSpan):
+            checks().span(revision, start, end)
+
+
+def test_the_rows_of_each_kind_of_request():
+    assert checks().layout(STEP) == StepLayout((0, 4), (2, 1), (1, 0), (5, 0))
+    assert checks().layout(REPLAY) == StepLayout((0, 4), (2, 1), None, (5, 0))
+    assert checks().layout(FORWARD) == StepLayout((0, 0), (2, 1), None, (5, 0))
+    assert checks().layout(BACKWARD) == StepLayout((0, 0), (2, 1), None, (5, 0))
+
+
+@pytest.mark.parametrize("message", [STEP, REPLAY, FORWARD, BACKWARD], ids=lambda message: type(message).__name__)
+@pytest.mark.parametrize("name", ["starts", "counts", "sources", "offsets"])
+@pytest.mark.parametrize("values", [[0], [0, 0, 0]], ids=["too few", "too many"])
+def test_lists_of_different_lengths(message, name, values):
+    if not hasattr(message, name):
+        return
+    with pytest.raises(WrongShape, match="rows has"):
+        checks().layout(msgspec.structs.replace(message, **{name: values}))
+
+
+@given(st.integers(0, 25), st.integers(0, 25), st.none() | st.integers(0, 25), st.none() | st.just(POSITIONS))
+def test_positions_beyond_a_table(start, count, offset, limit):
+    message = messages.StepRequest(
+        0, [0, start], [1, count], WireFormat.NONE, "float32", None, [0, offset] if offset is not None else None
+    )
+    if limit is not None and start + count + (offset or 0) > limit:
+        with pytest.raises(TooLong, match="row 1 reaches position"):
+            checks(limit).layout(message)
+    else:
+        assert checks(limit).layout(message).starts == (0, start)
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=4))
+def test_no_row_outgrows_its_session(rows):
+    layout = StepLayout(tuple(start for start, _ in rows), tuple(count for _, count in rows))
+    longest = max(start + count for start, count in rows)
+    checks().length(layout, longest)
+    if longest:
+        with pytest.raises(TooLong, match=f"would be {longest} tokens long; the session was opened for {longest - 1}"):
+            checks().length(layout, longest - 1)
+
+
+@given(
+    st.integers(-1, TOKENS + 1),
+    st.sampled_from(WireFormat),
+    st.sampled_from(["float32", "bfloat16", "float16", "int8", ""]),
+    st.integers(-2, 2),
+    st.booleans(),
+)
+def test_a_payload_passes_only_if_everything_about_it_is_right(tokens, wire, dtype, more, nan):
+    known = dtype in ("float32", "bfloat16", "float16")
+    length = payload_length(max(tokens, 0) * HIDDEN, wire, dtype) if known else 100
+    payload = (b"\xff" if nan else b"\0") * max(0, length + more)
+    wrong: type[RequestRefused] | None = None
+    if not 0 < tokens <= TOKENS:
+        wrong = TooLong
+    elif not known:
+        wrong = WrongDtype
+    elif more:
+        wrong = WrongShape
+    elif nan:
+        wrong = NotFinite
+    if wrong is None:
+        checks().payload(tokens, wire, dtype, payload)
+    else:
+        with pytest.raises(wrong):
+            checks().payload(tokens, wire, dtype, payload)
+
+
+@given(st.integers(1, 10**6), st.sampled_from(WireFormat), st.sampled_from(["float32", "bfloat16", "float16"]))
+def test_no_step_that_would_pass_is_cut_off_as_too_large_a_frame(tokens, wire, dtype):
+    limit = checks(tokens=tokens).max_payload
+    assert payload_length(tokens * HIDDEN, wire, dtype) <= limit
+    assert limit >= messages.MAX_PROBE
+
+
+def backward_payload(inputs: int = 3, gradients: int = 3, bad: str = "") -> bytes:
+    both = np.zeros((inputs, HIDDEN), np.float32), np.zeros((gradients, HIDDEN), np.float16)
+    if bad:
+        both[bad == "gradients"][1, 1] = np.nan
+    return both[0].tobytes() + both[1].tobytes()
+
+
+def test_the_payload_of_a_backward():
+    checks().gradients(3, BACKWARD, backward_payload())
+    for inputs, gradients in ((2, 3), (3, 2), (3, 0), (0, 3), (4, 4)):
+        with pytest.raises(WrongShape, match=r"inputs and gradients of 3 tokens take 96 \+ 48 bytes"):
+            checks().gradients(3, BACKWARD, backward_payload(inputs, gradients))
+    with pytest.raises(NotFinite, match="hidden states"):
+        checks().gradients(3, BACKWARD, backward_payload(bad="inputs"))
+    with pytest.raises(NotFinite, match="gradients"):
+        checks().gradients(3, BACKWARD, backward_payload(bad="gradients"))
+    with pytest.raises(WrongDtype):
+        checks().gradients(3, msgspec.structs.replace(BACKWARD, dtype="int8"), backward_payload())
+    for tokens in (0, 41):
+        with pytest.raises(TooLong, match="this server takes 1 to 40"):
+            checks().gradients(tokens, BACKWARD, b"")

@@ -1,0 +1,660 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from swarm.data_structures import Span, WireFormat
+from swarm.errors import CacheFull, UnknownSession, WrongSpan
+from swarm.server.sessions.session_table import GRACE, IDLE, LINKING, LOOK, Session, Sessions
+from tests import virtual_time
+
+CAPACITY = 100
+T = TypeVar("T")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def session(number: int = 0, peer: str = "peer", max_length: int = 10, span: Span | None = None) -> Session:
+    cache: Any = SimpleNamespace(cleared=0)
+    cache.clear = lambda: setattr(cache, "cleared", cache.cleared + 1)
+    return Session(
+        session_id=number.to_bytes(16, "big"),
+        peer_id=peer,
+        span=span or Span(0, 3),
+        max_length=max_length,
+        reply_format=WireFormat.NONE,
+        cache=cache,
+        last_seen=0.0,
+    )
+
+
+def test_rows_take_whole_pages():
+    sessions = Sessions(CAPACITY, Clock(), peer_share=1.0, page=16)
+    assert sessions.capacity == 96
+    one = opened(sessions, session(1, max_length=17), rows=2)
+    assert sessions.free == 96 - 2 * 32
+    with pytest.raises(CacheFull):
+        reserve(sessions, one, 4)
+    opened(sessions, session(2, max_length=32))
+    assert sessions.free == 0
+
+
+def test_what_is_closed_forgets_its_past_whoever_still_has_it():
+    sessions = Sessions(CAPACITY, Clock())
+    one, two = opened(sessions, session(1)), opened(sessions, session(2))
+    sessions.close(one)
+    sessions.close(one)
+    assert (one.cache.cleared, two.cache.cleared) == (1, 0)
+    sessions.clear()
+    assert two.cache.cleared == 1
+
+
+def at_once(coroutine: Coroutine[Any, Any, T]) -> T:
+    """What a coroutine returns or raises that does not have to wait."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        return done.value
+    coroutine.close()
+    raise AssertionError("it waits")
+
+
+def opened(sessions: Sessions, one: Session, rows: int = 1, client: Any = None) -> Session:
+    return at_once(sessions.open(one, rows, client))
+
+
+def reserve(sessions: Sessions, one: Session, rows: int) -> None:
+    at_once(sessions.reserve(one, rows))
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def sessions(clock) -> Sessions:
+    return Sessions(CAPACITY, clock, peer_share=1.0)
+
+
+def test_rows_are_counted_when_they_are_first_seen(sessions):
+    one = opened(sessions, session(max_length=10))
+    assert (len(sessions), one.rows, sessions.free) == (1, 1, 90)
+    reserve(sessions, one, 3)
+    assert (one.rows, sessions.free) == (3, 70)
+    reserve(sessions, one, 3)
+    assert sessions.free == 70
+    reserve(sessions, one, 5)
+    assert sessions.free == 50
+    reserve(sessions, one, 1)  # rows that ended may come back
+    assert sessions.free == 50
+
+
+def test_closing_frees_the_cache_and_may_be_repeated(sessions):
+    one = opened(sessions, session())
+    reserve(sessions, one, 10)
+    sessions.close(one)
+    sessions.close(one)
+    assert (len(sessions), sessions.free) == (0, CAPACITY)
+
+
+def test_a_session_that_can_never_fit(sessions):
+    with pytest.raises(CacheFull, match=r"101 tokens .* 100 of 100 are free"):
+        opened(sessions, session(max_length=101))
+    assert len(sessions) == 0
+
+
+def test_no_room_for_another_session(sessions):
+    reserve(sessions, opened(sessions, session(1)), 9)
+    with pytest.raises(CacheFull, match=r"11 tokens .* 10 of 100 are free"):
+        opened(sessions, session(2, max_length=11))
+    opened(sessions, session(2, max_length=10))
+
+
+def test_no_room_for_more_rows_changes_nothing(sessions):
+    one, two = opened(sessions, session(1)), opened(sessions, session(2))
+    reserve(sessions, one, 6)
+    reserve(sessions, two, 3)
+    with pytest.raises(CacheFull, match=r"20 tokens .* 10 of 100 are free"):
+        reserve(sessions, two, 5)
+    assert (two.rows, sessions.free) == (3, 10)
+    reserve(sessions, two, 4)
+    assert sessions.free == 0
+
+
+def test_what_expired_makes_room(sessions, clock):
+    one = opened(sessions, session(1))
+    reserve(sessions, one, 10)
+    sessions.detach(one)
+    clock.now += GRACE + 1
+    two = opened(sessions, session(2))
+    reserve(sessions, two, 10)
+    assert (len(sessions), sessions.free) == (1, 0)
+
+
+def test_a_client_that_is_gone_has_a_while_to_come_back(sessions, clock):
+    one = opened(sessions, session())
+    one.next_step = 4
+    sessions.detach(one)
+    clock.now += GRACE
+    sessions.expire()
+    assert opened(sessions, session()) is one
+    clock.now += GRACE + 1
+    sessions.expire()
+    assert len(sessions) == 1
+
+
+def test_after_the_grace_it_is_a_new_session(sessions, clock):
+    one = opened(sessions, session())
+    sessions.detach(one)
+    clock.now += GRACE + 1
+    assert opened(sessions, session()) is not one
+    assert len(sessions) == 1
+
+
+def test_a_connected_client_may_think_for_long_but_not_for_ever(sessions, clock):
+    opened(sessions, session())
+    clock.now += IDLE
+    sessions.expire()
+    assert len(sessions) == 1
+    clock.now += 1
+    sessions.expire()
+    assert len(sessions) == 0
+
+
+def test_steps_are_signs_of_life(sessions, clock):
+    one = opened(sessions, session())
+    for _ in range(3):
+        clock.now += IDLE - 1
+        reserve(sessions, one, 1)
+    sessions.expire()
+    assert len(sessions) == 1
+
+
+def test_one_of_two_connections_ends(sessions, clock):
+    one = opened(sessions, session())
+    assert opened(sessions, session()) is one
+    sessions.detach(one)
+    clock.now += GRACE + 1
+    sessions.expire()
+    assert len(sessions) == 1
+    sessions.detach(one)
+    clock.now += GRACE + 1
+    sessions.expire()
+    assert len(sessions) == 0
+
+
+def test_a_session_that_computes_does_not_expire(sessions, clock):
+    async def scenario():
+        one = opened(sessions, session())
+        sessions.detach(one)
+        async with one.lock:
+            clock.now += IDLE * 2
+            sessions.expire()
+            assert len(sessions) == 1
+        sessions.expire()
+        assert len(sessions) == 0
+
+    asyncio.run(scenario())
+
+
+def test_an_expired_session_cannot_reserve(sessions, clock):
+    one = opened(sessions, session())
+    clock.now += IDLE + 1
+    sessions.expire()
+    with pytest.raises(UnknownSession):
+        reserve(sessions, one, 1)
+    assert sessions.free == CAPACITY
+
+
+def test_the_same_id_of_another_peer_is_another_session(sessions):
+    mine, theirs = opened(sessions, session(peer="me")), opened(sessions, session(peer="them"))
+    assert mine is not theirs
+    reserve(sessions, mine, 2)
+    sessions.close(theirs)
+    assert (len(sessions), sessions.free) == (1, 80)
+    reserve(sessions, mine, 3)
+
+
+@pytest.mark.parametrize("change", [{"span": Span(0, 2)}, {"max_length": 11}], ids=str)
+def test_an_open_session_cannot_be_opened_as_another_one(sessions, change):
+    opened(sessions, session())
+    with pytest.raises(WrongSpan, match="open for blocks 0:3 and 10 tokens"):
+        opened(sessions, session(**change))
+
+
+def test_a_forgotten_session_has_no_part_in_its_successor(sessions):
+    """Else a client could fill memory that nobody counts, with a connection from before."""
+    old = opened(sessions, session())
+    sessions.close(old)
+    new = opened(sessions, session())
+    assert new is not old
+    with pytest.raises(UnknownSession):
+        reserve(sessions, old, 5)
+    reserve(sessions, new, 1)
+    sessions.close(old)
+    assert (len(sessions), sessions.free) == (1, 90)
+
+
+class FakeLink:
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("end", ["close", "clear", "expire", "unlink"])
+def test_the_link_of_a_session_ends_with_it(sessions, clock, end):
+    one: Any = opened(sessions, session())
+    link = one.link = FakeLink()
+    if end == "unlink":
+        one.unlink()
+    elif end == "clear":
+        sessions.clear()
+    elif end == "close":
+        sessions.close(one)
+    else:
+        sessions.detach(one)
+        clock.now += GRACE + 1
+        sessions.expire()
+    assert link.closed
+    assert one.link is None
+
+
+def test_closing_a_predecessor_leaves_the_link_of_its_successor(sessions):
+    old: Any = opened(sessions, session())
+    sessions.close(old)
+    new: Any = opened(sessions, session())
+    link = new.link = FakeLink()
+    sessions.close(old)
+    assert not link.closed
+
+
+def test_who_may_push(sessions):
+    async def scenario():
+        loop = asyncio.get_running_loop()
+        mine, theirs = opened(sessions, session(peer="me")), opened(sessions, session(peer="them"))
+        mine.let_push("before")
+        number = mine.session_id
+        assert await sessions.pushed_by("before", "me", number) is mine
+        for previous, client, session_id in [
+            ("other", "me", number),
+            ("before", "them", number),
+            ("me", "me", number),
+            ("before", "nobody", number),
+            ("before", "me", bytes(15) + b"x"),
+        ]:
+            began = loop.time()
+            with pytest.raises(UnknownSession, match="no session here into which this peer may push"):
+                await sessions.pushed_by(previous, client, session_id)
+            assert loop.time() - began <= LINKING
+        sessions.close(mine)
+        with pytest.raises(UnknownSession):
+            await sessions.pushed_by("before", "me", number)
+        assert theirs.previous is None
+
+    virtual_time.run(scenario)
+
+
+def test_a_push_waits_for_its_link_through_others(sessions):
+    async def scenario():
+        loop = asyncio.get_running_loop()
+        one = opened(sessions, session())
+        pushing = asyncio.create_task(sessions.pushed_by("third", "peer", one.session_id))
+        for name in ("first", "second", "third"):
+            await asyncio.sleep(LINKING / 4)
+            assert not pushing.done()
+            one.let_push(name)
+        assert await pushing is one
+        assert loop.time() == pytest.approx(LINKING * 3 / 4)
+
+    virtual_time.run(scenario)
+
+
+def test_the_newest_connection_is_the_clients(sessions):
+    old: Any = object()
+    new: Any = object()
+    one = opened(sessions, session(1), 1, old)
+    other = opened(sessions, session(2))
+    assert sessions.clients() == [old]
+    opened(sessions, session(1), 1, new)
+    assert sessions.clients() == [new]
+    sessions.detach(one, old)
+    assert sessions.clients() == [new]
+    sessions.detach(one, new)
+    assert sessions.clients() == []
+    assert (one.attached, other.attached) == (0, 1)
+
+
+def test_check_tells_who_was_forgotten(sessions, clock):
+    one = opened(sessions, session())
+    sessions.check(one)
+    clock.now += IDLE + 1
+    sessions.expire()
+    with pytest.raises(UnknownSession, match="expired"):
+        sessions.check(one)
+    opened(sessions, session())
+    with pytest.raises(UnknownSession):
+        sessions.check(one)
+
+
+def test_rows_are_reserved_when_a_session_is_opened(sessions):
+    one = opened(sessions, session(), 4)
+    assert (one.rows, sessions.free) == (4, 60)
+    assert opened(sessions, session(), 2) is one
+    assert (one.rows, sessions.free) == (4, 60)
+    opened(sessions, session(), 6)
+    assert (one.rows, sessions.free) == (6, 40)
+    with pytest.raises(CacheFull, match=r"110 tokens .* 40 of 100 are free"):
+        opened(sessions, session(1), 11)
+    assert (len(sessions), sessions.free) == (1, 40)
+
+
+def test_a_connection_that_is_refused_takes_nothing_from_the_one_that_works(sessions):
+    working: Any = object()
+    one = opened(sessions, session(), 5, working)
+    with pytest.raises(CacheFull):
+        opened(sessions, session(), 11, object())
+    assert (one.rows, one.attached, sessions.free) == (5, 1, 50)
+    assert sessions.clients() == [working]
+
+
+def test_a_peer_has_a_bounded_number_of_sessions_and_a_part_of_the_cache(clock):
+    sessions = Sessions(CAPACITY, clock, peer_share=0.5, peer_sessions=3)
+    ours = [opened(sessions, session(number)) for number in range(3)]
+    with pytest.raises(CacheFull, match="a peer may have 3 sessions"):
+        opened(sessions, session(3))
+    assert opened(sessions, session(0)) is ours[0]  # which is no new one
+    with pytest.raises(CacheFull, match="30 of the 50 that one peer may have"):
+        reserve(sessions, ours[0], 4)
+    opened(sessions, session(0, "other"), 5)
+    sessions.close(ours[0])
+    opened(sessions, session(3))
+
+
+def patient(number: int = 0, peer: str = "peer", patience: float = 20.0, **options: Any) -> Session:
+    one = session(number, peer, **options)
+    one.patience = patience
+    return one
+
+
+Scenario = Callable[[Sessions], Awaitable[None]]
+
+
+def on_virtual_time(scenario: Scenario) -> None:
+    """A scenario with sessions whose clock is the loop's."""
+
+    async def whole() -> None:
+        await scenario(Sessions(CAPACITY, asyncio.get_running_loop().time, peer_share=1.0))
+
+    virtual_time.run(whole)
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+@pytest.mark.parametrize("end", ["close", "expire", "fewer"])
+def test_who_waits_gets_the_room_that_another_session_leaves(end):
+    async def scenario(sessions):
+        holder = await sessions.open(session(1), 8)
+        if end == "expire":
+            await asyncio.sleep(1)
+            sessions.detach(holder)
+            gone = now() + GRACE
+        else:
+            gone = now() + 5
+            asyncio.get_running_loop().call_at(gone, sessions.close, holder)
+        waiting = await sessions.open(patient(2, patience=GRACE + 5), 2 if end == "fewer" else 5)
+        if end == "fewer":
+            assert now() == 0  # there was room at once
+        else:
+            assert gone <= now() <= gone + LOOK + 1e-6
+            assert (len(sessions), sessions.free) == (1, 50)
+        sessions.check(waiting)
+
+    on_virtual_time(scenario)
+
+
+def test_who_has_waited_long_enough_is_told_how_much_is_free():
+    async def scenario(sessions):
+        await sessions.open(session(1), 8)
+        with pytest.raises(CacheFull, match=r"50 tokens .* 20 of 100 are free"):
+            await sessions.open(patient(2), 5)
+        assert now() == 20
+        assert (len(sessions), sessions.free) == (1, 20)
+
+    on_virtual_time(scenario)
+
+
+def test_what_can_never_fit_is_refused_at_once():
+    async def scenario(sessions):
+        with pytest.raises(CacheFull, match="110 tokens"):
+            await sessions.open(patient(), 11)
+        assert (now(), len(sessions)) == (0, 0)
+
+    on_virtual_time(scenario)
+
+
+def test_more_rows_may_be_waited_for_too():
+    async def scenario(sessions):
+        other, one = await sessions.open(session(1), 5), await sessions.open(patient(2), 2)
+        asyncio.get_running_loop().call_later(5, sessions.close, other)
+        await sessions.reserve(one, 6)
+        assert (now(), one.rows, sessions.free) == (5, 6, 40)
+        with pytest.raises(CacheFull):
+            await sessions.reserve(one, 11)
+        assert (now(), one.rows, sessions.free) == (5, 6, 40)
+
+    on_virtual_time(scenario)
+
+
+@pytest.mark.parametrize("moment", ["while it waits", "as it is granted"])
+@pytest.mark.parametrize("begun", [False, True], ids=["opening", "growing"])
+def test_a_wait_that_is_broken_off_leaves_nothing_behind(begun, moment):
+    async def scenario(sessions):
+        other = await sessions.open(session(1), 8)
+        one = await sessions.open(patient(2), 1) if begun else patient(2)
+        waiting = asyncio.create_task(sessions.reserve(one, 6) if begun else sessions.open(one, 6))
+        await asyncio.sleep(1)
+        if moment != "while it waits":
+            sessions.close(other)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        sessions.close(other)
+        assert (one.rows, sessions.free) == ((1, 90) if begun else (0, 100))
+        assert len(sessions) == begun
+        again = await sessions.open(patient(2), 10)
+        assert (again.rows, sessions.free) == (10, 0)
+
+    on_virtual_time(scenario)
+
+
+def test_room_that_comes_at_the_last_moment_is_taken():
+    async def scenario(sessions):
+        other = await sessions.open(session(1), 8)
+        asyncio.get_running_loop().call_at(20, sessions.close, other)
+        try:
+            await sessions.open(patient(2), 5)
+        except CacheFull:
+            assert (len(sessions), sessions.free) == (0, 100)
+        else:
+            assert (len(sessions), sessions.free) == (1, 50)
+
+    on_virtual_time(scenario)
+
+
+def test_two_connections_that_open_a_session_at_once_reserve_its_rows_once():
+    async def scenario(sessions):
+        other = await sessions.open(session(1), 8)
+        tasks = [asyncio.create_task(sessions.open(patient(2), 3)) for _ in range(3)]
+        await asyncio.sleep(1)
+        sessions.close(other)
+        first, *others = await asyncio.gather(*tasks)
+        assert all(one is first for one in others)
+        assert (first.attached, first.rows, sessions.free) == (3, 3, 70)
+
+    on_virtual_time(scenario)
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["opening", "growing"])
+def test_a_session_that_is_closed_while_it_waits_is_over_at_once(begun):
+    async def scenario(sessions):
+        other = await sessions.open(session(1), 8)
+        one = await sessions.open(patient(2), 1) if begun else patient(2)
+        waiting = asyncio.create_task(sessions.reserve(one, 6) if begun else sessions.open(one, 6))
+        behind = asyncio.create_task(sessions.open(patient(3, patience=30), 5))
+        await asyncio.sleep(1)
+        sessions.close(one)
+        with pytest.raises(UnknownSession):
+            await waiting
+        assert now() == 1
+        sessions.close(other)
+        assert (await behind).rows == 5  # nobody dead stands in the line
+        assert (now(), len(sessions), sessions.free) == (1, 1, 50)
+
+    on_virtual_time(scenario)
+
+
+def test_a_session_that_is_closed_as_it_is_granted_holds_nothing():
+    async def scenario(sessions):
+        other, one = await sessions.open(session(1), 8), await sessions.open(patient(2), 1)
+        waiting = asyncio.create_task(sessions.reserve(one, 6))
+        await asyncio.sleep(1)
+        sessions.close(other)
+        sessions.close(one)
+        with pytest.raises(UnknownSession):
+            await waiting
+        assert (len(sessions), sessions.free) == (0, CAPACITY)
+
+    on_virtual_time(scenario)
+
+
+def test_who_waits_for_room_does_not_expire_meanwhile():
+    async def scenario(sessions):
+        await sessions.open(session(1), 8)
+        one = await sessions.open(patient(2, patience=60), 1)
+        sessions.detach(one)
+        async with one.lock:  # as a step holds it
+            with pytest.raises(CacheFull):
+                await sessions.reserve(one, 5)
+            sessions.check(one)
+        await asyncio.sleep(GRACE + 1)
+        sessions.expire()
+        assert len(sessions) == 1
+
+    on_virtual_time(scenario)
+
+
+def test_a_server_that_leaves_lets_nobody_wait():
+    async def scenario(sessions):
+        await sessions.open(session(1), 8)
+        waiting = asyncio.create_task(sessions.open(patient(2), 5))
+        await asyncio.sleep(1)
+        sessions.refuse_waiting()
+        with pytest.raises(CacheFull):
+            await waiting
+        with pytest.raises(CacheFull):
+            await sessions.open(patient(2), 5)
+        assert now() == 1
+        assert (await sessions.open(patient(2), 1)).rows == 1
+
+    on_virtual_time(scenario)
+
+
+def test_no_task_is_left_when_the_waiting_is_over():
+    async def scenario(sessions):
+        await sessions.open(session(1), 8)
+        with pytest.raises(CacheFull):
+            await sessions.open(patient(2), 5)
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    on_virtual_time(scenario)
+
+
+class Ledger(RuleBasedStateMachine):
+    """Whatever clients do, what the open sessions hold and what is free add up to the capacity."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.sessions = Sessions(CAPACITY, self.clock, peer_share=1.0)
+        self.known: list[Session] = []
+
+    @rule(
+        number=st.integers(0, 3),
+        peer=st.sampled_from("ab"),
+        max_length=st.sampled_from([5, 10, 60]),
+        rows=st.integers(1, 3),
+    )
+    def open(self, number, peer, max_length, rows):
+        try:
+            one = opened(self.sessions, session(number, peer, max_length), rows)
+        except (CacheFull, WrongSpan):
+            return
+        assert one.rows >= rows
+        if all(one is not other for other in self.known):
+            self.known.append(one)
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data(), rows=st.integers(1, 12))
+    def reserve(self, data, rows):
+        one = data.draw(st.sampled_from(self.known))
+        before, free = one.rows, self.sessions.free
+        try:
+            reserve(self.sessions, one, rows)
+        except CacheFull:
+            assert (rows - before) * one.max_length > free
+            assert one.rows == before
+        except UnknownSession:
+            assert one.rows == before
+        else:
+            assert one.rows >= rows
+            assert self.is_open(one)
+
+    def is_open(self, one):
+        return any(one is other for other in self.sessions._sessions.values())
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def close(self, data):
+        one = data.draw(st.sampled_from(self.known))
+        others = [other for other in self.known if other is not one and self.is_open(other)]
+        self.sessions.close(one)
+        assert not self.is_open(one)
+        assert all(self.is_open(other) for other in others)
+
+    @precondition(lambda self: any(one.attached for one in self.known))
+    @rule(data=st.data())
+    def detach(self, data):
+        self.sessions.detach(data.draw(st.sampled_from([one for one in self.known if one.attached])))
+
+    @rule(seconds=st.sampled_from([1.0, GRACE + 1, IDLE + 1]))
+    def wait(self, seconds):
+        self.clock.now += seconds
+        self.sessions.expire()
+
+    @invariant()
+    def the_sum_is_right(self):
+        assert 0 <= self.sessions.free <= CAPACITY
+        held = sum(one.rows * one.max_length for one in self.known if self.is_open(one))
+        assert self.sessions.free == CAPACITY - held
+
+
+TestLedger = Ledger.TestCase
+TestLedger.settings = settings(deadline=None, max_examples=60, stateful_step_count=25)

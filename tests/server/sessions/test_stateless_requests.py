@@ -1,0 +1,370 @@
+"""Forwards, backwards and adapters at one server, by streams in memory, beside a client that goes on working."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from swarm.data_structures import Span, StepLayout, WireFormat
+from swarm.models.adapters.layer_hooks import NOTHING, Parts
+from swarm.models.execution import gradients as training
+from swarm.models.execution.session_cache import forward_packed
+from swarm.models.execution.span_model import SpanModel
+from swarm.protocol import messages
+from swarm.protocol.adapters import BlockPart, pack_parts, unpack_gradients
+from swarm.protocol.compression import pack, unpack
+from tests.models.adapters.test_layer_hooks import alone as row_alone
+from tests.models.adapters.test_layer_hooks import factors, make_adapter
+from tests.server.conversations import (
+    ADAPTERS,
+    CPU,
+    FORWARD,
+    HIDDEN,
+    OPEN,
+    REVISION,
+    SPAN,
+    Client,
+    Server,
+    alone,
+    assert_close,
+    changed,
+    make_model,
+    random,
+    scenario,
+)
+
+LAYOUT = StepLayout((0, 0), (2, 1))
+BACKWARD = messages.BackwardRequest(REVISION, SPAN.start, SPAN.end, [2, 1], WireFormat.NONE, "float32", WireFormat.NONE)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> SpanModel:
+    return make_model(tmp_path_factory.mktemp("checkpoint"))
+
+
+def put(parts: Parts) -> tuple[messages.PutAdapters, bytes]:
+    """What a client sends before it uses an adapter of this server's blocks."""
+    blocks, payload = pack_parts([parts[block] for block in sorted(parts)], torch.float32)
+    named = dict(zip(sorted(parts), blocks, strict=True))
+    return messages.PutAdapters(
+        SPAN.start, [named.get(block) for block in range(SPAN.start, SPAN.end)], "float32"
+    ), payload
+
+
+def names(message: messages.PutAdapters) -> list[bytes]:
+    return [block.digest if block is not None else b"" for block in message.blocks]
+
+
+async def kept(client: Client, parts: Parts) -> list[bytes]:
+    """Have the adapter kept; its digests."""
+    message, payload = put(parts)
+    reply, _ = await client.ask(message, payload)
+    assert reply == messages.AdaptersKept(ADAPTERS.seconds)
+    return names(message)
+
+
+def packed(*tensors: torch.Tensor, wire: WireFormat = WireFormat.NONE) -> bytes:
+    return b"".join(bytes(pack(tensor, wire)) for tensor in tensors)
+
+
+Check = Callable[[], None]
+"""Compares what came with what the blocks compute here; not while the server computes, which has the same blocks."""
+
+
+async def ask_forward(client: Client, parts: Parts, digests: list[bytes] | None, seed: int = 3) -> Check:
+    hidden, model = random(3, seed), client.model
+    reply, payload = await client.ask(changed(FORWARD, adapters=digests), packed(hidden))
+    assert isinstance(reply, messages.ForwardReply), reply
+    output = unpack(payload, 3, HIDDEN, WireFormat.NONE, "float32", CPU)
+    return lambda: assert_close(output, forward_packed(model, hidden, LAYOUT, parts))
+
+
+async def ask_backward(client: Client, parts: Parts, digests: list[bytes] | None, seed: int = 3) -> Check:
+    hidden, ends, model = random(3, seed), random(3, seed + 100), client.model
+    reply, payload = await client.ask(changed(BACKWARD, adapters=digests), packed(hidden, ends))
+    assert isinstance(reply, messages.BackwardReply), reply
+    assert (reply.format, reply.dtype) == (WireFormat.NONE, "float32")
+    assert reply.compute_ms > 0
+    length = 3 * HIDDEN * 4
+    described = [block for block in put(parts)[0].blocks if block is not None] if parts else []
+    inputs = unpack(payload[:length], 3, HIDDEN, WireFormat.NONE, "float32", CPU)
+    found = unpack_gradients(described, payload[length:], HIDDEN)
+
+    def check() -> None:
+        expected = training.backward(model, hidden, ends, LAYOUT, parts)
+        assert_close(inputs, expected.inputs)
+        for one, other in zip(found, [expected.parts[block] for block in sorted(parts)], strict=True):
+            for gradient, right in zip(one, other, strict=True):
+                assert_close(gradient, right)
+
+    return check
+
+
+async def forward(client: Client, parts: Parts, digests: list[bytes] | None) -> None:
+    """A forward whose outputs are checked."""
+    (await ask_forward(client, parts, digests))()
+
+
+async def backward(client: Client, parts: Parts, digests: list[bytes] | None) -> None:
+    """A backward whose gradients are checked."""
+    (await ask_backward(client, parts, digests))()
+
+
+def test_forwards_and_backwards_with_an_adapter(model):
+    async def act(server):
+        client = await server.client()
+        for parts in (make_adapter(model, 1), {2: make_adapter(model, 2)[2]}):
+            digests = await kept(client, parts)
+            await forward(client, parts, digests)
+            await backward(client, parts, digests)
+        await forward(client, NOTHING, None)
+        await backward(client, NOTHING, [b""] * 3)
+        assert len(server.adapters) == 4
+
+    scenario(model, act)
+
+
+def test_part_of_the_span(model):
+    async def act(server):
+        client = await server.client()
+        parts = make_adapter(model, 1)
+        digests = await kept(client, parts)
+        hidden, ends, part = random(3), random(3, 9), model.narrowed(Span(2, 4))
+        request = changed(BACKWARD, start=2, adapters=digests[1:])
+        _, payload = await client.ask(request, packed(hidden, ends))
+        expected = training.backward(part, hidden, ends, LAYOUT, parts)
+        assert_close(unpack(payload[: 3 * HIDDEN * 4], 3, HIDDEN, WireFormat.NONE, "float32", CPU), expected.inputs)
+        await client.refused("wrong_shape", changed(request, adapters=digests), packed(hidden, ends))
+
+    scenario(model, act)
+
+
+@pytest.mark.parametrize("wire", WireFormat)
+def test_gradients_in_every_format(model, wire):
+    async def act(server):
+        client = await server.client()
+        hidden, ends = random(3), random(3, 9)
+        request = changed(BACKWARD, format=wire, gradient_format=wire)
+        reply, payload = await client.ask(request, packed(hidden, wire=wire) + packed(ends, wire=wire))
+        assert reply.format is wire
+        found = unpack(payload, 3, HIDDEN, wire, reply.dtype, CPU)
+        expected = training.backward(model, hidden, ends, LAYOUT).inputs
+        assert torch.nn.functional.cosine_similarity(found.flatten(), expected.flatten(), dim=0) > 0.99
+
+    scenario(model, act)
+
+
+def test_a_session_keeps_its_adapter(model):
+    """Also when it is replayed, and when the server has let the adapter go."""
+
+    async def act(server):
+        client = await server.client()
+        parts = make_adapter(model, 1)
+        digests = await kept(client, parts)
+        reply, _ = await client.ask(changed(OPEN, adapters=digests))
+        assert reply == messages.SessionOpened(0)
+        hidden = random(6, 4)
+        expected = row_alone(model, hidden, parts)
+        request = messages.StepRequest(0, [0], [3], WireFormat.NONE, "float32")
+        _, payload = await client.ask(request, packed(hidden[:3]))
+        assert_close(unpack(payload, 3, HIDDEN, WireFormat.NONE, "float32", CPU), expected[:3])
+        server.now += ADAPTERS.seconds + 1
+        server.adapters.expire()
+        assert len(server.adapters) == 0
+        assert server.adapters.memory > 0
+        request = messages.StepRequest(1, [3], [1], WireFormat.NONE, "float32")
+        _, payload = await client.ask(request, packed(hidden[3:4]))
+        assert_close(unpack(payload, 1, HIDDEN, WireFormat.NONE, "float32", CPU), expected[3:4])
+        replay = messages.ReplayRequest(3, [0], [6], WireFormat.NONE, "float32", None, True)
+        _, payload = await client.ask(replay, packed(hidden))
+        assert_close(unpack(payload, 6, HIDDEN, WireFormat.NONE, "float32", CPU), expected)
+        await client.stream.send(messages.CloseSession())
+        await client.is_over()
+        await server.until(lambda: gc.collect() is not None and server.adapters.memory == 0)
+
+    scenario(model, act)
+
+
+def test_a_session_has_one_adapter(model):
+    async def act(server):
+        client = await (await server.client()).begin()
+        digests = await kept(client, make_adapter(model, 1))
+        again = await server.client()
+        await again.refused("wrong_span", changed(OPEN, adapters=digests))
+        await again.refused("unknown_adapter", changed(OPEN, adapters=[b"x" * 16, b"", b""]))
+        await client.right_step()
+
+    scenario(model, act)
+
+
+def test_several_clients_train_different_adapters_at_once(model):
+    """Each gets what it gets alone, whatever is computed together."""
+
+    async def act(server):
+        checks: list[Check] = []
+
+        async def train(number: int) -> None:
+            client = await server.client(f"trainer {number}")
+            for step in range(4):
+                parts = make_adapter(model, 10 * number + step)
+                digests = await kept(client, parts)
+                checks.append(await ask_forward(client, parts, digests, seed=number))
+                checks.append(await ask_backward(client, parts, digests, seed=number))
+
+        await asyncio.gather(*map(train, range(4)))
+        for check in checks:
+            check()
+
+    scenario(model, act)
+
+
+def poisoned(parts: Parts) -> Parts:
+    """One NaN in the last block."""
+    changed_parts = {block: part.mapped(torch.clone) for block, part in parts.items()}
+    changed_parts[3].factors[-1].up[0, 0] = float("nan")
+    return changed_parts
+
+
+@pytest.mark.parametrize(
+    ("code", "parts", "words"),
+    [
+        ("adapter_refused", {1: factors(down=(2, HIDDEN - 1))}, "it takes A [rank, 32]"),
+        ("adapter_refused", {1: factors("self_attn.nothing")}, "no linear module"),
+        ("adapter_refused", {1: factors("self_attn")}, "no linear module"),
+        ("adapter_refused", {1: factors(down=(9, HIDDEN), up=(HIDDEN, 9))}, "rank 9; this server takes up to 8"),
+        ("adapter_refused", {1: BlockPart(torch.zeros(1000, HIDDEN))}, "takes 129 KB"),
+        ("adapter_refused", {1: BlockPart(None, factors().factors * 2)}, "twice"),
+    ],
+)
+def test_adapters_that_do_not_fit(model, code, parts, words):
+    async def act(server):
+        client = await server.client()
+        message, payload = put(parts)
+        assert words in await client.refused(code, message, payload)
+        assert (len(server.adapters), server.adapters.memory) == (0, 0)
+        await client.refused("unknown_adapter", changed(FORWARD, adapters=names(message)), packed(random(3)))
+        right = make_adapter(model, 1)
+        await forward(client, right, await kept(client, right))
+
+    scenario(model, act)
+
+
+def test_adapters_that_are_no_numbers_or_no_adapters(model):
+    async def act(server):
+        client = await server.client()
+        message, payload = put(make_adapter(model, 1))
+        await client.refused("not_finite", *put(poisoned(make_adapter(model, 1))))
+        await client.refused("wrong_shape", message, payload[:-4])
+        await client.refused("wrong_shape", message, payload + bytes(4))
+        await client.refused("wrong_shape", message, bytes(len(payload)))  # of another digest
+        await client.refused("wrong_dtype", changed(message, dtype="int8"), payload)
+        await client.refused("wrong_span", changed(message, start=0), payload)
+        await client.refused("wrong_span", changed(message, start=2), payload)
+        assert len(server.adapters) == 0
+        await kept(client, make_adapter(model, 1))
+
+    scenario(model, act)
+
+
+def test_an_adapter_that_is_not_here_or_not_this_peers(model):
+    async def act(server):
+        mine, thief = await server.client("me"), await server.client("thief")
+        parts = make_adapter(model, 1)
+        digests = await kept(mine, parts)
+        for request, payload in (
+            (FORWARD, packed(random(3))),
+            (BACKWARD, packed(random(3), random(3))),
+            (OPEN, b""),
+        ):
+            await thief.refused("unknown_adapter", changed(request, adapters=digests), payload)
+            await mine.refused("unknown_adapter", changed(request, adapters=[*digests[:2], bytes(16)]), payload)
+            await mine.refused("wrong_shape", changed(request, adapters=digests[:2]), payload)
+        await forward(mine, parts, digests)
+        server.now += ADAPTERS.seconds + 1
+        server.adapters.expire()
+        await mine.refused("unknown_adapter", changed(FORWARD, adapters=digests), packed(random(3)))
+        await forward(mine, parts, await kept(mine, parts))
+
+    scenario(model, act)
+
+
+def test_backwards_that_are_wrong(model):
+    async def act(server):
+        client = await server.client()
+        inputs, ends = random(3), random(3, 9)
+        bad = ends.clone()
+        bad[1, 1] = float("nan")
+        for tensors in ((inputs, ends[:2]), (inputs[:2], ends), (inputs,), (inputs, ends, ends)):
+            await client.refused("wrong_shape", BACKWARD, packed(*tensors))
+        await client.refused("wrong_shape", changed(BACKWARD, gradient_format=WireFormat.FLOAT16), packed(inputs, ends))
+        await client.refused("wrong_shape", changed(BACKWARD, offsets=[1]), packed(inputs, ends))
+        assert "gradients" in await client.refused("not_finite", BACKWARD, packed(inputs, bad))
+        assert "hidden" in await client.refused("not_finite", BACKWARD, packed(bad, ends))
+        await client.refused("wrong_dtype", changed(BACKWARD, dtype="float17"), packed(inputs, ends))
+        await client.refused("wrong_span", changed(BACKWARD, start=0), packed(inputs, ends))
+        await client.refused("wrong_span", changed(BACKWARD, revision="other"), packed(inputs, ends))
+        await client.refused("too_long", changed(BACKWARD, counts=[13]), packed(random(13), random(13)))
+        await client.refused("too_long", changed(BACKWARD, counts=[0]), b"")
+        await backward(client, NOTHING, None)
+
+    scenario(model, act)
+
+
+def test_a_backward_that_fails_is_told_to_its_client_alone(model, monkeypatch, caplog):
+    real = training.backward
+
+    def fragile(model, inputs, *rest):
+        if (inputs == 12345.0).any():
+            raise RuntimeError("secret path /home/somebody")
+        return real(model, inputs, *rest)
+
+    monkeypatch.setattr(training, "backward", fragile)
+
+    async def act(server):
+        client, other = await server.client(), await server.client("other")
+        poison = packed(torch.full((3, HIDDEN), 12345.0), random(3))
+        failing = [client.refused("server_fault", BACKWARD, poison)]
+        text, check = await asyncio.gather(*failing, ask_backward(other, NOTHING, None))
+        assert "secret" not in text
+        check()
+        await backward(client, NOTHING, None)
+
+    scenario(model, act)
+    assert "secret path" in caplog.text
+
+
+def test_a_leaving_server_takes_no_training(model):
+    async def act(server: Server) -> None:
+        client = await server.client()
+        digests = await kept(client, make_adapter(model, 1))
+        server.handler.closing = True
+        await client.refused("server_closing", *put(make_adapter(model, 2)))
+        await client.refused("server_closing", changed(FORWARD, adapters=digests), packed(random(3)))
+        await client.refused("server_closing", BACKWARD, packed(random(3), random(3)))
+        server.handler.hang_up()
+        assert len(server.adapters) == 0
+
+    alone(model, act)
+
+
+def test_a_server_does_not_grow_with_the_steps_of_those_who_train(model):
+    """Five hundred steps of four peers, each with an adapter of its own."""
+
+    async def act(server):
+        clients = [await server.client(f"trainer {number}") for number in range(4)]
+        parts = {2: factors()}
+        for step in range(500):
+            parts[2].factors[0].down.fill_(step)
+            for client in clients:
+                await kept(client, parts)
+            assert server.adapters.memory <= ADAPTERS.memory
+        assert len(server.adapters) == 4 * ADAPTERS.versions
+        server.now += ADAPTERS.seconds + 1
+        server.adapters.expire()
+        assert (len(server.adapters), server.adapters.memory) == (0, 0)
+
+    alone(model, act)

@@ -1,0 +1,150 @@
+"""Whole servers in this process, over real libp2p: nothing is global, so many peers can share it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import uvloop
+
+from swarm.client.chain.chain import Chain
+from swarm.client.wire.packed_hidden import Manner, Packed
+from swarm.data_structures import ServerState, Span, StepLayout, WireFormat
+from swarm.dht.directory import fetch_servers
+from swarm.dht.validation import AnnouncementValidator
+from swarm.errors import InvalidSpan, SwarmError
+from swarm.models.execution.span_model import SpanModel
+from swarm.server.config import BlocksWanted, ServerConfig
+from swarm.server.lifecycle import Server
+from swarm.server.throughput.throughput_option import ThroughputWanted
+from swarm.transport.p2p import P2PConfig, Peer
+from tests.client.chains import RoutingPlanner
+from tests.zoo import BLOCKS, make_checkpoint
+
+LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    uvloop.run(work)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    return str(make_checkpoint("llama", tmp_path / "model"))
+
+
+def server(folder: str, blocks: str, peers: tuple[str, ...] = (), **options: Any) -> Server:
+    p2p = P2PConfig(initial_peers=peers, host_maddrs=LOOPBACK)
+    return Server(ServerConfig(model=folder, blocks=BlocksWanted.parse(blocks), p2p=p2p, dtype="float32", **options))
+
+
+async def client_of(first: Server) -> Peer:
+    return await Peer.create(P2PConfig(initial_peers=await first.peer.visible_addresses()), AnnouncementValidator())
+
+
+def hidden_states(tokens: int) -> Packed:
+    values = torch.randn(tokens, 32).numpy().tobytes()
+    return Packed(values, tokens, 32, WireFormat.NONE, "float32")
+
+
+def test_five_servers_of_one_process_spread_over_the_blocks(folder: str) -> None:
+    async def scenario() -> None:
+        servers = [server(folder, "2", throughput=ThroughputWanted(100.0))]
+        await servers[0].start()
+        address = await servers[0].peer.visible_addresses()
+        for _ in range(4):
+            servers.append(server(folder, "2", address, throughput=ThroughputWanted(100.0)))
+            await servers[-1].start()
+        client = await client_of(servers[0])
+        found = await fetch_servers(client.dht, "model", BLOCKS)
+        assert {info.peer_id for info in found} == {each.peer.peer_id for each in servers}
+        assert {block for info in found for block in range(info.span.start, info.span.end)} == set(range(BLOCKS))
+        assert all(info.state is ServerState.ONLINE and len(info.digests) == 2 for info in found)
+        await servers[0].stop()
+        # The others know it at once, not when the record expires.
+        found = await fetch_servers(client.dht, "model", BLOCKS)
+        assert [info.state for info in found if info.peer_id == servers[0].peer.peer_id] == [ServerState.OFFLINE]
+        for each in servers[1:]:
+            await each.stop()
+        await client.shutdown()
+
+    run(scenario())
+
+
+def test_a_leaving_server_finishes_the_running_step(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    began, go_on = threading.Event(), threading.Event()
+    forward = SpanModel.forward_tokens
+
+    def slow(self: SpanModel, *args: Any, **kwargs: Any) -> torch.Tensor:
+        began.set()
+        assert go_on.wait(10)
+        return forward(self, *args, **kwargs)
+
+    async def scenario() -> None:
+        only = server(folder, "0:6", throughput=ThroughputWanted(100.0))
+        await only.start()
+        client = await client_of(only)
+        [info] = await fetch_servers(client.dht, "model", BLOCKS)
+        announced = [info]
+        planner = RoutingPlanner(lambda: announced, patience=0.0)
+        chain = Chain(client, planner, Manner(info.revision, WireFormat.NONE, 20), Span(0, 6), 16)
+        await chain.open()
+        monkeypatch.setattr(SpanModel, "forward_tokens", slow)
+        step = asyncio.create_task(chain.step(hidden_states(3), StepLayout((0,), (3,))))
+        assert await asyncio.to_thread(began.wait, 10)
+        leaving = asyncio.create_task(only.stop())
+        [info] = await fetch_servers(client.dht, "model", BLOCKS)
+        while info.state is not ServerState.OFFLINE:
+            [info] = await fetch_servers(client.dht, "model", BLOCKS)
+        go_on.set()
+        assert (await step).tokens == 3
+        announced.clear()
+        with pytest.raises(SwarmError, match="blocks 0:6"):  # there is nobody else
+            await chain.step(hidden_states(1), StepLayout((3,), (1,)))
+        await leaving
+        await client.shutdown()
+
+    run(scenario())
+
+
+def test_a_start_that_fails_leaves_nothing_behind(folder: str) -> None:
+    async def scenario() -> None:
+        wrong = server(folder, "5:9")
+        with pytest.raises(InvalidSpan):
+            await wrong.start()
+        first = server(folder, "0:6", throughput=ThroughputWanted(100.0))
+        await first.start()
+        late = server(folder, "9", await first.peer.visible_addresses())
+        with pytest.raises(InvalidSpan, match="the model has 6 blocks"):
+            await late.start()
+        await first.stop()
+
+    run(scenario())
+
+
+def test_a_killed_announcement_expires(folder: str) -> None:
+    """A server that is gone without a word vanishes when its record does; the periods are short here."""
+
+    async def scenario() -> None:
+        keeper = server(folder, "0:3", throughput=ThroughputWanted(100.0))
+        await keeper.start()
+        address = await keeper.peer.visible_addresses()
+        lost = server(folder, "3:6", address, throughput=ThroughputWanted(100.0), update_period=0.8)
+        await lost.start()
+        client = await client_of(keeper)
+        assert len(await fetch_servers(client.dht, "model", BLOCKS)) == 2
+        assert lost._announcer is not None
+        await lost._announcer.stop()
+        async with asyncio.timeout(10):
+            while len(await fetch_servers(client.dht, "model", BLOCKS)) == 2:
+                await asyncio.sleep(0.05)
+        await client.shutdown()
+        await lost.stop()
+        await keeper.stop()
+
+    run(scenario())

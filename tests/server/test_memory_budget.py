@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarm.data_structures import Span
+from swarm.errors import InvalidOption, NotEnoughMemory
+from swarm.models.checkpoints.checkpoint import open_checkpoint
+from swarm.models.checkpoints.footprint import Footprint
+from swarm.server import memory_budget as memory
+from swarm.server.limits import HEADROOM
+from swarm.server.memory_budget import (
+    blocks_that_fit,
+    check_fits,
+    choose_quantization,
+    free_memory,
+    resolve_device,
+    resolve_quantization,
+)
+
+CPU = torch.device("cpu")
+
+footprints = st.builds(
+    Footprint,
+    weights=st.lists(st.integers(1, 10**9), min_size=1, max_size=12).map(tuple),
+    cache_per_token=st.integers(0, 10**5),
+)
+
+
+@given(footprints, st.integers(0, 10**11), st.integers(1, 20_000))
+@settings(deadline=None)
+def test_what_fits_fits_wherever_the_window_lies(footprint, free, tokens):
+    blocks = len(footprint.weights)
+    try:
+        count = blocks_that_fit(footprint, free, tokens)
+    except NotEnoughMemory:
+        heaviest = max(range(blocks), key=footprint.weights.__getitem__)
+        with pytest.raises(NotEnoughMemory):
+            check_fits(footprint, heaviest, heaviest + 1, free, tokens)
+        return
+    assert 1 <= count <= blocks
+    for start in range(blocks - count + 1):
+        check_fits(footprint, start, start + count, free, tokens)
+
+
+@given(st.integers(1, 10**9), st.integers(1, 40), st.integers(0, 10**11))
+@settings(deadline=None)
+def test_one_block_more_would_not_fit(weight, blocks, free):
+    footprint = Footprint((weight,) * blocks, 0)
+    try:
+        count = blocks_that_fit(footprint, free, 1)
+    except NotEnoughMemory:
+        count = 0
+    assert count == blocks or (count + 1) * weight > int(free * HEADROOM)
+
+
+def test_the_cache_takes_room_too():
+    footprint = Footprint((100,) * 10, 1)
+    assert blocks_that_fit(footprint, 2000, 1) == 10
+    assert blocks_that_fit(footprint, 2000, 500) == 3
+    check_fits(footprint, 0, 3, 2000, 500)
+    with pytest.raises(NotEnoughMemory, match=r"blocks 0:4 take 2.4 KB .*500 tokens.*1.8 KB are free"):
+        check_fits(footprint, 0, 4, 2000, 500)
+
+
+def test_not_even_one_block():
+    with pytest.raises(NotEnoughMemory, match="--cache-tokens"):
+        blocks_that_fit(Footprint((100,), 0), 100, 1)
+
+
+def test_free_memory_of_this_machine():
+    assert 0 < free_memory(CPU) < 1 << 50
+
+
+def container(monkeypatch, tmp_path: Path, limit: str | None, used: str = "0") -> None:
+    monkeypatch.setattr(memory, "Path", lambda _: tmp_path)
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    if limit is not None:
+        (tmp_path / "memory.max").write_text(limit)
+        (tmp_path / "memory.current").write_text(used)
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "free"),
+    [("max\n", "10\n", 1000), ("700\n", "100\n", 600), ("5000\n", "100\n", 1000), (None, "", 1000)],
+    ids=["no limit", "limit", "limit above the machine's", "no cgroup"],
+)
+def test_a_container_has_less(monkeypatch, tmp_path, limit, used, free):
+    container(monkeypatch, tmp_path, limit, used)
+    assert free_memory(CPU) == free
+
+
+def test_the_device():
+    assert resolve_device("cpu") == CPU
+    assert resolve_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.parametrize("name", ["gpu", "", "cpu:cpu", "cuda:99", "xpu:7"])
+def test_a_device_that_this_machine_has_not(name):
+    with pytest.raises(InvalidOption, match="--device"):
+        resolve_device(name)
+
+
+FORMS = {form: Footprint((weight,) * 8, 1) for form, weight in (("none", 400), ("int8", 200), ("int4", 100))}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "free", "form"),
+    [
+        (Span(0, 4), 2000, "none"),
+        (Span(0, 4), 1000, "int8"),
+        (Span(0, 4), 500, "int4"),
+        (Span(0, 4), 100, "none"),  # fits in no form, which is then said of the exact one
+        (2, 1000, "none"),
+        (2, 500, "int8"),
+        (2, 300, "int4"),
+        (99, 4000, "none"),  # more than there are
+        (None, 4000, "none"),  # the whole model
+        (None, 3000, "int8"),  # some more of it
+        (None, 1000, "int8"),  # never 4 bits for more blocks
+        (None, 150, "int4"),  # unless it is the only way to serve
+        (None, 10, "none"),
+    ],
+)
+def test_the_form_of_weights_that_nobody_asked_for(wanted, free, form):
+    assert choose_quantization(FORMS, wanted, int(free / HEADROOM) + 10, 1) == form
+
+
+def test_where_the_cache_is_what_does_not_fit_weights_stay_exact():
+    large_cache = {form: Footprint(needs.weights, 10**6) for form, needs in FORMS.items()}
+    assert choose_quantization(large_cache, None, 4 * 10**6, 1) == "none"
+
+
+def test_a_device_that_can_hold_only_exact_weights():
+    assert choose_quantization({"none": FORMS["none"]}, None, 1000, 1) == "none"
+
+
+def test_the_form_is_said(caplog, monkeypatch):
+    checkpoint = open_checkpoint()
+
+    def resolved(requested: str, free: int = 1 << 40) -> tuple[str, str]:
+        monkeypatch.setattr(memory, "free_memory", lambda device: free)
+        caplog.clear()
+        with caplog.at_level("INFO", logger="swarm"):
+            form = resolve_quantization(requested, checkpoint, CPU, torch.float32, None, 16)
+        return form, caplog.messages[-1]
+
+    assert resolved("auto") == ("none", "Weights: not quantized; --quant says otherwise")
+    assert resolved("auto", 10_000_000) == (
+        "int8",
+        "Weights: int8, because not all blocks wanted fit in float32; --quant says otherwise",
+    )
+    assert resolved("nf4") == ("int4", "Weights: int4, as asked for (on a CPU nf4 is int4)")
+    assert resolved("int8", 10) == ("int8", "Weights: int8, as asked for")
+
+
+def test_room_for_adapters():
+    assert memory.adapter_memory(123, free=10) == 123
+    assert memory.adapter_memory(0, free=10**12) == 0
+    assert memory.adapter_memory(None, free=2 * 10**9) == 10**8
+    assert memory.adapter_memory(None, free=10**12) == 1 << 30

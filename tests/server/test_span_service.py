@@ -1,0 +1,82 @@
+"""Blocks with the adapters that the server itself offers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from swarm.data_structures import Span
+from swarm.errors import AdapterError
+from swarm.models.adapters import adapter_files
+from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from swarm.protocol.adapters import pack_parts
+from swarm.server import span_service as serving_module
+from swarm.server.compute.compute_thread import Runtime
+from swarm.server.span_service import Plan, Serving
+from swarm.server.throughput.throughput_option import ThroughputWanted
+from swarm.transport.memory import MemoryHub, MemoryNetwork
+from tests import zoo
+
+HIDDEN, SPAN = 32, Span(1, 4)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Checkpoint:
+    return open_checkpoint(zoo.make_checkpoint("llama", tmp_path_factory.mktemp("checkpoint")))
+
+
+def save_adapter(folder: Path) -> str:
+    """LoRA of all blocks, as PEFT writes it."""
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    name = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
+    tensors = {name.format(block, "A"): torch.full((2, HIDDEN), 0.1 * block) for block in range(zoo.BLOCKS)}
+    tensors |= {name.format(block, "B"): torch.ones(HIDDEN, 2) for block in range(zoo.BLOCKS)}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return str(folder)
+
+
+async def load(checkpoint: Checkpoint, *adapters: str) -> Serving:
+    plan = Plan(
+        checkpoint=checkpoint,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        cache_tokens=64,
+        throughput=ThroughputWanted(100.0),
+        throughput_cache=None,
+        adapters=adapters,
+        adapter_memory=10_000,
+    )
+    runtime = Runtime()
+    try:
+        return await Serving.load(plan, SPAN, MemoryNetwork(MemoryHub(), "server"), runtime)
+    finally:
+        runtime.close()
+
+
+def test_what_the_server_was_started_with_is_found_by_its_digest(checkpoint, tmp_path):
+    source = save_adapter(tmp_path)
+    serving = asyncio.run(load(checkpoint, source))
+    parts = adapter_files.read_parts(source, checkpoint, SPAN)  # as any client reads it
+    blocks, _ = pack_parts([parts[block] for block in range(SPAN.start, SPAN.end)], torch.float32)
+    found = serving.adapters.find("anybody", SPAN, [block.digest for block in blocks])
+    assert set(found) == {1, 2, 3}
+    for block, part in found.items():
+        (factors,) = part.factors
+        assert factors.module == "self_attn.q_proj"
+        torch.testing.assert_close(factors.up @ factors.down, torch.full((HIDDEN, HIDDEN), 2 * 2 * 0.1 * block))
+    assert serving.adapters.limits.memory == 10_000
+
+
+def test_an_adapter_that_cannot_be_used_is_told_before_the_weights_are_read(checkpoint, tmp_path, monkeypatch):
+    def never(*args, **kwargs):
+        raise AssertionError("the weights were read")
+
+    monkeypatch.setattr(serving_module, "load_span", never)
+    with pytest.raises(AdapterError):
+        asyncio.run(load(checkpoint, str(tmp_path / "nothing")))

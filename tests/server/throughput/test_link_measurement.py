@@ -1,0 +1,386 @@
+"""Whom a server pings, and the loop that does it, towards scripted peers."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.data_structures import ServerInfo, ServerState, Span
+from swarm.dht.records import MAX_ROUND_TRIPS, decode, encode
+from swarm.errors import PeerLost
+from swarm.protocol import messages
+from swarm.server.throughput import link_measurement as module
+from swarm.server.throughput.link_measurement import (
+    NETWORK_PERIOD,
+    NETWORK_RETRY,
+    PINGS,
+    Neighbours,
+    neighbours,
+    whom_to_ping,
+)
+from swarm.transport.memory import MemoryHub, MemoryNetwork
+from swarm.transport.ping import Bandwidth
+from swarm.transport.stream import Stream
+from tests.infos import server_info
+
+PATIENCE = 20.0
+HELD = Span(0, 2)
+
+
+def names(servers: Sequence[ServerInfo]) -> tuple[list[str], list[str]]:
+    return neighbours(servers, "me", Span(4, 8))
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "expected"),
+    [
+        (8, 12, ([""], [])),  # begins where this one ends
+        (6, 12, ([""], [])),  # overlaps, and goes on behind it
+        (0, 12, ([""], [])),
+        (7, 9, ([""], [])),
+        (4, 8, ([], [""])),  # the same blocks: a route may change over in the middle
+        (5, 6, ([], [""])),
+        (0, 6, ([], [""])),
+        (7, 8, ([], [""])),
+        (4, 5, ([], [])),  # holds only the first block, which nothing of this one comes before
+        (0, 5, ([], [])),
+        (0, 4, ([], [])),
+        (9, 12, ([], [])),  # a block between them is missing
+    ],
+)
+def test_whom_a_route_may_go_on_to(start, end, expected):
+    assert names([server_info(start, end, "")]) == expected
+
+
+@pytest.mark.parametrize("state", [ServerState.JOINING, ServerState.OFFLINE])
+def test_who_does_not_serve_is_no_neighbour(state):
+    assert names([server_info(8, 12, "a", state=state), server_info(8, 12, "b")]) == (["b"], [])
+
+
+def test_nobody_is_its_own_neighbour():
+    assert names([server_info(8, 12, "me"), server_info(4, 8, "me")]) == ([], [])
+
+
+spans = st.tuples(st.integers(0, 12), st.integers(1, 12)).map(lambda pair: Span(pair[0], pair[0] + pair[1]))
+
+
+@given(spans, spans)
+def test_a_neighbour_holds_a_block_that_follows_one_of_this_servers(own, other):
+    behind, inside = neighbours([server_info(other.start, other.end)], "me", own)
+    follows = [block for block in range(own.start, own.end) if block + 1 in other]
+    assert bool(behind or inside) == bool(follows)
+    assert bool(behind) == (own.end in other)
+
+
+peers = st.integers(0, 30).map(lambda count: [f"peer {number}" for number in range(count)])
+
+
+@given(peers, peers, st.dictionaries(st.integers(0, 29), st.floats(0, 100)), st.integers(0, 20), st.randoms())
+def test_the_choice_is_bounded_fair_and_by_turn(behind, others, tried, limit, random):
+    inside = [f"inner {peer}" for peer in others]
+    when = {f"peer {number}": time for number, time in tried.items()}
+    chosen = whom_to_ping(behind, inside, when, random, limit)
+    assert len(set(chosen)) == len(chosen) == min(limit, len(behind) + len(inside))
+    assert set(chosen) <= {*behind, *inside}
+    first = [peer for peer in chosen if peer in behind]
+    assert len(first) >= min(len(behind), math.floor(limit * 0.75))
+    assert len(chosen) - len(first) >= min(len(inside), math.floor(limit * 0.25))
+    left_out = [when.get(peer, -math.inf) for peer in behind if peer not in first]
+    assert all(when.get(peer, -math.inf) <= time for peer in first for time in left_out)
+
+
+def test_chance_decides_between_equals():
+    crowd = [str(number) for number in range(100)]
+    chosen = {tuple(whom_to_ping(crowd, [], {}, Random(seed))) for seed in range(5)}
+    assert len(chosen) == 5
+    assert len(set().union(*chosen)) > PINGS
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Swarm:
+    """A view of scripted peers; what the server under test measures of them is given."""
+
+    def __init__(self) -> None:
+        self.hub = MemoryHub()
+        self.network = MemoryNetwork(self.hub, "me")
+        self.servers: list[ServerInfo] = [server_info(0, 2, "me")]
+        self.clock = Clock()
+        self.views = 0
+        self.asked: list[str] = []
+
+    async def add(self, name: str, start: int = 2, end: int = 4, serve: bool = True) -> None:
+        self.servers.append(server_info(start, end, name))
+
+        async def answer(stream: Stream) -> None:
+            with suppress(PeerLost):
+                self.asked.append(name)
+                while True:
+                    request = messages.decode_client((await stream.receive()).header)
+                    if isinstance(request, messages.ProbeRequest):
+                        await stream.send(messages.ProbeReply(), bytes(request.reply_bytes))
+                    else:
+                        await stream.send(messages.InfoReply(start, end, 0, 0, "1"))
+            stream.close()
+
+        if serve:
+            await MemoryNetwork(self.hub, name).serve(answer)
+
+    async def view(self) -> Sequence[ServerInfo]:
+        self.views += 1
+        return self.servers
+
+    def neighbours(self, span: Span | None = HELD, period: float = 60.0) -> Neighbours:
+        return Neighbours(self.network, lambda: span, self.view, 16, period, Random(0), self.clock)
+
+
+def run(scenario: Callable[[Swarm], Awaitable[None]]) -> None:
+    async def whole() -> None:
+        swarm = Swarm()
+        async with asyncio.timeout(PATIENCE):
+            await scenario(swarm)
+        for task in swarm.hub.tasks:
+            task.cancel()
+
+    asyncio.run(whole())
+
+
+@pytest.fixture
+def links(monkeypatch) -> dict[str, float | Exception]:
+    """Bytes/s to each peer, or the error, in the place of a measurement; `asked` lists who was."""
+    rates: dict[str, float | Exception] = {}
+
+    async def fake(network, peer_id):
+        found = rates[peer_id]
+        if isinstance(found, Exception):
+            raise found
+        return Bandwidth(up=found * 5, down=found)
+
+    monkeypatch.setattr(module, "bandwidth", fake)
+    return rates
+
+
+def test_the_first_server_of_a_swarm_knows_no_links():
+    async def scenario(swarm):
+        for span in (HELD, None):
+            lonely = swarm.neighbours(span)
+            await lonely.update()
+            assert (lonely.round_trips, lonely.network_throughput) == ((), 0.0)
+
+    run(scenario)
+
+
+def test_links_to_neighbours_are_measured_and_fit_an_announcement():
+    async def scenario(swarm):
+        await swarm.add("next")
+        await swarm.add("inside", 1, 2)
+        await swarm.add("far", 3, 4)
+        await swarm.add("silent", serve=False)
+        one = swarm.neighbours()
+        await one.update()
+        assert {peer for peer, _ in one.round_trips} == {"next", "inside"}
+        assert one.network_throughput > 0
+        info = server_info(0, 2, "me", round_trips=one.round_trips, network_throughput=one.network_throughput)
+        assert decode(encode(info)) == info
+
+    run(scenario)
+
+
+def test_before_it_holds_blocks_a_server_measures_its_link_all_the_same():
+    async def scenario(swarm):
+        await swarm.add("next")
+        one = swarm.neighbours(None)
+        await one.update()
+        assert one.round_trips == ()
+        assert one.network_throughput > 0
+
+    run(scenario)
+
+
+def test_the_announced_are_those_of_the_last_view_nearest_first_and_not_too_many(monkeypatch):
+    async def scenario(swarm):
+        count = MAX_ROUND_TRIPS + 10
+        distances = {str(number): (number * 31 % count) / 100 for number in range(count)}
+
+        async def fake(network, chosen, concurrency):
+            assert concurrency >= len(chosen)
+            return {peer: distances[peer] for peer in chosen}
+
+        monkeypatch.setattr(module, "ping_many", fake)
+        for name in distances:
+            await swarm.add(name)
+        one = swarm.neighbours()
+        for _ in range(math.ceil(count / PINGS)):
+            await one.update()
+        nearest = sorted((seconds, peer) for peer, seconds in distances.items())[:MAX_ROUND_TRIPS]
+        assert one.round_trips == tuple((peer, seconds) for seconds, peer in nearest)
+        swarm.servers = swarm.servers[:3]
+        await one.update()
+        assert {peer for peer, _ in one.round_trips} == {info.peer_id for info in swarm.servers[1:]}
+
+    run(scenario)
+
+
+def test_peers_that_never_answer_do_not_crowd_out_the_others(monkeypatch):
+    async def scenario(swarm):
+        pinged: list[set[str]] = []
+
+        async def fake(network, chosen, concurrency):
+            pinged.append(set(chosen))
+            return {peer: 0.1 for peer in chosen if peer.startswith("good")}
+
+        monkeypatch.setattr(module, "ping_many", fake)
+        for number in range(2 * PINGS):
+            await swarm.add(f"dead {number}", serve=False)
+        await swarm.add("good")
+        one = swarm.neighbours()
+        for _ in range(9):
+            await one.update()
+            swarm.clock.now += 30
+        assert sum("good" in chosen for chosen in pinged) >= 3  # 33 peers, 16 a round: in three rounds at the latest
+        assert one.round_trips == (("good", 0.1),)
+
+    run(scenario)
+
+
+def test_a_neighbour_that_answers_no_more_is_not_announced():
+    async def scenario(swarm):
+        await swarm.add("next")
+        await swarm.add("other")
+        one = swarm.neighbours()
+        await one.update()
+        del swarm.hub.handlers["next"]
+        await one.update()
+        assert [peer for peer, _ in one.round_trips] == ["other"]
+
+    run(scenario)
+
+
+def test_the_link_is_the_median_over_peers_in_tokens_of_16_bit_values(links):
+    async def scenario(swarm):
+        for name, rate in [("a", 3200.0), ("b", 320.0), ("c", 1e12)]:
+            await swarm.add(name)
+            links[name] = rate
+        one = swarm.neighbours()
+        await one.update()
+        assert one.network_throughput == 3200.0 / (16 * 2)
+
+    run(scenario)
+
+
+def test_an_absurd_link_still_fits_an_announcement(links):
+    async def scenario(swarm):
+        await swarm.add("a")
+        links["a"] = 1e300
+        one = swarm.neighbours()
+        await one.update()
+        assert one.network_throughput == 1e9
+
+    run(scenario)
+
+
+def test_the_link_is_measured_rarely_and_again_soon_after_a_failure(links):
+    async def scenario(swarm):
+        one = swarm.neighbours()
+        await one.update()  # nobody there: nothing to wait for
+        await swarm.add("a")
+        links["a"] = PeerLost("gone")
+        await one.update()
+        assert one.network_throughput == 0.0
+        links["a"] = 32.0
+        swarm.clock.now += NETWORK_RETRY - 1
+        await one.update()
+        assert one.network_throughput == 0.0
+        swarm.clock.now += 2
+        await one.update()
+        assert one.network_throughput == 1.0
+        links["a"] = 64.0
+        swarm.clock.now += NETWORK_PERIOD * 0.7
+        await one.update()
+        assert one.network_throughput == 1.0
+        swarm.clock.now += NETWORK_PERIOD * 0.6
+        await one.update()
+        assert one.network_throughput == 2.0
+        links["a"] = PeerLost("gone")
+        swarm.clock.now += NETWORK_PERIOD * 1.3
+        await one.update()
+        assert one.network_throughput == 2.0  # what is known of the link stays
+
+    run(scenario)
+
+
+def test_the_loop_survives_everything_and_stops(monkeypatch):
+    async def scenario(swarm):
+        failures = iter([OSError("no network"), PeerLost("gone"), ValueError("a bug"), TimeoutError()])
+        done = asyncio.Event()
+
+        async def view():
+            for error in failures:
+                raise error
+            done.set()
+            return swarm.servers
+
+        await swarm.add("next")
+        one = Neighbours(swarm.network, lambda: HELD, view, 16, 0.001, Random(0))
+        one.start()
+        await done.wait()
+        while not one.round_trips:
+            await asyncio.sleep(0.001)
+        await one.stop()
+        asked = len(swarm.asked)
+        await asyncio.sleep(0.01)
+        assert len(swarm.asked) == asked
+        await one.stop()
+
+    run(scenario)
+
+
+def test_a_view_that_never_comes_is_given_up(monkeypatch):
+    monkeypatch.setattr(module, "VIEW_TIMEOUT", 0.01)
+
+    async def scenario(swarm):
+        async def view():
+            await asyncio.Event().wait()
+
+        one = Neighbours(swarm.network, lambda: HELD, view, 16, 60.0)
+        with pytest.raises(TimeoutError):
+            await one.update()
+
+    run(scenario)
+
+
+def test_stopping_in_the_middle_of_a_ping_or_before_the_start():
+    async def scenario(swarm):
+        asked = asyncio.Event()
+        ended = asyncio.Event()
+
+        async def silent(stream):
+            await stream.receive()
+            asked.set()
+            with suppress(PeerLost):
+                await stream.receive()
+            ended.set()
+
+        await swarm.add("next")
+        await MemoryNetwork(swarm.hub, "next").serve(silent)
+        one = swarm.neighbours()
+        await one.stop()
+        one.start()
+        await asked.wait()
+        await one.stop()
+        await ended.wait()
+
+    run(scenario)

@@ -1,0 +1,251 @@
+"""The file of remembered results: never in the way, whatever is in it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.server.throughput import throughput_cache
+from swarm.server.throughput.throughput_cache import (
+    CLOCK_ERROR,
+    MAX_AGE,
+    MAX_ENTRIES,
+    MAX_FILE,
+    Circumstances,
+    Throughput,
+    default_path,
+    lookup,
+    remember,
+)
+
+HERE = Circumstances("CPU, 2 threads", "model", "main", "0:6", "float32", "none", "swarm 1, torch 2")
+FAST = Throughput(100.0, 5000.0)
+NOW = 1.8e9
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "new" / "throughput.json"
+
+
+def entries(path: Path) -> list[dict[str, object]]:
+    found: list[dict[str, object]] = json.loads(path.read_text())["entries"]
+    return found
+
+
+def test_nothing_is_known_before_the_first_result(path):
+    assert lookup(path, HERE, NOW) is None
+    assert not path.parent.exists()
+
+
+def test_what_was_measured_is_known(path):
+    remember(path, HERE, FAST, NOW)
+    assert lookup(path, HERE, NOW + 1) == FAST
+    assert sorted(file.name for file in path.parent.iterdir()) == ["throughput.json", "throughput.lock"]
+
+
+@pytest.mark.parametrize("field", Circumstances.__struct_fields__)
+def test_every_circumstance_counts(path, field):
+    remember(path, HERE, FAST, NOW)
+    other = msgspec.structs.replace(HERE, **{field: "another"})
+    assert lookup(path, other, NOW) is None
+    remember(path, other, Throughput(1.0, 2.0), NOW)
+    assert lookup(path, HERE, NOW) == FAST
+    assert lookup(path, other, NOW) == Throughput(1.0, 2.0)
+
+
+def test_a_new_result_takes_the_place_of_the_old_one(path):
+    remember(path, HERE, FAST, NOW)
+    remember(path, HERE, Throughput(7.0, 8.0), NOW + 1)
+    assert lookup(path, HERE, NOW + 1) == Throughput(7.0, 8.0)
+    assert len(entries(path)) == 1
+
+
+def test_results_age_and_those_of_the_future_do_not_count(path):
+    remember(path, HERE, FAST, NOW)
+    assert lookup(path, HERE, NOW + MAX_AGE - 1) == FAST
+    assert lookup(path, HERE, NOW + MAX_AGE + 1) is None
+    assert lookup(path, HERE, NOW - 1) == FAST  # clocks differ a little
+    assert lookup(path, HERE, NOW - 2 * CLOCK_ERROR) is None
+
+
+def test_the_oldest_results_make_room(path):
+    for number in range(MAX_ENTRIES + 3):
+        remember(path, msgspec.structs.replace(HERE, model=str(number)), FAST, NOW + number)
+    later = NOW + MAX_ENTRIES + 3
+    known = [n for n in range(MAX_ENTRIES + 3) if lookup(path, msgspec.structs.replace(HERE, model=str(n)), later)]
+    assert known == list(range(3, MAX_ENTRIES + 3))
+    assert path.stat().st_size < MAX_FILE
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, math.inf, math.nan, 1e10])
+def test_no_throughput_is_not_kept(path, rate):
+    remember(path, HERE, Throughput(rate, 1.0), NOW)
+    remember(path, HERE, Throughput(1.0, rate), NOW)
+    assert lookup(path, HERE, NOW) is None
+
+
+GOOD = {
+    "circumstances": {name: getattr(HERE, name) for name in Circumstances.__struct_fields__},
+    "decode": 100.0,
+    "forward": 5000.0,
+    "measured": NOW,
+}
+
+
+def written(**changes: object) -> bytes:
+    return json.dumps({"entries": [{**GOOD, **changes}]}).encode()
+
+
+def test_the_sample_is_right_before_it_is_spoiled(path):
+    path.parent.mkdir()
+    path.write_bytes(written())
+    assert lookup(path, HERE, NOW) == FAST
+
+
+BROKEN = [
+    b"",
+    b"{}",
+    b"null",
+    b"\xff\xfe",
+    b"[" * 100_000,
+    b'{"entries":' * 100_000,
+    written()[:-1],
+    written() + b"x",
+    written(decode=0),
+    written(decode=-1.0),
+    written(decode=math.inf),
+    written(decode=math.nan),
+    written(decode=10**400),
+    written(forward="fast"),
+    written(forward=None),
+    written(measured=None),
+    written(measured=10**400),
+    written(circumstances={}),
+    written(circumstances="here"),
+    written() + b" " * MAX_FILE,
+]
+
+
+@pytest.mark.parametrize("data", BROKEN, ids=range(len(BROKEN)))
+def test_a_broken_file_is_ignored_and_written_anew(path, data):
+    path.parent.mkdir()
+    path.write_bytes(data)
+    assert lookup(path, HERE, NOW) is None
+    remember(path, HERE, FAST, NOW)
+    assert lookup(path, HERE, NOW) == FAST
+    assert len(entries(path)) == 1
+
+
+@given(st.binary(max_size=200) | st.text(max_size=200).map(lambda text: text.encode(errors="replace")))
+def test_any_bytes_are_survived(data):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "throughput.json"
+        path.write_bytes(data)
+        assert lookup(path, HERE, NOW) is None
+        remember(path, HERE, FAST, NOW)
+        assert lookup(path, HERE, NOW) == FAST
+
+
+@given(st.data())
+def test_a_damaged_file_is_survived(data):
+    damaged = bytearray(written())
+    for _ in range(data.draw(st.integers(1, 3))):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "throughput.json"
+        path.write_bytes(damaged)
+        found = lookup(path, HERE, NOW)
+        assert found is None or (0 < found.decode <= 1e9 and 0 < found.forward <= 1e9)
+        remember(path, HERE, FAST, NOW)
+        assert lookup(path, HERE, NOW) == FAST
+
+
+def test_a_place_that_cannot_be_written_is_survived(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file" / "throughput.json", Path("/proc/nowhere/throughput.json")):
+        remember(path, HERE, FAST, NOW)
+        assert lookup(path, HERE, NOW) is None
+
+
+def test_a_folder_in_the_place_of_the_file_is_survived(path):
+    path.mkdir(parents=True)
+    remember(path, HERE, FAST, NOW)
+    assert lookup(path, HERE, NOW) is None
+    assert [file.name for file in path.parent.iterdir() if file.name.startswith("throughput.json")] == [path.name]
+
+
+def test_a_name_that_is_no_unicode_is_survived(path):
+    odd = msgspec.structs.replace(HERE, model=os.fsdecode(b"mod\xe9l"))
+    remember(path, HERE, FAST, NOW)
+    remember(path, odd, FAST, NOW)
+    assert lookup(path, odd, NOW) is None
+    assert lookup(path, HERE, NOW) == FAST
+
+
+def test_a_lock_that_stays_taken_is_passed_over(path, monkeypatch):
+    monkeypatch.setattr(throughput_cache, "LOCK_PATIENCE", 0.05)
+    remember(path, HERE, FAST, NOW)
+    with open(path.with_suffix(".lock"), "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        remember(path, HERE, Throughput(1.0, 1.0), NOW)
+    assert lookup(path, HERE, NOW) == Throughput(1.0, 1.0)
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from swarm.server.throughput_cache import Circumstances, Throughput, remember
+
+path, name = Path(sys.argv[1]), sys.argv[2]
+for number in range(25):
+    here = Circumstances("CPU", name, str(number), "0:1", "float32", "none", "1")
+    remember(path, here, Throughput(1.0 + number, 1.0), 1.8e9 + number)
+"""
+
+
+def test_servers_that_write_at_once_lose_nothing(path):
+    names = ("one", "two", "three")
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(path), name]) for name in names]
+    assert [writer.wait(60) for writer in writers] == [0, 0, 0]
+    for name in names:
+        for number in range(25):
+            here = Circumstances("CPU", name, str(number), "0:1", "float32", "none", "1")
+            assert lookup(path, here, NOW + 100) == Throughput(1.0 + number, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("variable", "expected"),
+    [
+        ("/some/where", "/some/where"),
+        ("", "/home/me/.cache"),
+        ("relative", "/home/me/.cache"),
+        (None, "/home/me/.cache"),
+    ],
+)
+def test_where_the_file_lies(monkeypatch, variable, expected):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("XDG_CACHE_HOME", variable)
+    assert default_path() == Path(expected) / "swarm" / "throughput.json"
+
+
+def test_where_there_is_no_home(monkeypatch):
+    def no_home() -> Path:
+        raise RuntimeError("no home")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert default_path() is None

@@ -1,0 +1,50 @@
+"""Connections of clients that are slow on purpose."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import uvicorn
+
+from swarm.web import http_protocol
+from swarm.web.http_protocol import BoundedHttp
+from swarm.web.http_server import _Server, listen
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_who_reads_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
+    """Whether its answer is given up meanwhile or not: closing would wait until all is read."""
+    monkeypatch.setattr(http_protocol, "UNREAD_SECONDS", 0.2)
+    left = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        count = 0
+        while not left.is_set() and not (ends and count > 64):
+            count += 1
+            sending = asyncio.ensure_future(
+                send({"type": "http.response.body", "body": bytes(1 << 16), "more_body": True})
+            )
+            await asyncio.wait({sending}, timeout=0.05 if ends else None)
+
+    class Watched(BoundedHttp):
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            left.set()
+
+    async def work() -> None:
+        with listen("127.0.0.1", 0) as listening:
+            server = _Server(uvicorn.Config(app, http=Watched, lifespan="off", log_config=None))
+            serving = asyncio.create_task(server.serve(sockets=[listening]))
+            _, writer = await asyncio.open_connection(*listening.getsockname(), limit=1024)
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            async with asyncio.timeout(10):
+                await left.wait()
+            writer.close()
+            server.should_exit = True
+            await serving
+
+    asyncio.run(work())
