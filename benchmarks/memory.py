@@ -34,7 +34,7 @@ from benchmarks.chain import seconds_a_token, spread
 from swarm import AutoDistributedModelForCausalLM
 from swarm.cli.local_swarm import LocalSwarm
 from swarm.models.checkpoints.checkpoint import open_checkpoint
-from swarm.models.checkpoints.footprint import footprint
+from swarm.models.checkpoints.footprint import memory_footprint
 from swarm.protocol.compression import DTYPES
 from swarm.transport.p2p import quiet_hivemind
 
@@ -163,7 +163,7 @@ def in_a_process(*arguments: object) -> dict[str, Any]:
 def bytes_of(path: Path, dtype: str, tokens: int) -> tuple[list[int], int]:
     """Of each block with the cache of all texts, and of embeddings, norm and head."""
     checkpoint = open_checkpoint(path)
-    prints = footprint(checkpoint, DTYPES[dtype])
+    prints = memory_footprint(checkpoint, DTYPES[dtype])
     blocks = [prints.of(block, block + 1, TEXTS * (PROMPT + tokens)) for block in range(checkpoint.blocks)]
     heads = sum(tensor.numel() for _, tensor in checkpoint.read(checkpoint.is_head)) * DTYPES[dtype].itemsize
     return blocks, heads

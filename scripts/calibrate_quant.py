@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 from scripts.calibrate_wire import WINDOW, read_texts, windows_of
 from scripts.wire_damage import ChainLayer, Damage
 from swarm.data_structures import Span
-from swarm.models.blockless_model import load_heads
+from swarm.models.blockless_model import load_blockless_model
 from swarm.models.checkpoints.checkpoint import DEMO, open_checkpoint
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.span_loading import load_span
@@ -74,8 +74,8 @@ FORMS: dict[str, Callable[[Path], SpanModel]] = {
 def log_probabilities(folder: Path, span: SpanModel, windows: Tensor) -> Tensor:
     """Of every next token, `[rows, tokens, vocabulary]`."""
     checkpoint = open_checkpoint(folder)
-    layer = ChainLayer(span, checkpoint.anatomy.outputs)
-    model = load_heads(checkpoint, layer, _Plain, dtype=span.dtype).model
+    layer = ChainLayer(span, checkpoint.structure.outputs)
+    model = load_blockless_model(checkpoint, layer, _Plain, dtype=span.dtype).model
     return torch.cat(
         [model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1) for ids in windows.split(ROWS)]
     )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from swarm.data_structures import Span, WireFormat
-from swarm.models.blockless_model import load_heads
+from swarm.models.blockless_model import load_blockless_model
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.checkpoints.partial_model import resolve_dtype
 from swarm.models.span_loading import load_span
@@ -90,8 +90,8 @@ class InProcess:
         checkpoint = open_checkpoint(str(folder))
         chosen = resolve_dtype(dtype, checkpoint.config)
         whole = load_span(checkpoint, Span(0, checkpoint.blocks), dtype=chosen, device=CPU)
-        self.layer = ChainLayer(whole, checkpoint.anatomy.outputs)
-        self.model = load_heads(checkpoint, self.layer, _Plain, dtype=chosen).model
+        self.layer = ChainLayer(whole, checkpoint.structure.outputs)
+        self.model = load_blockless_model(checkpoint, self.layer, _Plain, dtype=chosen).model
         self.family, self.blocks = checkpoint.config.model_type, checkpoint.blocks
         self.hidden_size = whole.hidden_size
 

@@ -65,7 +65,7 @@ class AdapterMismatch(AdapterError):
     """The adapter was trained for another model, or for another revision of this one."""
 
 
-class TemplateRefused(UsageError):
+class ChatTemplateError(UsageError):
     """The model's chat template cannot write such a conversation, as it says itself."""
 
 
@@ -112,10 +112,10 @@ class PeerLost(RemoteError):
     code = "peer_lost"
 
 
-class PeerSilent(PeerLost):
+class PeerTimeout(PeerLost):
     """The peer did not answer in time; whether it is still there is not known."""
 
-    code = "peer_silent"
+    code = "peer_timeout"
 
 
 class ProtocolViolation(RemoteError):

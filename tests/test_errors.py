@@ -48,7 +48,7 @@ def test_an_unknown_code_is_the_servers_fault(code):
             },
         ),
         (errors.ServerFault, {errors.CacheFull, errors.ServerClosing}),
-        (errors.PeerLost, {errors.PeerSilent}),
+        (errors.PeerLost, {errors.PeerTimeout}),
         (errors.ProtocolViolation, set()),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "kinds",

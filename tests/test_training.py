@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from swarm.data_structures import Span
 from swarm.errors import AdapterRefused, SwarmError
-from swarm.protocol.adapters import BlockPart, Factors
+from swarm.protocol.adapters import BlockAdapterWeights, LoraFactors
 from tests.swarms import TestSwarm, run_client, run_swarm
 from tests.tuned import ListedAdapter, adapted, random_adapter
 from tests.zoo import PROMPTS, VOCABULARY, config_of, make_checkpoint
@@ -153,7 +153,7 @@ def test_only_what_wants_gradients_gets_them(model: Any, local: Any) -> None:
     adapter = random_adapter(local, blocks=(1, 4), prompt=0)
     first = adapter.parts[4].factors[0]
     scale = torch.tensor(0.5, requires_grad=True)
-    adapter.parts[4] = BlockPart(None, (Factors(first.module, first.down.detach(), first.up * scale),))
+    adapter.parts[4] = BlockAdapterWeights(None, (LoraFactors(first.module, first.down.detach(), first.up * scale),))
     adapter.parts[1].factors[0].down.requires_grad_(False)
     wanted = [scale, first.up]
     hidden = embedded(local, ids).detach()
@@ -362,8 +362,8 @@ def test_rows_of_padding_alone_have_no_gradient(model: Any, local: Any) -> None:
 
 def test_an_adapter_that_does_not_fit_is_said_at_once_and_harms_nobody(model: Any, local: Any) -> None:
     ids, mask = batch()
-    misfit = Factors("self_attn.z_proj", torch.zeros(2, 32), torch.zeros(32, 2))
-    model.remote_blocks.adapter = ListedAdapter({4: BlockPart(None, (misfit,))})
+    misfit = LoraFactors("self_attn.z_proj", torch.zeros(2, 32), torch.zeros(32, 2))
+    model.remote_blocks.adapter = ListedAdapter({4: BlockAdapterWeights(None, (misfit,))})
     with pytest.raises(AdapterRefused, match=r"block 4 has no linear module 'self_attn.z_proj'"):
         model(input_ids=ids, attention_mask=mask)
     with pytest.raises(AdapterRefused, match=r"self_attn.z_proj"):

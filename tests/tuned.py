@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from swarm.protocol.adapters import BlockPart, Factors
+from swarm.protocol.adapters import BlockAdapterWeights, LoraFactors
 
 ATTENTION = (
     "q_proj",
@@ -29,10 +29,10 @@ ATTENTION = (
 class ListedAdapter:
     """Parts by block."""
 
-    def __init__(self, parts: dict[int, BlockPart]) -> None:
+    def __init__(self, parts: dict[int, BlockAdapterWeights]) -> None:
         self.parts = parts
 
-    def part(self, block: int) -> BlockPart | None:
+    def part(self, block: int) -> BlockAdapterWeights | None:
         return self.parts.get(block)
 
     @property
@@ -71,10 +71,10 @@ def random_adapter(
         if blocks is not None and block not in blocks:
             continue
         factors = tuple(
-            Factors(name, leaf(rank, inputs), leaf(outputs, rank))
+            LoraFactors(name, leaf(rank, inputs), leaf(outputs, rank))
             for name, (inputs, outputs) in (linear_modules(layer) if rank else {}).items()
         )
-        parts[block] = BlockPart(leaf(prompt, model.config.hidden_size) if prompt else None, factors)
+        parts[block] = BlockAdapterWeights(leaf(prompt, model.config.hidden_size) if prompt else None, factors)
     return ListedAdapter(parts)
 
 
@@ -108,7 +108,7 @@ def _prompt_hook(prompt: torch.Tensor) -> Any:
     return before
 
 
-def _factors_hook(factors: Factors) -> Any:
+def _factors_hook(factors: LoraFactors) -> Any:
     def after(module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
         return output + (args[0] @ factors.down.T) @ factors.up.T
 

@@ -23,7 +23,7 @@ from swarm.client.tuning.trained import Trained
 from swarm.data_structures import Span, WireFormat
 from swarm.errors import AdapterMismatch, InvalidOption
 from swarm.models.adapters.adapter_files import StoredAdapter, read_adapter
-from swarm.models.blockless_model import Task, load_heads
+from swarm.models.blockless_model import Task, load_blockless_model
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from swarm.models.checkpoints.partial_model import resolve_dtype
 from swarm.models.cutting.families import classification_class
@@ -195,9 +195,9 @@ def _build(
     stored: StoredAdapter | None,
 ) -> Any:
     blocks = RemoteSequential(connection, Span(0, connection.blocks))
-    layer = RemoteLayer(blocks, checkpoint.anatomy.outputs)
+    layer = RemoteLayer(blocks, checkpoint.structure.outputs)
     mixin = DistributedGeneration if task == "CAUSAL_LM" else Distributed
-    heads = load_heads(checkpoint, layer, mixin, dtype=dtype, task=task, num_labels=num_labels)
+    heads = load_blockless_model(checkpoint, layer, mixin, dtype=dtype, task=task, num_labels=num_labels)
     model = heads.model
     # Past nn.Module's bookkeeping: neither is a part of the model's weights.
     object.__setattr__(model, "remote_blocks", blocks)

@@ -20,11 +20,11 @@ from swarm.client.wire.adapter_upload import PackedAdapter, pack_adapter
 from swarm.client.wire.padding import Rows, flat_rows, pack_rows, shaped_rows, unpack_rows
 from swarm.data_structures import Route, Span
 from swarm.errors import SwarmError
-from swarm.protocol.adapters import BlockPart
+from swarm.protocol.adapters import BlockAdapterWeights
 
 
 def run_remotely(
-    connection: SwarmConnection, span: Span, parts: Mapping[int, BlockPart], hidden: torch.Tensor, rows: Rows
+    connection: SwarmConnection, span: Span, parts: Mapping[int, BlockAdapterWeights], hidden: torch.Tensor, rows: Rows
 ) -> torch.Tensor:
     """Whole sequences through blocks that servers hold.
 
@@ -76,7 +76,7 @@ class _Trip:
 
     connection: SwarmConnection
     span: Span
-    parts: Mapping[int, BlockPart]
+    parts: Mapping[int, BlockAdapterWeights]
     adapter: PackedAdapter
     rows: Rows
 

@@ -18,7 +18,7 @@ from swarm.client.remote_sequential import Call, RemoteLayer
 from swarm.client.tuning.prompted_cache import PromptedCache
 from swarm.client.tuning.virtual_tokens import Placement, placement
 from swarm.errors import UsageError
-from swarm.models.placeholder_cache import SequenceCache
+from swarm.models.placeholder_cache import PlaceholderCache
 
 
 class Calls:
@@ -49,7 +49,7 @@ class Calls:
             limit = getattr(self._model.config, "max_position_embeddings", None) or 2048
             cache = self._model.inference_session(max_length=min(limit, 2048)).cache
             kwargs = {**kwargs, "past_key_values": cache}
-        if cache is not None and not isinstance(cache, SequenceCache):
+        if cache is not None and not isinstance(cache, PlaceholderCache):
             raise UsageError(
                 f"a {type(cache).__name__} cannot hold what remote servers compute; leave past_key_values out, or "
                 "use model.inference_session()"

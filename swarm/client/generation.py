@@ -25,7 +25,7 @@ from swarm.client.tuning.lora import Lora
 from swarm.client.tuning.prompted_cache import PromptedCache
 from swarm.client.tuning.trained import Trained
 from swarm.errors import UsageError
-from swarm.models.placeholder_cache import SequenceCache
+from swarm.models.placeholder_cache import PlaceholderCache
 
 
 class Active(threading.local):
@@ -226,7 +226,7 @@ class DistributedGeneration(Distributed):
         if inputs_embeds is not None:
             kwargs["inputs_embeds"] = inputs_embeds
         cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
-        if next_sequence_length is None and isinstance(cache, SequenceCache):
+        if next_sequence_length is None and isinstance(cache, PlaceholderCache):
             mask_length = mask.shape[1] if mask is not None else None
             next_sequence_length = unseen_length(cache.get_seq_length(), input_ids.shape[1], mask_length)
         return super().prepare_inputs_for_generation(  # type: ignore[misc]

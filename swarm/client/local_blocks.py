@@ -16,7 +16,7 @@ from swarm.client.chain.input_history import REQUEST_TOKENS
 from swarm.client.wire.padding import Rows, flat_rows, shaped_rows
 from swarm.data_structures import HopTiming, Route, Span, StepLayout
 from swarm.errors import InvalidSpan, TooLong
-from swarm.models.adapters.layer_hooks import NOTHING, Parts
+from swarm.models.adapters.layer_hooks import NO_ADAPTER, AdapterWeights
 from swarm.models.execution import gradients as training
 from swarm.models.execution.session_cache import SessionCache
 from swarm.models.execution.span_model import SpanModel
@@ -75,11 +75,11 @@ class LocalBlocks:
         self._model = model
         self._lock = threading.Lock()
 
-    def session(self, adapter: Parts = NOTHING) -> LocalSession:
+    def session(self, adapter: AdapterWeights = NO_ADAPTER) -> LocalSession:
         """Caches for one session, with an adapter as for `new_cache`."""
         return LocalSession(self, adapter)
 
-    def new_cache(self, span: Span, adapter: Parts = NOTHING) -> SessionCache:
+    def new_cache(self, span: Span, adapter: AdapterWeights = NO_ADAPTER) -> SessionCache:
         """An empty cache for some of the blocks.
 
         Args:
@@ -87,7 +87,9 @@ class LocalBlocks:
         """
         return SessionCache(self._model.narrowed(span), self._checked(span, adapter))
 
-    def forward(self, span: Span, hidden_RTH: torch.Tensor, rows: Rows, adapter: Parts = NOTHING) -> torch.Tensor:
+    def forward(
+        self, span: Span, hidden_RTH: torch.Tensor, rows: Rows, adapter: AdapterWeights = NO_ADAPTER
+    ) -> torch.Tensor:
         """Run whole sequences through the blocks of `span`, with torch's own graph behind them if gradients are wanted.
 
         Args:
@@ -99,7 +101,7 @@ class LocalBlocks:
         pieces = [slice(first, first + size) for first in range(0, max(1, len(hidden_RTH)), size)]
         return torch.cat([self._forward(span, hidden_RTH[piece], rows[piece], adapter) for piece in pieces])
 
-    def _forward(self, span: Span, hidden_RTH: torch.Tensor, rows: Rows, adapter: Parts) -> torch.Tensor:
+    def _forward(self, span: Span, hidden_RTH: torch.Tensor, rows: Rows, adapter: AdapterWeights) -> torch.Tensor:
         layout = rows.layout
         if not layout.tokens:
             return torch.zeros_like(hidden_RTH)
@@ -113,7 +115,7 @@ class LocalBlocks:
             output_TH = training.forward(model, packed_TH, layout, self._checked(span, adapter))
         return shaped_rows(output_TH, hidden_RTH, rows.real)
 
-    def _checked(self, span: Span, adapter: Parts) -> Parts:
+    def _checked(self, span: Span, adapter: AdapterWeights) -> AdapterWeights:
         mine = {block: part for block, part in adapter.items() if block in span}
         for block, part in mine.items():
             self._model.adapted.check(block, part)
@@ -160,7 +162,7 @@ class LocalSession:
     computed again (a start below what is cached is a rollback), but its rows must not be copied about again.
     """
 
-    def __init__(self, blocks: LocalBlocks, adapter: Parts = NOTHING) -> None:
+    def __init__(self, blocks: LocalBlocks, adapter: AdapterWeights = NO_ADAPTER) -> None:
         self._blocks = blocks
         self._cache = blocks.new_cache(blocks.span, adapter)
         self._copied: tuple[int, ...] | None = None

@@ -20,7 +20,7 @@ from swarm.client.wire.packed_hidden import Packed
 from swarm.client.wire.padding import pack_rows, position_offsets, unpack_rows
 from swarm.data_structures import HopTiming, Route, Span, StepLayout
 from swarm.errors import SessionClosed, TooLong
-from swarm.models.placeholder_cache import SequenceCache
+from swarm.models.placeholder_cache import PlaceholderCache
 
 
 class InferenceSession:
@@ -44,7 +44,7 @@ class InferenceSession:
         if max_length < 1:
             raise ValueError(f"max_length is {max_length}; a session needs room for at least one token")
         self.max_length = max_length
-        self.cache = SequenceCache(self)
+        self.cache = PlaceholderCache(self)
         self._listener = listener
         self._model = model
         self._connection = connection

@@ -30,7 +30,7 @@ RECORD_LIFETIME = 30.0
 
 
 @dataclass(frozen=True)
-class Echo:
+class ProbeResult:
     """How a peer answered.
 
     Attributes:
@@ -42,7 +42,7 @@ class Echo:
     clock_ahead: float
 
 
-async def probe(peer: Peer, address: str, patience: float) -> Echo:
+async def probe(peer: Peer, address: str, patience: float) -> ProbeResult:
     """Dial an address that ends in a peer id, and ask the peer for its time as every member of the DHT may.
 
     Args:
@@ -65,13 +65,13 @@ async def probe(peer: Peer, address: str, patience: float) -> Echo:
         raise PeerLost(str(error) or type(error).__name__) from None
 
 
-async def _exchange(peer: Peer, target: PeerID) -> Echo:
+async def _exchange(peer: Peer, target: PeerID) -> ProbeResult:
     """One ping of hivemind's DHT, whose answer tells the time at which it was written."""
     stub = peer.dht.protocol.get_stub(target)
     sent, began = time.time(), time.perf_counter()
     answer = await stub.rpc_ping(dht_pb2.PingRequest(peer=peer.dht.protocol.node_info, validate=False))
     took = time.perf_counter() - began
-    return Echo(took, float(answer.dht_time) - (sent + took / 2))
+    return ProbeResult(took, float(answer.dht_time) - (sent + took / 2))
 
 
 async def write_record(peer: Peer) -> bool:

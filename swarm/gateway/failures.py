@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 
 from swarm.errors import (
     CacheFull,
+    ChatTemplateError,
     MissingBlocks,
     NotEnoughMemory,
     RemoteError,
     SwarmError,
-    TemplateRefused,
     TooLong,
 )
 
@@ -140,7 +140,7 @@ def failure_of(error: BaseException) -> ApiFailure:
         return Unavailable(f"{error}; try again, or ask for fewer tokens", code="swarm_full", retry_after=RETRY_SWARM)
     if isinstance(error, TooLong):
         return BadRequest(str(error), param="max_tokens", code="context_length_exceeded")
-    if isinstance(error, TemplateRefused):
+    if isinstance(error, ChatTemplateError):
         return BadRequest(str(error), param="messages", code="template_refused")
     if isinstance(error, RemoteError):
         return Unavailable(f"the swarm failed: {error}", code=error.code, retry_after=RETRY_SWARM)

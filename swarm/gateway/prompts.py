@@ -21,7 +21,7 @@ COMPLETION_TOKENS = 16
 
 
 def chat_works(request: ChatRequest, served: ServedModel, default_tokens: int) -> list[Work]:
-    """One sequence for each of the `n` answers. Raises `BadRequest` or `TemplateRefused`."""
+    """One sequence for each of the `n` answers. Raises `BadRequest` or `ChatTemplateError`."""
     tools = _tools(request, served)
     messages = [_message(message) for message in request.messages]
     prompt = conversation_tokens(served.tokenizer, messages, tools)

@@ -29,7 +29,7 @@ Task = Literal["CAUSAL_LM", "SEQ_CLS"]
 
 
 @dataclass(frozen=True)
-class Heads:
+class BlocklessModel:
     """Attributes:
     model: the family's model, frozen.
     owner: the module in it that calls the blocks.
@@ -43,7 +43,7 @@ class Heads:
     head: str | None
 
 
-def load_heads(
+def load_blockless_model(
     checkpoint: Checkpoint,
     layer: nn.Module,
     mixin: type,
@@ -51,7 +51,7 @@ def load_heads(
     dtype: torch.dtype,
     task: Task = "CAUSAL_LM",
     num_labels: int | None = None,
-) -> Heads:
+) -> BlocklessModel:
     """The family's model for the task with `layer` in place of its blocks.
 
     Args:
@@ -96,7 +96,7 @@ def load_heads(
     if settings is not None:
         model.generation_config = settings
     path, owner, head = found[-1]
-    return Heads(model, owner, path, head)
+    return BlocklessModel(model, owner, path, head)
 
 
 def _head_name(model: Any) -> str:

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 from swarm.data_structures import StepLayout
 
 
-class SequenceCache(Cache):
+class PlaceholderCache(Cache):
     """Bookkeeping of the rows of one inference session.
 
     Slots are columns of the caller's padded `[rows, length]` batch; positions count real tokens only. A slot whose

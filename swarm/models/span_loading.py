@@ -52,7 +52,7 @@ def load_span(
     model, digests = _load_blocks(checkpoint, span, dtype, device, quant, progress)
     # After loading, because rotary tables are filled while it happens, for the layer types of the whole model.
     surgery.slice_config(model.config, span, checkpoint.blocks)
-    result = SpanModel(model, checkpoint.anatomy.path, span, digests, checkpoint.config.hidden_size)
+    result = SpanModel(model, checkpoint.structure.path, span, digests, checkpoint.config.hidden_size)
     packing.decide(result, layout)
     return result
 
@@ -61,7 +61,7 @@ def _load_blocks(
     checkpoint: Checkpoint, span: Span, dtype: torch.dtype, device: torch.device, quant: str, progress: bool
 ) -> tuple[Any, list[str]]:
     """One block after the other is read, brought into its form and put behind those before it; a digest a block."""
-    path = checkpoint.anatomy.path
+    path = checkpoint.structure.path
     whole: Any = None
     layers: Any = nn.ModuleList()
     digests: list[str] = []
@@ -78,7 +78,7 @@ def _load_blocks(
             whole, layers = model, model.get_submodule(path)
         else:
             layers.extend(_moved(model.get_submodule(path), model.config, whole.config))
-    surgery.renumber(layers)
+    surgery.renumber_layers(layers)
     return whole, digests
 
 
@@ -110,9 +110,9 @@ def _load_block(checkpoint: Checkpoint, block: int, dtype: torch.dtype) -> tuple
         kept = getattr(owner, name)[block : block + 1]
         setattr(owner, name, kept)
         surgery.drop_weights(owner, keep=(name,))
-        surgery.renumber(kept)
+        surgery.renumber_layers(kept)
 
-    prefix = f"{checkpoint.anatomy.path}.0."
+    prefix = f"{checkpoint.structure.path}.0."
     tensors = {prefix + name: tensor for name, tensor in tensors.items()}
     return load_cut(families.base_class(config), config, cut, tensors, dtype), digest
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from swarm.dht.directory import fetch_servers
 from swarm.dht.validation import AnnouncementValidator
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from swarm.models.checkpoints.footprint import footprint
+from swarm.models.checkpoints.footprint import memory_footprint
 from swarm.models.checkpoints.partial_model import resolve_dtype
 from swarm.models.weights.quantization import INT4, NF4, NONE
 from swarm.planning.device_group import ModelSize
@@ -27,7 +27,7 @@ def open_model(
     """
     checkpoint = open_checkpoint(model, revision=revision, cache_dir=cache_dir)
     resolved = resolve_dtype(dtype, checkpoint.config)
-    needs = footprint(checkpoint, resolved, INT4 if quant == NF4 else quant)
+    needs = memory_footprint(checkpoint, resolved, INT4 if quant == NF4 else quant)
     hidden_bytes = checkpoint.config.hidden_size * resolved.itemsize
     return checkpoint, ModelSize(checkpoint.name, needs.weights, needs.cache_per_token, hidden_bytes)
 

@@ -19,13 +19,13 @@ import torch
 from swarm.data_structures import WireFormat
 from swarm.errors import NotFinite, WrongShape
 from swarm.protocol.compression import DTYPES, dtype_name, is_finite, pack, payload_length, unpack
-from swarm.protocol.messages import DIGEST_BYTES, BlockAdapter, ModuleShape
+from swarm.protocol.messages import DIGEST_BYTES, BlockAdapterSpec, LoraShape
 
 GRADIENTS = torch.float32
 
 
 @dataclass(frozen=True, eq=False)
-class Factors:
+class LoraFactors:
     """LoRA of one module: `up @ down` is what is added to its weight.
 
     Attributes:
@@ -40,7 +40,7 @@ class Factors:
 
 
 @dataclass(frozen=True, eq=False)
-class BlockPart:
+class BlockAdapterWeights:
     """What is added to one block.
 
     Attributes:
@@ -49,7 +49,7 @@ class BlockPart:
     """
 
     prompt: torch.Tensor | None = None
-    factors: tuple[Factors, ...] = ()
+    factors: tuple[LoraFactors, ...] = ()
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -57,27 +57,27 @@ class BlockPart:
         prompt = () if self.prompt is None else (self.prompt,)
         return (*prompt, *(tensor for one in self.factors for tensor in (one.down, one.up)))
 
-    def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> BlockPart:
+    def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> BlockAdapterWeights:
         """The same with other tensors of the same shapes."""
-        factors = tuple(Factors(one.module, change(one.down), change(one.up)) for one in self.factors)
-        return BlockPart(change(self.prompt) if self.prompt is not None else None, factors)
+        factors = tuple(LoraFactors(one.module, change(one.down), change(one.up)) for one in self.factors)
+        return BlockAdapterWeights(change(self.prompt) if self.prompt is not None else None, factors)
 
 
-def pack_parts(parts: Sequence[BlockPart], dtype: torch.dtype) -> tuple[list[BlockAdapter], bytes]:
+def pack_parts(parts: Sequence[BlockAdapterWeights], dtype: torch.dtype) -> tuple[list[BlockAdapterSpec], bytes]:
     """The parts' descriptions and their bytes one behind the other, all in `dtype`."""
     blocks, payloads = [], []
     for part in parts:
         payload = b"".join(pack(tensor.to(dtype), WireFormat.NONE) for tensor in part.tensors)
         prompt = 0 if part.prompt is None else len(part.prompt)
-        modules = [ModuleShape(one.module, one.down.shape[0], one.down.shape[1], len(one.up)) for one in part.factors]
-        blocks.append(BlockAdapter(digest_of(prompt, modules, payload, dtype_name(dtype)), prompt, modules))
+        modules = [LoraShape(one.module, one.down.shape[0], one.down.shape[1], len(one.up)) for one in part.factors]
+        blocks.append(BlockAdapterSpec(digest_of(prompt, modules, payload, dtype_name(dtype)), prompt, modules))
         payloads.append(payload)
     return blocks, b"".join(payloads)
 
 
 def unpack_parts(
-    blocks: Sequence[BlockAdapter], payload: bytes | memoryview, dtype: str, hidden_size: int, device: torch.device
-) -> list[BlockPart]:
+    blocks: Sequence[BlockAdapterSpec], payload: bytes | memoryview, dtype: str, hidden_size: int, device: torch.device
+) -> list[BlockAdapterWeights]:
     """The inverse of `pack_parts`.
 
     Raises:
@@ -107,7 +107,7 @@ def pack_gradients(gradients: Sequence[torch.Tensor]) -> bytes:
 
 
 def unpack_gradients(
-    blocks: Sequence[BlockAdapter], payload: bytes | memoryview, hidden_size: int
+    blocks: Sequence[BlockAdapterSpec], payload: bytes | memoryview, hidden_size: int
 ) -> list[list[torch.Tensor]]:
     """For every block its tensors' gradients, float32, on the CPU. Raises `WrongShape` or `NotFinite`."""
     values = [count_values(block, hidden_size) for block in blocks]
@@ -120,24 +120,24 @@ def unpack_gradients(
     return [list(_split(mine, block, hidden_size)) for block, mine in zip(blocks, flat.split(values), strict=True)]
 
 
-def gradient_length(blocks: Sequence[BlockAdapter], hidden_size: int) -> int:
+def gradient_length(blocks: Sequence[BlockAdapterSpec], hidden_size: int) -> int:
     """Bytes of the gradients of some blocks' adapters."""
     return GRADIENTS.itemsize * sum(count_values(block, hidden_size) for block in blocks)
 
 
-def count_values(block: BlockAdapter, hidden_size: int) -> int:
+def count_values(block: BlockAdapterSpec, hidden_size: int) -> int:
     """Numbers in a block's adapter."""
     return block.prompt * hidden_size + sum(one.rank * (one.inputs + one.outputs) for one in block.modules)
 
 
-def digest_of(prompt: int, modules: Sequence[ModuleShape], payload: bytes | memoryview, dtype: str) -> bytes:
+def digest_of(prompt: int, modules: Sequence[LoraShape], payload: bytes | memoryview, dtype: str) -> bytes:
     """The name of a block's adapter."""
     digest = hashlib.blake2b(msgspec.msgpack.encode((prompt, modules, dtype)), digest_size=DIGEST_BYTES)
     digest.update(payload)
     return digest.digest()
 
 
-def _shapes(block: BlockAdapter, hidden_size: int) -> Iterator[tuple[int, int]]:
+def _shapes(block: BlockAdapterSpec, hidden_size: int) -> Iterator[tuple[int, int]]:
     if block.prompt:
         yield block.prompt, hidden_size
     for one in block.modules:
@@ -145,15 +145,15 @@ def _shapes(block: BlockAdapter, hidden_size: int) -> Iterator[tuple[int, int]]:
         yield one.outputs, one.rank
 
 
-def _split(flat: torch.Tensor, block: BlockAdapter, hidden_size: int) -> Iterator[torch.Tensor]:
+def _split(flat: torch.Tensor, block: BlockAdapterSpec, hidden_size: int) -> Iterator[torch.Tensor]:
     shapes = list(_shapes(block, hidden_size))
     for piece, shape in zip(flat.split([math.prod(shape) for shape in shapes]), shapes, strict=True):
         yield piece.view(shape)
 
 
-def _part(block: BlockAdapter, tensors: list[torch.Tensor]) -> BlockPart:
+def _part(block: BlockAdapterSpec, tensors: list[torch.Tensor]) -> BlockAdapterWeights:
     rest = tensors[1:] if block.prompt else tensors
     factors = [
-        Factors(one.module, down, up) for one, down, up in zip(block.modules, rest[::2], rest[1::2], strict=True)
+        LoraFactors(one.module, down, up) for one, down, up in zip(block.modules, rest[::2], rest[1::2], strict=True)
     ]
-    return BlockPart(tensors[0] if block.prompt else None, tuple(factors))
+    return BlockAdapterWeights(tensors[0] if block.prompt else None, tuple(factors))

@@ -8,7 +8,7 @@ A conversation is one libp2p stream:
     client                               server
     OpenSession        ->
                        <-                SessionOpened | Refusal
-    Link               ->                (who stands before and behind this server)
+    SetNeighbors       ->                (who stands before and behind this server)
     StepRequest + payload ->
                        <-                StepReply + payload | Refusal
     ReplayRequest + payload ->           (fills the cache with past inputs)
@@ -25,7 +25,7 @@ A conversation is one libp2p stream:
     BackwardRequest + payload ->         (computes the activations again, keeps nothing)
                        <-                BackwardReply + payload | Refusal
     PutAdapters + payload ->             (what this peer adds to blocks, named by digests in other requests)
-                       <-                AdaptersKept | Refusal
+                       <-                AdaptersStored | Refusal
 
     InfoRequest        ->
                        <-                InfoReply
@@ -123,7 +123,7 @@ class StepReply(Message, frozen=True):
     pushed: bool = False
 
 
-class Link(Message, frozen=True):
+class SetNeighbors(Message, frozen=True):
     """Who stands before and behind this server in the session's route; None is the client itself. No reply.
 
     Only `previous` may push steps into the session. Outputs are pushed to the session `next_session` at `next`.
@@ -222,7 +222,7 @@ class BackwardReply(Message, frozen=True):
     compute_ms: Milliseconds
 
 
-class ModuleShape(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class LoraShape(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """LoRA factors of one module: A `[rank, inputs]` and B `[outputs, rank]`. `module`: its path inside the block."""
 
     module: Name
@@ -231,12 +231,12 @@ class ModuleShape(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     outputs: Annotated[int, msgspec.Meta(ge=1, le=2**20)]
 
 
-class BlockAdapter(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class BlockAdapterSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What is added to one block: a soft prompt of `prompt` positions (0 for none), and factors of some modules."""
 
     digest: Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
     prompt: Annotated[int, msgspec.Meta(ge=0, le=MAX_ROWS)]
-    modules: Annotated[list[ModuleShape], msgspec.Meta(max_length=64)]
+    modules: Annotated[list[LoraShape], msgspec.Meta(max_length=64)]
 
 
 class PutAdapters(Message, frozen=True):
@@ -247,11 +247,11 @@ class PutAdapters(Message, frozen=True):
     """
 
     start: Count
-    blocks: Annotated[list[BlockAdapter | None], msgspec.Meta(min_length=1, max_length=MAX_BLOCKS)]
+    blocks: Annotated[list[BlockAdapterSpec | None], msgspec.Meta(min_length=1, max_length=MAX_BLOCKS)]
     dtype: Name
 
 
-class AdaptersKept(Message, frozen=True):
+class AdaptersStored(Message, frozen=True):
     """They are there, for at least `seconds` from now or from their last use if nobody needs the room."""
 
     seconds: Annotated[float, msgspec.Meta(ge=0, le=1e9)]
@@ -295,7 +295,7 @@ class Refusal(Message, frozen=True):
 
 ClientMessage = (
     OpenSession
-    | Link
+    | SetNeighbors
     | StepRequest
     | PushRequest
     | ReplayRequest
@@ -312,7 +312,7 @@ ServerMessage = (
     | ReplayReply
     | ForwardReply
     | BackwardReply
-    | AdaptersKept
+    | AdaptersStored
     | InfoReply
     | ProbeReply
     | Refusal

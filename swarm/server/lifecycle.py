@@ -21,7 +21,7 @@ from swarm.metrics.endpoint import MetricsEndpoint
 from swarm.metrics.registry import new_registry
 from swarm.metrics.server import ServerMetrics, ServerObserver
 from swarm.models.checkpoints.checkpoint import open_checkpoint
-from swarm.models.checkpoints.footprint import footprint
+from swarm.models.checkpoints.footprint import memory_footprint
 from swarm.models.checkpoints.partial_model import resolve_dtype
 from swarm.protocol import messages
 from swarm.protocol.compression import dtype_name
@@ -180,7 +180,7 @@ class Server:
 
     async def _choose_span(self, plan: Plan) -> Span:
         wanted, checkpoint, blocks = self.config.blocks, plan.checkpoint, plan.checkpoint.blocks
-        needs = await self._runtime.run(footprint, checkpoint, plan.dtype, plan.quant)
+        needs = await self._runtime.run(memory_footprint, checkpoint, plan.dtype, plan.quant)
         free = memory.free_memory(plan.device) - (self.config.adapter_memory or 0)
         if wanted.span is not None:
             memory.check_fits(needs, wanted.span.start, wanted.span.end, free, plan.cache_tokens)

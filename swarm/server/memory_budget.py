@@ -14,7 +14,7 @@ from swarm.common.units import human
 from swarm.data_structures import Span
 from swarm.errors import InvalidOption, NotEnoughMemory
 from swarm.models.checkpoints.checkpoint import Checkpoint
-from swarm.models.checkpoints.footprint import Footprint, footprint
+from swarm.models.checkpoints.footprint import MemoryFootprint, memory_footprint
 from swarm.models.weights.quantization import INT8, NF4, NONE, check_available, form_on
 from swarm.protocol.compression import dtype_name
 from swarm.server.limits import ADAPTER_MEMORY, ADAPTER_SHARE, HEADROOM
@@ -22,14 +22,14 @@ from swarm.server.limits import ADAPTER_MEMORY, ADAPTER_SHARE, HEADROOM
 logger = logging.getLogger(__name__)
 
 
-def blocks_that_fit(footprint: Footprint, free: int, cache_tokens: int) -> int:
+def blocks_that_fit(memory_footprint: MemoryFootprint, free: int, cache_tokens: int) -> int:
     """How many blocks fit into `free` bytes wherever the window lies, with room for their attention cache.
 
     Raises `NotEnoughMemory` if not even one does.
     """
     budget = int(free * HEADROOM)
-    per_block = max(footprint.weights) + cache_tokens * footprint.cache_per_token
-    count = min(len(footprint.weights), budget // per_block)
+    per_block = max(memory_footprint.weights) + cache_tokens * memory_footprint.cache_per_token
+    count = min(len(memory_footprint.weights), budget // per_block)
     if count == 0:
         raise NotEnoughMemory(
             f"one block takes {human(per_block)} with its attention cache of {cache_tokens} tokens, and "
@@ -38,9 +38,9 @@ def blocks_that_fit(footprint: Footprint, free: int, cache_tokens: int) -> int:
     return count
 
 
-def check_fits(footprint: Footprint, start: int, end: int, free: int, cache_tokens: int) -> None:
+def check_fits(memory_footprint: MemoryFootprint, start: int, end: int, free: int, cache_tokens: int) -> None:
     """Raise `NotEnoughMemory` if blocks [start, end) do not fit into `free` bytes."""
-    needed = footprint.of(start, end, cache_tokens)
+    needed = memory_footprint.of(start, end, cache_tokens)
     if needed > int(free * HEADROOM):
         raise NotEnoughMemory(
             f"blocks {start}:{end} take {human(needed)} with an attention cache of {cache_tokens} tokens, and "
@@ -70,7 +70,7 @@ def resolve_quantization(
         check_available(form, device)
         logger.info("Weights: %s, as asked for%s", form, " (on a CPU nf4 is int4)" if form != requested else "")
         return form
-    needs = {form: footprint(checkpoint, dtype, form) for form in _possible_forms(device)}
+    needs = {form: memory_footprint(checkpoint, dtype, form) for form in _possible_forms(device)}
     form = choose_quantization(needs, wanted, free_memory(device) - reserved, cache_tokens)
     said = "not quantized" if form == NONE else f"{form}, because not all blocks wanted fit in {dtype_name(dtype)}"
     logger.info("Weights: %s; --quant says otherwise", said)
@@ -88,7 +88,7 @@ def _possible_forms(device: torch.device) -> list[str]:
 
 
 def choose_quantization(
-    footprints: Mapping[str, Footprint], wanted: Span | int | None, free: int, cache_tokens: int
+    footprints: Mapping[str, MemoryFootprint], wanted: Span | int | None, free: int, cache_tokens: int
 ) -> str:
     """The form of the weights where nobody asked for one: exact where the blocks fit, else what makes them fit.
 
@@ -107,13 +107,13 @@ def choose_quantization(
     return next((form for form, room in rooms.items() if room >= enough), next(iter(rooms)))
 
 
-def _room(footprint: Footprint, wanted: Span | int | None, free: int, cache_tokens: int) -> int:
+def _room(memory_footprint: MemoryFootprint, wanted: Span | int | None, free: int, cache_tokens: int) -> int:
     """How many of the blocks fit; of blocks that were named, all or none."""
     try:
         if isinstance(wanted, Span):
-            check_fits(footprint, wanted.start, wanted.end, free, cache_tokens)
+            check_fits(memory_footprint, wanted.start, wanted.end, free, cache_tokens)
             return wanted.length
-        return blocks_that_fit(footprint, free, cache_tokens)
+        return blocks_that_fit(memory_footprint, free, cache_tokens)
     except NotEnoughMemory:
         return 0
 

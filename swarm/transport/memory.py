@@ -229,7 +229,7 @@ class _Pipe:
         self.flush()
 
 
-class _End:
+class _PipeWriter:
     """What one peer holds of a stream, as an asyncio writer."""
 
     def __init__(self, out: _Pipe, back: _Pipe) -> None:
@@ -247,7 +247,7 @@ class _End:
         await self._out.has_room()
 
     @property
-    def transport(self) -> _End:
+    def transport(self) -> _PipeWriter:
         return self
 
     def abort(self) -> None:
@@ -264,7 +264,7 @@ class _MemoryStream(FrameStream):
     """A stream that may lose a message."""
 
     def __init__(self, hub: MemoryHub, mine: str, peer_id: str, out: _Pipe, back: _Pipe) -> None:
-        writer: Any = _End(out, back)
+        writer: Any = _PipeWriter(out, back)
         super().__init__(peer_id, back.reader, writer)
         self._loses: Callable[[Message], bool] = lambda message: hub.loses(mine, peer_id, message)
 

@@ -24,7 +24,7 @@ INPUT = Packed(b"i" * 48, 3, HIDDEN, WireFormat.NONE, "float32")
 OUTPUT = b"o" * 24
 """Three tokens of four values in 16 bits."""
 
-KEPT = (messages.AdaptersKept(600.0), b"")
+KEPT = (messages.AdaptersStored(600.0), b"")
 OPENED = (messages.SessionOpened(0), b"")
 Answer = tuple[Any, bytes] | str | None
 """A reply and its payload, None for silence, or "hang up"."""
@@ -71,7 +71,7 @@ class FakeServer:
                 frame = await stream.receive()
                 message = messages.decode_client(frame.header)
                 self.requests.append((message, bytes(frame.payload)))
-                if isinstance(message, messages.Link | messages.CloseSession):
+                if isinstance(message, messages.SetNeighbors | messages.CloseSession):
                     continue
                 answer = next(answers, None)
                 if answer == "hang up":

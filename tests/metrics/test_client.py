@@ -8,7 +8,7 @@ import pytest
 
 from swarm.client.routes import events
 from swarm.data_structures import Route, Span
-from swarm.errors import CacheFull, PeerSilent
+from swarm.errors import CacheFull, PeerTimeout
 from swarm.metrics.client import AVOIDED, ClientMetrics
 from swarm.metrics.registry import Registry, exposition
 from swarm.routing.peer_health import Failure
@@ -28,7 +28,7 @@ def heard(*happened: events.Event) -> Readings:
 def test_an_answer_with_a_failover() -> None:
     readings = heard(
         events.RouteTaken(Route()),
-        events.HopLost("peer", SPAN, PeerSilent.code),
+        events.HopLost("peer", SPAN, PeerTimeout.code),
         events.PeerAvoided("peer", Failure.TIMED_OUT.value, 15.0),
         events.BlocksMissing((2, 3)),
         events.RouteTaken(Route()),
@@ -36,7 +36,7 @@ def test_an_answer_with_a_failover() -> None:
         events.Recovered(0.07),
     )
     assert value(readings, "swarm_client_routes_total") == 2
-    assert value(readings, "swarm_client_hops_lost_total", code="peer_silent") == 1
+    assert value(readings, "swarm_client_hops_lost_total", code="peer_timeout") == 1
     assert value(readings, "swarm_client_bans_total", reason="timed_out") == 1
     assert value(readings, "swarm_client_missing_blocks_total") == 1
     assert value(readings, "swarm_client_replays_total") == 1

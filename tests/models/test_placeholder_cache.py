@@ -7,14 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.models.placeholder_cache import SequenceCache
+from swarm.models.placeholder_cache import PlaceholderCache
 
 
 def tokens_of(rows: list[list[int]]) -> torch.Tensor:
     return torch.tensor(rows)
 
 
-def step(cache: SequenceCache, tokens: torch.Tensor, mask: torch.Tensor | None = None):
+def step(cache: PlaceholderCache, tokens: torch.Tensor, mask: torch.Tensor | None = None):
     rows, new = tokens.shape
     layout, fresh = cache.layout(rows, new, mask)
     cache.commit(rows, new, fresh, tokens)
@@ -22,7 +22,7 @@ def step(cache: SequenceCache, tokens: torch.Tensor, mask: torch.Tensor | None =
 
 
 def test_rows_without_padding():
-    cache = SequenceCache(None)
+    cache = PlaceholderCache(None)
     assert step(cache, tokens_of([[1, 2, 3], [4, 5, 6]])).starts == (0, 0)
     layout = step(cache, tokens_of([[7], [8]]))
     assert (layout.starts, layout.counts, layout.sources) == ((3, 3), (1, 1), None)
@@ -31,7 +31,7 @@ def test_rows_without_padding():
 
 
 def test_padding_is_never_sent():
-    cache = SequenceCache(None)
+    cache = PlaceholderCache(None)
     mask = torch.tensor([[0, 0, 1], [1, 1, 1]])
     layout, fresh = cache.layout(2, 3, mask)
     assert (layout.starts, layout.counts) == ((0, 0), (1, 3))
@@ -43,7 +43,7 @@ def test_padding_is_never_sent():
 
 
 def test_a_changed_mask_is_refused():
-    cache = SequenceCache(None)
+    cache = PlaceholderCache(None)
     step(cache, tokens_of([[1, 2, 3]]), torch.tensor([[0, 1, 1]]))
     with pytest.raises(ValueError, match="mask changed"):
         cache.layout(1, 1, torch.tensor([[1, 1, 1, 1]]))
@@ -54,7 +54,7 @@ def test_a_changed_mask_is_refused():
 
 
 def test_reordering_travels_with_the_next_step_once():
-    cache = SequenceCache(None)
+    cache = PlaceholderCache(None)
     step(cache, tokens_of([[1], [2], [3]]))
     cache.reorder_cache(torch.tensor([2, 2, 0]))
     cache.reorder_cache(torch.tensor([1, 0, 2]))
@@ -64,7 +64,7 @@ def test_reordering_travels_with_the_next_step_once():
 
 
 def test_rows_can_be_repeated_and_picked():
-    cache = SequenceCache(None)
+    cache = PlaceholderCache(None)
     step(cache, tokens_of([[1], [2]]))
     cache.batch_repeat_interleave(2)
     assert cache.batch_size == 4
@@ -73,7 +73,7 @@ def test_rows_can_be_repeated_and_picked():
 
 
 def test_rolling_back():
-    cache = SequenceCache(None)
+    cache = PlaceholderCache(None)
     step(cache, tokens_of([[1, 2, 3, 4]]), torch.tensor([[0, 1, 1, 1]]))
     cache.crop(-2)
     assert cache.get_seq_length() == 2
@@ -93,7 +93,7 @@ def test_rolling_back():
 def test_the_common_prefix_is_the_longest_one(known: list[list[int]], asked: list[list[int]], pad: int) -> None:
     width = min(map(len, asked))
     prompt = torch.tensor([row[:width] for row in asked])
-    cache = SequenceCache(None)
+    cache = PlaceholderCache(None)
     mask = torch.ones(2, 6, dtype=torch.long)
     mask[0, :pad] = 0
     step(cache, torch.tensor(known), mask)
@@ -109,7 +109,7 @@ def test_the_common_prefix_is_the_longest_one(known: list[list[int]], asked: lis
 
 
 def test_tokens_are_unknown_once_hidden_states_came_without_them():
-    cache = SequenceCache(None)
+    cache = PlaceholderCache(None)
     step(cache, tokens_of([[1, 2]]))
     cache.commit(1, 1, None, None)
     assert cache.tokens is None

@@ -7,7 +7,14 @@ from hypothesis import strategies as st
 
 from swarm.errors import NotFinite, WrongDtype, WrongShape
 from swarm.protocol import adapters
-from swarm.protocol.adapters import BlockPart, Factors, pack_gradients, pack_parts, unpack_gradients, unpack_parts
+from swarm.protocol.adapters import (
+    BlockAdapterWeights,
+    LoraFactors,
+    pack_gradients,
+    pack_parts,
+    unpack_gradients,
+    unpack_parts,
+)
 from swarm.protocol.messages import DIGEST_BYTES
 
 HIDDEN = 6
@@ -19,15 +26,15 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @st.composite
-def parts(draw) -> BlockPart:
+def parts(draw) -> BlockAdapterWeights:
     seed = draw(st.integers(0, 99))
     positions = draw(st.none() | st.integers(1, 4))
     sizes = draw(st.lists(st.tuples(*[st.integers(1, 5)] * 3), max_size=3))
     factors = [
-        Factors(f"m.{number}", numbers(rank, inputs, seed=seed), numbers(outputs, rank, seed=seed))
+        LoraFactors(f"m.{number}", numbers(rank, inputs, seed=seed), numbers(outputs, rank, seed=seed))
         for number, (rank, inputs, outputs) in enumerate(sizes)
     ]
-    return BlockPart(numbers(positions, HIDDEN, seed=seed) if positions else None, tuple(factors))
+    return BlockAdapterWeights(numbers(positions, HIDDEN, seed=seed) if positions else None, tuple(factors))
 
 
 @given(st.lists(parts(), min_size=1, max_size=3), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
@@ -52,26 +59,32 @@ def test_gradients_lie_as_the_parts_do(drawn):
         assert all(torch.equal(one, 2 * other) for one, other in zip(found, part.tensors, strict=True))
 
 
-def part(seed: int = 0, module: str = "q", positions: int = 2) -> BlockPart:
-    factors = Factors(module, numbers(2, 3, seed=seed), numbers(4, 2, seed=seed))
-    return BlockPart(numbers(positions, HIDDEN, seed=seed), (factors,))
+def part(seed: int = 0, module: str = "q", positions: int = 2) -> BlockAdapterWeights:
+    factors = LoraFactors(module, numbers(2, 3, seed=seed), numbers(4, 2, seed=seed))
+    return BlockAdapterWeights(numbers(positions, HIDDEN, seed=seed), (factors,))
 
 
-def digest(one: BlockPart, dtype: torch.dtype = torch.float32) -> bytes:
+def digest(one: BlockAdapterWeights, dtype: torch.dtype = torch.float32) -> bytes:
     return pack_parts([one], dtype)[0][0].digest
 
 
 def test_a_digest_names_numbers_shapes_modules_and_dtype():
     assert digest(part()) == digest(part())
     assert len(digest(part())) == DIGEST_BYTES
-    others = [part(1), part(module="k"), part(positions=3), BlockPart(part().prompt), BlockPart(None, part().factors)]
-    others.append(BlockPart(part().prompt, (*part().factors, Factors("k", numbers(2, 3), numbers(4, 2)))))
+    others = [
+        part(1),
+        part(module="k"),
+        part(positions=3),
+        BlockAdapterWeights(part().prompt),
+        BlockAdapterWeights(None, part().factors),
+    ]
+    others.append(BlockAdapterWeights(part().prompt, (*part().factors, LoraFactors("k", numbers(2, 3), numbers(4, 2)))))
     found = {digest(part()), digest(part(), torch.bfloat16), *map(digest, others)}
     assert len(found) == 2 + len(others)
     # The same bytes, cut in another way.
     flat = numbers(12)
-    assert digest(BlockPart(flat.view(2, 6))) != digest(
-        BlockPart(None, (Factors("q", flat[:6].view(1, 6), flat[6:, None]),))
+    assert digest(BlockAdapterWeights(flat.view(2, 6))) != digest(
+        BlockAdapterWeights(None, (LoraFactors("q", flat[:6].view(1, 6), flat[6:, None]),))
     )
 
 

@@ -34,12 +34,12 @@ steps = st.builds(
 )
 digests = st.none() | st.lists(st.binary(max_size=16), min_size=1, max_size=5)
 blocks = st.builds(
-    messages.BlockAdapter,
+    messages.BlockAdapterSpec,
     digest=st.binary(min_size=16, max_size=16),
     prompt=st.integers(0, MAX_ROWS),
     modules=st.lists(
         st.builds(
-            messages.ModuleShape,
+            messages.LoraShape,
             module=names,
             rank=st.integers(1, messages.MAX_RANK),
             inputs=st.integers(1, 2**20),
@@ -59,8 +59,8 @@ CLIENT_MESSAGES: dict[type, st.SearchStrategy[messages.ClientMessage]] = {
         reply_format=formats,
         adapters=digests,
     ),
-    messages.Link: st.builds(
-        messages.Link, previous=st.none() | names, next=st.none() | names, next_session=st.none() | session_ids
+    messages.SetNeighbors: st.builds(
+        messages.SetNeighbors, previous=st.none() | names, next=st.none() | names, next_session=st.none() | session_ids
     ),
     messages.StepRequest: steps,
     messages.PushRequest: st.builds(messages.PushRequest, client=names, session_id=session_ids, step=steps),
@@ -113,7 +113,7 @@ SERVER_MESSAGES: dict[type, st.SearchStrategy[messages.ServerMessage]] = {
     messages.ReplayReply: st.builds(messages.ReplayReply, format=formats, dtype=names, compute_ms=milliseconds),
     messages.ForwardReply: st.builds(messages.ForwardReply, format=formats, dtype=names, compute_ms=milliseconds),
     messages.BackwardReply: st.builds(messages.BackwardReply, format=formats, dtype=names, compute_ms=milliseconds),
-    messages.AdaptersKept: st.builds(messages.AdaptersKept, seconds=st.floats(0, 1e9)),
+    messages.AdaptersStored: st.builds(messages.AdaptersStored, seconds=st.floats(0, 1e9)),
     messages.InfoReply: st.builds(
         messages.InfoReply, start=counts, end=counts, cache_tokens_free=counts, sessions=counts, version=names
     ),
@@ -126,7 +126,7 @@ server_messages = st.one_of(*SERVER_MESSAGES.values())
 OPEN = ["OpenSession", b"0123456789abcdef", "main", 0, 3, 64, "none"]
 STEP = ["StepRequest", 0, [0, 4], [2, 1], "none", "float32", None]
 REPLY = ["StepReply", 0, "none", "float32", 1.5, True]
-LINK = ["Link", "before", "behind", b"0123456789abcdef"]
+LINK = ["SetNeighbors", "before", "behind", b"0123456789abcdef"]
 PUSH = ["PushRequest", "client", b"0123456789abcdef", STEP]
 REPLAY = ["ReplayRequest", 7, [0, 4], [2, 0], "none", "float32", None, True]
 PROBE = ["ProbeRequest", 1000]
@@ -170,10 +170,10 @@ def test_the_samples_are_right_before_they_are_spoiled():
     assert messages.decode_client(changed(STEP, 1, 0)) == messages.StepRequest(*STEP[1:])
     assert messages.decode_client(changed(FORWARD, 2, 0)) == messages.ForwardRequest(*FORWARD[1:])
     assert messages.decode_client(changed(BACKWARD, 2, 0)) == messages.BackwardRequest(*BACKWARD[1:])
-    shape = messages.ModuleShape("self_attn.q_proj", 4, 32, 32)
-    described = messages.BlockAdapter(b"0123456789abcdef", 3, [shape])
+    shape = messages.LoraShape("self_attn.q_proj", 4, 32, 32)
+    described = messages.BlockAdapterSpec(b"0123456789abcdef", 3, [shape])
     assert messages.decode_client(changed(PUT, 1, 0)) == messages.PutAdapters(0, [described, None], "float32")
-    assert messages.decode_client(changed(LINK, 1, "before")) == messages.Link(*LINK[1:])
+    assert messages.decode_client(changed(LINK, 1, "before")) == messages.SetNeighbors(*LINK[1:])
     pushed = messages.decode_client(changed(PUSH, 1, "client"))
     assert pushed == messages.PushRequest("client", b"0123456789abcdef", messages.StepRequest(*STEP[1:]))
     assert messages.decode_client(changed(REPLAY, 1, 7)) == messages.ReplayRequest(*REPLAY[1:])

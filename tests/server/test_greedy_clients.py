@@ -319,7 +319,7 @@ def test_a_client_that_reads_no_answers_to_pushed_steps(model, small_window):
         async with besides(server):
             client = await server.client()
             await client.ask(changed(OPEN, max_length=16))
-            await client.stream.send(messages.Link("before", None, None))
+            await client.stream.send(messages.SetNeighbors("before", None, None))
             await client.ask(messages.InfoRequest())
             session = server.session()
             server.hub.hang(HOSTILE)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from swarm.data_structures import Span
 from swarm.errors import InvalidOption, NotEnoughMemory
 from swarm.models.checkpoints.checkpoint import open_checkpoint
-from swarm.models.checkpoints.footprint import Footprint
+from swarm.models.checkpoints.footprint import MemoryFootprint
 from swarm.server import memory_budget as memory
 from swarm.server.limits import HEADROOM
 from swarm.server.memory_budget import (
@@ -26,7 +26,7 @@ from swarm.server.memory_budget import (
 CPU = torch.device("cpu")
 
 footprints = st.builds(
-    Footprint,
+    MemoryFootprint,
     weights=st.lists(st.integers(1, 10**9), min_size=1, max_size=12).map(tuple),
     cache_per_token=st.integers(0, 10**5),
 )
@@ -51,7 +51,7 @@ def test_what_fits_fits_wherever_the_window_lies(footprint, free, tokens):
 @given(st.integers(1, 10**9), st.integers(1, 40), st.integers(0, 10**11))
 @settings(deadline=None)
 def test_one_block_more_would_not_fit(weight, blocks, free):
-    footprint = Footprint((weight,) * blocks, 0)
+    footprint = MemoryFootprint((weight,) * blocks, 0)
     try:
         count = blocks_that_fit(footprint, free, 1)
     except NotEnoughMemory:
@@ -60,7 +60,7 @@ def test_one_block_more_would_not_fit(weight, blocks, free):
 
 
 def test_the_cache_takes_room_too():
-    footprint = Footprint((100,) * 10, 1)
+    footprint = MemoryFootprint((100,) * 10, 1)
     assert blocks_that_fit(footprint, 2000, 1) == 10
     assert blocks_that_fit(footprint, 2000, 500) == 3
     check_fits(footprint, 0, 3, 2000, 500)
@@ -70,7 +70,7 @@ def test_the_cache_takes_room_too():
 
 def test_not_even_one_block():
     with pytest.raises(NotEnoughMemory, match="--cache-tokens"):
-        blocks_that_fit(Footprint((100,), 0), 100, 1)
+        blocks_that_fit(MemoryFootprint((100,), 0), 100, 1)
 
 
 def test_free_memory_of_this_machine():
@@ -106,7 +106,7 @@ def test_a_device_that_this_machine_has_not(name):
         resolve_device(name)
 
 
-FORMS = {form: Footprint((weight,) * 8, 1) for form, weight in (("none", 400), ("int8", 200), ("int4", 100))}
+FORMS = {form: MemoryFootprint((weight,) * 8, 1) for form, weight in (("none", 400), ("int8", 200), ("int4", 100))}
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_the_form_of_weights_that_nobody_asked_for(wanted, free, form):
 
 
 def test_where_the_cache_is_what_does_not_fit_weights_stay_exact():
-    large_cache = {form: Footprint(needs.weights, 10**6) for form, needs in FORMS.items()}
+    large_cache = {form: MemoryFootprint(needs.weights, 10**6) for form, needs in FORMS.items()}
     assert choose_quantization(large_cache, None, 4 * 10**6, 1) == "none"
 
 

@@ -200,7 +200,7 @@ def test_what_was_asked_before_is_void(model):
 
     async def act(server):
         client = await (await server.client()).begin()
-        await client.stream.send(messages.Link("before", None, None))
+        await client.stream.send(messages.SetNeighbors("before", None, None))
         last = client.next_step(), pack(random(1, client.steps), WireFormat.NONE)
         await client.right_step()
         hidden = random(4)

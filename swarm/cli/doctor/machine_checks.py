@@ -92,7 +92,7 @@ def _driver_interface() -> str:
 def room(model: str | None, requested: str, cache_dir: Path | None) -> Finding:
     """How many blocks of the model would fit."""
     from swarm.models.checkpoints.checkpoint import open_checkpoint
-    from swarm.models.checkpoints.footprint import footprint
+    from swarm.models.checkpoints.footprint import memory_footprint
     from swarm.models.checkpoints.partial_model import resolve_dtype
     from swarm.server.limits import CACHE_TOKENS
     from swarm.server.memory_budget import blocks_that_fit, free_memory, resolve_device
@@ -100,7 +100,7 @@ def room(model: str | None, requested: str, cache_dir: Path | None) -> Finding:
     try:
         free = free_memory(resolve_device(requested))
         checkpoint = open_checkpoint(model, cache_dir=cache_dir)
-        needs = footprint(checkpoint, resolve_dtype("auto", checkpoint.config))
+        needs = memory_footprint(checkpoint, resolve_dtype("auto", checkpoint.config))
     except SwarmError as error:
         return verdicts.failure("Memory", str(error), "name a model that there is, or none for the demo model")
     try:

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from swarm.cli.doctor import verdicts
 from swarm.cli.doctor.verdicts import Finding
-from swarm.dht.probe import Echo, probe, read_record, write_record
+from swarm.dht.probe import ProbeResult, probe, read_record, write_record
 from swarm.dht.validation import AnnouncementValidator
 from swarm.errors import AddressUnavailable, PeerLost
 from swarm.transport.p2p import P2PConfig, Peer
@@ -53,10 +53,10 @@ async def peers(addresses: Sequence[str]) -> tuple[list[Finding], list[str]]:
     if not addresses:
         return [verdicts.unknown("Peers", NO_PEERS, GIVE_PEERS), verdicts.clock([])], []
     asked = await asyncio.gather(*(_echo(address) for address in addresses))
-    ahead = [echo.clock_ahead for echo in asked if isinstance(echo, Echo)]
+    ahead = [echo.clock_ahead for echo in asked if isinstance(echo, ProbeResult)]
     findings, usable = [], []
     for address, echo in zip(addresses, asked, strict=True):
-        if not isinstance(echo, Echo):
+        if not isinstance(echo, ProbeResult):
             findings.append(verdicts.peer_lost(address, str(echo)))
             continue
         off = abs(echo.clock_ahead - verdicts.peers_time(ahead))
@@ -66,7 +66,7 @@ async def peers(addresses: Sequence[str]) -> tuple[list[Finding], list[str]]:
     return [*findings, verdicts.clock(ahead)], usable
 
 
-async def _echo(address: str) -> Echo | PeerLost:
+async def _echo(address: str) -> ProbeResult | PeerLost:
     """With a daemon of its own: one that is connected to a peer already does not try another address of it."""
     try:
         async with asyncio.timeout(2 * PATIENCE), _peer(P2PConfig()) as peer:

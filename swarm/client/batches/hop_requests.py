@@ -99,7 +99,7 @@ class Asker:
     ) -> Packed:
         """Run packed sequences through one server's blocks.
 
-        Raises `RemoteError` of the fitting kind; `PeerSilent` when it takes much longer than such work should.
+        Raises `RemoteError` of the fitting kind; `PeerTimeout` when it takes much longer than such work should.
         """
         request = messages.ForwardRequest(
             revision=self._manner.revision,

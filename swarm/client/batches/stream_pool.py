@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from swarm.errors import PeerLost, PeerSilent
+from swarm.errors import PeerLost, PeerTimeout
 from swarm.transport.stream import Network, Stream
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ class StreamPool:
         if stream is not None:
             try:
                 return await self._talk(peer_id, stream, conversation)
-            except PeerSilent:
+            except PeerTimeout:
                 raise
             except PeerLost:
                 self._drop(peer_id)  # what closed one of them closed all

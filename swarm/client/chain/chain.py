@@ -28,7 +28,7 @@ from swarm.client.wire.adapter_upload import Carried
 from swarm.client.wire.packed_hidden import Manner, Packed
 from swarm.client.wire.reply_checks import Outputs, whose
 from swarm.data_structures import HopTiming, Route, Span, StepLayout
-from swarm.errors import PeerSilent, SessionClosed
+from swarm.errors import PeerTimeout, SessionClosed
 from swarm.transport.stream import Network
 
 logger = logging.getLogger(__name__)
@@ -189,7 +189,7 @@ class Chain:
                 case Mend(index, overdue):
                     if overdue:
                         hop = self._hops[index]
-                        hop.error = PeerSilent(f"{whose(hop.hop)} has not answered in time")
+                        hop.error = PeerTimeout(f"{whose(hop.hop)} has not answered in time")
                     await self._mend(index)
                 case Wait(until):
                     with suppress(TimeoutError):

@@ -31,7 +31,7 @@ from swarm.errors import (
     CacheFull,
     MissingBlocks,
     PeerLost,
-    PeerSilent,
+    PeerTimeout,
     RemoteError,
     TooLong,
     UnknownSession,
@@ -228,7 +228,7 @@ class Failover:
             if hop.stale and (failed := await self._replay([hop], past)) is not None:
                 _, trouble = failed
         except TimeoutError:
-            trouble = PeerSilent(f"{whose(hop.hop)} did not let us in again within {RECONNECT} s")
+            trouble = PeerTimeout(f"{whose(hop.hop)} did not let us in again within {RECONNECT} s")
         except RemoteError as again:
             trouble = again
         if trouble is not None:
@@ -336,5 +336,5 @@ def _may_recover(hop: HopSession) -> bool:
         return hop.stale
     if hop.abandoned or hop.pardons >= PARDONS or hop.leaving is not None:
         return False
-    lost = isinstance(hop.error, PeerLost) and not isinstance(hop.error, PeerSilent)
+    lost = isinstance(hop.error, PeerLost) and not isinstance(hop.error, PeerTimeout)
     return lost or isinstance(hop.error, UnknownSession | WrongPosition)

@@ -19,7 +19,7 @@ from swarm.client.wire.reply_checks import Outputs, accepted, answering, checked
 from swarm.data_structures import Hop, HopTiming, StepLayout
 from swarm.errors import (
     PeerLost,
-    PeerSilent,
+    PeerTimeout,
     ProtocolViolation,
     RemoteError,
     RequestRefused,
@@ -168,7 +168,7 @@ class HopSession:
         """Tell the server who may push to it and to whom it may push; None is this client."""
         self.may_push = after is not None
         await self._send(
-            messages.Link(
+            messages.SetNeighbors(
                 previous=before.peer_id if before is not None else None,
                 next=after.peer_id if after is not None else None,
                 next_session=after.session_id if after is not None else None,
@@ -253,7 +253,7 @@ class HopSession:
             async with asyncio.timeout(patience):
                 reply, payload = await self._answer
         except TimeoutError:
-            raise PeerSilent(f"{whose(self.hop)} did not answer within {patience:.1f} s") from None
+            raise PeerTimeout(f"{whose(self.hop)} did not answer within {patience:.1f} s") from None
         finally:
             self._answer = self._replaying = None
         if not isinstance(reply, messages.ReplayReply):
@@ -302,7 +302,7 @@ class HopSession:
             async with asyncio.timeout(patience):
                 await self._stream.send(message, payload)
         except TimeoutError:
-            self._fail(PeerSilent(f"{whose(self.hop)} has read nothing for {patience:.1f} s"))
+            self._fail(PeerTimeout(f"{whose(self.hop)} has read nothing for {patience:.1f} s"))
         except PeerLost as error:
             self._fail(PeerLost(f"{whose(self.hop)} is gone: {error}"))
 

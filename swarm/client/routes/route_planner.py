@@ -22,7 +22,7 @@ from swarm.errors import (
     CacheFull,
     MissingBlocks,
     PeerLost,
-    PeerSilent,
+    PeerTimeout,
     ProtocolViolation,
     RequestRefused,
     ServerClosing,
@@ -55,7 +55,7 @@ IDLE = 120.0
 """Seconds without a request after which a client no longer asks the swarm anything."""
 
 _FAILURES: tuple[tuple[type[Exception], Failure], ...] = (
-    (PeerSilent, Failure.TIMED_OUT),
+    (PeerTimeout, Failure.TIMED_OUT),
     (PeerLost, Failure.UNREACHABLE),
     (ProtocolViolation, Failure.WRONG_ANSWER),
     (CacheFull, Failure.CACHE_FULL),

@@ -10,7 +10,7 @@ from torch import nn
 
 from swarm.client.tuning.lora_config import LoraSettings
 from swarm.models.adapters.adapter_files import StoredAdapter, scaled, scaling
-from swarm.protocol.adapters import Factors
+from swarm.protocol.adapters import LoraFactors
 
 
 class LoraModule(nn.Module):
@@ -58,10 +58,10 @@ class Lora(nn.Module):
     def __iter__(self) -> Iterator[int]:
         return iter(self._by_block)
 
-    def factors(self, block: int) -> tuple[Factors, ...]:
+    def factors(self, block: int) -> tuple[LoraFactors, ...]:
         """As servers take them, scaled within the graph."""
         return tuple(
-            Factors(module, one.lora_A, scaled(one.lora_B, one.scaling)) for module, one in self[block].items()
+            LoraFactors(module, one.lora_A, scaled(one.lora_B, one.scaling)) for module, one in self[block].items()
         )
 
     def _add(self, path: str, factors: LoraModule) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from swarm.errors import InvalidOption
-from swarm.models.cutting.lora_targets import LinearModules
+from swarm.models.cutting.lora_targets import LoraTargets
 from swarm.protocol.messages import MAX_RANK
 
 ALL_LINEAR = "all-linear"
@@ -157,7 +157,7 @@ def _of(pattern: Mapping[str, Any], place: str, default: Any) -> Any:
 
 
 def targets(
-    settings: LoraSettings, modules: LinearModules, path: str, family: str
+    settings: LoraSettings, modules: LoraTargets, path: str, family: str
 ) -> dict[int, dict[str, tuple[int, int]]]:
     """The modules that LoRA is added to: by block, path inside it to (inputs, outputs), sorted.
 
@@ -192,7 +192,7 @@ def targets(
     return {block: inside for block, inside in found.items() if inside}
 
 
-def _check_found(wanted: tuple[str, ...] | str, found: Mapping[int, Any], modules: LinearModules, path: str) -> None:
+def _check_found(wanted: tuple[str, ...] | str, found: Mapping[int, Any], modules: LoraTargets, path: str) -> None:
     if wanted != ALL_LINEAR:
         root = path.removesuffix(modules.path)
         for outside in (*(root + name for name in modules.outside), "lm_head", "score", "classifier"):
@@ -214,7 +214,7 @@ def _matches(wanted: tuple[str, ...] | str, place: str) -> bool:
     return any(place == name or place.endswith(f".{name}") for name in wanted)
 
 
-def default_targets(modules: LinearModules, family: str) -> tuple[str, ...]:
+def default_targets(modules: LoraTargets, family: str) -> tuple[str, ...]:
     """PEFT's: queries and values, or the module that makes both. Raises `InvalidOption` if the blocks have neither."""
     names = {module.rpartition(".")[2] for block in modules.blocks for module in block}
     for usual in QUERIES_AND_VALUES:

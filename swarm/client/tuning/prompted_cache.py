@@ -7,16 +7,16 @@ from typing import Any
 import torch
 
 from swarm.client.tuning.virtual_tokens import Placement
-from swarm.models.placeholder_cache import SequenceCache
+from swarm.models.placeholder_cache import PlaceholderCache
 
 
-class PromptedCache(SequenceCache):
+class PromptedCache(PlaceholderCache):
     """Rows that begin with virtual tokens, of which the caller's tokens, masks and `generate` know nothing.
 
     `length` and whatever else belongs to the session counts them; what transformers asks outside of the model does not.
 
     Args:
-        session: as for `SequenceCache`.
+        session: as for `PlaceholderCache`.
         count: virtual tokens of a row.
 
     Attributes:

@@ -20,7 +20,7 @@ from swarm.models.adapters.adapter_config import PEFT_TYPES, Method
 from swarm.models.adapters.adapter_files import DEEP_PROMPTS, PROMPTS
 from swarm.models.adapters.adapter_source import CONFIG, WEIGHTS
 from swarm.models.checkpoints.checkpoint import Checkpoint
-from swarm.models.cutting.lora_targets import LinearModules, linear_modules
+from swarm.models.cutting.lora_targets import LoraTargets, find_lora_targets
 
 STATE = "model.safetensors"
 CARD = "README.md"
@@ -133,7 +133,7 @@ def config_of(snapshot: Snapshot) -> dict[str, Any]:
         "modules_to_save": sorted({name.rpartition(".")[0] for name in snapshot.heads}) or None,
     }
     if snapshot.lora is not None:
-        return {**common, **_lora_config(snapshot.lora, snapshot.path, linear_modules(config))}
+        return {**common, **_lora_config(snapshot.lora, snapshot.path, find_lora_targets(config))}
     if snapshot.prompts is None:
         return common
     return {
@@ -146,7 +146,7 @@ def config_of(snapshot: Snapshot) -> dict[str, Any]:
     }
 
 
-def _lora_config(lora: Lora, path: str, modules: LinearModules) -> dict[str, Any]:
+def _lora_config(lora: Lora, path: str, modules: LoraTargets) -> dict[str, Any]:
     trained = {(block, module): one for block in lora for module, one in lora[block].items()}
     rank = Counter(one.rank for one in trained.values()).most_common(1)[0][0]
     alpha = Counter(one.alpha for one in trained.values()).most_common(1)[0][0]
@@ -165,7 +165,7 @@ def _lora_config(lora: Lora, path: str, modules: LinearModules) -> dict[str, Any
 
 
 def _target_modules(
-    trained: Mapping[tuple[int, str], Any], places: Mapping[tuple[int, str], str], modules: LinearModules
+    trained: Mapping[tuple[int, str], Any], places: Mapping[tuple[int, str], str], modules: LoraTargets
 ) -> list[str]:
     """Names inside the blocks where all blocks that have such a module train it, else the places themselves."""
     names = []

@@ -16,10 +16,10 @@ from swarm.client.tuning.options import PRE_SEQ_LEN, TuningOptions
 from swarm.errors import AdapterError, AdapterMismatch, InvalidOption, UsageError
 from swarm.models.adapters.adapter_config import Method
 from swarm.models.adapters.adapter_files import StoredAdapter
-from swarm.models.blockless_model import Heads
+from swarm.models.blockless_model import BlocklessModel
 from swarm.models.checkpoints.checkpoint import Checkpoint
-from swarm.models.cutting.lora_targets import linear_modules
-from swarm.protocol.adapters import BlockPart
+from swarm.models.cutting.lora_targets import find_lora_targets
+from swarm.protocol.adapters import BlockAdapterWeights
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class Trained:
         checkpoint: what it was loaded from.
     """
 
-    def __init__(self, heads: Heads, checkpoint: Checkpoint) -> None:
+    def __init__(self, heads: BlocklessModel, checkpoint: Checkpoint) -> None:
         self.model, self.head, self._path = heads.model, heads.head, heads.path
         self.checkpoint = checkpoint
         self.method: Method | None = "head" if heads.head else None
@@ -42,12 +42,12 @@ class Trained:
         if heads.head:
             _compute_in_float32(self.model.get_submodule(heads.head))
 
-    def part(self, block: int) -> BlockPart | None:
+    def part(self, block: int) -> BlockAdapterWeights | None:
         """What servers add to a block; see `swarm.client.wire.adapter.Adapter`."""
         lora: Lora | None = self.model.lora
         factors = lora.factors(block) if lora is not None else ()
         prompt = self.model.deep_prompts[block] if self.model.deep_prompts is not None else None
-        return BlockPart(prompt, factors) if factors or prompt is not None else None
+        return BlockAdapterWeights(prompt, factors) if factors or prompt is not None else None
 
     def begin(self, options: TuningOptions) -> None:
         """New parameters."""
@@ -140,7 +140,7 @@ class Trained:
 
     def _add_lora(self, settings: LoraSettings) -> None:
         config = self.checkpoint.config
-        wanted = targets(settings, linear_modules(config), self._path, config.model_type)
+        wanted = targets(settings, find_lora_targets(config), self._path, config.model_type)
         self.model.lora = new_lora(wanted, settings, self._path)
 
     def _load_heads(self, stored: StoredAdapter, options: TuningOptions) -> None:

@@ -8,17 +8,17 @@ from typing import Protocol
 import torch
 
 from swarm.data_structures import Span
-from swarm.protocol.adapters import BlockPart, Factors
+from swarm.protocol.adapters import BlockAdapterWeights, LoraFactors
 
 
 class Adapter(Protocol):
     """Soft prompts and LoRA factors, by block. Its tensors may require gradients and be the result of other ones."""
 
-    def part(self, block: int) -> BlockPart | None:
+    def part(self, block: int) -> BlockAdapterWeights | None:
         """What is added to a block of the whole model, as it is now; None for nothing."""
 
 
-def parts_of(adapter: Adapter | None, span: Span) -> dict[int, BlockPart]:
+def parts_of(adapter: Adapter | None, span: Span) -> dict[int, BlockAdapterWeights]:
     """What is added to the blocks of `span` now, by block; nothing for blocks to which nothing is added."""
     if adapter is None:
         return {}
@@ -26,16 +26,16 @@ def parts_of(adapter: Adapter | None, span: Span) -> dict[int, BlockPart]:
     return {block: part for block, part in parts.items() if part is not None and part.tensors}
 
 
-def frozen(parts: Mapping[int, BlockPart]) -> dict[int, BlockPart]:
+def frozen(parts: Mapping[int, BlockAdapterWeights]) -> dict[int, BlockAdapterWeights]:
     """The parts as they are now, whatever becomes of their tensors."""
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().clone()
 
     return {
-        block: BlockPart(
+        block: BlockAdapterWeights(
             copy(part.prompt) if part.prompt is not None else None,
-            tuple(Factors(one.module, copy(one.down), copy(one.up)) for one in part.factors),
+            tuple(LoraFactors(one.module, copy(one.down), copy(one.up)) for one in part.factors),
         )
         for block, part in parts.items()
     }

@@ -19,7 +19,7 @@ from swarm.client.wire.reply_checks import out_of_place
 from swarm.data_structures import Hop, Span
 from swarm.errors import NotFinite, PeerLost, RemoteError, UnknownAdapter, remote_error
 from swarm.protocol import messages
-from swarm.protocol.adapters import BlockPart, pack_parts
+from swarm.protocol.adapters import BlockAdapterWeights, pack_parts
 from swarm.protocol.compression import dtype_name
 from swarm.protocol.framing import Frame
 from swarm.transport.stream import Stream
@@ -41,7 +41,7 @@ Part = tuple[int, bytes]
 class PackedPart:
     """One block's part as it travels."""
 
-    described: messages.BlockAdapter
+    described: messages.BlockAdapterSpec
     payload: bytes
 
 
@@ -62,7 +62,7 @@ class PackedAdapter:
         parts = [self.parts.get(block) for block in range(span.start, span.end)]
         return [part.described.digest if part else b"" for part in parts] if any(parts) else None
 
-    def described(self, span: Span) -> dict[int, messages.BlockAdapter]:
+    def described(self, span: Span) -> dict[int, messages.BlockAdapterSpec]:
         """The parts of the span's blocks, in order."""
         blocks = [block for block in range(span.start, span.end) if block in self.parts]
         return {block: self.parts[block].described for block in blocks}
@@ -97,7 +97,7 @@ class PackedAdapter:
             yield group
 
 
-def pack_adapter(parts: Mapping[int, BlockPart]) -> PackedAdapter:
+def pack_adapter(parts: Mapping[int, BlockAdapterWeights]) -> PackedAdapter:
     """The parts by block, as they are now: in 16 bits if all their tensors are of one such dtype, else in float32.
 
     Raises `NotFinite` if there is NaN or infinity in one.
@@ -228,6 +228,6 @@ def _refused(frame: Frame) -> RemoteError | None:
 def _seconds(hop: Hop, frame: Frame) -> float:
     """How long the server keeps adapters. Raises `ProtocolViolation` if that is not what it says."""
     reply = messages.decode_server(frame.header)
-    if not isinstance(reply, messages.AdaptersKept):
+    if not isinstance(reply, messages.AdaptersStored):
         raise out_of_place(hop, reply)
     return reply.seconds

@@ -12,7 +12,7 @@ import torch
 from swarm.client.wire.packed_hidden import Packed
 from swarm.client.wire.reply_timeout import Patience
 from swarm.data_structures import Hop
-from swarm.errors import NotFinite, PeerLost, PeerSilent, ProtocolViolation, WrongDtype, WrongShape, remote_error
+from swarm.errors import NotFinite, PeerLost, PeerTimeout, ProtocolViolation, WrongDtype, WrongShape, remote_error
 from swarm.protocol import messages
 from swarm.protocol.adapters import gradient_length, unpack_gradients
 from swarm.protocol.compression import is_finite, payload_length
@@ -36,12 +36,12 @@ class Outputs:
 
 @asynccontextmanager
 async def answering(hop: Hop, patience: float) -> AsyncIterator[None]:
-    """An exchange with a server that has to end within `patience` seconds. Raises `PeerSilent` or `PeerLost`."""
+    """An exchange with a server that has to end within `patience` seconds. Raises `PeerTimeout` or `PeerLost`."""
     try:
         async with asyncio.timeout(patience):
             yield
     except TimeoutError:
-        raise PeerSilent(f"{whose(hop)} did not answer within {patience:.1f} s") from None
+        raise PeerTimeout(f"{whose(hop)} did not answer within {patience:.1f} s") from None
     except PeerLost as error:
         raise PeerLost(f"{whose(hop)} is gone: {error}") from None
 
@@ -85,7 +85,7 @@ def checked(
 def checked_gradients(
     hop: Hop,
     due: Outputs,
-    adapters: Sequence[messages.BlockAdapter],
+    adapters: Sequence[messages.BlockAdapterSpec],
     payload: bytes | memoryview,
     reply: messages.BackwardReply,
 ) -> tuple[Packed, list[list[torch.Tensor]]]:

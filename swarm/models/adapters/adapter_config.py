@@ -81,10 +81,10 @@ def names(name: str, place: str) -> bool:
 
 def read_config(config: Any, source: str) -> AdapterConfig:
     """Check what a file held. Raises `AdapterError`, naming what cannot be done here."""
-    return _Config(config, source).read()
+    return _ConfigParser(config, source).read()
 
 
-class _Config:
+class _ConfigParser:
     def __init__(self, config: Any, source: str) -> None:
         self._source = source
         if not isinstance(config, dict):

@@ -24,8 +24,8 @@ from swarm.errors import AdapterError, AdapterMismatch
 from swarm.models.adapters.adapter_config import AdapterConfig, read_config
 from swarm.models.adapters.adapter_source import WEIGHTS, AdapterSource
 from swarm.models.checkpoints.checkpoint import Checkpoint
-from swarm.models.cutting.lora_targets import LinearModules, linear_modules
-from swarm.protocol.adapters import BlockPart, Factors
+from swarm.models.cutting.lora_targets import LoraTargets, find_lora_targets
+from swarm.protocol.adapters import BlockAdapterWeights, LoraFactors
 from swarm.protocol.messages import MAX_RANK
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, eq=False)
-class StoredFactors:
+class StoredLoraFactors:
     """LoRA of one module: what is added to its weight is `scaling * up @ down`; both float32."""
 
     down: torch.Tensor
@@ -59,18 +59,19 @@ class StoredAdapter:
     """
 
     config: AdapterConfig
-    lora: Mapping[int, Mapping[str, StoredFactors]] = field(default_factory=dict)
+    lora: Mapping[int, Mapping[str, StoredLoraFactors]] = field(default_factory=dict)
     prompts: torch.Tensor | None = None
     deep_prompts: torch.Tensor | None = None
     heads: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
-    def part(self, block: int) -> BlockPart | None:
+    def part(self, block: int) -> BlockAdapterWeights | None:
         """What is added to a block of the whole model; None for nothing."""
         factors = tuple(
-            Factors(module, one.down, scaled(one.up, one.scaling)) for module, one in self.lora.get(block, {}).items()
+            LoraFactors(module, one.down, scaled(one.up, one.scaling))
+            for module, one in self.lora.get(block, {}).items()
         )
         prompt = self.deep_prompts[block] if self.deep_prompts is not None else None
-        return BlockPart(prompt, factors) if factors or prompt is not None else None
+        return BlockAdapterWeights(prompt, factors) if factors or prompt is not None else None
 
 
 def scaled(up: torch.Tensor, scaling: float) -> torch.Tensor:
@@ -86,7 +87,7 @@ def read_parts(
     revision: str | None = None,
     cache_dir: str | Path | None = None,
     force: bool = False,
-) -> dict[int, BlockPart]:
+) -> dict[int, BlockAdapterWeights]:
     """What an adapter adds to the blocks of `span`, in float32, just as clients send it; blocks without are left out.
 
     Virtual tokens and heads are the client's, so an adapter of nothing else has no parts. For arguments and errors see
@@ -156,7 +157,7 @@ class _Reader:
 
     def __init__(self, source: str, config: AdapterConfig, checkpoint: Checkpoint, tensors: safe_open) -> None:
         self._source, self._config, self._checkpoint, self._tensors = source, config, checkpoint, tensors
-        self._modules: LinearModules = linear_modules(checkpoint.config)
+        self._modules: LoraTargets = find_lora_targets(checkpoint.config)
         place = rf"(?:[a-z_]+\.){{0,3}}?{re.escape(self._modules.path)}\.(\d+)\.(.+)"
         self._lora = re.compile(rf"(?:base_model\.model\.)?({place})\.lora_(A|B)\.(?:default\.)?weight")
 
@@ -189,7 +190,7 @@ class _Reader:
         if (has_lora, has_prompts, has_deep, has_heads) != wanted:
             self._refuse(f"its tensors are not those of its method, {self._config.peft_type}")
 
-    def _factors(self, block: int, module: str, keys: Mapping[str, str]) -> StoredFactors:
+    def _factors(self, block: int, module: str, keys: Mapping[str, str]) -> StoredLoraFactors:
         size = self._modules.blocks[block].get(module)
         if size is None:
             self._refuse(f"block {block} of {self._checkpoint.name} has no linear module {module[:200]}")
@@ -200,7 +201,7 @@ class _Reader:
             self._refuse(f"rank {rank} is not between 1 and {MAX_RANK}")
         down = self._tensor(keys["A"], (rank, size[0]))
         up = self._tensor(keys["B"], (size[1], rank))
-        return StoredFactors(down, up, alpha, scaling(rank, alpha, self._config.use_rslora))
+        return StoredLoraFactors(down, up, alpha, scaling(rank, alpha, self._config.use_rslora))
 
     def _tensor(self, key: str, shape: tuple[int | None, ...] | None) -> torch.Tensor:
         """One tensor as float32. `shape` is what it has to be, None where anything goes."""

@@ -19,40 +19,40 @@ from torch import nn
 from torch.nn import functional
 
 from swarm.errors import AdapterRefused
-from swarm.models.cutting.lora_targets import sizes
+from swarm.models.cutting.lora_targets import linear_size
 from swarm.models.weights.frozen_linear import FrozenLinear
-from swarm.protocol.adapters import BlockPart, Factors
+from swarm.protocol.adapters import BlockAdapterWeights, LoraFactors
 
-Parts = Mapping[int, BlockPart]
+AdapterWeights = Mapping[int, BlockAdapterWeights]
 """A client's adapter: what it adds to blocks, by their numbers in the whole model."""
 
-NOTHING: Parts = {}
+NO_ADAPTER: AdapterWeights = {}
 
 NAMED = 12
 """Modules that an error names at most."""
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class AdapterSegment:
     """Tokens of a forward that have the same adapter: one request's.
 
     Attributes:
         positions: of each token in its row, however the model counts; negative for padding.
     """
 
-    parts: Parts
+    parts: AdapterWeights
     positions: Sequence[int]
 
 
 @dataclass(eq=False)
-class Adapters:
+class AdapterBatch:
     """What runs in one forward.
 
     Args:
         shares: of all tokens, in order.
     """
 
-    shares: Sequence[Share]
+    shares: Sequence[AdapterSegment]
     _indices: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
     _prompted: dict[tuple[tuple[int, ...], int], tuple[torch.Tensor, torch.Tensor] | None] = field(default_factory=dict)
 
@@ -61,9 +61,9 @@ class Adapters:
         """Tokens of the forward."""
         return sum(len(share.positions) for share in self.shares)
 
-    def of(self, block: int) -> list[tuple[BlockPart, tuple[int, ...]]]:
+    def of(self, block: int) -> list[tuple[BlockAdapterWeights, tuple[int, ...]]]:
         """The different parts of a block, each with the numbers of the shares that have it."""
-        found: dict[int, tuple[BlockPart, tuple[int, ...]]] = {}
+        found: dict[int, tuple[BlockAdapterWeights, tuple[int, ...]]] = {}
         for number, share in enumerate(self.shares):
             part = share.parts.get(block)
             if part is not None:
@@ -104,7 +104,7 @@ class Adapters:
 _running = threading.local()
 
 
-def current() -> Adapters | None:
+def current() -> AdapterBatch | None:
     """What this thread runs."""
     return getattr(_running, "adapters", None)
 
@@ -112,7 +112,7 @@ def current() -> Adapters | None:
 class running:
     """`with running(adapters):` the layers that this thread runs have these adapters; None for none."""
 
-    def __init__(self, adapters: Adapters | None) -> None:
+    def __init__(self, adapters: AdapterBatch | None) -> None:
         self._adapters = adapters
 
     def __enter__(self) -> None:
@@ -136,7 +136,7 @@ class AdaptedLayers:
         self._hidden_size = hidden_size
         self._hooked: set[tuple[int, str]] = set()
 
-    def check(self, block: int, part: BlockPart) -> None:
+    def check(self, block: int, part: BlockAdapterWeights) -> None:
         """Raise `AdapterRefused` unless the part fits to the block. For any thread."""
         if block not in self._layers:
             raise AdapterRefused(f"an adapter is for block {block}, which this server does not hold")
@@ -150,23 +150,23 @@ class AdaptedLayers:
         for one in part.factors:
             _check_factors(block, one, modules)
 
-    def fitted(self, parts: Parts) -> Parts:
+    def fitted(self, parts: AdapterWeights) -> AdapterWeights:
         """The same parts, checked, where the layers are. Raises `AdapterRefused`."""
         for block, part in parts.items():
             self.check(block, part)
         device = next(next(iter(self._layers.values())).parameters()).device
         return {block: part.mapped(lambda tensor: tensor.to(device)) for block, part in parts.items()}
 
-    def running(self, shares: Sequence[Share]) -> running:
+    def running(self, shares: Sequence[AdapterSegment]) -> running:
         """A context in which this thread runs the layers with these adapters, if there are any.
 
         The layers must not run elsewhere meanwhile.
         """
         for share in shares:
             self._hook(share.parts)
-        return running(Adapters(shares) if any(share.parts for share in shares) else None)
+        return running(AdapterBatch(shares) if any(share.parts for share in shares) else None)
 
-    def _hook(self, parts: Parts) -> None:
+    def _hook(self, parts: AdapterWeights) -> None:
         for block, part in parts.items():
             if block not in self._layers:
                 continue  # a part of the span is computed without the others' blocks
@@ -202,7 +202,7 @@ class AdaptedLayers:
         self._hooked.add((block, name))
 
 
-def with_prompts(adapters: Adapters, block: int, hidden: torch.Tensor) -> torch.Tensor:
+def with_prompts(adapters: AdapterBatch, block: int, hidden: torch.Tensor) -> torch.Tensor:
     """A block's inputs `[..., hidden]` and the prompts of its adapters."""
     for part, numbers in adapters.of(block):
         places = adapters.prompted(numbers, len(part.prompt), hidden.device) if part.prompt is not None else None
@@ -215,7 +215,7 @@ def with_prompts(adapters: Adapters, block: int, hidden: torch.Tensor) -> torch.
 
 
 def with_factors(
-    adapters: Adapters, block: int, module: str, inputs: torch.Tensor, output: torch.Tensor
+    adapters: AdapterBatch, block: int, module: str, inputs: torch.Tensor, output: torch.Tensor
 ) -> torch.Tensor:
     """A module's result `[..., outputs]` for `[..., inputs]`, and what its adapters add.
 
@@ -238,11 +238,11 @@ def with_factors(
     return output
 
 
-def _low_rank(factors: Factors, inputs: torch.Tensor) -> torch.Tensor:
+def _low_rank(factors: LoraFactors, inputs: torch.Tensor) -> torch.Tensor:
     return functional.linear(functional.linear(inputs.to(factors.down.dtype), factors.down), factors.up)
 
 
-def _check_factors(block: int, factors: Factors, modules: Mapping[str, nn.Module]) -> None:
+def _check_factors(block: int, factors: LoraFactors, modules: Mapping[str, nn.Module]) -> None:
     name = factors.module
     expected = _sizes(modules[name]) if name in modules else None
     if expected is None:
@@ -261,4 +261,4 @@ def _check_factors(block: int, factors: Factors, modules: Mapping[str, nn.Module
 
 def _sizes(module: nn.Module) -> tuple[int, int] | None:
     """Inputs and outputs of a linear module, in whatever form its weight is held; None for any other."""
-    return (module.in_features, module.out_features) if isinstance(module, FrozenLinear) else sizes(module)
+    return (module.in_features, module.out_features) if isinstance(module, FrozenLinear) else linear_size(module)

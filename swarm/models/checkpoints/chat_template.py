@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from swarm.errors import TemplateRefused
+from swarm.errors import ChatTemplateError
 
 Message = Mapping[str, Any]
 
@@ -32,7 +32,7 @@ def conversation_tokens(tokenizer: Any, messages: Sequence[Message], tools: Sequ
         tools: descriptions of functions, as JSON schema.
 
     Raises:
-        TemplateRefused: such as for roles in an order that the model does not know.
+        ChatTemplateError: such as for roles in an order that the model does not know.
     """
     if template_text(tokenizer) is None:
         text = "\n\n".join(str(message["content"]) for message in messages if message.get("content"))
@@ -41,7 +41,7 @@ def conversation_tokens(tokenizer: Any, messages: Sequence[Message], tools: Sequ
         # Not tokenized there: what a template returns has its special tokens already.
         text = tokenizer.apply_chat_template(list(messages), tools=tools, tokenize=False, add_generation_prompt=True)
     except (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
-        raise TemplateRefused(f"the model's chat template does not take this conversation: {error}") from error
+        raise ChatTemplateError(f"the model's chat template does not take this conversation: {error}") from error
     tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return tokens
 

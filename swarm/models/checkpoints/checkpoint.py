@@ -22,7 +22,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from swarm.errors import CheckpointError, InvalidSpan, ModelNotFound
 from swarm.models.checkpoints.block_digest import block_digest
 from swarm.models.cutting import families
-from swarm.models.cutting.model_inspection import Anatomy, dissect
+from swarm.models.cutting.model_inspection import ModelStructure, inspect_model
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -84,9 +84,9 @@ class Checkpoint:
                     yield name, _tensor(shard, name, file)
 
     @cached_property
-    def anatomy(self) -> Anatomy:
-        """How the model is built, see `Anatomy`."""
-        return dissect(self.config)
+    def structure(self) -> ModelStructure:
+        """How the model is built, see `ModelStructure`."""
+        return inspect_model(self.config)
 
     @property
     def blocks(self) -> int:
@@ -116,7 +116,7 @@ class Checkpoint:
         # Checkpoints may be saved from the base model or from a model around it; nothing but a wrapper's name
         # ("model.", "transformer.", "language_model.model.") may stand in front of the path.
         wrappers = rf"(?!{_OTHER_TOWERS.pattern})(?:[a-z_]+\.){{0,3}}?"
-        return re.compile(rf"^{wrappers}{re.escape(self.anatomy.path)}\.(\d+)\.(.+)$")
+        return re.compile(rf"^{wrappers}{re.escape(self.structure.path)}\.(\d+)\.(.+)$")
 
     def digests(self, start: int, end: int) -> list[str] | None:
         """Digests of blocks [start, end), or None if not all of their files are on this machine."""

@@ -15,7 +15,7 @@ from swarm.models.weights.quantization import NONE, quantizable, quantized_bytes
 
 
 @dataclass(frozen=True)
-class Footprint:
+class MemoryFootprint:
     """Attributes:
     weights: bytes that the weights of each block take.
     cache_per_token: bytes that one position takes in the attention cache of one block.
@@ -29,18 +29,18 @@ class Footprint:
         return sum(self.weights[start:end]) + (end - start) * cache_tokens * self.cache_per_token
 
 
-def footprint(checkpoint: Checkpoint, dtype: torch.dtype, quant: str = NONE) -> Footprint:
+def memory_footprint(checkpoint: Checkpoint, dtype: torch.dtype, quant: str = NONE) -> MemoryFootprint:
     """Bytes of each block's weights and of one cached position, computing in `dtype`. No weights are read.
 
     Args:
         quant: form of the weights, see `swarm.models.weights.quantization`.
     """
-    anatomy = checkpoint.anatomy
-    weights = [parameters * dtype.itemsize for parameters in anatomy.parameters]
+    structure = checkpoint.structure
+    weights = [parameters * dtype.itemsize for parameters in structure.parameters]
     if quant != NONE:
         for block, linears in enumerate(_linears(checkpoint)):
             weights[block] -= sum(_saved(linear, dtype, quant) for linear in linears)
-    return Footprint(tuple(weights), anatomy.cached_values * dtype.itemsize)
+    return MemoryFootprint(tuple(weights), structure.cached_values * dtype.itemsize)
 
 
 def _linears(checkpoint: Checkpoint) -> Iterator[list[nn.Module]]:

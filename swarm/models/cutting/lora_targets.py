@@ -14,7 +14,7 @@ from swarm.models.cutting import families, surgery
 
 
 @dataclass(frozen=True)
-class LinearModules:
+class LoraTargets:
     """Attributes:
     path: where the blocks are from the base model, such as "layers" or "decoder.layers".
     blocks: for each block, module path inside it ("self_attn.q_proj") to (inputs, outputs).
@@ -30,7 +30,7 @@ class LinearModules:
     has_stacked_experts: bool
 
 
-def linear_modules(config: PreTrainedConfig) -> LinearModules:
+def find_lora_targets(config: PreTrainedConfig) -> LoraTargets:
     """All linear modules of the family's base model."""
     config = copy.deepcopy(config)
     with torch.device("meta"):
@@ -38,13 +38,13 @@ def linear_modules(config: PreTrainedConfig) -> LinearModules:
     path, owner, name = surgery.find_layers(model, families.number_of_blocks(config))
     layers = getattr(owner, name)
     blocks = tuple(
-        {inside: size for inside, module in layer.named_modules() if (size := sizes(module)) is not None}
+        {inside: size for inside, module in layer.named_modules() if (size := linear_size(module)) is not None}
         for layer in layers
     )
     outside = tuple(
-        place for place, module in model.named_modules() if sizes(module) and not place.startswith(f"{path}.")
+        place for place, module in model.named_modules() if linear_size(module) and not place.startswith(f"{path}.")
     )
-    return LinearModules(
+    return LoraTargets(
         path,
         blocks,
         outside,
@@ -53,7 +53,7 @@ def linear_modules(config: PreTrainedConfig) -> LinearModules:
     )
 
 
-def sizes(module: nn.Module) -> tuple[int, int] | None:
+def linear_size(module: nn.Module) -> tuple[int, int] | None:
     """(inputs, outputs) of a linear module, None for any other one."""
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features

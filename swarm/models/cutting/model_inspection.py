@@ -16,7 +16,7 @@ from swarm.models.cutting import families, surgery
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class ModelStructure:
     """Attributes:
     path: where the family's base model keeps its decoder layers, such as "layers" or "decoder.layers".
     outputs: what a layer returns: 0 for a tensor, n for a tuple of n that begins with one.
@@ -30,7 +30,7 @@ class Anatomy:
     cached_values: int
 
 
-def dissect(config: PreTrainedConfig) -> Anatomy:
+def inspect_model(config: PreTrainedConfig) -> ModelStructure:
     """Build the model of `config` without data and run one token through its first layers."""
     config = copy.deepcopy(config)
     with torch.device("meta"):
@@ -40,7 +40,7 @@ def dissect(config: PreTrainedConfig) -> Anatomy:
     layers = model.get_submodule(path)
     outputs, cached = _run_one_token(model, layers, config, blocks)
     parameters = tuple(sum(p.numel() for p in layer.parameters()) for layer in layers)
-    return Anatomy(path, outputs, parameters, cached)
+    return ModelStructure(path, outputs, parameters, cached)
 
 
 def _run_one_token(model: Any, layers: Any, config: PreTrainedConfig, blocks: int) -> tuple[int, int]:

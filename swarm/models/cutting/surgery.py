@@ -39,7 +39,7 @@ def slice_config(config: PreTrainedConfig, span: Span, blocks: int) -> None:
     config.num_hidden_layers = span.length
 
 
-def renumber(layers: nn.ModuleList) -> None:
+def renumber_layers(layers: nn.ModuleList) -> None:
     """Give the layers that were kept their new positions, by which they address the attention cache."""
     for position, layer in enumerate(layers):
         for module in layer.modules():
@@ -48,14 +48,14 @@ def renumber(layers: nn.ModuleList) -> None:
                     setattr(module, name, position)
 
 
-class Unchanged(nn.Module):
+class PassThrough(nn.Module):
     """Stands for a norm or a projection whose weights this peer does not hold: the hidden states go through it."""
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
 
 
-class Nothing(nn.Module):
+class ZeroEmbedding(nn.Module):
     """Stands for an embedding whose weights this peer does not hold: a zero that can be added to any tensor."""
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -69,10 +69,10 @@ def drop_weights(owner: nn.Module, keep: Iterable[str]) -> None:
     """
     for name, child in list(owner.named_children()):
         if name not in keep and next(child.parameters(), None) is not None:
-            setattr(owner, name, Nothing() if isinstance(child, nn.Embedding) else Unchanged())
+            setattr(owner, name, ZeroEmbedding() if isinstance(child, nn.Embedding) else PassThrough())
 
 
-def narrowed(model: Any, path: str, start: int, end: int) -> Any:
+def slice_model(model: Any, path: str, start: int, end: int) -> Any:
     """A second model around layers [start, end) of the list at `path`: its own config and list, the same weights."""
     copied = owner = _with_own_children(model)
     names = path.split(".")

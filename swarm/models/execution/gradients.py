@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from swarm.data_structures import StepLayout
 from swarm.models.adapters import layer_hooks as adapters
-from swarm.models.adapters.layer_hooks import NOTHING, Parts, Share
+from swarm.models.adapters.layer_hooks import NO_ADAPTER, AdapterSegment, AdapterWeights
 from swarm.models.execution.padded_sequences import groups
 from swarm.models.execution.span_model import SpanModel
 
@@ -39,14 +39,16 @@ where attention writes out its scores (bloom: 10 + 1/64 of the row's length)."""
 class Gradients:
     """Attributes:
     inputs: `[tokens, hidden]`, in the span's dtype.
-    parts: by block, one for each of `BlockPart.tensors`, in that order, of the same shapes, float32.
+    parts: by block, one for each of `BlockAdapterWeights.tensors`, in that order, of the same shapes, float32.
     """
 
     inputs: torch.Tensor
     parts: dict[int, list[torch.Tensor]]
 
 
-def forward(model: SpanModel, inputs_TH: torch.Tensor, layout: StepLayout, adapter: Parts = NOTHING) -> torch.Tensor:
+def forward(
+    model: SpanModel, inputs_TH: torch.Tensor, layout: StepLayout, adapter: AdapterWeights = NO_ADAPTER
+) -> torch.Tensor:
     """Run whole sequences, as `kv_cache.forward_packed`, with a way back to inputs and adapter if they want gradients.
 
     Args:
@@ -70,7 +72,7 @@ def backward(
     inputs_TH: torch.Tensor,
     gradients_TH: torch.Tensor,
     layout: StepLayout,
-    adapter: Parts = NOTHING,
+    adapter: AdapterWeights = NO_ADAPTER,
 ) -> Gradients:
     """Gradients of a forward over whole sequences.
 
@@ -102,12 +104,12 @@ def backward(
 
 
 def _run(
-    model: SpanModel, hidden_RTH: torch.Tensor, layout: StepLayout, group: Sequence[int], adapter: Parts
+    model: SpanModel, hidden_RTH: torch.Tensor, layout: StepLayout, group: Sequence[int], adapter: AdapterWeights
 ) -> torch.Tensor:
     """Some rows as a rectangle, `[R, T, H]`; what comes behind their ends has no meaning."""
     rows, length, _ = hidden_RTH.shape
     offsets = [layout.offsets[row] for row in group] if layout.offsets is not None else None
-    shares = [Share(adapter, list(range(length)) * rows)] if adapter else []
+    shares = [AdapterSegment(adapter, list(range(length)) * rows)] if adapter else []
     with model.adapted.running(shares), _frugal(model) if _graph(model, rows * length) > GRAPH else nullcontext():
         return model.run_rectangle(hidden_RTH, None, None, offsets)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from swarm.data_structures import StepLayout
-from swarm.models.adapters.layer_hooks import Parts, Share
+from swarm.models.adapters.layer_hooks import AdapterSegment, AdapterWeights
 from swarm.models.attention.padded_kv import RectangleCache, RowPiece
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.step_part import WorkPart
@@ -146,9 +146,9 @@ def _rectangle(model: SpanModel, draft: RectangleDraft, group: Sequence[int], us
     return first.rectangle
 
 
-def _shares(adapter: Parts, past: int, new: int, pads: Sequence[int]) -> list[Share]:
+def _shares(adapter: AdapterWeights, past: int, new: int, pads: Sequence[int]) -> list[AdapterSegment]:
     """What is added to the new slots of a rectangle."""
-    return [Share(adapter, [past + slot - pad for pad in pads for slot in range(new)])] if adapter else []
+    return [AdapterSegment(adapter, [past + slot - pad for pad in pads for slot in range(new)])] if adapter else []
 
 
 def groups(layout: StepLayout) -> list[list[int]]:

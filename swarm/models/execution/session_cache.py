@@ -19,7 +19,7 @@ import torch
 
 from swarm.data_structures import StepLayout
 from swarm.errors import WrongPosition
-from swarm.models.adapters.layer_hooks import NOTHING, Parts
+from swarm.models.adapters.layer_hooks import NO_ADAPTER, AdapterWeights
 from swarm.models.execution import (
     contiguous_sequences as packed_rows,
 )
@@ -65,7 +65,7 @@ class Work:
     layout: StepLayout
     inputs: torch.Tensor
     draft: Draft
-    adapter: Parts = field(default_factory=dict)
+    adapter: AdapterWeights = field(default_factory=dict)
     done: int = 0
     _outputs: list[torch.Tensor] = field(default_factory=list)
 
@@ -111,7 +111,7 @@ class SessionCache:
         adapter: what the session's client adds to them, which has been checked (`AdaptedLayers.check`).
     """
 
-    def __init__(self, model: SpanModel, adapter: Parts = NOTHING) -> None:
+    def __init__(self, model: SpanModel, adapter: AdapterWeights = NO_ADAPTER) -> None:
         self.model = model
         self.adapter = adapter
         self._rows = _empty_rows(model)
@@ -124,7 +124,7 @@ class SessionCache:
     def clear(self) -> None:
         """Forget everything, whoever still has the session. For any thread: a step in progress goes on, for nothing."""
         self._rows = _empty_rows(self.model)
-        self.adapter = NOTHING
+        self.adapter = NO_ADAPTER
 
     def check(self, layout: StepLayout) -> None:
         """Raise `WrongPosition` if the layout does not continue what is cached."""
@@ -191,7 +191,7 @@ def _advance(portions: Sequence[tuple[Work, int]], compute: Callable[..., list[t
 
 
 def forward_packed(
-    model: SpanModel, packed_TH: torch.Tensor, layout: StepLayout, adapter: Parts = NOTHING
+    model: SpanModel, packed_TH: torch.Tensor, layout: StepLayout, adapter: AdapterWeights = NO_ADAPTER
 ) -> torch.Tensor:
     """Run whole sequences. Same packing as `SessionCache.step`, nothing is kept."""
     return SessionCache(model, adapter).step(packed_TH, layout)

@@ -102,7 +102,7 @@ class SpanModel:
             if not self.span.start <= span.start < span.end <= self.span.end:
                 raise InvalidSpan(f"blocks {span} are no part of {self.span}")
             start, end = span.start - self.span.start, span.end - self.span.start
-            model = surgery.narrowed(self.module, self._path, start, end)
+            model = surgery.slice_model(self.module, self._path, start, end)
             digests = self.digests[start:end]
             self._attention.add(model)
             first = self._first + start

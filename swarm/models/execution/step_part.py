@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from swarm.data_structures import StepLayout
-from swarm.models.adapters.layer_hooks import Parts, Share
+from swarm.models.adapters.layer_hooks import AdapterSegment, AdapterWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +24,14 @@ class WorkPart:
     draft: Any
     layout: StepLayout
     inputs: torch.Tensor
-    adapter: Parts
+    adapter: AdapterWeights
 
 
-def shares(parts: Sequence[WorkPart]) -> list[Share]:
+def shares(parts: Sequence[WorkPart]) -> list[AdapterSegment]:
     """The adapters of packed tokens, one part behind the other; none if no part has any."""
     if not any(part.adapter for part in parts):
         return []
-    return [Share(part.adapter, _positions(part.layout)) for part in parts]
+    return [AdapterSegment(part.adapter, _positions(part.layout)) for part in parts]
 
 
 def _positions(layout: StepLayout) -> list[int]:

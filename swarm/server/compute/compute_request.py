@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from swarm.data_structures import Span, StepLayout, WireFormat
-from swarm.models.adapters.layer_hooks import Parts
+from swarm.models.adapters.layer_hooks import AdapterWeights
 from swarm.models.execution.gradients import Gradients
 from swarm.models.execution.session_cache import SessionCache
 from swarm.models.execution.span_model import SpanModel
@@ -66,7 +66,7 @@ class Backward:
     peer: str
     session: Hashable
     model: SpanModel
-    adapter: Parts
+    adapter: AdapterWeights
     layout: StepLayout
     decode: Callable[[], tuple[torch.Tensor, torch.Tensor]]
     encode: Callable[[Gradients], Bytes]
@@ -117,7 +117,7 @@ def request(
 def backward(
     peer: str,
     model: SpanModel,
-    adapter: Parts,
+    adapter: AdapterWeights,
     layout: StepLayout,
     payload: Bytes,
     wire: WireFormat,

@@ -19,11 +19,11 @@ from swarm.common.units import human
 from swarm.data_structures import Span
 from swarm.errors import AdapterRefused, CacheFull, UnknownAdapter, WrongShape
 from swarm.metrics.server import ServerObserver
-from swarm.models.adapters.layer_hooks import NOTHING, Parts
-from swarm.protocol.adapters import BlockPart, count_values, pack_parts
+from swarm.models.adapters.layer_hooks import NO_ADAPTER, AdapterWeights
+from swarm.protocol.adapters import BlockAdapterWeights, count_values, pack_parts
 from swarm.protocol.compression import DTYPES
 from swarm.protocol.framing import MAX_PAYLOAD
-from swarm.protocol.messages import BlockAdapter, PutAdapters
+from swarm.protocol.messages import BlockAdapterSpec, PutAdapters
 
 OVERHEAD = 1 << 10
 """Bytes that a part counts beyond its numbers, so that many tiny ones are not for free."""
@@ -54,13 +54,13 @@ class AdapterLimits:
 _Key = tuple[str, int, bytes]
 """Peer, block, digest."""
 
-_Reference = tuple[weakref.ref[BlockPart], int]
+_Reference = tuple[weakref.ref[BlockAdapterWeights], int]
 """A part that may be gone, and its bytes."""
 
 
 @dataclass
 class _Kept:
-    part: BlockPart
+    part: BlockAdapterWeights
     size: int
     used: float
 
@@ -83,7 +83,7 @@ class AdapterStore:
     """Bytes of what is kept, by peer."""
     _left: dict[str, list[_Reference]] = field(default_factory=dict)
     """By peer: what left, but may be held by somebody."""
-    _public: dict[tuple[int, bytes], BlockPart] = field(default_factory=dict)
+    _public: dict[tuple[int, bytes], BlockAdapterWeights] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -101,7 +101,7 @@ class AdapterStore:
                 f"the adapter takes {human(size)}; this server takes up to {human(self.limits.peer_memory)} of a peer"
             )
 
-    def put(self, peer: str, parts: Mapping[tuple[int, bytes], BlockPart]) -> None:
+    def put(self, peer: str, parts: Mapping[tuple[int, bytes], BlockAdapterWeights]) -> None:
         """Keep parts, by block and digest; they have been checked against their blocks.
 
         Raises `CacheFull` where sessions, of this peer or of all together, hold so much that there is no room for them.
@@ -131,7 +131,7 @@ class AdapterStore:
         self._drop_old_versions(peer)
         self._tell()
 
-    def find(self, peer: str, span: Span, digests: Sequence[bytes] | None) -> Parts:
+    def find(self, peer: str, span: Span, digests: Sequence[bytes] | None) -> AdapterWeights:
         """What these digests, one a block of the span, name for this peer.
 
         Raises:
@@ -139,13 +139,13 @@ class AdapterStore:
             WrongShape: there are more or fewer digests than blocks.
         """
         if digests is None:
-            return NOTHING
+            return NO_ADAPTER
         if len(digests) != span.length:
             raise WrongShape(f"{len(digests)} adapters are named for the {span.length} blocks {span}")
         named = {block: digest for block, digest in enumerate(digests, span.start) if digest}
         return {block: self._part(peer, block, digest) for block, digest in named.items()}
 
-    def add_public(self, parts: Parts) -> None:
+    def add_public(self, parts: AdapterWeights) -> None:
         """Keep parts for everybody, as long as this server has its blocks; they have been checked."""
         for block, part in parts.items():
             dtypes = {tensor.dtype for tensor in part.tensors}
@@ -177,7 +177,7 @@ class AdapterStore:
     def _tell(self) -> None:
         self.observer.adapters(len(self), self.memory)
 
-    def _part(self, peer: str, block: int, digest: bytes) -> BlockPart:
+    def _part(self, peer: str, block: int, digest: bytes) -> BlockAdapterWeights:
         public = self._public.get((block, digest))
         if public is not None:
             return public
@@ -186,7 +186,7 @@ class AdapterStore:
             raise UnknownAdapter(f"the adapter {digest.hex()} of block {block} is not here (any more); send it again")
         return self._touch(key)
 
-    def _touch(self, key: _Key) -> BlockPart:
+    def _touch(self, key: _Key) -> BlockAdapterWeights:
         """It is used."""
         one = self._kept.pop(key)
         one.used = self.now()
@@ -230,10 +230,10 @@ def _alive_bytes(left: Sequence[_Reference]) -> int:
     return sum(size for _, size in _alive(left))
 
 
-def _bytes(part: BlockPart) -> int:
+def _bytes(part: BlockAdapterWeights) -> int:
     return OVERHEAD + sum(tensor.numel() * tensor.element_size() for tensor in part.tensors)
 
 
-def _size(block: BlockAdapter, hidden_size: int, dtype: str) -> int:
+def _size(block: BlockAdapterSpec, hidden_size: int, dtype: str) -> int:
     """What `_bytes` will be of a part that is described like this; an unknown dtype is refused later."""
     return OVERHEAD + count_values(block, hidden_size) * (DTYPES[dtype].itemsize if dtype in DTYPES else 1)

@@ -20,7 +20,7 @@ from swarm.data_structures import StepLayout, WireFormat
 from swarm.errors import (
     CacheFull,
     PeerLost,
-    PeerSilent,
+    PeerTimeout,
     ProtocolViolation,
     RemoteError,
     ServerClosing,
@@ -176,7 +176,7 @@ class Handler:
         if reply is not None:
             try:
                 await self._tell(stream, reply, payload)
-            except PeerSilent:
+            except PeerTimeout:
                 raise
             except PeerLost:  # a client that has hung up may have said before that its session is over
                 pass
@@ -203,7 +203,7 @@ class Handler:
                 return await self._replay(conversation.current(), message, payload)
             case messages.OpenSession():
                 return await self._open(stream, message, conversation), b""
-            case messages.Link():
+            case messages.SetNeighbors():
                 self._link(conversation.current(), message)
                 return None, b""
             case messages.CloseSession():
@@ -258,7 +258,7 @@ class Handler:
             raise
         return messages.SessionOpened(conversation.session.next_step)
 
-    def _link(self, session: Session, message: messages.Link) -> None:
+    def _link(self, session: Session, message: messages.SetNeighbors) -> None:
         self._sessions.check(session)  # nobody would end the link of a session that is forgotten
         session.unlink()
         session.let_push(message.previous)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-from swarm.errors import PeerLost, PeerSilent
+from swarm.errors import PeerLost, PeerTimeout
 from swarm.protocol.framing import MAX_PAYLOAD, Frame
 from swarm.protocol.messages import Message
 from swarm.server.sessions.push import PATIENCE, SLOWEST
@@ -35,7 +35,7 @@ class PatientStream:
         self._over = False
 
     async def send(self, message: Message, payload: bytes | memoryview = b"") -> None:
-        """Send one frame. Raises `PeerLost`, or `PeerSilent` if the peer does not read."""
+        """Send one frame. Raises `PeerLost`, or `PeerTimeout` if the peer does not read."""
         async with self._turn:
             await self._send(message, payload)
 
@@ -94,4 +94,4 @@ class PatientStream:
 
     def _check(self) -> None:
         if self._over:
-            raise PeerSilent(f"peer …{self.peer_id[-6:]} was given up, or does not read what it is sent")
+            raise PeerTimeout(f"peer …{self.peer_id[-6:]} was given up, or does not read what it is sent")

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from swarm.data_structures import Span, WireFormat
 from swarm.errors import WrongSpan
-from swarm.models.adapters.layer_hooks import Parts
+from swarm.models.adapters.layer_hooks import AdapterWeights
 from swarm.models.execution.session_cache import SessionCache
 from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
-from swarm.protocol.adapters import BlockPart, unpack_parts
+from swarm.protocol.adapters import BlockAdapterWeights, unpack_parts
 from swarm.protocol.compression import dtype_name, warm_up
 from swarm.server.compute import compute_request as requests
 from swarm.server.compute.compute_request import Bytes
@@ -42,7 +42,7 @@ class Training:
         """Bytes that no payload exceeds."""
         return max(self._checks.max_payload, self.adapters.limits.peer_memory)
 
-    def adapter(self, peer: str, span: Span, digests: list[bytes] | None) -> Parts:
+    def adapter(self, peer: str, span: Span, digests: list[bytes] | None) -> AdapterWeights:
         """What a request names. Raises `UnknownAdapter`, or `WrongShape`."""
         return self.adapters.find(peer, span, digests)
 
@@ -84,7 +84,7 @@ class Training:
         reply = messages.BackwardReply(message.gradient_format, self._dtype, outcome.milliseconds)
         return reply, outcome.payload
 
-    async def put(self, peer: str, message: messages.PutAdapters, payload: Bytes) -> messages.AdaptersKept:
+    async def put(self, peer: str, message: messages.PutAdapters, payload: Bytes) -> messages.AdaptersStored:
         """Check adapters and keep them. Raises `AdapterRefused`, `CacheFull`, or what `unpack_parts` raises."""
         self.adapters.check(message, self._model.hidden_size)
         named = [(number, block) for number, block in enumerate(message.blocks, message.start) if block is not None]
@@ -92,7 +92,7 @@ class Training:
         if any(number not in held for number, _ in named):
             raise WrongSpan(f"adapters came for blocks from {message.start} on, this server holds {held}")
 
-        def parts() -> list[BlockPart]:
+        def parts() -> list[BlockAdapterWeights]:
             described = [block for _, block in named]
             return unpack_parts(described, payload, message.dtype, self._model.hidden_size, self._model.device)
 
@@ -101,7 +101,7 @@ class Training:
             self._model.adapted.check(number, part)
         found = zip(named, unpacked, strict=True)
         self.adapters.put(peer, {(number, block.digest): part for (number, block), part in found})
-        return messages.AdaptersKept(self.adapters.limits.seconds)
+        return messages.AdaptersStored(self.adapters.limits.seconds)
 
     async def _warm_up(self, *formats: WireFormat) -> None:
         """Load what 8 bits need before a token's turn in the queue, not in the middle of it."""

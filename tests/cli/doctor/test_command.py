@@ -171,8 +171,8 @@ def test_a_dht_that_loses_what_it_is_given(bootstrap: str, monkeypatch: pytest.M
 def test_one_peer_with_a_wrong_clock_is_left_out(bootstrap: str, monkeypatch: pytest.MonkeyPatch):
     clocks = {"/a": 0.0, "/b": 0.1, "/c": 60.0}
 
-    async def echo(address: str) -> probe.Echo:
-        return probe.Echo(0.01, clocks[address])
+    async def echo(address: str) -> probe.ProbeResult:
+        return probe.ProbeResult(0.01, clocks[address])
 
     monkeypatch.setattr(network, "_echo", echo)
     findings, usable = uvloop.run(network.peers(list(clocks)))

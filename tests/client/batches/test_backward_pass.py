@@ -18,7 +18,7 @@ from swarm.data_structures import Hop, Route, Span, StepLayout, WireFormat
 from swarm.errors import AdapterRefused, MissingBlocks, NotFinite, TooLong, UnknownAdapter
 from swarm.models.execution import gradients as training
 from swarm.protocol import messages
-from swarm.protocol.adapters import BlockPart, Factors
+from swarm.protocol.adapters import BlockAdapterWeights, LoraFactors
 from swarm.protocol.compression import pack
 from tests import virtual_time
 from tests.client.chains import BLOCKS, HIDDEN, Swarm
@@ -28,7 +28,7 @@ TOLERANCE = 1e-4
 BACKWARD = messages.BackwardRequest
 
 
-def adapter() -> dict[int, BlockPart]:
+def adapter() -> dict[int, BlockAdapterWeights]:
     """A prompt or factors for most blocks."""
     generator = torch.Generator().manual_seed(3)
 
@@ -36,9 +36,9 @@ def adapter() -> dict[int, BlockPart]:
         return (0.3 * torch.randn(shape, generator=generator)).requires_grad_()
 
     return {
-        block: BlockPart(
+        block: BlockAdapterWeights(
             leaf(2, HIDDEN) if block != 4 else None,
-            (Factors("self_attn.q_proj", leaf(3, HIDDEN), leaf(HIDDEN, 3)),) if block % 2 else (),
+            (LoraFactors("self_attn.q_proj", leaf(3, HIDDEN), leaf(HIDDEN, 3)),) if block % 2 else (),
         )
         for block in (0, 1, 3, 5)
     }
@@ -51,7 +51,7 @@ class Batch:
         first: gradients are wanted from this block on.
     """
 
-    def __init__(self, swarm: Swarm, parts: dict[int, BlockPart]) -> None:
+    def __init__(self, swarm: Swarm, parts: dict[int, BlockAdapterWeights]) -> None:
         self.swarm, self.parts, self.first = swarm, parts, 0
         self.packed = pack_adapter(parts)
         self.asker = Asker(swarm.network, swarm.manner)
@@ -104,7 +104,7 @@ def close(found: Any, right: torch.Tensor) -> None:
     torch.testing.assert_close(found, right, rtol=0, atol=TOLERANCE * float(right.abs().max()))
 
 
-def play(span_model: Any, act: Any, parts: dict[int, BlockPart] | None = None, **options: Any) -> None:
+def play(span_model: Any, act: Any, parts: dict[int, BlockAdapterWeights] | None = None, **options: Any) -> None:
     async def scenario() -> None:
         swarm = Swarm(span_model, SERVERS, **options)
         await swarm.start()

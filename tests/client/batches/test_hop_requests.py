@@ -12,9 +12,9 @@ from swarm.client.batches.hop_requests import UNDER_WAY, Asker
 from swarm.client.wire.adapter_upload import PackedAdapter, pack_adapter
 from swarm.client.wire.packed_hidden import Manner, Packed
 from swarm.data_structures import Span, StepLayout, WireFormat
-from swarm.errors import AdapterRefused, PeerLost, PeerSilent, ProtocolViolation, RemoteError, WrongDtype
+from swarm.errors import AdapterRefused, PeerLost, PeerTimeout, ProtocolViolation, RemoteError, WrongDtype
 from swarm.protocol import messages
-from swarm.protocol.adapters import BlockPart, pack_gradients
+from swarm.protocol.adapters import BlockAdapterWeights, pack_gradients
 from swarm.protocol.compression import unpack
 from tests.client.chain.test_hop_session import cases, remote_errors
 from tests.client.fakes import (
@@ -35,7 +35,7 @@ from tests.client.fakes import (
 )
 
 NOTHING = PackedAdapter()
-PROMPTED = pack_adapter({1: BlockPart(torch.arange(8.0).view(2, HIDDEN))})
+PROMPTED = pack_adapter({1: BlockAdapterWeights(torch.arange(8.0).view(2, HIDDEN))})
 GRADIENT = torch.arange(12.0).view(3, HIDDEN) / 1e6
 SPLIT = StepLayout((0, 0), (2, 1), None, (4, 0))
 
@@ -171,7 +171,7 @@ def test_a_refusal_is_raised_as_the_error_that_it_was(kind):
 
 
 @pytest.mark.parametrize(
-    ("answer", "kind", "why"), [(None, PeerSilent, "did not answer within"), ("hang up", PeerLost, "is gone")]
+    ("answer", "kind", "why"), [(None, PeerTimeout, "did not answer within"), ("hang up", PeerLost, "is gone")]
 )
 def test_a_server_that_does_not_answer(answer, kind, why):
     async def scenario(swarm):

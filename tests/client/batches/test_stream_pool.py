@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from swarm.client.batches.stream_pool import IDLE, MOST, StreamPool
-from swarm.errors import PeerLost, PeerSilent
+from swarm.errors import PeerLost, PeerTimeout
 from swarm.protocol import messages
 from tests.client.fakes import run
 
@@ -78,7 +78,7 @@ def test_a_stream_that_the_server_has_closed_meanwhile_is_no_loss():
     run(scenario)
 
 
-@pytest.mark.parametrize("error", [PeerSilent("it is slow"), ValueError("a mistake"), asyncio.CancelledError()])
+@pytest.mark.parametrize("error", [PeerTimeout("it is slow"), ValueError("a mistake"), asyncio.CancelledError()])
 def test_after_trouble_a_stream_is_not_used_again(error):
     async def scenario(swarm):
         server = await swarm.add(*[REPLY] * 5)

@@ -11,7 +11,7 @@ import pytest
 
 from swarm.client.chain.hop_session import HopSession
 from swarm.data_structures import StepLayout
-from swarm.errors import CacheFull, MissingBlocks, PeerLost, PeerSilent, RemoteError, ServerClosing, TooLong
+from swarm.errors import CacheFull, MissingBlocks, PeerLost, PeerTimeout, RemoteError, ServerClosing, TooLong
 from swarm.protocol import messages
 from tests import virtual_time
 from tests.client.chains import CLIENT, Conversation, Swarm
@@ -155,7 +155,7 @@ def test_a_server_that_hangs_is_replaced_soon(span_model, name):
         began = now()
         await talk.append(1, 1)
         assert now() - began < 10
-        assert isinstance(swarm.planner.failures[0][1], PeerSilent)
+        assert isinstance(swarm.planner.failures[0][1], PeerTimeout)
         others_were_left_alone(swarm, name)
 
     run(span_model, TWICE, act)
@@ -187,7 +187,9 @@ def test_several_failures_at_once(span_model, names, push):
     run(span_model, TWICE, act, push=push)
 
 
-@pytest.mark.parametrize("kind", [messages.OpenSession, messages.ReplayRequest, messages.ReplayReply, messages.Link])
+@pytest.mark.parametrize(
+    "kind", [messages.OpenSession, messages.ReplayRequest, messages.ReplayReply, messages.SetNeighbors]
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_replacement_fails_too(span_model, name, kind):
     async def act(swarm, talk):

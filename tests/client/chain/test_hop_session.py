@@ -18,7 +18,7 @@ from swarm.errors import (
     CacheFull,
     NotFinite,
     PeerLost,
-    PeerSilent,
+    PeerTimeout,
     ProtocolViolation,
     RemoteError,
     ServerClosing,
@@ -121,8 +121,8 @@ def test_it_tells_who_its_neighbours_are():
         await one.link(before, None)
         await asyncio.sleep(0.1)
         assert [message for message, _ in server.requests[1:]] == [
-            messages.Link(None, "after", after.session_id),
-            messages.Link("before", None, None),
+            messages.SetNeighbors(None, "after", after.session_id),
+            messages.SetNeighbors("before", None, None),
         ]
 
     run(scenario)
@@ -275,7 +275,7 @@ def test_a_server_that_says_nothing():
     async def scenario(swarm):
         loop = asyncio.get_running_loop()
         await swarm.add(None)
-        with pytest.raises(PeerSilent, match="did not answer within"):
+        with pytest.raises(PeerTimeout, match="did not answer within"):
             await Session(swarm).open()
         assert loop.time() == pytest.approx(OPEN_TIMEOUT)
         await swarm.add(OPENED, None, name="later")
@@ -284,7 +284,7 @@ def test_a_server_that_says_nothing():
         one.expect(0, Outputs(3, HIDDEN))
         await one.deliver(Step(0, LAYOUT, INPUT))
         assert 2 < one.due - loop.time() < 5
-        with pytest.raises(PeerSilent, match="did not answer within"):
+        with pytest.raises(PeerTimeout, match="did not answer within"):
             await one.replay(LAYOUT, INPUT, 1, want_outputs=False)
 
     run(scenario)
@@ -499,7 +499,7 @@ def test_a_server_that_has_stopped_reading():
         tokens = 1 << 16
         large = Packed(bytes(tokens * HIDDEN * 4), tokens, HIDDEN, WireFormat.NONE, "float32")
         await one.deliver(Step(0, StepLayout((0,), (tokens,)), large))
-        assert isinstance(one.error, PeerSilent)
+        assert isinstance(one.error, PeerTimeout)
         assert "read nothing" in str(one.error)
         began = loop.time()
         await one.close()

@@ -18,7 +18,7 @@ from swarm.errors import (
     MissingBlocks,
     NotFinite,
     PeerLost,
-    PeerSilent,
+    PeerTimeout,
     ProtocolViolation,
     ServerClosing,
     ServerFault,
@@ -124,7 +124,7 @@ def test_pings_that_take_long_are_not_waited_for(play):
 
 
 REASONS = [
-    (PeerSilent("x"), Failure.TIMED_OUT),
+    (PeerTimeout("x"), Failure.TIMED_OUT),
     (PeerLost("x"), Failure.UNREACHABLE),
     (ProtocolViolation("x"), Failure.WRONG_ANSWER),
     (CacheFull("x"), Failure.CACHE_FULL),
@@ -318,8 +318,8 @@ def test_who_was_too_slow_is_given_longer(play):
         await route(planner)
         assert planner.slowness("a") == 1
         for _ in range(2):
-            planner.failed("a", PeerSilent("x"))
-            planner.failed("a", PeerSilent("another session saw the same"))
+            planner.failed("a", PeerTimeout("x"))
+            planner.failed("a", PeerTimeout("another session saw the same"))
             await asyncio.sleep(60)
         planner.failed("b", PeerLost("x"))
         assert (planner.slowness("a"), planner.slowness("b")) == (4, 1)

@@ -16,7 +16,7 @@ from swarm.client.tuning.lora import new_lora
 from swarm.client.tuning.lora_config import LoraSettings, default_targets, lora_settings, targets
 from swarm.errors import InvalidOption
 from swarm.models.cutting.families import causal_lm_class
-from swarm.models.cutting.lora_targets import linear_modules
+from swarm.models.cutting.lora_targets import find_lora_targets
 from swarm.models.cutting.surgery import find_layers
 from tests.zoo import BLOCKS, FAMILIES, config_of
 
@@ -26,7 +26,7 @@ def wanted(family: str, **entries: Any) -> tuple[dict[int, dict[str, tuple[int, 
     with torch.device("meta"):
         path = find_layers(causal_lm_class(config)(config), BLOCKS)[0]
     settings = lora_settings(entries)
-    return targets(settings, linear_modules(config), path, config.model_type), settings, path
+    return targets(settings, find_lora_targets(config), path, config.model_type), settings, path
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_the_same_modules_ranks_and_scalings_as_peft(family: str, entries: dict[
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_has_default_targets_and_they_are_pefts(family: str) -> None:
     config = config_of(family)
-    chosen = default_targets(linear_modules(config), config.model_type)
+    chosen = default_targets(find_lora_targets(config), config.model_type)
     if isinstance(known := DEFAULTS.get(config.model_type), list):
         assert set(chosen) == set(known)
 

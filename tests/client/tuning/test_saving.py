@@ -18,7 +18,7 @@ from swarm.client.tuning.lora_config import lora_settings, targets
 from swarm.client.tuning.saving import Snapshot, config_of, push, save, tensors_of
 from swarm.models.adapters.adapter_files import read_adapter
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from swarm.models.cutting.lora_targets import linear_modules
+from swarm.models.cutting.lora_targets import find_lora_targets
 from tests.zoo import BLOCKS, make_checkpoint
 
 HEAD = {"score.weight": torch.arange(96.0).view(3, 32)}
@@ -31,7 +31,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 def lora(checkpoint: Checkpoint, heads: Mapping[str, torch.Tensor] | None = None, **entries: Any) -> Snapshot:
     settings = lora_settings({"init_lora_weights": False, **entries})
-    modules = targets(settings, linear_modules(checkpoint.config), "model.layers", "llama")
+    modules = targets(settings, find_lora_targets(checkpoint.config), "model.layers", "llama")
     made = new_lora(modules, settings, "model.layers")
     return Snapshot(checkpoint, "lora", "model.layers", None, None, made, heads or {})
 

@@ -17,7 +17,7 @@ from swarm.client.wire.adapter_upload import PackedAdapter, SentAdapters, pack_a
 from swarm.data_structures import Span
 from swarm.errors import NotFinite, PeerLost, ProtocolViolation, UnknownAdapter
 from swarm.protocol import messages
-from swarm.protocol.adapters import BlockPart, Factors, unpack_parts
+from swarm.protocol.adapters import BlockAdapterWeights, LoraFactors, unpack_parts
 from tests.client.fakes import (
     HIDDEN,
     INPUT,
@@ -36,9 +36,9 @@ UNKNOWN = refusal(UnknownAdapter("it has left"))
 PUT, FORWARD = messages.PutAdapters, messages.ForwardRequest
 
 
-def part(value: float, dtype: torch.dtype = torch.float32) -> BlockPart:
+def part(value: float, dtype: torch.dtype = torch.float32) -> BlockAdapterWeights:
     down, up = torch.full((2, HIDDEN), value, dtype=dtype), torch.full((HIDDEN, 2), -value, dtype=dtype)
-    return BlockPart(torch.full((3, HIDDEN), value, dtype=dtype), (Factors("linear", down, up),))
+    return BlockAdapterWeights(torch.full((3, HIDDEN), value, dtype=dtype), (LoraFactors("linear", down, up),))
 
 
 ADAPTER = pack_adapter({0: part(1.0), 2: part(2.0)})
@@ -84,12 +84,12 @@ def test_what_holds_nan_is_not_sent():
 
 
 def test_empty_parts_are_none():
-    assert pack_adapter({3: BlockPart()}).digests(Span(3, 4)) is None
+    assert pack_adapter({3: BlockAdapterWeights()}).digests(Span(3, 4)) is None
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=8), st.integers(1, 500))
 def test_large_adapters_go_in_several_messages(prompts, limit):
-    adapter = pack_adapter({2 * n: BlockPart(torch.ones(rows, HIDDEN)) for n, rows in enumerate(prompts)})
+    adapter = pack_adapter({2 * n: BlockAdapterWeights(torch.ones(rows, HIDDEN)) for n, rows in enumerate(prompts)})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adapter_sending, "PUT_BYTES", limit)
         puts = list(adapter.puts(adapter.keys(Span(0, 20))))

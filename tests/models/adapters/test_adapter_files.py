@@ -83,13 +83,13 @@ def test_the_parts_of_a_span_are_the_files_factors_scaled(checkpoint: Checkpoint
 def test_a_server_and_a_client_name_them_alike(checkpoint: Checkpoint, made: Path) -> None:
     """Whatever span is read, and though a client scales inside of its graph."""
     from swarm.client.tuning.lora import stored_lora
-    from swarm.protocol.adapters import BlockPart
+    from swarm.protocol.adapters import BlockAdapterWeights
 
     whole = read_adapter(made, checkpoint)
     lora = stored_lora(whole)
     for block, part in read_parts(made, checkpoint, Span(1, 4)).items():
         (served,), _ = pack_parts([part], torch.float32)
-        (sent,), _ = pack_parts([BlockPart(None, lora.factors(block))], torch.float32)
+        (sent,), _ = pack_parts([BlockAdapterWeights(None, lora.factors(block))], torch.float32)
         assert served.digest == sent.digest
 
 

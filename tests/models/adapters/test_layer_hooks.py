@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from swarm.data_structures import Span, StepLayout
 from swarm.errors import AdapterRefused
 from swarm.models.adapters import layer_hooks as adapters
-from swarm.models.adapters.layer_hooks import NOTHING, Adapters, Parts, Share
+from swarm.models.adapters.layer_hooks import NO_ADAPTER, AdapterBatch, AdapterSegment, AdapterWeights
 from swarm.models.checkpoints.checkpoint import open_checkpoint
-from swarm.models.cutting.lora_targets import sizes
+from swarm.models.cutting.lora_targets import linear_size
 from swarm.models.execution.session_cache import SessionCache, advance, forward_packed
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy import try_capture
 from swarm.models.span_loading import load_span
 from swarm.models.weights import quantization
-from swarm.protocol.adapters import BlockPart, Factors
+from swarm.protocol.adapters import BlockAdapterWeights, LoraFactors
 from tests import zoo
 from tests.models.execution.test_session_cache import close, load, load_as, slow
 
@@ -38,18 +38,20 @@ def linears(model: SpanModel, block: int) -> dict[str, tuple[int, int]]:
     return {name: size for name, size in named.items() if size is not None}
 
 
-def make_part(model: SpanModel, block: int, seed: int = 0, rank: int = 3, positions: int = 3) -> BlockPart:
+def make_part(model: SpanModel, block: int, seed: int = 0, rank: int = 3, positions: int = 3) -> BlockAdapterWeights:
     """A prompt, and factors of all linear modules."""
     random = torch.Generator().manual_seed(100 * seed + block)
     factors = tuple(
-        Factors(name, torch.randn(rank, inputs, generator=random), 0.2 * torch.randn(outputs, rank, generator=random))
+        LoraFactors(
+            name, torch.randn(rank, inputs, generator=random), 0.2 * torch.randn(outputs, rank, generator=random)
+        )
         for name, (inputs, outputs) in linears(model, block).items()
     )
     assert len(factors) >= 4
-    return BlockPart(torch.randn(positions, model.hidden_size, generator=random), factors)
+    return BlockAdapterWeights(torch.randn(positions, model.hidden_size, generator=random), factors)
 
 
-def make_adapter(model: SpanModel, seed: int = 0, **options: int) -> Parts:
+def make_adapter(model: SpanModel, seed: int = 0, **options: int) -> AdapterWeights:
     return {block: make_part(model, block, seed, **options) for block in range(model.span.start, model.span.end)}
 
 
@@ -83,7 +85,7 @@ def test_factors_are_what_would_be_added_to_the_weights(family, tmp_path_factory
 def test_prompts_are_added_to_what_enters_a_block(family, tmp_path_factory):
     """Blocks one after the other, with prompts put in by hand, as a reference; the span in parts, too."""
     model = load(family, tmp_path_factory)
-    adapter = {block: BlockPart(part.prompt) for block, part in make_adapter(model).items()}
+    adapter = {block: BlockAdapterWeights(part.prompt) for block, part in make_adapter(model).items()}
     counts = (2, 5)  # one row is shorter than the prompt
     hidden = rows_of(sum(counts))
     expected = hidden
@@ -102,9 +104,9 @@ def test_prompts_are_added_to_what_enters_a_block(family, tmp_path_factory):
 @settings(slow, max_examples=60)
 def test_any_sessions_together_are_as_each_alone(llama, data):
     """Sessions with adapters of their own, the same ones, or none, in portions, against each computed whole, alone."""
-    kinds = [NOTHING, make_adapter(llama, 1), make_adapter(llama, 2, rank=2, positions=5)]
+    kinds = [NO_ADAPTER, make_adapter(llama, 1), make_adapter(llama, 2, rank=2, positions=5)]
     kinds.append({2: make_part(llama, 2, 3)})
-    kinds.append({1: BlockPart(kinds[1][1].prompt), 3: replace(kinds[2][3], prompt=None)})
+    kinds.append({1: BlockAdapterWeights(kinds[1][1].prompt), 3: replace(kinds[2][3], prompt=None)})
     chosen = data.draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=5))
     caches = [SessionCache(llama, adapter) for adapter in chosen]
     # Which positions the model is told makes no difference here, but the prompts must not go by them.
@@ -134,9 +136,9 @@ def test_any_sessions_together_are_as_each_alone(llama, data):
             close(work.output, torch.cat(expected))
 
 
-def alone(model: SpanModel, row: torch.Tensor, adapter: Parts) -> torch.Tensor:
+def alone(model: SpanModel, row: torch.Tensor, adapter: AdapterWeights) -> torch.Tensor:
     """One whole row as a rectangle."""
-    with model.adapted.running([Share(adapter, range(len(row)))]):
+    with model.adapted.running([AdapterSegment(adapter, range(len(row)))]):
         return model.forward(row.unsqueeze(0))[0]
 
 
@@ -145,7 +147,7 @@ def test_what_is_captured_is_left_out_where_an_adapter_runs(tmp_path_factory):
     adapter = make_adapter(model)
     hidden = rows_of(4)
     layout = StepLayout((0,), (4,))
-    plain, adapted = (forward_packed(model, hidden, layout, parts) for parts in (NOTHING, adapter))
+    plain, adapted = (forward_packed(model, hidden, layout, parts) for parts in (NO_ADAPTER, adapter))
     try_capture(model)
     calls = []
     flat = model.captured
@@ -161,7 +163,7 @@ def test_nothing_is_added_in_another_thread_or_afterwards(llama):
     adapter, hidden, layout = make_adapter(llama), rows_of(4), StepLayout((0,), (4,))
     plain = forward_packed(llama, hidden, layout)
     found = []
-    with llama.adapted.running([Share(adapter, range(4))]):
+    with llama.adapted.running([AdapterSegment(adapter, range(4))]):
         thread = threading.Thread(target=lambda: found.append(forward_packed(llama, hidden, layout)))
         thread.start()
         thread.join()
@@ -193,12 +195,12 @@ def test_quantized_blocks(quant, tmp_path_factory):
     layer = model.adapted._layers[2]
     name = next(name for name, module in layer.named_modules() if isinstance(module, quantization.FrozenLinear))
     module = layer.get_submodule(name)
-    factors = Factors(name, torch.randn(2, module.in_features), torch.randn(module.out_features, 2))
-    adapter = {2: BlockPart(None, (factors,))}
+    factors = LoraFactors(name, torch.randn(2, module.in_features), torch.randn(module.out_features, 2))
+    adapter = {2: BlockAdapterWeights(None, (factors,))}
     model.adapted.check(2, adapter[2])
     hidden = torch.randn(5, module.in_features)
     plain = module(hidden)
-    with model.adapted.running([Share(adapter, range(5))]):
+    with model.adapted.running([AdapterSegment(adapter, range(5))]):
         close(module(hidden), plain + hidden @ factors.down.T @ factors.up.T)
 
 
@@ -216,8 +218,10 @@ def test_sixteen_bits(tmp_path_factory):
     assert (output.float() - expected).norm() < 0.05 * expected.norm()
 
 
-def factors(module: str = "self_attn.q_proj", down: tuple = (2, HIDDEN), up: tuple = (HIDDEN, 2)) -> BlockPart:
-    return BlockPart(None, (Factors(module, torch.zeros(down), torch.zeros(up)),))
+def factors(
+    module: str = "self_attn.q_proj", down: tuple = (2, HIDDEN), up: tuple = (HIDDEN, 2)
+) -> BlockAdapterWeights:
+    return BlockAdapterWeights(None, (LoraFactors(module, torch.zeros(down), torch.zeros(up)),))
 
 
 @pytest.mark.parametrize(
@@ -225,7 +229,7 @@ def factors(module: str = "self_attn.q_proj", down: tuple = (2, HIDDEN), up: tup
     [
         (0, factors(), "block 0, which this server does not hold"),
         (4, factors(), "block 4, which"),
-        (1, BlockPart(torch.zeros(2, HIDDEN + 1)), "33 wide, the model 32"),
+        (1, BlockAdapterWeights(torch.zeros(2, HIDDEN + 1)), "33 wide, the model 32"),
         (1, factors("self_attn.nothing"), "no linear module 'self_attn.nothing'; it has self_attn.q_proj"),
         (1, factors("self_attn"), "no linear module 'self_attn'"),
         (1, factors(""), "no linear module ''"),
@@ -236,7 +240,7 @@ def factors(module: str = "self_attn.q_proj", down: tuple = (2, HIDDEN), up: tup
         (1, factors(down=(2, HIDDEN - 1)), r"A \(2, 31\) and B \(32, 2\); it takes A \[rank, 32\] and B \[32, rank\]"),
         (1, factors(up=(HIDDEN + 1, 2)), "it takes"),
         (1, factors(up=(HIDDEN, 3)), "it takes"),
-        (1, BlockPart(None, factors().factors * 2), "names a module twice"),
+        (1, BlockAdapterWeights(None, factors().factors * 2), "names a module twice"),
     ],
 )
 def test_what_does_not_fit_is_refused(llama, block, part, message):
@@ -248,8 +252,11 @@ def test_modules_that_see_other_tokens_are_computed_alone(tmp_path_factory):
     """DeepSeek expands the whole past with a linear module: one adapter at a time, and the right one."""
     model = load("deepseek_v3", tmp_path_factory)
     name = "self_attn.kv_b_proj"
-    inputs, outputs = sizes(model.adapted._layers[1].get_submodule(name))
-    both = [{1: BlockPart(None, (Factors(name, torch.randn(2, inputs), torch.randn(outputs, 2)),))} for _ in range(2)]
+    inputs, outputs = linear_size(model.adapted._layers[1].get_submodule(name))
+    both = [
+        {1: BlockAdapterWeights(None, (LoraFactors(name, torch.randn(2, inputs), torch.randn(outputs, 2)),))}
+        for _ in range(2)
+    ]
     hidden = rows_of(4)
     caches = [SessionCache(model, adapter) for adapter in both]
     works = [cache.begin(hidden, StepLayout((0,), (4,))) for cache in caches]
@@ -272,11 +279,11 @@ def test_a_router_that_is_linear_in_name_only_is_refused(tmp_path_factory):
 def test_each_token_gets_what_is_its_own(drawn):
     """Prompts and factors by index, against one token after the other."""
     parts = [
-        BlockPart(torch.randn(4, 6), (Factors("m", torch.randn(2, 6), torch.randn(5, 2)),)),
-        BlockPart(torch.randn(2, 6)),
+        BlockAdapterWeights(torch.randn(4, 6), (LoraFactors("m", torch.randn(2, 6), torch.randn(5, 2)),)),
+        BlockAdapterWeights(torch.randn(2, 6)),
     ]
-    kinds: list[Parts] = [{0: parts[0]}, {0: parts[1]}, NOTHING]
-    running = Adapters([Share(kinds[kind], positions) for kind, positions in drawn])
+    kinds: list[AdapterWeights] = [{0: parts[0]}, {0: parts[1]}, NO_ADAPTER]
+    running = AdapterBatch([AdapterSegment(kinds[kind], positions) for kind, positions in drawn])
     owners = [(kind, position) for kind, positions in drawn for position in positions]
     hidden, output = torch.randn(len(owners), 1, 6), torch.randn(len(owners), 1, 5)
     prompted = adapters.with_prompts(running, 0, hidden)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from swarm.errors import TemplateRefused
+from swarm.errors import ChatTemplateError
 from swarm.models.checkpoints.chat_template import conversation_tokens, template_text, text_tokens
 from swarm.models.checkpoints.checkpoint import DEMO
 from swarm.models.checkpoints.tokenizer import load_tokenizer
@@ -47,20 +47,20 @@ def test_the_template_writes_the_conversation(tokenizer):
 
 def test_what_a_template_refuses_is_told(tokenizer):
     tokenizer.chat_template = TEMPLATE
-    with pytest.raises(TemplateRefused, match="the system speaks first"):
+    with pytest.raises(ChatTemplateError, match="the system speaks first"):
         conversation_tokens(tokenizer, [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}])
 
 
 @pytest.mark.parametrize("broken", ["{{ messages.nothing.at_all }}", "{% for %}", "{{ messages[99].role.x }}"])
 def test_a_broken_template_is_no_crash(tokenizer, broken):
     tokenizer.chat_template = broken
-    with pytest.raises(TemplateRefused):
+    with pytest.raises(ChatTemplateError):
         conversation_tokens(tokenizer, [{"role": "user", "content": "a"}])
 
 
 def test_a_template_cannot_reach_python(tokenizer):
     tokenizer.chat_template = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
-    with pytest.raises(TemplateRefused):
+    with pytest.raises(ChatTemplateError):
         conversation_tokens(tokenizer, [{"role": "user", "content": "a"}])
 
 
@@ -88,5 +88,5 @@ def test_what_is_nested_too_deeply_for_a_template_is_refused(tokenizer):
     deep: dict[str, object] = {}
     for _ in range(900):
         deep = {"a": deep}
-    with pytest.raises(TemplateRefused, match="recursion"):
+    with pytest.raises(ChatTemplateError, match="recursion"):
         conversation_tokens(tokenizer, [{"role": "user", "content": "a"}], [deep])

@@ -8,8 +8,8 @@ from transformers import AutoModel
 
 from swarm.data_structures import Span
 from swarm.models.checkpoints.checkpoint import open_checkpoint
-from swarm.models.checkpoints.footprint import footprint
-from swarm.models.cutting.model_inspection import dissect
+from swarm.models.checkpoints.footprint import memory_footprint
+from swarm.models.cutting.model_inspection import inspect_model
 from swarm.models.span_loading import load_span
 from tests.zoo import BLOCKS, FAMILIES, config_of, make_checkpoint
 
@@ -17,22 +17,22 @@ from tests.zoo import BLOCKS, FAMILIES, config_of, make_checkpoint
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_anatomy_of_a_family(family, tmp_path):
     checkpoint = open_checkpoint(make_checkpoint(family, tmp_path))
-    anatomy = dissect(checkpoint.config)
-    layers = AutoModel.from_config(checkpoint.config).get_submodule(anatomy.path)
-    assert anatomy.parameters == tuple(sum(p.numel() for p in layer.parameters()) for layer in layers)
+    structure = inspect_model(checkpoint.config)
+    layers = AutoModel.from_config(checkpoint.config).get_submodule(structure.path)
+    assert structure.parameters == tuple(sum(p.numel() for p in layer.parameters()) for layer in layers)
 
     span = load_span(checkpoint, Span(0, BLOCKS), dtype=torch.float32, device=torch.device("cpu"))
     cache = span.new_cache()
     span.forward(torch.randn(1, 3, span.hidden_size), cache)
     stored = [layer.keys.shape[1] * layer.keys.shape[3] + layer.values.shape[1] * layer.values.shape[3]
               for layer in cache.layers]  # fmt: skip
-    assert anatomy.cached_values >= max(stored[:1])
-    assert span.weight_bytes == 4 * sum(anatomy.parameters)
+    assert structure.cached_values >= max(stored[:1])
+    assert span.weight_bytes == 4 * sum(structure.parameters)
 
 
 def test_a_footprint_follows_the_dtype(tmp_path):
     checkpoint = open_checkpoint(make_checkpoint("llama", tmp_path))
-    full, half = footprint(checkpoint, torch.float32), footprint(checkpoint, torch.bfloat16)
+    full, half = memory_footprint(checkpoint, torch.float32), memory_footprint(checkpoint, torch.bfloat16)
     assert full.weights == tuple(2 * size for size in half.weights)
     assert full.cache_per_token == 2 * half.cache_per_token > 0
 
@@ -40,5 +40,5 @@ def test_a_footprint_follows_the_dtype(tmp_path):
 def test_dissecting_leaves_the_config_alone():
     config = config_of("gemma3_text")
     before = config.to_dict()
-    dissect(config)
+    inspect_model(config)
     assert config.to_dict() == before

@@ -62,7 +62,7 @@ def test_layers_are_found_in_every_family(family):
 
 def test_kept_layers_are_renumbered_under_every_name():
     layers = Model(4).decoder.layers[2:]
-    surgery.renumber(layers)
+    surgery.renumber_layers(layers)
     assert [layer.attention.layer_idx for layer in layers] == [0, 1]
     assert [layer.layer_id for layer in layers] == [0, 1]
 
@@ -118,7 +118,7 @@ def test_a_dropped_embedding_adds_nothing_whatever_it_is_called_with():
 def test_a_narrowed_model_shares_weights_and_leaves_the_wide_one_alone():
     model = Model(4)
     model.config = model.decoder.config = SimpleNamespace(num_hidden_layers=4, layer_types=list("abcd"))
-    narrow = surgery.narrowed(model, "decoder.layers", 1, 3)
+    narrow = surgery.slice_model(model, "decoder.layers", 1, 3)
     assert list(narrow.decoder.layers) == list(model.decoder.layers[1:3])
     assert narrow.config.layer_types == narrow.decoder.config.layer_types == ["b", "c"]
     assert len(model.decoder.layers) == model.config.num_hidden_layers == 4

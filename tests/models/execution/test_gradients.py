@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarm.data_structures import Span, StepLayout
-from swarm.models.adapters.layer_hooks import NOTHING, Parts
+from swarm.models.adapters.layer_hooks import NO_ADAPTER, AdapterWeights
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.cutting import surgery
 from swarm.models.execution import gradients as training
@@ -41,7 +41,7 @@ class Local:
         self.layers = getattr(owner, name)
 
     def gradients(
-        self, inputs: torch.Tensor, ends: torch.Tensor, layout: StepLayout, adapter: Parts, span: Span = SPAN
+        self, inputs: torch.Tensor, ends: torch.Tensor, layout: StepLayout, adapter: AdapterWeights, span: Span = SPAN
     ) -> Any:
         """Outputs, and gradients of the inputs and of all tensors of the adapter."""
         leaf = inputs.clone().requires_grad_()
@@ -52,7 +52,7 @@ class Local:
         tensors = [tensor for part in leaves.values() for tensor in part.tensors]
         return output.detach(), torch.autograd.grad(output, [leaf, *tensors], ends)
 
-    def run(self, row_TH: torch.Tensor, offset: int, adapter: Parts, span: Span) -> torch.Tensor:
+    def run(self, row_TH: torch.Tensor, offset: int, adapter: AdapterWeights, span: Span) -> torch.Tensor:
         found: list[torch.Tensor] = []
         handles = [
             self.layers[span.start].register_forward_pre_hook(replaced(row_TH.unsqueeze(0)), with_kwargs=True),
@@ -142,7 +142,7 @@ def llama(tmp_path_factory) -> tuple[Path, SpanModel]:
 def test_without_an_adapter(llama):
     folder, model = llama
     inputs, ends = drawn(model, 1), drawn(model, 2)
-    _, expected = Local(folder).gradients(inputs, ends, LAYOUT, NOTHING)
+    _, expected = Local(folder).gradients(inputs, ends, LAYOUT, NO_ADAPTER)
     found = training.backward(model, inputs, ends, LAYOUT)
     assert not found.parts
     assert_equal([found.inputs], expected)

@@ -16,7 +16,7 @@ from torch.nn import functional
 from swarm.data_structures import Span, StepLayout
 from swarm.errors import InvalidOption
 from swarm.models.checkpoints.checkpoint import open_checkpoint
-from swarm.models.checkpoints.footprint import footprint
+from swarm.models.checkpoints.footprint import memory_footprint
 from swarm.models.execution.session_cache import SessionCache
 from swarm.models.span_loading import load_span
 from swarm.models.weights import quantization
@@ -222,9 +222,9 @@ def test_a_quantized_span(form, dtype):
     assert model.digests == plain.digests
     assert (model.dtype, model.positions, model.packed) == (dtype, plain.positions, plain.packed)
     assert sum(isinstance(module, FrozenLinear) for module in model.module.modules()) == span.length * 7
-    counted = footprint(checkpoint, dtype, form)
+    counted = memory_footprint(checkpoint, dtype, form)
     assert model.weight_bytes <= sum(counted.weights[2:6]) <= 1.02 * model.weight_bytes
-    assert counted.cache_per_token == footprint(checkpoint, dtype).cache_per_token
+    assert counted.cache_per_token == memory_footprint(checkpoint, dtype).cache_per_token
     hidden = torch.randn(2, 20, model.hidden_size).to(dtype)
     added = plain.forward(hidden) - hidden
     assert 0 < error(model.forward(hidden) - hidden, added) <= (0.03 if form == INT8 else 0.3)
@@ -233,7 +233,7 @@ def test_a_quantized_span(form, dtype):
 def test_a_footprint_without_quantization_is_what_is_loaded():
     checkpoint = open_checkpoint()
     assert (
-        sum(footprint(checkpoint, torch.bfloat16).weights[:2])
+        sum(memory_footprint(checkpoint, torch.bfloat16).weights[:2])
         == load(None, NONE, Span(0, 2), torch.bfloat16).weight_bytes
     )
 

@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from swarm.data_structures import Span
 from swarm.errors import AdapterRefused, CacheFull, UnknownAdapter, WrongShape
-from swarm.protocol.adapters import BlockPart, Factors, pack_parts
-from swarm.protocol.messages import BlockAdapter, ModuleShape, PutAdapters
+from swarm.protocol.adapters import BlockAdapterWeights, LoraFactors, pack_parts
+from swarm.protocol.messages import BlockAdapterSpec, LoraShape, PutAdapters
 from swarm.server.sessions.adapter_store import OVERHEAD, AdapterLimits, AdapterStore
 
 SPAN = Span(2, 4)
@@ -39,8 +39,8 @@ def store(clock) -> AdapterStore:
     return AdapterStore(clock, LIMITS)
 
 
-def part(seed: int, numbers: int = 100) -> BlockPart:
-    return BlockPart(torch.full((1, numbers), float(seed)))
+def part(seed: int, numbers: int = 100) -> BlockAdapterWeights:
+    return BlockAdapterWeights(torch.full((1, numbers), float(seed)))
 
 
 def digest(seed: int, numbers: int = 100) -> bytes:
@@ -191,7 +191,7 @@ def test_five_hundred_steps_of_four_peers_take_no_more_room(store):
 
 
 def described(rank: int, inputs: int = 32, prompt: int = 0) -> PutAdapters:
-    block = BlockAdapter(bytes(16), prompt, [ModuleShape("q", rank, inputs, 32)])
+    block = BlockAdapterSpec(bytes(16), prompt, [LoraShape("q", rank, inputs, 32)])
     return PutAdapters(2, [None, block], "float32")
 
 
@@ -208,7 +208,7 @@ def test_ranks_and_sizes(store):
 
 
 def test_what_the_server_has_itself_is_for_everybody_and_stays(store, clock):
-    factors = BlockPart(None, (Factors("q", torch.ones(2, 3), torch.ones(4, 2)),))
+    factors = BlockAdapterWeights(None, (LoraFactors("q", torch.ones(2, 3), torch.ones(4, 2)),))
     store.add_public({2: part(1), 3: factors})
     clock.now = 1e6
     store.expire()

@@ -35,8 +35,8 @@ from tests.server.conversations import (
 LONG = 100.0
 CLIENT = "hostile"
 NEXT_SESSION = b"the next session"
-LINK = messages.Link("before", None, None)
-TO_NEXT = messages.Link(None, "next", NEXT_SESSION)
+LINK = messages.SetNeighbors("before", None, None)
+TO_NEXT = messages.SetNeighbors(None, "next", NEXT_SESSION)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def push(step: messages.StepRequest, client: str = CLIENT, session_id: bytes = O
     return messages.PushRequest(client, session_id, step)
 
 
-async def linked(server: Server, link: messages.Link = LINK) -> Client:
+async def linked(server: Server, link: messages.SetNeighbors = LINK) -> Client:
     """A client with one step behind it, and its neighbours known to the server."""
     client = await (await server.client(CLIENT)).begin()
     await client.stream.send(link)
@@ -413,7 +413,7 @@ def test_a_pushed_step_is_pushed_on(model):
     async def act(server):
         behind = Next()
         await MemoryNetwork(server.hub, "next").serve(behind)
-        client = await linked(server, messages.Link("before", "next", NEXT_SESSION))
+        client = await linked(server, messages.SetNeighbors("before", "next", NEXT_SESSION))
         before = await server.client("before")
         for _ in range(3):
             assert (await pushed_step(client, before)).pushed

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from swarm.errors import PeerLost, PeerSilent
+from swarm.errors import PeerLost, PeerTimeout
 from swarm.protocol.messages import ProbeReply, ProbeRequest, decode_client
 from swarm.server.sessions.push import PATIENCE
 from swarm.server.sessions.reply_stream import LINGER, PatientStream
@@ -57,7 +57,7 @@ def test_a_frame_that_was_to_leave_later_does_not_outlive_its_stream():
         with pytest.raises(PeerLost):
             await peer.receive()
         await asyncio.sleep(2 * PAUSE)
-        with pytest.raises(PeerSilent):
+        with pytest.raises(PeerTimeout):
             await stream.send(ProbeRequest(2))
 
     on_virtual_time(scenario)
@@ -83,7 +83,7 @@ def test_a_peer_that_does_not_read_a_later_frame_is_given_up_in_the_same_time(mo
         hub.hang("client")
         await stream.send_later(PAUSE, ProbeReply(), b"x")
         began = loop.time()
-        with pytest.raises(PeerSilent):
+        with pytest.raises(PeerTimeout):
             await stream.send(ProbeRequest(2))
         assert loop.time() - began == pytest.approx(PAUSE + PATIENCE, rel=0.01)
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from swarm.data_structures import Span, StepLayout, WireFormat
-from swarm.models.adapters.layer_hooks import NOTHING, Parts
+from swarm.models.adapters.layer_hooks import NO_ADAPTER, AdapterWeights
 from swarm.models.execution import gradients as training
 from swarm.models.execution.session_cache import forward_packed
 from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
-from swarm.protocol.adapters import BlockPart, pack_parts, unpack_gradients
+from swarm.protocol.adapters import BlockAdapterWeights, pack_parts, unpack_gradients
 from swarm.protocol.compression import pack, unpack
 from tests.models.adapters.test_layer_hooks import alone as row_alone
 from tests.models.adapters.test_layer_hooks import factors, make_adapter
@@ -46,7 +46,7 @@ def model(tmp_path_factory) -> SpanModel:
     return make_model(tmp_path_factory.mktemp("checkpoint"))
 
 
-def put(parts: Parts) -> tuple[messages.PutAdapters, bytes]:
+def put(parts: AdapterWeights) -> tuple[messages.PutAdapters, bytes]:
     """What a client sends before it uses an adapter of this server's blocks."""
     blocks, payload = pack_parts([parts[block] for block in sorted(parts)], torch.float32)
     named = dict(zip(sorted(parts), blocks, strict=True))
@@ -59,11 +59,11 @@ def names(message: messages.PutAdapters) -> list[bytes]:
     return [block.digest if block is not None else b"" for block in message.blocks]
 
 
-async def kept(client: Client, parts: Parts) -> list[bytes]:
+async def kept(client: Client, parts: AdapterWeights) -> list[bytes]:
     """Have the adapter kept; its digests."""
     message, payload = put(parts)
     reply, _ = await client.ask(message, payload)
-    assert reply == messages.AdaptersKept(ADAPTERS.seconds)
+    assert reply == messages.AdaptersStored(ADAPTERS.seconds)
     return names(message)
 
 
@@ -75,7 +75,7 @@ Check = Callable[[], None]
 """Compares what came with what the blocks compute here; not while the server computes, which has the same blocks."""
 
 
-async def ask_forward(client: Client, parts: Parts, digests: list[bytes] | None, seed: int = 3) -> Check:
+async def ask_forward(client: Client, parts: AdapterWeights, digests: list[bytes] | None, seed: int = 3) -> Check:
     hidden, model = random(3, seed), client.model
     reply, payload = await client.ask(changed(FORWARD, adapters=digests), packed(hidden))
     assert isinstance(reply, messages.ForwardReply), reply
@@ -83,7 +83,7 @@ async def ask_forward(client: Client, parts: Parts, digests: list[bytes] | None,
     return lambda: assert_close(output, forward_packed(model, hidden, LAYOUT, parts))
 
 
-async def ask_backward(client: Client, parts: Parts, digests: list[bytes] | None, seed: int = 3) -> Check:
+async def ask_backward(client: Client, parts: AdapterWeights, digests: list[bytes] | None, seed: int = 3) -> Check:
     hidden, ends, model = random(3, seed), random(3, seed + 100), client.model
     reply, payload = await client.ask(changed(BACKWARD, adapters=digests), packed(hidden, ends))
     assert isinstance(reply, messages.BackwardReply), reply
@@ -104,12 +104,12 @@ async def ask_backward(client: Client, parts: Parts, digests: list[bytes] | None
     return check
 
 
-async def forward(client: Client, parts: Parts, digests: list[bytes] | None) -> None:
+async def forward(client: Client, parts: AdapterWeights, digests: list[bytes] | None) -> None:
     """A forward whose outputs are checked."""
     (await ask_forward(client, parts, digests))()
 
 
-async def backward(client: Client, parts: Parts, digests: list[bytes] | None) -> None:
+async def backward(client: Client, parts: AdapterWeights, digests: list[bytes] | None) -> None:
     """A backward whose gradients are checked."""
     (await ask_backward(client, parts, digests))()
 
@@ -121,8 +121,8 @@ def test_forwards_and_backwards_with_an_adapter(model):
             digests = await kept(client, parts)
             await forward(client, parts, digests)
             await backward(client, parts, digests)
-        await forward(client, NOTHING, None)
-        await backward(client, NOTHING, [b""] * 3)
+        await forward(client, NO_ADAPTER, None)
+        await backward(client, NO_ADAPTER, [b""] * 3)
         assert len(server.adapters) == 4
 
     scenario(model, act)
@@ -222,7 +222,7 @@ def test_several_clients_train_different_adapters_at_once(model):
     scenario(model, act)
 
 
-def poisoned(parts: Parts) -> Parts:
+def poisoned(parts: AdapterWeights) -> AdapterWeights:
     """One NaN in the last block."""
     changed_parts = {block: part.mapped(torch.clone) for block, part in parts.items()}
     changed_parts[3].factors[-1].up[0, 0] = float("nan")
@@ -236,8 +236,8 @@ def poisoned(parts: Parts) -> Parts:
         ("adapter_refused", {1: factors("self_attn.nothing")}, "no linear module"),
         ("adapter_refused", {1: factors("self_attn")}, "no linear module"),
         ("adapter_refused", {1: factors(down=(9, HIDDEN), up=(HIDDEN, 9))}, "rank 9; this server takes up to 8"),
-        ("adapter_refused", {1: BlockPart(torch.zeros(1000, HIDDEN))}, "takes 129 KB"),
-        ("adapter_refused", {1: BlockPart(None, factors().factors * 2)}, "twice"),
+        ("adapter_refused", {1: BlockAdapterWeights(torch.zeros(1000, HIDDEN))}, "takes 129 KB"),
+        ("adapter_refused", {1: BlockAdapterWeights(None, factors().factors * 2)}, "twice"),
     ],
 )
 def test_adapters_that_do_not_fit(model, code, parts, words):
@@ -309,7 +309,7 @@ def test_backwards_that_are_wrong(model):
         await client.refused("wrong_span", changed(BACKWARD, revision="other"), packed(inputs, ends))
         await client.refused("too_long", changed(BACKWARD, counts=[13]), packed(random(13), random(13)))
         await client.refused("too_long", changed(BACKWARD, counts=[0]), b"")
-        await backward(client, NOTHING, None)
+        await backward(client, NO_ADAPTER, None)
 
     scenario(model, act)
 
@@ -328,10 +328,10 @@ def test_a_backward_that_fails_is_told_to_its_client_alone(model, monkeypatch, c
         client, other = await server.client(), await server.client("other")
         poison = packed(torch.full((3, HIDDEN), 12345.0), random(3))
         failing = [client.refused("server_fault", BACKWARD, poison)]
-        text, check = await asyncio.gather(*failing, ask_backward(other, NOTHING, None))
+        text, check = await asyncio.gather(*failing, ask_backward(other, NO_ADAPTER, None))
         assert "secret" not in text
         check()
-        await backward(client, NOTHING, None)
+        await backward(client, NO_ADAPTER, None)
 
     scenario(model, act)
     assert "secret path" in caplog.text
