@@ -37,10 +37,10 @@ from swarm.data_structures import Hop, Route, ServerInfo, ServerState, Span, Ste
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.span_loading import load_span
 from swarm.protocol.compression import pack
-from swarm.server.compute.compute_thread import Runtime
+from swarm.server.compute.compute_thread import ComputeThread
 from swarm.server.compute.engine import Engine
-from swarm.server.sessions.handler import Handler
-from swarm.server.sessions.session_table import Sessions
+from swarm.server.sessions.handler import MessageHandler
+from swarm.server.sessions.session_table import SessionTable
 from swarm.transport.memory import MemoryHub, MemoryNetwork
 from swarm.transport.p2p import quiet_hivemind
 
@@ -85,10 +85,10 @@ async def in_memory(path: Path, servers: int, delay: float, tokens: int, repeats
     for name in split(checkpoint.blocks, servers):
         span = Span(*map(int, name.split(":")))
         model = load_span(checkpoint, span, dtype=torch.float32, device=torch.device("cpu"))
-        runtimes.append(Runtime())
-        sessions = Sessions(1 << 16, time.monotonic)
+        runtimes.append(ComputeThread())
+        sessions = SessionTable(1 << 16, time.monotonic)
         network = MemoryNetwork(hub, name)
-        await network.serve(Handler(network, model, checkpoint.revision, sessions, Engine(runtimes[-1])))
+        await network.serve(MessageHandler(network, model, checkpoint.revision, sessions, Engine(runtimes[-1])))
         hops.append(Hop(_info(name, span, checkpoint.revision), span))
 
     async def run(push: bool) -> list[float]:

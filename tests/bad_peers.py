@@ -31,7 +31,7 @@ from swarm.errors import PeerLost
 from swarm.protocol import messages
 from swarm.server.config import ServerConfig
 from swarm.server.lifecycle import Server
-from swarm.server.throughput.throughput_option import ThroughputWanted
+from swarm.server.throughput.throughput_option import ThroughputOption
 from swarm.transport.p2p import P2PConfig, Peer
 from swarm.transport.stream import Stream
 from tests.swarms import LOOPBACK, ServerProcess, TestSwarm
@@ -164,7 +164,7 @@ def start_bad_server(
 ) -> ServerProcess:
     """A process that looks like the best server for these blocks."""
     make = functools.partial(BadServer, lie=lie, applies=applies)
-    throughput = ThroughputWanted(ATTRACTIVE)
+    throughput = ThroughputOption(ATTRACTIVE)
     return swarm.start(blocks, make=make, dtype="float32", throughput=throughput).wait_ready()
 
 

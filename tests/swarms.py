@@ -21,8 +21,8 @@ from typing import Any
 import psutil
 
 from swarm.client.auto_model import AutoDistributedModelForCausalLM
-from swarm.server.config import BlocksWanted, ServerConfig
-from swarm.server.throughput.throughput_option import ThroughputWanted
+from swarm.server.config import BlocksOption, ServerConfig
+from swarm.server.throughput.throughput_option import ThroughputOption
 from swarm.transport.p2p import P2PConfig
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
@@ -143,9 +143,9 @@ class TestSwarm:
         peers = self.addresses if self.servers else ()
         config = ServerConfig(
             model=self.model,
-            blocks=BlocksWanted.parse(blocks),
+            blocks=BlocksOption.parse(blocks),
             p2p=P2PConfig(initial_peers=peers, host_maddrs=LOOPBACK),
-            throughput=ThroughputWanted(1000.0),
+            throughput=ThroughputOption(1000.0),
             throughput_cache=Path(self.folder) / "throughput.json",
             stay=True,
             update_period=10.0,

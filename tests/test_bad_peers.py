@@ -21,10 +21,10 @@ from swarm.dht.records import encode
 from swarm.models.checkpoints.checkpoint import DEMO
 from swarm.protocol import messages
 from swarm.routing.peer_health import Failure, PeerHealth
-from swarm.server.sessions.push import PATIENCE, SLOWEST
-from swarm.server.sessions.request_validation import Limits
-from swarm.server.sessions.session_table import PEER_SESSIONS
-from swarm.server.throughput.throughput_option import ThroughputWanted
+from swarm.server.sessions.push import MIN_BYTES_PER_S, PUSH_TIMEOUT_S
+from swarm.server.sessions.request_validation import RequestLimits
+from swarm.server.sessions.session_table import MAX_PEER_SESSIONS
+from swarm.server.throughput.throughput_option import ThroughputOption
 from tests import bad_peers
 from tests.bad_peers import (
     Forger,
@@ -66,7 +66,7 @@ def swarm() -> Iterator[TestSwarm]:
 
     They say that they are slow, so that a bad server is everybody's first choice.
     """
-    with run_swarm(DEMO, SPANS, dtype="float32", throughput=ThroughputWanted(40.0)) as swarm:
+    with run_swarm(DEMO, SPANS, dtype="float32", throughput=ThroughputOption(40.0)) as swarm:
         yield swarm
 
 
@@ -287,7 +287,7 @@ def test_a_client_that_opens_a_thousand_sessions(
         other.join()
         assert texts == [expected]
         assert answers.total() == 1000
-        assert answers["opened"] == min(PEER_SESSIONS, Limits().streams)
+        assert answers["opened"] == min(MAX_PEER_SESSIONS, RequestLimits().streams)
         assert set(answers) == {"opened", "cache_full"}
         assert write(bystander, prompt, NEW) == expected
     assert write(bystander, prompt, NEW) == expected
@@ -299,7 +299,7 @@ TOKENS, REQUESTS, STREAMS = 400, 60, 6
 
 def test_a_client_that_never_reads(swarm: TestSwarm, bystander: Any, prompt: torch.Tensor, expected: list[int]) -> None:
     """Its streams stand still and are given up in the end; what it is owed stays small, and the server can leave."""
-    server = swarm.start("4:8", dtype="float32", throughput=ThroughputWanted(40.0)).wait_ready()
+    server = swarm.start("4:8", dtype="float32", throughput=ThroughputOption(40.0)).wait_ready()
     try:
         hidden = np.zeros((TOKENS, bystander.config.hidden_size), dtype=np.float32)
         with run_client(swarm, dtype="float32") as model, run_peer(swarm) as (peer, background):
@@ -309,7 +309,7 @@ def test_a_client_that_never_reads(swarm: TestSwarm, bystander: Any, prompt: tor
             assert taken < STREAMS * REQUESTS
             # More is asked for than may be kept: answers of 100 MB.
             assert psutil.Process(server.pid).memory_info().rss < memory + STREAMS * REQUESTS * hidden.nbytes / 2
-            deadline = time.monotonic() + PATIENCE + hidden.nbytes / SLOWEST
+            deadline = time.monotonic() + PUSH_TIMEOUT_S + hidden.nbytes / MIN_BYTES_PER_S
             while time.monotonic() < deadline:
                 assert write(bystander, prompt, NEW) == expected
             assert all(count < REQUESTS for count in client.answers())

@@ -26,8 +26,8 @@ from swarm.models.span_loading import load_span
 from swarm.protocol import messages
 from swarm.protocol.compression import pack, unpack
 from swarm.server.compute.engine import Engine
-from swarm.server.sessions.handler import Handler
-from swarm.server.sessions.session_table import Sessions
+from swarm.server.sessions.handler import MessageHandler
+from swarm.server.sessions.session_table import SessionTable
 from swarm.transport.memory import MemoryHub, MemoryNetwork
 from tests import virtual_time, zoo
 from tests.infos import server_info
@@ -113,7 +113,7 @@ class Swarm:
     def _add(self, name: str, model: SpanModel) -> None:
         loop = asyncio.get_running_loop()
         network, runtime = MemoryNetwork(self.hub, name), InlineRuntime()
-        self.hub.handlers[name] = Handler(network, model, "main", Sessions(1024, loop.time), Engine(runtime))
+        self.hub.handlers[name] = MessageHandler(network, model, "main", SessionTable(1024, loop.time), Engine(runtime))
 
     def _watch(self, source: str, target: str, message: messages.Message) -> bool:
         self.sent[source, target, type(message)] += 1

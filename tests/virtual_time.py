@@ -60,7 +60,7 @@ def run(scenario: Callable[[], Awaitable[None]], limit: float = 3600.0) -> None:
 
 
 class InlineRuntime:
-    """`swarm.server.compute.compute_thread.Runtime` that computes where it is called: no thread, nobody waits.
+    """`swarm.server.compute.compute_thread.ComputeThread` that computes where it is called: no thread, nobody waits.
 
     Args:
         seconds: that each job seems to take.

@@ -17,7 +17,7 @@ from swarm.common.units import Rate, Seconds, Size, human
 from swarm.errors import UsageError
 from swarm.planning.device_group import Device, Group, ModelSize, tables
 from swarm.planning.partition import tries_all_orders
-from swarm.server.limits import CACHE_TOKENS
+from swarm.server.limits import DEFAULT_CACHE_TOKENS
 
 CLIENT = "client"
 """What links call the client's machine, if it is none of the devices."""
@@ -98,7 +98,7 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     revision: str | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     quant: Literal["none", "int8", "nf4"] = "none"
-    cache_tokens: Tokens = CACHE_TOKENS
+    cache_tokens: Tokens = DEFAULT_CACHE_TOKENS
     client: Name | None = None
     link: Link = Link()
     links: tuple[LinkBetween, ...] = ()

@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from swarm.data_structures import Span
-from swarm.server.limits import HEADROOM
+from swarm.server.limits import MAX_MEMORY_SHARE
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Device:
     @property
     def budget(self) -> int:
         """Bytes that may be filled."""
-        return int(self.memory * HEADROOM)
+        return int(self.memory * MAX_MEMORY_SHARE)
 
 
 @dataclass(frozen=True)

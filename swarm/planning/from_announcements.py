@@ -20,7 +20,7 @@ from swarm.planning.description import (
     LinkBetween,
 )
 from swarm.planning.device_group import ModelSize
-from swarm.server.limits import CACHE_TOKENS, HEADROOM
+from swarm.server.limits import DEFAULT_CACHE_TOKENS, MAX_MEMORY_SHARE
 
 HEADING = """From what the servers announce. memory is what their present blocks and free cache take, so they have at
 least that: put in what `swarm server` prints as free. speed, upload and links are as the servers measured them;
@@ -50,7 +50,7 @@ def describe(
     if len(servers) > MAX_DEVICES:
         raise UsageError(f"{len(servers)} servers are online; plans are made for {MAX_DEVICES} at most")
     free = [server.cache_tokens_free for server in servers if server.cache_tokens_free]
-    least = min(free, default=CACHE_TOKENS)
+    least = min(free, default=DEFAULT_CACHE_TOKENS)
     names = _names(servers)
     devices = tuple(
         DeviceEntry(
@@ -64,7 +64,7 @@ def describe(
     return Description(
         devices=devices,
         model=source,
-        cache_tokens=cache_tokens or min(CACHE_TOKENS, least),
+        cache_tokens=cache_tokens or min(DEFAULT_CACHE_TOKENS, least),
         link=_usual_link(servers),
         links=_links(servers, names),
     )
@@ -93,7 +93,7 @@ def _memory(server: ServerInfo, model: ModelSize, least_cache: int) -> Size:
     # A server with no free cache has sessions; it is taken to have as much cache as the others.
     cache = server.cache_tokens_free or least_cache
     filled = model.memory(server.span.start, server.span.end, cache)
-    return Size(min(-(-filled * 100 // round(HEADROOM * 100)), 10**18))
+    return Size(min(-(-filled * 100 // round(MAX_MEMORY_SHARE * 100)), 10**18))
 
 
 def _upload(server: ServerInfo, model: ModelSize) -> Rate | None:

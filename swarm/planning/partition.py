@@ -25,7 +25,7 @@ from swarm.common.units import human
 from swarm.data_structures import Span
 from swarm.errors import NotEnoughMemory
 from swarm.planning.device_group import Group, Plan, Stage
-from swarm.server.limits import HEADROOM
+from swarm.server.limits import MAX_MEMORY_SHARE
 
 Array = NDArray[np.float64]
 State = tuple[int, int]
@@ -77,7 +77,7 @@ def _what_is_missing(group: Group, placed: int) -> str:
     budget = sum(device.budget for device in group.devices)
     return (
         f"the {model.blocks} blocks take {human(total)} with an attention cache of {tokens} tokens and do not fit: "
-        f"{human(budget)} can be filled ({HEADROOM:.0%} of the memory) and hold whole blocks only, so blocks "
+        f"{human(budget)} can be filled ({MAX_MEMORY_SHARE:.0%} of the memory) and hold whole blocks only, so blocks "
         f"{placed}:{model.blocks} ({human(missing)}) find no place; add a device or memory, or lower --cache-tokens"
     )
 

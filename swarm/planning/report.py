@@ -12,7 +12,7 @@ from swarm.common.units import human
 from swarm.planning.advice import Advice
 from swarm.planning.device_group import Group, Plan, Stage
 from swarm.planning.partition import tries_all_orders
-from swarm.server.limits import HEADROOM
+from swarm.server.limits import MAX_MEMORY_SHARE
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def _heading(group: Group, link: str) -> str:
     memory = human(model.memory(0, model.blocks, group.cache_tokens))
     return (
         f"{model.name}: {model.blocks} blocks take {memory} with an attention cache of {group.cache_tokens} tokens\n"
-        f"The ring goes through the devices {order}; {HEADROOM:.0%} of a device's memory may be filled\n"
+        f"The ring goes through the devices {order}; {MAX_MEMORY_SHARE:.0%} of a device's memory may be filled\n"
         f"Links: {link} where nothing else is known\n"
     )
 

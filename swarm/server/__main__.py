@@ -109,13 +109,13 @@ def main(
             f"({console.INITIAL_PEERS_VARIABLE} stands in for it), --new-swarm starts one"
         )
     from swarm.metrics.endpoint import Address
-    from swarm.server.config import BlocksWanted, ServerConfig
+    from swarm.server.config import BlocksOption, ServerConfig
     from swarm.server.throughput.throughput_cache import default_path
-    from swarm.server.throughput.throughput_option import ThroughputWanted
+    from swarm.server.throughput.throughput_option import ThroughputOption
     from swarm.transport.p2p import P2PConfig, quiet_hivemind
 
-    wanted = BlocksWanted.parse(blocks)
-    rate = ThroughputWanted.parse(throughput)
+    wanted = BlocksOption.parse(blocks)
+    rate = ThroughputOption.parse(throughput)
     address = Address.parse(metrics) if metrics is not None else None
     remembered = default_path()
     console.log_lines(log_format)

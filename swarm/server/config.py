@@ -8,14 +8,14 @@ from pathlib import Path
 from swarm.data_structures import Span
 from swarm.errors import InvalidOption, InvalidSpan
 from swarm.metrics.endpoint import Address
-from swarm.server.throughput.throughput_option import ThroughputWanted
+from swarm.server.throughput.throughput_option import ThroughputOption
 from swarm.transport.p2p import P2PConfig
 
-UPDATE_PERIOD = 30.0
+UPDATE_PERIOD_S = 30.0
 
 
 @dataclass(frozen=True)
-class BlocksWanted:
+class BlocksOption:
     """The `--blocks` option: exactly one of the fields is set, or none for "auto".
 
     Attributes:
@@ -27,7 +27,7 @@ class BlocksWanted:
     count: int | None = None
 
     @classmethod
-    def parse(cls, text: str) -> BlocksWanted:
+    def parse(cls, text: str) -> BlocksOption:
         """Read `auto`, `START:END` or `COUNT`. Raises `InvalidOption` or `InvalidSpan`."""
         if text == "auto":
             return cls()
@@ -66,11 +66,11 @@ class ServerConfig:
 
     model: str | None = None
     revision: str | None = None
-    blocks: BlocksWanted = field(default_factory=BlocksWanted)
+    blocks: BlocksOption = field(default_factory=BlocksOption)
     p2p: P2PConfig = field(default_factory=P2PConfig)
     device: str = "auto"
     dtype: str = "auto"
-    throughput: ThroughputWanted = field(default_factory=ThroughputWanted)
+    throughput: ThroughputOption = field(default_factory=ThroughputOption)
     throughput_cache: Path | None = None
     stay: bool = False
     name: str = ""
@@ -80,6 +80,6 @@ class ServerConfig:
     adapters: tuple[str, ...] = ()
     adapter_memory: int | None = None
     cache_dir: Path | None = None
-    update_period: float = UPDATE_PERIOD
+    update_period: float = UPDATE_PERIOD_S
     threads: int | None = None
     metrics: Address | None = None

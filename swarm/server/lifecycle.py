@@ -26,26 +26,26 @@ from swarm.models.checkpoints.partial_model import resolve_dtype
 from swarm.protocol import messages
 from swarm.protocol.compression import dtype_name
 from swarm.server import memory_budget as memory
-from swarm.server.compute.compute_thread import Runtime
+from swarm.server.compute.compute_thread import ComputeThread
 from swarm.server.config import ServerConfig
-from swarm.server.limits import CACHE_TOKENS
+from swarm.server.limits import DEFAULT_CACHE_TOKENS
 from swarm.server.placement import initial_blocks as block_selection
-from swarm.server.placement.move_loop import Rebalancer
-from swarm.server.span_service import Plan, Serving
-from swarm.server.throughput.link_measurement import Neighbours
-from swarm.server.throughput.measurement import remembered
+from swarm.server.placement.move_loop import MoveLoop
+from swarm.server.span_service import ResolvedConfig, SpanService
+from swarm.server.throughput.link_measurement import LinkMeasurement
+from swarm.server.throughput.measurement import remembered_throughput
 from swarm.transport.p2p import Peer
 from swarm.transport.stream import Stream
 
 logger = logging.getLogger(__name__)
 
-LEAVE = 1.5
+LEAVE_TIMEOUT_S = 1.5
 """Seconds that a leaving server gives to the clients whose sessions it hands over."""
 
-FINISH = 60.0
+FINISH_TIMEOUT_S = 60.0
 """Seconds that a moving server gives its sessions to end before it hands them over."""
 
-EXPIRE = 5.0
+EXPIRY_PERIOD_S = 5.0
 """Seconds between looks for sessions whose client is gone, and for adapters that nobody uses."""
 
 
@@ -58,15 +58,15 @@ class Server:
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
         self.span: Span | None = None
-        self._runtime = Runtime()
+        self._runtime = ComputeThread()
         self._state = ServerState.JOINING
-        self._serving: Serving | None = None
+        self._serving: SpanService | None = None
         self._throughput = config.throughput.rate or 1.0
         """Blocks x tokens per second; while it loads, what it did at its former blocks, if there were any."""
         self._peer: Peer | None = None
         self._announcer: Announcer | None = None
-        self._neighbours: Neighbours | None = None
-        self._rebalancer: Rebalancer | None = None
+        self._neighbours: LinkMeasurement | None = None
+        self._rebalancer: MoveLoop | None = None
         self._background: list[asyncio.Task[None]] = []
         self._observer = ServerObserver()
         self._metrics: MetricsEndpoint | None = None
@@ -120,9 +120,9 @@ class Server:
             open_checkpoint, config.model, revision=config.revision, cache_dir=config.cache_dir
         )
         device, dtype = memory.resolve_device(config.device), resolve_dtype(config.dtype, checkpoint.config)
-        cache_tokens, wanted = config.cache_tokens or CACHE_TOKENS, config.blocks.span or config.blocks.count
+        cache_tokens, wanted = config.cache_tokens or DEFAULT_CACHE_TOKENS, config.blocks.span or config.blocks.count
         reserved = config.adapter_memory or 0
-        plan = Plan(
+        plan = ResolvedConfig(
             checkpoint=checkpoint,
             device=device,
             dtype=dtype,
@@ -156,7 +156,7 @@ class Server:
         self._announcer.start()
         self._start_background(plan)
 
-    def _start_background(self, plan: Plan) -> None:
+    def _start_background(self, plan: ResolvedConfig) -> None:
         loop = asyncio.get_running_loop()
         period = self.config.update_period
         checkpoint = plan.checkpoint
@@ -166,7 +166,7 @@ class Server:
 
         assert self._serving is not None
         hidden_size = self._serving.model.hidden_size
-        self._neighbours = Neighbours(self.peer, lambda: self.span, view, hidden_size, period)
+        self._neighbours = LinkMeasurement(self.peer, lambda: self.span, view, hidden_size, period)
         self._neighbours.start()
         self._background.append(loop.create_task(self._expire_sessions()))
         if not self._stays and self._serving.span.length < checkpoint.blocks:
@@ -175,10 +175,10 @@ class Server:
                 await self._move(plan, span, urgent)
 
             load_seconds = self._serving.load_seconds
-            self._rebalancer = Rebalancer(self.peer.peer_id, checkpoint.blocks, view, move, period, load_seconds)
+            self._rebalancer = MoveLoop(self.peer.peer_id, checkpoint.blocks, view, move, period, load_seconds)
             self._background.append(loop.create_task(self._rebalancer.run()))
 
-    async def _choose_span(self, plan: Plan) -> Span:
+    async def _choose_span(self, plan: ResolvedConfig) -> Span:
         wanted, checkpoint, blocks = self.config.blocks, plan.checkpoint, plan.checkpoint.blocks
         needs = await self._runtime.run(memory_footprint, checkpoint, plan.dtype, plan.quant)
         free = memory.free_memory(plan.device) - (self.config.adapter_memory or 0)
@@ -202,19 +202,19 @@ class Server:
         logger.info("Blocks: %s, because %s", span, reason)
         return span
 
-    async def _expected_throughput(self, plan: Plan, span: Span) -> float:
+    async def _expected_throughput(self, plan: ResolvedConfig, span: Span) -> float:
         """What to announce while the blocks are loading."""
         if self.config.throughput.rate is not None:
             return self.config.throughput.rate
         name, revision = plan.checkpoint.name, plan.checkpoint.revision
         known = await self._runtime.run(
-            remembered, span, plan.device, plan.dtype, name, revision, plan.quant, plan.throughput_cache
+            remembered_throughput, span, plan.device, plan.dtype, name, revision, plan.quant, plan.throughput_cache
         )
         return known.decode if known is not None else self._throughput
 
-    async def _serve(self, plan: Plan, span: Span) -> None:
+    async def _serve(self, plan: ResolvedConfig, span: Span) -> None:
         """Load the blocks and be ready for clients."""
-        self._serving = await Serving.load(plan, span, self.peer, self._runtime, self._observer)
+        self._serving = await SpanService.load(plan, span, self.peer, self._runtime, self._observer)
         self._throughput = self._serving.throughput.decode
         self._state = ServerState.ONLINE
 
@@ -226,7 +226,7 @@ class Server:
             return
         await serving.handler(stream)
 
-    async def _move(self, plan: Plan, span: Span, urgent: bool) -> None:
+    async def _move(self, plan: ResolvedConfig, span: Span, urgent: bool) -> None:
         """Leave the blocks held now for those of `span`: finish or hand over the sessions, load, serve again."""
         old = self._serving
         assert old is not None
@@ -235,7 +235,7 @@ class Server:
         self.span, self._state = span, ServerState.JOINING
         await self._announcer.announce()
         # While a gap is open nobody gets a token anyway.
-        await (old.drain(0.0, LEAVE) if urgent else old.drain(FINISH))
+        await (old.drain(0.0, LEAVE_TIMEOUT_S) if urgent else old.drain(FINISH_TIMEOUT_S))
         self._serving = None
         home = old.span
         del old
@@ -250,7 +250,7 @@ class Server:
         self._observer.moved(urgent, arrived=self.span == span)
         await self._announcer.announce()
 
-    def _describe(self, plan: Plan) -> ServerInfo:
+    def _describe(self, plan: ResolvedConfig) -> ServerInfo:
         assert self.span is not None
         serving = self._serving if self._state is not ServerState.JOINING else None
         return ServerInfo(
@@ -275,7 +275,7 @@ class Server:
 
     async def _expire_sessions(self) -> None:
         while True:
-            await asyncio.sleep(EXPIRE)
+            await asyncio.sleep(EXPIRY_PERIOD_S)
             if self._serving is not None:
                 self._serving.expire()
 
@@ -295,7 +295,7 @@ class Server:
                 logger.debug("could not announce leaving: %r", error)
         if self._serving is not None:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._serving.drain(0.0, LEAVE), 2 * LEAVE)
+                await asyncio.wait_for(self._serving.drain(0.0, LEAVE_TIMEOUT_S), 2 * LEAVE_TIMEOUT_S)
         self._runtime.close()
         if self._metrics is not None:
             self._metrics.close()

@@ -17,7 +17,7 @@ from swarm.models.checkpoints.checkpoint import Checkpoint
 from swarm.models.checkpoints.footprint import MemoryFootprint, memory_footprint
 from swarm.models.weights.quantization import INT8, NF4, NONE, check_available, form_on
 from swarm.protocol.compression import dtype_name
-from swarm.server.limits import ADAPTER_MEMORY, ADAPTER_SHARE, HEADROOM
+from swarm.server.limits import DEFAULT_ADAPTER_SHARE, MAX_DEFAULT_ADAPTER_BYTES, MAX_MEMORY_SHARE
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ def blocks_that_fit(memory_footprint: MemoryFootprint, free: int, cache_tokens: 
 
     Raises `NotEnoughMemory` if not even one does.
     """
-    budget = int(free * HEADROOM)
+    budget = int(free * MAX_MEMORY_SHARE)
     per_block = max(memory_footprint.weights) + cache_tokens * memory_footprint.cache_per_token
     count = min(len(memory_footprint.weights), budget // per_block)
     if count == 0:
@@ -41,10 +41,11 @@ def blocks_that_fit(memory_footprint: MemoryFootprint, free: int, cache_tokens: 
 def check_fits(memory_footprint: MemoryFootprint, start: int, end: int, free: int, cache_tokens: int) -> None:
     """Raise `NotEnoughMemory` if blocks [start, end) do not fit into `free` bytes."""
     needed = memory_footprint.of(start, end, cache_tokens)
-    if needed > int(free * HEADROOM):
+    if needed > int(free * MAX_MEMORY_SHARE):
         raise NotEnoughMemory(
             f"blocks {start}:{end} take {human(needed)} with an attention cache of {cache_tokens} tokens, and "
-            f"{human(int(free * HEADROOM))} are free; ask for fewer blocks, lower --cache-tokens or use --quant int8"
+            f"{human(int(free * MAX_MEMORY_SHARE))} are free; ask for fewer blocks, lower --cache-tokens "
+            "or use --quant int8"
         )
 
 
@@ -120,7 +121,7 @@ def _room(memory_footprint: MemoryFootprint, wanted: Span | int | None, free: in
 
 def adapter_memory(wanted: int | None, free: int) -> int:
     """Bytes for clients' adapters, of `free` bytes before anything is loaded."""
-    return wanted if wanted is not None else min(ADAPTER_MEMORY, int(free * ADAPTER_SHARE))
+    return wanted if wanted is not None else min(MAX_DEFAULT_ADAPTER_BYTES, int(free * DEFAULT_ADAPTER_SHARE))
 
 
 def free_memory(device: torch.device) -> int:

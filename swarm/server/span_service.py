@@ -20,27 +20,27 @@ from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy import try_capture
 from swarm.models.span_loading import load_span
 from swarm.protocol.compression import dtype_name
-from swarm.server.compute.compute_thread import Runtime
+from swarm.server.compute.compute_thread import ComputeThread
 from swarm.server.compute.engine import Engine, token_budget
-from swarm.server.limits import ADAPTER_MEMORY
+from swarm.server.limits import MAX_DEFAULT_ADAPTER_BYTES
 from swarm.server.sessions.adapter_store import AdapterLimits, AdapterStore
-from swarm.server.sessions.handler import Handler
-from swarm.server.sessions.session_table import Sessions
-from swarm.server.throughput.measurement import determine
+from swarm.server.sessions.handler import MessageHandler
+from swarm.server.sessions.session_table import SessionTable
+from swarm.server.throughput.measurement import determine_throughput
 from swarm.server.throughput.throughput_cache import Throughput
-from swarm.server.throughput.throughput_option import ThroughputWanted
+from swarm.server.throughput.throughput_option import ThroughputOption
 from swarm.transport.stream import Network
 
 logger = logging.getLogger(__name__)
 
-HAND_OVER = 5.0
+HAND_OVER_TIMEOUT_S = 5.0
 """Seconds that clients get to move their sessions to other servers once they were told to."""
 
-POLL = 0.1
+POLL_PERIOD_S = 0.1
 
 
 @dataclass(frozen=True)
-class Plan:
+class ResolvedConfig:
     """What to load, and how.
 
     Attributes:
@@ -60,17 +60,17 @@ class Plan:
     device: torch.device
     dtype: torch.dtype
     cache_tokens: int
-    throughput: ThroughputWanted
+    throughput: ThroughputOption
     throughput_cache: Path | None
     compile_in: Path | None = None
     quant: str = "none"
     adapters: tuple[str, ...] = ()
-    adapter_memory: int = ADAPTER_MEMORY
+    adapter_memory: int = MAX_DEFAULT_ADAPTER_BYTES
     cache_dir: Path | None = None
 
 
 @dataclass(frozen=True)
-class Serving:
+class SpanService:
     """Attributes:
     span: the blocks.
     adapters: what clients add to them.
@@ -79,8 +79,8 @@ class Serving:
 
     span: Span
     model: SpanModel
-    sessions: Sessions
-    handler: Handler
+    sessions: SessionTable
+    handler: MessageHandler
     engine: Engine
     adapters: AdapterStore
     throughput: Throughput
@@ -88,8 +88,13 @@ class Serving:
 
     @classmethod
     async def load(
-        cls, plan: Plan, span: Span, network: Network, runtime: Runtime, observer: ServerObserver | None = None
-    ) -> Serving:
+        cls,
+        plan: ResolvedConfig,
+        span: Span,
+        network: Network,
+        runtime: ComputeThread,
+        observer: ServerObserver | None = None,
+    ) -> SpanService:
         """Read the blocks and get ready. Raises what loading raises."""
         checkpoint, observer = plan.checkpoint, observer or ServerObserver()
         # First, because it is quick: what cannot be used is told before the weights are read.
@@ -114,7 +119,7 @@ class Serving:
         way = await runtime.run(try_capture, model, plan.compile_in)
         logger.info("Forward: %s, after %.1f s", way, time.monotonic() - began)
         throughput = await runtime.run(
-            determine,
+            determine_throughput,
             plan.throughput,
             model,
             checkpoint.name,
@@ -123,7 +128,7 @@ class Serving:
             plan.throughput_cache,
             True,
         )
-        sessions = Sessions(plan.cache_tokens, time.monotonic, page=page, observer=observer)
+        sessions = SessionTable(plan.cache_tokens, time.monotonic, page=page, observer=observer)
         logger.info("Attention cache: room for %d tokens", sessions.capacity)
         engine = Engine(runtime, token_budget(throughput.forward / span.length), observer)
         logger.info("Scheduler: up to %d tokens an iteration", engine.budget)
@@ -135,7 +140,9 @@ class Serving:
         observer.serving(
             checkpoint.name, checkpoint.revision, dtype_name(plan.dtype), plan.quant, span, throughput.decode
         )
-        handler = Handler(network, model, checkpoint.revision, sessions, engine, adapters=adapters, observer=observer)
+        handler = MessageHandler(
+            network, model, checkpoint.revision, sessions, engine, adapters=adapters, observer=observer
+        )
         return cls(span, model, sessions, handler, engine, adapters, throughput, seconds)
 
     def expire(self) -> None:
@@ -143,7 +150,7 @@ class Serving:
         self.sessions.expire()
         self.adapters.expire()
 
-    async def drain(self, finish: float, hand_over: float = HAND_OVER) -> None:
+    async def drain(self, finish: float, hand_over: float = HAND_OVER_TIMEOUT_S) -> None:
         """Stop serving: give sessions `finish` seconds to end, then `hand_over` seconds to move elsewhere.
 
         New sessions are refused at once. In the end nothing is accepted any more, and what was is answered.
@@ -156,13 +163,13 @@ class Serving:
             await self.handler.hand_over()
             await self._empty(hand_over)
         with suppress(TimeoutError):
-            await asyncio.wait_for(self.handler.idle(), HAND_OVER)
+            await asyncio.wait_for(self.handler.idle(), HAND_OVER_TIMEOUT_S)
         self.handler.hang_up()
 
     async def _empty(self, patience: float) -> bool:
         """Wait until there are no sessions, for `patience` seconds at most."""
         deadline = time.monotonic() + patience
         while len(self.sessions) and time.monotonic() < deadline:
-            await asyncio.sleep(POLL)
+            await asyncio.sleep(POLL_PERIOD_S)
             self.expire()
         return not len(self.sessions)

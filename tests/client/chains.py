@@ -22,8 +22,8 @@ from swarm.protocol.compression import pack, unpack
 from swarm.routing.peer_health import Failure
 from swarm.routing.router import Router
 from swarm.server.compute.engine import Engine
-from swarm.server.sessions.handler import Handler
-from swarm.server.sessions.session_table import Sessions
+from swarm.server.sessions.handler import MessageHandler
+from swarm.server.sessions.session_table import SessionTable
 from swarm.transport.memory import MemoryHub, MemoryNetwork
 from swarm.transport.stream import Stream, StreamHandler
 from tests.infos import server_info
@@ -50,10 +50,10 @@ class Server:
         self.info = info
         self.runtime = InlineRuntime(seconds)
         runtime: Any = self.runtime
-        self.sessions = Sessions(1 << 16, time.monotonic)
+        self.sessions = SessionTable(1 << 16, time.monotonic)
         self.network = MemoryNetwork(hub, info.peer_id)
         network = _TappedNetwork(self)
-        self.handler = Handler(network, model.narrowed(info.span), REVISION, self.sessions, Engine(runtime))
+        self.handler = MessageHandler(network, model.narrowed(info.span), REVISION, self.sessions, Engine(runtime))
         self.tamper: Tamper = lambda message, payload: (message, payload)
         self.heard: list[tuple[str, messages.ClientMessage]] = []
 

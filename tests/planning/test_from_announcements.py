@@ -12,7 +12,7 @@ from swarm.planning.description import Link, parse, to_group, to_yaml
 from swarm.planning.device_group import ModelSize
 from swarm.planning.from_announcements import HEADING, common_quantization, describe
 from swarm.planning.partition import partition
-from swarm.server.limits import CACHE_TOKENS
+from swarm.server.limits import DEFAULT_CACHE_TOKENS
 from tests.infos import server_info
 
 MODEL = ModelSize("model", (1000, 2000, 1000, 1000), 10, 64)
@@ -76,7 +76,7 @@ def test_both_ends_measured_the_link() -> None:
 
 def test_cache_tokens() -> None:
     idle = server_info(0, 4, "a", cache_tokens_free=1 << 20)
-    assert describe([idle], MODEL, None, None).cache_tokens == CACHE_TOKENS
+    assert describe([idle], MODEL, None, None).cache_tokens == DEFAULT_CACHE_TOKENS
     assert describe([idle], MODEL, None, 77).cache_tokens == 77
     # One whose cache is reserved to the last token is taken to have as much as the others.
     full = server_info(0, 2, "b", cache_tokens_free=0)

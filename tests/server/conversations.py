@@ -18,12 +18,12 @@ from swarm.models.execution.span_model import SpanModel
 from swarm.models.span_loading import load_span
 from swarm.protocol import messages
 from swarm.protocol.compression import pack, payload_length, unpack
-from swarm.server.compute.compute_thread import Runtime
+from swarm.server.compute.compute_thread import ComputeThread
 from swarm.server.compute.engine import Engine
 from swarm.server.sessions.adapter_store import AdapterLimits, AdapterStore
-from swarm.server.sessions.handler import Handler
-from swarm.server.sessions.request_validation import Limits
-from swarm.server.sessions.session_table import Session, Sessions
+from swarm.server.sessions.handler import MessageHandler
+from swarm.server.sessions.request_validation import RequestLimits
+from swarm.server.sessions.session_table import Session, SessionTable
 from swarm.transport.memory import MemoryHub, MemoryNetwork
 from tests import virtual_time, zoo
 from tests.virtual_time import InlineRuntime
@@ -75,12 +75,15 @@ class Server:
         self.model = model
         self.now = 0.0
         self.hub = MemoryHub()
-        self.runtime = runtime or Runtime()
-        self.sessions = Sessions(capacity, lambda: self.now, peer_share=peer_share)
+        self.runtime = runtime or ComputeThread()
+        self.sessions = SessionTable(capacity, lambda: self.now, peer_share=peer_share)
         self.network = MemoryNetwork(self.hub, "server")
-        engine, bounds = Engine(self.runtime, budget), Limits(**{"step_tokens": 16, "backward_tokens": 12, **limits})
+        engine, bounds = (
+            Engine(self.runtime, budget),
+            RequestLimits(**{"step_tokens": 16, "backward_tokens": 12, **limits}),
+        )
         self.adapters = AdapterStore(lambda: self.now, ADAPTERS)
-        self.handler = Handler(self.network, model, REVISION, self.sessions, engine, bounds, self.adapters)
+        self.handler = MessageHandler(self.network, model, REVISION, self.sessions, engine, bounds, self.adapters)
 
     async def start(self) -> None:
         await self.network.serve(self.handler)

@@ -13,9 +13,9 @@ from swarm.data_structures import WireFormat
 from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
 from swarm.protocol.compression import pack
-from swarm.server.sessions.push import PATIENCE, SLOWEST
-from swarm.server.sessions.request_validation import Limits
-from swarm.server.sessions.session_table import GRACE, LOOK, PEER_SESSIONS
+from swarm.server.sessions.push import MIN_BYTES_PER_S, PUSH_TIMEOUT_S
+from swarm.server.sessions.request_validation import RequestLimits
+from swarm.server.sessions.session_table import EXPIRY_PERIOD_S, MAX_PEER_SESSIONS, RECONNECT_TIMEOUT_S
 from swarm.transport import memory
 from tests.server.conversations import (
     OPEN,
@@ -145,7 +145,7 @@ def test_who_waits_for_room_gets_what_another_client_leaves(model, end):
             else:
                 holder.stream.close()
             assert await asking == messages.SessionOpened(0)
-            assert now() - began <= 5 + (0 if end == "closes" else GRACE + LOOK) + 0.1
+            assert now() - began <= 5 + (0 if end == "closes" else RECONNECT_TIMEOUT_S + EXPIRY_PERIOD_S) + 0.1
             await client.right_step()
 
     on_virtual_time(model, act)
@@ -196,15 +196,15 @@ def test_a_thousand_sessions_at_once(model):
             opened += isinstance(reply, messages.SessionOpened)
             if isinstance(reply, messages.Refusal):
                 refusals.add(reply.code)
-        assert opened == min(Limits().streams, PEER_SESSIONS, 2048 * 3 // 4 // 8)
+        assert opened == min(RequestLimits().streams, MAX_PEER_SESSIONS, 2048 * 3 // 4 // 8)
         assert refusals == {"cache_full"}  # the server is well: whoever asks has too much of it
         assert len(server.sessions) == opened + 1
-        assert sum(map(len, server.handler._streams.values())) <= Limits().streams + 1
+        assert sum(map(len, server.handler._streams.values())) <= RequestLimits().streams + 1
         other = await (await server.client("a third one")).begin()
         for stream in streams:
             stream.close()
         await server.until(lambda: HOSTILE not in server.handler._streams)
-        server.now += GRACE + 1
+        server.now += RECONNECT_TIMEOUT_S + 1
         server.sessions.expire()
         assert (len(server.sessions), server.sessions.free) == (2, 2048 - 2 * 8)
         await other.right_step()
@@ -223,10 +223,10 @@ def test_a_thousand_sessions_one_after_the_other_none_of_them_closed(model, capa
             opened += isinstance(reply, messages.SessionOpened)
             assert isinstance(reply, messages.SessionOpened) or reply.code == "cache_full"
             client.stream.close()
-        assert opened == min(PEER_SESSIONS, capacity * 3 // 4 // 8)
+        assert opened == min(MAX_PEER_SESSIONS, capacity * 3 // 4 // 8)
         await server.until(lambda: HOSTILE not in server.handler._streams)
         await (await server.client("a third one")).begin()
-        server.now += GRACE + 1
+        server.now += RECONNECT_TIMEOUT_S + 1
         server.sessions.expire()
         assert server.sessions.free == capacity - 8 * len(server.sessions) >= capacity - 2 * 8
         await (await server.client()).begin()
@@ -274,7 +274,7 @@ def owed(server: Server, client: str = HOSTILE) -> int:
 FRAME = 3000
 """A bit more than a step's answer with 16 tokens takes."""
 
-DEADLINE = PATIENCE + FRAME / SLOWEST
+DEADLINE = PUSH_TIMEOUT_S + FRAME / MIN_BYTES_PER_S
 
 
 async def ask_on(client: Client, steps: int, tokens: int = 16) -> None:
@@ -304,7 +304,7 @@ def test_a_client_that_reads_no_answers(model, small_window):
             assert (session.attached, session.client) == (0, None)
             assert HOSTILE not in server.handler._streams
             await server.handler.idle()
-            await asyncio.sleep(GRACE + 1)
+            await asyncio.sleep(RECONNECT_TIMEOUT_S + 1)
             server.sessions.expire()
             assert len(server.sessions) == 1
 

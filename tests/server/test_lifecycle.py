@@ -19,9 +19,9 @@ from swarm.dht.directory import fetch_servers
 from swarm.dht.validation import AnnouncementValidator
 from swarm.errors import InvalidSpan, SwarmError
 from swarm.models.execution.span_model import SpanModel
-from swarm.server.config import BlocksWanted, ServerConfig
+from swarm.server.config import BlocksOption, ServerConfig
 from swarm.server.lifecycle import Server
-from swarm.server.throughput.throughput_option import ThroughputWanted
+from swarm.server.throughput.throughput_option import ThroughputOption
 from swarm.transport.p2p import P2PConfig, Peer
 from tests.client.chains import RoutingPlanner
 from tests.zoo import BLOCKS, make_checkpoint
@@ -40,7 +40,7 @@ def folder(tmp_path: Path) -> str:
 
 def server(folder: str, blocks: str, peers: tuple[str, ...] = (), **options: Any) -> Server:
     p2p = P2PConfig(initial_peers=peers, host_maddrs=LOOPBACK)
-    return Server(ServerConfig(model=folder, blocks=BlocksWanted.parse(blocks), p2p=p2p, dtype="float32", **options))
+    return Server(ServerConfig(model=folder, blocks=BlocksOption.parse(blocks), p2p=p2p, dtype="float32", **options))
 
 
 async def client_of(first: Server) -> Peer:
@@ -54,11 +54,11 @@ def hidden_states(tokens: int) -> Packed:
 
 def test_five_servers_of_one_process_spread_over_the_blocks(folder: str) -> None:
     async def scenario() -> None:
-        servers = [server(folder, "2", throughput=ThroughputWanted(100.0))]
+        servers = [server(folder, "2", throughput=ThroughputOption(100.0))]
         await servers[0].start()
         address = await servers[0].peer.visible_addresses()
         for _ in range(4):
-            servers.append(server(folder, "2", address, throughput=ThroughputWanted(100.0)))
+            servers.append(server(folder, "2", address, throughput=ThroughputOption(100.0)))
             await servers[-1].start()
         client = await client_of(servers[0])
         found = await fetch_servers(client.dht, "model", BLOCKS)
@@ -86,7 +86,7 @@ def test_a_leaving_server_finishes_the_running_step(folder: str, monkeypatch: py
         return forward(self, *args, **kwargs)
 
     async def scenario() -> None:
-        only = server(folder, "0:6", throughput=ThroughputWanted(100.0))
+        only = server(folder, "0:6", throughput=ThroughputOption(100.0))
         await only.start()
         client = await client_of(only)
         [info] = await fetch_servers(client.dht, "model", BLOCKS)
@@ -117,7 +117,7 @@ def test_a_start_that_fails_leaves_nothing_behind(folder: str) -> None:
         wrong = server(folder, "5:9")
         with pytest.raises(InvalidSpan):
             await wrong.start()
-        first = server(folder, "0:6", throughput=ThroughputWanted(100.0))
+        first = server(folder, "0:6", throughput=ThroughputOption(100.0))
         await first.start()
         late = server(folder, "9", await first.peer.visible_addresses())
         with pytest.raises(InvalidSpan, match="the model has 6 blocks"):
@@ -131,10 +131,10 @@ def test_a_killed_announcement_expires(folder: str) -> None:
     """A server that is gone without a word vanishes when its record does; the periods are short here."""
 
     async def scenario() -> None:
-        keeper = server(folder, "0:3", throughput=ThroughputWanted(100.0))
+        keeper = server(folder, "0:3", throughput=ThroughputOption(100.0))
         await keeper.start()
         address = await keeper.peer.visible_addresses()
-        lost = server(folder, "3:6", address, throughput=ThroughputWanted(100.0), update_period=0.8)
+        lost = server(folder, "3:6", address, throughput=ThroughputOption(100.0), update_period=0.8)
         await lost.start()
         client = await client_of(keeper)
         assert len(await fetch_servers(client.dht, "model", BLOCKS)) == 2

@@ -13,7 +13,7 @@ from swarm.errors import InvalidOption, NotEnoughMemory
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.checkpoints.footprint import MemoryFootprint
 from swarm.server import memory_budget as memory
-from swarm.server.limits import HEADROOM
+from swarm.server.limits import MAX_MEMORY_SHARE
 from swarm.server.memory_budget import (
     blocks_that_fit,
     check_fits,
@@ -56,7 +56,7 @@ def test_one_block_more_would_not_fit(weight, blocks, free):
         count = blocks_that_fit(footprint, free, 1)
     except NotEnoughMemory:
         count = 0
-    assert count == blocks or (count + 1) * weight > int(free * HEADROOM)
+    assert count == blocks or (count + 1) * weight > int(free * MAX_MEMORY_SHARE)
 
 
 def test_the_cache_takes_room_too():
@@ -128,7 +128,7 @@ FORMS = {form: MemoryFootprint((weight,) * 8, 1) for form, weight in (("none", 4
     ],
 )
 def test_the_form_of_weights_that_nobody_asked_for(wanted, free, form):
-    assert choose_quantization(FORMS, wanted, int(free / HEADROOM) + 10, 1) == form
+    assert choose_quantization(FORMS, wanted, int(free / MAX_MEMORY_SHARE) + 10, 1) == form
 
 
 def test_where_the_cache_is_what_does_not_fit_weights_stay_exact():

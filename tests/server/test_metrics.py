@@ -24,9 +24,9 @@ from swarm.server.compute.engine import Engine
 from swarm.server.config import ServerConfig
 from swarm.server.lifecycle import Server
 from swarm.server.sessions.adapter_store import AdapterStore
-from swarm.server.sessions.handler import Handler
-from swarm.server.sessions.request_validation import Limits
-from swarm.server.sessions.session_table import GRACE, Sessions
+from swarm.server.sessions.handler import MessageHandler
+from swarm.server.sessions.request_validation import RequestLimits
+from swarm.server.sessions.session_table import RECONNECT_TIMEOUT_S, SessionTable
 from tests.metrics.readings import Readings, parse, value
 from tests.models.adapters.test_layer_hooks import make_adapter
 from tests.server import conversations
@@ -60,10 +60,10 @@ class Counted(conversations.Server):
         super().__init__(model)
         self.registry = Registry()
         metrics = ServerMetrics(self.registry)
-        self.sessions = Sessions(64, lambda: self.now, peer_share=1.0, observer=metrics)
+        self.sessions = SessionTable(64, lambda: self.now, peer_share=1.0, observer=metrics)
         self.adapters = AdapterStore(lambda: self.now, ADAPTERS, metrics)
-        engine, limits = Engine(self.runtime, 64, metrics), Limits(step_tokens=16, backward_tokens=12)
-        self.handler = Handler(
+        engine, limits = Engine(self.runtime, 64, metrics), RequestLimits(step_tokens=16, backward_tokens=12)
+        self.handler = MessageHandler(
             self.network, model, REVISION, self.sessions, engine, limits, self.adapters, observer=metrics
         )
 
@@ -120,7 +120,7 @@ def test_why_sessions_end(model):
         expired = await (await server.client()).begin()
         expired.stream.close()
         await server.until(lambda: not server.session().attached)
-        server.now += GRACE + 1
+        server.now += RECONNECT_TIMEOUT_S + 1
         server.sessions.expire()
         assert server.value("sessions_closed_total", reason="expired") == 1
         await (await server.client()).begin()

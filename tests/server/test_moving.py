@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from swarm.data_structures import Mobility, ServerInfo, ServerState, Span
 from swarm.dht.directory import fetch_servers
-from swarm.server.config import BlocksWanted, ServerConfig
+from swarm.server.config import BlocksOption, ServerConfig
 from swarm.server.lifecycle import Server
-from swarm.server.throughput.throughput_option import ThroughputWanted
+from swarm.server.throughput.throughput_option import ThroughputOption
 from swarm.transport.p2p import P2PConfig
 from tests.swarms import run_client, run_swarm
 from tests.zoo import BLOCKS, make_checkpoint
@@ -35,10 +35,10 @@ def folder(tmp_path: Path) -> str:
 async def start(folder: str, blocks: str, peers: tuple[str, ...] = (), **options: Any) -> Server:
     config = ServerConfig(
         model=folder,
-        blocks=BlocksWanted.parse(blocks),
+        blocks=BlocksOption.parse(blocks),
         p2p=P2PConfig(initial_peers=peers, host_maddrs=LOOPBACK),
         dtype="float32",
-        throughput=ThroughputWanted(100.0),
+        throughput=ThroughputOption(100.0),
         update_period=PERIOD,
         **options,
     )
@@ -111,7 +111,7 @@ def test_a_session_goes_on_while_its_server_moves(tmp_path: Path) -> None:
     with run_swarm(folder, ["0:4"], dtype="float32", update_period=PERIOD) as swarm:
         tail = swarm.start("4:6", dtype="float32", update_period=PERIOD).wait_ready()
         spare = swarm.start(
-            "4", dtype="float32", update_period=PERIOD, stay=False, throughput=ThroughputWanted(1e6)
+            "4", dtype="float32", update_period=PERIOD, stay=False, throughput=ThroughputOption(1e6)
         ).wait_ready()
         with run_client(swarm, dtype="float32") as model:
             with model.inference_session(max_length=64) as session:

@@ -16,9 +16,9 @@ from swarm.models.adapters import adapter_files
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from swarm.protocol.adapters import pack_parts
 from swarm.server import span_service as serving_module
-from swarm.server.compute.compute_thread import Runtime
-from swarm.server.span_service import Plan, Serving
-from swarm.server.throughput.throughput_option import ThroughputWanted
+from swarm.server.compute.compute_thread import ComputeThread
+from swarm.server.span_service import ResolvedConfig, SpanService
+from swarm.server.throughput.throughput_option import ThroughputOption
 from swarm.transport.memory import MemoryHub, MemoryNetwork
 from tests import zoo
 
@@ -41,20 +41,20 @@ def save_adapter(folder: Path) -> str:
     return str(folder)
 
 
-async def load(checkpoint: Checkpoint, *adapters: str) -> Serving:
-    plan = Plan(
+async def load(checkpoint: Checkpoint, *adapters: str) -> SpanService:
+    plan = ResolvedConfig(
         checkpoint=checkpoint,
         device=torch.device("cpu"),
         dtype=torch.float32,
         cache_tokens=64,
-        throughput=ThroughputWanted(100.0),
+        throughput=ThroughputOption(100.0),
         throughput_cache=None,
         adapters=adapters,
         adapter_memory=10_000,
     )
-    runtime = Runtime()
+    runtime = ComputeThread()
     try:
-        return await Serving.load(plan, SPAN, MemoryNetwork(MemoryHub(), "server"), runtime)
+        return await SpanService.load(plan, SPAN, MemoryNetwork(MemoryHub(), "server"), runtime)
     finally:
         runtime.close()
 

@@ -22,7 +22,7 @@ from hivemind.dht import protocol
 from swarm.dht.validation import AnnouncementValidator
 from swarm.errors import AddressUnavailable, CacheFull, IdentityError, InvalidOption, PeerLost, PeerUnreachable
 from swarm.protocol import messages
-from swarm.server.sessions.reply_stream import PatientStream
+from swarm.server.sessions.reply_stream import ReplyStream
 from swarm.transport.identity import load_or_create
 from swarm.transport.p2p import P2PConfig, Peer
 
@@ -170,7 +170,7 @@ def test_a_refusal_reaches_who_sends_at_the_same_time(folder):
     """Closed at once, one stream in six was reset before its reader had the refusal."""
 
     async def refuse(stream) -> None:
-        stream = PatientStream(stream)
+        stream = ReplyStream(stream)
         await stream.send(messages.refusal(CacheFull("a peer may open 0 streams")))
         await stream.discard()
 

@@ -94,7 +94,7 @@ def room(model: str | None, requested: str, cache_dir: Path | None) -> Finding:
     from swarm.models.checkpoints.checkpoint import open_checkpoint
     from swarm.models.checkpoints.footprint import memory_footprint
     from swarm.models.checkpoints.partial_model import resolve_dtype
-    from swarm.server.limits import CACHE_TOKENS
+    from swarm.server.limits import DEFAULT_CACHE_TOKENS
     from swarm.server.memory_budget import blocks_that_fit, free_memory, resolve_device
 
     try:
@@ -104,11 +104,11 @@ def room(model: str | None, requested: str, cache_dir: Path | None) -> Finding:
     except SwarmError as error:
         return verdicts.failure("Memory", str(error), "name a model that there is, or none for the demo model")
     try:
-        fitting = blocks_that_fit(needs, free, CACHE_TOKENS)
+        fitting = blocks_that_fit(needs, free, DEFAULT_CACHE_TOKENS)
     except NotEnoughMemory:
         fitting = 0
-    per_block = max(needs.weights) + CACHE_TOKENS * needs.cache_per_token
-    return verdicts.memory(free, checkpoint.name, checkpoint.blocks, fitting, per_block, CACHE_TOKENS)
+    per_block = max(needs.weights) + DEFAULT_CACHE_TOKENS * needs.cache_per_token
+    return verdicts.memory(free, checkpoint.name, checkpoint.blocks, fitting, per_block, DEFAULT_CACHE_TOKENS)
 
 
 def disk(cache_dir: Path | None) -> Finding:

@@ -13,7 +13,7 @@ import msgspec
 
 from swarm.common import yaml_file
 from swarm.errors import ScenarioError
-from swarm.server.placement.move_policy import Policy
+from swarm.server.placement.move_policy import MovePolicy
 
 _SHIPPED = resources.files("swarm.planning.simulation") / "scenarios"
 MAX_SERVERS = 20_000
@@ -87,13 +87,13 @@ Event = Join | Leave | Churn | Lie
 
 
 class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What may be changed of `swarm.server.placement.move_policy.Policy`."""
+    """What may be changed of `swarm.server.placement.move_policy.MovePolicy`."""
 
-    min_gain: Part = Policy.min_gain
-    cool_down: Seconds = Policy.cool_down
-    load_seconds: Seconds = Policy.load_seconds
-    horizon: Seconds = Policy.horizon
-    max_moves: Annotated[int, msgspec.Meta(ge=0, le=1000)] = Policy.max_moves
+    min_gain: Part = MovePolicy.min_gain
+    cool_down: Seconds = MovePolicy.cool_down
+    load_seconds: Seconds = MovePolicy.load_seconds
+    horizon: Seconds = MovePolicy.horizon
+    max_moves: Annotated[int, msgspec.Meta(ge=0, le=1000)] = MovePolicy.max_moves
 
 
 class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -127,9 +127,9 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int = 0
 
     @property
-    def policy(self) -> Policy:
+    def policy(self) -> MovePolicy:
         """What the servers decide by."""
-        return Policy(**msgspec.structs.asdict(self.rules), check_period=self.update_period)
+        return MovePolicy(**msgspec.structs.asdict(self.rules), check_period=self.update_period)
 
 
 def shipped() -> dict[str, Scenario]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from swarm.data_structures import ServerInfo, ServerState
 from swarm.planning.simulation.server_table import Table
 from swarm.server.placement.initial_blocks import believed_throughputs
-from swarm.server.placement.move_search import Floats, Snapshot
+from swarm.server.placement.move_search import Floats, PlacementSnapshot
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Directory:
         self._infos: dict[int, ServerInfo] = {}
         self._due: list[tuple[float, int, _Change]] = []
         self._count = itertools.count()
-        self._snapshot: Snapshot | None = None
+        self._snapshot: PlacementSnapshot | None = None
 
     def announce(self, row: int, info: ServerInfo, now: float) -> None:
         """Server number `row` announces a change."""
@@ -78,12 +78,14 @@ class Directory:
         starts, ends, rates, _, _ = self._table.columns()
         return believed_throughputs(starts, ends, rates, self._blocks)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> PlacementSnapshot:
         """What plans are made from."""
         if self._snapshot is None:
             starts, ends, rates, online, mobility = self._table.columns()
             peers = tuple(self._infos[row].peer_id for row in self._table.rows.tolist())
-            self._snapshot = Snapshot(peers, starts, ends, rates, online, mobility, ends - starts, rates, self._blocks)
+            self._snapshot = PlacementSnapshot(
+                peers, starts, ends, rates, online, mobility, ends - starts, rates, self._blocks
+            )
         return self._snapshot
 
     def _next_look(self, now: float) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from swarm.data_structures import Mobility, ServerInfo, ServerState, Span
 from swarm.planning.simulation.scenario import Lie, Scenario
-from swarm.server.placement.move_policy import History
+from swarm.server.placement.move_policy import MoveHistory
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Machine:
     span: Span | None = None
     mobility: Mobility = Mobility.FREE
     changed: float = 0.0
-    history: History = field(default_factory=History)
+    history: MoveHistory = field(default_factory=MoveHistory)
 
     @property
     def peer_id(self) -> str:

@@ -17,7 +17,7 @@ from swarm.planning.simulation.simulated_directory import Directory
 from swarm.planning.simulation.simulated_servers import Machine, draw
 from swarm.planning.simulation.virtual_clock import Clock
 from swarm.server.placement.initial_blocks import weakest_window
-from swarm.server.placement.move_policy import History, Plan, decide, plan_moves
+from swarm.server.placement.move_policy import MoveHistory, MovePlan, decide_from_plan, plan_moves
 
 
 class World:
@@ -44,7 +44,7 @@ class World:
         self._policy = scenario.policy
         self._random = random.Random(seed)
         self._joined = 0
-        self._plans: dict[frozenset[str], Plan] = {}
+        self._plans: dict[frozenset[str], MovePlan] = {}
         self._plans_version = -1
         for event in scenario.events:
             self.clock.at(event.at, functools.partial(self._happen, event))
@@ -93,7 +93,7 @@ class World:
 
     def _load(self, machine: Machine, span: Span) -> None:
         machine.span = span
-        machine.history = History(self.clock.now, machine.history.expected)
+        machine.history = MoveHistory(self.clock.now, machine.history.expected)
         machine.mobility = Mobility.PINNED if machine.pinned else Mobility.COOLING
         self._announce(machine, ServerState.JOINING)
         self.clock.after(machine.load_seconds, functools.partial(self._loaded, machine))
@@ -133,14 +133,14 @@ class World:
             self._announce(machine, machine.state)
         self.directory.look(now)
         plan = self._plan(machine.history.overdue(now, self._policy) - {machine.peer_id})
-        decision = decide(plan, machine.peer_id, now, machine.history, self._policy)
+        decision = decide_from_plan(plan, machine.peer_id, now, machine.history, self._policy)
         machine.history = decision.history
         if decision.span is not None and old is not None:
             self.truth.moves.append(MoveMade(now, machine.peer_id, old, decision.span, decision.closes_gap))
             self._serve_no_more(machine)
             self._load(machine, decision.span)
 
-    def _plan(self, without: frozenset[str]) -> Plan:
+    def _plan(self, without: frozenset[str]) -> MovePlan:
         if self._plans_version != self.directory.version:
             self._plans, self._plans_version = {}, self.directory.version
         if without not in self._plans:

@@ -11,7 +11,7 @@ difference, summed over all of them, is `n T - (w + n) d`.
 
 Where other programs want the same processors (other servers, the clients), an iteration that is avoided is theirs as
 well: every session that is about, wherever it is, goes on `T` sooner. Sessions that have come together stay together,
-as they are answered at the same time; so a server waits longer for that, up to `TOGETHER` iterations.
+as they are answered at the same time; so a server waits longer for that, up to `MAX_DELAY_ITERATIONS` iterations.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-LONGEST = 0.1
+MAX_DELAY_S = 0.1
 """Seconds. A slow server computes for seconds; who is due that late may come much later."""
 
-TOGETHER = 3.0
+MAX_DELAY_ITERATIONS = 3.0
 """Iterations to wait at most, on a machine that has other work; one otherwise."""
 
-ABOUT = 2.0
+SESSION_EXPECTED_S = 2.0
 """Seconds since its last answer, after which a session is not expected any more."""
 
-PRECISION = 0.05
+MIN_DELAY_ITERATIONS = 0.05
 """Part of an iteration: times are not known better."""
 
 
-def worth_waiting(waiting: int, coming: Sequence[float], iteration: float, elsewhere: float = 0.0) -> float:
+def best_delay(waiting: int, coming: Sequence[float], iteration: float, elsewhere: float = 0.0) -> float:
     """Seconds to wait so that all together lose least.
 
     Args:
@@ -50,7 +50,7 @@ def worth_waiting(waiting: int, coming: Sequence[float], iteration: float, elsew
 
 
 @dataclass(slots=True)
-class _Session:
+class _SessionTiming:
     """Attributes:
     answered: when it was answered last; None while it waits for an answer.
     away: seconds from that to its next request, the last time; None before it has come twice.
@@ -61,14 +61,14 @@ class _Session:
 
 
 @dataclass
-class Gathering:
+class BatchingDelay:
     """When each session is expected.
 
     Attributes:
         iteration: seconds that the last iteration of short requests took.
     """
 
-    _sessions: dict[Hashable, _Session] = field(default_factory=dict)
+    _sessions: dict[Hashable, _SessionTiming] = field(default_factory=dict)
     iteration: float = 0.0
 
     @property
@@ -78,13 +78,13 @@ class Gathering:
 
     def came(self, session: Hashable, now: float) -> None:
         """A session wants a step."""
-        known = self._sessions.setdefault(session, _Session())
+        known = self._sessions.setdefault(session, _SessionTiming())
         if known.answered is not None:
             known.away, known.answered = now - known.answered, None
 
     def answered(self, session: Hashable, now: float) -> None:
         """A session has got what it wanted, or never will."""
-        known = self._sessions.pop(session, None) or _Session()
+        known = self._sessions.pop(session, None) or _SessionTiming()
         known.answered = now
         self._sessions[session] = known  # at the end: those that were answered longest ago come first
         for gone in [*self._gone(now)]:
@@ -102,21 +102,21 @@ class Gathering:
             waited: seconds that this iteration has been put off already.
             crowded: how much other work the machine has, 0 to 1.
         """
-        left = min(LONGEST, self.iteration * (1 + crowded * (TOGETHER - 1))) - waited
+        left = min(MAX_DELAY_S, self.iteration * (1 + crowded * (MAX_DELAY_ITERATIONS - 1))) - waited
         if left <= 0:
             return 0.0
         elsewhere = crowded * self.sessions
-        return min(left, worth_waiting(waiting, sorted(self._coming(now)), self.iteration, elsewhere))
+        return min(left, best_delay(waiting, sorted(self._coming(now)), self.iteration, elsewhere))
 
     def _coming(self, now: float) -> Iterator[float]:
         for one in self._sessions.values():
             if one.answered is not None and one.away is not None:
                 # One that is late is expected to be as late again: nothing else is known of it.
-                yield max(PRECISION * self.iteration, abs(one.answered + one.away - now))
+                yield max(MIN_DELAY_ITERATIONS * self.iteration, abs(one.answered + one.away - now))
 
     def _gone(self, now: float) -> Iterator[Hashable]:
         for session, known in self._sessions.items():
             if known.answered is not None:
-                if now - known.answered <= ABOUT:
+                if now - known.answered <= SESSION_EXPECTED_S:
                     return
                 yield session

@@ -15,13 +15,13 @@ from swarm.models.execution.session_cache import SessionCache
 from swarm.models.execution.span_model import SpanModel
 from swarm.protocol.adapters import pack_gradients
 from swarm.protocol.compression import pack, payload_length, unpack
-from swarm.server.compute.scheduler import SHORT
+from swarm.server.compute.scheduler import MAX_SHORT_TOKENS
 
 Bytes = bytes | memoryview
 
 
 @dataclass(frozen=True)
-class Request:
+class ForwardWork:
     """A step, or a forward of which nothing is kept.
 
     Attributes:
@@ -51,13 +51,13 @@ class Request:
         """One of `swarm.metrics.server.KINDS`. A few tokens are a prompt where a row begins with them."""
         if self.training:
             return "forward"
-        short = max(self.layout.counts) <= SHORT
+        short = max(self.layout.counts) <= MAX_SHORT_TOKENS
         return "decode" if short and min(self.layout.starts) > 0 else "prefill"
 
 
 @dataclass(frozen=True)
-class Backward:
-    """Gradients of a forward, computed whole. Fields as of a `Request`, and:
+class BackwardWork:
+    """Gradients of a forward, computed whole. Fields as of a `ForwardWork`, and:
 
     Attributes:
         decode: makes inputs and gradients of the outputs, each `[tokens, hidden]`.
@@ -79,7 +79,7 @@ class Backward:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ComputeResult:
     """Attributes:
     payload: the encoded outputs.
     milliseconds: spent in the blocks, together with the other requests of the same iterations.
@@ -89,7 +89,7 @@ class Outcome:
     milliseconds: float
 
 
-def request(
+def forward_work(
     peer: str,
     session_id: bytes | None,
     cache: SessionCache,
@@ -98,7 +98,7 @@ def request(
     wire: WireFormat,
     dtype: str,
     wanted: WireFormat | None,
-) -> Request:
+) -> ForwardWork:
     """A request for the outputs in the format `wanted`, or for none.
 
     Without a session it is a forward, of which nothing is kept: training, or work that nobody waits for token by token.
@@ -111,10 +111,10 @@ def request(
     def encode(output: torch.Tensor) -> Bytes:
         return pack(output, wanted) if wanted is not None else b""
 
-    return Request(peer, (peer, session_id), cache, layout, decode, encode, training=session_id is None)
+    return ForwardWork(peer, (peer, session_id), cache, layout, decode, encode, training=session_id is None)
 
 
-def backward(
+def backward_work(
     peer: str,
     model: SpanModel,
     adapter: AdapterWeights,
@@ -123,7 +123,7 @@ def backward(
     wire: WireFormat,
     gradient_wire: WireFormat,
     dtype: str,
-) -> Backward:
+) -> BackwardWork:
     """A request for gradients: those of the inputs in the format `gradient_wire`, then those of the adapter's tensors.
 
     Args:
@@ -143,4 +143,4 @@ def backward(
         parts = [tensor for block in sorted(gradients.parts) for tensor in gradients.parts[block]]
         return b"".join((pack(gradients.inputs, gradient_wire), pack_gradients(parts)))
 
-    return Backward(peer, (peer, None), model, adapter, layout, decode, encode)
+    return BackwardWork(peer, (peer, None), model, adapter, layout, decode, encode)

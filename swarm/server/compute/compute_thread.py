@@ -17,7 +17,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Runtime:
+class ComputeThread:
     """Runs jobs in order in its own thread.
 
     Attributes:
@@ -44,7 +44,7 @@ class Runtime:
                 result, error = job(*args, **kwargs), None
             except BaseException as raised:
                 result, error = None, raised
-            call_in(loop, settle, future, result, error)
+            call_in_loop(loop, settle_future, future, result, error)
 
         if not self.post(work):
             raise ServerClosing("this server is leaving; use another one")
@@ -83,13 +83,13 @@ class Runtime:
                 job()
 
 
-def call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *args: Any) -> None:
+def call_in_loop(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *args: Any) -> None:
     """Call a function in another thread's loop, if that still runs."""
     with suppress(RuntimeError):  # it is closed, and nobody waits there
         loop.call_soon_threadsafe(function, *args)
 
 
-def settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+def settle_future(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
     """Give a future its result or its error, unless nobody waits for it any more."""
     if future.cancelled():
         return

@@ -19,27 +19,27 @@ from swarm.errors import ServerClosing
 from swarm.metrics.server import ServerObserver
 from swarm.models.execution import gradients as training
 from swarm.models.execution.session_cache import advance
-from swarm.server.compute.batching_delay import Gathering
-from swarm.server.compute.compute_request import Backward, Outcome, Request
-from swarm.server.compute.compute_thread import Runtime, call_in, settle
-from swarm.server.compute.cpu_contention import Machine
+from swarm.server.compute.batching_delay import BatchingDelay
+from swarm.server.compute.compute_request import BackwardWork, ComputeResult, ForwardWork
+from swarm.server.compute.compute_thread import ComputeThread, call_in_loop, settle_future
+from swarm.server.compute.cpu_contention import CpuContentionMeter
 from swarm.server.compute.queue_meter import QueueMeter
-from swarm.server.compute.queued_request import Entry
-from swarm.server.compute.scheduler import SHORT, Shares, next_batch
+from swarm.server.compute.queued_request import QueuedRequest
+from swarm.server.compute.scheduler import MAX_SHORT_TOKENS, FairShares, next_batch
 
-ITERATION = 0.2
+MAX_ITERATION_S = 0.2
 """Seconds that an iteration should take at most: so long a decode step may wait for a prompt's chunk."""
 
-QUICK = 5e-3
+MAX_INLINE_ITERATION_S = 5e-3
 """Seconds. An iteration of less may be computed in the network loop, which answers nobody else meanwhile."""
 
-LEAST, MOST = 64, 4096
+MIN_ITERATION_TOKENS, MAX_ITERATION_TOKENS = 64, 4096
 """Tokens of an iteration. Fewer would make products inefficient; more would take memory and gain nothing."""
 
 
 def token_budget(tokens_per_second: float) -> int:
     """Tokens of one iteration, for blocks that compute so many tokens a second in batches."""
-    return int(min(MOST, max(LEAST, tokens_per_second * ITERATION)))
+    return int(min(MAX_ITERATION_TOKENS, max(MIN_ITERATION_TOKENS, tokens_per_second * MAX_ITERATION_S)))
 
 
 @dataclass
@@ -50,17 +50,17 @@ class Engine:
     observer: hears of every iteration.
     """
 
-    runtime: Runtime
-    budget: int = LEAST
+    runtime: ComputeThread
+    budget: int = MIN_ITERATION_TOKENS
     observer: ServerObserver = field(default_factory=ServerObserver)
-    _incoming: deque[Entry] = field(default_factory=deque)
-    _entries: dict[int, Entry] = field(default_factory=dict)
-    _shares: Shares = field(default_factory=Shares)
+    _incoming: deque[QueuedRequest] = field(default_factory=deque)
+    _entries: dict[int, QueuedRequest] = field(default_factory=dict)
+    _shares: FairShares = field(default_factory=FairShares)
     _meter: QueueMeter = field(default_factory=QueueMeter)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
     _lock: threading.Condition = field(default_factory=threading.Condition)
-    _gathering: Gathering = field(default_factory=Gathering)
-    _machine: Machine = field(default_factory=Machine)
+    _gathering: BatchingDelay = field(default_factory=BatchingDelay)
+    _contention: CpuContentionMeter = field(default_factory=CpuContentionMeter)
     _running: bool = False
     _trained: float = -math.inf
 
@@ -69,13 +69,13 @@ class Engine:
         """How long a request may expect to wait for its first token to be computed."""
         return self._meter.seconds(time.monotonic())
 
-    async def compute(self, request: Request | Backward) -> Outcome:
+    async def compute(self, request: ForwardWork | BackwardWork) -> ComputeResult:
         """Compute a request. Raises what decoding, computing or encoding it raises, or `ServerClosing`.
 
         The cache changes only if this returns, or would have: a caller that is cancelled may find either.
         """
         loop, now = asyncio.get_running_loop(), time.monotonic()
-        entry = Entry(next(self._numbers), request, loop.create_future(), loop, came=now, served=now)
+        entry = QueuedRequest(next(self._numbers), request, loop.create_future(), loop, came=now, served=now)
         with self._lock:
             self._incoming.append(entry)
             self._gathering.came(request.session, now)
@@ -87,12 +87,17 @@ class Engine:
         self.observer.step(request.kind, time.monotonic() - now)
         return outcome
 
-    def _at_once(self, entry: Entry) -> bool:
+    def _at_once(self, entry: QueuedRequest) -> bool:
         """Compute a request in this thread, if that takes less than is lost by handing it to another one and back.
 
         In between, the other thread's processor has fallen asleep and its caches have gone cold (0.3 ms a step).
         """
-        if entry.whole or entry.left > SHORT or not 0 < self._gathering.iteration < QUICK or self._patience(1, 0.0):
+        if (
+            entry.whole
+            or entry.left > MAX_SHORT_TOKENS
+            or not 0 < self._gathering.iteration < MAX_INLINE_ITERATION_S
+            or self._patience(1, 0.0)
+        ):
             return False
         return self.runtime.try_now(self._iterate)
 
@@ -155,7 +160,7 @@ class Engine:
         """Seconds that `waiting` requests should wait for more, after they have waited so long."""
         if self._gathering.sessions < 2:
             return 0.0
-        return self._gathering.patience(waiting, waited, self._machine.crowding(), time.monotonic())
+        return self._gathering.patience(waiting, waited, self._contention.level(), time.monotonic())
 
     def _take_in(self) -> None:
         while self._incoming:
@@ -163,46 +168,46 @@ class Engine:
             self._entries[entry.number] = entry
         self._forget([entry for entry in self._entries.values() if entry.future.cancelled()])
 
-    def _forget(self, entries: Sequence[Entry]) -> None:
+    def _forget(self, entries: Sequence[QueuedRequest]) -> None:
         """These requests are over."""
         with self._lock:
             for entry in entries:
                 del self._entries[entry.number]
                 self._gathering.answered(entry.request.session, time.monotonic())
 
-    def _begin(self, entries: Sequence[Entry], now: float) -> list[_Settled]:
+    def _begin(self, entries: Sequence[QueuedRequest], now: float) -> list[_Settled]:
         failed: list[_Settled] = []
         for entry in entries:
             if entry.work is not None:
                 continue
             self._started(entry, now)
             request = entry.request
-            assert isinstance(request, Request)
+            assert isinstance(request, ForwardWork)
             try:
                 entry.work = request.cache.begin(request.decode().to(request.cache.model.dtype), request.layout)
             except BaseException as error:
                 failed.append((entry, error))
         return failed
 
-    def _started(self, entry: Entry, now: float) -> None:
+    def _started(self, entry: QueuedRequest, now: float) -> None:
         self._meter.started(now - entry.came, now)
         self.observer.started(now - entry.came)
 
-    def _backward(self, entry: Entry, now: float) -> _Settled:
+    def _backward(self, entry: QueuedRequest, now: float) -> _Settled:
         self._started(entry, now)
         request = entry.request
-        assert isinstance(request, Backward)
+        assert isinstance(request, BackwardWork)
         try:
             inputs, gradients = (tensor.to(request.model.dtype) for tensor in request.decode())
             began = time.perf_counter()
             found = training.backward(request.model, inputs, gradients, request.layout, request.adapter)
             seconds = time.perf_counter() - began
             self.observer.iteration([entry.portion(request.layout.tokens)], seconds)
-            return entry, Outcome(request.encode(found), seconds * 1e3)
+            return entry, ComputeResult(request.encode(found), seconds * 1e3)
         except BaseException as error:
             return entry, error
 
-    def _advance(self, portions: Sequence[tuple[Entry, int]], now: float) -> list[_Settled]:
+    def _advance(self, portions: Sequence[tuple[QueuedRequest, int]], now: float) -> list[_Settled]:
         """Compute the portions together; if that fails, each half alone, down to the ones that are to blame."""
         began = time.perf_counter()
         failed: list[_Settled] = []
@@ -227,30 +232,30 @@ class Engine:
         return failed
 
 
-_Settled = tuple[Entry, Outcome | BaseException]
+_Settled = tuple[QueuedRequest, ComputeResult | BaseException]
 
 
-def _finished(entry: Entry) -> Outcome | BaseException:
+def _finished(entry: QueuedRequest) -> ComputeResult | BaseException:
     """Commit a request that is computed, and encode its outputs."""
     assert entry.work is not None
-    assert isinstance(entry.request, Request)
+    assert isinstance(entry.request, ForwardWork)
     try:
         payload = entry.request.encode(entry.work.output)
         entry.work.commit()
     except BaseException as error:
         return error
-    return Outcome(payload, entry.seconds * 1e3)
+    return ComputeResult(payload, entry.seconds * 1e3)
 
 
 def _settle(settled: Sequence[_Settled]) -> None:
     """Hand results to their loops; one wake-up for each loop."""
     for loop in {entry.loop for entry, _ in settled}:
-        call_in(loop, _deliver, [(entry.future, result) for entry, result in settled if entry.loop is loop])
+        call_in_loop(loop, _deliver, [(entry.future, result) for entry, result in settled if entry.loop is loop])
 
 
-def _deliver(results: Sequence[tuple[asyncio.Future[Outcome], Outcome | BaseException]]) -> None:
+def _deliver(results: Sequence[tuple[asyncio.Future[ComputeResult], ComputeResult | BaseException]]) -> None:
     for future, result in results:
         if isinstance(result, BaseException):
-            settle(future, None, result)
+            settle_future(future, None, result)
         else:
-            settle(future, result, None)
+            settle_future(future, result, None)

@@ -5,24 +5,24 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-FADING = 10.0
+FADE_S = 10.0
 """Seconds in which what was seen loses all but 1/e of its weight."""
 
-MEMORY = 10.0
+MAX_REMEMBERED_JOBS = 10.0
 """Jobs' weight that is kept at most, so that after a burst the estimate turns to what comes next, or fades."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _WaitSums:
     """Sums over the jobs, each weighted by its age."""
 
     waited: float
     jobs: float
     when: float
 
-    def aged(self, now: float) -> _Seen:
-        keep = math.exp(-max(0.0, now - self.when) / FADING)
-        return _Seen(self.waited * keep, self.jobs * keep, max(self.when, now))
+    def aged(self, now: float) -> _WaitSums:
+        keep = math.exp(-max(0.0, now - self.when) / FADE_S)
+        return _WaitSums(self.waited * keep, self.jobs * keep, max(self.when, now))
 
 
 class QueueMeter:
@@ -32,14 +32,14 @@ class QueueMeter:
     """
 
     def __init__(self) -> None:
-        self._seen = _Seen(0.0, 0.0, -math.inf)
+        self._seen = _WaitSums(0.0, 0.0, -math.inf)
 
     def started(self, waited: float, now: float) -> None:
         """A job began at `now` after it had waited for `waited` seconds."""
         before = self._seen.aged(now)
         waits, jobs = before.waited + max(0.0, waited), before.jobs + 1
-        scale = min(1.0, MEMORY / jobs)
-        self._seen = _Seen(waits * scale, jobs * scale, before.when)
+        scale = min(1.0, MAX_REMEMBERED_JOBS / jobs)
+        self._seen = _WaitSums(waits * scale, jobs * scale, before.when)
 
     def seconds(self, now: float) -> float:
         """What a job that came at `now` may expect to wait."""

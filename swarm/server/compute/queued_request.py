@@ -6,15 +6,15 @@ import asyncio
 from dataclasses import dataclass
 
 from swarm.models.execution.session_cache import Work
-from swarm.server.compute.compute_request import Backward, Outcome, Request
-from swarm.server.compute.scheduler import SHORT, Waiting
+from swarm.server.compute.compute_request import BackwardWork, ComputeResult, ForwardWork
+from swarm.server.compute.scheduler import MAX_SHORT_TOKENS, QueuedTokens
 
-BACKWARD_COST = 3
+BACKWARD_TOKEN_COST = 3
 """What a token costs in a backward: a forward that is computed again, and about two of them back."""
 
 
 @dataclass(eq=False)
-class Entry:
+class QueuedRequest:
     """A request that waits or is being computed.
 
     Attributes:
@@ -24,8 +24,8 @@ class Entry:
     """
 
     number: int
-    request: Request | Backward
-    future: asyncio.Future[Outcome]
+    request: ForwardWork | BackwardWork
+    future: asyncio.Future[ComputeResult]
     loop: asyncio.AbstractEventLoop
     came: float
     served: float
@@ -34,22 +34,22 @@ class Entry:
 
     @property
     def short(self) -> bool:
-        return not self.whole and max(self.request.layout.counts) <= SHORT
+        return not self.whole and max(self.request.layout.counts) <= MAX_SHORT_TOKENS
 
     @property
     def whole(self) -> bool:
-        return isinstance(self.request, Backward)
+        return isinstance(self.request, BackwardWork)
 
     @property
     def left(self) -> int:
         """Tokens to compute, or what costs as much as so many."""
         tokens = self.work.left if self.work is not None else self.request.layout.tokens
-        return tokens * BACKWARD_COST if self.whole else tokens
+        return tokens * BACKWARD_TOKEN_COST if self.whole else tokens
 
-    def waiting(self, now: float, trained: float) -> Waiting:
+    def waiting(self, now: float, trained: float) -> QueuedTokens:
         """As the scheduler sees it, if training was last served at `trained`."""
         request = self.request
-        return Waiting(
+        return QueuedTokens(
             number=self.number,
             span=request.span,
             peer=request.peer,

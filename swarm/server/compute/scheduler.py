@@ -20,27 +20,27 @@ from dataclasses import dataclass, field
 
 from swarm.data_structures import Span
 
-SHORT = 16
+MAX_SHORT_TOKENS = 16
 """Tokens a row that a short request brings at most: a decode step, or candidates of speculative decoding."""
 
-LONG_SHARE = 0.25
+LONG_BUDGET_SHARE = 0.25
 """Of the budget, for long requests while short ones fill the rest."""
 
-PATIENCE = 1.0
+PRIORITY_AFTER_S = 1.0
 """Seconds after which a request goes first, however much its session has had."""
 
-TRAINING_PATIENCE = 2.0
+TRAINING_PRIORITY_AFTER_S = 2.0
 """Seconds after which training gets an iteration, however much inference waits."""
 
-OVERDUE = 30.0
+OVERDUE_AFTER_S = 30.0
 """Seconds after which a training request goes before others, even if these come from peers that had less."""
 
-REMEMBERED = 1024
+MAX_REMEMBERED_SESSIONS = 1024
 """Sessions whose shares are kept, besides those that wait."""
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class QueuedTokens:
     """A request with tokens left to compute.
 
     Attributes:
@@ -49,7 +49,7 @@ class Waiting:
         peer: who asked.
         session: what shares are counted by.
         tokens: left to compute.
-        short: see `SHORT`.
+        short: see `MAX_SHORT_TOKENS`.
         training: nobody waits for the next token.
         idle: seconds since it came or was last served; for training, since any training was, if that is less.
         whole: computed in one iteration, alone.
@@ -69,7 +69,7 @@ class Waiting:
 
 
 @dataclass(frozen=True, slots=True)
-class Portion:
+class TokenSlice:
     """So many tokens of a request."""
 
     number: int
@@ -77,19 +77,19 @@ class Portion:
 
 
 @dataclass
-class Shares:
+class FairShares:
     """How much each session was served, in tokens. Inference and training have clocks of their own."""
 
-    _clocks: dict[bool, _Clock] = field(default_factory=lambda: {False: _Clock(), True: _Clock()})
+    _clocks: dict[bool, _VirtualClock] = field(default_factory=lambda: {False: _VirtualClock(), True: _VirtualClock()})
 
     def __len__(self) -> int:
         return sum(len(clock.served) for clock in self._clocks.values())
 
-    def of(self, one: Waiting) -> float:
+    def of(self, one: QueuedTokens) -> float:
         """Where the request's session stands: less means sooner. Who was idle begins where the others are."""
         return self._clocks[one.training].of(one.session)
 
-    def charge(self, waiting: Sequence[Waiting], batch: Sequence[Portion]) -> None:
+    def charge(self, waiting: Sequence[QueuedTokens], batch: Sequence[TokenSlice]) -> None:
         """The portions were served, of all that waited."""
         tokens = {portion.number: portion.tokens for portion in batch}
         for training, clock in self._clocks.items():
@@ -101,7 +101,7 @@ class Shares:
 
 
 @dataclass
-class _Clock:
+class _VirtualClock:
     """Tokens that sessions were served, as if each had been served `now` tokens at least."""
 
     served: dict[Hashable, float] = field(default_factory=dict)
@@ -119,12 +119,12 @@ class _Clock:
         self.now = min(map(self.of, waiting), default=max(self.served.values(), default=self.now))
         ahead = {session: served for session, served in self.served.items() if served > self.now}
         gone = [session for session in ahead if session not in waiting]
-        for session in heapq.nsmallest(len(gone) - REMEMBERED, gone, key=ahead.__getitem__):
+        for session in heapq.nsmallest(len(gone) - MAX_REMEMBERED_SESSIONS, gone, key=ahead.__getitem__):
             del ahead[session]
         self.served = ahead
 
 
-def next_batch(waiting: Sequence[Waiting], shares: Shares, budget: int) -> list[Portion]:
+def next_batch(waiting: Sequence[QueuedTokens], shares: FairShares, budget: int) -> list[TokenSlice]:
     """The next iteration: all for the same blocks, at most `budget` tokens unless it is one request that is computed
     whole. Empty only if nothing waits."""
     candidates = _class(waiting)
@@ -133,37 +133,37 @@ def next_batch(waiting: Sequence[Waiting], shares: Shares, budget: int) -> list[
     oldest = max(candidates, key=lambda one: (_age(one), -one.number))
     queue = sorted((one for one in candidates if one.span == oldest.span), key=lambda one: _turn(one, shares))
     if queue[0].whole:
-        return [Portion(queue[0].number, queue[0].tokens)]
+        return [TokenSlice(queue[0].number, queue[0].tokens)]
     queue = [one for one in queue if not one.whole]
     short, long = [one for one in queue if one.short], [one for one in queue if not one.short]
     # The oldest decides which blocks compute, so it must not go away empty.
     least = 0 if oldest.short else 1
-    kept = min(max(least, int(budget * LONG_SHARE)), sum(one.tokens for one in long))
+    kept = min(max(least, int(budget * LONG_BUDGET_SHARE)), sum(one.tokens for one in long))
     portions = _filled(short, budget - kept)
     portions += _filled(long, budget - sum(portion.tokens for portion in portions))
     return portions
 
 
-def _turn(one: Waiting, shares: Shares) -> tuple[bool, float, int]:
+def _turn(one: QueuedTokens, shares: FairShares) -> tuple[bool, float, int]:
     """What requests are sorted by."""
-    impatient = _age(one) >= PATIENCE
+    impatient = _age(one) >= PRIORITY_AFTER_S
     return not impatient, -_age(one) if impatient else shares.of(one), one.number
 
 
-def _age(one: Waiting) -> float:
+def _age(one: QueuedTokens) -> float:
     """Seconds that a request has waited, as far as that counts."""
-    return one.waited if one.waited >= OVERDUE else one.idle
+    return one.waited if one.waited >= OVERDUE_AFTER_S else one.idle
 
 
-def _class(waiting: Sequence[Waiting]) -> list[Waiting]:
+def _class(waiting: Sequence[QueuedTokens]) -> list[QueuedTokens]:
     """Inference, or training where there is none or it has waited long enough."""
     inference = [one for one in waiting if not one.training]
     training = [one for one in waiting if one.training]
-    impatient = any(one.idle >= TRAINING_PATIENCE for one in training)
+    impatient = any(one.idle >= TRAINING_PRIORITY_AFTER_S for one in training)
     return training if impatient or not inference else inference
 
 
-def _filled(queue: Sequence[Waiting], room: int) -> list[Portion]:
+def _filled(queue: Sequence[QueuedTokens], room: int) -> list[TokenSlice]:
     """Tokens for the requests of a queue, in order, at most `room` in all and at most its equal part for each peer.
 
     What peers leave of their parts goes round again, so no room stays empty while a request waits.
@@ -179,4 +179,4 @@ def _filled(queue: Sequence[Waiting], room: int) -> list[Portion]:
             left[one.peer] -= tokens
             room -= tokens
         open_ = [one for one in open_ if given[one.number] < one.tokens]
-    return [Portion(number, tokens) for number, tokens in given.items() if tokens]
+    return [TokenSlice(number, tokens) for number, tokens in given.items() if tokens]

@@ -3,12 +3,13 @@
 A joining server takes the contiguous window whose blocks are served worst (Petals, section 3.2). Joining servers count
 as if they served already, or all newcomers would take the same blocks; servers that announced that they leave do not.
 
-**Announced rates are not believed without limit.** A rate counts as at most `PLAUSIBLE` times what nine in ten servers
-stay below, so a liar can keep others away from his blocks by that much and no more. The percentile leaves out the
-fastest tenth, at least one server, so one liar cannot move his own limit; many could, but who has many identities needs
-no lie about one of them. The price is paid by a single huge and honest server: the swarm believes a part of it, and
-gives its blocks more helpers than they need. Of log-normal rates with sigma 1 (a factor of 100 between the slowest and
-the fastest percent) the limit hides 1 to 2 % of all throughput.
+**Announced rates are trusted only up to a limit.** A rate counts as at most `MAX_PLAUSIBLE_RATIO` times the rate that
+nine in ten servers stay below, so a server that lies can keep others away from its blocks by that much and no more. The
+percentile leaves out the fastest tenth, at least one server, so a single liar cannot raise its own limit. Many liars
+could, but an attacker with many identities has no need to lie about one of them. A single huge and honest server pays
+the price: the swarm believes only a part of its rate and gives its blocks more helpers than they need. Of log-normal
+rates with sigma 1 (a factor of 100 between the slowest and the fastest percent) the limit hides 1 to 2 % of all
+throughput.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from swarm.data_structures import ServerInfo, ServerState, Span
 
-PLAUSIBLE = 4.0
+MAX_PLAUSIBLE_RATIO = 4.0
 """Up to this many times the 90th percentile an announced rate is believed whole."""
 
 
@@ -29,7 +30,7 @@ def plausible_rate(rates: NDArray[np.float64]) -> float:
     if not rates.size:
         return float("inf")
     rank = (len(rates) - 1) * 9 // 10
-    return PLAUSIBLE * float(np.partition(rates, rank)[rank])
+    return MAX_PLAUSIBLE_RATIO * float(np.partition(rates, rank)[rank])
 
 
 def sum_by_block(

@@ -9,14 +9,14 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from swarm.data_structures import Mobility, ServerInfo, Span
-from swarm.server.placement.move_policy import History, Policy, decide_move
+from swarm.server.placement.move_policy import MoveHistory, MovePolicy, decide_move
 
 logger = logging.getLogger(__name__)
 
-Move = Callable[[Span, bool], Awaitable[None]]
+MoveServer = Callable[[Span, bool], Awaitable[None]]
 
 
-class Rebalancer:
+class MoveLoop:
     """Checks with a random phase, so that servers that started together do not all look at the same moment.
 
     Args:
@@ -33,7 +33,7 @@ class Rebalancer:
         peer_id: str,
         blocks: int,
         view: Callable[[], Awaitable[Sequence[ServerInfo]]],
-        move: Move,
+        move: MoveServer,
         period: float,
         load_seconds: float,
     ) -> None:
@@ -42,8 +42,8 @@ class Rebalancer:
         self._view = view
         self._move = move
         self._period = period
-        self._policy = Policy(load_seconds=load_seconds, check_period=period)
-        self._history = History(moved_at=time.monotonic())
+        self._policy = MovePolicy(load_seconds=load_seconds, check_period=period)
+        self._history = MoveHistory(moved_at=time.monotonic())
 
     @property
     def mobility(self) -> Mobility:

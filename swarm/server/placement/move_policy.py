@@ -25,14 +25,14 @@ from dataclasses import dataclass, field, replace
 
 from swarm.data_structures import ServerInfo, Span
 from swarm.errors import format_blocks
-from swarm.server.placement.move_search import Placement, Snapshot, take_snapshot
+from swarm.server.placement.move_search import PlacementSnapshot, PlacementState, take_snapshot
 
-ROUNDING = 1e-6
+ROUNDING_TOLERANCE = 1e-6
 """A gain by less than this part may be none: sums in another order."""
 
 
 @dataclass(frozen=True)
-class Policy:
+class MovePolicy:
     """When moving is worth it. Times in seconds.
 
     Attributes:
@@ -57,7 +57,7 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class Move:
+class PlannedMove:
     """One server's way from its blocks to others; `closes_gap` if nobody held some of those."""
 
     peer_id: str
@@ -67,18 +67,18 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MovePlan:
     """Attributes:
     moves: in the order of their worth; each server at most once.
     reason: why there are these moves or none, for the log.
     """
 
-    moves: tuple[Move, ...]
+    moves: tuple[PlannedMove, ...]
     reason: str
 
 
 @dataclass(frozen=True)
-class History:
+class MoveHistory:
     """What a server remembers from one check to the next.
 
     Attributes:
@@ -89,11 +89,11 @@ class History:
     moved_at: float | None = None
     expected: Mapping[str, tuple[float, Span]] = field(default_factory=dict)
 
-    def cools(self, now: float, policy: Policy) -> bool:
+    def cools(self, now: float, policy: MovePolicy) -> bool:
         """Whether the server has moved so lately that it stays, unless there is a gap to close."""
         return self.moved_at is not None and now - self.moved_at < policy.cool_down
 
-    def overdue(self, now: float, policy: Policy) -> frozenset[str]:
+    def overdue(self, now: float, policy: MovePolicy) -> frozenset[str]:
         """Servers to plan without: they were expected to move and did not; perhaps they died without a word.
 
         They are asked again after a cool-down.
@@ -101,7 +101,7 @@ class History:
         ages = {peer_id: now - since for peer_id, (since, _) in self.expected.items()}
         return frozenset(p for p, age in ages.items() if policy.patience <= age < policy.patience + policy.cool_down)
 
-    def updated(self, plan: Plan, me: str, now: float, policy: Policy) -> History:
+    def updated(self, plan: MovePlan, me: str, now: float, policy: MovePolicy) -> MoveHistory:
         """With those expected that `plan` wants to move; those long overdue are forgotten."""
         overdue = self.overdue(now, policy)
         kept = {peer_id: self.expected[peer_id] for peer_id in overdue}
@@ -114,7 +114,7 @@ class History:
 
 
 @dataclass(frozen=True)
-class Decision:
+class MoveDecision:
     """Attributes:
     span: the blocks to move to; None to stay.
     reason: for the log.
@@ -124,7 +124,7 @@ class Decision:
 
     span: Span | None
     reason: str
-    history: History
+    history: MoveHistory
     closes_gap: bool = False
 
 
@@ -133,10 +133,10 @@ def decide_move(
     me: str,
     blocks: int,
     now: float,
-    history: History,
-    policy: Policy,
+    history: MoveHistory,
+    policy: MovePolicy,
     length: int | None = None,
-) -> Decision:
+) -> MoveDecision:
     """Should the server `me` move, and where to?
 
     Args:
@@ -148,22 +148,22 @@ def decide_move(
         length: how many blocks it would hold after the move; as many as now if not given.
     """
     view = take_snapshot(servers, blocks, {} if length is None else {me: length})
-    return decide(plan_moves(view, policy, history.overdue(now, policy) - {me}), me, now, history, policy)
+    return decide_from_plan(plan_moves(view, policy, history.overdue(now, policy) - {me}), me, now, history, policy)
 
 
-def decide(plan: Plan, me: str, now: float, history: History, policy: Policy) -> Decision:
+def decide_from_plan(plan: MovePlan, me: str, now: float, history: MoveHistory, policy: MovePolicy) -> MoveDecision:
     """What a plan means for the server `me`."""
     history = history.updated(plan, me, now, policy)
     mine = next((move for move in plan.moves if move.peer_id == me), None)
     if mine is None:
         better = "; better placed than this server: " + ", ".join("…" + m.peer_id[-6:] for m in plan.moves[:3])
-        return Decision(None, plan.reason + (better if plan.moves else ""), history)
+        return MoveDecision(None, plan.reason + (better if plan.moves else ""), history)
     if history.cools(now, policy) and not mine.closes_gap:
-        return Decision(None, f"{plan.reason}; this server moved a short while ago and stays for now", history)
-    return Decision(mine.new, plan.reason, replace(history, moved_at=now), mine.closes_gap)
+        return MoveDecision(None, f"{plan.reason}; this server moved a short while ago and stays for now", history)
+    return MoveDecision(mine.new, plan.reason, replace(history, moved_at=now), mine.closes_gap)
 
 
-def plan_moves(view: Snapshot, policy: Policy, immovable: frozenset[str] = frozenset()) -> Plan:
+def plan_moves(view: PlacementSnapshot, policy: MovePolicy, immovable: frozenset[str] = frozenset()) -> MovePlan:
     """The greedy moves of the whole swarm, best first; see the laws above.
 
     Args:
@@ -171,35 +171,35 @@ def plan_moves(view: Snapshot, policy: Policy, immovable: frozenset[str] = froze
         policy: when moving is worth it.
         immovable: peer ids of servers to plan without; those that are loading never move.
     """
-    placement = Placement(view, immovable)
+    placement = PlacementState(view, immovable)
     gaps = placement.gaps
     if not gaps:
-        return Plan(*_even_out(placement, policy, len(view.peers)))
+        return MovePlan(*_even_out(placement, policy, len(view.peers)))
     found = f"nobody holds blocks {format_blocks(gaps)}"
-    closing: list[Move] = []
+    closing: list[PlannedMove] = []
     while len(closing) < policy.max_moves and (way := placement.closing_way()) is not None:
-        closing.append(Move(*placement.move(way), closes_gap=True))
+        closing.append(PlannedMove(*placement.move(way), closes_gap=True))
     if placement.gaps:
-        return Plan(tuple(closing), found if closing else f"{found} and no server can be spared for them")
+        return MovePlan(tuple(closing), found if closing else f"{found} and no server can be spared for them")
     evening, why = _even_out(placement, policy, len(view.peers))
     # Whoever goes to those blocks first closes the gap, whatever the plan wanted it for.
     evening = tuple(replace(move, closes_gap=any(block in move.new for block in gaps)) for move in evening)
-    return Plan((*closing, *evening), f"{found}; with them held {why}")
+    return MovePlan((*closing, *evening), f"{found}; with them held {why}")
 
 
-def _even_out(placement: Placement, policy: Policy, servers: int) -> tuple[tuple[Move, ...], str]:
+def _even_out(placement: PlacementState, policy: MovePolicy, servers: int) -> tuple[tuple[PlannedMove, ...], str]:
     """Moves that raise the weakest block enough, and the reason for these or for none."""
     before = best = placement.weakest
-    enough = before * (1 + max(policy.min_gain, ROUNDING))
+    enough = before * (1 + max(policy.min_gain, ROUNDING_TOLERANCE))
     state = f"the weakest block does {before:.4g} of at most {placement.even_share:.4g} tokens/s"
     if placement.even_share < enough:
         return (), state
     during = placement.throughputs
-    moves: list[Move] = []
+    moves: list[PlannedMove] = []
     best_count, lost = 0, 0.0
     while (way := placement.raising_way(policy.min_gain)) is not None:
         during = placement.without(way, during)
-        moves.append(Move(*placement.move(way), closes_gap=False))
+        moves.append(PlannedMove(*placement.move(way), closes_gap=False))
         if placement.weakest > best:
             best, best_count, lost = placement.weakest, len(moves), before - float(during.min())
         if len(moves) >= (policy.max_moves if best >= enough else 2 * policy.max_moves + servers // 32):

@@ -19,12 +19,12 @@ Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
 
-MANY = 128
+MAX_CANDIDATES = 128
 """Servers that are looked at closely for one move, if there are more."""
 
 
 @dataclass(frozen=True, eq=False)
-class Snapshot:
+class PlacementSnapshot:
     """What the swarm announces, in an order that is the same for everybody.
 
     Attributes:
@@ -49,7 +49,9 @@ class Snapshot:
     blocks: int
 
 
-def take_snapshot(servers: Iterable[ServerInfo], blocks: int, lengths: Mapping[str, int] | None = None) -> Snapshot:
+def take_snapshot(
+    servers: Iterable[ServerInfo], blocks: int, lengths: Mapping[str, int] | None = None
+) -> PlacementSnapshot:
     """The servers that count: loading or online, and inside the model.
 
     Args:
@@ -66,7 +68,7 @@ def take_snapshot(servers: Iterable[ServerInfo], blocks: int, lengths: Mapping[s
     for index, server in enumerate(counted):
         if server.peer_id in lengths:
             rates_after[index] = replace(server, span=Span(0, lengths[server.peer_id])).rate
-    return Snapshot(
+    return PlacementSnapshot(
         peers=tuple(server.peer_id for server in counted),
         starts=np.array([server.span.start for server in counted], dtype=np.int64),
         ends=np.array([server.span.end for server in counted], dtype=np.int64),
@@ -80,21 +82,21 @@ def take_snapshot(servers: Iterable[ServerInfo], blocks: int, lengths: Mapping[s
 
 
 @dataclass(frozen=True)
-class Way:
+class MoveCandidate:
     """One server (its index) and the first of the blocks that it would move to."""
 
     who: int
     start: int
 
 
-class Placement:
+class PlacementState:
     """The swarm after the moves made so far. Rates are the believed ones (see `block_selection`).
 
     Each server moves at most once. One whose announced rate is not plausible, or that is still loading, is never the
     last that serves a block while others move.
     """
 
-    def __init__(self, view: Snapshot, immovable: frozenset[str] = frozenset()) -> None:
+    def __init__(self, view: PlacementSnapshot, immovable: frozenset[str] = frozenset()) -> None:
         limit = plausible_rate(view.rates)
         self._peers, self._blocks = view.peers, view.blocks
         self._starts, self._ends, self._lengths = view.starts.copy(), view.ends.copy(), view.lengths
@@ -127,17 +129,17 @@ class Placement:
         most = np.maximum(self._rates * (self._ends - self._starts), self._rates_after * self._lengths)
         return float(most.sum()) / self._blocks
 
-    def without(self, way: Way, throughputs: Floats) -> Floats:
+    def without(self, way: MoveCandidate, throughputs: Floats) -> Floats:
         """The `throughputs` (tokens/s a block) while this server is away."""
         result = throughputs.copy()
         result[self._starts[way.who] : self._ends[way.who]] -= self._rates[way.who]
         return result
 
-    def closing_way(self) -> Way | None:
+    def closing_way(self) -> MoveCandidate | None:
         """The way that leaves fewest gaps, if any leaves fewer than there are; of equal ones the evenest."""
         gap_sums, lonely_sums = _prefix(self._holders == 0), _prefix(self._holders == 1)
         for block in self.gaps:
-            ways = _Ways(self, block, np.flatnonzero(self._movable & self._without_block(block)))
+            ways = _CandidateMoves(self, block, np.flatnonzero(self._movable & self._without_block(block)))
             closed = gap_sums[ways.new_ends] - gap_sums[ways.new_starts]
             opened = lonely_sums[ways.left_ends] - lonely_sums[ways.left_starts]
             net = closed - opened
@@ -145,7 +147,7 @@ class Placement:
                 return ways.evenest(net == net.max())
         return None
 
-    def raising_way(self, gain: float) -> Way | None:
+    def raising_way(self, gain: float) -> MoveCandidate | None:
         """Of the ways that raise the weakest block, the evenest of those that leave no other below (1 + `gain`) of it.
 
         If there is none, of those that leave none as weak as it was. In the other order one weak block would be raised
@@ -161,7 +163,7 @@ class Placement:
         movable = self._free & dispensable & ((lost <= 0) | (old - lost > floor))
         target = floor * (1 + gain)
         for servers in self._most_promising(movable & self._without_block(block), old - self._rates > target, floor):
-            ways = _Ways(self, block, servers)
+            ways = _CandidateMoves(self, block, servers)
             left = weakest(ways.left_starts, ways.left_ends) - ways.rates
             for allowed in (left > target, left > floor):
                 if allowed.any():
@@ -177,17 +179,17 @@ class Placement:
         Of many spare ones a few: those that even out most if all they come to is as weak as `floor`.
         """
         spare &= movable
-        if spare.sum() > MANY:
+        if spare.sum() > MAX_CANDIDATES:
             sums = _prefix(self.throughputs)
             gained = self._rates_after * self._lengths * (2 * floor + self._rates_after)
             held = sums[self._ends] - sums[self._starts]
             lost = self._rates * (2 * held - self._rates * (self._ends - self._starts))
-            yield np.sort(np.argpartition(np.where(spare, gained - lost, np.inf), MANY)[:MANY])
+            yield np.sort(np.argpartition(np.where(spare, gained - lost, np.inf), MAX_CANDIDATES)[:MAX_CANDIDATES])
         elif spare.any():
             yield np.flatnonzero(spare)
         yield np.flatnonzero(movable)
 
-    def move(self, way: Way) -> tuple[str, Span, Span]:
+    def move(self, way: MoveCandidate) -> tuple[str, Span, Span]:
         """Let the server move. Returns its peer id, the blocks it leaves and those it takes."""
         who, start, end = way.who, way.start, way.start + int(self._lengths[way.who])
         old = Span(int(self._starts[who]), int(self._ends[who]))
@@ -201,7 +203,7 @@ class Placement:
         return self._peers[who], old, Span(start, end)
 
 
-class _Ways:
+class _CandidateMoves:
     """All ways onto `block`: one entry for each of the `servers`, which do not hold it, and each window with it.
 
     Attributes:
@@ -211,7 +213,7 @@ class _Ways:
         left_starts, left_ends: the blocks it would leave, an empty range if none.
     """
 
-    def __init__(self, placement: Placement, block: int, servers: Ints) -> None:
+    def __init__(self, placement: PlacementState, block: int, servers: Ints) -> None:
         p = placement
         lengths = p._lengths[servers]
         first = np.maximum(0, block - lengths + 1)
@@ -227,7 +229,7 @@ class _Ways:
         self.left_ends = np.where(forward, np.maximum(self.starts, np.minimum(self.ends, self.new_starts)), self.ends)
         self._sums = _prefix(p.throughputs)
 
-    def evenest(self, allowed: Flags) -> Way:
+    def evenest(self, allowed: Flags) -> MoveCandidate:
         """Of the `allowed` ways (at least one) that with the least sum of squared throughputs, the first of equals."""
         gained = self.rates_after * (self._sums[self.new_ends] - self._sums[self.new_starts])
         lost = self.rates * (self._sums[self.ends] - self._sums[self.starts])
@@ -235,7 +237,7 @@ class _Ways:
         kept = length - (self.left_ends - self.left_starts)
         change = self.rates_after**2 * new_length + self.rates**2 * length - 2 * self.rates * self.rates_after * kept
         best = int(np.where(allowed, 2 * (gained - lost) + change, np.inf).argmin())
-        return Way(int(self.who[best]), int(self.new_starts[best]))
+        return MoveCandidate(int(self.who[best]), int(self.new_starts[best]))
 
 
 def _prefix(values: NDArray[np.generic]) -> Floats:

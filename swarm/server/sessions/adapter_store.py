@@ -25,7 +25,7 @@ from swarm.protocol.compression import DTYPES
 from swarm.protocol.framing import MAX_PAYLOAD
 from swarm.protocol.messages import BlockAdapterSpec, PutAdapters
 
-OVERHEAD = 1 << 10
+PART_OVERHEAD_BYTES = 1 << 10
 """Bytes that a part counts beyond its numbers, so that many tiny ones are not for free."""
 
 
@@ -59,7 +59,7 @@ _Reference = tuple[weakref.ref[BlockAdapterWeights], int]
 
 
 @dataclass
-class _Kept:
+class _StoredPart:
     part: BlockAdapterWeights
     size: int
     used: float
@@ -77,7 +77,7 @@ class AdapterStore:
     now: Callable[[], float]
     limits: AdapterLimits = field(default_factory=AdapterLimits)
     observer: ServerObserver = field(default_factory=ServerObserver)
-    _kept: dict[_Key, _Kept] = field(default_factory=dict)
+    _kept: dict[_Key, _StoredPart] = field(default_factory=dict)
     """Least recently used first."""
     _sizes: Counter[str] = field(default_factory=Counter)
     """Bytes of what is kept, by peer."""
@@ -107,7 +107,7 @@ class AdapterStore:
         Raises `CacheFull` where sessions, of this peer or of all together, hold so much that there is no room for them.
         """
         self.expire()
-        new: dict[_Key, _Kept] = {}
+        new: dict[_Key, _StoredPart] = {}
         known: set[_Key] = set()
         for (block, digest), part in parts.items():
             key = peer, block, digest
@@ -115,7 +115,7 @@ class AdapterStore:
                 self._touch(key)
                 known.add(key)
             else:
-                new[key] = _Kept(part, _bytes(part), self.now())
+                new[key] = _StoredPart(part, _bytes(part), self.now())
         needed = sum(one.size for one in new.values())
         own = [key for key in self._kept if key[0] == peer and key not in known]
         if not self._make_room(own, lambda: self._held(peer) + needed <= self.limits.peer_memory):
@@ -231,9 +231,9 @@ def _alive_bytes(left: Sequence[_Reference]) -> int:
 
 
 def _bytes(part: BlockAdapterWeights) -> int:
-    return OVERHEAD + sum(tensor.numel() * tensor.element_size() for tensor in part.tensors)
+    return PART_OVERHEAD_BYTES + sum(tensor.numel() * tensor.element_size() for tensor in part.tensors)
 
 
 def _size(block: BlockAdapterSpec, hidden_size: int, dtype: str) -> int:
     """What `_bytes` will be of a part that is described like this; an unknown dtype is refused later."""
-    return OVERHEAD + count_values(block, hidden_size) * (DTYPES[dtype].itemsize if dtype in DTYPES else 1)
+    return PART_OVERHEAD_BYTES + count_values(block, hidden_size) * (DTYPES[dtype].itemsize if dtype in DTYPES else 1)

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 from swarm.errors import CacheFull
 
-PEER_SHARE = 0.75
+MAX_PEER_CACHE_SHARE = 0.75
 """Of the cache, that one peer may hold: a client that takes all it can get leaves room for others."""
 
 
 @dataclass(eq=False)
-class _Waiter:
+class _WaitingAllocation:
     """Somebody in the line.
 
     Attributes:
@@ -37,7 +37,7 @@ class _Waiter:
         self.decided.set_result(None)
 
 
-class Accountant:
+class CacheAllocator:
     """The books of one server's cache.
 
     Args:
@@ -45,12 +45,12 @@ class Accountant:
         peer_share: of the capacity, that the holders of one peer may have.
     """
 
-    def __init__(self, capacity: int, peer_share: float = PEER_SHARE) -> None:
+    def __init__(self, capacity: int, peer_share: float = MAX_PEER_CACHE_SHARE) -> None:
         self.capacity = capacity
         self.quota = max(1, int(capacity * peer_share)) if capacity else 0
         self._held: dict[Hashable, tuple[str, int]] = {}
         self._peers: Counter[str] = Counter()
-        self._waiters: list[_Waiter] = []
+        self._waiters: list[_WaitingAllocation] = []
         self._closing = False
 
     @property
@@ -78,7 +78,7 @@ class Accountant:
         """
         if patience <= 0 or self._closing or tokens + self.held(holder) > self.quota:
             return self.take(holder, peer, tokens)
-        waiter = _Waiter(holder, peer, tokens, asyncio.get_running_loop().create_future())
+        waiter = _WaitingAllocation(holder, peer, tokens, asyncio.get_running_loop().create_future())
         self._waiters.append(waiter)
         self._admit()
         try:
@@ -107,7 +107,7 @@ class Accountant:
             waiter.decide(False)
         self._waiters.clear()
 
-    def _first(self) -> _Waiter | None:
+    def _first(self) -> _WaitingAllocation | None:
         """Who is next in the line. Who is held back by its own quota keeps nobody else waiting."""
         line = [one for one in self._waiters if self._peers[one.peer] + one.tokens <= self.quota]
         return min(line, key=lambda one: self._peers[one.peer], default=None)
@@ -119,7 +119,7 @@ class Accountant:
             self._grant(first.holder, first.peer, first.tokens)
             first.decide(True)
 
-    def _leave_line(self, waiter: _Waiter) -> None:
+    def _leave_line(self, waiter: _WaitingAllocation) -> None:
         if waiter in self._waiters:
             self._waiters.remove(waiter)
             self._admit()

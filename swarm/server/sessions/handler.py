@@ -40,23 +40,23 @@ from swarm.server.compute.compute_request import Bytes
 from swarm.server.compute.engine import Engine
 from swarm.server.sessions.adapter_store import AdapterStore
 from swarm.server.sessions.push import PushLink
-from swarm.server.sessions.reply_stream import PatientStream
-from swarm.server.sessions.request_validation import Checks, Limits
-from swarm.server.sessions.session_table import Session, Sessions
-from swarm.server.sessions.stateless_requests import Training
+from swarm.server.sessions.reply_stream import ReplyStream
+from swarm.server.sessions.request_validation import RequestLimits, RequestValidator
+from swarm.server.sessions.session_table import Session, SessionTable
+from swarm.server.sessions.stateless_requests import StatelessRequests
 from swarm.transport.stream import Network, Stream
 
 logger = logging.getLogger(__name__)
 
-NOTICE = 1.0
+NOTICE_TIMEOUT_S = 1.0
 """Seconds that a client gets to read that this server is leaving."""
 
-COPY_AFTER = 1e-3
+PUSHED_REPLY_DELAY_S = 1e-3
 """Seconds between a push and the client's copy of it. The next server waits for the one, nobody for the other; sent at
 once, it would be in the way of the push (a quarter of its time on one machine), and of those of other sessions."""
 
 
-class Handler:
+class MessageHandler:
     """Answers the streams of all peers of one server.
 
     Args:
@@ -72,9 +72,9 @@ class Handler:
         network: Network,
         model: SpanModel,
         revision: str,
-        sessions: Sessions,
+        sessions: SessionTable,
         engine: Engine,
-        limits: Limits | None = None,
+        limits: RequestLimits | None = None,
         adapters: AdapterStore | None = None,
         observer: ServerObserver | None = None,
     ) -> None:
@@ -85,11 +85,11 @@ class Handler:
         self._sessions = sessions
         self._engine = engine
         self._observer = observer or ServerObserver()
-        self._limits = limits or Limits()
-        self._checks = Checks(model, revision, self._limits)
+        self._limits = limits or RequestLimits()
+        self._checks = RequestValidator(model, revision, self._limits)
         kept = adapters if adapters is not None else AdapterStore(time.monotonic)
-        self._training = Training(model, self._checks, engine, kept)
-        self._streams: dict[str, set[PatientStream]] = {}
+        self._training = StatelessRequests(model, self._checks, engine, kept)
+        self._streams: dict[str, set[ReplyStream]] = {}
         self._answering = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -114,7 +114,7 @@ class Handler:
 
         async def tell(client: Stream) -> None:
             with suppress(PeerLost, TimeoutError):
-                async with asyncio.timeout(NOTICE):
+                async with asyncio.timeout(NOTICE_TIMEOUT_S):
                     await client.send(notice)
 
         await asyncio.gather(*map(tell, self._sessions.clients()))
@@ -129,10 +129,10 @@ class Handler:
 
     async def __call__(self, raw: Stream) -> None:
         """Serve one stream until the peer closes it, sends garbage or reads no answers."""
-        stream = PatientStream(raw)
+        stream = ReplyStream(raw)
         streams = self._streams.setdefault(stream.peer_id, set())
         streams.add(stream)
-        conversation = _Conversation()
+        conversation = _StreamState()
         try:
             if len(streams) > self._limits.streams:
                 streams.discard(stream)  # it has no place while it hears that it gets none
@@ -158,12 +158,12 @@ class Handler:
             if conversation.session is not None:
                 self._sessions.detach(conversation.session, stream)
 
-    async def _reject(self, stream: PatientStream, error: RemoteError) -> None:
+    async def _reject(self, stream: ReplyStream, error: RemoteError) -> None:
         """Say why the connection ends."""
         self._observer.refused(error.code)
         await stream.send(messages.refusal(error))
 
-    async def _answer(self, stream: PatientStream, frame: Frame, conversation: _Conversation) -> None:
+    async def _answer(self, stream: ReplyStream, frame: Frame, conversation: _StreamState) -> None:
         message = messages.decode_client(frame.header)
         self._observer.received(type(message).__name__, len(frame.payload))
         try:
@@ -192,7 +192,7 @@ class Handler:
         return messages.refusal(error, step)
 
     async def _handle(
-        self, stream: PatientStream, message: messages.ClientMessage, payload: Bytes, conversation: _Conversation
+        self, stream: ReplyStream, message: messages.ClientMessage, payload: Bytes, conversation: _StreamState
     ) -> tuple[messages.Message | None, Bytes]:
         match message:
             case messages.StepRequest():
@@ -226,7 +226,7 @@ class Handler:
                 return self._probe(message, payload)
 
     async def _open(
-        self, stream: PatientStream, message: messages.OpenSession, conversation: _Conversation
+        self, stream: ReplyStream, message: messages.OpenSession, conversation: _StreamState
     ) -> messages.Message:
         self._check_open()
         if conversation.session is not None:
@@ -352,7 +352,7 @@ class Handler:
         session.cache.check(layout)
         await self._sessions.reserve(session, layout.rows)
         outcome = await self._engine.compute(
-            requests.request(
+            requests.forward_work(
                 session.peer_id,
                 session.session_id,
                 session.cache,
@@ -374,10 +374,10 @@ class Handler:
             raise TooLong(f"a probe of {len(payload)} bytes; at most {messages.MAX_PROBE} are answered")
         return messages.ProbeReply(), bytes(message.reply_bytes)
 
-    async def _tell(self, stream: PatientStream, reply: messages.Message, payload: Bytes) -> None:
+    async def _tell(self, stream: ReplyStream, reply: messages.Message, payload: Bytes) -> None:
         """Send an answer; the copy of what was pushed on lets that go first."""
         if isinstance(reply, messages.StepReply) and reply.pushed:
-            await stream.send_later(COPY_AFTER, reply, payload)
+            await stream.send_later(PUSHED_REPLY_DELAY_S, reply, payload)
         else:
             await stream.send(reply, payload)
         self._observer.sent(len(payload))
@@ -392,7 +392,7 @@ class Handler:
 
 
 @dataclass
-class _Conversation:
+class _StreamState:
     """What one stream has agreed on so far."""
 
     session: Session | None = None

@@ -15,12 +15,12 @@ from swarm.transport.stream import Network, Stream
 
 logger = logging.getLogger(__name__)
 
-CONNECT = 2.0
+PUSH_CONNECT_TIMEOUT_S = 2.0
 """Seconds that a push waits for the connection to the next server, which is opened when the link is made."""
 
-PATIENCE = 5.0
-SLOWEST = 1e5
-"""A push of n bytes is given up after `PATIENCE + n / SLOWEST` seconds."""
+PUSH_TIMEOUT_S = 5.0
+MIN_BYTES_PER_S = 1e5
+"""A push of n bytes is given up after `PUSH_TIMEOUT_S + n / MIN_BYTES_PER_S` seconds."""
 
 
 class PushLink:
@@ -47,11 +47,11 @@ class PushLink:
         if self._broken:  # perhaps while it still connects
             return False
         try:
-            async with asyncio.timeout(CONNECT):
+            async with asyncio.timeout(PUSH_CONNECT_TIMEOUT_S):
                 await self._connected.wait()
             if self._stream is None or self._broken:
                 return False
-            async with asyncio.timeout(PATIENCE + len(payload) / SLOWEST):
+            async with asyncio.timeout(PUSH_TIMEOUT_S + len(payload) / MIN_BYTES_PER_S):
                 await self._stream.send(messages.PushRequest(self._client, self._session_id, step), payload)
         except (TimeoutError, RemoteError) as error:
             logger.debug("pushing to …%s failed: %r", self._peer_id[-6:], error)

@@ -11,18 +11,18 @@ from contextlib import suppress
 from swarm.errors import PeerLost, PeerTimeout
 from swarm.protocol.framing import MAX_PAYLOAD, Frame
 from swarm.protocol.messages import Message
-from swarm.server.sessions.push import PATIENCE, SLOWEST
+from swarm.server.sessions.push import MIN_BYTES_PER_S, PUSH_TIMEOUT_S
 from swarm.transport.stream import Limit, Stream
 
-LINGER = 2.0
+DISCARD_TIMEOUT_S = 2.0
 """Seconds that a peer gets to read why it is refused."""
 
 
-class PatientStream:
+class ReplyStream:
     """A peer's stream, as the task that serves it sees it. Made in that task, which alone receives.
 
     A frame waits for those before it, so that only one at a time lies in the buffers of a slow peer, and its n bytes
-    have `PATIENCE + n / SLOWEST` seconds to leave. A peer that is slower is given up.
+    have `PUSH_TIMEOUT_S + n / MIN_BYTES_PER_S` seconds to leave. A peer that is slower is given up.
     """
 
     def __init__(self, stream: Stream) -> None:
@@ -62,19 +62,19 @@ class PatientStream:
     async def _send(self, message: Message, payload: bytes | memoryview) -> None:
         self._check()
         try:
-            async with asyncio.timeout(PATIENCE + len(payload) / SLOWEST):
+            async with asyncio.timeout(PUSH_TIMEOUT_S + len(payload) / MIN_BYTES_PER_S):
                 await self._stream.send(message, payload)
         except TimeoutError:
             self.abort()
             self._check()
 
     async def discard(self) -> None:
-        """Throw away what comes, until the peer hangs up or for `LINGER` seconds, so that our last word arrives.
+        """Discard incoming data until the peer hangs up or for `DISCARD_TIMEOUT_S`, so that our last reply arrives.
 
         A stream that is closed while the peer still sends is reset, and what it has not read yet is lost.
         """
         with suppress(TimeoutError):
-            async with asyncio.timeout(LINGER):
+            async with asyncio.timeout(DISCARD_TIMEOUT_S):
                 await self._stream.discard()
 
     def close(self) -> None:

@@ -11,12 +11,12 @@ from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
 from swarm.protocol.compression import is_finite, payload_length
 
-Rows = messages.StepRequest | messages.ReplayRequest | messages.ForwardRequest | messages.BackwardRequest
+HiddenStatesRequest = messages.StepRequest | messages.ReplayRequest | messages.ForwardRequest | messages.BackwardRequest
 """Requests that carry hidden states for some rows."""
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """What one request may ask for.
 
     Attributes:
@@ -30,16 +30,16 @@ class Limits:
     streams: int = 256
 
 
-class Checks:
+class RequestValidator:
     """The checks of one server.
 
     Args:
         model: the span that it holds.
         revision: of the model.
-        limits: see `Limits`.
+        limits: see `RequestLimits`.
     """
 
-    def __init__(self, model: SpanModel, revision: str, limits: Limits) -> None:
+    def __init__(self, model: SpanModel, revision: str, limits: RequestLimits) -> None:
         self._model = model
         self._revision = revision
         self._limits = limits
@@ -59,7 +59,7 @@ class Checks:
             raise WrongSpan(f"revision {revision} was asked for, this server holds revision {self._revision}")
         return Span(start, end)
 
-    def layout(self, message: Rows) -> StepLayout:
+    def layout(self, message: HiddenStatesRequest) -> StepLayout:
         """The rows of a request. Raises `WrongShape` if its lists disagree about how many there are, or `TooLong`."""
         rows = len(message.counts)
         starts = [0] * rows
@@ -119,7 +119,7 @@ class Checks:
         if not 0 < tokens <= limit:
             raise TooLong(f"{tokens} tokens in one request; this server takes 1 to {limit}")
 
-    def _positions(self, starts: Sequence[int], message: Rows) -> None:
+    def _positions(self, starts: Sequence[int], message: HiddenStatesRequest) -> None:
         """A position beyond a table of the model would fail in the middle of the computation; on a GPU, for all."""
         limit = self._model.positions
         if limit is None:

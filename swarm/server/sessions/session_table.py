@@ -1,8 +1,9 @@
 """The sessions that a server keeps.
 
-A session reserves `rows x max_length` tokens of cache when it is opened, or when more rows are first seen. It frees
-them when it is closed, when its connection has been gone for `GRACE` seconds (so that a client may reconnect and ask
-for a lost reply again), or when nothing was heard of it for `IDLE` seconds. It belongs to the peer that opened it.
+A session reserves `sequences x max_length` tokens of cache when it is opened, and more when it first brings more
+sequences. It frees them when it is closed, when its connection has been gone for `RECONNECT_TIMEOUT_S` seconds (so that
+a client may reconnect and ask for a lost reply again), or when nothing has arrived for it for `IDLE_TIMEOUT_S` seconds.
+A session belongs to the peer that opened it.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from swarm.errors import CacheFull, UnknownSession, WrongSpan
 from swarm.metrics.server import ServerObserver
 from swarm.models.execution.session_cache import SessionCache
 from swarm.protocol.messages import StepReply
-from swarm.server.sessions.cache_allocator import PEER_SHARE, Accountant
+from swarm.server.sessions.cache_allocator import MAX_PEER_CACHE_SHARE, CacheAllocator
 from swarm.server.sessions.push import PushLink
-from swarm.server.sessions.reply_stream import PatientStream
+from swarm.server.sessions.reply_stream import ReplyStream
 
-GRACE = 30.0
-IDLE = 1800.0
+RECONNECT_TIMEOUT_S = 30.0
+IDLE_TIMEOUT_S = 1800.0
 
-LOOK = 1.0
+EXPIRY_PERIOD_S = 1.0
 """Seconds between looks for expired sessions while somebody waits for room."""
 
-PEER_SESSIONS = 256
+MAX_PEER_SESSIONS = 256
 
-LINKING = 2.0
+LINK_TIMEOUT_S = 2.0
 """Seconds that a push may be ahead of the client's word that it is allowed."""
 
 
@@ -64,7 +65,7 @@ class Session:
     adapters: list[bytes] | None = None
     patience: float = 0.0
     attached: int = 0
-    client: PatientStream | None = None
+    client: ReplyStream | None = None
     previous: str | None = None
     link: PushLink | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -78,9 +79,9 @@ class Session:
         self._linked = asyncio.Event()
 
     async def may_push(self, peer_id: str) -> bool:
-        """Whether the peer is allowed to push, or will be in `LINKING` seconds."""
+        """Whether the peer is allowed to push, or will be in `LINK_TIMEOUT_S` seconds."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(LINKING):
+            async with asyncio.timeout(LINK_TIMEOUT_S):
                 while self.previous != peer_id:
                     await self._linked.wait()
         return self.previous == peer_id
@@ -92,7 +93,7 @@ class Session:
             self.link = None
 
 
-class Sessions:
+class SessionTable:
     """All sessions of a server.
 
     Args:
@@ -108,14 +109,14 @@ class Sessions:
         self,
         capacity: int,
         now: Callable[[], float],
-        peer_share: float = PEER_SHARE,
-        peer_sessions: int = PEER_SESSIONS,
+        peer_share: float = MAX_PEER_CACHE_SHARE,
+        peer_sessions: int = MAX_PEER_SESSIONS,
         page: int = 1,
         observer: ServerObserver | None = None,
     ) -> None:
         self.capacity = capacity // page * page
         self._page = page
-        self._accountant = Accountant(self.capacity, peer_share)
+        self._accountant = CacheAllocator(self.capacity, peer_share)
         self._peer_sessions = peer_sessions
         self._now = now
         self._sessions: dict[tuple[str, bytes], Session] = {}
@@ -130,7 +131,7 @@ class Sessions:
         """Tokens of cache that nobody has reserved."""
         return self._accountant.free
 
-    async def open(self, session: Session, rows: int = 1, client: PatientStream | None = None) -> Session:
+    async def open(self, session: Session, rows: int = 1, client: ReplyStream | None = None) -> Session:
         """Register the session with room for so many rows, or return the same client's session of that id.
 
         Args:
@@ -175,7 +176,7 @@ class Sessions:
             raise UnknownSession("there is no session here into which this peer may push")
         return session
 
-    def clients(self) -> list[PatientStream]:
+    def clients(self) -> list[ReplyStream]:
         """The connections of all sessions."""
         return [session.client for session in self._sessions.values() if session.client is not None]
 
@@ -219,7 +220,7 @@ class Sessions:
 
         async def look() -> None:
             while True:
-                await asyncio.sleep(LOOK)
+                await asyncio.sleep(EXPIRY_PERIOD_S)
                 self.expire()
 
         task = asyncio.create_task(look()) if patience > 0 else None
@@ -229,7 +230,7 @@ class Sessions:
             if task is not None:
                 task.cancel()
 
-    def detach(self, session: Session, client: PatientStream | None = None) -> None:
+    def detach(self, session: Session, client: ReplyStream | None = None) -> None:
         """A connection that used the session has ended."""
         session.attached -= 1
         if client is not None and session.client is client:
@@ -264,5 +265,8 @@ class Sessions:
         """Close the sessions whose client is gone."""
         now = self._now()
         for session in list(self._sessions.values()):
-            if now - session.last_seen > (IDLE if session.attached else GRACE) and not session.lock.locked():
+            if (
+                now - session.last_seen > (IDLE_TIMEOUT_S if session.attached else RECONNECT_TIMEOUT_S)
+                and not session.lock.locked()
+            ):
                 self.close(session, "expired")

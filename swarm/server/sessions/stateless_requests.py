@@ -17,20 +17,20 @@ from swarm.server.compute import compute_request as requests
 from swarm.server.compute.compute_request import Bytes
 from swarm.server.compute.engine import Engine
 from swarm.server.sessions.adapter_store import AdapterStore
-from swarm.server.sessions.request_validation import Checks
+from swarm.server.sessions.request_validation import RequestValidator
 
-AT_ONCE = 1 << 20
+MAX_INLINE_BYTES = 1 << 20
 """Bytes of adapters that the network loop checks by itself, in a millisecond or two; more go to the compute thread."""
 
 
-class Training:
+class StatelessRequests:
     """The training requests of one server's peers.
 
     Args:
         adapters: where they are kept.
     """
 
-    def __init__(self, model: SpanModel, checks: Checks, engine: Engine, adapters: AdapterStore) -> None:
+    def __init__(self, model: SpanModel, checks: RequestValidator, engine: Engine, adapters: AdapterStore) -> None:
         self.adapters = adapters
         self._model = model
         self._checks = checks
@@ -56,7 +56,9 @@ class Training:
         cache = SessionCache(self._model.narrowed(span), self.adapter(peer, span, message.adapters))
         await self._warm_up(message.format, message.reply_format)
         outcome = await self._engine.compute(
-            requests.request(peer, None, cache, layout, payload, message.format, message.dtype, message.reply_format)
+            requests.forward_work(
+                peer, None, cache, layout, payload, message.format, message.dtype, message.reply_format
+            )
         )
         reply = messages.ForwardReply(message.reply_format, self._dtype, outcome.milliseconds)
         return reply, outcome.payload
@@ -70,7 +72,7 @@ class Training:
         self._checks.gradients(layout.tokens, message, payload)
         await self._warm_up(message.format, message.gradient_format)
         outcome = await self._engine.compute(
-            requests.backward(
+            requests.backward_work(
                 peer,
                 self._model.narrowed(span),
                 self.adapter(peer, span, message.adapters),
@@ -96,7 +98,7 @@ class Training:
             described = [block for _, block in named]
             return unpack_parts(described, payload, message.dtype, self._model.hidden_size, self._model.device)
 
-        unpacked = parts() if len(payload) <= AT_ONCE else await self._engine.runtime.run(parts)
+        unpacked = parts() if len(payload) <= MAX_INLINE_BYTES else await self._engine.runtime.run(parts)
         for (number, _), part in zip(named, unpacked, strict=True):
             self._model.adapted.check(number, part)
         found = zip(named, unpacked, strict=True)

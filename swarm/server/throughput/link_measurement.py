@@ -25,22 +25,22 @@ from swarm.transport.stream import Network
 
 logger = logging.getLogger(__name__)
 
-PINGS = 16
+MAX_PINGS = 16
 """Neighbours measured in one period."""
 
 NEXT_SHARE = 0.75
 """Share of the pings that servers which hold the block behind this server's own get, if there are that many."""
 
-PROBED = 3
+MAX_PROBED_PEERS = 3
 """Peers that the bandwidth is measured towards."""
 
-NETWORK_PERIOD = 600.0
+BANDWIDTH_PERIOD_S = 600.0
 """Seconds between measurements of the bandwidth, which cost megabytes."""
 
-NETWORK_RETRY = 60.0
+BANDWIDTH_RETRY_S = 60.0
 """Seconds until the next attempt after one that nobody answered."""
 
-VIEW_TIMEOUT = 30.0
+VIEW_TIMEOUT_S = 30.0
 """Seconds to wait for the view of the swarm."""
 
 BYTES_PER_VALUE = 2
@@ -49,10 +49,10 @@ BYTES_PER_VALUE = 2
 MAX_RATE = 1e9
 """Tokens/s that an announcement may claim."""
 
-View = Callable[[], Awaitable[Sequence[ServerInfo]]]
+FetchServers = Callable[[], Awaitable[Sequence[ServerInfo]]]
 
 
-def neighbours(servers: Sequence[ServerInfo], own_id: str, span: Span) -> tuple[list[str], list[str]]:
+def next_hop_candidates(servers: Sequence[ServerInfo], own_id: str, span: Span) -> tuple[list[str], list[str]]:
     """Peers that a route may go on to from `span`: those that hold the block behind it, and the other ones.
 
     The other ones overlap with the span and go on from one of its inner blocks, where a route may leave this server.
@@ -69,19 +69,19 @@ def neighbours(servers: Sequence[ServerInfo], own_id: str, span: Span) -> tuple[
     return behind, inside
 
 
-def whom_to_ping(
+def choose_peers_to_ping(
     behind: Sequence[str],
     inside: Sequence[str],
     tried: Mapping[str, float],
     random: Random,
-    limit: int = PINGS,
+    limit: int = MAX_PINGS,
 ) -> list[str]:
     """At most `limit` peers, new ones first, then those tried longest ago; which of equals is left to chance.
 
     Trying counts, not success: peers that never answer must not keep the others from being measured again.
 
     Args:
-        behind, inside: see `neighbours`. The first get most of the places, and each what the others leave free.
+        behind, inside: see `next_hop_candidates`. The first get most places; each gets what the other leaves free.
         tried: when each peer was last tried; those that never were are missing.
     """
 
@@ -94,7 +94,7 @@ def whom_to_ping(
     return chosen + second[: limit - len(chosen)]
 
 
-class Neighbours:
+class LinkMeasurement:
     """Measures this server's links until it is stopped.
 
     Args:
@@ -111,7 +111,7 @@ class Neighbours:
         self,
         network: Network,
         span: Callable[[], Span | None],
-        view: View,
+        view: FetchServers,
         hidden_size: int,
         period: float,
         random: Random | None = None,
@@ -152,7 +152,7 @@ class Neighbours:
 
     async def update(self) -> None:
         """One round. Raises what `view` raises."""
-        async with asyncio.timeout(VIEW_TIMEOUT):
+        async with asyncio.timeout(VIEW_TIMEOUT_S):
             servers = await self._view()
         await self._ping(servers)
         if self._clock() >= self._network_due:
@@ -160,10 +160,10 @@ class Neighbours:
 
     async def _ping(self, servers: Sequence[ServerInfo]) -> None:
         span = self._span()
-        behind, inside = neighbours(servers, self._network.peer_id, span) if span is not None else ([], [])
+        behind, inside = next_hop_candidates(servers, self._network.peer_id, span) if span is not None else ([], [])
         self._current = behind + inside
-        chosen = whom_to_ping(behind, inside, self._tried, self._random)
-        found = await ping_many(self._network, chosen, concurrency=PINGS)
+        chosen = choose_peers_to_ping(behind, inside, self._tried, self._random)
+        found = await ping_many(self._network, chosen, concurrency=MAX_PINGS)
         now = self._clock()
         current = set(self._current)
         self._tried.update(dict.fromkeys(chosen, now))
@@ -177,7 +177,7 @@ class Neighbours:
     async def _probe(self, servers: Sequence[ServerInfo]) -> None:
         others = [s.peer_id for s in servers if s.peer_id != self._network.peer_id and s.state is ServerState.ONLINE]
         rates = []
-        for peer in self._random.sample(others, min(PROBED, len(others))):
+        for peer in self._random.sample(others, min(MAX_PROBED_PEERS, len(others))):
             try:
                 found = await bandwidth(self._network, peer)
             except RemoteError as error:
@@ -187,9 +187,9 @@ class Neighbours:
         if rates:
             self.network_throughput = min(statistics.median(rates), MAX_RATE)
             # Servers that started together must not go on measuring together.
-            self._network_due = self._clock() + NETWORK_PERIOD * self._random.uniform(0.8, 1.2)
+            self._network_due = self._clock() + BANDWIDTH_PERIOD_S * self._random.uniform(0.8, 1.2)
         elif others:
-            self._network_due = self._clock() + NETWORK_RETRY
+            self._network_due = self._clock() + BANDWIDTH_RETRY_S
 
     async def _loop(self) -> None:
         while True:

@@ -26,28 +26,28 @@ from swarm.models.execution.span_model import SpanModel
 from swarm.models.span_loading import return_freed_memory
 from swarm.protocol.compression import dtype_name
 from swarm.server.throughput import throughput_cache
-from swarm.server.throughput.throughput_cache import Circumstances, Throughput
-from swarm.server.throughput.throughput_option import ThroughputWanted
+from swarm.server.throughput.throughput_cache import MeasurementConditions, Throughput
+from swarm.server.throughput.throughput_option import ThroughputOption
 
 logger = logging.getLogger(__name__)
 
-WARM_UP = 2
-STEPS = 8
-DECODE_BUDGET = 1.0
+WARM_UP_STEPS = 2
+MEASURED_STEPS = 8
+MAX_DECODE_S = 1.0
 """Seconds for the decode steps. A machine that needs longer for a single step is measured by fewer."""
 
-BATCHES = (16, 64, 256, 1024)
+BATCH_TOKENS = (16, 64, 256, 1024)
 """Tokens computed at once, from small to large, as far as the budget goes."""
 
-ROW = 128
+SEQUENCE_TOKENS = 128
 """Tokens of one row of a batch: attention scores, which grow with its square, then take little memory."""
 
-FORWARD_BUDGET = 1.0
-REPEATS = 3
+MAX_FORWARD_S = 1.0
+REPEATS_PER_BATCH = 3
 
 
-def determine(
-    wanted: ThroughputWanted,
+def determine_throughput(
+    wanted: ThroughputOption,
     model: SpanModel,
     name: str,
     revision: str,
@@ -61,7 +61,7 @@ def determine(
     Runs in the compute thread, whose number of threads is part of the circumstances.
 
     Args:
-        wanted: see `ThroughputWanted`.
+        wanted: see `ThroughputOption`.
         name, revision: the model's, as announced.
         quantization: form of the weights, as announced.
         cache: file of remembered results (`throughput_cache.default_path`); None to remember nothing.
@@ -74,13 +74,13 @@ def determine(
         known = throughput_cache.lookup(cache, circumstances, time.time())
         if known is not None:
             return _reported(known, model, "measured before; --throughput measure does it again")
-    found = measure(model, progress)
+    found = measure_throughput(model, progress)
     if cache is not None:
         throughput_cache.remember(cache, circumstances, found, time.time())
     return _reported(found, model, "measured")
 
 
-def remembered(
+def remembered_throughput(
     span: Span,
     device: torch.device,
     dtype: torch.dtype,
@@ -96,7 +96,7 @@ def remembered(
     return throughput_cache.lookup(cache, circumstances, time.time())
 
 
-def measure(model: SpanModel, progress: bool = False) -> Throughput:
+def measure_throughput(model: SpanModel, progress: bool = False) -> Throughput:
     """Measure the span on its device, in a few seconds at most unless a single step takes so long.
 
     Inputs are random: equal tokens would all go to the same experts, whose weights are then read once for all.
@@ -108,7 +108,9 @@ def measure(model: SpanModel, progress: bool = False) -> Throughput:
         return hidden_RTH.to(model.device, model.dtype)
 
     title = "Measuring throughput" if progress else None
-    with console.progress_bar(title, WARM_UP + STEPS + len(BATCHES) * REPEATS, "step") as bar:
+    with console.progress_bar(
+        title, WARM_UP_STEPS + MEASURED_STEPS + len(BATCH_TOKENS) * REPEATS_PER_BATCH, "step"
+    ) as bar:
         step = _decode_step(model, tokens, bar.update)
         try:
             token = _forward_token(model, tokens, bar.update)
@@ -121,28 +123,28 @@ def measure(model: SpanModel, progress: bool = False) -> Throughput:
 def _decode_step(model: SpanModel, tokens: Callable[[int, int], torch.Tensor], moved_on: Callable[[], object]) -> float:
     """Seconds of one step of one token: the median of a few."""
     cache = model.new_cache()
-    inputs = [tokens(1, 1) for _ in range(WARM_UP + STEPS)]
+    inputs = [tokens(1, 1) for _ in range(WARM_UP_STEPS + MEASURED_STEPS)]
     times: list[float] = []
     for hidden_11H in inputs:
         times.append(_timed(model, partial(model.forward, hidden_11H, cache)))
         moved_on()
-        if len(times) > 1 and sum(times) > DECODE_BUDGET:
+        if len(times) > 1 and sum(times) > MAX_DECODE_S:
             break
-    return statistics.median(times[min(WARM_UP, len(times) - 1) :])
+    return statistics.median(times[min(WARM_UP_STEPS, len(times) - 1) :])
 
 
 def _forward_token(
     model: SpanModel, tokens: Callable[[int, int], torch.Tensor], moved_on: Callable[[], object]
 ) -> float:
     """Seconds a token in the largest batch that the budget allows."""
-    longest = min(ROW, model.positions or ROW)
+    longest = min(SEQUENCE_TOKENS, model.positions or SEQUENCE_TOKENS)
     spent, best = 0.0, float("inf")
-    for batch in BATCHES:
+    for batch in BATCH_TOKENS:
         length = min(batch, longest)
         rows = batch // length
         hidden_RTH = tokens(rows, length)
         times: list[float] = []
-        for _ in range(REPEATS):
+        for _ in range(REPEATS_PER_BATCH):
             try:
                 times.append(_timed(model, partial(model.forward, hidden_RTH)))
                 moved_on()
@@ -151,10 +153,10 @@ def _forward_token(
                     raise
                 return best
             spent += times[-1]
-            if spent > FORWARD_BUDGET:
+            if spent > MAX_FORWARD_S:
                 break
         best = min(best, statistics.median(times) / (rows * length))
-        if spent + 4 * times[-1] > FORWARD_BUDGET:
+        if spent + 4 * times[-1] > MAX_FORWARD_S:
             break
     return best
 
@@ -180,9 +182,9 @@ def _reported(found: Throughput, model: SpanModel, source: str) -> Throughput:
 
 def _circumstances(
     span: Span, device: torch.device, dtype: torch.dtype, name: str, revision: str, quantization: str
-) -> Circumstances:
+) -> MeasurementConditions:
     packages = ("torch", "transformers")
-    return Circumstances(
+    return MeasurementConditions(
         hardware=_hardware(device),
         model=name,
         revision=revision,

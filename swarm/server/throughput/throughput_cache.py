@@ -25,22 +25,22 @@ logger = logging.getLogger(__name__)
 MAX_ENTRIES = 200
 """Results kept; the oldest go first."""
 
-MAX_FILE = 1 << 20
+MAX_FILE_BYTES = 1 << 20
 """Bytes that are read at most: more is no file of ours."""
 
-MAX_AGE = 30 * 24 * 3600.0
+MAX_AGE_S = 30 * 24 * 3600.0
 """Seconds after which a result counts no more: drivers, cooling and neighbours of a machine change."""
 
-CLOCK_ERROR = 3600.0
+MAX_CLOCK_ERROR_S = 3600.0
 """Seconds by which clocks may differ. A result from further in the future would never age, so it does not count."""
 
-LOCK_PATIENCE = 2.0
+LOCK_TIMEOUT_S = 2.0
 """Seconds to wait for another server of this machine to finish writing."""
 
 MAX_RATE = 1e9
 """Blocks x tokens per second that an announcement may claim."""
 
-Rate = Annotated[float, msgspec.Meta(gt=0, le=MAX_RATE)]
+PositiveRate = Annotated[float, msgspec.Meta(gt=0, le=MAX_RATE)]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Throughput:
     forward: float
 
 
-class Circumstances(msgspec.Struct, frozen=True):
+class MeasurementConditions(msgspec.Struct, frozen=True):
     """All that a measurement depends on; two measurements under the same circumstances can stand for each other.
 
     Attributes:
@@ -76,19 +76,19 @@ class Circumstances(msgspec.Struct, frozen=True):
     versions: str
 
 
-class _Entry(msgspec.Struct, frozen=True):
-    circumstances: Circumstances
-    decode: Rate
-    forward: Rate
+class _CachedThroughput(msgspec.Struct, frozen=True):
+    circumstances: MeasurementConditions
+    decode: PositiveRate
+    forward: PositiveRate
     measured: Annotated[float, msgspec.Meta(ge=0)]
     """Unix time."""
 
 
-class _File(msgspec.Struct, frozen=True):
-    entries: list[_Entry]
+class _ThroughputFile(msgspec.Struct, frozen=True):
+    entries: list[_CachedThroughput]
 
 
-_decoder = msgspec.json.Decoder(_File)
+_decoder = msgspec.json.Decoder(_ThroughputFile)
 
 
 def default_path() -> Path | None:
@@ -101,7 +101,7 @@ def default_path() -> Path | None:
     return folder / "swarm" / "throughput.json"
 
 
-def lookup(path: Path, circumstances: Circumstances, now: float) -> Throughput | None:
+def lookup(path: Path, circumstances: MeasurementConditions, now: float) -> Throughput | None:
     """The newest result under the same circumstances, if there is one that is not too old at the Unix time `now`."""
     for entry in reversed(_valid(_read(path), now)):
         if entry.circumstances == circumstances:
@@ -109,7 +109,7 @@ def lookup(path: Path, circumstances: Circumstances, now: float) -> Throughput |
     return None
 
 
-def remember(path: Path, circumstances: Circumstances, throughput: Throughput, now: float) -> None:
+def remember(path: Path, circumstances: MeasurementConditions, throughput: Throughput, now: float) -> None:
     """Add a result measured at the Unix time `now`, in the place of an older one under the same circumstances."""
     rates = (throughput.decode, throughput.forward)
     if not all(math.isfinite(rate) and 0 < rate <= MAX_RATE for rate in rates):
@@ -118,23 +118,23 @@ def remember(path: Path, circumstances: Circumstances, throughput: Throughput, n
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path.with_suffix(".lock")):
             others = [entry for entry in _valid(_read(path), now) if entry.circumstances != circumstances]
-            entries = [*others, _Entry(circumstances, *rates, now)]
-            _replace(path, msgspec.json.format(msgspec.json.encode(_File(entries[-MAX_ENTRIES:]))))
+            entries = [*others, _CachedThroughput(circumstances, *rates, now)]
+            _replace(path, msgspec.json.format(msgspec.json.encode(_ThroughputFile(entries[-MAX_ENTRIES:]))))
     except (OSError, UnicodeError) as error:
         logger.debug("the measured throughput was not kept: %s", error)
 
 
-def _valid(entries: list[_Entry], now: float) -> list[_Entry]:
+def _valid(entries: list[_CachedThroughput], now: float) -> list[_CachedThroughput]:
     """Those that count at `now`, oldest first."""
-    counting = [entry for entry in entries if -CLOCK_ERROR <= now - entry.measured <= MAX_AGE]
+    counting = [entry for entry in entries if -MAX_CLOCK_ERROR_S <= now - entry.measured <= MAX_AGE_S]
     return sorted(counting, key=lambda entry: entry.measured)
 
 
-def _read(path: Path) -> list[_Entry]:
+def _read(path: Path) -> list[_CachedThroughput]:
     try:
         with open(path, "rb") as file:
-            data = file.read(MAX_FILE + 1)
-        return _decoder.decode(data).entries if len(data) <= MAX_FILE else []
+            data = file.read(MAX_FILE_BYTES + 1)
+        return _decoder.decode(data).entries if len(data) <= MAX_FILE_BYTES else []
     except FileNotFoundError:
         return []
     except (OSError, ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors, as is bad Unicode
@@ -149,7 +149,7 @@ def _locked(path: Path) -> Iterator[None]:
     A lock that stays taken is passed over: at worst a result is lost.
     """
     with open(path, "ab") as file:
-        deadline = time.monotonic() + LOCK_PATIENCE
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
         while time.monotonic() < deadline:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

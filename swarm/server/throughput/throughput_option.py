@@ -8,7 +8,7 @@ from swarm.errors import InvalidOption
 
 
 @dataclass(frozen=True)
-class ThroughputWanted:
+class ThroughputOption:
     """Where a server's throughput comes from: measured once and then remembered, unless a field says otherwise.
 
     Attributes:
@@ -20,7 +20,7 @@ class ThroughputWanted:
     again: bool = False
 
     @classmethod
-    def parse(cls, text: str) -> ThroughputWanted:
+    def parse(cls, text: str) -> ThroughputOption:
         """Read `auto`, `measure` or a number. Raises `InvalidOption`."""
         if text in ("auto", "measure"):
             return cls(again=text == "measure")

@@ -76,7 +76,7 @@ def liar(seed: int) -> Outcome:
 @pytest.mark.parametrize("seed", range(3))
 def test_a_liar_does_not_empty_his_stretch(seed, monkeypatch):
     found = figures(liar(seed))
-    monkeypatch.setattr(block_selection, "PLAUSIBLE", 1e12)
+    monkeypatch.setattr(block_selection, "MAX_PLAUSIBLE_RATIO", 1e12)
     believed = figures(liar(seed))
     assert found.near_liars > 0.5
     assert believed.near_liars < found.near_liars

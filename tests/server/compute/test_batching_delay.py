@@ -4,7 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.server.compute.batching_delay import ABOUT, LONGEST, TOGETHER, Gathering, worth_waiting
+from swarm.server.compute.batching_delay import (
+    MAX_DELAY_ITERATIONS,
+    MAX_DELAY_S,
+    SESSION_EXPECTED_S,
+    BatchingDelay,
+    best_delay,
+)
 
 T = 0.02
 """Seconds of an iteration."""
@@ -21,7 +27,7 @@ arrivals = st.lists(st.floats(1e-4, 3 * T), max_size=8, unique=True).map(sorted)
 @given(st.integers(1, 8), arrivals)
 def test_waiting_loses_less_than_it_saves(waiting, coming):
     """Whom it waits for would else have come into a running iteration, and waited for its end."""
-    wait = worth_waiting(waiting, coming, T)
+    wait = best_delay(waiting, coming, T)
     saved = sum(T - seconds for seconds in coming if seconds <= wait)
     assert wait == 0 or lost(wait, waiting, coming) < saved
 
@@ -31,26 +37,26 @@ def test_no_other_time_is_better(waiting, coming):
     def gain(wait: float) -> float:
         return sum(T - seconds for seconds in coming if seconds <= wait) - lost(wait, waiting, coming)
 
-    best = worth_waiting(waiting, coming, T)
+    best = best_delay(waiting, coming, T)
     assert all(gain(best) >= gain(other) - 1e-12 for other in (0.0, *coming))
 
 
 @given(st.integers(1, 8), arrivals, st.floats(0, 8), st.floats(0, 8))
 def test_the_more_gain_elsewhere_the_longer(waiting, coming, less, more):
     less, more = sorted((less, more))
-    assert worth_waiting(waiting, coming, T, less) <= worth_waiting(waiting, coming, T, more) + 1e-12 or not coming
+    assert best_delay(waiting, coming, T, less) <= best_delay(waiting, coming, T, more) + 1e-12 or not coming
 
 
 def test_nobody_is_waited_for_who_comes_later_than_half_an_iteration():
-    assert worth_waiting(1, [0.49 * T], T) == 0.49 * T
-    assert worth_waiting(1, [0.51 * T], T) == 0
-    assert worth_waiting(7, [0.12 * T], T) == 0.12 * T
-    assert worth_waiting(7, [0.13 * T], T) == 0
+    assert best_delay(1, [0.49 * T], T) == 0.49 * T
+    assert best_delay(1, [0.51 * T], T) == 0
+    assert best_delay(7, [0.12 * T], T) == 0.12 * T
+    assert best_delay(7, [0.13 * T], T) == 0
 
 
-def cycles(sessions: dict[str, float], count: int = 3) -> tuple[Gathering, float]:
+def cycles(sessions: dict[str, float], count: int = 3) -> tuple[BatchingDelay, float]:
     """Sessions that were answered together and came again after their times; and the clock, when they were last."""
-    one, now = Gathering(iteration=T), 100.0
+    one, now = BatchingDelay(iteration=T), 100.0
     for _ in range(count):
         for session, away in sessions.items():
             one.came(session, now + away)
@@ -93,35 +99,35 @@ def test_where_others_want_the_processors_it_waits_longer():
     one.came("a", now + 3 * T)
     assert one.patience(1, 0.0, 0.0, now + 3 * T) == 0
     assert one.patience(1, 0.0, 1.0, now + 3 * T) == pytest.approx(1.2 * T)
-    assert one.patience(1, TOGETHER * T, 1.0, now + 3 * T) == 0
+    assert one.patience(1, MAX_DELAY_ITERATIONS * T, 1.0, now + 3 * T) == 0
 
 
 def test_slow_blocks_wait_no_longer_than_it_can_be_of_use():
     one, now = cycles({"a": 3.0, "b": 3.2})
     one.computed(1.0)
     one.came("a", now + 3.0)
-    assert one.patience(1, 0.0, 0.0, now + 3.0) == LONGEST
+    assert one.patience(1, 0.0, 0.0, now + 3.0) == MAX_DELAY_S
 
 
 def test_who_has_not_come_for_long_is_not_expected():
     one, now = cycles(dict.fromkeys("abcdefgh", 3 * T))
     assert one.sessions == 8
-    one.came("a", now + ABOUT + 0.1)
-    one.answered("a", now + ABOUT + 0.1 + T)
+    one.came("a", now + SESSION_EXPECTED_S + 0.1)
+    one.answered("a", now + SESSION_EXPECTED_S + 0.1 + T)
     assert one.sessions == 1
 
 
 def test_what_is_remembered_is_bounded_by_what_came_lately():
-    one, now = Gathering(iteration=T), 0.0
+    one, now = BatchingDelay(iteration=T), 0.0
     for number in range(10_000):
         now += 0.01
         one.came(number, now)
         one.answered(number, now + 0.005)
-    assert one.sessions <= ABOUT / 0.01 + 2
+    assert one.sessions <= SESSION_EXPECTED_S / 0.01 + 2
 
 
 def test_the_first_iteration_of_all_waits_for_nothing():
-    one = Gathering()
+    one = BatchingDelay()
     for session in "abcdefgh":
         one.came(session, 0.0)
     assert one.patience(1, 0.0, 1.0, 0.0) == 0

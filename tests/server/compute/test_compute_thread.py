@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from swarm.errors import ServerClosing
-from swarm.server.compute.compute_thread import Runtime
+from swarm.server.compute.compute_thread import ComputeThread
 
 SOON = 10.0
 
@@ -15,7 +15,7 @@ def run(scenario) -> None:
     """Run `scenario(runtime)`; the runtime is closed at the end."""
 
     async def whole():
-        runtime = Runtime()
+        runtime = ComputeThread()
         try:
             await asyncio.wait_for(scenario(runtime), SOON)
         finally:
@@ -126,7 +126,7 @@ def test_a_running_job_whose_caller_leaves_does_no_harm():
 def test_close_finishes_what_was_begun_and_takes_nothing_new():
     async def scenario(runtime):
         before = set(threading.enumerate())
-        other = Runtime()
+        other = ComputeThread()
         (thread,) = set(threading.enumerate()) - before
         go_on = threading.Event()
         jobs = [asyncio.create_task(other.run(go_on.wait, SOON)) for _ in range(3)]
@@ -148,7 +148,7 @@ def test_a_loop_that_is_gone_does_not_hurt_the_thread():
     runtimes = []
 
     async def leave_early():
-        runtimes.append(Runtime())
+        runtimes.append(ComputeThread())
         waiting = asyncio.create_task(runtimes[0].run(go_on.wait, SOON))
         await asyncio.sleep(0)
         waiting.cancel()
@@ -179,7 +179,7 @@ def test_posted_jobs_take_their_turn():
 def test_whatever_is_accepted_is_run_however_close_the_end_is():
     """Jobs come from other threads as well, while the loop closes the runtime."""
     for _ in range(50):
-        runtime, begin = Runtime(), threading.Barrier(3)
+        runtime, begin = ComputeThread(), threading.Barrier(3)
         accepted, ran = [], []
 
         def post(runtime=runtime, begin=begin, accepted=accepted, ran=ran):
@@ -245,6 +245,6 @@ def test_what_is_posted_during_a_short_job_waits_for_its_end():
 
 
 def test_a_closed_runtime_runs_nothing_now():
-    runtime = Runtime()
+    runtime = ComputeThread()
     runtime.close()
     assert not runtime.try_now(pytest.fail)

@@ -16,9 +16,10 @@ from swarm.errors import ServerClosing, WrongPosition
 from swarm.models.execution.session_cache import SessionCache
 from swarm.models.execution.span_model import SpanModel
 from swarm.server.compute import engine as engine_module
-from swarm.server.compute.batching_delay import Gathering
-from swarm.server.compute.compute_thread import Runtime
-from swarm.server.compute.engine import LEAST, MOST, Engine, Outcome, Request, token_budget
+from swarm.server.compute.batching_delay import BatchingDelay
+from swarm.server.compute.compute_request import ComputeResult, ForwardWork
+from swarm.server.compute.compute_thread import ComputeThread
+from swarm.server.compute.engine import MAX_ITERATION_TOKENS, MIN_ITERATION_TOKENS, Engine, token_budget
 from tests.models.execution.test_session_cache import HIDDEN, load
 
 SOON = 20.0
@@ -78,7 +79,7 @@ class Session:
     def inputs(self, tokens: int) -> torch.Tensor:
         return torch.randn(tokens, HIDDEN, generator=self._random)
 
-    def request(self, hidden: torch.Tensor, **changes: Any) -> Request:
+    def request(self, hidden: torch.Tensor, **changes: Any) -> ForwardWork:
         """A step with these inputs; its output travels as it is."""
         layout = StepLayout((len(self.history),), (len(hidden),))
         options = {
@@ -89,15 +90,15 @@ class Session:
             "decode": lambda: hidden,
             "encode": lambda output: output.numpy().tobytes(),
         }
-        return Request(**{**options, **changes})
+        return ForwardWork(**{**options, **changes})
 
-    async def step(self, tokens: int) -> Outcome:
+    async def step(self, tokens: int) -> ComputeResult:
         hidden = self.inputs(tokens)
         outcome = await self.engine.compute(self.request(hidden))
         self.check(hidden, outcome)
         return outcome
 
-    def check(self, hidden: torch.Tensor, outcome: Outcome) -> None:
+    def check(self, hidden: torch.Tensor, outcome: ComputeResult) -> None:
         """The step that brought `hidden` has the right outputs, and the next one may follow."""
         self.history = torch.cat([self.history, hidden])
         output = torch.frombuffer(bytearray(outcome.payload), dtype=torch.float32).view(-1, HIDDEN)
@@ -111,7 +112,7 @@ Scenario = Callable[[Engine], Awaitable[None]]
 
 def run(scenario: Scenario, budget: int = 4096) -> None:
     async def whole() -> None:
-        runtime = Runtime()
+        runtime = ComputeThread()
         try:
             async with asyncio.timeout(SOON):
                 await scenario(Engine(runtime, budget))
@@ -206,7 +207,7 @@ def test_chunks_of_a_long_prompt_leave_room_for_decode_rows(llama, monkeypatch):
         writer, reader = Session(engine, llama, 1), Session(engine, llama, 2)
         await writer.step(4)
         sizes: list[int] = []
-        steps: list[asyncio.Future[Outcome]] = []
+        steps: list[asyncio.Future[ComputeResult]] = []
         forward = llama.forward_tokens
 
         def note(hidden, *args):
@@ -267,7 +268,7 @@ def test_a_request_that_fails_fails_alone(model, monkeypatch, stage, place):
             if number == place:
                 assert isinstance(result, WrongPosition if stage == "begin" else Broken)
             else:
-                assert isinstance(result, Outcome), result
+                assert isinstance(result, ComputeResult), result
         await bad.step(2)  # it may go on as if nothing had been
         for session in sessions:
             await session.step(1)
@@ -321,7 +322,7 @@ def test_whatever_a_request_raises_the_others_get_their_results(llama, error):
         )
         # A future cannot carry StopIteration itself.
         assert failed is error or "StopIteration" in str(failed)
-        assert isinstance(right, Outcome)
+        assert isinstance(right, ComputeResult)
         await good.step(1)
 
     run(scenario)
@@ -386,7 +387,7 @@ def test_close_ends_what_waits_and_finishes_what_was_posted(llama):
         await asyncio.sleep(0)
         engine.runtime.close()
         await pause.end()
-        assert isinstance(await short, Outcome)  # the one iteration that was posted before
+        assert isinstance(await short, ComputeResult)  # the one iteration that was posted before
         for one in await asyncio.gather(*asking, return_exceptions=True):
             assert isinstance(one, ServerClosing)
         for session in sessions:
@@ -471,7 +472,7 @@ def test_parts_of_the_span_take_turns(llama, monkeypatch):
         parts = [llama, llama.narrowed(Span(2, 3))]
         sessions = [Session(engine, parts[seed % 2], seed) for seed in range(6)]
         results = await Pause(engine).end(*(session.step(30) for session in sessions))
-        assert all(isinstance(result, Outcome) for result in results)
+        assert all(isinstance(result, ComputeResult) for result in results)
         for session in sessions:
             await session.step(1)
 
@@ -523,13 +524,13 @@ def test_a_lone_quick_step_is_computed_where_it_came(llama, monkeypatch):
 
         monkeypatch.setattr(engine_module, "advance", watched)
         one, two = Session(engine, llama, 1), Session(engine, llama, 2)
-        monkeypatch.setattr(engine_module, "QUICK", 0.0)
+        monkeypatch.setattr(engine_module, "MAX_INLINE_ITERATION_S", 0.0)
         for tokens in (5, 1, 1):
             await one.step(tokens)
         here = threading.get_ident()
         assert here not in threads
         await idle()
-        monkeypatch.setattr(engine_module, "QUICK", 60.0)
+        monkeypatch.setattr(engine_module, "MAX_INLINE_ITERATION_S", 60.0)
         threads.clear()
         await one.step(1)
         assert threads == [here]
@@ -537,7 +538,7 @@ def test_a_lone_quick_step_is_computed_where_it_came(llama, monkeypatch):
         assert threads.pop() != here
         await idle()
         waits = [0.001, 0.001]
-        monkeypatch.setattr(Gathering, "patience", lambda *_: waits.pop() if waits else 0.0)
+        monkeypatch.setattr(BatchingDelay, "patience", lambda *_: waits.pop() if waits else 0.0)
         threads.clear()
         await one.step(1)  # others are about to come, for whom the loop cannot wait
         assert here not in threads
@@ -565,5 +566,5 @@ def test_time_in_the_blocks_is_told(llama):
 
 @pytest.mark.parametrize("rate", [0.0, 1.0, 1e3, 1e4, 1e9])
 def test_the_budget_fits_the_blocks(rate):
-    assert LEAST <= token_budget(rate) <= MOST
+    assert MIN_ITERATION_TOKENS <= token_budget(rate) <= MAX_ITERATION_TOKENS
     assert token_budget(2 * rate) >= token_budget(rate)

@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.server.compute.queue_meter import FADING, MEMORY, QueueMeter
+from swarm.server.compute.queue_meter import FADE_S, MAX_REMEMBERED_JOBS, QueueMeter
 
 
 def test_nobody_waits_before_the_first_job():
     assert QueueMeter().seconds(123.0) == 0.0
 
 
-@pytest.mark.parametrize("interval", [0.0, 0.001, 1.0, FADING / 2])
+@pytest.mark.parametrize("interval", [0.0, 0.001, 1.0, FADE_S / 2])
 def test_a_steady_queue_is_seen_as_it_is(interval):
     meter = QueueMeter()
     now = 0.0
@@ -41,8 +41,8 @@ def test_it_fades_when_nothing_comes_whatever_came_before(jobs):
     meter = QueueMeter()
     for _ in range(jobs):
         meter.started(5.0, 0.0)
-    assert meter.seconds(10 * FADING) < 5.0 * MEMORY * 1e-4
-    assert meter.seconds(20 * FADING) < meter.seconds(10 * FADING)
+    assert meter.seconds(10 * FADE_S) < 5.0 * MAX_REMEMBERED_JOBS * 1e-4
+    assert meter.seconds(20 * FADE_S) < meter.seconds(10 * FADE_S)
 
 
 @given(st.lists(st.tuples(st.floats(-1, 3600), st.floats(-1, 1000)), max_size=40), st.floats(0, 1e4))

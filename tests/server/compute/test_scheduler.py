@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from swarm.data_structures import Span
 from swarm.server.compute.scheduler import (
-    LONG_SHARE,
-    OVERDUE,
-    PATIENCE,
-    REMEMBERED,
-    TRAINING_PATIENCE,
-    Portion,
-    Shares,
-    Waiting,
+    LONG_BUDGET_SHARE,
+    MAX_REMEMBERED_SESSIONS,
+    OVERDUE_AFTER_S,
+    PRIORITY_AFTER_S,
+    TRAINING_PRIORITY_AFTER_S,
+    FairShares,
+    QueuedTokens,
+    TokenSlice,
     next_batch,
 )
 
@@ -57,7 +57,7 @@ class Schedule:
     """
 
     budget: int
-    shares: Shares = field(default_factory=Shares)
+    shares: FairShares = field(default_factory=FairShares)
     waiting: list[Request] = field(default_factory=list)
     served: Counter[str] = field(default_factory=Counter)
     now: float = 0.0
@@ -69,9 +69,9 @@ class Schedule:
             request.number, request.since = next(self.numbers), self.now
             self.waiting.append(request)
 
-    def seen(self) -> list[Waiting]:
+    def seen(self) -> list[QueuedTokens]:
         return [
-            Waiting(
+            QueuedTokens(
                 number=one.number,
                 span=one.span,
                 peer=one.peer,
@@ -103,7 +103,7 @@ class Schedule:
         self.now += ITERATION
         return chosen
 
-    def _checked(self, batch: Sequence[Portion]) -> list[tuple[Request, int]]:
+    def _checked(self, batch: Sequence[TokenSlice]) -> list[tuple[Request, int]]:
         by_number = {one.number: one for one in self.waiting}
         chosen = [(by_number[portion.number], portion.tokens) for portion in batch]
         assert len({portion.number for portion in batch}) == len(batch)
@@ -126,7 +126,7 @@ class Schedule:
 
 
 def test_nothing_waits():
-    assert next_batch([], Shares(), 64) == []
+    assert next_batch([], FairShares(), 64) == []
 
 
 CUT = st.builds(
@@ -179,13 +179,13 @@ def test_nobody_waits_for_ever_whatever_else_comes(flood, one, budget):
         _pour(schedule, flood, number)
         schedule.iterate()
     schedule.add(one)
-    every = TRAINING_PATIENCE / ITERATION + 2
+    every = TRAINING_PRIORITY_AFTER_S / ITERATION + 2
     if one.training:  # in turn, an iteration now and then; sooner or later before all that came later
-        bound = OVERDUE / ITERATION + every * (
+        bound = OVERDUE_AFTER_S / ITERATION + every * (
             2 + CROWD + sum(other.tokens for other in schedule.waiting if other.training)
         )
     else:  # each of those before it is served once at most, when all have lost their patience
-        bound = 2 * (len(schedule.waiting) + PATIENCE / ITERATION + every)
+        bound = 2 * (len(schedule.waiting) + PRIORITY_AFTER_S / ITERATION + every)
     left, iterations = one.tokens, 0
     while one.tokens == left:
         assert iterations <= bound, "it waits for ever"
@@ -216,7 +216,7 @@ def test_a_session_that_has_had_much_is_not_starved_by_new_ones(short, budget):
         schedule.iterate()
         if old.tokens < 10:
             break
-    assert number <= PATIENCE / ITERATION + 5
+    assert number <= PRIORITY_AFTER_S / ITERATION + 5
 
 
 def test_the_clock_of_some_blocks_does_not_forget_who_waits_for_others():
@@ -251,7 +251,7 @@ def test_short_requests_go_into_the_very_next_iteration_whatever_prompts_wait(sh
     short = [Request(f"short {n}", tokens, short=True) for n, tokens in enumerate(shorts)]
     schedule.add(*short)
     chosen = schedule.iterate()
-    assert sum(shorts) <= budget * (1 - LONG_SHARE)
+    assert sum(shorts) <= budget * (1 - LONG_BUDGET_SHARE)
     assert all(one.tokens == 0 for one in short)
     taken = sum(tokens for one, tokens in chosen if not one.short)
     assert taken == min(budget - sum(shorts), taken + sum(one.tokens for one in schedule.waiting))
@@ -265,7 +265,7 @@ def test_prompts_go_on_however_many_short_requests_wait():
         schedule.add(*(Request(f"{iterations} {n}", 16, short=True) for n in range(20)))
         schedule.iterate()
         iterations += 1
-    assert iterations == 250 / (100 * LONG_SHARE)
+    assert iterations == 250 / (100 * LONG_BUDGET_SHARE)
 
 
 def test_inference_goes_before_training_which_gets_an_iteration_now_and_then():
@@ -281,7 +281,7 @@ def test_inference_goes_before_training_which_gets_an_iteration_now_and_then():
         kinds.append(chosen[0][0].training)
         if number == 0:
             assert kinds == [False]
-    every = TRAINING_PATIENCE / ITERATION
+    every = TRAINING_PRIORITY_AFTER_S / ITERATION
     assert 400 / (every + 2) <= sum(kinds) <= 400 / every + 1
     assert not any(first and second for first, second in itertools.pairwise(kinds))
 
@@ -389,12 +389,12 @@ def test_shares_do_not_grow_with_the_sessions_that_come_and_go(training, overlap
     schedule = Schedule(64)
     if overlap:
         schedule.add(Request("patient", 10**9, training=training))
-    for number in range(2 * REMEMBERED):
+    for number in range(2 * MAX_REMEMBERED_SESSIONS):
         schedule.add(*(Request(f"{number} {n}", 70, peer="crowd", training=training) for n in range(1 + overlap)))
         schedule.iterate()
         if len(schedule.waiting) > 10:  # their clients have given up
             del schedule.waiting[1:8]
-        assert len(schedule.shares) <= REMEMBERED + 12
+        assert len(schedule.shares) <= MAX_REMEMBERED_SESSIONS + 12
 
 
 def test_in_an_overload_of_new_sessions_shares_are_forgotten():
@@ -402,5 +402,5 @@ def test_in_an_overload_of_new_sessions_shares_are_forgotten():
     for number in range(50):
         schedule.add(*(Request(f"{number} {n}", 17) for n in range(100)))
         schedule.iterate()
-        assert len(schedule.shares) <= REMEMBERED + len(schedule.waiting)
-    assert len(schedule.waiting) > REMEMBERED
+        assert len(schedule.shares) <= MAX_REMEMBERED_SESSIONS + len(schedule.waiting)
+    assert len(schedule.waiting) > MAX_REMEMBERED_SESSIONS

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from swarm.data_structures import Mobility, ServerInfo, ServerState, Span
 from swarm.server.placement.initial_blocks import block_throughputs
-from swarm.server.placement.move_policy import History, Plan, Policy, decide_move, plan_moves
+from swarm.server.placement.move_policy import MoveHistory, MovePlan, MovePolicy, decide_move, plan_moves
 from swarm.server.placement.move_search import take_snapshot
 from tests.infos import server_info
 
-POLICY = Policy()
+POLICY = MovePolicy()
 
 
 @st.composite
@@ -35,11 +35,11 @@ def swarms(
 everything = swarms(states=(ServerState.ONLINE, ServerState.ONLINE, ServerState.JOINING, ServerState.OFFLINE))
 
 
-def plan(servers: list[ServerInfo], blocks: int, policy: Policy = POLICY) -> Plan:
+def plan(servers: list[ServerInfo], blocks: int, policy: MovePolicy = POLICY) -> MovePlan:
     return plan_moves(take_snapshot(servers, blocks), policy)
 
 
-def applied(servers: list[ServerInfo], planned: Plan) -> list[ServerInfo]:
+def applied(servers: list[ServerInfo], planned: MovePlan) -> list[ServerInfo]:
     new = {move.peer_id: move.new for move in planned.moves}
     return [replace(server, span=new.get(server.peer_id, server.span)) for server in servers]
 
@@ -143,7 +143,7 @@ def uneven() -> list[ServerInfo]:
     return [server_info(0, 4, f"a{i}", throughput=4.0) for i in range(3)] + [server_info(4, 8, "b", throughput=4.0)]
 
 
-def decide(servers, me, now=1000.0, history=History(), policy=POLICY, **options):  # noqa: B008
+def decide(servers, me, now=1000.0, history=MoveHistory(), policy=POLICY, **options):  # noqa: B008
     return decide_move(servers, me, 8, now, history, policy, **options)
 
 
@@ -174,7 +174,7 @@ def test_whoever_was_planned_without_is_asked_again():
 
 
 def test_a_server_that_has_moved_stays_for_a_while():
-    history = History(moved_at=1000.0)
+    history = MoveHistory(moved_at=1000.0)
     assert decide(uneven(), "a0", now=1000.0 + POLICY.cool_down - 1, history=history).span is None
     decision = decide(uneven(), "a0", now=1000.0 + POLICY.cool_down, history=history)
     assert decision.span == Span(4, 8)
@@ -182,7 +182,7 @@ def test_a_server_that_has_moved_stays_for_a_while():
 
 
 def test_there_is_no_cool_down_against_a_gap():
-    decision = decide(uneven()[:3], "a0", now=1001.0, history=History(moved_at=1000.0))
+    decision = decide(uneven()[:3], "a0", now=1001.0, history=MoveHistory(moved_at=1000.0))
     assert decision.span == Span(4, 8)
     assert "nobody holds blocks 4:8" in decision.reason
 
@@ -231,7 +231,7 @@ def test_a_server_may_take_more_blocks_than_it_has():
     servers = [server_info(0, 4, "a"), server_info(0, 4, "b", state=ServerState.JOINING)]
     assert decide(servers, "a").span == Span(4, 8)
     assert decide(servers, "a", length=2).span == Span(4, 6)
-    assert decide_move(servers, "a", 12, 0.0, History(), POLICY, length=8).span == Span(4, 12)
+    assert decide_move(servers, "a", 12, 0.0, MoveHistory(), POLICY, length=8).span == Span(4, 12)
 
 
 def test_a_server_that_is_not_announced_stays():

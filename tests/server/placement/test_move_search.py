@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from swarm.server.placement import move_search as placement
 from swarm.server.placement.initial_blocks import believed_throughputs
-from swarm.server.placement.move_search import Placement, take_snapshot
+from swarm.server.placement.move_search import PlacementState, take_snapshot
 from tests.infos import server_info
 from tests.server.placement.test_move_policy import swarms
 
@@ -34,7 +34,7 @@ def test_a_raising_way_is_found_whenever_there_is_one_and_raises(swarm):
     before = believed_throughputs(view.starts, view.ends, view.rates, blocks)
     block = int(before.argmin())
     margin = 1e-9 * (1 + before[block])
-    found = Placement(view).raising_way(0.03)
+    found = PlacementState(view).raising_way(0.03)
     after = {(who, new): throughputs for who, new, throughputs in all_ways(view, block)}
     if found is not None:
         weakest = after[found.who, found.start]
@@ -69,13 +69,13 @@ def test_in_a_large_swarm_the_few_that_are_looked_at_closely_are_those_that_are_
     servers = [server_info(0, 4, f"peer{i:03}", throughput=4.0 + i / 1000) for i in range(300)]
     servers.append(server_info(4, 8, "z", throughput=4.0))
     view = take_snapshot(servers, 8)
-    few = Placement(view).raising_way(0.03)
-    monkeypatch.setattr(placement, "MANY", 10_000)
-    assert few == Placement(view).raising_way(0.03)
+    few = PlacementState(view).raising_way(0.03)
+    monkeypatch.setattr(placement, "MAX_CANDIDATES", 10_000)
+    assert few == PlacementState(view).raising_way(0.03)
 
 
 @pytest.mark.parametrize("end", [4, 8])
 def test_the_even_share_bounds_every_placement(end):
     view = take_snapshot([server_info(0, 4, "a", throughput=8.0), server_info(end - 4, end, "b", throughput=8.0)], 8)
-    assert Placement(view).even_share == 2.0
-    assert Placement(view).weakest <= 2.0
+    assert PlacementState(view).even_share == 2.0
+    assert PlacementState(view).weakest <= 2.0

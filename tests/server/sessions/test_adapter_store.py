@@ -12,13 +12,13 @@ from swarm.data_structures import Span
 from swarm.errors import AdapterRefused, CacheFull, UnknownAdapter, WrongShape
 from swarm.protocol.adapters import BlockAdapterWeights, LoraFactors, pack_parts
 from swarm.protocol.messages import BlockAdapterSpec, LoraShape, PutAdapters
-from swarm.server.sessions.adapter_store import OVERHEAD, AdapterLimits, AdapterStore
+from swarm.server.sessions.adapter_store import PART_OVERHEAD_BYTES, AdapterLimits, AdapterStore
 
 SPAN = Span(2, 4)
 ROOM = 10
 """Parts of 100 numbers that all peers together may have; one peer has half of it."""
 
-SIZE = OVERHEAD + 400
+SIZE = PART_OVERHEAD_BYTES + 400
 LIMITS = AdapterLimits(rank=8, memory=ROOM * SIZE, peer_share=0.5, versions=3, seconds=60.0)
 
 

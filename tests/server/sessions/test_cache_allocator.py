@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.errors import CacheFull
-from swarm.server.sessions.cache_allocator import PEER_SHARE, Accountant
+from swarm.server.sessions.cache_allocator import MAX_PEER_CACHE_SHARE, CacheAllocator
 from tests import virtual_time
 
 PATIENCE = 10.0
@@ -33,7 +33,7 @@ async def settled() -> None:
 class Line:
     """Waiters of one accountant, each of a peer of its own unless said otherwise, and the order of their grants."""
 
-    def __init__(self, accountant: Accountant) -> None:
+    def __init__(self, accountant: CacheAllocator) -> None:
         self.accountant = accountant
         self.granted: list[str] = []
         self.refused: list[str] = []
@@ -51,7 +51,7 @@ class Line:
 
 
 def test_what_is_granted_is_held_until_it_is_given_back():
-    books = Accountant(100, peer_share=1.0)
+    books = CacheAllocator(100, peer_share=1.0)
     books.take("a", "peer", 30)
     books.take("a", "peer", 20)
     books.take("b", "peer", 50)
@@ -63,7 +63,7 @@ def test_what_is_granted_is_held_until_it_is_given_back():
 
 
 def test_a_refusal_says_how_much_is_free_and_changes_nothing():
-    books = Accountant(100, peer_share=0.75)
+    books = CacheAllocator(100, peer_share=0.75)
     books.take("a", "one", 60)
     with pytest.raises(CacheFull, match=r"50 tokens .* 40 of 100 are free; this peer holds 0 of the 75"):
         books.take("b", "two", 50)
@@ -76,22 +76,22 @@ def test_a_refusal_says_how_much_is_free_and_changes_nothing():
 
 
 def test_without_any_room_nobody_gets_any():
-    books = Accountant(0)
+    books = CacheAllocator(0)
     with pytest.raises(CacheFull, match="0 of 0 are free"):
         books.take("a", "peer", 1)
 
 
 def test_a_peer_leaves_room_for_others_by_default():
-    books = Accountant(1000)
+    books = CacheAllocator(1000)
     with pytest.raises(CacheFull):
-        books.take("a", "greedy", int(1000 * PEER_SHARE) + 1)
-    books.take("a", "greedy", int(1000 * PEER_SHARE))
-    books.take("b", "modest", int(1000 * (1 - PEER_SHARE)))
+        books.take("a", "greedy", int(1000 * MAX_PEER_CACHE_SHARE) + 1)
+    books.take("a", "greedy", int(1000 * MAX_PEER_CACHE_SHARE))
+    books.take("b", "modest", int(1000 * (1 - MAX_PEER_CACHE_SHARE)))
 
 
 def test_who_comes_first_is_served_first():
     async def scenario():
-        books = Accountant(100, peer_share=1.0)
+        books = CacheAllocator(100, peer_share=1.0)
         books.take("all", "holder", 100)
         line = Line(books)
         for name in "abc":
@@ -107,7 +107,7 @@ def test_who_comes_first_is_served_first():
 
 def test_a_large_request_is_not_overtaken_by_smaller_ones():
     async def scenario():
-        books = Accountant(100, peer_share=1.0)
+        books = CacheAllocator(100, peer_share=1.0)
         for name in ("x", "y", "z"):
             books.take(name, name, 30)
         line = Line(books)
@@ -130,7 +130,7 @@ def test_a_large_request_is_not_overtaken_by_smaller_ones():
 
 def test_peers_that_hold_least_go_first():
     async def scenario():
-        books = Accountant(100, peer_share=1.0)
+        books = CacheAllocator(100, peer_share=1.0)
         books.take("all", "other", 70)
         books.take("mine", "rich", 30)
         line = Line(books)
@@ -153,7 +153,7 @@ def test_who_waits_for_its_own_quota_keeps_nobody_else_waiting(patience):
     """Else one peer that has taken all it may have could lock all others out of the rest."""
 
     async def scenario():
-        books = Accountant(100, peer_share=0.75)
+        books = CacheAllocator(100, peer_share=0.75)
         books.take("a", "greedy", 75)
         line = Line(books)
         line.join("b", 10, peer="greedy")
@@ -169,7 +169,7 @@ def test_who_waits_for_its_own_quota_keeps_nobody_else_waiting(patience):
 
 def test_who_holds_less_than_those_who_wait_need_not_wait_behind_them():
     async def scenario():
-        books = Accountant(100, peer_share=1.0)
+        books = CacheAllocator(100, peer_share=1.0)
         books.take("a", "rich", 40)
         line = Line(books)
         line.join("b", 60 + 1, peer="rich")  # never, as long as a holds what it has
@@ -187,7 +187,7 @@ def test_who_holds_less_than_those_who_wait_need_not_wait_behind_them():
 
 def test_patience_ends():
     async def scenario():
-        books = Accountant(100, peer_share=1.0)
+        books = CacheAllocator(100, peer_share=1.0)
         books.take("all", "holder", 80)
         line = Line(books)
         first = line.join("first", 50)
@@ -204,7 +204,7 @@ def test_patience_ends():
 @pytest.mark.parametrize("granted", [False, True], ids=["while it waits", "as it is granted"])
 def test_who_is_cancelled_holds_nothing(granted):
     async def scenario():
-        books = Accountant(100, peer_share=1.0)
+        books = CacheAllocator(100, peer_share=1.0)
         books.take("all", "holder", 100)
         books.take("cancelled", "cancelled", 0)
         line = Line(books)
@@ -231,7 +231,7 @@ def test_who_is_granted_once_its_task_is_cancelled_holds_nothing():
     """The cancellation has been asked for, but has not arrived, when the room becomes free."""
 
     async def scenario():
-        books = Accountant(100, peer_share=1.0)
+        books = CacheAllocator(100, peer_share=1.0)
         books.take("all", "holder", 100)
         line = Line(books)
         task = line.join("cancelled", 70)
@@ -247,7 +247,7 @@ def test_who_is_granted_once_its_task_is_cancelled_holds_nothing():
 
 def test_a_wait_in_addition_to_what_is_held_gives_back_only_itself():
     async def scenario():
-        books = Accountant(100, peer_share=1.0)
+        books = CacheAllocator(100, peer_share=1.0)
         books.take("mine", "peer", 20)
         books.take("other", "other", 80)
         task = Line(books).join("mine", 50, peer="peer")
@@ -264,7 +264,7 @@ def test_a_wait_in_addition_to_what_is_held_gives_back_only_itself():
 
 def test_who_gives_back_waits_no_more():
     async def scenario():
-        books = Accountant(100, peer_share=1.0)
+        books = CacheAllocator(100, peer_share=1.0)
         books.take("all", "holder", 80)
         books.take("mine", "mine", 10)
         line = Line(books)
@@ -281,7 +281,7 @@ def test_who_gives_back_waits_no_more():
 
 def test_closed_books_let_nobody_wait():
     async def scenario():
-        books = Accountant(100, peer_share=1.0)
+        books = CacheAllocator(100, peer_share=1.0)
         books.take("all", "holder", 80)
         line = Line(books)
         tasks = [line.join(name, 30) for name in "abc"]
@@ -312,7 +312,7 @@ def test_the_books_are_right_whatever_holders_do(acts, share):
     """Holders "a" to "f" belong to two peers. What each should hold is counted beside the books."""
 
     async def scenario():
-        books = Accountant(100, peer_share=share)
+        books = CacheAllocator(100, peer_share=share)
         expected: Counter[str] = Counter()
         numbers: Counter[str] = Counter()  # a holder that has given back is never seen again
         waits: dict[str, asyncio.Task[None]] = {}

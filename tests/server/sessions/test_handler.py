@@ -15,7 +15,7 @@ from swarm.models.span_loading import load_span
 from swarm.protocol import messages
 from swarm.protocol.compression import pack, unpack
 from swarm.protocol.framing import MAX_HEADER
-from swarm.server.sessions.session_table import GRACE, IDLE
+from swarm.server.sessions.session_table import IDLE_TIMEOUT_S, RECONNECT_TIMEOUT_S
 from tests import zoo
 from tests.server.conversations import (
     CPU,
@@ -388,7 +388,7 @@ def test_a_vanished_clients_room_is_free_after_a_while(model):
         session = server.session()
         client.stream.close()
         await server.until(lambda: session.attached == 0)
-        server.now += GRACE
+        server.now += RECONNECT_TIMEOUT_S
         server.sessions.expire()
         assert server.sessions.free == 64 - 16
         server.now += 1
@@ -401,7 +401,7 @@ def test_a_vanished_clients_room_is_free_after_a_while(model):
 def test_an_expired_session_on_an_open_stream(model):
     async def act(server):
         client = await (await server.client()).begin()
-        server.now += IDLE + 1
+        server.now += IDLE_TIMEOUT_S + 1
         server.sessions.expire()
         await client.refused("unknown_session", STEP, bytes_of(1))
         again = await server.client()
@@ -674,7 +674,7 @@ def test_a_client_that_comes_back_finds_its_session_and_its_reply(model):
         session = server.session()
         client.stream.close()
         await server.until(lambda: session.attached == 0)
-        server.now += GRACE
+        server.now += RECONNECT_TIMEOUT_S
         server.sessions.expire()
         again = await server.client()
         assert await again.ask(OPEN) == (messages.SessionOpened(2), b"")
@@ -683,7 +683,7 @@ def test_a_client_that_comes_back_finds_its_session_and_its_reply(model):
         await again.right_step()
         again.stream.close()
         await server.until(lambda: session.attached == 0)
-        server.now += GRACE + 1
+        server.now += RECONNECT_TIMEOUT_S + 1
         late = await server.client()
         assert await late.ask(OPEN) == (messages.SessionOpened(0), b"")
 

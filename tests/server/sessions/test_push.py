@@ -13,9 +13,9 @@ from swarm.errors import PeerLost
 from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
 from swarm.protocol.compression import pack
-from swarm.server.sessions.handler import COPY_AFTER
-from swarm.server.sessions.push import CONNECT, PATIENCE, SLOWEST
-from swarm.server.sessions.session_table import GRACE, LINKING
+from swarm.server.sessions.handler import PUSHED_REPLY_DELAY_S
+from swarm.server.sessions.push import MIN_BYTES_PER_S, PUSH_CONNECT_TIMEOUT_S, PUSH_TIMEOUT_S
+from swarm.server.sessions.session_table import LINK_TIMEOUT_S, RECONNECT_TIMEOUT_S
 from swarm.transport import memory
 from swarm.transport.memory import MemoryNetwork
 from swarm.transport.stream import Stream
@@ -111,7 +111,7 @@ def test_who_may_not_push_is_refused_and_changes_nothing(model, pusher, link, ch
         began = asyncio.get_running_loop().time()
         text = await stranger.refused("unknown_session", changed(push(client.next_step()), **changes), bytes_of(1))
         assert text == "there is no session here into which this peer may push"
-        assert asyncio.get_running_loop().time() - began <= LINKING
+        assert asyncio.get_running_loop().time() - began <= LINK_TIMEOUT_S
         await client.hears_nothing(LONG)
         await client.right_step()
 
@@ -136,7 +136,7 @@ def test_a_push_may_be_a_little_ahead_of_its_link(model, link):
         client = await linked(server, link) if link else await (await server.client(CLIENT)).begin()
         before = await server.client("before")
         await before.stream.send(push(client.next_step()), payload_of(client))
-        await client.hears_nothing(LINKING * 0.9)
+        await client.hears_nothing(LINK_TIMEOUT_S * 0.9)
         await client.stream.send(LINK)
         client.check(*await client.hear(), random(1, client.steps))
 
@@ -298,7 +298,7 @@ def test_a_client_that_was_away_asks_for_what_was_pushed_meanwhile(model):
         await before.stream.send(push(request), payload)
         await asyncio.sleep(1)
         jobs = server.runtime.jobs
-        server.now += GRACE
+        server.now += RECONNECT_TIMEOUT_S
         again = await server.client(CLIENT)
         assert await again.ask(OPEN) == (messages.SessionOpened(client.steps + 1), b"")
         reply, output = await again.ask(request, payload)
@@ -436,7 +436,7 @@ def test_a_next_server_that_cannot_be_connected_to_costs_a_wait_once(model):
     async def act(server):
         server.hub.hang("next")
         client = await linked(server, TO_NEXT)
-        assert await timed_step(client) == (False, pytest.approx(CONNECT))
+        assert await timed_step(client) == (False, pytest.approx(PUSH_CONNECT_TIMEOUT_S))
         for _ in range(3):
             assert await timed_step(client) == (False, 0.0)
 
@@ -452,7 +452,7 @@ def test_a_next_server_that_reads_nothing_costs_a_wait_once(model, monkeypatch):
         server.hub.hang("next")
         pushed, seconds = await timed_step(client)
         assert not pushed
-        assert PATIENCE <= seconds <= PATIENCE + 4 * HIDDEN / SLOWEST + 1e-6
+        assert PUSH_TIMEOUT_S <= seconds <= PUSH_TIMEOUT_S + 4 * HIDDEN / MIN_BYTES_PER_S + 1e-6
         for _ in range(3):
             assert await timed_step(client) == (False, 0.0)
 
@@ -464,7 +464,7 @@ def test_a_next_server_that_wants_no_more(model, options):
     async def act(server):
         client, behind = await with_next(server, **options)
         results = [await timed_step(client) for _ in range(4)]
-        assert results[0] == (True, pytest.approx(COPY_AFTER))
+        assert results[0] == (True, pytest.approx(PUSHED_REPLY_DELAY_S))
         assert results[-1] == (False, 0.0)
         assert len(behind.pushed) <= 2
         await asyncio.sleep(1)
@@ -507,9 +507,9 @@ def test_a_change_of_neighbours_while_a_push_waits_for_its_connection(model):
         again = await server.client(CLIENT)
         await again.ask(OPEN)
         step = asyncio.create_task(timed_step(client))
-        await asyncio.sleep(CONNECT / 2)
+        await asyncio.sleep(PUSH_CONNECT_TIMEOUT_S / 2)
         await again.stream.send(changed(TO_NEXT, next=None))
-        assert await step == (False, pytest.approx(CONNECT / 2))
+        assert await step == (False, pytest.approx(PUSH_CONNECT_TIMEOUT_S / 2))
 
     on_virtual_time(model, act)
 
@@ -527,7 +527,7 @@ def test_the_way_to_the_next_server_ends_with_the_session(model, end):
             client.stream.close()
             await asyncio.sleep(1)
             assert behind.open == 1  # the client may come back
-            server.now += GRACE + 1
+            server.now += RECONNECT_TIMEOUT_S + 1
             server.sessions.expire()
         await asyncio.sleep(1)
         assert behind.open == 0

@@ -6,8 +6,8 @@ import pytest
 
 from swarm.errors import PeerLost, PeerTimeout
 from swarm.protocol.messages import ProbeReply, ProbeRequest, decode_client
-from swarm.server.sessions.push import PATIENCE
-from swarm.server.sessions.reply_stream import LINGER, PatientStream
+from swarm.server.sessions.push import PUSH_TIMEOUT_S
+from swarm.server.sessions.reply_stream import DISCARD_TIMEOUT_S, ReplyStream
 from swarm.transport import memory
 from swarm.transport.memory import MemoryHub, stream_pair
 from tests import virtual_time
@@ -18,7 +18,7 @@ PAUSE = 0.5
 def on_virtual_time(scenario, hub: MemoryHub | None = None) -> None:
     async def whole() -> None:
         ours, theirs = stream_pair("server", "client", hub)
-        await scenario(PatientStream(ours), theirs)
+        await scenario(ReplyStream(ours), theirs)
 
     virtual_time.run(whole)
 
@@ -85,7 +85,7 @@ def test_a_peer_that_does_not_read_a_later_frame_is_given_up_in_the_same_time(mo
         began = loop.time()
         with pytest.raises(PeerTimeout):
             await stream.send(ProbeRequest(2))
-        assert loop.time() - began == pytest.approx(PAUSE + PATIENCE, rel=0.01)
+        assert loop.time() - began == pytest.approx(PAUSE + PUSH_TIMEOUT_S, rel=0.01)
 
     on_virtual_time(scenario, hub)
 
@@ -107,6 +107,6 @@ def test_who_never_hangs_up_is_not_waited_for_long():
     async def scenario(stream, peer):
         began = asyncio.get_running_loop().time()
         await stream.discard()
-        assert asyncio.get_running_loop().time() == pytest.approx(began + LINGER)
+        assert asyncio.get_running_loop().time() == pytest.approx(began + DISCARD_TIMEOUT_S)
 
     on_virtual_time(scenario)

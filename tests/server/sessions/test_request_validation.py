@@ -13,7 +13,7 @@ from swarm.data_structures import Span, StepLayout, WireFormat
 from swarm.errors import NotFinite, RequestRefused, TooLong, WrongDtype, WrongShape, WrongSpan
 from swarm.protocol import messages
 from swarm.protocol.compression import payload_length
-from swarm.server.sessions.request_validation import Checks, Limits
+from swarm.server.sessions.request_validation import RequestLimits, RequestValidator
 
 HIDDEN, HELD, POSITIONS, TOKENS = 8, Span(2, 5), 20, 50
 
@@ -23,9 +23,9 @@ BACKWARD = messages.BackwardRequest("main", 2, 5, [2, 1], WireFormat.NONE, "floa
 FORWARD = messages.ForwardRequest("main", 2, 5, [2, 1], WireFormat.NONE, "float32", WireFormat.NONE, [5, 0])
 
 
-def checks(positions: int | None = None, tokens: int = TOKENS) -> Checks:
+def checks(positions: int | None = None, tokens: int = TOKENS) -> RequestValidator:
     model: Any = SimpleNamespace(span=HELD, hidden_size=HIDDEN, positions=positions)
-    return Checks(model, "main", Limits(step_tokens=tokens, backward_tokens=40))
+    return RequestValidator(model, "main", RequestLimits(step_tokens=tokens, backward_tokens=40))
 
 
 @given(st.integers(0, 8), st.integers(0, 8), st.sampled_from(["main", "other", ""]))

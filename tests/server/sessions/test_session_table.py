@@ -12,7 +12,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from swarm.data_structures import Span, WireFormat
 from swarm.errors import CacheFull, UnknownSession, WrongSpan
-from swarm.server.sessions.session_table import GRACE, IDLE, LINKING, LOOK, Session, Sessions
+from swarm.server.sessions.session_table import (
+    EXPIRY_PERIOD_S,
+    IDLE_TIMEOUT_S,
+    LINK_TIMEOUT_S,
+    RECONNECT_TIMEOUT_S,
+    Session,
+    SessionTable,
+)
 from tests import virtual_time
 
 CAPACITY = 100
@@ -42,7 +49,7 @@ def session(number: int = 0, peer: str = "peer", max_length: int = 10, span: Spa
 
 
 def test_rows_take_whole_pages():
-    sessions = Sessions(CAPACITY, Clock(), peer_share=1.0, page=16)
+    sessions = SessionTable(CAPACITY, Clock(), peer_share=1.0, page=16)
     assert sessions.capacity == 96
     one = opened(sessions, session(1, max_length=17), rows=2)
     assert sessions.free == 96 - 2 * 32
@@ -53,7 +60,7 @@ def test_rows_take_whole_pages():
 
 
 def test_what_is_closed_forgets_its_past_whoever_still_has_it():
-    sessions = Sessions(CAPACITY, Clock())
+    sessions = SessionTable(CAPACITY, Clock())
     one, two = opened(sessions, session(1)), opened(sessions, session(2))
     sessions.close(one)
     sessions.close(one)
@@ -72,11 +79,11 @@ def at_once(coroutine: Coroutine[Any, Any, T]) -> T:
     raise AssertionError("it waits")
 
 
-def opened(sessions: Sessions, one: Session, rows: int = 1, client: Any = None) -> Session:
+def opened(sessions: SessionTable, one: Session, rows: int = 1, client: Any = None) -> Session:
     return at_once(sessions.open(one, rows, client))
 
 
-def reserve(sessions: Sessions, one: Session, rows: int) -> None:
+def reserve(sessions: SessionTable, one: Session, rows: int) -> None:
     at_once(sessions.reserve(one, rows))
 
 
@@ -86,8 +93,8 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def sessions(clock) -> Sessions:
-    return Sessions(CAPACITY, clock, peer_share=1.0)
+def sessions(clock) -> SessionTable:
+    return SessionTable(CAPACITY, clock, peer_share=1.0)
 
 
 def test_rows_are_counted_when_they_are_first_seen(sessions):
@@ -139,7 +146,7 @@ def test_what_expired_makes_room(sessions, clock):
     one = opened(sessions, session(1))
     reserve(sessions, one, 10)
     sessions.detach(one)
-    clock.now += GRACE + 1
+    clock.now += RECONNECT_TIMEOUT_S + 1
     two = opened(sessions, session(2))
     reserve(sessions, two, 10)
     assert (len(sessions), sessions.free) == (1, 0)
@@ -149,10 +156,10 @@ def test_a_client_that_is_gone_has_a_while_to_come_back(sessions, clock):
     one = opened(sessions, session())
     one.next_step = 4
     sessions.detach(one)
-    clock.now += GRACE
+    clock.now += RECONNECT_TIMEOUT_S
     sessions.expire()
     assert opened(sessions, session()) is one
-    clock.now += GRACE + 1
+    clock.now += RECONNECT_TIMEOUT_S + 1
     sessions.expire()
     assert len(sessions) == 1
 
@@ -160,14 +167,14 @@ def test_a_client_that_is_gone_has_a_while_to_come_back(sessions, clock):
 def test_after_the_grace_it_is_a_new_session(sessions, clock):
     one = opened(sessions, session())
     sessions.detach(one)
-    clock.now += GRACE + 1
+    clock.now += RECONNECT_TIMEOUT_S + 1
     assert opened(sessions, session()) is not one
     assert len(sessions) == 1
 
 
 def test_a_connected_client_may_think_for_long_but_not_for_ever(sessions, clock):
     opened(sessions, session())
-    clock.now += IDLE
+    clock.now += IDLE_TIMEOUT_S
     sessions.expire()
     assert len(sessions) == 1
     clock.now += 1
@@ -178,7 +185,7 @@ def test_a_connected_client_may_think_for_long_but_not_for_ever(sessions, clock)
 def test_steps_are_signs_of_life(sessions, clock):
     one = opened(sessions, session())
     for _ in range(3):
-        clock.now += IDLE - 1
+        clock.now += IDLE_TIMEOUT_S - 1
         reserve(sessions, one, 1)
     sessions.expire()
     assert len(sessions) == 1
@@ -188,11 +195,11 @@ def test_one_of_two_connections_ends(sessions, clock):
     one = opened(sessions, session())
     assert opened(sessions, session()) is one
     sessions.detach(one)
-    clock.now += GRACE + 1
+    clock.now += RECONNECT_TIMEOUT_S + 1
     sessions.expire()
     assert len(sessions) == 1
     sessions.detach(one)
-    clock.now += GRACE + 1
+    clock.now += RECONNECT_TIMEOUT_S + 1
     sessions.expire()
     assert len(sessions) == 0
 
@@ -202,7 +209,7 @@ def test_a_session_that_computes_does_not_expire(sessions, clock):
         one = opened(sessions, session())
         sessions.detach(one)
         async with one.lock:
-            clock.now += IDLE * 2
+            clock.now += IDLE_TIMEOUT_S * 2
             sessions.expire()
             assert len(sessions) == 1
         sessions.expire()
@@ -213,7 +220,7 @@ def test_a_session_that_computes_does_not_expire(sessions, clock):
 
 def test_an_expired_session_cannot_reserve(sessions, clock):
     one = opened(sessions, session())
-    clock.now += IDLE + 1
+    clock.now += IDLE_TIMEOUT_S + 1
     sessions.expire()
     with pytest.raises(UnknownSession):
         reserve(sessions, one, 1)
@@ -268,7 +275,7 @@ def test_the_link_of_a_session_ends_with_it(sessions, clock, end):
         sessions.close(one)
     else:
         sessions.detach(one)
-        clock.now += GRACE + 1
+        clock.now += RECONNECT_TIMEOUT_S + 1
         sessions.expire()
     assert link.closed
     assert one.link is None
@@ -300,7 +307,7 @@ def test_who_may_push(sessions):
             began = loop.time()
             with pytest.raises(UnknownSession, match="no session here into which this peer may push"):
                 await sessions.pushed_by(previous, client, session_id)
-            assert loop.time() - began <= LINKING
+            assert loop.time() - began <= LINK_TIMEOUT_S
         sessions.close(mine)
         with pytest.raises(UnknownSession):
             await sessions.pushed_by("before", "me", number)
@@ -315,11 +322,11 @@ def test_a_push_waits_for_its_link_through_others(sessions):
         one = opened(sessions, session())
         pushing = asyncio.create_task(sessions.pushed_by("third", "peer", one.session_id))
         for name in ("first", "second", "third"):
-            await asyncio.sleep(LINKING / 4)
+            await asyncio.sleep(LINK_TIMEOUT_S / 4)
             assert not pushing.done()
             one.let_push(name)
         assert await pushing is one
-        assert loop.time() == pytest.approx(LINKING * 3 / 4)
+        assert loop.time() == pytest.approx(LINK_TIMEOUT_S * 3 / 4)
 
     virtual_time.run(scenario)
 
@@ -342,7 +349,7 @@ def test_the_newest_connection_is_the_clients(sessions):
 def test_check_tells_who_was_forgotten(sessions, clock):
     one = opened(sessions, session())
     sessions.check(one)
-    clock.now += IDLE + 1
+    clock.now += IDLE_TIMEOUT_S + 1
     sessions.expire()
     with pytest.raises(UnknownSession, match="expired"):
         sessions.check(one)
@@ -373,7 +380,7 @@ def test_a_connection_that_is_refused_takes_nothing_from_the_one_that_works(sess
 
 
 def test_a_peer_has_a_bounded_number_of_sessions_and_a_part_of_the_cache(clock):
-    sessions = Sessions(CAPACITY, clock, peer_share=0.5, peer_sessions=3)
+    sessions = SessionTable(CAPACITY, clock, peer_share=0.5, peer_sessions=3)
     ours = [opened(sessions, session(number)) for number in range(3)]
     with pytest.raises(CacheFull, match="a peer may have 3 sessions"):
         opened(sessions, session(3))
@@ -391,14 +398,14 @@ def patient(number: int = 0, peer: str = "peer", patience: float = 20.0, **optio
     return one
 
 
-Scenario = Callable[[Sessions], Awaitable[None]]
+Scenario = Callable[[SessionTable], Awaitable[None]]
 
 
 def on_virtual_time(scenario: Scenario) -> None:
     """A scenario with sessions whose clock is the loop's."""
 
     async def whole() -> None:
-        await scenario(Sessions(CAPACITY, asyncio.get_running_loop().time, peer_share=1.0))
+        await scenario(SessionTable(CAPACITY, asyncio.get_running_loop().time, peer_share=1.0))
 
     virtual_time.run(whole)
 
@@ -414,15 +421,15 @@ def test_who_waits_gets_the_room_that_another_session_leaves(end):
         if end == "expire":
             await asyncio.sleep(1)
             sessions.detach(holder)
-            gone = now() + GRACE
+            gone = now() + RECONNECT_TIMEOUT_S
         else:
             gone = now() + 5
             asyncio.get_running_loop().call_at(gone, sessions.close, holder)
-        waiting = await sessions.open(patient(2, patience=GRACE + 5), 2 if end == "fewer" else 5)
+        waiting = await sessions.open(patient(2, patience=RECONNECT_TIMEOUT_S + 5), 2 if end == "fewer" else 5)
         if end == "fewer":
             assert now() == 0  # there was room at once
         else:
-            assert gone <= now() <= gone + LOOK + 1e-6
+            assert gone <= now() <= gone + EXPIRY_PERIOD_S + 1e-6
             assert (len(sessions), sessions.free) == (1, 50)
         sessions.check(waiting)
 
@@ -553,7 +560,7 @@ def test_who_waits_for_room_does_not_expire_meanwhile():
             with pytest.raises(CacheFull):
                 await sessions.reserve(one, 5)
             sessions.check(one)
-        await asyncio.sleep(GRACE + 1)
+        await asyncio.sleep(RECONNECT_TIMEOUT_S + 1)
         sessions.expire()
         assert len(sessions) == 1
 
@@ -593,7 +600,7 @@ class Ledger(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = Clock()
-        self.sessions = Sessions(CAPACITY, self.clock, peer_share=1.0)
+        self.sessions = SessionTable(CAPACITY, self.clock, peer_share=1.0)
         self.known: list[Session] = []
 
     @rule(
@@ -644,7 +651,7 @@ class Ledger(RuleBasedStateMachine):
     def detach(self, data):
         self.sessions.detach(data.draw(st.sampled_from([one for one in self.known if one.attached])))
 
-    @rule(seconds=st.sampled_from([1.0, GRACE + 1, IDLE + 1]))
+    @rule(seconds=st.sampled_from([1.0, RECONNECT_TIMEOUT_S + 1, IDLE_TIMEOUT_S + 1]))
     def wait(self, seconds):
         self.clock.now += seconds
         self.sessions.expire()

@@ -18,12 +18,12 @@ from swarm.errors import PeerLost
 from swarm.protocol import messages
 from swarm.server.throughput import link_measurement as module
 from swarm.server.throughput.link_measurement import (
-    NETWORK_PERIOD,
-    NETWORK_RETRY,
-    PINGS,
-    Neighbours,
-    neighbours,
-    whom_to_ping,
+    BANDWIDTH_PERIOD_S,
+    BANDWIDTH_RETRY_S,
+    MAX_PINGS,
+    LinkMeasurement,
+    choose_peers_to_ping,
+    next_hop_candidates,
 )
 from swarm.transport.memory import MemoryHub, MemoryNetwork
 from swarm.transport.ping import Bandwidth
@@ -35,7 +35,7 @@ HELD = Span(0, 2)
 
 
 def names(servers: Sequence[ServerInfo]) -> tuple[list[str], list[str]]:
-    return neighbours(servers, "me", Span(4, 8))
+    return next_hop_candidates(servers, "me", Span(4, 8))
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ spans = st.tuples(st.integers(0, 12), st.integers(1, 12)).map(lambda pair: Span(
 
 @given(spans, spans)
 def test_a_neighbour_holds_a_block_that_follows_one_of_this_servers(own, other):
-    behind, inside = neighbours([server_info(other.start, other.end)], "me", own)
+    behind, inside = next_hop_candidates([server_info(other.start, other.end)], "me", own)
     follows = [block for block in range(own.start, own.end) if block + 1 in other]
     assert bool(behind or inside) == bool(follows)
     assert bool(behind) == (own.end in other)
@@ -86,7 +86,7 @@ peers = st.integers(0, 30).map(lambda count: [f"peer {number}" for number in ran
 def test_the_choice_is_bounded_fair_and_by_turn(behind, others, tried, limit, random):
     inside = [f"inner {peer}" for peer in others]
     when = {f"peer {number}": time for number, time in tried.items()}
-    chosen = whom_to_ping(behind, inside, when, random, limit)
+    chosen = choose_peers_to_ping(behind, inside, when, random, limit)
     assert len(set(chosen)) == len(chosen) == min(limit, len(behind) + len(inside))
     assert set(chosen) <= {*behind, *inside}
     first = [peer for peer in chosen if peer in behind]
@@ -98,9 +98,9 @@ def test_the_choice_is_bounded_fair_and_by_turn(behind, others, tried, limit, ra
 
 def test_chance_decides_between_equals():
     crowd = [str(number) for number in range(100)]
-    chosen = {tuple(whom_to_ping(crowd, [], {}, Random(seed))) for seed in range(5)}
+    chosen = {tuple(choose_peers_to_ping(crowd, [], {}, Random(seed))) for seed in range(5)}
     assert len(chosen) == 5
-    assert len(set().union(*chosen)) > PINGS
+    assert len(set().union(*chosen)) > MAX_PINGS
 
 
 class Clock:
@@ -143,8 +143,8 @@ class Swarm:
         self.views += 1
         return self.servers
 
-    def neighbours(self, span: Span | None = HELD, period: float = 60.0) -> Neighbours:
-        return Neighbours(self.network, lambda: span, self.view, 16, period, Random(0), self.clock)
+    def measurement(self, span: Span | None = HELD, period: float = 60.0) -> LinkMeasurement:
+        return LinkMeasurement(self.network, lambda: span, self.view, 16, period, Random(0), self.clock)
 
 
 def run(scenario: Callable[[Swarm], Awaitable[None]]) -> None:
@@ -176,7 +176,7 @@ def links(monkeypatch) -> dict[str, float | Exception]:
 def test_the_first_server_of_a_swarm_knows_no_links():
     async def scenario(swarm):
         for span in (HELD, None):
-            lonely = swarm.neighbours(span)
+            lonely = swarm.measurement(span)
             await lonely.update()
             assert (lonely.round_trips, lonely.network_throughput) == ((), 0.0)
 
@@ -189,7 +189,7 @@ def test_links_to_neighbours_are_measured_and_fit_an_announcement():
         await swarm.add("inside", 1, 2)
         await swarm.add("far", 3, 4)
         await swarm.add("silent", serve=False)
-        one = swarm.neighbours()
+        one = swarm.measurement()
         await one.update()
         assert {peer for peer, _ in one.round_trips} == {"next", "inside"}
         assert one.network_throughput > 0
@@ -202,7 +202,7 @@ def test_links_to_neighbours_are_measured_and_fit_an_announcement():
 def test_before_it_holds_blocks_a_server_measures_its_link_all_the_same():
     async def scenario(swarm):
         await swarm.add("next")
-        one = swarm.neighbours(None)
+        one = swarm.measurement(None)
         await one.update()
         assert one.round_trips == ()
         assert one.network_throughput > 0
@@ -222,8 +222,8 @@ def test_the_announced_are_those_of_the_last_view_nearest_first_and_not_too_many
         monkeypatch.setattr(module, "ping_many", fake)
         for name in distances:
             await swarm.add(name)
-        one = swarm.neighbours()
-        for _ in range(math.ceil(count / PINGS)):
+        one = swarm.measurement()
+        for _ in range(math.ceil(count / MAX_PINGS)):
             await one.update()
         nearest = sorted((seconds, peer) for peer, seconds in distances.items())[:MAX_ROUND_TRIPS]
         assert one.round_trips == tuple((peer, seconds) for seconds, peer in nearest)
@@ -243,10 +243,10 @@ def test_peers_that_never_answer_do_not_crowd_out_the_others(monkeypatch):
             return {peer: 0.1 for peer in chosen if peer.startswith("good")}
 
         monkeypatch.setattr(module, "ping_many", fake)
-        for number in range(2 * PINGS):
+        for number in range(2 * MAX_PINGS):
             await swarm.add(f"dead {number}", serve=False)
         await swarm.add("good")
-        one = swarm.neighbours()
+        one = swarm.measurement()
         for _ in range(9):
             await one.update()
             swarm.clock.now += 30
@@ -260,7 +260,7 @@ def test_a_neighbour_that_answers_no_more_is_not_announced():
     async def scenario(swarm):
         await swarm.add("next")
         await swarm.add("other")
-        one = swarm.neighbours()
+        one = swarm.measurement()
         await one.update()
         del swarm.hub.handlers["next"]
         await one.update()
@@ -274,7 +274,7 @@ def test_the_link_is_the_median_over_peers_in_tokens_of_16_bit_values(links):
         for name, rate in [("a", 3200.0), ("b", 320.0), ("c", 1e12)]:
             await swarm.add(name)
             links[name] = rate
-        one = swarm.neighbours()
+        one = swarm.measurement()
         await one.update()
         assert one.network_throughput == 3200.0 / (16 * 2)
 
@@ -285,7 +285,7 @@ def test_an_absurd_link_still_fits_an_announcement(links):
     async def scenario(swarm):
         await swarm.add("a")
         links["a"] = 1e300
-        one = swarm.neighbours()
+        one = swarm.measurement()
         await one.update()
         assert one.network_throughput == 1e9
 
@@ -294,28 +294,28 @@ def test_an_absurd_link_still_fits_an_announcement(links):
 
 def test_the_link_is_measured_rarely_and_again_soon_after_a_failure(links):
     async def scenario(swarm):
-        one = swarm.neighbours()
+        one = swarm.measurement()
         await one.update()  # nobody there: nothing to wait for
         await swarm.add("a")
         links["a"] = PeerLost("gone")
         await one.update()
         assert one.network_throughput == 0.0
         links["a"] = 32.0
-        swarm.clock.now += NETWORK_RETRY - 1
+        swarm.clock.now += BANDWIDTH_RETRY_S - 1
         await one.update()
         assert one.network_throughput == 0.0
         swarm.clock.now += 2
         await one.update()
         assert one.network_throughput == 1.0
         links["a"] = 64.0
-        swarm.clock.now += NETWORK_PERIOD * 0.7
+        swarm.clock.now += BANDWIDTH_PERIOD_S * 0.7
         await one.update()
         assert one.network_throughput == 1.0
-        swarm.clock.now += NETWORK_PERIOD * 0.6
+        swarm.clock.now += BANDWIDTH_PERIOD_S * 0.6
         await one.update()
         assert one.network_throughput == 2.0
         links["a"] = PeerLost("gone")
-        swarm.clock.now += NETWORK_PERIOD * 1.3
+        swarm.clock.now += BANDWIDTH_PERIOD_S * 1.3
         await one.update()
         assert one.network_throughput == 2.0  # what is known of the link stays
 
@@ -334,7 +334,7 @@ def test_the_loop_survives_everything_and_stops(monkeypatch):
             return swarm.servers
 
         await swarm.add("next")
-        one = Neighbours(swarm.network, lambda: HELD, view, 16, 0.001, Random(0))
+        one = LinkMeasurement(swarm.network, lambda: HELD, view, 16, 0.001, Random(0))
         one.start()
         await done.wait()
         while not one.round_trips:
@@ -349,13 +349,13 @@ def test_the_loop_survives_everything_and_stops(monkeypatch):
 
 
 def test_a_view_that_never_comes_is_given_up(monkeypatch):
-    monkeypatch.setattr(module, "VIEW_TIMEOUT", 0.01)
+    monkeypatch.setattr(module, "VIEW_TIMEOUT_S", 0.01)
 
     async def scenario(swarm):
         async def view():
             await asyncio.Event().wait()
 
-        one = Neighbours(swarm.network, lambda: HELD, view, 16, 60.0)
+        one = LinkMeasurement(swarm.network, lambda: HELD, view, 16, 60.0)
         with pytest.raises(TimeoutError):
             await one.update()
 
@@ -376,7 +376,7 @@ def test_stopping_in_the_middle_of_a_ping_or_before_the_start():
 
         await swarm.add("next")
         await MemoryNetwork(swarm.hub, "next").serve(silent)
-        one = swarm.neighbours()
+        one = swarm.measurement()
         await one.stop()
         one.start()
         await asked.wait()

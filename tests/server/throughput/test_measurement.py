@@ -13,20 +13,20 @@ from swarm.models.execution.span_model import SpanModel
 from swarm.models.span_loading import load_span
 from swarm.server.throughput import measurement as throughput
 from swarm.server.throughput.measurement import (
-    BATCHES,
-    DECODE_BUDGET,
-    FORWARD_BUDGET,
-    ROW,
-    STEPS,
-    WARM_UP,
-    determine,
-    measure,
+    BATCH_TOKENS,
+    MAX_DECODE_S,
+    MAX_FORWARD_S,
+    MEASURED_STEPS,
+    SEQUENCE_TOKENS,
+    WARM_UP_STEPS,
+    determine_throughput,
+    measure_throughput,
 )
 from swarm.server.throughput.throughput_cache import Throughput
-from swarm.server.throughput.throughput_option import ThroughputWanted
+from swarm.server.throughput.throughput_option import ThroughputOption
 from tests import zoo
 
-AUTO, AGAIN = ThroughputWanted(), ThroughputWanted(again=True)
+AUTO, AGAIN = ThroughputOption(), ThroughputOption(again=True)
 
 
 def load(family: str, folder, **options) -> SpanModel:
@@ -57,7 +57,7 @@ class Computer:
             self.steps += 1
             self.now += self._step(self.steps)
         else:
-            assert length <= ROW
+            assert length <= SEQUENCE_TOKENS
             self.batches.append(rows * length)
             self.now += self._token * rows * length
 
@@ -65,7 +65,7 @@ class Computer:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt2"])
 def test_a_real_span_has_positive_finite_rates(family, dtype, tmp_path):
-    found = measure(load(family, tmp_path, dtype=dtype))
+    found = measure_throughput(load(family, tmp_path, dtype=dtype))
     for rate in (found.decode, found.forward):
         assert math.isfinite(rate)
         assert rate > 0
@@ -73,38 +73,38 @@ def test_a_real_span_has_positive_finite_rates(family, dtype, tmp_path):
 
 def test_a_decode_step_is_the_median_of_the_warm_ones(model, monkeypatch):
     # The warm-up is slow and one step is interrupted; the others take 0.05 s for three blocks.
-    durations = [0.3] * WARM_UP + [0.05] * (STEPS - 1) + [60.0]
+    durations = [0.3] * WARM_UP_STEPS + [0.05] * (MEASURED_STEPS - 1) + [60.0]
     computer = Computer(model, monkeypatch, lambda number: durations[number - 1], 1e-3)
-    assert measure(model).decode == pytest.approx(3 / 0.05)
-    assert computer.steps == WARM_UP + STEPS
+    assert measure_throughput(model).decode == pytest.approx(3 / 0.05)
+    assert computer.steps == WARM_UP_STEPS + MEASURED_STEPS
 
 
 @pytest.mark.parametrize("seconds", [0.2, 0.6, 30.0])
 def test_a_slow_machine_makes_fewer_steps_but_never_counts_the_first(model, monkeypatch, seconds):
     computer = Computer(model, monkeypatch, lambda number: 1e3 if number == 1 else seconds, 1e-3)
-    assert measure(model).decode == pytest.approx(3 / seconds)
+    assert measure_throughput(model).decode == pytest.approx(3 / seconds)
     assert computer.steps == 2  # the first alone is over the budget
     computer = Computer(model, monkeypatch, lambda number: seconds, 1e-3)
-    assert measure(model).decode == pytest.approx(3 / seconds)
-    assert (computer.steps - 1) * seconds <= max(DECODE_BUDGET, seconds)
+    assert measure_throughput(model).decode == pytest.approx(3 / seconds)
+    assert (computer.steps - 1) * seconds <= max(MAX_DECODE_S, seconds)
 
 
 @pytest.mark.parametrize("token", [1e-9, 1e-5, 1e-4, 1e-3, 0.02, 5.0])
 def test_batches_grow_as_far_as_the_budget_goes(model, monkeypatch, token):
     computer = Computer(model, monkeypatch, lambda number: 0.001, token)
-    assert measure(model).forward == pytest.approx(3 / token)
+    assert measure_throughput(model).forward == pytest.approx(3 / token)
     assert computer.batches == sorted(computer.batches)
-    assert set(computer.batches) <= set(BATCHES)
-    assert sum(computer.batches) * token <= max(2 * FORWARD_BUDGET, BATCHES[0] * token)
+    assert set(computer.batches) <= set(BATCH_TOKENS)
+    assert sum(computer.batches) * token <= max(2 * MAX_FORWARD_S, BATCH_TOKENS[0] * token)
     if token <= 1e-4:
-        assert computer.batches[-1] == BATCHES[-1]
+        assert computer.batches[-1] == BATCH_TOKENS[-1]
 
 
 def test_a_model_with_few_positions_gets_short_rows(model, monkeypatch):
     monkeypatch.setattr(model, "positions", 10)
     rows = []
     monkeypatch.setattr(model, "forward", lambda hidden, cache=None: rows.append(hidden.shape[1]))
-    found = measure(model)
+    found = measure_throughput(model)
     assert max(rows) == 10
     assert math.isfinite(found.forward)
 
@@ -121,7 +121,7 @@ def test_a_batch_that_does_not_fit_into_memory_is_not_needed(model, monkeypatch,
 
     monkeypatch.setattr(model, "forward", forward)
     expected = 3 / 1e-4 if fits else 3 / 0.01
-    assert measure(model) == Throughput(pytest.approx(3 / 0.01), pytest.approx(expected))
+    assert measure_throughput(model) == Throughput(pytest.approx(3 / 0.01), pytest.approx(expected))
 
 
 def test_tokens_differ_so_that_they_go_to_different_experts(model, monkeypatch):
@@ -131,7 +131,7 @@ def test_tokens_differ_so_that_they_go_to_different_experts(model, monkeypatch):
         seen.append(hidden)
 
     monkeypatch.setattr(model, "forward", forward)
-    measure(model)
+    measure_throughput(model)
     steps = [hidden for hidden in seen if hidden.shape[1] == 1]
     assert not torch.equal(steps[0], steps[1])
     assert not torch.equal(seen[-1][0, 0], seen[-1][-1, -1])
@@ -146,18 +146,18 @@ def measured(monkeypatch):
         found.append(Throughput(10.0 + len(found), 100.0))
         return found[-1]
 
-    monkeypatch.setattr(throughput, "measure", fake)
+    monkeypatch.setattr(throughput, "measure_throughput", fake)
     return found
 
 
 def test_what_was_measured_once_is_not_measured_again_unless_asked_for(model, measured, tmp_path):
     cache = tmp_path / "throughput.json"
-    first = determine(AUTO, model, "model", "main", cache=cache)
-    assert determine(AUTO, model, "model", "main", cache=cache) == first
+    first = determine_throughput(AUTO, model, "model", "main", cache=cache)
+    assert determine_throughput(AUTO, model, "model", "main", cache=cache) == first
     assert len(measured) == 1
-    again = determine(AGAIN, model, "model", "main", cache=cache)
+    again = determine_throughput(AGAIN, model, "model", "main", cache=cache)
     assert again != first
-    assert determine(AUTO, model, "model", "main", cache=cache) == again
+    assert determine_throughput(AUTO, model, "model", "main", cache=cache) == again
     assert len(measured) == 2
 
 
@@ -165,7 +165,7 @@ def test_under_other_circumstances_it_is_measured(model, measured, tmp_path, mon
     cache = tmp_path / "throughput.json"
 
     def ask(span=model, name="model", revision="main", **options):
-        determine(AUTO, span, name, revision, cache=cache, **options)
+        determine_throughput(AUTO, span, name, revision, cache=cache, **options)
         return len(measured)
 
     assert ask() == 1
@@ -191,14 +191,14 @@ def test_under_other_circumstances_it_is_measured(model, measured, tmp_path, mon
 def test_without_a_file_nothing_is_remembered(model, measured, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for count in (1, 2):
-        determine(AUTO, model, "model", "main")
+        determine_throughput(AUTO, model, "model", "main")
         assert len(measured) == count
     assert not list(tmp_path.iterdir())
 
 
 def test_a_number_counts_for_both_rates_and_nothing_is_measured_or_kept(model, measured, tmp_path):
     cache = tmp_path / "throughput.json"
-    assert determine(ThroughputWanted(12.5), model, "model", "main", cache=cache) == Throughput(12.5, 12.5)
+    assert determine_throughput(ThroughputOption(12.5), model, "model", "main", cache=cache) == Throughput(12.5, 12.5)
     assert not measured
     assert not cache.exists()
 
@@ -209,10 +209,10 @@ def test_the_log_says_where_the_figure_comes_from(model, measured, tmp_path, cap
         (AUTO, "measured"),
         (AUTO, "measured before; --throughput measure does it again"),
         (AGAIN, "measured"),
-        (ThroughputWanted(6.0), "as given"),
+        (ThroughputOption(6.0), "as given"),
     ]:
         caplog.clear()
-        determine(wanted, model, "model", "main", cache=tmp_path / "throughput.json")
+        determine_throughput(wanted, model, "model", "main", cache=tmp_path / "throughput.json")
         [message] = [record.getMessage() for record in caplog.records]
         assert message.startswith("Throughput: ")
         assert message.endswith(f"; {source}")

@@ -18,18 +18,18 @@ from hypothesis import strategies as st
 
 from swarm.server.throughput import throughput_cache
 from swarm.server.throughput.throughput_cache import (
-    CLOCK_ERROR,
-    MAX_AGE,
+    MAX_AGE_S,
+    MAX_CLOCK_ERROR_S,
     MAX_ENTRIES,
-    MAX_FILE,
-    Circumstances,
+    MAX_FILE_BYTES,
+    MeasurementConditions,
     Throughput,
     default_path,
     lookup,
     remember,
 )
 
-HERE = Circumstances("CPU, 2 threads", "model", "main", "0:6", "float32", "none", "swarm 1, torch 2")
+HERE = MeasurementConditions("CPU, 2 threads", "model", "main", "0:6", "float32", "none", "swarm 1, torch 2")
 FAST = Throughput(100.0, 5000.0)
 NOW = 1.8e9
 
@@ -55,7 +55,7 @@ def test_what_was_measured_is_known(path):
     assert sorted(file.name for file in path.parent.iterdir()) == ["throughput.json", "throughput.lock"]
 
 
-@pytest.mark.parametrize("field", Circumstances.__struct_fields__)
+@pytest.mark.parametrize("field", MeasurementConditions.__struct_fields__)
 def test_every_circumstance_counts(path, field):
     remember(path, HERE, FAST, NOW)
     other = msgspec.structs.replace(HERE, **{field: "another"})
@@ -74,10 +74,10 @@ def test_a_new_result_takes_the_place_of_the_old_one(path):
 
 def test_results_age_and_those_of_the_future_do_not_count(path):
     remember(path, HERE, FAST, NOW)
-    assert lookup(path, HERE, NOW + MAX_AGE - 1) == FAST
-    assert lookup(path, HERE, NOW + MAX_AGE + 1) is None
+    assert lookup(path, HERE, NOW + MAX_AGE_S - 1) == FAST
+    assert lookup(path, HERE, NOW + MAX_AGE_S + 1) is None
     assert lookup(path, HERE, NOW - 1) == FAST  # clocks differ a little
-    assert lookup(path, HERE, NOW - 2 * CLOCK_ERROR) is None
+    assert lookup(path, HERE, NOW - 2 * MAX_CLOCK_ERROR_S) is None
 
 
 def test_the_oldest_results_make_room(path):
@@ -86,7 +86,7 @@ def test_the_oldest_results_make_room(path):
     later = NOW + MAX_ENTRIES + 3
     known = [n for n in range(MAX_ENTRIES + 3) if lookup(path, msgspec.structs.replace(HERE, model=str(n)), later)]
     assert known == list(range(3, MAX_ENTRIES + 3))
-    assert path.stat().st_size < MAX_FILE
+    assert path.stat().st_size < MAX_FILE_BYTES
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, math.inf, math.nan, 1e10])
@@ -97,7 +97,7 @@ def test_no_throughput_is_not_kept(path, rate):
 
 
 GOOD = {
-    "circumstances": {name: getattr(HERE, name) for name in Circumstances.__struct_fields__},
+    "circumstances": {name: getattr(HERE, name) for name in MeasurementConditions.__struct_fields__},
     "decode": 100.0,
     "forward": 5000.0,
     "measured": NOW,
@@ -134,7 +134,7 @@ BROKEN = [
     written(measured=10**400),
     written(circumstances={}),
     written(circumstances="here"),
-    written() + b" " * MAX_FILE,
+    written() + b" " * MAX_FILE_BYTES,
 ]
 
 
@@ -195,7 +195,7 @@ def test_a_name_that_is_no_unicode_is_survived(path):
 
 
 def test_a_lock_that_stays_taken_is_passed_over(path, monkeypatch):
-    monkeypatch.setattr(throughput_cache, "LOCK_PATIENCE", 0.05)
+    monkeypatch.setattr(throughput_cache, "LOCK_TIMEOUT_S", 0.05)
     remember(path, HERE, FAST, NOW)
     with open(path.with_suffix(".lock"), "ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -206,11 +206,11 @@ def test_a_lock_that_stays_taken_is_passed_over(path, monkeypatch):
 WRITER = """
 import sys
 from pathlib import Path
-from swarm.server.throughput_cache import Circumstances, Throughput, remember
+from swarm.server.throughput.throughput_cache import MeasurementConditions, Throughput, remember
 
 path, name = Path(sys.argv[1]), sys.argv[2]
 for number in range(25):
-    here = Circumstances("CPU", name, str(number), "0:1", "float32", "none", "1")
+    here = MeasurementConditions("CPU", name, str(number), "0:1", "float32", "none", "1")
     remember(path, here, Throughput(1.0 + number, 1.0), 1.8e9 + number)
 """
 
@@ -221,7 +221,7 @@ def test_servers_that_write_at_once_lose_nothing(path):
     assert [writer.wait(60) for writer in writers] == [0, 0, 0]
     for name in names:
         for number in range(25):
-            here = Circumstances("CPU", name, str(number), "0:1", "float32", "none", "1")
+            here = MeasurementConditions("CPU", name, str(number), "0:1", "float32", "none", "1")
             assert lookup(path, here, NOW + 100) == Throughput(1.0 + number, 1.0)
 
 

@@ -3,23 +3,23 @@ from __future__ import annotations
 import pytest
 
 from swarm.errors import InvalidOption
-from swarm.server.throughput.throughput_option import ThroughputWanted
+from swarm.server.throughput.throughput_option import ThroughputOption
 
 
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("auto", ThroughputWanted()),
-        ("measure", ThroughputWanted(again=True)),
-        ("12.5", ThroughputWanted(12.5)),
-        ("1e3", ThroughputWanted(1000.0)),
+        ("auto", ThroughputOption()),
+        ("measure", ThroughputOption(again=True)),
+        ("12.5", ThroughputOption(12.5)),
+        ("1e3", ThroughputOption(1000.0)),
     ],
 )
 def test_what_may_be_asked_for(text, wanted):
-    assert ThroughputWanted.parse(text) == wanted
+    assert ThroughputOption.parse(text) == wanted
 
 
 @pytest.mark.parametrize("text", ["", "fast", "0", "-1", "nan", "inf", "-inf", "1e9", "1e400", "AUTO", "1;2"])
 def test_what_may_not(text):
     with pytest.raises(InvalidOption, match="use auto, measure or a number"):
-        ThroughputWanted.parse(text)
+        ThroughputOption.parse(text)
