@@ -19,18 +19,18 @@ from torch import nn
 
 from benchmarks import machine
 from benchmarks.chain import spread
-from swarm.client.threads.compute_lock import Baton, Turn
+from swarm.client.threads.compute_lock import ComputeLock, ComputeTicket
 from swarm.client.threads.shared_head import share_head
 
 
 def run(head: nn.Module, width: int, lanes: int, steps: int) -> float:
     """Seconds a token, all lanes together."""
-    baton = Baton()
+    baton = ComputeLock()
     answered: Future[None] = Future()
     answered.set_result(None)
 
     def lane() -> None:
-        with torch.no_grad(), Turn(baton) as turn:
+        with torch.no_grad(), ComputeTicket(baton) as turn:
             for _ in range(steps):
                 turn.wait(answered)
                 head(torch.randn(1, 1, width))

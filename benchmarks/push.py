@@ -31,7 +31,8 @@ from swarm import AutoDistributedModelForCausalLM
 from swarm.cli.local_swarm import LOOPBACK, PeerProcess
 from swarm.client import connection
 from swarm.client.chain.chain import Chain
-from swarm.client.wire.packed_hidden import Manner, Packed
+from swarm.client.wire.packed_hidden import PackedHidden
+from swarm.client.wire.request_options import RequestOptions
 from swarm.common.version import VERSION
 from swarm.data_structures import Hop, Route, ServerInfo, ServerState, Span, StepLayout, WireFormat
 from swarm.models.checkpoints.checkpoint import open_checkpoint
@@ -92,7 +93,7 @@ async def in_memory(path: Path, servers: int, delay: float, tokens: int, repeats
         hops.append(Hop(_info(name, span, checkpoint.revision), span))
 
     async def run(push: bool) -> list[float]:
-        manner = Manner(checkpoint.revision, WireFormat.NONE, 60.0, push)
+        manner = RequestOptions(checkpoint.revision, WireFormat.NONE, 60.0, push)
         network, planner = MemoryNetwork(hub, f"client {push}"), OneRoute(Route(tuple(hops)))
         chain = Chain(network, planner, manner, Span(0, checkpoint.blocks), PROMPT + tokens)
         await chain.open()
@@ -100,7 +101,9 @@ async def in_memory(path: Path, servers: int, delay: float, tokens: int, repeats
         for start, count in [(0, PROMPT), *((PROMPT + token, 1) for token in range(tokens))]:
             hidden = pack(torch.randn(count, HIDDEN), WireFormat.NONE)
             began = time.perf_counter()
-            await chain.step(Packed(hidden, count, HIDDEN, WireFormat.NONE, "float32"), StepLayout((start,), (count,)))
+            await chain.step(
+                PackedHidden(hidden, count, HIDDEN, WireFormat.NONE, "float32"), StepLayout((start,), (count,))
+            )
             times.append(time.perf_counter() - began)
         await chain.close()
         return times[1:]

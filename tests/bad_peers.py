@@ -24,7 +24,7 @@ from hivemind.p2p import PeerID
 from hivemind.utils import MSGPackSerializer
 from hivemind.utils.crypto import RSAPrivateKey
 
-from swarm.client.threads.network_thread import BackgroundLoop
+from swarm.client.threads.network_thread import NetworkThread
 from swarm.data_structures import ServerInfo, WireFormat
 from swarm.dht.records import encode, model_key
 from swarm.errors import PeerLost
@@ -195,7 +195,7 @@ class Stored:
 class Forger:
     """A peer of the DHT that holds forged records itself, answers with them, and stores them at all others it can."""
 
-    def __init__(self, peer: Peer, background: BackgroundLoop) -> None:
+    def __init__(self, peer: Peer, background: NetworkThread) -> None:
         self.peer_id = peer.peer_id
         self.key = peer.identity.private_key
         self._peer = peer
@@ -233,9 +233,9 @@ class Forger:
 
 
 @contextmanager
-def run_peer(swarm: TestSwarm) -> Iterator[tuple[Peer, BackgroundLoop]]:
+def run_peer(swarm: TestSwarm) -> Iterator[tuple[Peer, NetworkThread]]:
     """A peer that has joined the swarm, with a libp2p daemon of its own, and the loop that it lives in."""
-    background = BackgroundLoop()
+    background = NetworkThread()
     try:
         peer = background.run(Peer.create(P2PConfig(swarm.addresses, LOOPBACK), Anything()))
         try:
@@ -256,7 +256,7 @@ def run_forger(swarm: TestSwarm) -> Iterator[Forger]:
 class GreedyClient:
     """A client, by hand, of the server `info`, that takes whatever it can get."""
 
-    def __init__(self, peer: Peer, background: BackgroundLoop, info: ServerInfo) -> None:
+    def __init__(self, peer: Peer, background: NetworkThread, info: ServerInfo) -> None:
         self._peer = peer
         self._background = background
         self._info = info

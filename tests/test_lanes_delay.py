@@ -15,7 +15,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from swarm.client.chain.chain import Chain
-from swarm.client.wire.packed_hidden import Manner
+from swarm.client.wire.request_options import RequestOptions
 from swarm.data_structures import Span, WireFormat
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.execution.span_model import SpanModel
@@ -48,7 +48,7 @@ async def tokens_a_second(swarm: Swarm, lanes: int) -> float:
     sides = []
     for _ in range(lanes):
         side = copy.copy(swarm)
-        manner = Manner("main", WireFormat.NONE, 60.0)
+        manner = RequestOptions("main", WireFormat.NONE, 60.0)
         side.chain = Chain(MemoryNetwork(swarm.hub, "client"), swarm.planner, manner, Span(0, zoo.BLOCKS), 64)
         await side.chain.open()
         sides.append(side)

@@ -18,7 +18,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarm.client.chain.chain import Chain
-from swarm.client.wire.packed_hidden import Manner, Packed
+from swarm.client.wire.packed_hidden import PackedHidden
+from swarm.client.wire.request_options import RequestOptions
 from swarm.data_structures import Hop, Route, Span, StepLayout, WireFormat
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.execution.span_model import SpanModel
@@ -104,7 +105,7 @@ class Swarm:
             for name, span in zip(self.names, spans, strict=True)
         )
         self.planner = FixedRoute(Route(hops))
-        manner = Manner("main", WireFormat.NONE, 60.0, **options)
+        manner = RequestOptions("main", WireFormat.NONE, 60.0, **options)
         network = MemoryNetwork(self.hub, "client")
         self.chain = Chain(network, self.planner, manner, Span(0, zoo.BLOCKS), 64)
         self._local = local
@@ -123,7 +124,9 @@ class Swarm:
     async def feed(self, ids: list[int]) -> int:
         """The next token, greedily, after these."""
         hidden_TH = self._local.model.embed_tokens(torch.tensor(ids))
-        packed = Packed(pack(hidden_TH, WireFormat.NONE), len(ids), hidden_TH.shape[1], WireFormat.NONE, "float32")
+        packed = PackedHidden(
+            pack(hidden_TH, WireFormat.NONE), len(ids), hidden_TH.shape[1], WireFormat.NONE, "float32"
+        )
         output = await self.chain.step(packed, StepLayout((self._length,), (len(ids),)))
         self._length += len(ids)
         last_H = unpack(output.payload, len(ids), hidden_TH.shape[1], output.wire, output.dtype, CPU)[-1]

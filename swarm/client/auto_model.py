@@ -13,13 +13,13 @@ import torch
 
 from swarm.client.config import ClientConfig
 from swarm.client.connection import SwarmConnection
-from swarm.client.forward_hooks import Calls
-from swarm.client.generation import Active, Distributed, DistributedGeneration
+from swarm.client.forward_hooks import ForwardHooks
+from swarm.client.generation import ActiveSessions, DistributedGenerationMixin, DistributedModelMixin
 from swarm.client.local_blocks import LocalBlocks, parse_local_blocks
 from swarm.client.remote_sequential import RemoteLayer, RemoteSequential
 from swarm.client.threads.shared_head import share_head
 from swarm.client.tuning.options import TuningOptions, tuning_options
-from swarm.client.tuning.trained import Trained
+from swarm.client.tuning.trained import TrainedParameters
 from swarm.data_structures import Span, WireFormat
 from swarm.errors import AdapterMismatch, InvalidOption
 from swarm.models.adapters.adapter_files import StoredAdapter, read_adapter
@@ -35,7 +35,7 @@ from swarm.transport.addresses import parse_peers
 
 logger = logging.getLogger(__name__)
 
-AUTO = "auto"
+AUTO_WIRE = "auto"
 """The wire format that is left to the family."""
 
 
@@ -58,7 +58,7 @@ class _AutoDistributedModel:
         initial_peers: Sequence[str] | None = None,
         revision: str | None = None,
         dtype: str | torch.dtype = "auto",
-        wire: str | WireFormat = AUTO,
+        wire: str | WireFormat = AUTO_WIRE,
         cache_dir: str | Path | None = None,
         show_route: bool = False,
         request_timeout: float = 60.0,
@@ -196,19 +196,19 @@ def _build(
 ) -> Any:
     blocks = RemoteSequential(connection, Span(0, connection.blocks))
     layer = RemoteLayer(blocks, checkpoint.structure.outputs)
-    mixin = DistributedGeneration if task == "CAUSAL_LM" else Distributed
+    mixin = DistributedGenerationMixin if task == "CAUSAL_LM" else DistributedModelMixin
     heads = load_blockless_model(checkpoint, layer, mixin, dtype=dtype, task=task, num_labels=num_labels)
     model = heads.model
     # Past nn.Module's bookkeeping: neither is a part of the model's weights.
     object.__setattr__(model, "remote_blocks", blocks)
     object.__setattr__(model, "swarm", connection)
-    object.__setattr__(model, "_active", Active())
+    object.__setattr__(model, "_active", ActiveSessions())
     if task == "CAUSAL_LM":
         if not hasattr(model, "lm_head"):
             object.__setattr__(model, "lm_head", model.get_output_embeddings())
         share_head(model.lm_head)
-    Calls(model, heads.owner, layer)
-    model.trained = Trained(heads, checkpoint)
+    ForwardHooks(model, heads.owner, layer)
+    model.trained = TrainedParameters(heads, checkpoint)
     if stored is not None:
         model.trained.load(stored, tuning)
     else:
@@ -276,9 +276,9 @@ def _quantizations(quant: str | Iterable[str] | None) -> frozenset[str] | None:
 
 def _wire_format(wire: str | WireFormat) -> WireFormat | None:
     """What was asked for; None leaves it to the family."""
-    if wire == AUTO:
+    if wire == AUTO_WIRE:
         return None
     try:
         return WireFormat(wire)
     except ValueError:
-        raise InvalidOption(f"wire={wire!r} is not one of {AUTO}, {', '.join(WireFormat)}") from None
+        raise InvalidOption(f"wire={wire!r} is not one of {AUTO_WIRE}, {', '.join(WireFormat)}") from None

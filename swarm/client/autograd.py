@@ -12,19 +12,23 @@ from typing import Any
 
 import torch
 
-from swarm.client.batches.forward_pass import MicroBatch, Passage
-from swarm.client.batches.gradient_packing import Gradients
-from swarm.client.batches.micro_batches import micro_batches
+from swarm.client.batches.forward_pass import ForwardTrace, MicroBatch
+from swarm.client.batches.gradient_packing import HopGradients
+from swarm.client.batches.micro_batches import split_into_micro_batches
 from swarm.client.connection import SwarmConnection
 from swarm.client.wire.adapter_upload import PackedAdapter, pack_adapter
-from swarm.client.wire.padding import Rows, flat_rows, pack_rows, shaped_rows, unpack_rows
+from swarm.client.wire.padding import PaddedBatch, drop_padding, pack_hidden, restore_padding, unpack_hidden
 from swarm.data_structures import Route, Span
 from swarm.errors import SwarmError
 from swarm.protocol.adapters import BlockAdapterWeights
 
 
 def run_remotely(
-    connection: SwarmConnection, span: Span, parts: Mapping[int, BlockAdapterWeights], hidden: torch.Tensor, rows: Rows
+    connection: SwarmConnection,
+    span: Span,
+    parts: Mapping[int, BlockAdapterWeights],
+    hidden: torch.Tensor,
+    rows: PaddedBatch,
 ) -> torch.Tensor:
     """Whole sequences through blocks that servers hold.
 
@@ -37,18 +41,18 @@ def run_remotely(
         the tensors of `parts` if any of them requires gradients.
     """
     tensors = [tensor for part in parts.values() for tensor in part.tensors]
-    trip = _Trip(connection, span, parts, pack_adapter(parts), rows)
+    trip = _RemoteForward(connection, span, parts, pack_adapter(parts), rows)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (hidden, *tensors)):
-        output: torch.Tensor = _ThroughServers.apply(trip, hidden, *tensors)
+        output: torch.Tensor = _RemoteBlocksFunction.apply(trip, hidden, *tensors)
         return output
     return trip.forward(hidden, keeps=False)[0]
 
 
-class _ThroughServers(torch.autograd.Function):
+class _RemoteBlocksFunction(torch.autograd.Function):
     """Blocks of servers as one function of hidden states and adapter tensors."""
 
     @staticmethod
-    def forward(ctx: Any, trip: _Trip, hidden: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, trip: _RemoteForward, hidden: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         output, ctx.ways = trip.forward(hidden, keeps=True)
         ctx.trip = trip
         return output
@@ -63,46 +67,46 @@ class _ThroughServers(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class _Way:
+class _SequencesTrace:
     """Rows of one micro-batch, and the way that they took."""
 
     rows: torch.Tensor
-    passage: Passage
+    passage: ForwardTrace
 
 
 @dataclass(frozen=True)
-class _Trip:
+class _RemoteForward:
     """One forward pass of a batch, and the backward passes that follow it."""
 
     connection: SwarmConnection
     span: Span
     parts: Mapping[int, BlockAdapterWeights]
     adapter: PackedAdapter
-    rows: Rows
+    rows: PaddedBatch
 
-    def forward(self, hidden: torch.Tensor, keeps: bool) -> tuple[torch.Tensor, list[_Way]]:
+    def forward(self, hidden: torch.Tensor, keeps: bool) -> tuple[torch.Tensor, list[_SequencesTrace]]:
         """The outputs, and what is needed on the way back, if that is to be kept."""
         result = torch.zeros_like(hidden)
         planned = self._planned(hidden.shape[2])
         batches = [self._packed(hidden, rows, route) for rows, route in planned]
         passages = self.connection.forward(self.span, batches, self.adapter, keeps)
         for (rows, _), passage in zip(planned, passages, strict=True):
-            result[rows] = unpack_rows(passage.outputs, hidden[rows], self.rows[rows].real)
-        return result, [_Way(rows, passage) for (rows, _), passage in zip(planned, passages, strict=True)]
+            result[rows] = unpack_hidden(passage.outputs, hidden[rows], self.rows[rows].real)
+        return result, [_SequencesTrace(rows, passage) for (rows, _), passage in zip(planned, passages, strict=True)]
 
     def backward(
-        self, ways: Sequence[_Way], gradient: torch.Tensor, wants_hidden: bool, wants: Sequence[bool]
+        self, ways: Sequence[_SequencesTrace], gradient: torch.Tensor, wants_hidden: bool, wants: Sequence[bool]
     ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
         """The gradients of the hidden states and of the tensors of the parts, where they are wanted."""
         if not bool(gradient.isfinite().all()):
             return self._unknown(gradient, wants_hidden, wants)
-        ends = [flat_rows(gradient[way.rows], self.rows[way.rows].real).float().cpu() for way in ways]
+        ends = [drop_padding(gradient[way.rows], self.rows[way.rows].real).float().cpu() for way in ways]
         first = self.span.start if wants_hidden else self._first_wanted(wants)
         found = self.connection.backward([way.passage for way in ways], ends, self.adapter, first)
         hidden = torch.zeros_like(gradient) if wants_hidden else None
         if hidden is not None:
             for way, one in zip(ways, found, strict=True):
-                hidden[way.rows] = shaped_rows(one.inputs, gradient[way.rows], self.rows[way.rows].real)
+                hidden[way.rows] = restore_padding(one.inputs, gradient[way.rows], self.rows[way.rows].real)
         return hidden, [tensor if want else None for tensor, want in zip(self._summed(found), wants, strict=True)]
 
     def _planned(self, hidden_size: int) -> list[tuple[torch.Tensor, Route]]:
@@ -114,13 +118,13 @@ class _Trip:
             mine = [filled[row] for row in portion.rows]
             servers = [hop.server for hop in portion.route.hops]
             counts = [self.rows.counts[row] for row in mine]
-            for group in micro_batches(counts, servers, values / self.span.length / hidden_size):
+            for group in split_into_micro_batches(counts, servers, values / self.span.length / hidden_size):
                 planned.append((torch.tensor([mine[row] for row in group]), portion.route))
         return planned
 
     def _packed(self, hidden: torch.Tensor, index: torch.Tensor, route: Route) -> MicroBatch:
         rows = self.rows[index]
-        packed = pack_rows(hidden[index], rows.real, self.connection.config.wire)
+        packed = pack_hidden(hidden[index], rows.real, self.connection.config.wire)
         return MicroBatch(packed, rows.layout, route)
 
     def _first_wanted(self, wants: Sequence[bool]) -> int:
@@ -128,7 +132,7 @@ class _Trip:
         blocks = [block for block, part in self.parts.items() for _ in part.tensors]
         return min(block for block, want in zip(blocks, wants, strict=True) if want)
 
-    def _summed(self, found: Sequence[Gradients]) -> list[torch.Tensor]:
+    def _summed(self, found: Sequence[HopGradients]) -> list[torch.Tensor]:
         """The gradients of all tensors of the parts, over all micro-batches in their order, so that they are the same
         whichever of them came first."""
         sums = []

@@ -7,19 +7,20 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from swarm.client.batches.backward_pass import backward_all
-from swarm.client.batches.forward_pass import MicroBatch, Pass, Passage, forward_all
-from swarm.client.batches.gradient_packing import Gradients
-from swarm.client.batches.hop_requests import Asker
+from swarm.client.batches.backward_pass import backward_batches
+from swarm.client.batches.forward_pass import ForwardTrace, MicroBatch, PassContext, forward_batches
+from swarm.client.batches.gradient_packing import HopGradients
+from swarm.client.batches.hop_requests import HopRequester
 from swarm.client.chain.chain import Chain
 from swarm.client.chain.failover import Waiting
 from swarm.client.config import ClientConfig
 from swarm.client.local_blocks import LocalBlocks
-from swarm.client.routes.events import Listener, to_all
-from swarm.client.routes.route_planner import SwarmPlanner
-from swarm.client.threads.network_thread import BackgroundLoop
-from swarm.client.wire.adapter_upload import Carried, PackedAdapter
-from swarm.client.wire.packed_hidden import Manner, Packed
+from swarm.client.routes.events import EventListener, broadcast
+from swarm.client.routes.route_planner import RoutePlanner
+from swarm.client.threads.network_thread import NetworkThread
+from swarm.client.wire.adapter_upload import AdapterUpload, PackedAdapter
+from swarm.client.wire.packed_hidden import PackedHidden
+from swarm.client.wire.request_options import RequestOptions
 from swarm.data_structures import ServerInfo, Span, StepLayout
 from swarm.dht.validation import AnnouncementValidator
 from swarm.errors import MissingBlocks
@@ -55,15 +56,15 @@ class SwarmConnection:
         self.blocks = blocks
         self.local = local
         self.span = Span(local.span.end if local is not None else 0, blocks)
-        self._listeners: list[Listener] = []
-        self._manner = Manner(revision, config.wire, config.request_timeout, config.push)
+        self._listeners: list[EventListener] = []
+        self._manner = RequestOptions(revision, config.wire, config.request_timeout, config.push)
 
-        async def connect() -> tuple[Peer, SwarmPlanner, Asker]:
+        async def connect() -> tuple[Peer, RoutePlanner, HopRequester]:
             peer = await Peer.create(P2PConfig(initial_peers=config.initial_peers), AnnouncementValidator())
-            planner = SwarmPlanner(peer, config, model, revision, blocks, digests, to_all(self._listeners))
-            return peer, planner, Asker(peer, self._manner)
+            planner = RoutePlanner(peer, config, model, revision, blocks, digests, broadcast(self._listeners))
+            return peer, planner, HopRequester(peer, self._manner)
 
-        self._background = BackgroundLoop()
+        self._background = NetworkThread()
         try:
             self._peer, self._planner, self._asker = self._background.run(connect())
         except BaseException:
@@ -74,7 +75,7 @@ class SwarmConnection:
             self, _shutdown, self._background, self._planner, self._asker, self._peer
         )
 
-    def listen(self, listener: Listener) -> None:
+    def listen(self, listener: EventListener) -> None:
         """Let `listener` hear of all sessions that begin from now on, and of servers that are avoided."""
         self._listeners.append(listener)
 
@@ -100,14 +101,14 @@ class SwarmConnection:
 
         return self._background.run(plan())
 
-    def new_chain(self, max_length: int, adapter: PackedAdapter, listener: Listener | None = None) -> Chain:
+    def new_chain(self, max_length: int, adapter: PackedAdapter, listener: EventListener | None = None) -> Chain:
         """A session for `max_length` tokens a row over all remote blocks, with what `adapter` adds, not open yet.
 
         Args:
             listener: hears of this session.
         """
-        tell = to_all([*self._listeners, *([listener] if listener is not None else [])])
-        carried = Carried(adapter, self._asker.sent)
+        tell = broadcast([*self._listeners, *([listener] if listener is not None else [])])
+        carried = AdapterUpload(adapter, self._asker.sent)
         return Chain(self._peer, self._planner, self._manner, self.span, max_length, carried, tell)
 
     def open_chain(self, chain: Chain) -> None:
@@ -117,7 +118,7 @@ class SwarmConnection:
         """
         self._background.run(chain.open())
 
-    def steps(self, chain: Chain, parts: Sequence[tuple[Packed, StepLayout]]) -> list[Packed]:
+    def steps(self, chain: Chain, parts: Sequence[tuple[PackedHidden, StepLayout]]) -> list[PackedHidden]:
         """Steps of a session, one behind the other; see `Chain.steps`."""
         return self._background.run(chain.steps(parts))
 
@@ -142,24 +143,26 @@ class SwarmConnection:
 
         return self._background.run(split())
 
-    def forward(self, span: Span, batches: Sequence[MicroBatch], adapter: PackedAdapter, keeps: bool) -> list[Passage]:
+    def forward(
+        self, span: Span, batches: Sequence[MicroBatch], adapter: PackedAdapter, keeps: bool
+    ) -> list[ForwardTrace]:
         """Run packed sequences through the blocks of `span`; see `swarm.client.batches.forward_pass`.
 
         Args:
             keeps: whether a way back may follow.
         """
-        work = Pass(self._asker, self._planner, adapter, keeps)
-        return self._background.run(forward_all(work, span, batches))
+        work = PassContext(self._asker, self._planner, adapter, keeps)
+        return self._background.run(forward_batches(work, span, batches))
 
     def backward(
-        self, passages: Sequence[Passage], gradients: Sequence[torch.Tensor], adapter: PackedAdapter, first: int
-    ) -> list[Gradients]:
+        self, passages: Sequence[ForwardTrace], gradients: Sequence[torch.Tensor], adapter: PackedAdapter, first: int
+    ) -> list[HopGradients]:
         """The gradients of what went in, from those of what came out; see `swarm.client.batches.backward_pass`."""
-        work = Pass(self._asker, self._planner, adapter)
-        return self._background.run(backward_all(work, passages, gradients, first))
+        work = PassContext(self._asker, self._planner, adapter)
+        return self._background.run(backward_batches(work, passages, gradients, first))
 
 
-def _shutdown(background: BackgroundLoop, planner: SwarmPlanner, asker: Asker, peer: Peer) -> None:
+def _shutdown(background: NetworkThread, planner: RoutePlanner, asker: HopRequester, peer: Peer) -> None:
     async def leave() -> None:
         asker.close()
         await planner.close()

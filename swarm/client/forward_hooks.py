@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from swarm.client.remote_sequential import Call, RemoteLayer
+from swarm.client.remote_sequential import ForwardCall, RemoteLayer
 from swarm.client.tuning.prompted_cache import PromptedCache
-from swarm.client.tuning.virtual_tokens import Placement, placement
+from swarm.client.tuning.virtual_tokens import VirtualTokenLayout, virtual_token_layout
 from swarm.errors import UsageError
 from swarm.models.placeholder_cache import PlaceholderCache
 
 
-class Calls:
+class ForwardHooks:
     """The hooks of one model.
 
     Args:
@@ -34,7 +34,7 @@ class Calls:
         self._model, self._layer = model, layer
         self._signature = inspect.signature(owner.forward)
         self._whole = inspect.signature(model.forward)
-        self._running = _Running()
+        self._running = _ForwardState()
         owner.register_forward_pre_hook(self._before, with_kwargs=True)
         owner.register_forward_hook(self._after, with_kwargs=True, always_call=True)
         if model is not owner and "labels" in self._whole.parameters and model.can_generate():
@@ -67,7 +67,9 @@ class Calls:
         kwargs, tokens = self._with_virtual_tokens(kwargs, tokens, cache)
         session = cache.session if cache is not None else None
         positioned = "position_ids" in self._signature.parameters
-        self._layer.expect(Call(session, kwargs.get("attention_mask"), kwargs.get("position_ids"), positioned, tokens))
+        self._layer.expect(
+            ForwardCall(session, kwargs.get("attention_mask"), kwargs.get("position_ids"), positioned, tokens)
+        )
         if self._running.cache is not None:
             self._running.cache.is_inside = True
         return (), kwargs
@@ -90,7 +92,7 @@ class Calls:
         if embeddings is None:
             embeddings = self._model.get_input_embeddings()(tokens)
         mask = kwargs.get("attention_mask")
-        where = placement(len(prompts), len(embeddings), mask)
+        where = virtual_token_layout(len(prompts), len(embeddings), mask)
         if running.cache is not None:
             running.cache.place(where)
         running.inserted = where.count
@@ -122,7 +124,7 @@ class Calls:
         if prompts is not None and labels is not None and (cache is None or not cache.get_seq_length()):
             self._running.has_labels = True
             mask = kwargs.get("attention_mask")
-            kwargs = {**kwargs, "labels": placement(len(prompts), len(labels), mask).labels(labels, mask)}
+            kwargs = {**kwargs, "labels": virtual_token_layout(len(prompts), len(labels), mask).labels(labels, mask)}
         return (), kwargs
 
     def _after_whole(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
@@ -137,7 +139,7 @@ class Calls:
         return int((given if given is not None else kwargs["inputs_embeds"]).shape[1])
 
 
-class _Running(threading.local):
+class _ForwardState(threading.local):
     """Of the forward that runs in this thread.
 
     Attributes:
@@ -160,7 +162,7 @@ def _by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[s
     return {**named, **named.pop(rest, {})} if rest is not None else named
 
 
-def _continued(kwargs: dict[str, Any], where: Placement, past: int) -> dict[str, Any]:
+def _continued(kwargs: dict[str, Any], where: VirtualTokenLayout, past: int) -> dict[str, Any]:
     """The arguments of a step behind the one that brought the virtual tokens."""
     kwargs = dict(kwargs)
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
@@ -188,9 +190,6 @@ def extended_tokens(
     count: int, tokens: torch.Tensor, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Token ids and mask of a prompt as a session remembers them."""
-    where = placement(count, len(tokens), mask)
+    where = virtual_token_layout(count, len(tokens), mask)
     with_virtual = where.extended(tokens, tokens.new_zeros(count))
     return with_virtual, where.extended(mask, mask.new_ones(count)) if mask is not None else None
-
-
-__all__ = ["Calls", "extended_tokens"]

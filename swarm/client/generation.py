@@ -14,28 +14,28 @@ from torch import nn
 from swarm.client.connection import SwarmConnection
 from swarm.client.forward_hooks import extended_tokens
 from swarm.client.lanes.inference_lanes import InferenceLanes
-from swarm.client.lanes.lane_count import LanesWanted, check_lanes
+from swarm.client.lanes.lane_count import LaneCount, validate_lane_count
 from swarm.client.lanes.lane_threads import generate_in_lanes
 from swarm.client.remote_sequential import RemoteSequential
-from swarm.client.routes.events import Listener
+from swarm.client.routes.events import EventListener
 from swarm.client.session import InferenceSession
-from swarm.client.speculation import bounded, check_speculation, unseen_length
-from swarm.client.threads.compute_lock import Turn
+from swarm.client.speculation import bound_candidates, unseen_length, validate_speculation
+from swarm.client.threads.compute_lock import ComputeTicket
 from swarm.client.tuning.lora import Lora
 from swarm.client.tuning.prompted_cache import PromptedCache
-from swarm.client.tuning.trained import Trained
+from swarm.client.tuning.trained import TrainedParameters
 from swarm.errors import UsageError
 from swarm.models.placeholder_cache import PlaceholderCache
 
 
-class Active(threading.local):
+class ActiveSessions(threading.local):
     """Sessions in use by the current thread."""
 
     session: InferenceSession | None = None
     own: InferenceSession | None = None
 
 
-class Distributed:
+class DistributedModelMixin:
     """What every distributed model has.
 
     Attributes:
@@ -52,8 +52,8 @@ class Distributed:
     prompts: nn.Parameter | None
     deep_prompts: nn.Parameter | None
     lora: Lora | None
-    trained: Trained
-    _active: Active
+    trained: TrainedParameters
+    _active: ActiveSessions
 
     def extra_repr(self) -> str:
         return f"wire={self.swarm.config.wire}"
@@ -63,7 +63,7 @@ class Distributed:
         """Token ids to the hidden states that `session.step` takes."""
         return self.get_input_embeddings()  # type: ignore[attr-defined, no-any-return]
 
-    def inference_session(self, *, max_length: int, listener: Listener | None = None) -> InferenceSession:
+    def inference_session(self, *, max_length: int, listener: EventListener | None = None) -> InferenceSession:
         """Open a session for up to `max_length` tokens a row; servers reserve room for them at the first step.
 
         As a context manager it is used by every `generate` inside, which then computes only what is new: a prompt
@@ -79,14 +79,14 @@ class Distributed:
             session.cache = PromptedCache(session, count)
         return session
 
-    def inference_lanes(self, lanes: LanesWanted = "auto", *, max_length: int) -> InferenceLanes:
+    def inference_lanes(self, lanes: LaneCount = "auto", *, max_length: int) -> InferenceLanes:
         """Open several sessions that are in flight at once; see `InferenceLanes`.
 
         Args:
             lanes: how many; "auto" for one a server of the route.
             max_length: as for `inference_session`.
         """
-        check_lanes(lanes)
+        validate_lane_count(lanes)
         count = self.swarm.stages() if lanes == "auto" else lanes
         return InferenceLanes([self.inference_session(max_length=max_length) for _ in range(count)])
 
@@ -150,7 +150,7 @@ class Distributed:
         )
 
 
-class DistributedGeneration(Distributed):
+class DistributedGenerationMixin(DistributedModelMixin):
     """What a distributed language model has."""
 
     def generate(
@@ -158,7 +158,7 @@ class DistributedGeneration(Distributed):
         inputs: Any = None,
         *args: Any,
         session: InferenceSession | None = None,
-        lanes: LanesWanted | None = None,
+        lanes: LaneCount | None = None,
         **kwargs: Any,
     ) -> Any:
         """transformers' `generate`, with everything it takes.
@@ -188,7 +188,7 @@ class DistributedGeneration(Distributed):
             kwargs["past_key_values"] = session.cache
         return self._generate({"inputs": inputs, **kwargs}, None, *args)
 
-    def _generate(self, arguments: dict[str, Any], turn: Turn | None, *args: Any) -> Any:
+    def _generate(self, arguments: dict[str, Any], turn: ComputeTicket | None, *args: Any) -> Any:
         """transformers' `generate`, computing inside the turn if this is one lane of several."""
         try:
             with turn if turn is not None else nullcontext():
@@ -209,11 +209,11 @@ class DistributedGeneration(Distributed):
 
     def _get_candidate_generator(self, generation_config: Any, assistant_model: Any = None, **kwargs: Any) -> Any:
         """transformers' hook: what proposes the candidates of assisted generation."""
-        check_speculation(generation_config, is_draft_remote=isinstance(assistant_model, Distributed))
+        validate_speculation(generation_config, is_draft_remote=isinstance(assistant_model, DistributedModelMixin))
         generator = super()._get_candidate_generator(  # type: ignore[misc]
             generation_config=generation_config, assistant_model=assistant_model, **kwargs
         )
-        return bounded(generator, generation_config.max_length - 1)
+        return bound_candidates(generator, generation_config.max_length - 1)
 
     def prepare_inputs_for_generation(
         self,

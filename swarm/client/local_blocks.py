@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from swarm.client.chain.input_history import REQUEST_TOKENS
-from swarm.client.wire.padding import Rows, flat_rows, shaped_rows
+from swarm.client.wire.padding import PaddedBatch, drop_padding, restore_padding
 from swarm.data_structures import HopTiming, Route, Span, StepLayout
 from swarm.errors import InvalidSpan, TooLong
 from swarm.models.adapters.layer_hooks import NO_ADAPTER, AdapterWeights
@@ -58,7 +58,7 @@ def _edges(wanted: Any) -> tuple[int, int]:
     return int(wanted.start or 0), int(end)
 
 
-def described(route: Route, local: Span | None) -> str:
+def describe_route(route: Route, local: Span | None) -> str:
     """The whole way of a token, for people."""
     return str(route) if local is None else f"route: {local} here → " + str(route).removeprefix("route: ")
 
@@ -88,7 +88,7 @@ class LocalBlocks:
         return SessionCache(self._model.narrowed(span), self._checked(span, adapter))
 
     def forward(
-        self, span: Span, hidden_RTH: torch.Tensor, rows: Rows, adapter: AdapterWeights = NO_ADAPTER
+        self, span: Span, hidden_RTH: torch.Tensor, rows: PaddedBatch, adapter: AdapterWeights = NO_ADAPTER
     ) -> torch.Tensor:
         """Run whole sequences through the blocks of `span`, with torch's own graph behind them if gradients are wanted.
 
@@ -101,7 +101,9 @@ class LocalBlocks:
         pieces = [slice(first, first + size) for first in range(0, max(1, len(hidden_RTH)), size)]
         return torch.cat([self._forward(span, hidden_RTH[piece], rows[piece], adapter) for piece in pieces])
 
-    def _forward(self, span: Span, hidden_RTH: torch.Tensor, rows: Rows, adapter: AdapterWeights) -> torch.Tensor:
+    def _forward(
+        self, span: Span, hidden_RTH: torch.Tensor, rows: PaddedBatch, adapter: AdapterWeights
+    ) -> torch.Tensor:
         layout = rows.layout
         if not layout.tokens:
             return torch.zeros_like(hidden_RTH)
@@ -110,10 +112,10 @@ class LocalBlocks:
             return self.compute(self.new_cache(span, adapter), hidden_RTH, rows.real, layout)
         self._check_positions(layout)
         model = self._model.narrowed(span)
-        packed_TH = flat_rows(hidden_RTH, rows.real).to(model.device, model.dtype)
+        packed_TH = drop_padding(hidden_RTH, rows.real).to(model.device, model.dtype)
         with self._lock:
             output_TH = training.forward(model, packed_TH, layout, self._checked(span, adapter))
-        return shaped_rows(output_TH, hidden_RTH, rows.real)
+        return restore_padding(output_TH, hidden_RTH, rows.real)
 
     def _checked(self, span: Span, adapter: AdapterWeights) -> AdapterWeights:
         mine = {block: part for block, part in adapter.items() if block in span}
@@ -138,10 +140,10 @@ class LocalBlocks:
             TooLong: the model has no such position.
         """
         self._check_positions(layout)
-        packed_TH = flat_rows(hidden_RTH, real_RT).to(self._model.device, self._model.dtype)
+        packed_TH = drop_padding(hidden_RTH, real_RT).to(self._model.device, self._model.dtype)
         with self._lock:
             output_TH = cache.step(packed_TH.contiguous(), layout)
-        return shaped_rows(output_TH, hidden_RTH, real_RT)
+        return restore_padding(output_TH, hidden_RTH, real_RT)
 
     def _check_positions(self, layout: StepLayout) -> None:
         limit = self._model.positions
@@ -178,7 +180,7 @@ class LocalSession:
             layout: as it is going to be sent.
         """
         began = time.perf_counter()
-        sources = sources_here(layout.sources, self._copied)
+        sources = local_sources(layout.sources, self._copied)
         here = StepLayout(layout.starts, layout.counts, sources, layout.offsets)
         output = self._blocks.compute(self._cache, hidden_RTH, real_RT, here)
         if layout.sources is not None:
@@ -192,7 +194,7 @@ class LocalSession:
         self._copied = None
 
 
-def sources_here(sources: tuple[int, ...] | None, copied: tuple[int, ...] | None) -> tuple[int, ...] | None:
+def local_sources(sources: tuple[int, ...] | None, copied: tuple[int, ...] | None) -> tuple[int, ...] | None:
     """Where rows come from in a cache whose rows were copied already.
 
     Args:

@@ -12,8 +12,8 @@ from torch import nn
 from swarm.client.autograd import run_remotely
 from swarm.client.connection import SwarmConnection
 from swarm.client.session import InferenceSession
-from swarm.client.wire.adapter import Adapter, parts_of
-from swarm.client.wire.padding import Rows
+from swarm.client.wire.adapter import Adapter, adapter_parts
+from swarm.client.wire.padding import PaddedBatch
 from swarm.data_structures import Span
 from swarm.errors import InvalidSpan, SwarmError
 
@@ -29,7 +29,7 @@ class RemoteSequential(nn.Module):
         super().__init__()
         self.span = span
         self._connection = connection
-        self._tuning = _Tuning(adapter)
+        self._tuning = _SharedAdapter(adapter)
 
     @property
     def adapter(self) -> Adapter | None:
@@ -67,10 +67,10 @@ class RemoteSequential(nn.Module):
         if position_ids is not None:
             position_ids = position_ids.expand(hidden.shape[0], -1)
         counts = (hidden.shape[1],) * hidden.shape[0] if real is None else tuple(real.sum(1).tolist())
-        return self._run(hidden, Rows(counts, real, position_ids))
+        return self._run(hidden, PaddedBatch(counts, real, position_ids))
 
-    def _run(self, hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
-        parts = parts_of(self.adapter, self.span)
+    def _run(self, hidden: torch.Tensor, rows: PaddedBatch) -> torch.Tensor:
+        parts = adapter_parts(self.adapter, self.span)
         local, end = self._connection.local, self.span.start
         if local is not None and local.span.end > self.span.start:
             end = min(self.span.end, local.span.end)
@@ -101,14 +101,14 @@ class RemoteSequential(nn.Module):
 
 
 @dataclass
-class _Tuning:
+class _SharedAdapter:
     """What all slices of the same blocks share."""
 
     adapter: Adapter | None
 
 
 @dataclass
-class Call:
+class ForwardCall:
     """One forward of the client's model, as the module around the remote layer was called.
 
     Attributes:
@@ -145,12 +145,12 @@ class RemoteLayer(nn.Module):
         self._outputs = outputs
         self._local = threading.local()
 
-    def expect(self, call: Call) -> None:
+    def expect(self, call: ForwardCall) -> None:
         """The next forward in this thread belongs to `call`."""
         self._local.call = call
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        call: Call | None = getattr(self._local, "call", None)
+        call: ForwardCall | None = getattr(self._local, "call", None)
         if call is None:
             raise SwarmError("the remote layer works inside its model only; use model.remote_blocks instead")
         self._local.call = None

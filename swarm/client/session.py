@@ -13,11 +13,11 @@ from swarm.client.chain.input_history import REQUEST_TOKENS
 from swarm.client.chain.prompt_chunks import chunk_slots
 from swarm.client.connection import SwarmConnection
 from swarm.client.local_blocks import LocalSession
-from swarm.client.routes.events import Listener
-from swarm.client.wire.adapter import frozen, parts_of
+from swarm.client.routes.events import EventListener
+from swarm.client.wire.adapter import adapter_parts, detach_parts
 from swarm.client.wire.adapter_upload import pack_adapter
-from swarm.client.wire.packed_hidden import Packed
-from swarm.client.wire.padding import pack_rows, position_offsets, unpack_rows
+from swarm.client.wire.packed_hidden import PackedHidden
+from swarm.client.wire.padding import pack_hidden, position_offsets, unpack_hidden
 from swarm.data_structures import HopTiming, Route, Span, StepLayout
 from swarm.errors import SessionClosed, TooLong
 from swarm.models.placeholder_cache import PlaceholderCache
@@ -39,7 +39,7 @@ class InferenceSession:
     """
 
     def __init__(
-        self, model: Any, connection: SwarmConnection, max_length: int, listener: Listener | None = None
+        self, model: Any, connection: SwarmConnection, max_length: int, listener: EventListener | None = None
     ) -> None:
         if max_length < 1:
             raise ValueError(f"max_length is {max_length}; a session needs room for at least one token")
@@ -169,24 +169,24 @@ class InferenceSession:
         size: int,
     ) -> torch.Tensor:
         """The blocks' outputs; chunks of `size` slots follow each other through the chain."""
-        cut = list(chunks(layout, fresh, positions, hidden.shape[1], size))
+        cut = list(split_step(layout, fresh, positions, hidden.shape[1], size))
         parts = []
         for slots, of_slots, real in cut:
             inputs = hidden[:, slots]
             if self._local is not None:
                 inputs = self._local.compute(inputs, real, of_slots)
-            parts.append((pack_rows(inputs, real, self._connection.config.wire), of_slots))
+            parts.append((pack_hidden(inputs, real, self._connection.config.wire), of_slots))
         outputs = self._send(parts)
         if self._local is not None:
             self._local.confirm()
         if len(cut) == 1 and cut[0][0] == slice(0, hidden.shape[1]):
-            return unpack_rows(outputs[0], hidden, fresh)
+            return unpack_hidden(outputs[0], hidden, fresh)
         result = torch.zeros_like(hidden)
         for (slots, _, real), output in zip(cut, outputs, strict=True):
-            result[:, slots] = unpack_rows(output, hidden[:, slots], real)
+            result[:, slots] = unpack_hidden(output, hidden[:, slots], real)
         return result
 
-    def _send(self, parts: Sequence[tuple[Packed, StepLayout]]) -> list[Packed]:
+    def _send(self, parts: Sequence[tuple[PackedHidden, StepLayout]]) -> list[PackedHidden]:
         return self._connection.steps(self._opened(), parts)
 
     def _opened(self) -> Chain:
@@ -194,10 +194,10 @@ class InferenceSession:
             raise SessionClosed("this inference session is closed; open another one")
         if self._chain is None or not self._chain.is_open:
             self._free()
-            parts = parts_of(self._model.remote_blocks.adapter, Span(0, self._connection.blocks))
+            parts = adapter_parts(self._model.remote_blocks.adapter, Span(0, self._connection.blocks))
             remote = {block: part for block, part in parts.items() if block in self._connection.span}
             if self._connection.local is not None:
-                self._local = self._connection.local.session(frozen(parts))
+                self._local = self._connection.local.session(detach_parts(parts))
             # Known before it is open, so that it is closed even if somebody interrupts in the moment when it is.
             self._chain = self._connection.new_chain(self.max_length, pack_adapter(remote), self._listener)
             self._connection.open_chain(self._chain)
@@ -223,7 +223,7 @@ class InferenceSession:
         self.close()
 
 
-def chunks(
+def split_step(
     layout: StepLayout, fresh: torch.Tensor | None, positions: torch.Tensor | None, slots: int, size: int
 ) -> Iterator[tuple[slice, StepLayout, torch.Tensor | None]]:
     """A step, `size` slots at a time: which slots, their layout, and which of them are real `[rows, size]` (None: all).

@@ -11,7 +11,7 @@ from typing import Any
 from swarm.errors import UsageError
 
 
-def check_speculation(generation_config: Any, is_draft_remote: bool) -> None:
+def validate_speculation(generation_config: Any, is_draft_remote: bool) -> None:
     """Raise `UsageError` if candidates are wanted from what is not here.
 
     Args:
@@ -29,7 +29,7 @@ def check_speculation(generation_config: Any, is_draft_remote: bool) -> None:
         )
 
 
-def bounded(generator: Any, limit: int) -> Any:
+def bound_candidates(generator: Any, limit: int) -> Any:
     """The same candidate generator, whose sequences have at most `limit` tokens.
 
     The model's own token follows the last candidate, so nothing behind `limit` could be used; but servers would have to

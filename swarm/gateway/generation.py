@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from swarm.client.routes.events import Event
-from swarm.client.threads.compute_lock import Baton, Turn
+from swarm.client.routes.events import SessionEvent
+from swarm.client.threads.compute_lock import ComputeLock, ComputeTicket
 from swarm.gateway.failures import ApiFailure, failure_of
 from swarm.generation.sampling import Chosen, Constraint, Sampler, Sampling, TextPieces
 from swarm.generation.stop_sequences import Stops
@@ -81,7 +81,7 @@ class Failed:
     failure: ApiFailure
 
 
-News = Delta | End | Failed | Event
+News = Delta | End | Failed | SessionEvent
 
 
 class Generation:
@@ -103,7 +103,7 @@ class Generation:
         self,
         model: Any,
         tokenizer: Any,
-        baton: Baton,
+        baton: ComputeLock,
         ends: Collection[int],
         work: Work,
         hear: Callable[[News], None],
@@ -112,7 +112,7 @@ class Generation:
         self._hear = hear
         self._model = model
         self._work = work
-        self._turn = Turn(baton)
+        self._turn = ComputeTicket(baton)
         self._cancelled = False
         self._ends = ends
         self._text = _Text(TextPieces(tokenizer, work.prompt, keep_special=work.tools is not None), work)

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 from starlette.types import Receive
 
 from swarm.client.auto_model import AutoDistributedModelForCausalLM
-from swarm.client.threads.compute_lock import Baton
+from swarm.client.threads.compute_lock import ComputeLock
 from swarm.errors import format_blocks
 from swarm.gateway.failures import ApiFailure, NotFound, Unavailable
 from swarm.gateway.http import Room, unless_gone
@@ -91,7 +91,7 @@ class ServedModel:
     name: str
     model: Any
     tokenizer: Any
-    baton: Baton = field(default_factory=Baton)
+    baton: ComputeLock = field(default_factory=ComputeLock)
     created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod

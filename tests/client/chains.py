@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from swarm.client.chain.chain import Chain
-from swarm.client.routes.events import Event
-from swarm.client.wire.packed_hidden import Manner, Packed
+from swarm.client.routes.events import SessionEvent
+from swarm.client.wire.packed_hidden import PackedHidden
+from swarm.client.wire.request_options import RequestOptions
 from swarm.data_structures import Route, ServerInfo, Span, StepLayout, WireFormat
 from swarm.errors import ProtocolViolation
 from swarm.models.execution.span_model import SpanModel
@@ -150,7 +151,7 @@ class Swarm:
         model: all blocks.
         servers: name -> (start, end). The first ones are the faster ones, which the router prefers.
         patience: seconds that the client waits for blocks that nobody holds.
-        push: see `Manner`.
+        push: see `RequestOptions`.
         seconds: that a server computes for one step.
     """
 
@@ -167,10 +168,10 @@ class Swarm:
         self.model = model
         self.hub = MemoryHub(lambda source, target: 0.01, self._on_message)
         self.network = MemoryNetwork(self.hub, CLIENT)
-        self.manner = Manner(REVISION, wire, 60.0, push)
+        self.manner = RequestOptions(REVISION, wire, 60.0, push)
         self.announced: dict[str, ServerInfo] = {}
         self.servers: dict[str, Server] = {}
-        self.events: list[Event] = []
+        self.events: list[SessionEvent] = []
         self.planner = RoutingPlanner(lambda: list(self.announced.values()), patience)
         self.on_message: OnMessage = lambda source, target, message: False
         self._seconds = seconds
@@ -240,7 +241,7 @@ class Conversation:
             starts = dict(enumerate(layouts[0].starts))
             self.caps = [min(cap, starts.get(row, 0)) for row, cap in enumerate(self.caps)]
         parts = [
-            (Packed(pack(hidden, WireFormat.NONE), layout.tokens, HIDDEN, WireFormat.NONE, "float32"), layout)
+            (PackedHidden(pack(hidden, WireFormat.NONE), layout.tokens, HIDDEN, WireFormat.NONE, "float32"), layout)
             for hidden, layout in zip(hiddens, layouts, strict=True)
         ]
         results = await self.chain.steps(parts)
@@ -249,7 +250,7 @@ class Conversation:
             self._check(layout, result)
         self.caps = self.lengths
 
-    def _check(self, layout: StepLayout, result: Packed) -> None:
+    def _check(self, layout: StepLayout, result: PackedHidden) -> None:
         """Outputs of the step after which the rows are what they are now."""
         outputs = unpack(result.payload, result.tokens, HIDDEN, result.wire, result.dtype, torch.device("cpu"))
         expected = torch.cat(

@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from swarm.client.wire.packed_hidden import Manner, Packed
+from swarm.client.wire.packed_hidden import PackedHidden
+from swarm.client.wire.request_options import RequestOptions
 from swarm.data_structures import Hop, Span, StepLayout, WireFormat
 from swarm.errors import PeerLost
 from swarm.protocol import messages
@@ -19,8 +20,8 @@ from tests.infos import server_info
 
 HIDDEN = 4
 LAYOUT = StepLayout((0, 0), (2, 1))
-MANNER = Manner("main", WireFormat.FLOAT16, 60.0)
-INPUT = Packed(b"i" * 48, 3, HIDDEN, WireFormat.NONE, "float32")
+MANNER = RequestOptions("main", WireFormat.FLOAT16, 60.0)
+INPUT = PackedHidden(b"i" * 48, 3, HIDDEN, WireFormat.NONE, "float32")
 OUTPUT = b"o" * 24
 """Three tokens of four values in 16 bits."""
 

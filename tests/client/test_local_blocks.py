@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from swarm.client.local_blocks import LocalBlocks, LocalSession, described, parse_local_blocks, sources_here
+from swarm.client.local_blocks import LocalBlocks, LocalSession, describe_route, local_sources, parse_local_blocks
 from swarm.data_structures import Hop, Route, Span, StepLayout
 from swarm.errors import InvalidSpan, MissingBlocks
 from swarm.models.execution.session_cache import SessionCache
@@ -62,8 +62,8 @@ def test_what_cannot_be_is_said(wanted: Any, why: str) -> None:
 
 def test_a_route_begins_here() -> None:
     route = Route((Hop(server_info(2, 6, "server"), Span(2, 6)),))
-    assert described(route, None) == str(route) == "route: 2:6 …server"
-    assert described(route, Span(0, 2)) == "route: 0:2 here → 2:6 …server"
+    assert describe_route(route, None) == str(route) == "route: 2:6 …server"
+    assert describe_route(route, Span(0, 2)) == "route: 0:2 here → 2:6 …server"
 
 
 rows = st.integers(1, 5)
@@ -79,7 +79,7 @@ def test_rows_that_were_copied_already_are_copied_no_further(data: st.DataObject
     again = tuple(
         copied[place] for place in data.draw(st.lists(st.integers(0, len(copied) - 1), min_size=1, max_size=5))
     )
-    sources = sources_here(again, copied)
+    sources = local_sources(again, copied)
     assert sources is not None
     assert [here[source] for source in sources] == [behind[source] for source in again]
 

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteriaList
 
 from swarm.client.chain.chain import Chain
-from swarm.client.speculation import bounded, check_speculation, unseen_length
+from swarm.client.speculation import bound_candidates, unseen_length, validate_speculation
 from swarm.data_structures import StepLayout
 from swarm.errors import UsageError
 from tests.disturbances import Before, holder
@@ -217,7 +217,7 @@ class Proposes:
 @pytest.mark.parametrize(("length", "limit", "left"), [(5, 20, 5), (5, 12, 2), (5, 10, 0), (5, 3, 0), (0, 20, 0)])
 @pytest.mark.parametrize("logits", [True, False])
 def test_candidates_are_bounded(length: int, limit: int, left: int, logits: bool) -> None:
-    tokens, scores = bounded(Proposes(length, logits), limit).get_candidates(prompt(10))
+    tokens, scores = bound_candidates(Proposes(length, logits), limit).get_candidates(prompt(10))
     assert tokens[:, :10].tolist() == prompt(10).tolist()
     assert tokens[0, 10:].tolist() == list(range(left))
     assert (scores.shape[1] == left) if logits else scores is None
@@ -225,9 +225,9 @@ def test_candidates_are_bounded(length: int, limit: int, left: int, logits: bool
 
 def test_generators_that_look_inside_of_the_model_are_refused() -> None:
     with pytest.raises(UsageError, match="Proposes drafts from hidden states"):
-        bounded(Proposes(3, True, looks_inside=True), 10)
+        bound_candidates(Proposes(3, True, looks_inside=True), 10)
     with pytest.raises(UsageError, match="assistant_early_exit"):
-        check_speculation(SimpleNamespace(assistant_early_exit=1), is_draft_remote=False)
+        validate_speculation(SimpleNamespace(assistant_early_exit=1), is_draft_remote=False)
 
 
 @pytest.mark.parametrize(

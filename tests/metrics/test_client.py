@@ -17,7 +17,7 @@ from tests.metrics.readings import Readings, parse, value
 SPAN = Span(2, 4)
 
 
-def heard(*happened: events.Event) -> Readings:
+def heard(*happened: events.SessionEvent) -> Readings:
     registry = Registry()
     metrics = ClientMetrics(registry)
     for event in happened:
@@ -49,7 +49,7 @@ def test_an_answer_with_a_failover() -> None:
 
 def test_every_event_has_its_count() -> None:
     metrics = ClientMetrics(Registry())
-    assert {event.__name__ for event in get_args(events.Event)} == set(metrics._by_event)
+    assert {event.__name__ for event in get_args(events.SessionEvent)} == set(metrics._by_event)
 
 
 def test_every_reason_has_its_label() -> None:

@@ -13,7 +13,8 @@ import torch
 import uvloop
 
 from swarm.client.chain.chain import Chain
-from swarm.client.wire.packed_hidden import Manner, Packed
+from swarm.client.wire.packed_hidden import PackedHidden
+from swarm.client.wire.request_options import RequestOptions
 from swarm.data_structures import ServerState, Span, StepLayout, WireFormat
 from swarm.dht.directory import fetch_servers
 from swarm.dht.validation import AnnouncementValidator
@@ -47,9 +48,9 @@ async def client_of(first: Server) -> Peer:
     return await Peer.create(P2PConfig(initial_peers=await first.peer.visible_addresses()), AnnouncementValidator())
 
 
-def hidden_states(tokens: int) -> Packed:
+def hidden_states(tokens: int) -> PackedHidden:
     values = torch.randn(tokens, 32).numpy().tobytes()
-    return Packed(values, tokens, 32, WireFormat.NONE, "float32")
+    return PackedHidden(values, tokens, 32, WireFormat.NONE, "float32")
 
 
 def test_five_servers_of_one_process_spread_over_the_blocks(folder: str) -> None:
@@ -92,7 +93,7 @@ def test_a_leaving_server_finishes_the_running_step(folder: str, monkeypatch: py
         [info] = await fetch_servers(client.dht, "model", BLOCKS)
         announced = [info]
         planner = RoutingPlanner(lambda: announced, patience=0.0)
-        chain = Chain(client, planner, Manner(info.revision, WireFormat.NONE, 20), Span(0, 6), 16)
+        chain = Chain(client, planner, RequestOptions(info.revision, WireFormat.NONE, 20), Span(0, 6), 16)
         await chain.open()
         monkeypatch.setattr(SpanModel, "forward_tokens", slow)
         step = asyncio.create_task(chain.step(hidden_states(3), StepLayout((0,), (3,))))

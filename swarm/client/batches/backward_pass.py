@@ -10,14 +10,14 @@ from collections.abc import Sequence
 
 import torch
 
-from swarm.client.batches.forward_pass import Pass, Passage, together, travel
-from swarm.client.batches.gradient_packing import Gradients
+from swarm.client.batches.forward_pass import ForwardTrace, PassContext, gather_or_cancel, run_hops
+from swarm.client.batches.gradient_packing import HopGradients
 from swarm.errors import RemoteError
 
 
-async def backward_all(
-    work: Pass, passages: Sequence[Passage], gradients: Sequence[torch.Tensor], first: int
-) -> list[Gradients]:
+async def backward_batches(
+    work: PassContext, passages: Sequence[ForwardTrace], gradients: Sequence[torch.Tensor], first: int
+) -> list[HopGradients]:
     """The gradients of what went in and of the adapter, one for each passage, in their order.
 
     Args:
@@ -28,10 +28,10 @@ async def backward_all(
     Raises as `forward_all` does.
     """
     pairs = zip(passages, gradients, strict=True)
-    return await together([_backward(work, passage, gradient, first) for passage, gradient in pairs])
+    return await gather_or_cancel([_backward(work, passage, gradient, first) for passage, gradient in pairs])
 
 
-async def _backward(work: Pass, passage: Passage, gradient_TH: torch.Tensor, first: int) -> Gradients:
+async def _backward(work: PassContext, passage: ForwardTrace, gradient_TH: torch.Tensor, first: int) -> HopGradients:
     """One micro-batch, whatever happens to the servers."""
     layout, detours = passage.layout, work.detours()
     legs, parts = list(passage.legs), dict[int, Sequence[torch.Tensor]]()
@@ -50,5 +50,5 @@ async def _backward(work: Pass, passage: Passage, gradient_TH: torch.Tensor, fir
                 work.planner.succeeded(hop.server.peer_id)
                 gradient_TH, parts = found.inputs, {**parts, **found.parts}
                 continue
-        legs += (await travel(work, detours, span, leg.inputs, layout, hops, whole=False))[0]
-    return Gradients(gradient_TH, parts)
+        legs += (await run_hops(work, detours, span, leg.inputs, layout, hops, whole=False))[0]
+    return HopGradients(gradient_TH, parts)

@@ -13,11 +13,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from swarm.client.batches.hop_requests import Asker
-from swarm.client.batches.rerouting import Detours
+from swarm.client.batches.hop_requests import HopRequester
+from swarm.client.batches.rerouting import Rerouter
 from swarm.client.chain.failover import Planner
 from swarm.client.wire.adapter_upload import PackedAdapter
-from swarm.client.wire.packed_hidden import Packed
+from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.data_structures import Hop, Route, Span, StepLayout
 from swarm.errors import RemoteError
 
@@ -28,21 +28,21 @@ T = TypeVar("T")
 class MicroBatch:
     """Whole sequences and the route that they should take."""
 
-    hidden: Packed
+    hidden: PackedHidden
     layout: StepLayout
     route: Route
 
 
 @dataclass(frozen=True)
-class Leg:
+class HopInputs:
     """What went into the blocks of one hop."""
 
     hop: Hop
-    inputs: Packed
+    inputs: PackedHidden
 
 
 @dataclass(frozen=True)
-class Passage:
+class ForwardTrace:
     """The way that a micro-batch took, from which its backward pass begins.
 
     Attributes:
@@ -51,12 +51,12 @@ class Passage:
     """
 
     layout: StepLayout
-    legs: tuple[Leg, ...]
-    outputs: Packed
+    legs: tuple[HopInputs, ...]
+    outputs: PackedHidden
 
 
 @dataclass
-class Pass:
+class PassContext:
     """One forward or backward pass of a batch.
 
     Attributes:
@@ -65,18 +65,18 @@ class Pass:
         lost: servers that failed meanwhile, and when.
     """
 
-    asker: Asker
+    asker: HopRequester
     planner: Planner
     adapter: PackedAdapter = field(default_factory=PackedAdapter)
     keeps: bool = True
     lost: dict[str, float] = field(default_factory=dict)
 
-    def detours(self) -> Detours:
+    def detours(self) -> Rerouter:
         """For one micro-batch."""
-        return Detours(self.planner, self.lost)
+        return Rerouter(self.planner, self.lost)
 
 
-async def forward_all(work: Pass, span: Span, batches: Sequence[MicroBatch]) -> list[Passage]:
+async def forward_batches(work: PassContext, span: Span, batches: Sequence[MicroBatch]) -> list[ForwardTrace]:
     """All micro-batches through the blocks of `span`, at the same time; in their order.
 
     Raises:
@@ -89,30 +89,30 @@ async def forward_all(work: Pass, span: Span, batches: Sequence[MicroBatch]) -> 
     later = {hop.server.peer_id: hop for batch in batches for hop in batch.route.hops[1:]}
     bringing = [asyncio.ensure_future(_bring(work, hop)) for hop in later.values() if work.adapter.keys(hop.span)]
     try:
-        return await together([_forward(work, span, batch) for batch in batches])
+        return await gather_or_cancel([_forward(work, span, batch) for batch in batches])
     finally:
-        await cancelled(bringing)
+        await cancel_tasks(bringing)
 
 
-async def _bring(work: Pass, hop: Hop) -> None:
+async def _bring(work: PassContext, hop: Hop) -> None:
     with suppress(RemoteError):  # whoever needs it there will see
         await work.asker.bring(hop, work.adapter)
 
 
-async def _forward(work: Pass, span: Span, batch: MicroBatch) -> Passage:
-    legs, outputs = await travel(work, work.detours(), span, batch.hidden, batch.layout, batch.route.hops)
-    return Passage(batch.layout, tuple(legs), outputs)
+async def _forward(work: PassContext, span: Span, batch: MicroBatch) -> ForwardTrace:
+    legs, outputs = await run_hops(work, work.detours(), span, batch.hidden, batch.layout, batch.route.hops)
+    return ForwardTrace(batch.layout, tuple(legs), outputs)
 
 
-async def travel(
-    work: Pass,
-    detours: Detours,
+async def run_hops(
+    work: PassContext,
+    detours: Rerouter,
     span: Span,
-    hidden: Packed,
+    hidden: PackedHidden,
     layout: StepLayout,
     hops: Sequence[Hop],
     whole: bool = True,
-) -> tuple[list[Leg], Packed]:
+) -> tuple[list[HopInputs], PackedHidden]:
     """One micro-batch through the blocks of `span`, whatever happens to the servers.
 
     Args:
@@ -121,12 +121,12 @@ async def travel(
     Returns:
         the way that it took, and what came out of it.
     """
-    legs: list[Leg] = []
+    legs: list[HopInputs] = []
     while hops:
         rest = Span(hops[0].span.start, span.end)
         hop, *behind = await detours.begin(hops, rest)
         if not behind and not whole:
-            return [*legs, Leg(hop, hidden)], hidden
+            return [*legs, HopInputs(hop, hidden)], hidden
         try:
             slowness = work.planner.slowness(hop.server.peer_id)
             outputs = await work.asker.forward(hop, hidden, layout, work.adapter, slowness)
@@ -135,21 +135,21 @@ async def travel(
             continue
         work.planner.succeeded(hop.server.peer_id)
         if work.keeps:
-            legs.append(Leg(hop, hidden))
+            legs.append(HopInputs(hop, hidden))
         hidden, hops = outputs, behind
     return legs, hidden
 
 
-async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+async def gather_or_cancel(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """All results, in order. When one fails the others are broken off."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return list(await asyncio.gather(*tasks))
     finally:
-        await cancelled(tasks)
+        await cancel_tasks(tasks)
 
 
-async def cancelled(tasks: Sequence[asyncio.Future[Any]]) -> None:
+async def cancel_tasks(tasks: Sequence[asyncio.Future[Any]]) -> None:
     """End tasks that are not wanted any more."""
     for task in tasks:
         task.cancel()

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 import torch
 
-from swarm.client.wire.packed_hidden import Packed
+from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.data_structures import WireFormat
 from swarm.protocol.compression import DTYPES, pack, unpack
 
-LARGEST_EXPONENT = 100
+MAX_SCALE_EXPONENT = 100
 """Powers of two that gradients are scaled by at most, so that the factor is a number that float32 has."""
 
 _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Gradients:
+class HopGradients:
     """What was computed in one server's blocks, or in those of several.
 
     Attributes:
@@ -31,7 +31,7 @@ class Gradients:
     parts: Mapping[int, Sequence[torch.Tensor]]
 
 
-def wire_of(wire: WireFormat) -> WireFormat:
+def gradient_wire_format(wire: WireFormat) -> WireFormat:
     """The format of gradients, where hidden states travel in `wire`.
 
     8 bits are too few for them. Of 16, float16 has eight times the precision of bfloat16; scaled, they fit into it.
@@ -39,7 +39,7 @@ def wire_of(wire: WireFormat) -> WireFormat:
     return WireFormat.NONE if wire is WireFormat.NONE else WireFormat.FLOAT16
 
 
-def pack_scaled(gradient_TH: torch.Tensor, wire: WireFormat, dtype: str) -> tuple[Packed, float]:
+def pack_scaled(gradient_TH: torch.Tensor, wire: WireFormat, dtype: str) -> tuple[PackedHidden, float]:
     """A gradient times a power of two, so that its largest number is near 1, and what to multiply the answer by.
 
     Gradients are often less than what 16 bits hold: float16 begins at 6e-8. A power of two changes no digit, and
@@ -50,13 +50,13 @@ def pack_scaled(gradient_TH: torch.Tensor, wire: WireFormat, dtype: str) -> tupl
         dtype: what `wire` leaves open, see `WireFormat.NONE`.
     """
     largest = float(gradient_TH.abs().max())
-    exponent = max(-LARGEST_EXPONENT, min(LARGEST_EXPONENT, math.frexp(largest)[1]))
+    exponent = max(-MAX_SCALE_EXPONENT, min(MAX_SCALE_EXPONENT, math.frexp(largest)[1]))
     scaled = (gradient_TH * 2.0**-exponent).to(DTYPES[dtype] if wire is WireFormat.NONE else torch.float32)
-    packed = Packed(pack(scaled, wire), gradient_TH.shape[0], gradient_TH.shape[1], wire, dtype)
+    packed = PackedHidden(pack(scaled, wire), gradient_TH.shape[0], gradient_TH.shape[1], wire, dtype)
     return packed, 2.0**exponent
 
 
-def unpack_scaled(packed: Packed, factor: float) -> torch.Tensor:
+def unpack_scaled(packed: PackedHidden, factor: float) -> torch.Tensor:
     """A gradient of the answer `[tokens, hidden_size]`, float32."""
     flat = unpack(packed.payload, packed.tokens, packed.hidden_size, packed.wire, packed.dtype, _CPU)
     return flat.float() * factor

@@ -13,21 +13,22 @@ from dataclasses import dataclass, field
 
 import torch
 
-from swarm.client.batches.gradient_packing import Gradients, pack_scaled, unpack_scaled, wire_of
+from swarm.client.batches.gradient_packing import HopGradients, gradient_wire_format, pack_scaled, unpack_scaled
 from swarm.client.batches.stream_pool import StreamPool
-from swarm.client.wire.adapter_upload import Carried, PackedAdapter, SentAdapters
-from swarm.client.wire.packed_hidden import Manner, Packed
+from swarm.client.wire.adapter_upload import AdapterUpload, PackedAdapter, UploadLedger
+from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.client.wire.reply_checks import (
-    Outputs,
-    accepted,
-    answering,
-    checked,
-    checked_gradients,
-    expected,
-    out_of_place,
-    whose,
+    OutputShape,
+    describe_hop,
+    initial_estimate,
+    parse_reply,
+    reply_deadline,
+    unexpected_reply,
+    validate_gradients,
+    validate_outputs,
 )
-from swarm.client.wire.reply_timeout import STALL
+from swarm.client.wire.reply_timeout import STALL_ALLOWANCE_S
+from swarm.client.wire.request_options import RequestOptions
 from swarm.data_structures import Hop, StepLayout, WireFormat
 from swarm.errors import PeerLost, WrongDtype
 from swarm.protocol import messages
@@ -35,15 +36,15 @@ from swarm.protocol.adapters import gradient_length
 from swarm.protocol.framing import Frame
 from swarm.transport.stream import Network, Stream
 
-UNDER_WAY = 8
+MAX_REQUESTS_IN_FLIGHT = 8
 """Requests that one server may have been sent and not answered."""
 
-BACKWARD = 3
+BACKWARD_TIME_FACTOR = 3
 """How many times longer than the forward pass of the same tokens the backward pass may take: it begins with that."""
 
 
 @dataclass(frozen=True)
-class _Ask:
+class _HopRequest:
     """What a server is asked.
 
     Attributes:
@@ -52,7 +53,7 @@ class _Ask:
     """
 
     hop: Hop
-    carried: Carried
+    carried: AdapterUpload
     request: messages.Message | None
     payload: bytes | memoryview
     limit: int
@@ -62,7 +63,7 @@ class _Ask:
 
 
 @dataclass
-class _Queue:
+class _ServerQueue:
     """Our requests at one server.
 
     Attributes:
@@ -71,13 +72,13 @@ class _Queue:
         lost: the connection broke, or one was not answered in time.
     """
 
-    room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(UNDER_WAY))
+    room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_REQUESTS_IN_FLIGHT))
     users: int = 0
     tokens: int = 0
     lost: bool = False
 
 
-class Asker:
+class HopRequester:
     """Asks servers for one client. For the network loop.
 
     Attributes:
@@ -88,15 +89,15 @@ class Asker:
         manner: what is asked of every server.
     """
 
-    def __init__(self, network: Network, manner: Manner) -> None:
-        self.sent = SentAdapters()
+    def __init__(self, network: Network, manner: RequestOptions) -> None:
+        self.sent = UploadLedger()
         self._manner = manner
         self._pool = StreamPool(network)
-        self._queues: dict[str, _Queue] = {}
+        self._queues: dict[str, _ServerQueue] = {}
 
     async def forward(
-        self, hop: Hop, hidden: Packed, layout: StepLayout, adapter: PackedAdapter, slowness: float = 1.0
-    ) -> Packed:
+        self, hop: Hop, hidden: PackedHidden, layout: StepLayout, adapter: PackedAdapter, slowness: float = 1.0
+    ) -> PackedHidden:
         """Run packed sequences through one server's blocks.
 
         Raises `RemoteError` of the fitting kind; `PeerTimeout` when it takes much longer than such work should.
@@ -112,23 +113,23 @@ class Asker:
             offsets=list(layout.offsets) if layout.offsets is not None else None,
             adapters=adapter.digests(hop.span),
         )
-        outputs = Outputs(hidden.tokens, hidden.hidden_size)
-        ask = _Ask(hop, Carried(adapter, self.sent), request, hidden.payload, 4 * outputs.values)
+        outputs = OutputShape(hidden.tokens, hidden.hidden_size)
+        ask = _HopRequest(hop, AdapterUpload(adapter, self.sent), request, hidden.payload, 4 * outputs.values)
         frame = await self._answer(ask, hidden.tokens, slowness)
-        reply = accepted(hop, frame)
+        reply = parse_reply(hop, frame)
         if not isinstance(reply, messages.ForwardReply):
-            raise out_of_place(hop, reply)
-        return checked(hop, outputs, frame.payload, reply)
+            raise unexpected_reply(hop, reply)
+        return validate_outputs(hop, outputs, frame.payload, reply)
 
     async def backward(
         self,
         hop: Hop,
-        inputs: Packed,
+        inputs: PackedHidden,
         gradient_TH: torch.Tensor,
         layout: StepLayout,
         adapter: PackedAdapter,
         slowness: float = 1.0,
-    ) -> Gradients:
+    ) -> HopGradients:
         """The gradients of what went into one server's blocks, and of their adapters.
 
         Args:
@@ -137,7 +138,7 @@ class Asker:
 
         Raises as `forward` does.
         """
-        wire = wire_of(self._manner.wire)
+        wire = gradient_wire_format(self._manner.wire)
         try:
             return await self._backward(hop, inputs, gradient_TH, layout, adapter, slowness, wire)
         except WrongDtype:
@@ -149,8 +150,8 @@ class Asker:
 
     async def bring(self, hop: Hop, adapter: PackedAdapter) -> None:
         """Send a server what it is going to need of the adapter. Raises as `forward` does."""
-        ask = _Ask(hop, Carried(adapter, self.sent), None, b"", 0)
-        await self._talk(ask, STALL)
+        ask = _HopRequest(hop, AdapterUpload(adapter, self.sent), None, b"", 0)
+        await self._talk(ask, STALL_ALLOWANCE_S)
 
     def close(self) -> None:
         """End what is idle."""
@@ -159,13 +160,13 @@ class Asker:
     async def _backward(
         self,
         hop: Hop,
-        inputs: Packed,
+        inputs: PackedHidden,
         gradient_TH: torch.Tensor,
         layout: StepLayout,
         adapter: PackedAdapter,
         slowness: float,
         wire: WireFormat,
-    ) -> Gradients:
+    ) -> HopGradients:
         gradient, factor = pack_scaled(gradient_TH, wire, inputs.dtype)
         request = messages.BackwardRequest(
             revision=self._manner.revision,
@@ -178,48 +179,48 @@ class Asker:
             offsets=list(layout.offsets) if layout.offsets is not None else None,
             adapters=adapter.digests(hop.span),
         )
-        outputs, described = Outputs(inputs.tokens, inputs.hidden_size), adapter.described(hop.span)
+        outputs, described = OutputShape(inputs.tokens, inputs.hidden_size), adapter.described(hop.span)
         limit = 4 * outputs.values + gradient_length(list(described.values()), inputs.hidden_size)
         payload = b"".join((inputs.payload, gradient.payload))
-        ask = _Ask(hop, Carried(adapter, self.sent), request, payload, limit)
-        frame = await self._answer(ask, BACKWARD * inputs.tokens, slowness)
-        reply = accepted(hop, frame)
+        ask = _HopRequest(hop, AdapterUpload(adapter, self.sent), request, payload, limit)
+        frame = await self._answer(ask, BACKWARD_TIME_FACTOR * inputs.tokens, slowness)
+        reply = parse_reply(hop, frame)
         if not isinstance(reply, messages.BackwardReply):
-            raise out_of_place(hop, reply)
-        packed, parts = checked_gradients(hop, outputs, list(described.values()), frame.payload, reply)
+            raise unexpected_reply(hop, reply)
+        packed, parts = validate_gradients(hop, outputs, list(described.values()), frame.payload, reply)
         scaled = [[tensor * factor for tensor in part] for part in parts]
-        return Gradients(unpack_scaled(packed, factor), dict(zip(described, scaled, strict=True)))
+        return HopGradients(unpack_scaled(packed, factor), dict(zip(described, scaled, strict=True)))
 
-    async def _answer(self, ask: _Ask, tokens: int, slowness: float) -> Frame:
+    async def _answer(self, ask: _HopRequest, tokens: int, slowness: float) -> Frame:
         async with self._turn(ask.hop, tokens) as queue:
-            patience = expected(ask.hop, slowness, self._manner.timeout).allowed(queue.tokens)
+            patience = initial_estimate(ask.hop, slowness, self._manner.timeout).allowed(queue.tokens)
             try:
                 return await self._talk(ask, patience)
             except PeerLost:
                 queue.lost = True
                 raise
 
-    async def _talk(self, ask: _Ask, patience: float) -> Frame:
+    async def _talk(self, ask: _HopRequest, patience: float) -> Frame:
         peer_id = ask.hop.server.peer_id
         try:
-            async with answering(ask.hop, patience + ask.carried.seconds(ask.hop)):
+            async with reply_deadline(ask.hop, patience + ask.carried.seconds(ask.hop)):
                 return await self._pool.talk(peer_id, ask.over)
         except PeerLost:
             self.sent.forget(peer_id)
             raise
 
     @asynccontextmanager
-    async def _turn(self, hop: Hop, tokens: int) -> AsyncIterator[_Queue]:
+    async def _turn(self, hop: Hop, tokens: int) -> AsyncIterator[_ServerQueue]:
         """Wait until the server has few enough of our requests; raises `PeerLost` if it is lost meanwhile."""
         peer_id = hop.server.peer_id
         queue = self._queues.get(peer_id)
         if queue is None or queue.lost:
-            queue = self._queues[peer_id] = _Queue()
+            queue = self._queues[peer_id] = _ServerQueue()
         queue.users += 1
         try:
             async with queue.room:
                 if queue.lost:
-                    raise PeerLost(f"{whose(hop)} was lost before it was asked")
+                    raise PeerLost(f"{describe_hop(hop)} was lost before it was asked")
                 queue.tokens += tokens
                 try:
                     yield queue

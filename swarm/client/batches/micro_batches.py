@@ -15,7 +15,9 @@ from swarm.client.chain.prompt_chunks import best_chunks, overhead
 from swarm.data_structures import ServerInfo
 
 
-def micro_batches(counts: Sequence[int], servers: Sequence[ServerInfo], gradients: float = 0.0) -> list[range]:
+def split_into_micro_batches(
+    counts: Sequence[int], servers: Sequence[ServerInfo], gradients: float = 0.0
+) -> list[range]:
     """Rows that go together, ascending; all micro-batches hold about as many tokens.
 
     Args:

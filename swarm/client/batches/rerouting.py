@@ -18,7 +18,7 @@ from swarm.errors import MissingBlocks, RemoteError
 logger = logging.getLogger(__name__)
 
 
-class Detours:
+class Rerouter:
     """What has happened to one micro-batch so far.
 
     Args:

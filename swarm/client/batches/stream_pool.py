@@ -11,10 +11,10 @@ from swarm.transport.stream import Network, Stream
 
 T = TypeVar("T")
 
-IDLE = 30.0
+IDLE_TIMEOUT_S = 30.0
 """Seconds after which a stream that nobody uses is closed."""
 
-MOST = 8
+MAX_IDLE_STREAMS_PER_SERVER = 8
 """Streams that are kept open to one server while nobody uses them."""
 
 
@@ -70,10 +70,10 @@ class StreamPool:
 
     def _keep(self, peer_id: str, stream: Stream) -> None:
         idle = self._idle.setdefault(peer_id, {})
-        if len(idle) >= MOST:
+        if len(idle) >= MAX_IDLE_STREAMS_PER_SERVER:
             stream.close()
         else:
-            idle[stream] = asyncio.get_running_loop().call_later(IDLE, self._expire, peer_id, stream)
+            idle[stream] = asyncio.get_running_loop().call_later(IDLE_TIMEOUT_S, self._expire, peer_id, stream)
 
     def _expire(self, peer_id: str, stream: Stream) -> None:
         del self._idle[peer_id][stream]

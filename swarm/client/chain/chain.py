@@ -23,10 +23,11 @@ from swarm.client.chain.hop_session import NOTHING_YET, HopSession
 from swarm.client.chain.input_history import Step
 from swarm.client.chain.next_action import Deliver, Done, Mend, Wait, next_action
 from swarm.client.chain.prompt_chunks import window
-from swarm.client.routes.events import Listener, to_nobody
-from swarm.client.wire.adapter_upload import Carried
-from swarm.client.wire.packed_hidden import Manner, Packed
-from swarm.client.wire.reply_checks import Outputs, whose
+from swarm.client.routes.events import EventListener, ignore_events
+from swarm.client.wire.adapter_upload import AdapterUpload
+from swarm.client.wire.packed_hidden import PackedHidden
+from swarm.client.wire.reply_checks import OutputShape, describe_hop
+from swarm.client.wire.request_options import RequestOptions
 from swarm.data_structures import HopTiming, Route, Span, StepLayout
 from swarm.errors import PeerTimeout, SessionClosed
 from swarm.transport.stream import Network
@@ -51,15 +52,15 @@ class Chain:
         self,
         network: Network,
         planner: Planner,
-        manner: Manner,
+        manner: RequestOptions,
         span: Span,
         max_length: int,
-        adapter: Carried | None = None,
-        tell: Listener = to_nobody,
+        adapter: AdapterUpload | None = None,
+        tell: EventListener = ignore_events,
     ) -> None:
         self._span = span
         self._failover = Failover(
-            network, planner, manner, max_length, adapter or Carried(), self._heard, self._changed, tell
+            network, planner, manner, max_length, adapter or AdapterUpload(), self._heard, self._changed, tell
         )
         self._hops: list[HopSession] = []
         self._steps: dict[int, StepLayout] = {}
@@ -73,7 +74,7 @@ class Chain:
         self._unlinked = False
         """Some server pushes no more until the steps that are under way have come to their end."""
         self._hidden_size = 0
-        self._outputs: dict[int, Packed] = {}
+        self._outputs: dict[int, PackedHidden] = {}
         self._event = asyncio.Event()
         self._closed = False
 
@@ -104,11 +105,11 @@ class Chain:
         lengths = (0,) * layout.rows if self._lengths == () else self._lengths
         return layout.sources is None and layout.starts == lengths
 
-    async def step(self, hidden: Packed, layout: StepLayout) -> Packed:
+    async def step(self, hidden: PackedHidden, layout: StepLayout) -> PackedHidden:
         """One step through all blocks, whatever happens to the servers meanwhile. Raises as `steps` does."""
         return (await self.steps([(hidden, layout)]))[0]
 
-    async def steps(self, parts: Sequence[tuple[Packed, StepLayout]]) -> list[Packed]:
+    async def steps(self, parts: Sequence[tuple[PackedHidden, StepLayout]]) -> list[PackedHidden]:
         """Steps through all blocks, one behind the other, whatever happens to the servers meanwhile; their outputs.
 
         Either all of them come to their end, or all are given up.
@@ -155,7 +156,7 @@ class Chain:
         self._closed = True
         await asyncio.gather(*(hop.close() for hop in self._hops))
 
-    def _begin(self, numbers: range, parts: Sequence[tuple[Packed, StepLayout]]) -> None:
+    def _begin(self, numbers: range, parts: Sequence[tuple[PackedHidden, StepLayout]]) -> None:
         """Take the steps in, to be delivered by `_advance`."""
         if self.appends(parts[0][1]):
             # Whatever comes of them: a later step sets back by itself what it does not continue.
@@ -167,9 +168,9 @@ class Chain:
         for number, (hidden, layout) in zip(numbers, parts, strict=True):
             self._steps[number] = layout
             for hop in self._hops:
-                hop.expect(number, Outputs(hidden.tokens, hidden.hidden_size))
+                hop.expect(number, OutputShape(hidden.tokens, hidden.hidden_size))
             # A copy, because the caller may change a tensor that the payload is a view of.
-            kept = Packed(bytes(hidden.payload), hidden.tokens, hidden.hidden_size, hidden.wire, hidden.dtype)
+            kept = PackedHidden(bytes(hidden.payload), hidden.tokens, hidden.hidden_size, hidden.wire, hidden.dtype)
             self._hops[0].record.add(Step(number, layout, kept))
         self._number = numbers.stop
 
@@ -189,7 +190,7 @@ class Chain:
                 case Mend(index, overdue):
                     if overdue:
                         hop = self._hops[index]
-                        hop.error = PeerTimeout(f"{whose(hop.hop)} has not answered in time")
+                        hop.error = PeerTimeout(f"{describe_hop(hop.hop)} has not answered in time")
                     await self._mend(index)
                 case Wait(until):
                     with suppress(TimeoutError):
@@ -210,7 +211,7 @@ class Chain:
             one.owes = self._number - 1
             for number, layout in self._steps.items():
                 if one.replied < number:
-                    one.expect(number, Outputs(layout.tokens, self._hidden_size))
+                    one.expect(number, OutputShape(layout.tokens, self._hidden_size))
         # Only now, because from now on steps may be pushed to them.
         neighbours = range(max(0, index - 1), min(len(self._hops), index + len(mended) + 1))
         if index and self._window > 1:
@@ -228,10 +229,10 @@ class Chain:
         """
         self._unlinked = self._unlinked or self._window > 1
         pusher, self._hops[index].distrusts_pushes = self._hops[index - 1], False
-        logger.debug("%s pushes no more: that failed", whose(pusher.hop))
+        logger.debug("%s pushes no more: that failed", describe_hop(pusher.hop))
         await pusher.link(self._hops[index - 2] if index > 1 else None, None)
 
-    def _heard(self, hop: HopSession, number: int, outputs: Packed) -> None:
+    def _heard(self, hop: HopSession, number: int, outputs: PackedHidden) -> None:
         """A hop has answered: its outputs are what goes into the next one."""
         layout = self._steps.get(number)
         if layout is None or hop not in self._hops:

@@ -21,10 +21,19 @@ from typing import Protocol
 
 from swarm.client.chain.hop_session import NOTHING_YET, PARDONS, HopSession
 from swarm.client.chain.input_history import Record
-from swarm.client.routes.events import BlocksMissing, HopLost, Listener, Recovered, Replayed, RouteTaken, to_nobody
-from swarm.client.wire.adapter_upload import Carried
-from swarm.client.wire.packed_hidden import Manner, Packed
-from swarm.client.wire.reply_checks import whose
+from swarm.client.routes.events import (
+    BlocksMissing,
+    EventListener,
+    HopLost,
+    Recovered,
+    Replayed,
+    RouteTaken,
+    ignore_events,
+)
+from swarm.client.wire.adapter_upload import AdapterUpload
+from swarm.client.wire.packed_hidden import PackedHidden
+from swarm.client.wire.reply_checks import describe_hop
+from swarm.client.wire.request_options import RequestOptions
 from swarm.data_structures import Route, Span
 from swarm.errors import (
     AdapterRefused,
@@ -107,7 +116,7 @@ class Past:
 class Waiting:
     """Waiting for servers of blocks that nobody holds, for as long as the planner has patience."""
 
-    def __init__(self, planner: Planner, tell: Listener = to_nobody) -> None:
+    def __init__(self, planner: Planner, tell: EventListener = ignore_events) -> None:
         self._planner = planner
         self._tell = tell
         self._deadline = time.perf_counter() + planner.patience
@@ -143,12 +152,12 @@ class Failover:
         self,
         network: Network,
         planner: Planner,
-        manner: Manner,
+        manner: RequestOptions,
         max_length: int,
-        adapter: Carried,
-        heard: Callable[[HopSession, int, Packed], None],
+        adapter: AdapterUpload,
+        heard: Callable[[HopSession, int, PackedHidden], None],
         changed: Callable[[], None],
-        tell: Listener = to_nobody,
+        tell: EventListener = ignore_events,
     ) -> None:
         self._tell = tell
         self._network = network
@@ -228,11 +237,11 @@ class Failover:
             if hop.stale and (failed := await self._replay([hop], past)) is not None:
                 _, trouble = failed
         except TimeoutError:
-            trouble = PeerTimeout(f"{whose(hop.hop)} did not let us in again within {RECONNECT} s")
+            trouble = PeerTimeout(f"{describe_hop(hop.hop)} did not let us in again within {RECONNECT} s")
         except RemoteError as again:
             trouble = again
         if trouble is not None:
-            logger.debug("%s does not come back: %s", whose(hop.hop), trouble)
+            logger.debug("%s does not come back: %s", describe_hop(hop.hop), trouble)
             hop.error = error or trouble
         hop.pardons += 1
         return trouble is None

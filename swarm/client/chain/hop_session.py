@@ -13,9 +13,18 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from swarm.client.chain.input_history import Record, Step
-from swarm.client.wire.adapter_upload import Carried
-from swarm.client.wire.packed_hidden import Manner, Packed
-from swarm.client.wire.reply_checks import Outputs, accepted, answering, checked, expected, out_of_place, whose
+from swarm.client.wire.adapter_upload import AdapterUpload
+from swarm.client.wire.packed_hidden import PackedHidden
+from swarm.client.wire.reply_checks import (
+    OutputShape,
+    describe_hop,
+    initial_estimate,
+    parse_reply,
+    reply_deadline,
+    unexpected_reply,
+    validate_outputs,
+)
+from swarm.client.wire.request_options import RequestOptions
 from swarm.data_structures import Hop, HopTiming, StepLayout
 from swarm.errors import (
     PeerLost,
@@ -81,12 +90,12 @@ class HopSession:
         self,
         network: Network,
         hop: Hop,
-        manner: Manner,
+        manner: RequestOptions,
         max_length: int,
-        heard: Callable[[HopSession, int, Packed], None],
+        heard: Callable[[HopSession, int, PackedHidden], None],
         changed: Callable[[], None],
         slowness: float = 1.0,
-        adapter: Carried | None = None,
+        adapter: AdapterUpload | None = None,
     ) -> None:
         self.hop = hop
         self.session_id = secrets.token_bytes(16)
@@ -105,25 +114,25 @@ class HopSession:
         self._network = network
         self._manner = manner
         self._max_length = max_length
-        self._adapter = adapter or Carried()
+        self._adapter = adapter or AdapterUpload()
         self._heard = heard
         self._changed = changed
         self._stream: Stream | None = None
         self._listener: asyncio.Task[None] | None = None
         self._answer: _Answer | None = None
-        self._expected: dict[int, Outputs] = {}
+        self._expected: dict[int, OutputShape] = {}
         self._void: set[int] = set()
         self._furthest = NOTHING_YET
         """Number of the newest step that it ever answered; `replied` goes back where a replay begins earlier."""
         self._pushes: set[int] = set()
         """Steps that were pushed to it, whatever has become of that: one that is refused may be one of those."""
-        self._replaying: Outputs | None = None
+        self._replaying: OutputShape | None = None
         self._unheard = 0
         """Replays whose answers have not come, also those that nobody waits for any more."""
         self._handed_at = 0.0
         self._clocked = NOTHING_YET
         """Number of the step of which that is known."""
-        self._patience = expected(hop, slowness, manner.timeout)
+        self._patience = initial_estimate(hop, slowness, manner.timeout)
 
     @property
     def peer_id(self) -> str:
@@ -152,12 +161,12 @@ class HopSession:
             patience=ROOM_PATIENCE,
             adapters=self._adapter.adapter.digests(self.hop.span),
         )
-        async with answering(self.hop, patience + self._adapter.seconds(self.hop)):
+        async with reply_deadline(self.hop, patience + self._adapter.seconds(self.hop)):
             self._stream = await self._network.open_stream(self.peer_id)
             frame = await self._adapter.ask(self._stream, self.hop, request, b"", 0)
-        reply = accepted(self.hop, frame)
+        reply = parse_reply(self.hop, frame)
         if not isinstance(reply, messages.SessionOpened):
-            raise out_of_place(self.hop, reply)
+            raise unexpected_reply(self.hop, reply)
         self.error = None
         self.asked = self.pushed = self.replied
         self._unheard = 0
@@ -183,7 +192,7 @@ class HopSession:
         It reads the step when it has computed those before: that is waited for here.
         """
         self.asked = step.number
-        self._expected.setdefault(step.number, Outputs(step.hidden.tokens, step.hidden.hidden_size))
+        self._expected.setdefault(step.number, OutputShape(step.hidden.tokens, step.hidden.hidden_size))
         self._start_clock(step.number)
         request = messages.StepRequest(
             step=step.number,
@@ -197,7 +206,7 @@ class HopSession:
         before = sum(self._expected[number].tokens for number in self._awaited() if number < step.number)
         await self._send(request, step.hidden.payload, self._patience.allowed(before + step.hidden.tokens))
 
-    def expect(self, number: int, outputs: Outputs) -> None:
+    def expect(self, number: int, outputs: OutputShape) -> None:
         """A step is going to come to the server, from whomever."""
         self._expected[number] = outputs
         self._handed_at = time.perf_counter()
@@ -231,7 +240,9 @@ class HopSession:
         self._void.add(number)
         self.record.drop(number)
 
-    async def replay(self, layout: StepLayout, hidden: Packed, next_step: int, want_outputs: bool) -> Packed | None:
+    async def replay(
+        self, layout: StepLayout, hidden: PackedHidden, next_step: int, want_outputs: bool
+    ) -> PackedHidden | None:
         """Fill the cache with past inputs; their outputs, if wanted. Raises `RemoteError` of the fitting kind."""
         request = messages.ReplayRequest(
             next_step=next_step,
@@ -244,7 +255,7 @@ class HopSession:
         )
         self._answer = asyncio.get_running_loop().create_future()
         self.asked = self.pushed = self.replied  # what is under way may still be refused, and counts no more
-        outputs = Outputs(hidden.tokens, hidden.hidden_size)
+        outputs = OutputShape(hidden.tokens, hidden.hidden_size)
         self._replaying = outputs if want_outputs else None
         patience = self._patience.allowed(hidden.tokens)
         self._unheard += 1
@@ -253,12 +264,12 @@ class HopSession:
             async with asyncio.timeout(patience):
                 reply, payload = await self._answer
         except TimeoutError:
-            raise PeerTimeout(f"{whose(self.hop)} did not answer within {patience:.1f} s") from None
+            raise PeerTimeout(f"{describe_hop(self.hop)} did not answer within {patience:.1f} s") from None
         finally:
             self._answer = self._replaying = None
         if not isinstance(reply, messages.ReplayReply):
-            raise out_of_place(self.hop, reply)
-        return checked(self.hop, outputs, payload, reply) if want_outputs else None
+            raise unexpected_reply(self.hop, reply)
+        return validate_outputs(self.hop, outputs, payload, reply) if want_outputs else None
 
     async def close(self) -> None:
         """Free the session at the server, if it can still be told."""
@@ -296,15 +307,15 @@ class HopSession:
     async def _send(self, message: messages.Message, payload: bytes | memoryview, patience: float) -> None:
         """Send, and note if that fails. A server that does not read is as bad as one that does not answer."""
         if self._stream is None:
-            self._fail(PeerLost(f"{whose(self.hop)} is not connected"))
+            self._fail(PeerLost(f"{describe_hop(self.hop)} is not connected"))
             return
         try:
             async with asyncio.timeout(patience):
                 await self._stream.send(message, payload)
         except TimeoutError:
-            self._fail(PeerTimeout(f"{whose(self.hop)} has read nothing for {patience:.1f} s"))
+            self._fail(PeerTimeout(f"{describe_hop(self.hop)} has read nothing for {patience:.1f} s"))
         except PeerLost as error:
-            self._fail(PeerLost(f"{whose(self.hop)} is gone: {error}"))
+            self._fail(PeerLost(f"{describe_hop(self.hop)} is gone: {error}"))
 
     async def _listen(self, stream: Stream) -> None:
         try:
@@ -313,7 +324,7 @@ class HopSession:
                 self._hear(messages.decode_server(frame.header), frame.payload)
                 self._changed()
         except PeerLost as error:
-            self._fail(PeerLost(f"{whose(self.hop)} is gone: {error}"))
+            self._fail(PeerLost(f"{describe_hop(self.hop)} is gone: {error}"))
         except Exception as error:  # what the server did wrong, or a mistake of ours: either way this hop is over
             self._fail(error)
 
@@ -328,14 +339,14 @@ class HopSession:
                 self._hear_step(reply, payload)
             case messages.Refusal():
                 if reply.step is None or not self._is_past(reply.step):
-                    error = remote_error(reply.code, f"{whose(self.hop)} refused: {reply.message}")
+                    error = remote_error(reply.code, f"{describe_hop(self.hop)} refused: {reply.message}")
                     self._refused(error, reply.step)
             case messages.ReplayReply() if self._unheard:
                 self._replay_answered(lambda answer: answer.set_result((reply, payload)))
             case _ if self._answer is not None and not self._answer.done():
                 self._answer.set_result((reply, payload))
             case _:
-                raise out_of_place(self.hop, reply)
+                raise unexpected_reply(self.hop, reply)
 
     def _hear_step(self, reply: messages.StepReply, payload: bytes | memoryview) -> None:
         if self._is_past(reply.step):
@@ -344,8 +355,8 @@ class HopSession:
         if due is None:
             if reply.step <= self._furthest:
                 return  # given up long ago
-            raise out_of_place(self.hop, reply)
-        outputs = checked(self.hop, due, payload, reply)
+            raise unexpected_reply(self.hop, reply)
+        outputs = validate_outputs(self.hop, due, payload, reply)
         if reply.step > min(self._awaited()):
             self._missed(reply.step)
             return
@@ -375,7 +386,7 @@ class HopSession:
         if self.pardons < PARDONS:
             self.stale = True
         else:
-            self._fail(ProtocolViolation(f"{whose(self.hop)} answers step {step}, but never the one before"))
+            self._fail(ProtocolViolation(f"{describe_hop(self.hop)} answers step {step}, but never the one before"))
 
     def _refused(self, error: RemoteError, step: int | None) -> None:
         if self._unheard and step is None:

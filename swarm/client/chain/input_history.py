@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from swarm.client.wire.packed_hidden import Packed
+from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.data_structures import StepLayout, WireFormat
 from swarm.protocol.compression import dtype_name, pack, unpack
 
@@ -32,7 +32,7 @@ class Step:
 
     number: int
     layout: StepLayout
-    hidden: Packed
+    hidden: PackedHidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Record:
             self._steps[step.number] = step
             self._unfolded += step.layout.tokens
 
-    def add_replayed(self, layout: StepLayout, hidden: Packed, done: int) -> None:
+    def add_replayed(self, layout: StepLayout, hidden: PackedHidden, done: int) -> None:
         """Append what went in during a replay of the steps up to number `done`; comes before all steps."""
         self.last = max(self.last, done)
         self._rows = _extended(self._rows, Step(done, layout, hidden))
@@ -93,7 +93,7 @@ class Record:
         self._rows = tuple(_merged(row) for row in rows)
         self._unfolded = sum(step.layout.tokens for step in self._steps.values())
 
-    def replay(self, done: int) -> Iterator[tuple[StepLayout, Packed]]:
+    def replay(self, done: int) -> Iterator[tuple[StepLayout, PackedHidden]]:
         """Requests that fill an empty cache with the steps up to number `done`. Lossless, whatever travelled before."""
         self.fold(done)
         rows = self._rows
@@ -155,7 +155,7 @@ def _piece(row: _Row, position: int, size: int) -> _Run:
     return _Run(0, torch.empty(0))
 
 
-def _packed(pieces: list[_Run]) -> Packed:
+def _packed(pieces: list[_Run]) -> PackedHidden:
     hidden_TH = torch.cat([piece.hidden_TH for piece in pieces if len(piece.hidden_TH)])
     payload = pack(hidden_TH, WireFormat.NONE)
-    return Packed(payload, hidden_TH.shape[0], hidden_TH.shape[1], WireFormat.NONE, dtype_name(hidden_TH.dtype))
+    return PackedHidden(payload, hidden_TH.shape[0], hidden_TH.shape[1], WireFormat.NONE, dtype_name(hidden_TH.dtype))

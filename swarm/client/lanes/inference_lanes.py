@@ -8,9 +8,9 @@ from typing import overload
 
 import torch
 
-from swarm.client.lanes.lane_threads import cache_full
+from swarm.client.lanes.lane_threads import explain_cache_full
 from swarm.client.session import InferenceSession
-from swarm.client.threads.compute_lock import Baton, Turn
+from swarm.client.threads.compute_lock import ComputeLock, ComputeTicket
 from swarm.errors import CacheFull, SessionClosed
 
 
@@ -23,9 +23,9 @@ class Lane:
         lanes: how many there are, for what is said when there is no room.
     """
 
-    def __init__(self, session: InferenceSession, baton: Baton, lanes: int) -> None:
+    def __init__(self, session: InferenceSession, baton: ComputeLock, lanes: int) -> None:
         self.session = session
-        self._turn = Turn(baton)
+        self._turn = ComputeTicket(baton)
         self._lanes = lanes
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="swarm-lane")
         self._closed = False
@@ -60,7 +60,7 @@ class Lane:
             with self._turn:
                 return self.session.step(hidden)
         except CacheFull as error:
-            raise cache_full(error, self._lanes) from error
+            raise explain_cache_full(error, self._lanes) from error
 
 
 class InferenceLanes(Sequence[Lane]):
@@ -70,7 +70,7 @@ class InferenceLanes(Sequence[Lane]):
     """
 
     def __init__(self, sessions: Sequence[InferenceSession]) -> None:
-        baton = Baton()
+        baton = ComputeLock()
         self._lanes = [Lane(session, baton, len(sessions)) for session in sessions]
 
     @overload

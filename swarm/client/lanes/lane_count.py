@@ -12,13 +12,13 @@ from typing import Literal
 
 from swarm.errors import InvalidOption
 
-LanesWanted = int | Literal["auto"]
+LaneCount = int | Literal["auto"]
 
 MAX_LANES = 256
 """Each is a thread here and a session at every server."""
 
 
-def check_lanes(wanted: LanesWanted) -> None:
+def validate_lane_count(wanted: LaneCount) -> None:
     """Raise `InvalidOption` if that is no number of lanes."""
     if wanted == "auto":
         return
@@ -26,7 +26,7 @@ def check_lanes(wanted: LanesWanted) -> None:
         raise InvalidOption(f'lanes={wanted!r} is neither "auto" nor a number from 1 to {MAX_LANES}')
 
 
-def lane_count(wanted: LanesWanted, rows: int, stages: int) -> int:
+def choose_lane_count(wanted: LaneCount, rows: int, stages: int) -> int:
     """How many lanes `rows` rows are divided into.
 
     Args:
@@ -36,7 +36,7 @@ def lane_count(wanted: LanesWanted, rows: int, stages: int) -> int:
     return max(1, min(stages if wanted == "auto" else wanted, rows, MAX_LANES))
 
 
-def divide(rows: int, lanes: int) -> list[slice]:
+def split_sequences(rows: int, lanes: int) -> list[slice]:
     """Contiguous groups of rows, in order, whose sizes differ by at most one. There are no more lanes than rows."""
     size, larger = divmod(rows, lanes)
     edges = [lane * size + min(lane, larger) for lane in range(lanes + 1)]

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from swarm.client.lanes.split_arguments import Plan
+from swarm.client.lanes.split_arguments import LanePlan
 
 
-def merged(outputs: Sequence[Any], rows: Sequence[slice], made: Plan) -> Any:
+def merge_outputs(outputs: Sequence[Any], rows: Sequence[slice], made: LanePlan) -> Any:
     """One result out of one a lane, rows in order.
 
     Args:

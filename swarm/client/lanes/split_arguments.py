@@ -14,11 +14,11 @@ import torch
 
 from swarm.errors import UsageError
 
-INPUTS = ("inputs", "input_ids", "inputs_embeds")
+PROMPT_ARGUMENTS = ("inputs", "input_ids", "inputs_embeds")
 """Where a prompt may be; the first one that is given counts."""
 
-ROWS = (
-    *INPUTS,
+BATCHED_ARGUMENTS = (
+    *PROMPT_ARGUMENTS,
     "attention_mask",
     "position_ids",
     "token_type_ids",
@@ -27,13 +27,13 @@ ROWS = (
 )
 """Arguments that have a row for each text."""
 
-CONTROLS = (
+GENERATE_ARGUMENTS = (
     *("generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "synced_gpus"),
     *("assistant_model", "streamer", "custom_generate", "tokenizer", "assistant_tokenizer", "trust_remote_code"),
 )
 """Arguments that belong to transformers' `generate` itself; the rest are settings, or go to the model."""
 
-MADE_FOR_A_BATCH = (
+WHOLE_BATCH_PROCESSORS = (
     *("EncoderRepetitionPenaltyLogitsProcessor", "EncoderNoRepeatNGramLogitsProcessor"),
     *("PrefixConstrainedLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor"),
     "ClassifierFreeGuidanceLogitsProcessor",
@@ -42,7 +42,7 @@ MADE_FOR_A_BATCH = (
 
 
 @dataclass(frozen=True)
-class Plan:
+class LanePlan:
     """What counts of a `generate` that is to be divided.
 
     Attributes:
@@ -65,37 +65,39 @@ class Plan:
         return self.pad if self.pad is not None else self.eos
 
 
-def count_rows(arguments: Mapping[str, Any]) -> int:
+def batch_size(arguments: Mapping[str, Any]) -> int:
     """Texts of a batch; 1 where transformers begins by itself."""
-    for name in INPUTS:
+    for name in PROMPT_ARGUMENTS:
         if isinstance(given := arguments.get(name), torch.Tensor) and given.ndim:
             return int(given.shape[0])
     return 1
 
 
-def plan(model: Any, arguments: Mapping[str, Any]) -> Plan:
+def plan_lanes(model: Any, arguments: Mapping[str, Any]) -> LanePlan:
     """Read the arguments, and refuse what lanes cannot do.
 
     Raises:
         UsageError: says what, why, and what to do instead.
     """
-    settings = {name: value for name, value in arguments.items() if name not in (*CONTROLS, *ROWS)}
+    settings = {
+        name: value for name, value in arguments.items() if name not in (*GENERATE_ARGUMENTS, *BATCHED_ARGUMENTS)
+    }
     config, to_model = model._prepare_generation_config(arguments.get("generation_config"), **settings)
-    rows = count_rows(arguments)
+    rows = batch_size(arguments)
     _check_controls(arguments, to_model)
     _check_rows(arguments, to_model, rows)
     for name in ("output_attentions", "output_hidden_states"):
         if config.return_dict_in_generate and getattr(config, name, False):
             raise UsageError(f"{name} cannot be collected from lanes, which end at different steps; leave lanes out")
     eos = config.eos_token_id[0] if isinstance(config.eos_token_id, Sequence) else config.eos_token_id
-    made = Plan(rows, config.num_beams, config.num_return_sequences, _number(config.pad_token_id), _number(eos))
+    made = LanePlan(rows, config.num_beams, config.num_return_sequences, _number(config.pad_token_id), _number(eos))
     ends_early = arguments.get("stopping_criteria") or config.stop_strings or config.max_time
     if made.fill is None and ends_early:
         raise UsageError("a lane may end before another one, and there is nothing to fill up with; say pad_token_id=…")
     return made
 
 
-def divided(arguments: Mapping[str, Any], made: Plan, rows: slice) -> dict[str, Any]:
+def lane_arguments(arguments: Mapping[str, Any], made: LanePlan, rows: slice) -> dict[str, Any]:
     """The arguments of the lane that has these rows."""
     lane = {name: value[rows] if _is_divided(name, value, made.rows) else value for name, value in arguments.items()}
     for name in ("logits_processor", "stopping_criteria"):
@@ -125,7 +127,7 @@ def _check_controls(arguments: Mapping[str, Any], to_model: Mapping[str, Any]) -
 
 def _check_row_by_row(name: str, one: Any) -> None:
     kind = type(one).__name__
-    if kind in MADE_FOR_A_BATCH:
+    if kind in WHOLE_BATCH_PROCESSORS:
         raise UsageError(f"a {kind} is made for all rows at once; give generate its setting instead of the object")
     if not _is_of_transformers(one) and not getattr(one, "row_by_row", False):
         raise UsageError(
@@ -136,17 +138,17 @@ def _check_row_by_row(name: str, one: Any) -> None:
 
 
 def _check_rows(arguments: Mapping[str, Any], to_model: Mapping[str, Any], rows: int) -> None:
-    for name in ROWS:
+    for name in BATCHED_ARGUMENTS:
         value = arguments.get(name)
         if isinstance(value, torch.Tensor) and value.shape[:1] not in ((rows,), (1,)):
             raise UsageError(f"{name} is {list(value.shape)}, but there are {rows} rows")
     for name, value in to_model.items():
-        if isinstance(value, torch.Tensor) and value.ndim and name not in ROWS:
+        if isinstance(value, torch.Tensor) and value.ndim and name not in BATCHED_ARGUMENTS:
             raise UsageError(f"it is not known whether {name} has an entry for each row; leave it out, or lanes")
 
 
 def _is_divided(name: str, value: Any, rows: int) -> bool:
-    return name in ROWS and isinstance(value, torch.Tensor) and value.shape[0] == rows
+    return name in BATCHED_ARGUMENTS and isinstance(value, torch.Tensor) and value.shape[0] == rows
 
 
 def _own(one: Any) -> Any:

@@ -74,18 +74,18 @@ class PeerAvoided:
     seconds: float
 
 
-Event = RouteTaken | HopLost | Replayed | BlocksMissing | Recovered | PeerAvoided
-Listener = Callable[[Event], None]
+SessionEvent = RouteTaken | HopLost | Replayed | BlocksMissing | Recovered | PeerAvoided
+EventListener = Callable[[SessionEvent], None]
 
 
-def to_nobody(event: Event) -> None:
+def ignore_events(event: SessionEvent) -> None:
     """The listener where nobody listens."""
 
 
-def to_all(listeners: Iterable[Listener]) -> Listener:
+def broadcast(listeners: Iterable[EventListener]) -> EventListener:
     """One listener that tells several. What one of them raises is logged, and harms neither session nor others."""
 
-    def tell(event: Event) -> None:
+    def tell(event: SessionEvent) -> None:
         for listener in listeners:
             try:
                 listener(event)

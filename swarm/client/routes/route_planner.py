@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from swarm.client.config import ClientConfig
-from swarm.client.local_blocks import described
-from swarm.client.routes.events import Listener, PeerAvoided, to_nobody
+from swarm.client.local_blocks import describe_route
+from swarm.client.routes.events import EventListener, PeerAvoided, ignore_events
 from swarm.data_structures import Route, ServerInfo, Span
 from swarm.dht.directory import fetch_servers
 from swarm.errors import (
@@ -39,19 +39,19 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-FIRST_PINGS = 1.0
+FIRST_PING_TIMEOUT_S = 1.0
 """Seconds that the first route waits for pings: a guess would last for the whole session."""
 
-LOOK = 15.0
+REFRESH_TIMEOUT_S = 15.0
 """Seconds to wait for a look at the swarm."""
 
-OLD_PICTURE = 2.0
+STALE_REFRESH_TIMEOUT_S = 2.0
 """Seconds to wait for a new picture where there is an old one, which may still be right."""
 
-AGAIN = 1.0
+MIN_REFRESH_INTERVAL_S = 1.0
 """Seconds after which a picture without a route is worth renewing."""
 
-IDLE = 120.0
+IDLE_TIMEOUT_S = 120.0
 """Seconds without a request after which a client no longer asks the swarm anything."""
 
 _FAILURES: tuple[tuple[type[Exception], Failure], ...] = (
@@ -65,7 +65,7 @@ _FAILURES: tuple[tuple[type[Exception], Failure], ...] = (
 )
 
 
-class SwarmPlanner:
+class RoutePlanner:
     """Plans the routes of one client.
 
     Args:
@@ -83,7 +83,7 @@ class SwarmPlanner:
         revision: str,
         blocks: int,
         digests: Sequence[str] | None,
-        tell: Listener = to_nobody,
+        tell: EventListener = ignore_events,
     ) -> None:
         self._tell = tell
         self.patience = config.wait_for_blocks
@@ -123,7 +123,7 @@ class SwarmPlanner:
         try:
             return plan(time.monotonic())
         except MissingBlocks:
-            if time.monotonic() - self._fetched < AGAIN:
+            if time.monotonic() - self._fetched < MIN_REFRESH_INTERVAL_S:
                 raise
             await self.refresh()  # a server may have come since
             return plan(time.monotonic())
@@ -134,7 +134,7 @@ class SwarmPlanner:
         A look that fails, or takes too long, leaves the picture as it is.
         """
         looking = self._look()
-        await asyncio.wait({looking}, timeout=LOOK)
+        await asyncio.wait({looking}, timeout=REFRESH_TIMEOUT_S)
         if looking.done() and not looking.cancelled() and (error := looking.exception()) is not None:
             logger.warning("looking at the swarm failed: %r", error)
 
@@ -159,7 +159,7 @@ class SwarmPlanner:
     def taken(self, route: Route) -> None:
         """A session goes by this route from now on."""
         if self._config.show_route:
-            print(described(route, self._config.local_blocks))
+            print(describe_route(route, self._config.local_blocks))
 
     async def close(self) -> None:
         """End what runs in the background."""
@@ -176,9 +176,9 @@ class SwarmPlanner:
         if first:
             await self.refresh()
         elif now - self._fetched > 2 * self._config.refresh:
-            await asyncio.wait({self._look()}, timeout=OLD_PICTURE)
+            await asyncio.wait({self._look()}, timeout=STALE_REFRESH_TIMEOUT_S)
         if first and self._pinging is not None:
-            await asyncio.wait({self._pinging}, timeout=FIRST_PINGS)
+            await asyncio.wait({self._pinging}, timeout=FIRST_PING_TIMEOUT_S)
 
     def _look(self) -> asyncio.Task[None]:
         if self._renewing is None or self._renewing.done():
@@ -204,6 +204,6 @@ class SwarmPlanner:
     async def _keep(self) -> None:
         while True:
             await asyncio.sleep(self._config.refresh)
-            if time.monotonic() - self._used > IDLE:
+            if time.monotonic() - self._used > IDLE_TIMEOUT_S:
                 continue
             await self.refresh()

@@ -58,18 +58,18 @@ class RandomState:
         return [torch.device("cpu"), *([self._device] if self._device.type == "cuda" else [])]
 
 
-class Baton:
+class ComputeLock:
     """Held by one lane at a time; handed on in the order in which lanes became ready."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._held = False
-        self._ready: deque[Turn] = deque()
-        self._aside: deque[Turn] = deque()
+        self._ready: deque[ComputeTicket] = deque()
+        self._aside: deque[ComputeTicket] = deque()
         """Those that let others go first."""
         self._shares: list[_Share] = []
 
-    def ask(self, turn: Turn) -> None:
+    def ask(self, turn: ComputeTicket) -> None:
         """`turn` is ready to compute: now, if nobody does, else when those before it have handed on."""
         with self._lock:
             if self._held:
@@ -87,7 +87,7 @@ class Baton:
             turn = (self._ready or self._aside).popleft()
         turn.go()
 
-    def step_aside(self, turn: Turn) -> bool:
+    def step_aside(self, turn: ComputeTicket) -> bool:
         """`turn`, which holds the baton, lets all go first that are ready. False if nobody is."""
         with self._lock:
             if not self._ready:
@@ -129,7 +129,7 @@ class _Share:
         return self.result is not None or self.error is not None
 
 
-class Turn:
+class ComputeTicket:
     """One lane's place in line; a context manager, inside which its thread holds the baton unless it waits.
 
     Args:
@@ -137,7 +137,7 @@ class Turn:
         random: the lane's own state of the generators; None leaves them alone.
     """
 
-    def __init__(self, baton: Baton, random: RandomState | None = None) -> None:
+    def __init__(self, baton: ComputeLock, random: RandomState | None = None) -> None:
         self._baton = baton
         self._random = random
         self._may_go = threading.Lock()
@@ -145,7 +145,7 @@ class Turn:
         self._waiting_for: Future[Any] | None = None
         self._ended = False
 
-    def __enter__(self) -> Turn:
+    def __enter__(self) -> ComputeTicket:
         # A new thread's matrix products would take all cores, whatever the process was told.
         torch.set_num_threads(torch.get_num_threads())
         self._baton.ask(self)
@@ -212,12 +212,12 @@ class Turn:
 
 
 class _Current(threading.local):
-    turn: Turn | None = None
+    turn: ComputeTicket | None = None
 
 
 _current = _Current()
 
 
-def current_turn() -> Turn | None:
+def current_ticket() -> ComputeTicket | None:
     """The turn that this thread is in, if it runs a lane."""
     return _current.turn

@@ -9,15 +9,15 @@ from typing import Any, TypeVar
 
 import uvloop
 
-from swarm.client.threads.compute_lock import current_turn
+from swarm.client.threads.compute_lock import current_ticket
 
 T = TypeVar("T")
 
-SETTLE = 0.02
+CLOSE_GRACE_S = 0.02
 """Seconds that a loop gets to close what has ended, before it is closed itself."""
 
 
-class BackgroundLoop:
+class NetworkThread:
     """Runs coroutines for threads that wait for their results."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class BackgroundLoop:
         A thread that is one lane of several lets the others compute meanwhile.
         """
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        turn = current_turn()
+        turn = current_ticket()
         try:
             return future.result() if turn is None else turn.wait(future)
         except BaseException:
@@ -54,4 +54,4 @@ async def _cancel_others() -> None:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
     # The pipes of a daemon that has just ended close a moment later; once the loop is closed they could not any more.
-    await asyncio.sleep(SETTLE)
+    await asyncio.sleep(CLOSE_GRACE_S)

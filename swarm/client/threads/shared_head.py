@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from swarm.client.threads.compute_lock import current_turn
+from swarm.client.threads.compute_lock import current_ticket
 
 
 def share_head(head: nn.Module) -> None:
@@ -19,7 +19,7 @@ def share_head(head: nn.Module) -> None:
     alone = head.forward
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
-        turn = current_turn()
+        turn = current_ticket()
         if turn is None or torch.is_grad_enabled() or hidden.shape[:-1] != (1, 1):
             return alone(hidden)  # type: ignore[no-any-return]
         return turn.together(hidden, together)

@@ -22,21 +22,21 @@ QUERIES_AND_VALUES = (
 )
 """What families call the modules that make queries and values; some make both, and keys, at once."""
 
-MORE = {"phi": ("fc1", "fc2")}
+EXTRA_TARGETS = {"phi": ("fc1", "fc2")}
 """What PEFT trains by default in some families besides queries and values."""
 
-EXPERTS = frozenset(("gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3"))
+EXPERT_MODULES = frozenset(("gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3"))
 """Names that PEFT takes for those of experts, in models that have any, even where they are of dense layers."""
 
-Initial = bool | Literal["gaussian"]
+InitialWeights = bool | Literal["gaussian"]
 
-READ = frozenset(
+SUPPORTED_ENTRIES = frozenset(
     (
         *("r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform", "use_rslora", "rank_pattern"),
         *("alpha_pattern", "init_lora_weights", "modules_to_save"),
     )
 )
-IGNORED = frozenset(
+IGNORED_ENTRIES = frozenset(
     (
         *("peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision"),
         *("inference_mode", "fan_in_fan_out", "layers_pattern", "megatron_core", "qalora_group_size", "runtime_config"),
@@ -44,7 +44,7 @@ IGNORED = frozenset(
 )
 """Entries that say nothing about what is computed."""
 
-WHY_NOT = {
+UNSUPPORTED_REASONS = {
     "lora_dropout": "servers compute the same for everybody and apply no dropout",
     "use_dora": "DoRA rescales the model's own weights, which lie on servers",
     "bias": "servers' weights and biases stay as they are",
@@ -65,7 +65,7 @@ class LoraSettings:
     use_rslora: bool = False
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
-    initial: Initial = True
+    initial: InitialWeights = True
 
     def rank_and_alpha(self, place: str) -> tuple[int, float]:
         """Of the module at `place` in the model."""
@@ -119,8 +119,8 @@ def _entries(config: Any) -> Mapping[str, Any]:
 
 def _from_mapping(entries: Mapping[str, Any], heads: frozenset[str]) -> LoraSettings:
     for name, value in entries.items():
-        if name not in READ | IGNORED and value and (name, value) != ("bias", "none"):
-            why = WHY_NOT.get(name, "the swarm does not know how")
+        if name not in SUPPORTED_ENTRIES | IGNORED_ENTRIES and value and (name, value) != ("bias", "none"):
+            why = UNSUPPORTED_REASONS.get(name, "the swarm does not know how")
             raise InvalidOption(f"{name}={value!r} cannot be done over the swarm: {why}")
     initial = entries.get("init_lora_weights", True)
     if initial not in (True, False, "gaussian"):
@@ -156,7 +156,7 @@ def _of(pattern: Mapping[str, Any], place: str, default: Any) -> Any:
     return next((value for name, value in pattern.items() if re.match(rf"(.*\.)?({name})$", place)), default)
 
 
-def targets(
+def lora_targets(
     settings: LoraSettings, modules: LoraTargets, path: str, family: str
 ) -> dict[int, dict[str, tuple[int, int]]]:
     """The modules that LoRA is added to: by block, path inside it to (inputs, outputs), sorted.
@@ -184,7 +184,7 @@ def targets(
     }
     _check_found(wanted, found, modules, path)
     leaves = {module.rpartition(".")[2] for inside in found.values() for module in inside}
-    if modules.has_stacked_experts and (experts := sorted(leaves & EXPERTS)):
+    if modules.has_stacked_experts and (experts := sorted(leaves & EXPERT_MODULES)):
         raise InvalidOption(
             f"target_modules: {', '.join(experts)} would mean the experts, too, which are no linear modules here; name "
             "modules of the attention instead"
@@ -219,5 +219,5 @@ def default_targets(modules: LoraTargets, family: str) -> tuple[str, ...]:
     names = {module.rpartition(".")[2] for block in modules.blocks for module in block}
     for usual in QUERIES_AND_VALUES:
         if names.issuperset(usual):
-            return (*usual, *MORE.get(family, ()))
+            return (*usual, *EXTRA_TARGETS.get(family, ()))
     raise InvalidOption(f"say target_modules=[...]: there is no usual choice for {family!r}, which has {sorted(names)}")

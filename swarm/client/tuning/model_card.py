@@ -6,28 +6,28 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from swarm.models.adapters.adapter_config import Method
 
-TAGS: dict[Method, tuple[str, ...]] = {
+METHOD_TAGS: dict[Method, tuple[str, ...]] = {
     "lora": ("lora",),
     "ptune": ("prompt-tuning",),
     "deep_ptune": ("prompt-tuning", "deep-prompt-tuning"),
     "head": ("linear-probing",),
 }
-WORDS: dict[Method, str] = {
+METHOD_NAMES: dict[Method, str] = {
     "lora": "LoRA factors",
     "ptune": "a soft prompt (prompt tuning)",
     "deep_ptune": "soft prompts at every block (deep prompt tuning)",
     "head": "a classification head",
 }
-TASKS = {"CAUSAL_LM": "text-generation", "SEQ_CLS": "text-classification"}
-CLASSES = {
+PIPELINE_TAGS = {"CAUSAL_LM": "text-generation", "SEQ_CLS": "text-classification"}
+MODEL_CLASSES = {
     "CAUSAL_LM": ("AutoDistributedModelForCausalLM", "AutoModelForCausalLM"),
     "SEQ_CLS": ("AutoDistributedModelForSequenceClassification", "AutoModelForSequenceClassification"),
 }
 
-SWARM_ONLY = """
+SWARM_ONLY_TEXT = """
 PEFT has no counterpart of this method. `adapter_model.safetensors` holds {tensors}.
 """
-TENSORS: dict[Method, str] = {
+SWARM_ONLY_TENSORS: dict[Method, str] = {
     "deep_ptune": (
         "`prompt_embeddings` `[positions, width]`, which stand in front of the embedded text, and "
         "`deep_prompt_embeddings` `[blocks, positions, hidden size]`, which are added to the inputs of each block at "
@@ -44,16 +44,16 @@ def model_card(base: str, revision: str, method: Method, task: str) -> str:
         base, revision: of the model that the adapter was trained for.
         task: "CAUSAL_LM" or "SEQ_CLS".
     """
-    is_of_peft = method not in TENSORS
+    is_of_peft = method not in SWARM_ONLY_TENSORS
     data = ModelCardData(
         base_model=base,
         library_name="peft" if is_of_peft else "swarm",
-        pipeline_tag=TASKS[task],
-        tags=[f"base_model:adapter:{base}", f"base_model_revision:{revision}", *TAGS[method], "swarm"],
+        pipeline_tag=PIPELINE_TAGS[task],
+        tags=[f"base_model:adapter:{base}", f"base_model_revision:{revision}", *METHOD_TAGS[method], "swarm"],
         base_model_relation="adapter",
         base_model_revision=revision,
     )
-    remote, local = CLASSES[task]
+    remote, local = MODEL_CLASSES[task]
     extra = ", num_labels=..." if task == "SEQ_CLS" else ""
     plain = f"""
 Without a swarm, on one machine:
@@ -66,8 +66,8 @@ model = {local}.from_pretrained("{base}"{extra})
 model = PeftModel.from_pretrained(model, "THIS_REPOSITORY")
 ```
 """
-    own = SWARM_ONLY.format(tensors=TENSORS.get(method, ""))
-    what = WORDS[method] + (" and a classification head" if task == "SEQ_CLS" and method != "head" else "")
+    own = SWARM_ONLY_TEXT.format(tensors=SWARM_ONLY_TENSORS.get(method, ""))
+    what = METHOD_NAMES[method] + (" and a classification head" if task == "SEQ_CLS" and method != "head" else "")
     text = f"""# Adapter of {base}
 
 {what[0].upper()}{what[1:]}, trained over a swarm. The blocks of {base} (revision `{revision}`) were

@@ -12,14 +12,14 @@ from swarm.errors import InvalidOption
 from swarm.models.adapters.adapter_config import Method
 from swarm.protocol.messages import MAX_ROWS
 
-PRE_SEQ_LEN = 16
+DEFAULT_VIRTUAL_TOKENS = 16
 
 
 @dataclass(frozen=True)
 class TuningOptions:
     """Attributes:
     mode: what is trained beside a head; None for nothing.
-    pre_seq_len: virtual tokens; None for the adapter's own number, else `PRE_SEQ_LEN`.
+    pre_seq_len: virtual tokens; None for the adapter's own number, else `DEFAULT_VIRTUAL_TOKENS`.
     lora: LoRA to begin with.
     adapter: folder or repository to load; None to begin anew.
     adapter_revision: of that repository.

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from swarm.client.tuning.virtual_tokens import Placement
+from swarm.client.tuning.virtual_tokens import VirtualTokenLayout
 from swarm.models.placeholder_cache import PlaceholderCache
 
 
@@ -33,11 +33,11 @@ class PromptedCache(PlaceholderCache):
         self._leads: torch.Tensor | None = None
 
     @property
-    def placement(self) -> Placement | None:
+    def placement(self) -> VirtualTokenLayout | None:
         """Where the virtual tokens stand, once they do."""
-        return Placement(self.count, self._leads) if self._leads is not None and self.length else None
+        return VirtualTokenLayout(self.count, self._leads) if self._leads is not None and self.length else None
 
-    def place(self, placement: Placement) -> None:
+    def place(self, placement: VirtualTokenLayout) -> None:
         """The step that comes brings the virtual tokens."""
         self._leads = placement.leads
 

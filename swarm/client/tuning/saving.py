@@ -22,12 +22,12 @@ from swarm.models.adapters.adapter_source import CONFIG, WEIGHTS
 from swarm.models.checkpoints.checkpoint import Checkpoint
 from swarm.models.cutting.lora_targets import LoraTargets, find_lora_targets
 
-STATE = "model.safetensors"
-CARD = "README.md"
+STATE_FILE = "model.safetensors"
+CARD_FILE = "README.md"
 
 
 @dataclass(frozen=True, eq=False)
-class Snapshot:
+class TrainedSnapshot:
     """What is written.
 
     Attributes:
@@ -56,23 +56,25 @@ class Snapshot:
         return self.checkpoint.name if is_folder else self.checkpoint.source
 
 
-def save(snapshot: Snapshot, folder: str | Path) -> None:
+def save(snapshot: TrainedSnapshot, folder: str | Path) -> None:
     """Write config, weights and model card into `folder`, which is made if need be."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors_of(snapshot), folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / CONFIG).write_text(json.dumps(config_of(snapshot), indent=2, sort_keys=True) + "\n")
-    (folder / CARD).write_text(model_card(snapshot.base, snapshot.checkpoint.revision, snapshot.method, snapshot.task))
+    save_file(peft_tensors(snapshot), folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(peft_config(snapshot), indent=2, sort_keys=True) + "\n")
+    (folder / CARD_FILE).write_text(
+        model_card(snapshot.base, snapshot.checkpoint.revision, snapshot.method, snapshot.task)
+    )
 
 
 def save_state(state: Mapping[str, torch.Tensor], folder: str | Path) -> None:
     """Write parameters by their names in the model."""
     tensors = {name: tensor.detach().contiguous() for name, tensor in state.items()}
-    save_file(tensors, Path(folder) / STATE, metadata={"format": "pt"})
+    save_file(tensors, Path(folder) / STATE_FILE, metadata={"format": "pt"})
 
 
 def push(
-    snapshot: Snapshot,
+    snapshot: TrainedSnapshot,
     repository: str,
     *,
     private: bool | None = None,
@@ -103,7 +105,7 @@ def push(
     return str(commit.commit_url)
 
 
-def tensors_of(snapshot: Snapshot) -> dict[str, torch.Tensor]:
+def peft_tensors(snapshot: TrainedSnapshot) -> dict[str, torch.Tensor]:
     """The tensors under PEFT's names."""
     found: dict[str, torch.Tensor] = {}
     if snapshot.prompts is not None:
@@ -121,7 +123,7 @@ def tensors_of(snapshot: Snapshot) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in found.items()}
 
 
-def config_of(snapshot: Snapshot) -> dict[str, Any]:
+def peft_config(snapshot: TrainedSnapshot) -> dict[str, Any]:
     """What `adapter_config.json` says."""
     config = snapshot.checkpoint.config
     common = {

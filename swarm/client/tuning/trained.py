@@ -11,8 +11,8 @@ from torch import nn
 
 from swarm.client.tuning import saving
 from swarm.client.tuning.lora import Lora, new_lora, stored_lora
-from swarm.client.tuning.lora_config import LoraSettings, targets
-from swarm.client.tuning.options import PRE_SEQ_LEN, TuningOptions
+from swarm.client.tuning.lora_config import LoraSettings, lora_targets
+from swarm.client.tuning.options import DEFAULT_VIRTUAL_TOKENS, TuningOptions
 from swarm.errors import AdapterError, AdapterMismatch, InvalidOption, UsageError
 from swarm.models.adapters.adapter_config import Method
 from swarm.models.adapters.adapter_files import StoredAdapter
@@ -24,7 +24,7 @@ from swarm.protocol.adapters import BlockAdapterWeights
 logger = logging.getLogger(__name__)
 
 
-class Trained:
+class TrainedParameters:
     """The parameters that training changes. They belong to the model, whose parameters are frozen but for these.
 
     Args:
@@ -54,7 +54,7 @@ class Trained:
         if options.mode == "lora":
             self._add_lora(options.lora or LoraSettings())
         elif options.mode is not None:
-            self._add_prompts(options.pre_seq_len or PRE_SEQ_LEN, is_deep=options.mode == "deep_ptune")
+            self._add_prompts(options.pre_seq_len or DEFAULT_VIRTUAL_TOKENS, is_deep=options.mode == "deep_ptune")
         self._finish(options.mode, trainable=True)
 
     def load(self, stored: StoredAdapter, options: TuningOptions) -> None:
@@ -105,7 +105,7 @@ class Trained:
         """Upload the files of the adapter; see `saving.push`."""
         return saving.push(self.snapshot(), repository, **options)
 
-    def snapshot(self) -> saving.Snapshot:
+    def snapshot(self) -> saving.TrainedSnapshot:
         """What is saved, as it is now."""
         if self.method is None:
             raise UsageError(
@@ -114,7 +114,7 @@ class Trained:
             )
         model = self.model
         head = model.get_submodule(self.head).state_dict() if self.head else {}
-        return saving.Snapshot(
+        return saving.TrainedSnapshot(
             checkpoint=self.checkpoint,
             method=self.method,
             path=self._path,
@@ -140,7 +140,7 @@ class Trained:
 
     def _add_lora(self, settings: LoraSettings) -> None:
         config = self.checkpoint.config
-        wanted = targets(settings, find_lora_targets(config), self._path, config.model_type)
+        wanted = lora_targets(settings, find_lora_targets(config), self._path, config.model_type)
         self.model.lora = new_lora(wanted, settings, self._path)
 
     def _load_heads(self, stored: StoredAdapter, options: TuningOptions) -> None:
@@ -179,7 +179,7 @@ def _compute_in_float32(head: nn.Module) -> None:
     head.register_forward_pre_hook(cast)
 
 
-def _keep_state_small(trained: Trained) -> None:
+def _keep_state_small(trained: TrainedParameters) -> None:
     """The state of a tuned model is what was trained: all else comes with the model, and does not change."""
 
     def leave_out(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
-IGNORED = -100
+IGNORED_LABEL = -100
 """The label that counts nothing."""
 
 
 @dataclass(frozen=True, eq=False)
-class Placement:
+class VirtualTokenLayout:
     """Where `count` virtual tokens go in a batch `[rows, slots]`, which becomes `[rows, count + slots]`.
 
     Attributes:
@@ -61,8 +61,8 @@ class Placement:
     def labels(self, labels: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """Labels `[rows, slots]` of a causal language model; virtual tokens and padding count nothing."""
         if mask is not None:
-            labels = labels.masked_fill(mask.to(labels.device) == 0, IGNORED)
-        return self.extended(labels, labels.new_full((self.count,), IGNORED))
+            labels = labels.masked_fill(mask.to(labels.device) == 0, IGNORED_LABEL)
+        return self.extended(labels, labels.new_full((self.count,), IGNORED_LABEL))
 
     def _offsets(self, slots: int) -> torch.Tensor:
         """How far each slot is behind the row's first virtual token, `[rows, count + slots]`."""
@@ -72,12 +72,12 @@ class Placement:
         return virtual.to(values.device, values.dtype).expand(len(values), self.count, *values.shape[2:])
 
 
-def placement(count: int, rows: int, mask: torch.Tensor | None) -> Placement:
+def virtual_token_layout(count: int, rows: int, mask: torch.Tensor | None) -> VirtualTokenLayout:
     """Where `count` virtual tokens go.
 
     Args:
         mask: attention mask `[rows, slots]`, or None if nothing is padded.
     """
     if mask is None:
-        return Placement(count, torch.zeros(rows, dtype=torch.long))
-    return Placement(count, (mask.cpu() != 0).long().cumsum(1).eq(0).sum(1))
+        return VirtualTokenLayout(count, torch.zeros(rows, dtype=torch.long))
+    return VirtualTokenLayout(count, (mask.cpu() != 0).long().cumsum(1).eq(0).sum(1))

@@ -18,7 +18,7 @@ class Adapter(Protocol):
         """What is added to a block of the whole model, as it is now; None for nothing."""
 
 
-def parts_of(adapter: Adapter | None, span: Span) -> dict[int, BlockAdapterWeights]:
+def adapter_parts(adapter: Adapter | None, span: Span) -> dict[int, BlockAdapterWeights]:
     """What is added to the blocks of `span` now, by block; nothing for blocks to which nothing is added."""
     if adapter is None:
         return {}
@@ -26,7 +26,7 @@ def parts_of(adapter: Adapter | None, span: Span) -> dict[int, BlockAdapterWeigh
     return {block: part for block, part in parts.items() if part is not None and part.tensors}
 
 
-def frozen(parts: Mapping[int, BlockAdapterWeights]) -> dict[int, BlockAdapterWeights]:
+def detach_parts(parts: Mapping[int, BlockAdapterWeights]) -> dict[int, BlockAdapterWeights]:
     """The parts as they are now, whatever becomes of their tensors."""
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:

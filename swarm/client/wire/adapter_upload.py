@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from swarm.client.wire.reply_checks import out_of_place
+from swarm.client.wire.reply_checks import unexpected_reply
 from swarm.data_structures import Hop, Span
 from swarm.errors import NotFinite, PeerLost, RemoteError, UnknownAdapter, remote_error
 from swarm.protocol import messages
@@ -24,16 +24,16 @@ from swarm.protocol.compression import dtype_name
 from swarm.protocol.framing import Frame
 from swarm.transport.stream import Stream
 
-PUT_BYTES = 4 << 20
+MAX_PUT_BYTES = 4 << 20
 """Bytes of adapters in one message, if that is one block's at least."""
 
-SLOWEST = 1e5
+MIN_UPLOAD_BYTES_PER_S = 1e5
 """Bytes a second of the slowest link that adapters are sent over before it is given up."""
 
-MOST_SERVERS, MOST_PARTS = 1024, 4096
+MAX_LEDGER_SERVERS, MAX_PARTS_PER_SERVER = 1024, 4096
 """Servers whose adapters are remembered, and how many of each."""
 
-Part = tuple[int, bytes]
+PartKey = tuple[int, bytes]
 """A block, and the digest of its part of an adapter."""
 
 
@@ -67,15 +67,15 @@ class PackedAdapter:
         blocks = [block for block in range(span.start, span.end) if block in self.parts]
         return {block: self.parts[block].described for block in blocks}
 
-    def keys(self, span: Span) -> list[Part]:
+    def keys(self, span: Span) -> list[PartKey]:
         """What a server of these blocks needs."""
         return [(block, one.digest) for block, one in self.described(span).items()]
 
-    def size(self, keys: Iterable[Part]) -> int:
+    def size(self, keys: Iterable[PartKey]) -> int:
         """Bytes of these parts."""
         return sum(len(self.parts[block].payload) for block, _ in keys)
 
-    def puts(self, keys: Sequence[Part]) -> Iterator[tuple[messages.PutAdapters, bytes]]:
+    def puts(self, keys: Sequence[PartKey]) -> Iterator[tuple[messages.PutAdapters, bytes]]:
         """The messages that bring these parts, and their payloads."""
         for blocks in self._divided([block for block, _ in keys]):
             covered = range(blocks[0], blocks[-1] + 1)
@@ -88,7 +88,7 @@ class PackedAdapter:
         size = 0
         for block in blocks:
             length = len(self.parts[block].payload)
-            if group and size + length > PUT_BYTES:
+            if group and size + length > MAX_PUT_BYTES:
                 yield group
                 group, size = [], 0
             group.append(block)
@@ -116,20 +116,20 @@ def pack_adapter(parts: Mapping[int, BlockAdapterWeights]) -> PackedAdapter:
     return PackedAdapter(packed, dtype_name(dtype))
 
 
-class SentAdapters:
+class UploadLedger:
     """What servers were sent, and have not lost as far as is known. For the network loop."""
 
     def __init__(self) -> None:
-        self._until: OrderedDict[str, OrderedDict[Part, float]] = OrderedDict()
+        self._until: OrderedDict[str, OrderedDict[PartKey, float]] = OrderedDict()
         self._under_way: dict[str, asyncio.Future[None]] = {}
 
-    def lacking(self, peer_id: str, keys: Iterable[Part]) -> list[Part]:
+    def lacking(self, peer_id: str, keys: Iterable[PartKey]) -> list[PartKey]:
         """Which of these the server has to be sent."""
-        known: Mapping[Part, float] = self._until.get(peer_id, {})
+        known: Mapping[PartKey, float] = self._until.get(peer_id, {})
         now = time.monotonic()
         return [key for key in keys if known.get(key, now) <= now]
 
-    def kept(self, peer_id: str, keys: Sequence[Part], seconds: float) -> None:
+    def kept(self, peer_id: str, keys: Sequence[PartKey], seconds: float) -> None:
         """The server has these, for so many seconds."""
         if not keys:
             return
@@ -138,16 +138,16 @@ class SentAdapters:
         for key in keys:
             known[key] = time.monotonic() + seconds
             known.move_to_end(key)
-        while len(known) > MOST_PARTS:
+        while len(known) > MAX_PARTS_PER_SERVER:
             known.popitem(last=False)
-        while len(self._until) > MOST_SERVERS:
+        while len(self._until) > MAX_LEDGER_SERVERS:
             self._until.popitem(last=False)
 
     def forget(self, peer_id: str) -> None:
         """The server may have lost everything."""
         self._until.pop(peer_id, None)
 
-    async def turn(self, peer_id: str, keys: Sequence[Part]) -> list[Part]:
+    async def turn(self, peer_id: str, keys: Sequence[PartKey]) -> list[PartKey]:
         """Which of these to send now. Whoever is told some has to call `done`; others wait for that."""
         while lacking := self.lacking(peer_id, keys):
             other = self._under_way.get(peer_id)
@@ -165,16 +165,16 @@ class SentAdapters:
 
 
 @dataclass(frozen=True)
-class Carried:
+class AdapterUpload:
     """An adapter that goes along with requests. For the network loop."""
 
     adapter: PackedAdapter = field(default_factory=PackedAdapter)
-    sent: SentAdapters = field(default_factory=SentAdapters)
+    sent: UploadLedger = field(default_factory=UploadLedger)
 
     def seconds(self, hop: Hop) -> float:
         """What sending the server its parts may take, where it has to be."""
         lacking = self.sent.lacking(hop.server.peer_id, self.adapter.keys(hop.span))
-        return self.adapter.size(lacking) / SLOWEST
+        return self.adapter.size(lacking) / MIN_UPLOAD_BYTES_PER_S
 
     async def ask(
         self, stream: Stream, hop: Hop, request: messages.Message | None, payload: bytes | memoryview, limit: int
@@ -229,5 +229,5 @@ def _seconds(hop: Hop, frame: Frame) -> float:
     """How long the server keeps adapters. Raises `ProtocolViolation` if that is not what it says."""
     reply = messages.decode_server(frame.header)
     if not isinstance(reply, messages.AdaptersStored):
-        raise out_of_place(hop, reply)
+        raise unexpected_reply(hop, reply)
     return reply.seconds

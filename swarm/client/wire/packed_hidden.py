@@ -10,7 +10,7 @@ from swarm.protocol.compression import is_finite
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedHidden:
     """Hidden states `[tokens, hidden_size]` as they travel."""
 
     payload: bytes | memoryview
@@ -23,20 +23,3 @@ class Packed:
         """Raise `NotFinite` if there is NaN or infinity in it, which no server takes."""
         if not is_finite(self.payload, self.tokens * self.hidden_size, self.wire, self.dtype):
             raise NotFinite("the hidden states to be sent hold NaN or infinity; look for it in what was put in")
-
-
-@dataclass(frozen=True)
-class Manner:
-    """What a client asks of every server.
-
-    Attributes:
-        revision: the model's revision.
-        wire: format of the replies.
-        timeout: seconds to wait for one answer at most; usually much less, see `swarm.client.wire.reply_timeout`.
-        push: let servers hand their outputs on to each other.
-    """
-
-    revision: str
-    wire: WireFormat
-    timeout: float
-    push: bool = True

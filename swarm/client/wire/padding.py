@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from swarm.client.wire.packed_hidden import Packed
+from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.data_structures import StepLayout, WireFormat
 from swarm.protocol.compression import dtype_name, pack, unpack
 
 
 @dataclass(frozen=True)
-class Rows:
+class PaddedBatch:
     """Which slots of `[rows, slots]` hold tokens, and where these stand.
 
     Attributes:
@@ -25,12 +25,12 @@ class Rows:
     real: torch.Tensor | None
     positions: torch.Tensor | None
 
-    def __getitem__(self, rows: torch.Tensor | slice) -> Rows:
+    def __getitem__(self, rows: torch.Tensor | slice) -> PaddedBatch:
         """Some of the rows."""
         index = torch.arange(len(self.counts))[rows]
         counts = tuple(self.counts[row] for row in index.tolist())
         real = self.real[index] if self.real is not None else None
-        return Rows(counts, real, self.positions[index] if self.positions is not None else None)
+        return PaddedBatch(counts, real, self.positions[index] if self.positions is not None else None)
 
     @property
     def layout(self) -> StepLayout:
@@ -60,25 +60,25 @@ def position_offsets(
     return offsets if any(offsets) else None
 
 
-def pack_rows(hidden: torch.Tensor, real: torch.Tensor | None, wire: WireFormat) -> Packed:
+def pack_hidden(hidden: torch.Tensor, real: torch.Tensor | None, wire: WireFormat) -> PackedHidden:
     """The real slots of `[rows, slots, hidden_size]`, row after row, encoded for the wire."""
-    flat = flat_rows(hidden, real)
-    return Packed(pack(flat, wire), flat.shape[0], flat.shape[1], wire, dtype_name(hidden.dtype))
+    flat = drop_padding(hidden, real)
+    return PackedHidden(pack(flat, wire), flat.shape[0], flat.shape[1], wire, dtype_name(hidden.dtype))
 
 
-def unpack_rows(packed: Packed, like: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
-    """The inverse of `pack_rows`, in shape, dtype and device of `like`; padded slots are zero."""
+def unpack_hidden(packed: PackedHidden, like: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+    """The inverse of `pack_hidden`, in shape, dtype and device of `like`; padded slots are zero."""
     flat = unpack(packed.payload, packed.tokens, packed.hidden_size, packed.wire, packed.dtype, like.device)
-    return shaped_rows(flat, like, real)
+    return restore_padding(flat, like, real)
 
 
-def flat_rows(hidden: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+def drop_padding(hidden: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
     """The real slots of `[rows, slots, hidden_size]`, row after row, `[tokens, hidden_size]`. None: all are real."""
     return hidden.flatten(0, 1) if real is None else hidden[real.to(hidden.device)]
 
 
-def shaped_rows(flat: torch.Tensor, like: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
-    """The inverse of `flat_rows`, in shape, dtype and device of `like`; padded slots are zero."""
+def restore_padding(flat: torch.Tensor, like: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+    """The inverse of `drop_padding`, in shape, dtype and device of `like`; padded slots are zero."""
     flat = flat.to(like.device, like.dtype)
     if real is None:
         return flat.view(like.shape)

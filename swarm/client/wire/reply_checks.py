@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from swarm.client.wire.packed_hidden import Packed
-from swarm.client.wire.reply_timeout import Patience
+from swarm.client.wire.packed_hidden import PackedHidden
+from swarm.client.wire.reply_timeout import TimeoutEstimator
 from swarm.data_structures import Hop
 from swarm.errors import NotFinite, PeerLost, PeerTimeout, ProtocolViolation, WrongDtype, WrongShape, remote_error
 from swarm.protocol import messages
@@ -18,12 +18,12 @@ from swarm.protocol.adapters import gradient_length, unpack_gradients
 from swarm.protocol.compression import is_finite, payload_length
 from swarm.protocol.framing import Frame
 
-TRAVEL = 0.1
+ASSUMED_ROUND_TRIP_S = 0.1
 """Seconds assumed for the way to a server and back before anything was measured."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outputs:
+class OutputShape:
     """How much an answer has to hold: hidden states `[tokens, hidden_size]`."""
 
     tokens: int
@@ -35,75 +35,75 @@ class Outputs:
 
 
 @asynccontextmanager
-async def answering(hop: Hop, patience: float) -> AsyncIterator[None]:
+async def reply_deadline(hop: Hop, patience: float) -> AsyncIterator[None]:
     """An exchange with a server that has to end within `patience` seconds. Raises `PeerTimeout` or `PeerLost`."""
     try:
         async with asyncio.timeout(patience):
             yield
     except TimeoutError:
-        raise PeerTimeout(f"{whose(hop)} did not answer within {patience:.1f} s") from None
+        raise PeerTimeout(f"{describe_hop(hop)} did not answer within {patience:.1f} s") from None
     except PeerLost as error:
-        raise PeerLost(f"{whose(hop)} is gone: {error}") from None
+        raise PeerLost(f"{describe_hop(hop)} is gone: {error}") from None
 
 
-def accepted(hop: Hop, frame: Frame) -> messages.ServerMessage:
+def parse_reply(hop: Hop, frame: Frame) -> messages.ServerMessage:
     """The header of an answer. A refusal is raised."""
     reply = messages.decode_server(frame.header)
     if isinstance(reply, messages.Refusal):
-        raise remote_error(reply.code, f"{whose(hop)} refused: {reply.message}")
+        raise remote_error(reply.code, f"{describe_hop(hop)} refused: {reply.message}")
     return reply
 
 
-def expected(hop: Hop, slowness: float, limit: float) -> Patience:
+def initial_estimate(hop: Hop, slowness: float, limit: float) -> TimeoutEstimator:
     """What a server announces of itself is all that is known of work that it has not done yet."""
     blocks, server = hop.span.length, hop.server
-    step = TRAVEL + server.queue + blocks / max(server.throughput, 1e-3)
+    step = ASSUMED_ROUND_TRIP_S + server.queue + blocks / max(server.throughput, 1e-3)
     token = blocks / max(server.forward_throughput or server.throughput, 1e-3)
     if server.network_throughput:
         token += 2 / server.network_throughput
-    return Patience(slowness * step, slowness * token, limit)
+    return TimeoutEstimator(slowness * step, slowness * token, limit)
 
 
-def checked(
+def validate_outputs(
     hop: Hop,
-    due: Outputs,
+    due: OutputShape,
     payload: bytes | memoryview,
     reply: messages.StepReply | messages.ReplayReply | messages.ForwardReply | messages.BackwardReply,
-) -> Packed:
+) -> PackedHidden:
     """The outputs in an answer. Raises `ProtocolViolation` if they are not as many as are due, or not finite."""
     try:
-        expected = payload_length(due.values, reply.format, reply.dtype)
+        length = payload_length(due.values, reply.format, reply.dtype)
     except WrongDtype as error:
-        raise ProtocolViolation(f"{whose(hop)} answered in an unknown format: {error}") from None
-    if len(payload) != expected:
-        raise ProtocolViolation(f"{whose(hop)} answered with {len(payload)} bytes where {expected} were due")
+        raise ProtocolViolation(f"{describe_hop(hop)} answered in an unknown format: {error}") from None
+    if len(payload) != length:
+        raise ProtocolViolation(f"{describe_hop(hop)} answered with {len(payload)} bytes where {length} were due")
     if not is_finite(payload, due.values, reply.format, reply.dtype):
-        raise ProtocolViolation(f"{whose(hop)} answered with values that are not finite")
-    return Packed(payload, due.tokens, due.hidden_size, reply.format, reply.dtype)
+        raise ProtocolViolation(f"{describe_hop(hop)} answered with values that are not finite")
+    return PackedHidden(payload, due.tokens, due.hidden_size, reply.format, reply.dtype)
 
 
-def checked_gradients(
+def validate_gradients(
     hop: Hop,
-    due: Outputs,
+    due: OutputShape,
     adapters: Sequence[messages.BlockAdapterSpec],
     payload: bytes | memoryview,
     reply: messages.BackwardReply,
-) -> tuple[Packed, list[list[torch.Tensor]]]:
-    """The gradients in an answer: of the inputs, and of the tensors of each adapter. Raises as `checked` does."""
+) -> tuple[PackedHidden, list[list[torch.Tensor]]]:
+    """The gradients in a reply: of the inputs, and of each adapter's tensors. Raises as `validate_outputs` does."""
     view, length = memoryview(payload), gradient_length(adapters, due.hidden_size)
     first = max(0, len(view) - length)
-    inputs = checked(hop, due, view[:first], reply)
+    inputs = validate_outputs(hop, due, view[:first], reply)
     try:
         return inputs, unpack_gradients(adapters, view[first:], due.hidden_size)
     except (WrongShape, NotFinite) as error:
-        raise ProtocolViolation(f"{whose(hop)} answered with wrong gradients: {error}") from None
+        raise ProtocolViolation(f"{describe_hop(hop)} answered with wrong gradients: {error}") from None
 
 
-def out_of_place(hop: Hop, reply: messages.ServerMessage) -> ProtocolViolation:
+def unexpected_reply(hop: Hop, reply: messages.ServerMessage) -> ProtocolViolation:
     """An answer that is right in itself, but not here."""
-    return ProtocolViolation(f"{whose(hop)} answered with a {type(reply).__name__} out of place")
+    return ProtocolViolation(f"{describe_hop(hop)} answered with a {type(reply).__name__} out of place")
 
 
-def whose(hop: Hop) -> str:
+def describe_hop(hop: Hop) -> str:
     """The server, for people."""
     return f"server {hop.server.short_id} (blocks {hop.span})"

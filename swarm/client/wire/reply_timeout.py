@@ -6,14 +6,14 @@ smoothed deviation. Long steps add what their tokens cost.
 
 from __future__ import annotations
 
-STALL = 2.0
+STALL_ALLOWANCE_S = 2.0
 """Seconds that any machine may stall now and then without being dead."""
 
-MARGIN = 4.0
+TIMEOUT_FACTOR = 4.0
 """How many times longer than expected an answer may take."""
 
 
-class Patience:
+class TimeoutEstimator:
     """What is known about the answers of one server. All times in seconds.
 
     Args:
@@ -39,5 +39,5 @@ class Patience:
 
     def allowed(self, tokens: int) -> float:
         """How long to wait for a step of so many tokens."""
-        expected = self._smoothed + MARGIN * self._deviation + max(0, tokens - 1) * self._token
-        return min(STALL + MARGIN * expected, self._limit)
+        expected = self._smoothed + TIMEOUT_FACTOR * self._deviation + max(0, tokens - 1) * self._token
+        return min(STALL_ALLOWANCE_S + TIMEOUT_FACTOR * expected, self._limit)

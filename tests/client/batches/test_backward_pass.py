@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from swarm.client.batches.backward_pass import backward_all
-from swarm.client.batches.forward_pass import MicroBatch, Pass, Passage, forward_all
-from swarm.client.batches.hop_requests import Asker
+from swarm.client.batches.backward_pass import backward_batches
+from swarm.client.batches.forward_pass import ForwardTrace, MicroBatch, PassContext, forward_batches
+from swarm.client.batches.hop_requests import HopRequester
 from swarm.client.wire.adapter_upload import pack_adapter
-from swarm.client.wire.packed_hidden import Packed
+from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.data_structures import Hop, Route, Span, StepLayout, WireFormat
 from swarm.errors import AdapterRefused, MissingBlocks, NotFinite, TooLong, UnknownAdapter
 from swarm.models.execution import gradients as training
@@ -54,7 +54,7 @@ class Batch:
     def __init__(self, swarm: Swarm, parts: dict[int, BlockAdapterWeights]) -> None:
         self.swarm, self.parts, self.first = swarm, parts, 0
         self.packed = pack_adapter(parts)
-        self.asker = Asker(swarm.network, swarm.manner)
+        self.asker = HopRequester(swarm.network, swarm.manner)
         self.batches: list[MicroBatch] = []
         self.hidden: list[torch.Tensor] = []
         self.ends: list[torch.Tensor] = []
@@ -63,19 +63,19 @@ class Batch:
         """Sequences that should go by these servers."""
         generator = torch.Generator().manual_seed(len(self.batches))
         hidden = torch.randn(sum(counts), HIDDEN, generator=generator)
-        packed = Packed(pack(hidden, WireFormat.NONE), sum(counts), HIDDEN, WireFormat.NONE, "float32")
+        packed = PackedHidden(pack(hidden, WireFormat.NONE), sum(counts), HIDDEN, WireFormat.NONE, "float32")
         infos = [self.swarm.announced[name] for name in names]
         layout = StepLayout((0,) * len(counts), counts)
         self.batches.append(MicroBatch(packed, layout, Route(tuple(Hop(info, info.span) for info in infos))))
         self.hidden.append(hidden.requires_grad_())
         self.ends.append(1e-6 * torch.randn(hidden.shape, generator=generator))
 
-    async def forward(self) -> list[Passage]:
-        return await forward_all(self.work(), Span(0, BLOCKS), self.batches)
+    async def forward(self) -> list[ForwardTrace]:
+        return await forward_batches(self.work(), Span(0, BLOCKS), self.batches)
 
-    async def backward(self, passages: list[Passage]) -> None:
+    async def backward(self, passages: list[ForwardTrace]) -> None:
         """Go back and compare."""
-        found = await backward_all(self.work(), passages, self.ends, self.first)
+        found = await backward_batches(self.work(), passages, self.ends, self.first)
         tensors = [tensor for part in self.parts.values() for tensor in part.tensors]
         totals = [torch.zeros_like(tensor) for tensor in tensors]
         for batch, hidden, end, ours in zip(self.batches, self.hidden, self.ends, found, strict=True):
@@ -90,8 +90,8 @@ class Batch:
             if block >= self.first:
                 close(sum(ours.parts[block][number] for ours in found if block in ours.parts), total)
 
-    def work(self) -> Pass:
-        return Pass(self.asker, self.swarm.planner, self.packed)
+    def work(self) -> PassContext:
+        return PassContext(self.asker, self.swarm.planner, self.packed)
 
     async def run(self, between: Callable[[], object] = lambda: None) -> None:
         passages = await self.forward()
@@ -161,7 +161,7 @@ def test_where_all_gradients_are_zero_nobody_is_asked(span_model):
     async def act(swarm, batch):
         batch.add((5,), "a", "b")
         batch.ends[0].zero_()
-        (found,) = await backward_all(batch.work(), await batch.forward(), batch.ends, 0)
+        (found,) = await backward_batches(batch.work(), await batch.forward(), batch.ends, 0)
         assert not found.inputs.any()
         assert not found.parts
         assert counts(swarm) == [0, 0, 0, 0]
@@ -329,7 +329,7 @@ def test_blocks_that_nobody_holds_any_more_are_named(span_model, patience):
 def test_what_holds_nan_is_not_sent(span_model):
     async def act(swarm, batch):
         bad = torch.full((2, HIDDEN), torch.nan)
-        packed = Packed(pack(bad, WireFormat.NONE), 2, HIDDEN, WireFormat.NONE, "float32")
+        packed = PackedHidden(pack(bad, WireFormat.NONE), 2, HIDDEN, WireFormat.NONE, "float32")
         info = swarm.announced["a"]
         batch.batches = [MicroBatch(packed, StepLayout((0,), (2,)), Route((Hop(info, info.span),)))]
         with pytest.raises(NotFinite, match="look for it in what was put in"):

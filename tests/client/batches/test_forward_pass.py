@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from swarm.client.batches.forward_pass import MicroBatch, Pass, forward_all
-from swarm.client.batches.hop_requests import Asker
-from swarm.client.wire.packed_hidden import Packed
+from swarm.client.batches.forward_pass import MicroBatch, PassContext, forward_batches
+from swarm.client.batches.hop_requests import HopRequester
+from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.data_structures import Hop, Route, Span, StepLayout, WireFormat
 from swarm.errors import MissingBlocks, TooLong
 from swarm.protocol import messages
@@ -35,7 +35,7 @@ class Batch:
     def add(self, tokens: int, *names: str) -> None:
         """A sequence that should go by these servers."""
         hidden = torch.randn(tokens, WIDTH, generator=torch.Generator().manual_seed(tokens))
-        packed = Packed(pack(hidden, WireFormat.NONE), tokens, WIDTH, WireFormat.NONE, "float32")
+        packed = PackedHidden(pack(hidden, WireFormat.NONE), tokens, WIDTH, WireFormat.NONE, "float32")
         infos = [self.swarm.announced[name] for name in names]
         self.batches.append(
             MicroBatch(packed, StepLayout((0,), (tokens,)), Route(tuple(Hop(info, info.span) for info in infos)))
@@ -44,9 +44,11 @@ class Batch:
 
     async def run(self) -> None:
         swarm = self.swarm
-        asker = Asker(swarm.network, swarm.manner)
+        asker = HopRequester(swarm.network, swarm.manner)
         try:
-            passages = await forward_all(Pass(asker, swarm.planner, keeps=False), Span(0, BLOCKS), self.batches)
+            passages = await forward_batches(
+                PassContext(asker, swarm.planner, keeps=False), Span(0, BLOCKS), self.batches
+            )
             assert not any(passage.legs for passage in passages)
         finally:
             asker.close()

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from swarm.client.batches.hop_requests import UNDER_WAY, Asker
+from swarm.client.batches.hop_requests import MAX_REQUESTS_IN_FLIGHT, HopRequester
 from swarm.client.wire.adapter_upload import PackedAdapter, pack_adapter
-from swarm.client.wire.packed_hidden import Manner, Packed
+from swarm.client.wire.packed_hidden import PackedHidden
+from swarm.client.wire.request_options import RequestOptions
 from swarm.data_structures import Span, StepLayout, WireFormat
 from swarm.errors import AdapterRefused, PeerLost, PeerTimeout, ProtocolViolation, RemoteError, WrongDtype
 from swarm.protocol import messages
@@ -40,12 +41,14 @@ GRADIENT = torch.arange(12.0).view(3, HIDDEN) / 1e6
 SPLIT = StepLayout((0, 0), (2, 1), None, (4, 0))
 
 
-def forward(swarm: Any, name: str = "server", adapter: PackedAdapter = NOTHING, asker: Asker | None = None) -> Any:
-    return (asker or Asker(swarm.network, MANNER)).forward(hop(name), INPUT, LAYOUT, adapter)
+def forward(
+    swarm: Any, name: str = "server", adapter: PackedAdapter = NOTHING, asker: HopRequester | None = None
+) -> Any:
+    return (asker or HopRequester(swarm.network, MANNER)).forward(hop(name), INPUT, LAYOUT, adapter)
 
 
-def backward(swarm: Any, adapter: PackedAdapter = NOTHING, manner: Manner = MANNER) -> Any:
-    return Asker(swarm.network, manner).backward(hop(), INPUT, GRADIENT, SPLIT, adapter)
+def backward(swarm: Any, adapter: PackedAdapter = NOTHING, manner: RequestOptions = MANNER) -> Any:
+    return HopRequester(swarm.network, manner).backward(hop(), INPUT, GRADIENT, SPLIT, adapter)
 
 
 async def ended(server: Any) -> None:
@@ -56,9 +59,9 @@ async def ended(server: Any) -> None:
 def test_a_forward_says_what_it_wants_and_leaves():
     async def scenario(swarm):
         server = await swarm.add(forward_reply())
-        asker = Asker(swarm.network, MANNER)
+        asker = HopRequester(swarm.network, MANNER)
         output = await asker.forward(hop(), INPUT, SPLIT, NOTHING)
-        assert output == Packed(OUTPUT, 3, HIDDEN, WireFormat.FLOAT16, "float32")
+        assert output == PackedHidden(OUTPUT, 3, HIDDEN, WireFormat.FLOAT16, "float32")
         asker.close()
         await ended(server)
         request = messages.ForwardRequest(
@@ -86,7 +89,7 @@ def test_a_backward_sends_inputs_and_scaled_gradients_and_scales_the_answer_back
         answer = torch.arange(12).to(torch.float32 if gradients is WireFormat.NONE else torch.float16)
         payload = answer.numpy().tobytes() + parts
         server = await swarm.add(KEPT, backward_reply(payload, format=gradients))
-        found = await backward(swarm, PROMPTED, Manner("main", wire, 60.0))
+        found = await backward(swarm, PROMPTED, RequestOptions("main", wire, 60.0))
         assert server.asked == [messages.PutAdapters, messages.BackwardRequest]
         request, sent = server.requests[1]
         assert request == messages.BackwardRequest(
@@ -109,7 +112,7 @@ def test_gradients_that_outgrow_float16_travel_as_bfloat16():
         await backward(swarm)
         formats = [request.gradient_format for request, _ in server.requests]
         assert formats == [WireFormat.FLOAT16, WireFormat.BFLOAT16]
-        exact = Manner("main", WireFormat.NONE, 60.0)
+        exact = RequestOptions("main", WireFormat.NONE, 60.0)
         await swarm.add(refusal(WrongDtype("not mine")))
         with pytest.raises(WrongDtype):
             await backward(swarm, manner=exact)
@@ -121,7 +124,7 @@ def test_gradients_that_outgrow_float16_travel_as_bfloat16():
 def test_a_server_that_answers_a_forward_wrongly(answer, why):
     async def scenario(swarm):
         server = await swarm.add(answer)
-        asker = Asker(swarm.network, MANNER)
+        asker = HopRequester(swarm.network, MANNER)
         with pytest.raises(ProtocolViolation, match=why):
             await forward(swarm, asker=asker)
         asker.close()
@@ -199,7 +202,7 @@ def test_long_work_may_take_as_long_as_was_announced():
 
         await swarm.network.serve(slow)
         patient = hop("client", forward_throughput=3.0 * 10 / 300)
-        asker = Asker(swarm.network, Manner("main", WireFormat.FLOAT16, 100.0))
+        asker = HopRequester(swarm.network, RequestOptions("main", WireFormat.FLOAT16, 100.0))
         assert (await asker.forward(patient, INPUT, LAYOUT, NOTHING)).payload == OUTPUT
         assert (await asker.backward(patient, INPUT, GRADIENT, LAYOUT, NOTHING)).inputs.shape == (3, HIDDEN)
 
@@ -226,10 +229,10 @@ def test_few_requests_are_under_way_at_one_server_and_each_may_wait_for_those_be
 
         await swarm.network.serve(one_by_one)
         place = hop("client", forward_throughput=3.0 * 3 / 1.0, throughput=9.0)
-        asker = Asker(swarm.network, MANNER)
-        work = [asker.forward(place, INPUT, LAYOUT, NOTHING) for _ in range(3 * UNDER_WAY)]
-        assert len(await asyncio.gather(*work)) == 3 * UNDER_WAY
-        assert most == UNDER_WAY
+        asker = HopRequester(swarm.network, MANNER)
+        work = [asker.forward(place, INPUT, LAYOUT, NOTHING) for _ in range(3 * MAX_REQUESTS_IN_FLIGHT)]
+        assert len(await asyncio.gather(*work)) == 3 * MAX_REQUESTS_IN_FLIGHT
+        assert most == MAX_REQUESTS_IN_FLIGHT
         assert not asker._queues
 
     run(scenario)
@@ -238,11 +241,11 @@ def test_few_requests_are_under_way_at_one_server_and_each_may_wait_for_those_be
 def test_who_waits_for_a_server_that_is_lost_hears_of_it_at_once():
     async def scenario(swarm):
         server = await swarm.add(None)
-        asker = Asker(swarm.network, MANNER)
-        work = [forward(swarm, asker=asker) for _ in range(3 * UNDER_WAY)]
+        asker = HopRequester(swarm.network, MANNER)
+        work = [forward(swarm, asker=asker) for _ in range(3 * MAX_REQUESTS_IN_FLIGHT)]
         found = await asyncio.gather(*work, return_exceptions=True)
         assert all(isinstance(error, PeerLost) for error in found)
-        assert len(server.requests) == UNDER_WAY
+        assert len(server.requests) == MAX_REQUESTS_IN_FLIGHT
         assert asyncio.get_running_loop().time() < 10
         assert not asker._queues
 

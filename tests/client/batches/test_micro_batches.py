@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from swarm.client.batches.micro_batches import micro_batches
+from swarm.client.batches.micro_batches import split_into_micro_batches
 from swarm.client.chain.prompt_chunks import LARGEST
 from swarm.data_structures import ServerInfo
 from tests.infos import server_info
@@ -35,15 +35,15 @@ def servers(hops: int, forward: float = 0.0, network: float = 0.0) -> list[Serve
     ],
 )
 def test_examples(counts, hops, sizes):
-    assert [len(rows) for rows in micro_batches(counts, servers(hops))] == sizes
+    assert [len(rows) for rows in split_into_micro_batches(counts, servers(hops))] == sizes
 
 
 def test_gradients_that_travel_slowly_make_for_fewer_of_them():
     counts = [64] * 8
-    alone = micro_batches(counts, servers(3, 1000.0, 1000.0))
-    assert len(micro_batches(counts, servers(3, 1000.0, 1000.0), 100.0)) < len(alone)
-    assert len(micro_batches(counts, servers(3, 1000.0, 1e6), 100.0)) == len(alone)
-    assert len(micro_batches(counts, servers(3), 100.0)) == 8  # nothing is known of the links
+    alone = split_into_micro_batches(counts, servers(3, 1000.0, 1000.0))
+    assert len(split_into_micro_batches(counts, servers(3, 1000.0, 1000.0), 100.0)) < len(alone)
+    assert len(split_into_micro_batches(counts, servers(3, 1000.0, 1e6), 100.0)) == len(alone)
+    assert len(split_into_micro_batches(counts, servers(3), 100.0)) == 8  # nothing is known of the links
 
 
 @example([1], 2, 1.0, 2.3e-309, 0.0)  # a link so slow that its price is no number any more
@@ -55,7 +55,7 @@ def test_gradients_that_travel_slowly_make_for_fewer_of_them():
     st.floats(0, 1e4),
 )
 def test_every_row_is_in_one_and_they_are_about_as_large(counts, hops, forward, network, gradients):
-    groups = micro_batches(counts, servers(hops, forward, network), gradients)
+    groups = split_into_micro_batches(counts, servers(hops, forward, network), gradients)
     assert list(itertools.chain(*groups)) == list(range(len(counts)))
     assert all(groups)
     for group in groups:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from swarm.client.batches.stream_pool import IDLE, MOST, StreamPool
+from swarm.client.batches.stream_pool import IDLE_TIMEOUT_S, MAX_IDLE_STREAMS_PER_SERVER, StreamPool
 from swarm.errors import PeerLost, PeerTimeout
 from swarm.protocol import messages
 from tests.client.fakes import run
@@ -39,11 +39,11 @@ def test_each_conversation_has_its_own_and_few_are_kept():
     async def scenario(swarm):
         server = await swarm.add(*[REPLY] * 5)
         pool = StreamPool(swarm.network)
-        await asyncio.gather(*(pool.talk("server", ask) for _ in range(MOST + 4)))
+        await asyncio.gather(*(pool.talk("server", ask) for _ in range(MAX_IDLE_STREAMS_PER_SERVER + 4)))
         await asyncio.sleep(0.1)
-        assert server.open_streams == MOST
-        await asyncio.gather(*(pool.talk("server", ask) for _ in range(MOST)))
-        assert len(server.streams) == MOST + 4
+        assert server.open_streams == MAX_IDLE_STREAMS_PER_SERVER
+        await asyncio.gather(*(pool.talk("server", ask) for _ in range(MAX_IDLE_STREAMS_PER_SERVER)))
+        assert len(server.streams) == MAX_IDLE_STREAMS_PER_SERVER + 4
 
     run(scenario)
 
@@ -53,9 +53,9 @@ def test_what_nobody_uses_is_closed():
         server = await swarm.add(*[REPLY] * 5)
         pool = StreamPool(swarm.network)
         await pool.talk("server", ask)
-        await asyncio.sleep(IDLE - 1)
+        await asyncio.sleep(IDLE_TIMEOUT_S - 1)
         await pool.talk("server", ask)
-        await asyncio.sleep(IDLE - 1)
+        await asyncio.sleep(IDLE_TIMEOUT_S - 1)
         assert server.open_streams == 1
         await asyncio.sleep(2)
         assert server.open_streams == 0

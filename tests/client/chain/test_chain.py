@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 import torch
 
-from swarm.client.wire.packed_hidden import Packed
+from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.data_structures import StepLayout, WireFormat
 from swarm.errors import NotFinite, SessionClosed, TooLong
 from swarm.protocol import messages
@@ -57,7 +57,7 @@ def test_replies_come_in_the_format_that_was_asked_for_and_are_passed_on_as_they
         swarm.on_message = lambda source, target, message: passed.append(message) is not None
         await swarm.start()
         talk = await swarm.chain()
-        hidden = Packed(torch.zeros(2, HIDDEN).numpy().tobytes(), 2, HIDDEN, WireFormat.NONE, "float32")
+        hidden = PackedHidden(torch.zeros(2, HIDDEN).numpy().tobytes(), 2, HIDDEN, WireFormat.NONE, "float32")
         result = await talk.chain.step(hidden, StepLayout((0,), (2,)))
         assert (result.wire, result.tokens, result.hidden_size) == (wire, 2, HIDDEN)
         pushed = [message.step.format for message in passed if isinstance(message, messages.PushRequest)]
@@ -108,7 +108,7 @@ def test_a_step_refused_by_the_clients_own_fault_leaves_the_session_usable(span_
         with pytest.raises(TooLong, match=f"opened for {MAX_LENGTH}"):
             await talk.append(MAX_LENGTH)
         await talk.append(1)
-        nan = Packed(b"\xff" * 4 * HIDDEN, 1, HIDDEN, WireFormat.NONE, "float32")
+        nan = PackedHidden(b"\xff" * 4 * HIDDEN, 1, HIDDEN, WireFormat.NONE, "float32")
         with pytest.raises(NotFinite, match="NaN"):
             await talk.chain.step(nan, StepLayout((4,), (1,)))
         await talk.append(1)
@@ -183,11 +183,11 @@ def test_a_step_keeps_a_copy_of_what_the_caller_may_change(span_model):
         talk = await swarm.chain()
         buffer = bytearray(torch.ones(1, HIDDEN).numpy().tobytes())
         layout = StepLayout((0,), (1,))
-        first = await talk.chain.step(Packed(memoryview(buffer), 1, HIDDEN, WireFormat.NONE, "float32"), layout)
+        first = await talk.chain.step(PackedHidden(memoryview(buffer), 1, HIDDEN, WireFormat.NONE, "float32"), layout)
         buffer[:] = bytes(len(buffer))
         await swarm.add("a2", 0, 2)
         swarm.kill("a")
-        second = Packed(torch.ones(1, HIDDEN).numpy().tobytes(), 1, HIDDEN, WireFormat.NONE, "float32")
+        second = PackedHidden(torch.ones(1, HIDDEN).numpy().tobytes(), 1, HIDDEN, WireFormat.NONE, "float32")
         again = await talk.chain.step(second, StepLayout((1,), (1,)))
         both = span_model.forward(torch.ones(1, 2, HIDDEN))[0]
         for got, expected in zip((first, again), both, strict=True):
@@ -268,7 +268,9 @@ def test_only_steps_that_continue_each_other_may_be_under_way_at_once(span_model
             [StepLayout((0,), (2,), (0,)), StepLayout((2,), (1,))],
         ):
             with pytest.raises(ValueError, match="cannot be under way together"):
-                await talk.chain.steps([(Packed(b"", 0, HIDDEN, WireFormat.NONE, "float32"), one) for one in layouts])
+                await talk.chain.steps(
+                    [(PackedHidden(b"", 0, HIDDEN, WireFormat.NONE, "float32"), one) for one in layouts]
+                )
         await talk.append(4)
         assert talk.chain.appends(StepLayout((4,), (2,)))
         assert not talk.chain.appends(StepLayout((3,), (2,)))

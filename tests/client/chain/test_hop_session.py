@@ -11,8 +11,9 @@ import pytest
 
 from swarm.client.chain.hop_session import OPEN_TIMEOUT, PARDONS, HopSession
 from swarm.client.chain.input_history import Step
-from swarm.client.wire.packed_hidden import Manner, Packed
-from swarm.client.wire.reply_checks import Outputs
+from swarm.client.wire.packed_hidden import PackedHidden
+from swarm.client.wire.reply_checks import OutputShape
+from swarm.client.wire.request_options import RequestOptions
 from swarm.data_structures import StepLayout, WireFormat
 from swarm.errors import (
     CacheFull,
@@ -45,17 +46,17 @@ from tests.client.fakes import (
 )
 
 INF = float("inf")
-OUTPUTS = Packed(OUTPUT, 3, HIDDEN, WireFormat.FLOAT16, "float32")
+OUTPUTS = PackedHidden(OUTPUT, 3, HIDDEN, WireFormat.FLOAT16, "float32")
 
 
 class Session(HopSession):
     """A hop whose outputs are kept."""
 
-    def __init__(self, swarm: FakeSwarm, manner: Manner = MANNER, name: str = "server") -> None:
-        self.outputs: list[tuple[int, Packed]] = []
+    def __init__(self, swarm: FakeSwarm, manner: RequestOptions = MANNER, name: str = "server") -> None:
+        self.outputs: list[tuple[int, PackedHidden]] = []
         self.changes = 0
 
-        def heard(_: HopSession, number: int, outputs: Packed) -> None:
+        def heard(_: HopSession, number: int, outputs: PackedHidden) -> None:
             self.outputs.append((number, outputs))
 
         def changed() -> None:
@@ -63,9 +64,9 @@ class Session(HopSession):
 
         super().__init__(swarm.network, hop(name), manner, 100, heard, changed)
 
-    async def ask(self, number: int, layout: StepLayout = LAYOUT, hidden: Packed = INPUT) -> None:
+    async def ask(self, number: int, layout: StepLayout = LAYOUT, hidden: PackedHidden = INPUT) -> None:
         """Hand over a step and wait for what comes of it."""
-        self.expect(number, Outputs(hidden.tokens, hidden.hidden_size))
+        self.expect(number, OutputShape(hidden.tokens, hidden.hidden_size))
         await self.deliver(Step(number, layout, hidden))
         await asyncio.sleep(0.1)
 
@@ -80,7 +81,7 @@ def test_it_says_what_it_wants_and_hands_on_what_it_gets():
         second = StepLayout((2, 1), (1, 2), (1, 0), (5, 0))
         one.call_start = 1
         await one.ask(1, second)
-        assert one.outputs == [(0, OUTPUTS), (1, Packed(b"p" * 24, 3, HIDDEN, WireFormat.FLOAT16, "float32"))]
+        assert one.outputs == [(0, OUTPUTS), (1, PackedHidden(b"p" * 24, 3, HIDDEN, WireFormat.FLOAT16, "float32"))]
         assert one.changes == 2
         assert one.timing is not None
         assert one.timing.compute == 0.001
@@ -281,7 +282,7 @@ def test_a_server_that_says_nothing():
         await swarm.add(OPENED, None, name="later")
         one = Session(swarm, name="later")
         await one.open()
-        one.expect(0, Outputs(3, HIDDEN))
+        one.expect(0, OutputShape(3, HIDDEN))
         await one.deliver(Step(0, LAYOUT, INPUT))
         assert 2 < one.due - loop.time() < 5
         with pytest.raises(PeerTimeout, match="did not answer within"):
@@ -315,7 +316,7 @@ def test_answers_to_what_was_pushed_to_it():
         server = await swarm.add(OPENED)
         one = Session(swarm)
         await one.open()
-        one.expect(0, Outputs(3, HIDDEN))
+        one.expect(0, OutputShape(3, HIDDEN))
         await server.say(*reply(0))
         assert one.outputs == [(0, OUTPUTS)]
 
@@ -329,13 +330,13 @@ def test_an_answer_that_overtakes_the_word_of_the_push_says_nothing_of_the_time(
         server = await swarm.add(OPENED)
         one = Session(swarm)
         await one.open()
-        one.expect(0, Outputs(3, HIDDEN))
+        one.expect(0, OutputShape(3, HIDDEN))
         before = one._patience.allowed(3)
         await asyncio.sleep(5)
         await server.say(*reply(0))
         assert one.timing.total == one.timing.compute
         assert one._patience.allowed(3) == before
-        one.expect(1, Outputs(3, HIDDEN))
+        one.expect(1, OutputShape(3, HIDDEN))
         await asyncio.sleep(5)
         one.was_pushed(1, reliable=True)
         await asyncio.sleep(0.25)
@@ -350,7 +351,7 @@ def test_answers_that_come_twice_or_late_are_ignored():
         server = await swarm.add(OPENED)
         one = Session(swarm)
         await one.open()
-        small = Outputs(1, HIDDEN)
+        small = OutputShape(1, HIDDEN)
         await one.ask(0)
         await server.say(*reply(0))
         await server.say(*reply(0))
@@ -392,7 +393,7 @@ def test_as_long_as_something_is_awaited_there_is_a_deadline():
         await one.open()
         assert one.due == INF
         await one.ask(0)
-        one.expect(1, Outputs(3, HIDDEN))
+        one.expect(1, OutputShape(3, HIDDEN))
         one.pushed = 1
         await server.say(*reply(0))
         assert asyncio.get_running_loop().time() < one.due < INF
@@ -414,7 +415,7 @@ def test_what_was_pushed_and_refused_is_not_its_fault(pushed, asked):
         server = await swarm.add(OPENED)
         one = Session(swarm)
         await one.open()
-        one.expect(0, Outputs(3, HIDDEN))
+        one.expect(0, OutputShape(3, HIDDEN))
         one.pushed = pushed
         await server.say(*refusal(NotFinite("no")))
         assert one.error is None
@@ -436,7 +437,7 @@ def test_a_server_may_say_at_any_time_that_it_leaves():
         assert one.error is None
         assert one.changes >= 1
         # What it still answers is welcome.
-        one.expect(0, Outputs(3, HIDDEN))
+        one.expect(0, OutputShape(3, HIDDEN))
         await server.say(*reply(0))
         assert one.outputs == [(0, OUTPUTS)]
 
@@ -497,7 +498,7 @@ def test_a_server_that_has_stopped_reading():
         await one.open()
         swarm.hub.hang("server")
         tokens = 1 << 16
-        large = Packed(bytes(tokens * HIDDEN * 4), tokens, HIDDEN, WireFormat.NONE, "float32")
+        large = PackedHidden(bytes(tokens * HIDDEN * 4), tokens, HIDDEN, WireFormat.NONE, "float32")
         await one.deliver(Step(0, StepLayout((0,), (tokens,)), large))
         assert isinstance(one.error, PeerTimeout)
         assert "read nothing" in str(one.error)
@@ -520,7 +521,7 @@ def test_an_answer_waits_for_those_before_it():
         one = Session(swarm)
         await one.open()
         for number in range(3):
-            one.expect(number, Outputs(3, HIDDEN))
+            one.expect(number, OutputShape(3, HIDDEN))
         await one.deliver(Step(0, LAYOUT, INPUT))
         alone = one.due
         await one.deliver(Step(1, LAYOUT, INPUT))
@@ -578,7 +579,7 @@ def test_the_refusal_of_a_push_is_not_taken_for_that_of_the_clients_own_copy():
         await one.open()
         refused = messages.refusal(WrongPosition("a step is missing"), 1)
         for number in range(2):
-            one.expect(number, Outputs(3, HIDDEN))
+            one.expect(number, OutputShape(3, HIDDEN))
         one.was_pushed(0, reliable=True)
         one.was_pushed(1, reliable=True)
         assert one.pushed == 1

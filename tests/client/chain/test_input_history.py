@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from swarm.client.chain import input_history as record
 from swarm.client.chain.input_history import Record, Step
-from swarm.client.wire.packed_hidden import Packed
+from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.data_structures import Span, StepLayout, WireFormat
 from swarm.models.execution.session_cache import SessionCache
 from swarm.protocol.compression import pack, unpack
@@ -29,7 +29,7 @@ class Cache:
     def __init__(self) -> None:
         self.rows: list[list[tuple[Value, int]]] = []
 
-    def step(self, layout: StepLayout, hidden: Packed) -> None:
+    def step(self, layout: StepLayout, hidden: PackedHidden) -> None:
         values = [tuple(row) for row in decoded(hidden).tolist()]
         assert len(values) == layout.tokens
         sources = layout.sources if layout.sources is not None else range(layout.rows)
@@ -49,14 +49,14 @@ class Cache:
         return [len(row) for row in self.rows]
 
 
-def decoded(hidden: Packed) -> torch.Tensor:
+def decoded(hidden: PackedHidden) -> torch.Tensor:
     return unpack(hidden.payload, hidden.tokens, hidden.hidden_size, hidden.wire, hidden.dtype, CPU).float()
 
 
-def encoded(layout: StepLayout, first: int, wire: WireFormat = WireFormat.NONE, dtype: str = "float32") -> Packed:
+def encoded(layout: StepLayout, first: int, wire: WireFormat = WireFormat.NONE, dtype: str = "float32") -> PackedHidden:
     """Distinct values: `first`, and so on."""
     values = torch.arange(first, first + layout.tokens * HIDDEN, dtype=getattr(torch, dtype)).view(-1, HIDDEN)
-    return Packed(bytes(pack(values, wire)), layout.tokens, HIDDEN, wire, dtype)
+    return PackedHidden(bytes(pack(values, wire)), layout.tokens, HIDDEN, wire, dtype)
 
 
 @st.composite
@@ -208,7 +208,7 @@ def test_a_real_cache_goes_on_as_if_it_had_seen_the_steps(span_model: Any, data:
             layout = data.draw(layouts(original.lengths))
             hidden = inputs(layout)
             original.step(hidden, layout)
-            packed = Packed(pack(hidden, WireFormat.NONE), layout.tokens, size, WireFormat.NONE, "float32")
+            packed = PackedHidden(pack(hidden, WireFormat.NONE), layout.tokens, size, WireFormat.NONE, "float32")
             kept.add(Step(number, layout, packed))
         for layout, packed in kept.replay(number):
             hidden = unpack(packed.payload, packed.tokens, size, packed.wire, packed.dtype, CPU)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.client.lanes.lane_count import MAX_LANES, check_lanes, divide, lane_count
+from swarm.client.lanes.lane_count import MAX_LANES, choose_lane_count, split_sequences, validate_lane_count
 from swarm.errors import InvalidOption
 
 
@@ -23,13 +23,13 @@ from swarm.errors import InvalidOption
     ],
 )
 def test_how_many(wanted: int | str, rows: int, stages: int, lanes: int) -> None:
-    assert lane_count(wanted, rows, stages) == lanes  # type: ignore[arg-type]
+    assert choose_lane_count(wanted, rows, stages) == lanes  # type: ignore[arg-type]
 
 
 @given(st.integers(1, 500), st.integers(1, MAX_LANES))
 def test_every_row_is_in_one_lane_in_order_and_lanes_are_nearly_equal(rows: int, wanted: int) -> None:
-    lanes = lane_count(wanted, rows, 1)
-    parts = divide(rows, lanes)
+    lanes = choose_lane_count(wanted, rows, 1)
+    parts = split_sequences(rows, lanes)
     assert [row for part in parts for row in range(rows)[part]] == list(range(rows))
     sizes = [part.stop - part.start for part in parts]
     assert len(sizes) == lanes
@@ -40,9 +40,9 @@ def test_every_row_is_in_one_lane_in_order_and_lanes_are_nearly_equal(rows: int,
 @pytest.mark.parametrize("wanted", [0, -1, MAX_LANES + 1, "many", 2.0, True, None])
 def test_what_is_no_number_of_lanes(wanted: object) -> None:
     with pytest.raises(InvalidOption, match="neither"):
-        check_lanes(wanted)  # type: ignore[arg-type]
+        validate_lane_count(wanted)  # type: ignore[arg-type]
 
 
 def test_what_is() -> None:
     for wanted in (1, MAX_LANES, "auto"):
-        check_lanes(wanted)  # type: ignore[arg-type]
+        validate_lane_count(wanted)  # type: ignore[arg-type]

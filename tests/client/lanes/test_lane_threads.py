@@ -16,8 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from swarm.client.lanes.lane_threads import run_lanes
-from swarm.client.threads.compute_lock import RandomState, Turn
-from swarm.client.threads.network_thread import BackgroundLoop
+from swarm.client.threads.compute_lock import ComputeTicket, RandomState
+from swarm.client.threads.network_thread import NetworkThread
 from swarm.errors import CacheFull, InvalidOption, SwarmError, UsageError
 from tests.swarms import TestSwarm, run_client, run_swarm
 from tests.zoo import make_checkpoint
@@ -284,7 +284,7 @@ def states(lanes: int) -> list[RandomState]:
 
 
 def test_a_lane_that_waits_for_the_network_is_ended_by_another_ones_error() -> None:
-    background = BackgroundLoop()
+    background = NetworkThread()
     cancelled = threading.Event()
 
     async def never() -> None:
@@ -298,7 +298,7 @@ def test_a_lane_that_waits_for_the_network_is_ended_by_another_ones_error() -> N
 
     ended: list[BaseException] = []
 
-    def waits(turn: Turn) -> None:
+    def waits(turn: ComputeTicket) -> None:
         try:
             with turn:
                 background.run(never())
@@ -307,7 +307,7 @@ def test_a_lane_that_waits_for_the_network_is_ended_by_another_ones_error() -> N
             background.run(soon())  # what a lane does at its end still works, such as closing its session
             raise
 
-    def fails(turn: Turn) -> None:
+    def fails(turn: ComputeTicket) -> None:
         with turn:
             background.run(soon())
             raise ZeroDivisionError
@@ -322,10 +322,10 @@ def test_a_lane_that_waits_for_the_network_is_ended_by_another_ones_error() -> N
 
 
 def test_results_come_in_the_order_of_the_lanes() -> None:
-    background = BackgroundLoop()
+    background = NetworkThread()
 
-    def lane(number: int) -> Callable[[Turn], int]:
-        def work(turn: Turn) -> int:
+    def lane(number: int) -> Callable[[ComputeTicket], int]:
+        def work(turn: ComputeTicket) -> int:
             with turn:
                 background.run(asyncio.sleep(0.01 * (3 - number)))
             return number

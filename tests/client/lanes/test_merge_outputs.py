@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
 
-from swarm.client.lanes.merge_outputs import merged
-from swarm.client.lanes.split_arguments import Plan
+from swarm.client.lanes.merge_outputs import merge_outputs
+from swarm.client.lanes.split_arguments import LanePlan
 
-PLAN = Plan(rows=3, num_beams=1, num_return_sequences=1, pad=9, eos=1)
+PLAN = LanePlan(rows=3, num_beams=1, num_return_sequences=1, pad=9, eos=1)
 INF = float("inf")
 
 
@@ -21,16 +21,16 @@ def parts(*edges: int) -> list[slice]:
 
 def test_lanes_that_end_early_are_filled_up() -> None:
     lanes = [torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[7, 8]])]
-    assert merged(lanes, parts(0, 2, 3), PLAN).tolist() == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    assert merge_outputs(lanes, parts(0, 2, 3), PLAN).tolist() == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
 
 
 def test_scores_of_a_lane_that_has_ended_are_all_for_the_filling() -> None:
-    plan = Plan(rows=2, num_beams=1, num_return_sequences=1, pad=2, eos=1)
+    plan = LanePlan(rows=2, num_beams=1, num_return_sequences=1, pad=2, eos=1)
     long = GenerateDecoderOnlyOutput(
         sequences=torch.tensor([[5, 0, 1]]), scores=(torch.tensor([[3.0, 1.0, 0.0]]), torch.tensor([[0.0, 4.0, 0.0]]))
     )
     short = GenerateDecoderOnlyOutput(sequences=torch.tensor([[6, 1]]), scores=(torch.tensor([[0.0, 2.0, 0.0]]),))
-    result = merged([long, short], parts(0, 1, 2), plan)
+    result = merge_outputs([long, short], parts(0, 1, 2), plan)
     assert isinstance(result, GenerateDecoderOnlyOutput)
     assert result.sequences.tolist() == [[5, 0, 1], [6, 1, 2]]
     assert [step.tolist() for step in result.scores] == [
@@ -42,7 +42,7 @@ def test_scores_of_a_lane_that_has_ended_are_all_for_the_filling() -> None:
 
 
 def test_beams_are_counted_through_the_whole_batch() -> None:
-    plan = Plan(rows=3, num_beams=2, num_return_sequences=1, pad=None, eos=None)
+    plan = LanePlan(rows=3, num_beams=2, num_return_sequences=1, pad=None, eos=None)
     lanes = [
         GenerateBeamDecoderOnlyOutput(
             sequences=torch.tensor([[5, 6, 7], [8, 9, 9]]),
@@ -57,7 +57,7 @@ def test_beams_are_counted_through_the_whole_batch() -> None:
             beam_indices=torch.tensor([[1]]),
         ),
     ]
-    result = merged(lanes, parts(0, 2, 3), plan)
+    result = merge_outputs(lanes, parts(0, 2, 3), plan)
     assert result.sequences.tolist() == [[5, 6, 7], [8, 9, 9], [4, 3, -1]]
     assert result.sequences_scores.tolist() == [-1.0, -2.0, -3.0]
     assert result.beam_indices.tolist() == [[0, 1], [2, 3], [5, -1]]
@@ -67,5 +67,8 @@ def test_beams_are_counted_through_the_whole_batch() -> None:
 
 @pytest.mark.parametrize("fill", [None, 0])
 def test_lanes_of_one_length_need_no_filling(fill: int | None) -> None:
-    plan = Plan(rows=2, num_beams=1, num_return_sequences=1, pad=fill, eos=None)
-    assert merged([torch.tensor([[1, 2]]), torch.tensor([[3, 4]])], parts(0, 1, 2), plan).tolist() == [[1, 2], [3, 4]]
+    plan = LanePlan(rows=2, num_beams=1, num_return_sequences=1, pad=fill, eos=None)
+    assert merge_outputs([torch.tensor([[1, 2]]), torch.tensor([[3, 4]])], parts(0, 1, 2), plan).tolist() == [
+        [1, 2],
+        [3, 4],
+    ]

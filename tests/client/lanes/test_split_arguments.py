@@ -19,7 +19,7 @@ from transformers import (
 from transformers.generation.logits_process import EncoderRepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper
 from transformers.generation.streamers import BaseStreamer
 
-from swarm.client.lanes.split_arguments import count_rows, divided, plan
+from swarm.client.lanes.split_arguments import batch_size, lane_arguments, plan_lanes
 from swarm.errors import UsageError
 from tests import zoo
 
@@ -51,9 +51,9 @@ def test_rows_are_divided_and_settings_are_not(model: Any) -> None:
         "eos_token_id": [7, 8],
         "pad_token_id": 0,
     }
-    made = plan(model, arguments)
+    made = plan_lanes(model, arguments)
     assert made.rows == 4
-    lane = divided(arguments, made, slice(1, 3))
+    lane = lane_arguments(arguments, made, slice(1, 3))
     assert lane["input_ids"].tolist() == IDS[1:3].tolist()
     assert lane["attention_mask"].shape == lane["negative_prompt_ids"].shape == (2, 5)
     assert lane["position_ids"].shape == (1, 5)  # one for all rows
@@ -63,8 +63,8 @@ def test_rows_are_divided_and_settings_are_not(model: Any) -> None:
 
 @pytest.mark.parametrize("name", ["inputs", "input_ids", "inputs_embeds"])
 def test_rows_are_counted_wherever_the_prompt_is(name: str) -> None:
-    assert count_rows({name: torch.zeros(3, 2)}) == 3
-    assert count_rows({}) == 1
+    assert batch_size({name: torch.zeros(3, 2)}) == 3
+    assert batch_size({}) == 1
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_what_stands_behind_a_text_that_has_ended(model: Any, settings: dict[str
     config = GenerationConfig(**settings)
     stored, model.generation_config = model.generation_config, config
     try:
-        assert plan(model, {"input_ids": IDS, "generation_config": config}).fill == fill
+        assert plan_lanes(model, {"input_ids": IDS, "generation_config": config}).fill == fill
     finally:
         model.generation_config = stored
 
@@ -113,7 +113,7 @@ def test_what_lanes_cannot_do_is_refused(model: Any, arguments: dict[str, Any], 
     model.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=None)
     try:
         with pytest.raises(UsageError, match=why):
-            plan(model, {"input_ids": IDS, "pad_token_id": 0, "max_new_tokens": 2, **arguments})
+            plan_lanes(model, {"input_ids": IDS, "pad_token_id": 0, "max_new_tokens": 2, **arguments})
     finally:
         model.generation_config = stored
 
@@ -125,8 +125,8 @@ def test_processors_and_criteria_are_taken_if_they_treat_each_row_by_itself(mode
         "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(9), MaxTimeCriteria(60.0), by_rows]),
         "logits_processor": LogitsProcessorList([TemperatureLogitsWarper(0.5)]),
     }
-    made = plan(model, arguments)
-    one, other = divided(arguments, made, slice(0, 2)), divided(arguments, made, slice(2, 4))
+    made = plan_lanes(model, arguments)
+    one, other = lane_arguments(arguments, made, slice(0, 2)), lane_arguments(arguments, made, slice(2, 4))
     assert isinstance(one["stopping_criteria"], StoppingCriteriaList)
     # transformers' own may remember something, so each lane has a copy; what a person wrote is called as it is.
     assert one["stopping_criteria"][1] is not other["stopping_criteria"][1]
@@ -145,6 +145,6 @@ def test_allowed_tokens_are_asked_for_by_the_number_of_the_whole_batch(
         return [1]
 
     arguments = {"input_ids": IDS, "prefix_allowed_tokens_fn": allowed, "do_sample": True, **settings}
-    lane = divided(arguments, plan(model, arguments), slice(2, 4))
+    lane = lane_arguments(arguments, plan_lanes(model, arguments), slice(2, 4))
     assert lane["prefix_allowed_tokens_fn"](1, IDS) == [1]
     assert asked == [first + 1]

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from swarm.client.routes.events import BlocksMissing, HopLost, Recovered, Replayed, RouteTaken, to_all
+from swarm.client.routes.events import BlocksMissing, HopLost, Recovered, Replayed, RouteTaken, broadcast
 from swarm.data_structures import Span
 from swarm.errors import MissingBlocks
 from tests import virtual_time
@@ -61,6 +61,6 @@ def test_a_listener_that_fails_harms_nobody(caplog):
     def broken(event):
         raise ZeroDivisionError
 
-    to_all([broken, heard.append])(Recovered(1.0))
+    broadcast([broken, heard.append])(Recovered(1.0))
     assert heard == [Recovered(1.0)]
     assert "a listener failed at Recovered" in caplog.text

@@ -11,7 +11,12 @@ import pytest
 
 from swarm.client.config import ClientConfig
 from swarm.client.routes import route_planner as module
-from swarm.client.routes.route_planner import FIRST_PINGS, IDLE, OLD_PICTURE, SwarmPlanner
+from swarm.client.routes.route_planner import (
+    FIRST_PING_TIMEOUT_S,
+    IDLE_TIMEOUT_S,
+    STALE_REFRESH_TIMEOUT_S,
+    RoutePlanner,
+)
 from swarm.data_structures import ServerInfo, Span
 from swarm.errors import (
     CacheFull,
@@ -70,7 +75,7 @@ def now() -> float:
 
 @pytest.fixture
 def play(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    def play(act: Callable[[World, SwarmPlanner], Awaitable[None]], **options: Any) -> None:
+    def play(act: Callable[[World, RoutePlanner], Awaitable[None]], **options: Any) -> None:
         world = World()
         monkeypatch.setattr(module, "fetch_servers", world.fetch)
         monkeypatch.setattr(module, "ping_many", world.ping)
@@ -78,7 +83,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         async def scenario() -> None:
             peer: Any = SimpleNamespace(dht="the dht")
             config = ClientConfig(("somebody",), **options)
-            planner = SwarmPlanner(peer, config, "the model", "main", 6, None, tell=world.told.append)
+            planner = RoutePlanner(peer, config, "the model", "main", 6, None, tell=world.told.append)
             try:
                 await act(world, planner)
             finally:
@@ -91,7 +96,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return play
 
 
-async def route(planner: SwarmPlanner, span: Span = ALL) -> str:
+async def route(planner: RoutePlanner, span: Span = ALL) -> str:
     found = await planner.route(span, None, None, 100)
     return " ".join(f"{hop.span}{hop.server.peer_id}" for hop in found.hops)
 
@@ -116,7 +121,7 @@ def test_pings_that_take_long_are_not_waited_for(play):
     async def act(world, planner):
         world.ping_takes = 100.0
         assert await route(planner) == "0:3a 3:6b"
-        assert now() == pytest.approx(0.1 + FIRST_PINGS)
+        assert now() == pytest.approx(0.1 + FIRST_PING_TIMEOUT_S)
         await planner.refresh()
         assert len(world.pings) == 1  # the first one is still under way
 
@@ -202,7 +207,7 @@ def test_a_look_that_fails_leaves_the_picture_as_it_is(play):
 def test_a_client_that_sleeps_asks_nothing_and_looks_again_when_it_wakes_up(play):
     async def act(world, planner):
         await route(planner)
-        await asyncio.sleep(IDLE)
+        await asyncio.sleep(IDLE_TIMEOUT_S)
         looks = len(world.looks)
         await asyncio.sleep(1000)
         assert len(world.looks) <= looks + 1
@@ -217,11 +222,11 @@ def test_a_client_that_sleeps_asks_nothing_and_looks_again_when_it_wakes_up(play
 def test_a_slow_look_is_not_waited_for_where_there_is_an_old_picture(play):
     async def act(world, planner):
         await route(planner)
-        await asyncio.sleep(IDLE + 1000)
+        await asyncio.sleep(IDLE_TIMEOUT_S + 1000)
         world.look_takes = 100.0
         began = now()
         assert await route(planner) == "0:3a 3:6b"
-        assert now() <= began + OLD_PICTURE
+        assert now() <= began + STALE_REFRESH_TIMEOUT_S
 
     play(act, refresh=15.0)
 

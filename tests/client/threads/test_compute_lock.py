@@ -9,7 +9,7 @@ from concurrent.futures import CancelledError, Future
 import pytest
 import torch
 
-from swarm.client.threads.compute_lock import Baton, RandomState, Turn, current_turn
+from swarm.client.threads.compute_lock import ComputeLock, ComputeTicket, RandomState, current_ticket
 
 CPU = torch.device("cpu")
 
@@ -52,7 +52,7 @@ def threads() -> Threads:
 
 
 def test_one_at_a_time_in_the_order_of_the_answers(threads: Threads) -> None:
-    baton = Baton()
+    baton = ComputeLock()
     answers: list[Future[str]] = [Future() for _ in range(4)]
     waiting = [threading.Event() for _ in answers]
     order: list[str] = []
@@ -60,21 +60,21 @@ def test_one_at_a_time_in_the_order_of_the_answers(threads: Threads) -> None:
 
     def lane(number: int) -> None:
         nonlocal computing
-        with Turn(baton) as turn:
-            assert current_turn() is turn
+        with ComputeTicket(baton) as turn:
+            assert current_ticket() is turn
             waiting[number].set()
             order.append(turn.wait(answers[number]))
             computing += 1
             assert computing == 1
             torch.randn(64, 64) @ torch.randn(64, 64)
             computing -= 1
-        assert current_turn() is None
+        assert current_ticket() is None
 
     for number in range(4):
         threads.start(lambda number=number: lane(number))
     for event in waiting:
         assert event.wait(10)
-    holder = Turn(baton)
+    holder = ComputeTicket(baton)
     with holder:  # while somebody computes, those whose answers come stand in line
         for number in (2, 0, 3, 1):
             answers[number].set_result(str(number))
@@ -83,15 +83,15 @@ def test_one_at_a_time_in_the_order_of_the_answers(threads: Threads) -> None:
 
 
 def test_while_one_waits_the_others_compute(threads: Threads) -> None:
-    baton = Baton()
+    baton = ComputeLock()
     first, second = Future[int](), Future[int]()
 
     def waiter() -> None:
-        with Turn(baton) as turn:
+        with ComputeTicket(baton) as turn:
             assert turn.wait(first) == 1
 
     def other() -> None:
-        with Turn(baton) as turn:
+        with ComputeTicket(baton) as turn:
             first.set_result(1)  # the first one's turn comes when this one waits, not before
             assert turn.wait(second) == 2
 
@@ -104,17 +104,17 @@ def test_while_one_waits_the_others_compute(threads: Threads) -> None:
 def test_errors_of_what_is_waited_for_come_out(threads: Threads) -> None:
     failed: Future[None] = Future()
     failed.set_exception(ValueError("no"))
-    baton = Baton()
-    with Turn(baton) as turn, pytest.raises(ValueError, match="no"):
+    baton = ComputeLock()
+    with ComputeTicket(baton) as turn, pytest.raises(ValueError, match="no"):
         turn.wait(failed)
-    with Turn(baton):  # the baton was given back
+    with ComputeTicket(baton):  # the baton was given back
         pass
 
 
 def test_an_ended_turn_waits_no_more(threads: Threads) -> None:
     never: Future[None] = Future()
     waiting = threading.Event()
-    turn = Turn(Baton())
+    turn = ComputeTicket(ComputeLock())
 
     class Watched(Future[None]):
         def add_done_callback(self, callback: Callable[[Future[None]], object]) -> None:
@@ -139,14 +139,14 @@ def test_an_ended_turn_waits_no_more(threads: Threads) -> None:
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
 def test_what_a_lane_samples_depends_on_its_seed_alone(threads: Threads, order: tuple[int, ...]) -> None:
-    baton = Baton()
+    baton = ComputeLock()
     rounds = 3
     answers = [[Future[None]() for _ in range(rounds)] for _ in order]
     numbers: dict[int, list[float]] = {number: [] for number in order}
     drawn = [[threading.Event() for _ in range(rounds)] for _ in order]
 
     def lane(number: int) -> None:
-        with Turn(baton, RandomState(CPU, seed=number)) as turn:
+        with ComputeTicket(baton, RandomState(CPU, seed=number)) as turn:
             for answer, event in zip(answers[number], drawn[number], strict=True):
                 turn.wait(answer)
                 numbers[number].append(float(torch.rand(())))
@@ -171,7 +171,7 @@ def test_a_turn_without_a_random_state_leaves_the_generator_alone() -> None:
     done: Future[None] = Future()
     done.set_result(None)
     values = [float(torch.rand(()))]
-    with Turn(Baton()) as turn:
+    with ComputeTicket(ComputeLock()) as turn:
         turn.wait(done)
         values.append(float(torch.rand(())))
     assert values == expected
@@ -192,13 +192,13 @@ class Counted:
 
 def together(threads: Threads, values: list[int], leaving: tuple[int, ...] = ()) -> tuple[Counted, dict[int, object]]:
     """Lanes whose answers come while another one computes; those of `leaving` compute nothing together."""
-    baton, work = Baton(), Counted()
+    baton, work = ComputeLock(), Counted()
     answers: dict[int, Future[None]] = {value: Future() for value in values}
     waiting = [threading.Event() for _ in values]
     found: dict[int, object] = {}
 
     def lane(value: int, event: threading.Event) -> None:
-        with Turn(baton) as turn:
+        with ComputeTicket(baton) as turn:
             event.set()
             turn.wait(answers[value])
             if value in leaving:
@@ -212,7 +212,7 @@ def together(threads: Threads, values: list[int], leaving: tuple[int, ...] = ())
         threads.start(lambda value=value, event=event: lane(value, event))
     for event in waiting:
         assert event.wait(10)
-    with Turn(baton):
+    with ComputeTicket(baton):
         for answer in answers.values():
             answer.set_result(None)
     threads.join()
@@ -228,7 +228,7 @@ def test_who_is_ready_at_the_same_time_computes_together(threads: Threads) -> No
 def test_who_has_nobody_beside_it_computes_alone(threads: Threads) -> None:
     work, found = together(threads, [5])
     assert (work.calls, found) == ([[5]], {5: 10})
-    with Turn(Baton()) as turn:
+    with ComputeTicket(ComputeLock()) as turn:
         assert turn.together(6, work) == 12
 
 

@@ -5,12 +5,12 @@ import threading
 
 import pytest
 
-from swarm.client.threads.network_thread import BackgroundLoop
+from swarm.client.threads.network_thread import NetworkThread
 
 
 @pytest.fixture
 def background():
-    loop = BackgroundLoop()
+    loop = NetworkThread()
     yield loop
     loop.close()
 
@@ -48,7 +48,7 @@ def test_many_threads_may_wait_at_once(background):
 
 
 def test_closing_cancels_what_runs_and_can_be_repeated():
-    background = BackgroundLoop()
+    background = NetworkThread()
     cancelled = threading.Event()
 
     async def forever() -> None:

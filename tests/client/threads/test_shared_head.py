@@ -8,7 +8,7 @@ from concurrent.futures import Future
 import torch
 from torch import nn
 
-from swarm.client.threads.compute_lock import Baton, Turn
+from swarm.client.threads.compute_lock import ComputeLock, ComputeTicket
 from swarm.client.threads.shared_head import share_head
 
 
@@ -22,12 +22,12 @@ def test_each_lane_gets_its_own_scores():
     head.forward = lambda hidden: (calls.append(hidden.shape[0]), plain(hidden))[1]
     share_head(head)
 
-    baton, found = Baton(), {}
+    baton, found = ComputeLock(), {}
     answers: list[Future[None]] = [Future() for _ in rows]
     waiting = [threading.Event() for _ in rows]
 
     def lane(number: int) -> None:
-        with torch.no_grad(), Turn(baton) as turn:
+        with torch.no_grad(), ComputeTicket(baton) as turn:
             waiting[number].set()
             turn.wait(answers[number])
             found[number] = head(rows[number])
@@ -36,7 +36,7 @@ def test_each_lane_gets_its_own_scores():
     for thread, event in zip(threads, waiting, strict=True):
         thread.start()
         assert event.wait(10)
-    with Turn(baton):  # while somebody computes, their answers come
+    with ComputeTicket(baton):  # while somebody computes, their answers come
         for answer in answers:
             answer.set_result(None)
     for thread in threads:
@@ -53,7 +53,7 @@ def test_several_rows_gradients_and_people_without_lanes_are_computed_as_ever():
     expected = head(rows)
     share_head(head)
     torch.testing.assert_close(head(rows), expected)
-    with Turn(Baton()):
+    with ComputeTicket(ComputeLock()):
         torch.testing.assert_close(head(rows), expected)
         one = head(rows[:1, :1])
         assert one.requires_grad

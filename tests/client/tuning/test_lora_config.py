@@ -13,7 +13,7 @@ from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPP
 from transformers import AutoModelForCausalLM
 
 from swarm.client.tuning.lora import new_lora
-from swarm.client.tuning.lora_config import LoraSettings, default_targets, lora_settings, targets
+from swarm.client.tuning.lora_config import LoraSettings, default_targets, lora_settings, lora_targets
 from swarm.errors import InvalidOption
 from swarm.models.cutting.families import causal_lm_class
 from swarm.models.cutting.lora_targets import find_lora_targets
@@ -26,7 +26,7 @@ def wanted(family: str, **entries: Any) -> tuple[dict[int, dict[str, tuple[int, 
     with torch.device("meta"):
         path = find_layers(causal_lm_class(config)(config), BLOCKS)[0]
     settings = lora_settings(entries)
-    return targets(settings, find_lora_targets(config), path, config.model_type), settings, path
+    return lora_targets(settings, find_lora_targets(config), path, config.model_type), settings, path
 
 
 @pytest.mark.parametrize(

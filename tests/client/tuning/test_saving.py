@@ -14,8 +14,8 @@ from huggingface_hub import ModelCard
 
 from swarm.client.tuning import saving
 from swarm.client.tuning.lora import new_lora
-from swarm.client.tuning.lora_config import lora_settings, targets
-from swarm.client.tuning.saving import Snapshot, config_of, push, save, tensors_of
+from swarm.client.tuning.lora_config import lora_settings, lora_targets
+from swarm.client.tuning.saving import TrainedSnapshot, peft_config, peft_tensors, push, save
 from swarm.models.adapters.adapter_files import read_adapter
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from swarm.models.cutting.lora_targets import find_lora_targets
@@ -29,20 +29,22 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return open_checkpoint(make_checkpoint("llama", tmp_path_factory.mktemp("models") / "llama"))
 
 
-def lora(checkpoint: Checkpoint, heads: Mapping[str, torch.Tensor] | None = None, **entries: Any) -> Snapshot:
+def lora(checkpoint: Checkpoint, heads: Mapping[str, torch.Tensor] | None = None, **entries: Any) -> TrainedSnapshot:
     settings = lora_settings({"init_lora_weights": False, **entries})
-    modules = targets(settings, find_lora_targets(checkpoint.config), "model.layers", "llama")
+    modules = lora_targets(settings, find_lora_targets(checkpoint.config), "model.layers", "llama")
     made = new_lora(modules, settings, "model.layers")
-    return Snapshot(checkpoint, "lora", "model.layers", None, None, made, heads or {})
+    return TrainedSnapshot(checkpoint, "lora", "model.layers", None, None, made, heads or {})
 
 
-def prompts(checkpoint: Checkpoint, deep: bool = False, heads: Mapping[str, torch.Tensor] | None = None) -> Snapshot:
+def prompts(
+    checkpoint: Checkpoint, deep: bool = False, heads: Mapping[str, torch.Tensor] | None = None
+) -> TrainedSnapshot:
     method = "deep_ptune" if deep else "ptune"
     everywhere = torch.randn(BLOCKS, 4, 32) if deep else None
-    return Snapshot(checkpoint, method, "model.layers", torch.randn(4, 32), everywhere, None, heads or {})
+    return TrainedSnapshot(checkpoint, method, "model.layers", torch.randn(4, 32), everywhere, None, heads or {})
 
 
-def snapshots(checkpoint: Checkpoint) -> dict[str, Snapshot]:
+def snapshots(checkpoint: Checkpoint) -> dict[str, TrainedSnapshot]:
     return {
         "lora": lora(checkpoint),
         "lora with a head": lora(checkpoint, HEAD),
@@ -52,7 +54,7 @@ def snapshots(checkpoint: Checkpoint) -> dict[str, Snapshot]:
         "prompts with a head": prompts(checkpoint, heads=HEAD),
         "deep prompts": prompts(checkpoint, deep=True),
         "deep prompts with a head": prompts(checkpoint, deep=True, heads=HEAD),
-        "head": Snapshot(checkpoint, "head", "model.layers", None, None, None, HEAD),
+        "head": TrainedSnapshot(checkpoint, "head", "model.layers", None, None, None, HEAD),
     }
 
 
@@ -93,10 +95,10 @@ def test_what_was_written_is_read_again(name: str, checkpoint: Checkpoint, tmp_p
 
 
 def test_modules_are_named_briefly_where_all_blocks_have_them(checkpoint: Checkpoint) -> None:
-    config = config_of(lora(checkpoint, rank_pattern={"v_proj": 2}))
+    config = peft_config(lora(checkpoint, rank_pattern={"v_proj": 2}))
     assert config["target_modules"] == ["self_attn.q_proj", "self_attn.v_proj"]
     assert sorted({config["r"], *config["rank_pattern"].values()}) == [2, 8]
-    some = config_of(lora(checkpoint, target_modules=["q_proj"], layers_to_transform=[1, 4]))
+    some = peft_config(lora(checkpoint, target_modules=["q_proj"], layers_to_transform=[1, 4]))
     assert some["target_modules"] == ["model.layers.1.self_attn.q_proj", "model.layers.4.self_attn.q_proj"]
 
 
@@ -131,7 +133,7 @@ def test_the_card_says_what_it_can_be_found_by(
 
 
 def test_tensors_carry_no_graph_and_are_copies(checkpoint: Checkpoint) -> None:
-    assert not any(tensor.requires_grad for tensor in tensors_of(lora(checkpoint)).values())
+    assert not any(tensor.requires_grad for tensor in peft_tensors(lora(checkpoint)).values())
 
 
 def test_the_hub_gets_the_same_files(checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.client.tuning.prompted_cache import PromptedCache
-from swarm.client.tuning.virtual_tokens import IGNORED, placement
+from swarm.client.tuning.virtual_tokens import IGNORED_LABEL, virtual_token_layout
 
 COUNT = 3
 VIRTUAL = torch.tensor([-1, -2, -3])
@@ -32,7 +32,7 @@ def lead(row: list[int]) -> int:
 @given(masks())
 def test_they_stand_in_front_of_each_rows_first_real_token(mask: torch.Tensor) -> None:
     tokens = torch.arange(mask.numel()).view(mask.shape) + 10
-    where = placement(COUNT, len(mask), mask)
+    where = virtual_token_layout(COUNT, len(mask), mask)
     found = where.extended(tokens, VIRTUAL).tolist()
     for row, real, got in zip(tokens.tolist(), mask.tolist(), found, strict=True):
         first = lead(real)
@@ -43,7 +43,7 @@ def test_they_stand_in_front_of_each_rows_first_real_token(mask: torch.Tensor) -
 
 @given(masks())
 def test_hidden_states_go_where_tokens_go_and_gradients_come_back(mask: torch.Tensor) -> None:
-    where = placement(COUNT, len(mask), mask)
+    where = virtual_token_layout(COUNT, len(mask), mask)
     hidden = torch.randn(*mask.shape, 2, requires_grad=True)
     prompts = torch.randn(COUNT, 2, requires_grad=True)
     found = where.extended(hidden, prompts)
@@ -58,7 +58,7 @@ def test_hidden_states_go_where_tokens_go_and_gradients_come_back(mask: torch.Te
 @given(masks())
 def test_positions_count_on_from_each_rows_first_real_token(mask: torch.Tensor) -> None:
     counted = (mask.cumsum(1) - 1).clamp(min=0)
-    where = placement(COUNT, len(mask), mask)
+    where = virtual_token_layout(COUNT, len(mask), mask)
     found = where.positions(counted)
     real = where.extended(mask, torch.ones(COUNT, dtype=torch.long)).bool()
     for positions, row in zip(found, real, strict=True):
@@ -66,23 +66,23 @@ def test_positions_count_on_from_each_rows_first_real_token(mask: torch.Tensor) 
 
 
 def test_positions_for_all_rows_at_once() -> None:
-    found = placement(COUNT, 2, None).positions(torch.tensor([[5, 6, 7]]))
+    found = virtual_token_layout(COUNT, 2, None).positions(torch.tensor([[5, 6, 7]]))
     assert found.tolist() == [[5, 6, 7, 8, 9, 10]] * 2
 
 
 @given(masks())
 def test_labels_of_virtual_tokens_and_padding_count_nothing(mask: torch.Tensor) -> None:
     labels = torch.arange(mask.numel()).view(mask.shape)
-    found = placement(COUNT, len(mask), mask).labels(labels, mask)
+    found = virtual_token_layout(COUNT, len(mask), mask).labels(labels, mask)
     assert found.shape == (len(mask), COUNT + mask.shape[1])
-    assert found[found != IGNORED].tolist() == labels[mask == 1].tolist()
+    assert found[found != IGNORED_LABEL].tolist() == labels[mask == 1].tolist()
 
 
 def test_what_comes_out_behind_the_virtual_tokens_lies_where_it_lay() -> None:
     """Leaving out the first slots leaves every real token in its own one, however the rows are padded."""
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 0, 0], [0, 1, 1, 0]])
     tokens = torch.arange(12).view(3, 4)
-    rest = placement(COUNT, 3, mask).extended(tokens, VIRTUAL)[:, COUNT:]
+    rest = virtual_token_layout(COUNT, 3, mask).extended(tokens, VIRTUAL)[:, COUNT:]
     assert torch.equal(rest[mask == 1], tokens[mask == 1])
 
 
@@ -90,7 +90,7 @@ def test_a_cache_shows_its_virtual_tokens_to_the_model_alone() -> None:
     cache = PromptedCache(None, COUNT)
     assert cache.get_seq_length() == 0
     mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
-    cache.place(placement(COUNT, 2, mask))
+    cache.place(virtual_token_layout(COUNT, 2, mask))
     cache.commit(2, COUNT + 3, None, None)
     assert cache.get_seq_length() == 3
     cache.is_inside = True
@@ -102,7 +102,7 @@ def test_a_cache_shows_its_virtual_tokens_to_the_model_alone() -> None:
 
 def test_virtual_tokens_are_rolled_back_all_or_none() -> None:
     cache = PromptedCache(None, COUNT)
-    cache.place(placement(COUNT, 1, torch.tensor([[0, 1, 1]])))
+    cache.place(virtual_token_layout(COUNT, 1, torch.tensor([[0, 1, 1]])))
     cache.commit(1, COUNT + 3, None, None)
     cache.set_length(COUNT + 1)
     assert cache.length == COUNT + 1

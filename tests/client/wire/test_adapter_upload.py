@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.client.batches.hop_requests import Asker
+from swarm.client.batches.hop_requests import HopRequester
 from swarm.client.chain.hop_session import HopSession
-from swarm.client.wire import adapter_upload as adapter_sending
-from swarm.client.wire.adapter_upload import PackedAdapter, SentAdapters, pack_adapter
+from swarm.client.wire import adapter_upload as adapter_upload
+from swarm.client.wire.adapter_upload import PackedAdapter, UploadLedger, pack_adapter
 from swarm.data_structures import Span
 from swarm.errors import NotFinite, PeerLost, ProtocolViolation, UnknownAdapter
 from swarm.protocol import messages
@@ -44,7 +44,7 @@ def part(value: float, dtype: torch.dtype = torch.float32) -> BlockAdapterWeight
 ADAPTER = pack_adapter({0: part(1.0), 2: part(2.0)})
 
 
-def forward(asker: Asker, adapter: PackedAdapter = ADAPTER) -> Any:
+def forward(asker: HopRequester, adapter: PackedAdapter = ADAPTER) -> Any:
     return asker.forward(hop(), INPUT, LAYOUT, adapter)
 
 
@@ -91,7 +91,7 @@ def test_empty_parts_are_none():
 def test_large_adapters_go_in_several_messages(prompts, limit):
     adapter = pack_adapter({2 * n: BlockAdapterWeights(torch.ones(rows, HIDDEN)) for n, rows in enumerate(prompts)})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adapter_sending, "PUT_BYTES", limit)
+        patch.setattr(adapter_upload, "MAX_PUT_BYTES", limit)
         puts = list(adapter.puts(adapter.keys(Span(0, 20))))
     blocks = [number for put, _ in puts for number, block in enumerate(put.blocks, put.start) if block is not None]
     assert blocks == list(adapter.parts)
@@ -103,7 +103,7 @@ def test_large_adapters_go_in_several_messages(prompts, limit):
 def test_each_server_is_sent_an_adapter_once_and_other_parts_when_they_change():
     async def scenario(swarm):
         server = await swarm.add(KEPT, forward_reply(), forward_reply(), KEPT, forward_reply())
-        asker = Asker(swarm.network, MANNER)
+        asker = HopRequester(swarm.network, MANNER)
         assert (await forward(asker)).payload == OUTPUT
         assert (await forward(asker)).payload == OUTPUT
         changed = pack_adapter({0: part(1.0), 2: part(3.0)})
@@ -121,7 +121,7 @@ def test_the_request_follows_the_adapter_at_once():
     async def scenario(swarm):
         swarm.hub.delay = lambda source, target: 0.1
         await swarm.add(KEPT, forward_reply())
-        await forward(Asker(swarm.network, MANNER))
+        await forward(HopRequester(swarm.network, MANNER))
         assert asyncio.get_running_loop().time() == pytest.approx(0.4)
 
     run(scenario)
@@ -141,7 +141,7 @@ def test_of_requests_that_come_together_one_brings_the_adapter():
                 await stream.send(*(KEPT if type(message) is PUT else forward_reply()))
 
         await swarm.network.serve(answer)
-        asker, place = Asker(swarm.network, MANNER), hop("client")
+        asker, place = HopRequester(swarm.network, MANNER), hop("client")
         await asyncio.gather(*(asker.forward(place, INPUT, LAYOUT, ADAPTER) for _ in range(5)))
         assert sorted(kind.__name__ for kind in server.asked) == ["ForwardRequest"] * 5 + ["PutAdapters"]
 
@@ -151,7 +151,7 @@ def test_of_requests_that_come_together_one_brings_the_adapter():
 def test_a_server_that_has_lost_an_adapter_gets_it_again_once():
     async def scenario(swarm):
         server = await swarm.add(KEPT, forward_reply(), UNKNOWN, KEPT, forward_reply(), UNKNOWN, KEPT, UNKNOWN)
-        asker = Asker(swarm.network, MANNER)
+        asker = HopRequester(swarm.network, MANNER)
         await forward(asker)
         await forward(asker)
         assert server.asked == [PUT, FORWARD, FORWARD, PUT, FORWARD]
@@ -165,7 +165,7 @@ def test_a_server_that_has_lost_an_adapter_gets_it_again_once():
 def test_what_is_wrong_with_bringing_it_is_told_and_others_try_for_themselves():
     async def scenario(swarm):
         await swarm.add(OPENED, forward_reply())
-        asker = Asker(swarm.network, MANNER)
+        asker = HopRequester(swarm.network, MANNER)
         found = await asyncio.gather(forward(asker), forward(asker), return_exceptions=True)
         assert [type(error) for error in found] == [ProtocolViolation, ProtocolViolation]
         assert not asker.sent._under_way
@@ -176,7 +176,7 @@ def test_what_is_wrong_with_bringing_it_is_told_and_others_try_for_themselves():
 def test_a_broken_connection_may_mean_that_everything_is_lost():
     async def scenario(swarm):
         server = await swarm.add(KEPT, forward_reply(), "hang up")
-        asker = Asker(swarm.network, MANNER)
+        asker = HopRequester(swarm.network, MANNER)
         await forward(asker)
         server.answers = ("hang up",)
         with pytest.raises(PeerLost):
@@ -191,7 +191,7 @@ def test_a_broken_connection_may_mean_that_everything_is_lost():
 def test_nothing_is_relied_on_longer_than_the_server_promised():
     async def scenario(swarm):
         server = await swarm.add(*[KEPT, forward_reply()] * 2)
-        asker = Asker(swarm.network, MANNER)
+        asker = HopRequester(swarm.network, MANNER)
         await forward(asker)
         await asyncio.sleep(601)
         server.answers = (KEPT, forward_reply())
@@ -202,9 +202,9 @@ def test_nothing_is_relied_on_longer_than_the_server_promised():
 
 
 def test_what_is_remembered_is_bounded(monkeypatch):
-    monkeypatch.setattr(adapter_sending, "MOST_SERVERS", 3)
-    monkeypatch.setattr(adapter_sending, "MOST_PARTS", 2)
-    sent = SentAdapters()
+    monkeypatch.setattr(adapter_upload, "MAX_LEDGER_SERVERS", 3)
+    monkeypatch.setattr(adapter_upload, "MAX_PARTS_PER_SERVER", 2)
+    sent = UploadLedger()
     for peer in "abcd":
         sent.kept(peer, [(0, b"x"), (1, b"x")], 60.0)
         sent.kept(peer, [(2, b"x")], 60.0)
@@ -215,7 +215,7 @@ def test_what_is_remembered_is_bounded(monkeypatch):
 def test_a_session_brings_the_adapter_in_front_and_again_where_it_is_lost():
     async def scenario(swarm):
         server = await swarm.add(KEPT, UNKNOWN, KEPT, OPENED)
-        carried = adapter_sending.Carried(ADAPTER)
+        carried = adapter_upload.AdapterUpload(ADAPTER)
         one = HopSession(swarm.network, hop(), MANNER, 100, lambda *_: None, lambda: None, 1.0, carried)
         assert await one.open() == 0
         assert server.asked == [PUT, messages.OpenSession] * 2

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.client.wire.padding import Rows, pack_rows, position_offsets, unpack_rows
+from swarm.client.wire.padding import PaddedBatch, pack_hidden, position_offsets, unpack_hidden
 from swarm.data_structures import StepLayout, WireFormat
 
 
@@ -15,15 +15,15 @@ from swarm.data_structures import StepLayout, WireFormat
 def test_what_is_packed_comes_back_and_padding_is_zero(mask: list[list[bool]]) -> None:
     real = torch.tensor(mask)
     hidden = torch.randn(*real.shape, 3)
-    packed = pack_rows(hidden, real, WireFormat.NONE)
+    packed = pack_hidden(hidden, real, WireFormat.NONE)
     assert packed.tokens == int(real.sum())
-    back = unpack_rows(packed, hidden, real)
+    back = unpack_hidden(packed, hidden, real)
     assert torch.equal(back, hidden * real[..., None])
 
 
 def test_without_padding_nothing_is_copied_around():
     hidden = torch.randn(2, 3, 4)
-    assert torch.equal(unpack_rows(pack_rows(hidden, None, WireFormat.NONE), hidden, None), hidden)
+    assert torch.equal(unpack_hidden(pack_hidden(hidden, None, WireFormat.NONE), hidden, None), hidden)
 
 
 @pytest.mark.parametrize(
@@ -50,8 +50,8 @@ def test_offsets_of_positions(positions, real, starts, expected):
 
 def test_some_rows_of_a_batch():
     real = torch.tensor([[0, 1, 1], [1, 1, 1], [0, 0, 0]]).bool()
-    rows = Rows((2, 3, 0), real, torch.arange(3).expand(3, -1))
+    rows = PaddedBatch((2, 3, 0), real, torch.arange(3).expand(3, -1))
     assert rows.layout == StepLayout((0, 0, 0), (2, 3, 0), None, (1, 0, 0))
     assert rows[torch.tensor([1, 0])].layout == StepLayout((0, 0), (3, 2), None, (0, 1))
     assert rows[1:2].layout == StepLayout((0,), (3,))
-    assert Rows((3, 3), None, None)[torch.tensor([1])].layout == StepLayout((0,), (3,))
+    assert PaddedBatch((3, 3), None, None)[torch.tensor([1])].layout == StepLayout((0,), (3,))

@@ -6,27 +6,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.client.wire.reply_timeout import MARGIN, STALL, Patience
+from swarm.client.wire.reply_timeout import STALL_ALLOWANCE_S, TIMEOUT_FACTOR, TimeoutEstimator
 
 seconds = st.floats(0, 1e4)
 tokens = st.integers(1, 10**6)
 
 
 def test_at_first_it_goes_by_what_was_announced():
-    patience = Patience(0.5, 0.01, 60.0)
-    assert patience.allowed(1) == STALL + MARGIN * (0.5 + MARGIN * 0.25)
-    assert patience.allowed(101) == pytest.approx(patience.allowed(1) + MARGIN * 100 * 0.01)
+    patience = TimeoutEstimator(0.5, 0.01, 60.0)
+    assert patience.allowed(1) == STALL_ALLOWANCE_S + TIMEOUT_FACTOR * (0.5 + TIMEOUT_FACTOR * 0.25)
+    assert patience.allowed(101) == pytest.approx(patience.allowed(1) + TIMEOUT_FACTOR * 100 * 0.01)
 
 
 def test_steady_answers_shorten_it_down_to_a_stall():
-    patience = Patience(5.0, 0.01, 60.0)
+    patience = TimeoutEstimator(5.0, 0.01, 60.0)
     for _ in range(200):
         patience.answered(0.05, 1)
-    assert STALL < patience.allowed(1) < STALL + 0.5
+    assert STALL_ALLOWANCE_S < patience.allowed(1) < STALL_ALLOWANCE_S + 0.5
 
 
 def test_a_server_that_varies_gets_more():
-    steady, varying = Patience(1.0, 0.01, 60.0), Patience(1.0, 0.01, 60.0)
+    steady, varying = TimeoutEstimator(1.0, 0.01, 60.0), TimeoutEstimator(1.0, 0.01, 60.0)
     for number in range(100):
         steady.answered(1.0, 1)
         varying.answered(0.5 if number % 2 else 1.5, 1)
@@ -34,7 +34,7 @@ def test_a_server_that_varies_gets_more():
 
 
 def test_long_steps_tell_what_a_token_costs_and_leave_short_ones_alone():
-    patience = Patience(0.1, 1e-5, 600.0)
+    patience = TimeoutEstimator(0.1, 1e-5, 600.0)
     before = patience.allowed(1)
     for _ in range(30):
         patience.answered(0.1 + 0.02 * 999, 1000)
@@ -43,7 +43,7 @@ def test_long_steps_tell_what_a_token_costs_and_leave_short_ones_alone():
 
 
 def test_a_server_that_becomes_slower_by_and_by_is_not_taken_for_dead():
-    patience = Patience(0.1, 0.01, 1e6)
+    patience = TimeoutEstimator(0.1, 0.01, 1e6)
     took = 0.1
     for _ in range(500):
         assert took <= patience.allowed(1)
@@ -53,8 +53,8 @@ def test_a_server_that_becomes_slower_by_and_by_is_not_taken_for_dead():
 
 @given(seconds, seconds, st.lists(st.tuples(seconds, tokens), max_size=30), tokens, st.floats(0.1, 1e3))
 def test_it_has_bounds_and_grows_with_the_tokens(step, token, answers, wanted, limit):
-    patience = Patience(step, token, limit)
+    patience = TimeoutEstimator(step, token, limit)
     for took, count in answers:
         patience.answered(took, count)
-    assert min(STALL, limit) <= patience.allowed(wanted) <= limit
+    assert min(STALL_ALLOWANCE_S, limit) <= patience.allowed(wanted) <= limit
     assert patience.allowed(wanted) <= patience.allowed(wanted + 1)
