@@ -18,17 +18,17 @@ from collections.abc import Callable
 from benchmarks.machine import describe
 from swarm.data_structures import ServerInfo, ServerState, Span
 from swarm.routing.beam_search import find_route
-from swarm.routing.cost_model import Demand, route_seconds
+from swarm.routing.cost_model import RouteRequirements, route_seconds
 from swarm.routing.shortest_path import shortest_path
-from swarm.routing.snapshot import Snapshot
+from swarm.routing.swarm_snapshot import SwarmSnapshot
 
 SIDE = 0.2
-SESSION = Demand(cache_tokens=4096)
+SESSION = RouteRequirements(cache_tokens=4096)
 
 
 def random_swarm(
     rng: random.Random, servers: int, blocks: int, announced: int, pinged: int, speed: float = 400
-) -> Snapshot:
+) -> SwarmSnapshot:
     """A swarm as a client sees it, all blocks held by somebody.
 
     Args:
@@ -74,7 +74,7 @@ def random_swarm(
         peer_ids[number].decode(): SIDE * math.dist(client, places[number]) + access[number] + 0.005
         for number in rng.sample(range(servers), min(pinged, servers))
     }
-    return Snapshot(infos, measured)
+    return SwarmSnapshot(infos, measured)
 
 
 def _random_span(rng: random.Random, blocks: int, number: int) -> Span:
@@ -95,12 +95,12 @@ def _summary(values: list[float], form: str) -> str:
     return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
-def measure(swarms: list[Snapshot], wanted: Span, reference: bool) -> list[str]:
+def measure(swarms: list[SwarmSnapshot], wanted: Span, reference: bool) -> list[str]:
     """Cells of one row: medians and ranges over the swarms."""
     index, route, ratios = [], [], []
     first_block = Span(wanted.start, wanted.start + 1)
     for snapshot in swarms:
-        known = Snapshot(snapshot.servers, snapshot.round_trips)
+        known = SwarmSnapshot(snapshot.servers, snapshot.round_trips)
         index.append(_timed(lambda known=known: (known.links, find_route(known, first_block, SESSION))))
         route.append(_timed(lambda known=known: find_route(known, wanted, SESSION)))
         if reference:

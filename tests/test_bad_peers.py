@@ -20,7 +20,7 @@ from swarm.data_structures import ServerInfo, ServerState, Span
 from swarm.dht.records import encode
 from swarm.models.checkpoints.checkpoint import DEMO
 from swarm.protocol import messages
-from swarm.routing.peer_health import Failure, PeerHealth
+from swarm.routing.peer_health import PeerFailure, PeerHealth
 from swarm.server.sessions.push import MIN_BYTES_PER_S, PUSH_TIMEOUT_S
 from swarm.server.sessions.request_validation import RequestLimits
 from swarm.server.sessions.session_table import MAX_PEER_SESSIONS
@@ -88,7 +88,7 @@ def banned(model: Any) -> frozenset[str]:
 
 def misbehave(
     swarm: TestSwarm, bystander: Any, bad: ServerProcess, block: int, prompt: torch.Tensor, expected: list[int]
-) -> tuple[Failure, ...]:
+) -> tuple[PeerFailure, ...]:
     """A client writes over a bad server, which is its first choice for the block, while another one writes without it.
     What the client then holds against the bad server."""
     good = {server.peer_id for server in swarm.working()} - {bad.peer_id}
@@ -124,10 +124,10 @@ def misbehave(
 @pytest.mark.parametrize(
     ("lie", "applies", "reason"),
     [
-        (bad_peers.nan, is_reply, Failure.WRONG_ANSWER),
-        (bad_peers.half, is_reply, Failure.WRONG_ANSWER),
-        (bad_peers.ten_megabytes, is_reply, Failure.WRONG_ANSWER),
-        (bad_peers.nothing, is_output, Failure.TIMED_OUT),
+        (bad_peers.nan, is_reply, PeerFailure.WRONG_ANSWER),
+        (bad_peers.half, is_reply, PeerFailure.WRONG_ANSWER),
+        (bad_peers.ten_megabytes, is_reply, PeerFailure.WRONG_ANSWER),
+        (bad_peers.nothing, is_output, PeerFailure.TIMED_OUT),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -138,7 +138,7 @@ def test_a_server_that_lies(
     expected: list[int],
     lie: Lie,
     applies: Callable[[messages.Message], bool],
-    reason: Failure,
+    reason: PeerFailure,
     block: int,
 ) -> None:
     bad = start_bad_server(swarm, f"{block}:{block + 4}", lie, applies)
@@ -152,7 +152,7 @@ def test_a_server_whose_answers_are_no_answers(
     swarm: TestSwarm, bystander: Any, prompt: torch.Tensor, expected: list[int], lie: Lie
 ) -> None:
     bad = start_bad_server(swarm, "4:8", lie)
-    assert misbehave(swarm, bystander, bad, 4, prompt, expected) == (Failure.WRONG_ANSWER,)
+    assert misbehave(swarm, bystander, bad, 4, prompt, expected) == (PeerFailure.WRONG_ANSWER,)
 
 
 @pytest.mark.parametrize("lie", [bad_peers.nan, bad_peers.half, bad_peers.ten_megabytes, bad_peers.nothing])
@@ -171,7 +171,7 @@ def test_a_server_that_lets_nobody_in(
     try:
         with run_client(swarm, dtype="float32") as model:
             assert write(model, prompt, NEW) == expected
-            assert health(model).reasons(bad.peer_id) == (Failure.TIMED_OUT,)
+            assert health(model).reasons(bad.peer_id) == (PeerFailure.TIMED_OUT,)
     finally:
         bad.stop()
     assert write(bystander, prompt, NEW) == expected
@@ -264,7 +264,7 @@ def test_a_well_formed_announcement_of_a_peer_that_serves_nothing(
     with run_client(swarm, dtype="float32") as model:
         assert write(model, prompt, NEW) == expected
         assert banned(model) == {forger.peer_id}
-        assert health(model).reasons(forger.peer_id) == (Failure.UNREACHABLE,)
+        assert health(model).reasons(forger.peer_id) == (PeerFailure.UNREACHABLE,)
 
 
 def server_of(bystander: Any, server: ServerProcess) -> ServerInfo:

@@ -9,19 +9,17 @@ import msgspec
 
 from swarm.common import console
 from swarm.errors import UsageError
-from swarm.planning import description as described
-from swarm.planning import from_announcements as measured
-from swarm.planning import report
-from swarm.planning.advice import advise
-from swarm.planning.description import Description, ModelNumbers
+from swarm.planning import announced_group, group_description, plan_report
+from swarm.planning.device_advice import advise
 from swarm.planning.device_group import ModelSize
+from swarm.planning.group_description import GroupDescription, ModelDescription
 from swarm.planning.partition import partition
-from swarm.planning.plot import draw
+from swarm.planning.plan_plot import draw
 
 OUTPUT = click.Path(dir_okay=False, path_type=Path)
 
 
-@click.command(name="plan", cls=console.ManyAddresses)
+@click.command(name="plan", cls=console.MultiAddressCommand)
 @click.argument("file", required=False, type=OUTPUT)
 @click.option("--model", help="Local folder or hub id, instead of the file's.  [default: the demo model]")
 @click.option("--revision", help="Branch, tag or commit of a model from the hub.")
@@ -66,7 +64,7 @@ def main(
     wishes = {"model": model, "revision": revision, "dtype": dtype, "quant": quant, "cache_tokens": cache_tokens}
     given = {name: value for name, value in wishes.items() if value is not None}
     if file is not None:
-        description = msgspec.structs.replace(described.read(file), **given)
+        description = msgspec.structs.replace(group_description.read(file), **given)
         size = _size(description, cache_dir)
     elif peers:
         description, size = _measure(peers, model, revision, dtype or "auto", quant, cache_tokens, cache_dir)
@@ -75,25 +73,25 @@ def main(
             "say what to plan for: a FILE that describes the devices, or --initial-peers ADDRESS... of a running swarm"
         )
     if write is not None:
-        _write_new(write, described.to_yaml(description, measured.HEADING if file is None else ""))
+        _write_new(write, group_description.to_yaml(description, announced_group.HEADING if file is None else ""))
 
-    group = described.to_group(description, size)
+    group = group_description.to_group(description, size)
     plan = partition(group)
     advice = advise(group, plan)
     startup = _startup(description, peers)
-    click.echo(report.text(group, plan, advice, str(description.link)))
-    click.echo(f"\n{report.command_text(plan, startup)}")
+    click.echo(plan_report.text(group, plan, advice, str(description.link)))
+    click.echo(f"\n{plan_report.command_text(plan, startup)}")
     if json_file is not None:
-        _write(json_file, report.to_json(group, plan, advice, startup))
+        _write(json_file, plan_report.to_json(group, plan, advice, startup))
     if plot is not None:
         draw(plan, plot)
 
 
-def _size(description: Description, cache_dir: Path | None) -> ModelSize:
+def _size(description: GroupDescription, cache_dir: Path | None) -> ModelSize:
     model = description.model
-    if isinstance(model, ModelNumbers):
-        return described.size_in_numbers(model, description.dtype)
-    from swarm.planning.live_sources import open_model  # loads torch, which numbers do without
+    if isinstance(model, ModelDescription):
+        return group_description.size_in_numbers(model, description.dtype)
+    from swarm.planning.live_swarm import open_model  # loads torch, which numbers do without
 
     return open_model(model, description.revision, description.dtype, cache_dir, description.quant)[1]
 
@@ -106,10 +104,10 @@ def _measure(
     quant: str | None,
     cache_tokens: int | None,
     cache_dir: Path | None,
-) -> tuple[Description, ModelSize]:
+) -> tuple[GroupDescription, ModelSize]:
     import uvloop
 
-    from swarm.planning.live_sources import open_model, servers_of
+    from swarm.planning.live_swarm import open_model, servers_of
     from swarm.transport.p2p import quiet_hivemind
 
     quiet_hivemind()
@@ -117,19 +115,19 @@ def _measure(
     found = uvloop.run(servers_of(checkpoint, peers))
     for peer, reason in found.excluded.items():
         click.echo(f"Not planned for: …{peer[-6:]}, {reason}", err=True)
-    form = quant or measured.common_quantization(found.servers)
+    form = quant or announced_group.common_quantization(found.servers)
 
     def size_in(form: str) -> ModelSize:
         return open_model(model, revision, dtype, cache_dir, form)[1]
 
     size = size_in(form)
     held = {form: size_in(form) for form in ("none", "int8", "int4", "nf4")}
-    description = measured.describe(found.servers, size, model, cache_tokens, held)
+    description = announced_group.describe(found.servers, size, model, cache_tokens, held)
     return msgspec.structs.replace(description, revision=revision, dtype=dtype, quant=form), size
 
 
-def _startup(description: Description, peers: tuple[str, ...]) -> report.Startup:
-    model = description.model.name if isinstance(description.model, ModelNumbers) else description.model
+def _startup(description: GroupDescription, peers: tuple[str, ...]) -> plan_report.StartOptions:
+    model = description.model.name if isinstance(description.model, ModelDescription) else description.model
     options = ["--cache-tokens", str(description.cache_tokens)]
     if description.revision is not None:
         options += ["--revision", description.revision]
@@ -137,7 +135,7 @@ def _startup(description: Description, peers: tuple[str, ...]) -> report.Startup
         options += ["--dtype", description.dtype]
     if description.quant != "none":
         options += ["--quant", description.quant]
-    return report.Startup(model, tuple(options), peers)
+    return plan_report.StartOptions(model, tuple(options), peers)
 
 
 def _write_new(path: Path, content: str) -> None:

@@ -9,11 +9,10 @@ import click
 
 from swarm.common import console
 from swarm.errors import UsageError
-from swarm.planning.simulation import plot as picture
-from swarm.planning.simulation import report
-from swarm.planning.simulation.run import simulate
+from swarm.planning.simulation import result_plot, result_report
+from swarm.planning.simulation.result_statistics import figures
+from swarm.planning.simulation.runner import simulate
 from swarm.planning.simulation.scenario import find, shipped
-from swarm.planning.simulation.summary import figures
 
 OUTPUT = click.Path(dir_okay=False, path_type=Path)
 
@@ -43,15 +42,15 @@ def main(scenario: str | None, list_shipped: bool, plot: Path | None, json_file:
     outcome = simulate(find(scenario), seed)
     seconds = time.perf_counter() - began
     found = figures(outcome)
-    click.echo(report.text(outcome, found))
+    click.echo(result_report.text(outcome, found))
     click.echo(f"Simulated in {seconds:.1f} s")
     if json_file is not None:
         try:
-            json_file.write_bytes(report.to_json(outcome, found))
+            json_file.write_bytes(result_report.to_json(outcome, found))
         except OSError as error:
             raise UsageError(f"{json_file} cannot be written: {error.strerror}") from None
     if plot is not None:
-        picture.draw(outcome, plot)
+        result_plot.draw(outcome, plot)
 
 
 if __name__ == "__main__":

@@ -14,13 +14,13 @@ from swarm.common import console
 from swarm.errors import InvalidOption
 
 if TYPE_CHECKING:
-    from swarm.monitor.view import SwarmView
+    from swarm.monitor.swarm_view import SwarmView
 
 PERIOD = 10.0
 CLEAR = "\x1b[H\x1b[2J\x1b[3J"
 
 
-@click.command(name="status", cls=console.ManyAddresses)
+@click.command(name="status", cls=console.MultiAddressCommand)
 @click.argument("models", metavar="[MODEL]...", nargs=-1)
 @console.initial_peers_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, the same as the monitor's /api/v1/swarm.")
@@ -50,10 +50,10 @@ def main(models: tuple[str, ...], initial_peers: tuple[str, ...], as_json: bool,
 
 
 async def _show(peers: tuple[str, ...], models: tuple[str, ...], as_json: bool, again: bool) -> bool:
-    from swarm.monitor.source import SwarmSource
-    from swarm.monitor.watch import look_once
+    from swarm.monitor.dht_source import DhtSource
+    from swarm.monitor.swarm_poller import look_once
 
-    source = SwarmSource(peers, models)
+    source = DhtSource(peers, models)
     try:
         while True:
             view = await look_once(source, peers, PERIOD)
@@ -68,7 +68,7 @@ async def _show(peers: tuple[str, ...], models: tuple[str, ...], as_json: bool, 
 def _print(view: SwarmView, as_json: bool, clear: bool) -> None:
     import msgspec
 
-    from swarm.monitor.terminal import text
+    from swarm.monitor.terminal_text import text
 
     if as_json:
         click.echo(msgspec.json.encode(view))

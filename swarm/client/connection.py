@@ -130,10 +130,10 @@ class SwarmConnection:
         """Free a session on all its servers."""
         self._background.run(chain.close())
 
-    def split(self, span: Span, token_counts: Sequence[int]) -> tuple[batch_split.Portion, ...]:
+    def split(self, span: Span, token_counts: Sequence[int]) -> tuple[batch_split.BatchShare, ...]:
         """Which rows of a batch should go which way. Waits for servers of missing blocks; raises `MissingBlocks`."""
 
-        async def split() -> tuple[batch_split.Portion, ...]:
+        async def split() -> tuple[batch_split.BatchShare, ...]:
             waiting = Waiting(self._planner)
             while True:
                 try:

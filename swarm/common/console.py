@@ -116,7 +116,7 @@ def spread_multiple(arguments: list[str], options: frozenset[str]) -> list[str]:
     return result
 
 
-class ManyAddresses(click.Command):
+class MultiAddressCommand(click.Command):
     """A command whose address options take any number of values."""
 
     OPTIONS = frozenset({"--initial-peers", "--host-maddrs", "--announce-maddrs"})
@@ -149,7 +149,7 @@ def exit_codes(function: F) -> F:
 
 def _say(error: SwarmError) -> None:
     logger = logging.getLogger("swarm")
-    if any(isinstance(handler.formatter, _JsonLines) for handler in logger.handlers):
+    if any(isinstance(handler.formatter, _JsonLineFormatter) for handler in logger.handlers):
         logger.error("%s", error, extra={"error": type(error).__name__})
     else:
         click.echo(f"Error: {error}", err=True)
@@ -159,7 +159,7 @@ SECRETS = re.compile(r"\bsk-swarm-[\w-]+|\bhf_[A-Za-z0-9]{8,}|(?<=Bearer )[^\s\"
 """Keys of gateways, tokens of the model hub, and whatever else comes in an Authorization header."""
 
 
-class _Lines(logging.StreamHandler[TextIO]):
+class _RedactingHandler(logging.StreamHandler[TextIO]):
     """Writes log lines above a progress bar that is on the terminal, not into it, and no secrets."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -176,7 +176,7 @@ class _Lines(logging.StreamHandler[TextIO]):
             super().emit(record)
 
 
-class _JsonLines(JsonFormatter):
+class _JsonLineFormatter(JsonFormatter):
     """One object a line."""
 
     def __init__(self) -> None:
@@ -202,10 +202,10 @@ def log_lines(log_format: str = "plain") -> None:
             with `time` (RFC 3339, UTC), `level`, `logger`, `message`, what the code gives as `extra`, and `exception`
             where there is one. Python's warnings come the same way, and what other packages leave to the root logger.
     """
-    handler = _Lines(sys.stdout)
+    handler = _RedactingHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s"))
     if log_format == "json":
-        handler.setFormatter(_JsonLines())
+        handler.setFormatter(_JsonLineFormatter())
         logging.getLogger().handlers = [handler]
         logging.captureWarnings(True)
     logger = logging.getLogger("swarm")

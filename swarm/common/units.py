@@ -14,29 +14,29 @@ _RATES = _BITS | {"gbps": 1e9 / 8} | {f"{unit}/s": factor for unit, factor in _S
 _TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
 
 
-class Size(int):
+class ByteSize(int):
     """Bytes, at most 1 EB."""
 
     @classmethod
-    def read(cls, value: object) -> Size:
+    def read(cls, value: object) -> ByteSize:
         """From a number of bytes or a text such as `8GB` or `512 MiB`. Raises `ValueError`."""
         return cls(_read(value, _SIZES, 0, 10**18, "a size such as 8GB or 512 MiB"))
 
 
-class Rate(float):
+class BytesPerSecond(float):
     """Bytes a second, above 0."""
 
     @classmethod
-    def read(cls, value: object) -> Rate:
+    def read(cls, value: object) -> BytesPerSecond:
         """From a number of bytes/s or a text such as `100 Mbit/s` or `12 MB/s`. Raises `ValueError`."""
         return cls(_read(value, _RATES, 1, 10**18, "a bandwidth such as 100 Mbit/s or 12 MB/s"))
 
 
-class Seconds(float):
+class Duration(float):
     """A time, at most an hour."""
 
     @classmethod
-    def read(cls, value: object) -> Seconds:
+    def read(cls, value: object) -> Duration:
         """From a number of seconds or a text such as `5 ms`. Raises `ValueError`."""
         return cls(_read(value, _TIMES, 0, 3600, "a time such as 5 ms or 0.2 s"))
 

@@ -14,14 +14,14 @@ from swarm.common import console
 from swarm.errors import InvalidOption
 
 if TYPE_CHECKING:  # hivemind loads only once the options are known to be right
-    from swarm.metrics.endpoint import Address
+    from swarm.metrics.endpoint import MetricsAddress
     from swarm.metrics.registry import Registry
     from swarm.transport.p2p import P2PConfig, Peer
 
 logger = logging.getLogger("swarm.dht")
 
 
-@click.command(name="dht", cls=console.ManyAddresses, context_settings={"show_default": True})
+@click.command(name="dht", cls=console.MultiAddressCommand, context_settings={"show_default": True})
 @console.initial_peers_option
 @console.network_options(default_port=31337)
 @click.option(
@@ -47,7 +47,7 @@ def main(
     """
     import uvloop
 
-    from swarm.metrics.endpoint import Address
+    from swarm.metrics.endpoint import MetricsAddress
     from swarm.transport.p2p import P2PConfig, quiet_hivemind
 
     console.log_lines(log_format)
@@ -58,10 +58,10 @@ def main(
         announce_maddrs=console.split(announce_maddrs),
         identity_path=identity_path,
     )
-    uvloop.run(_serve(config, address_file, Address.parse(metrics) if metrics is not None else None))
+    uvloop.run(_serve(config, address_file, MetricsAddress.parse(metrics) if metrics is not None else None))
 
 
-async def _serve(config: P2PConfig, address_file: Path | None, metrics: Address | None) -> None:
+async def _serve(config: P2PConfig, address_file: Path | None, metrics: MetricsAddress | None) -> None:
     from swarm.dht.validation import AnnouncementValidator
     from swarm.metrics.endpoint import MetricsEndpoint
     from swarm.metrics.registry import new_registry

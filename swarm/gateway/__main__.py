@@ -9,13 +9,13 @@ from typing import Any
 import click
 
 from swarm.common import console
-from swarm.common.units import Size
+from swarm.common.units import ByteSize
 from swarm.errors import InvalidOption
 
 logger = logging.getLogger("swarm.gateway")
 
 
-@click.command(name="gateway", cls=console.ManyAddresses, context_settings={"show_default": True})
+@click.command(name="gateway", cls=console.MultiAddressCommand, context_settings={"show_default": True})
 @click.argument("models", nargs=-1, metavar="[MODEL]...")
 @console.initial_peers_option
 @click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 for all of this machine's.")
@@ -80,7 +80,7 @@ def main(
     A MODEL is a local folder or a hub id, as for the server; without one it is the demo model.
     """
     try:
-        request_bytes = Size.read(max_request)
+        request_bytes = ByteSize.read(max_request)
     except ValueError as error:
         raise InvalidOption(f"--max-request {max_request}: {error}") from None
     console.log_lines(log_format)

@@ -23,7 +23,7 @@ from swarm.gateway.local_names import LocalNames
 from swarm.gateway.middleware import Lingering, Measured, SafeHeaders
 from swarm.gateway.service import Service
 from swarm.metrics.registry import exposition
-from swarm.monitor.web import PAGE as MONITOR_PAGE
+from swarm.monitor.http_routes import PAGE as MONITOR_PAGE
 
 PAGE = Path(__file__).with_name("page")
 PALETTE = MONITOR_PAGE / "palette.css"

@@ -21,8 +21,8 @@ from swarm.gateway.keys import KeyFile
 from swarm.gateway.local_names import is_loopback
 from swarm.gateway.service import ServedModel, Service, Settings
 from swarm.metrics.registry import new_registry
-from swarm.monitor.watch import Watch
-from swarm.monitor.web import make_routes
+from swarm.monitor.http_routes import make_routes
+from swarm.monitor.swarm_poller import SwarmPoller
 from swarm.web.http_server import address_of, listen, serve_until_asked
 
 logger = logging.getLogger("swarm.gateway")
@@ -67,7 +67,7 @@ def run(
         models = [_load(stack, source, options) for source in sources]
         service = Service(models, settings, keys, new_registry())
         stack.callback(service.close)
-        watch = Watch(models[0].model.swarm.config.initial_peers) if shows_swarm else None
+        watch = SwarmPoller(models[0].model.swarm.config.initial_peers) if shows_swarm else None
 
         def hang_up() -> None:
             service.hang_up()

@@ -34,7 +34,7 @@ LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
-class Address:
+class MetricsAddress:
     """Where to listen.
 
     Attributes:
@@ -46,7 +46,7 @@ class Address:
     port: int
 
     @classmethod
-    def parse(cls, text: str) -> Address:
+    def parse(cls, text: str) -> MetricsAddress:
         """Read `PORT`, which is on loopback only, `HOST:PORT` or `[HOST]:PORT`. Raises `InvalidOption`."""
         host, colon, port = text.rpartition(":")
         host = host.removeprefix("[").removesuffix("]") if colon else LOOPBACK
@@ -78,16 +78,16 @@ class MetricsEndpoint:
         AddressUnavailable: the address is taken, or not one of this machine's.
     """
 
-    def __init__(self, registry: Registry, address: Address) -> None:
+    def __init__(self, registry: Registry, address: MetricsAddress) -> None:
         self.registry = registry
         try:
-            self._server = _Server(registry, address)
+            self._server = _MetricsServer(registry, address)
         except OSError as error:
             why = "another program listens there" if error.errno == errno.EADDRINUSE else error.strerror
             raise AddressUnavailable(
                 f"--metrics: cannot listen on {address}: {why}; choose another port, or 0 for any free one"
             ) from None
-        self.address = Address(address.host, self._server.server_address[1])
+        self.address = MetricsAddress(address.host, self._server.server_address[1])
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(LOOK,), name="swarm-metrics", daemon=True
         )
@@ -107,17 +107,17 @@ class MetricsEndpoint:
         self._thread.join()
 
 
-class _Server(ThreadingTCPServer):
+class _MetricsServer(ThreadingTCPServer):
     """A thread a connection; those that are too many, or open for too long, are ended."""
 
     allow_reuse_address = True
     daemon_threads = True
 
-    def __init__(self, registry: Registry, address: Address) -> None:
+    def __init__(self, registry: Registry, address: MetricsAddress) -> None:
         self.address_family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         self.registry = registry
         self._came: dict[Any, float] = {}
-        super().__init__((address.host, address.port), _Handler)
+        super().__init__((address.host, address.port), _MetricsRequestHandler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if len(self._came) >= CONNECTIONS:
@@ -145,8 +145,8 @@ class _Server(ThreadingTCPServer):
         logger.debug("a request for metrics failed", exc_info=True)
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server
+class _MetricsRequestHandler(BaseHTTPRequestHandler):
+    server: _MetricsServer
 
     def do_GET(self) -> None:
         if self.path.partition("?")[0] == "/metrics":

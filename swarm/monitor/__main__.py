@@ -10,7 +10,7 @@ from swarm.common import console
 from swarm.errors import InvalidOption
 
 
-@click.command(name="monitor", cls=console.ManyAddresses, context_settings={"show_default": True})
+@click.command(name="monitor", cls=console.MultiAddressCommand, context_settings={"show_default": True})
 @click.argument("models", metavar="[MODEL]...", nargs=-1)
 @console.initial_peers_option
 @click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 lets everybody look.")
@@ -44,15 +44,15 @@ def main(
         )
     import uvloop
 
-    from swarm.monitor.serving import serve
-    from swarm.monitor.watch import Watch
+    from swarm.monitor.standalone_server import serve
+    from swarm.monitor.swarm_poller import SwarmPoller
     from swarm.transport.addresses import parse_peers
     from swarm.transport.p2p import quiet_hivemind
     from swarm.web.http_server import listen
 
     console.log_lines(log_format)
     quiet_hivemind()
-    watch = Watch(parse_peers(peers), models, period, history)
+    watch = SwarmPoller(parse_peers(peers), models, period, history)
     with listen(host, port) as listening:
         uvloop.run(serve(watch, listening))
 

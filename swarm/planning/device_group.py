@@ -17,7 +17,7 @@ from swarm.server.limits import MAX_MEMORY_SHARE
 
 
 @dataclass(frozen=True)
-class Device:
+class PlannedDevice:
     """Attributes:
     memory: bytes that are free for blocks and their attention cache.
     speed: blocks that it computes for one token, per second (`throughput` of an announcement).
@@ -62,14 +62,14 @@ class ModelSize:
 
 
 @dataclass(frozen=True)
-class Group:
+class DeviceGroup:
     """Attributes:
     send: seconds in which one device puts a token's hidden state on the way to another, `[from][to]`.
     latency: seconds that it then travels, `[from][to]`.
     fixed_order: the ring goes through the devices as they are listed; else in whatever order is best.
     """
 
-    devices: tuple[Device, ...]
+    devices: tuple[PlannedDevice, ...]
     model: ModelSize
     cache_tokens: int
     send: tuple[tuple[float, ...], ...]
@@ -81,14 +81,14 @@ class Group:
         """The client's index in `send` and `latency`."""
         return len(self.devices)
 
-    def without(self, device: int) -> Group:
+    def without(self, device: int) -> DeviceGroup:
         """The group after one device has left."""
 
         def cut(table: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
             return tuple(row[:device] + row[device + 1 :] for row in table[:device] + table[device + 1 :])
 
         rest = self.devices[:device] + self.devices[device + 1 :]
-        return Group(rest, self.model, self.cache_tokens, cut(self.send), cut(self.latency), self.fixed_order)
+        return DeviceGroup(rest, self.model, self.cache_tokens, cut(self.send), cut(self.latency), self.fixed_order)
 
 
 def tables(
@@ -101,7 +101,7 @@ def tables(
 
 
 @dataclass(frozen=True)
-class Stage:
+class PipelineStage:
     """One device's part of a plan.
 
     Attributes:
@@ -111,7 +111,7 @@ class Stage:
         memory: bytes that blocks and cache take.
     """
 
-    device: Device
+    device: PlannedDevice
     span: Span
     compute: float
     send: float
@@ -125,7 +125,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PipelinePlan:
     """Stages in the order of the ring; together they hold every block once.
 
     Attributes:
@@ -133,12 +133,12 @@ class Plan:
         client_latency: seconds that it then travels.
     """
 
-    stages: tuple[Stage, ...]
+    stages: tuple[PipelineStage, ...]
     client_send: float
     client_latency: float
 
     @property
-    def bottleneck(self) -> Stage | None:
+    def bottleneck(self) -> PipelineStage | None:
         """The slowest stage; None if the client's link is slower than every stage."""
         slowest = max(self.stages, key=lambda stage: stage.seconds)
         return slowest if slowest.seconds >= self.client_send else None

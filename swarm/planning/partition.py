@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from swarm.common.units import human
 from swarm.data_structures import Span
 from swarm.errors import NotEnoughMemory
-from swarm.planning.device_group import Group, Plan, Stage
+from swarm.planning.device_group import DeviceGroup, PipelinePlan, PipelineStage
 from swarm.server.limits import MAX_MEMORY_SHARE
 
 Array = NDArray[np.float64]
@@ -41,7 +41,7 @@ def tries_all_orders(devices: int, blocks: int) -> bool:
     return additions <= 2 * WORK
 
 
-def partition(group: Group, *, everyone: bool = False) -> Plan:
+def partition(group: DeviceGroup, *, everyone: bool = False) -> PipelinePlan:
     """The best plan.
 
     Args:
@@ -57,19 +57,19 @@ def partition(group: Group, *, everyone: bool = False) -> Plan:
     stage = [compute[d] + send[d][:, None, None] for d in range(client)]
     counts = range(max(client, 1) if everyone else 1, client + 1)
 
-    first = _Recursion(group, stage, send[client], np.maximum)
+    first = _RingRecursion(group, stage, send[client], np.maximum)
     slowest = min(map(first.finished, counts), default=np.inf)
     if slowest == np.inf:
         raise NotEnoughMemory(_what_is_missing(group, first.farthest()))
     delayed = [seconds + latency[d][:, None, None] for d, seconds in enumerate(stage)]
     allowed = [np.where(seconds <= slowest, delayed[d], np.inf) for d, seconds in enumerate(stage)]
     entry = np.where(send[client] <= slowest, send[client] + latency[client], np.inf)
-    second = _Recursion(group, allowed, entry, np.add)
+    second = _RingRecursion(group, allowed, entry, np.add)
     fewest = next(count for count in counts if second.finished(count) < np.inf)
     return _plan(group, second.walk_back(fewest))
 
 
-def _what_is_missing(group: Group, placed: int) -> str:
+def _what_is_missing(group: DeviceGroup, placed: int) -> str:
     model, tokens = group.model, group.cache_tokens
     if placed == model.blocks:
         return f"not all of {len(group.devices)} devices can hold one of the {placed} blocks at the same time"
@@ -82,7 +82,7 @@ def _what_is_missing(group: Group, placed: int) -> str:
     )
 
 
-def _compute_seconds(group: Group, device: int) -> Array:
+def _compute_seconds(group: DeviceGroup, device: int) -> Array:
     """[s, e] -> seconds of blocks [s, e) on the device, infinite where they do not fit or are none."""
     model, blocks = group.model, group.model.blocks
     seconds = np.full((blocks + 1, blocks + 1), np.inf)
@@ -95,7 +95,7 @@ def _compute_seconds(group: Group, device: int) -> Array:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _PlacedSpan:
     """A device's span in a finished plan, and where its output goes."""
 
     device: int
@@ -103,7 +103,7 @@ class _Step:
     to: int
 
 
-class _Recursion:
+class _RingRecursion:
     """All ways round the ring, device by device.
 
     `layers[k]` has for every state with k devices before the present one the best value for each number of blocks done.
@@ -114,7 +114,9 @@ class _Recursion:
         combine: how the cost of a way and of what is added to it make the cost of the longer way.
     """
 
-    def __init__(self, group: Group, cost: list[Array], entry: Array, combine: Callable[[Array, Array], Array]) -> None:
+    def __init__(
+        self, group: DeviceGroup, cost: list[Array], entry: Array, combine: Callable[[Array, Array], Array]
+    ) -> None:
         self._group = group
         self._cost = cost
         self._combine = combine
@@ -153,14 +155,14 @@ class _Recursion:
         self._finished.append(float(finished))
         return following
 
-    def walk_back(self, count: int) -> list[_Step]:
+    def walk_back(self, count: int) -> list[_PlacedSpan]:
         """The steps of the best plan with `count` devices, which must exist."""
-        steps: list[_Step] = []
+        steps: list[_PlacedSpan] = []
         to, end, value = self._group.client, self._group.model.blocks, self.finished(count)
         target: State | None = None
         for layer in reversed(self._layers[:count]):
             state, start = self._origin(layer, target, to, end, value)
-            steps.append(_Step(state[1], Span(start, end), to))
+            steps.append(_PlacedSpan(state[1], Span(start, end), to))
             target, to, end, value = state, state[1], start, float(layer[state][start])
         return steps[::-1]
 
@@ -188,15 +190,15 @@ class _Recursion:
         return int(reached)
 
 
-def _only_at_zero(group: Group, value: float) -> Array:
+def _only_at_zero(group: DeviceGroup, value: float) -> Array:
     values = np.full(group.model.blocks + 1, np.inf)
     values[0] = value
     return values
 
 
-def _plan(group: Group, steps: list[_Step]) -> Plan:
+def _plan(group: DeviceGroup, steps: list[_PlacedSpan]) -> PipelinePlan:
     stages = tuple(
-        Stage(
+        PipelineStage(
             device=group.devices[step.device],
             span=step.span,
             compute=step.span.length / group.devices[step.device].speed,
@@ -207,4 +209,4 @@ def _plan(group: Group, steps: list[_Step]) -> Plan:
         for step in steps
     )
     first = steps[0].device
-    return Plan(stages, group.send[group.client][first], group.latency[group.client][first])
+    return PipelinePlan(stages, group.send[group.client][first], group.latency[group.client][first])

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 from swarm.data_structures import Route, Span
 from swarm.routing.beam_search import find_route
-from swarm.routing.cost_model import CostModel, Demand, route_seconds
-from swarm.routing.snapshot import Snapshot
+from swarm.routing.cost_model import CostModel, RouteRequirements, route_seconds
+from swarm.routing.swarm_snapshot import SwarmSnapshot
 
 MAX_PORTIONS = 8
 """Routes that a batch is split among at most: planning each takes a search of its own."""
@@ -33,7 +33,7 @@ FASTEST = 1e-12
 
 
 @dataclass(frozen=True)
-class Portion:
+class BatchShare:
     """Some rows of a batch and where they go.
 
     Attributes:
@@ -46,7 +46,7 @@ class Portion:
 
 
 @dataclass(frozen=True)
-class _Lane:
+class _TimedRoute:
     """A route, and its expected seconds for n tokens: `fixed + n * each`."""
 
     route: Route
@@ -55,13 +55,13 @@ class _Lane:
 
 
 def split_batch(
-    snapshot: Snapshot,
+    snapshot: SwarmSnapshot,
     wanted: Span,
     token_counts: Sequence[int],
     rng: random.Random,
-    demand: Demand | None = None,
+    demand: RouteRequirements | None = None,
     max_portions: int = MAX_PORTIONS,
-) -> tuple[Portion, ...]:
+) -> tuple[BatchShare, ...]:
     """Decide which rows of a batch take which route.
 
     Args:
@@ -81,7 +81,7 @@ def split_batch(
     if not token_counts:
         return ()
     most = min(max_portions, len(token_counts))
-    lanes = _choose_lanes(snapshot, wanted, token_counts, rng, demand or Demand(), most)
+    lanes = _choose_lanes(snapshot, wanted, token_counts, rng, demand or RouteRequirements(), most)
     rows: list[list[int]] = [[] for _ in lanes]
     ends = [lane.fixed for lane in lanes]
     # Longest rows first, each where it ends soonest: the classic rule for machines of different speed.
@@ -89,19 +89,24 @@ def split_batch(
         finish, best = min((ends[k] + token_counts[row] * lane.each, k) for k, lane in enumerate(lanes))
         rows[best].append(row)
         ends[best] = finish
-    return tuple(Portion(tuple(sorted(mine)), lane.route) for mine, lane in zip(rows, lanes, strict=True) if mine)
+    return tuple(BatchShare(tuple(sorted(mine)), lane.route) for mine, lane in zip(rows, lanes, strict=True) if mine)
 
 
 def _choose_lanes(
-    snapshot: Snapshot, wanted: Span, token_counts: Sequence[int], rng: random.Random, demand: Demand, most: int
-) -> list[_Lane]:
+    snapshot: SwarmSnapshot,
+    wanted: Span,
+    token_counts: Sequence[int],
+    rng: random.Random,
+    demand: RouteRequirements,
+    most: int,
+) -> list[_TimedRoute]:
     """Routes to split the batch among: one more as long as that is worthwhile."""
     total = sum(token_counts)
     lone = find_route(snapshot, wanted, replace(demand, tokens=total))
     spread = SPREAD * route_seconds(snapshot, lone, replace(demand, tokens=total)) / len(lone.hops)
     taste = {server.peer_id: rng.uniform(0, spread) for server in snapshot.servers}
 
-    def best_lane(tokens: float, waits: Mapping[str, float]) -> _Lane:
+    def best_lane(tokens: float, waits: Mapping[str, float]) -> _TimedRoute:
         wish = replace(demand, tokens=math.ceil(tokens), penalties=_add(taste, waits))
         return _lane(snapshot, find_route(snapshot, wanted, wish), total, replace(demand, penalties=waits))
 
@@ -122,17 +127,17 @@ def _choose_lanes(
     return lanes
 
 
-def _lane(snapshot: Snapshot, route: Route, total: int, demand: Demand) -> _Lane:
+def _lane(snapshot: SwarmSnapshot, route: Route, total: int, demand: RouteRequirements) -> _TimedRoute:
     one = route_seconds(snapshot, route, replace(demand, tokens=1))
     every = route_seconds(snapshot, route, replace(demand, tokens=total))
     each = max(every - one, 0.0) / max(total - 1, 1)
-    return _Lane(route, max(one - each, 0.0), each)
+    return _TimedRoute(route, max(one - each, 0.0), each)
 
 
-def _busy(snapshot: Snapshot, lanes: Sequence[_Lane], total: int) -> dict[str, float]:
+def _busy(snapshot: SwarmSnapshot, lanes: Sequence[_TimedRoute], total: int) -> dict[str, float]:
     """Peer id -> seconds that it computes if `total` tokens are split among the lanes so that all end together."""
     finish = _finish(lanes, total)
-    per_token = CostModel(snapshot, Demand(tokens=total)).block / total
+    per_token = CostModel(snapshot, RouteRequirements(tokens=total)).block / total
     busy: dict[str, float] = defaultdict(float)
     for lane in lanes:
         tokens = min(total, max(finish - lane.fixed, 0.0) / max(lane.each, FASTEST))
@@ -146,7 +151,7 @@ def _add(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, floa
     return {**one, **{peer_id: one.get(peer_id, 0.0) + seconds for peer_id, seconds in other.items()}}
 
 
-def _finish(lanes: Sequence[_Lane], total: int) -> float:
+def _finish(lanes: Sequence[_TimedRoute], total: int) -> float:
     """When `total` tokens are done, if they are split so that all lanes that are used end together."""
     finish = float("inf")
     rate = weighted = 0.0

@@ -14,21 +14,23 @@ from typing import NamedTuple
 import numpy as np
 
 from swarm.data_structures import Route, Span
-from swarm.routing.cost_model import CostModel, Demand, as_route, check_held
-from swarm.routing.snapshot import Floats, Indices, Snapshot
+from swarm.routing.cost_model import CostModel, RouteRequirements, as_route, check_held
+from swarm.routing.swarm_snapshot import Floats, Indices, SwarmSnapshot
 
 WIDTH = 32
 """Servers of the beam. `python -m benchmarks.routing` shows what it costs and loses."""
 
 
-class _Boundary(NamedTuple):
+class _BestArrivals(NamedTuple):
     """Who computed the block before a boundary: `origins[k]`, if `targets[k]` computes the one behind it."""
 
     targets: Indices
     origins: Indices
 
 
-def find_route(snapshot: Snapshot, wanted: Span, demand: Demand | None = None, *, width: int = WIDTH) -> Route:
+def find_route(
+    snapshot: SwarmSnapshot, wanted: Span, demand: RouteRequirements | None = None, *, width: int = WIDTH
+) -> Route:
     """A route over `wanted` of (nearly) the least `route_seconds`.
 
     Args:
@@ -40,13 +42,13 @@ def find_route(snapshot: Snapshot, wanted: Span, demand: Demand | None = None, *
     Raises:
         MissingBlocks: no usable server holds some of the blocks; all of those are named.
     """
-    costs = CostModel(snapshot, demand or Demand())
+    costs = CostModel(snapshot, demand or RouteRequirements())
     check_held(costs, wanted)
     holders = costs.holders(wanted.start)
     # spent[i]: seconds of the best way to have computed all blocks so far, the last of them by server i.
     spent = np.full(len(snapshot), np.inf)
     spent[holders] = costs.arrive(holders) + costs.enter[holders] + costs.block[holders]
-    came_from: list[_Boundary] = []
+    came_from: list[_BestArrivals] = []
     for block in range(wanted.start + 1, wanted.end):
         beam = _beam(spent, holders, width)
         holders = costs.holders(block)
@@ -55,7 +57,7 @@ def find_route(snapshot: Snapshot, wanted: Span, demand: Demand | None = None, *
         stays = stayed <= arrived
         spent = np.full(len(snapshot), np.inf)
         spent[holders] = np.where(stays, stayed, arrived) + costs.block[holders]
-        came_from.append(_Boundary(holders, np.where(stays, holders, origins)))
+        came_from.append(_BestArrivals(holders, np.where(stays, holders, origins)))
     last = int(holders[np.argmin(spent[holders] + costs.leave(holders))])
     return as_route(snapshot, wanted, _walk_back(came_from, last))
 
@@ -90,7 +92,7 @@ def _switch(costs: CostModel, spent: Floats, beam: Indices, targets: Indices, bo
     return arrived[targets] + costs.enter[targets], origins
 
 
-def _walk_back(boundaries: list[_Boundary], last: int) -> list[int]:
+def _walk_back(boundaries: list[_BestArrivals], last: int) -> list[int]:
     """The server of each block, first to last."""
     servers = [last]
     for boundary in reversed(boundaries):

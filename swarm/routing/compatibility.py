@@ -14,7 +14,7 @@ from swarm.data_structures import ServerInfo, ServerState
 
 
 @dataclass(frozen=True)
-class Compatible:
+class CompatibleServers:
     """Attributes:
     servers: those that can be used together.
     excluded: peer id -> why the server cannot be used.
@@ -29,7 +29,7 @@ def compatible_servers(
     revision: str,
     digests: Sequence[str] | None = None,
     quant: Collection[str] | None = None,
-) -> Compatible:
+) -> CompatibleServers:
     """Split the online servers of a model into usable and unusable ones.
 
     Args:
@@ -58,7 +58,7 @@ def compatible_servers(
             excluded[server.peer_id] = f"its weights are {held}, this client wants {' or '.join(sorted(quant))}"
         else:
             usable.append(server)
-    return Compatible(tuple(usable), excluded)
+    return CompatibleServers(tuple(usable), excluded)
 
 
 def _majority(servers: Sequence[ServerInfo]) -> dict[int, str]:

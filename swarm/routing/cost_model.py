@@ -18,7 +18,7 @@ import numpy as np
 
 from swarm.data_structures import Hop, Route, Span
 from swarm.errors import MissingBlocks
-from swarm.routing.snapshot import LONGEST, Flags, Floats, Indices, Snapshot
+from swarm.routing.swarm_snapshot import LONGEST, Flags, Floats, Indices, SwarmSnapshot
 
 CACHE_PENALTY = 100.0
 """Seconds for a server whose free cache is too small for the session: more than any step that somebody waits for, but
@@ -29,7 +29,7 @@ SLOWEST = 1e-6
 
 
 @dataclass(frozen=True)
-class Demand:
+class RouteRequirements:
     """What a route is for.
 
     Attributes:
@@ -58,7 +58,7 @@ class CostModel:
         block: seconds for each block that it computes, [S].
     """
 
-    def __init__(self, snapshot: Snapshot, demand: Demand) -> None:
+    def __init__(self, snapshot: SwarmSnapshot, demand: RouteRequirements) -> None:
         self.snapshot = snapshot
         self.demand = demand
         self.usable: Flags = np.ones(len(snapshot), np.bool_)
@@ -137,7 +137,7 @@ def check_held(costs: CostModel, wanted: Span) -> None:
         raise MissingBlocks(wanted.start + int(block) for block in missing)
 
 
-def route_seconds(snapshot: Snapshot, route: Route, demand: Demand) -> float:
+def route_seconds(snapshot: SwarmSnapshot, route: Route, demand: RouteRequirements) -> float:
     """Expected seconds of one step on a route of the snapshot's servers."""
     costs = CostModel(snapshot, demand)
     numbers = np.array([snapshot.numbers[hop.server.peer_id] for hop in route.hops])
@@ -149,7 +149,7 @@ def route_seconds(snapshot: Snapshot, route: Route, demand: Demand) -> float:
     return seconds + float(np.sum(costs.travel(once, once)[places[:-1], places[1:]]))
 
 
-def as_route(snapshot: Snapshot, wanted: Span, servers: list[int]) -> Route:
+def as_route(snapshot: SwarmSnapshot, wanted: Span, servers: list[int]) -> Route:
     """The route on which `servers[k]` computes block `wanted.start + k`; a run of one server is one hop."""
     hops = []
     block = wanted.start
@@ -160,7 +160,7 @@ def as_route(snapshot: Snapshot, wanted: Span, servers: list[int]) -> Route:
     return Route(tuple(hops))
 
 
-def _queue_and_wire(snapshot: Snapshot, demand: Demand) -> Floats:
+def _queue_and_wire(snapshot: SwarmSnapshot, demand: RouteRequirements) -> Floats:
     network = snapshot.network_throughputs
     wire = np.where(network > 0, demand.tokens / np.maximum(network, SLOWEST), 0.0)
     full = snapshot.caches < demand.cache_tokens
@@ -168,7 +168,7 @@ def _queue_and_wire(snapshot: Snapshot, demand: Demand) -> Floats:
     return seconds
 
 
-def _block_seconds(snapshot: Snapshot, demand: Demand) -> Floats:
+def _block_seconds(snapshot: SwarmSnapshot, demand: RouteRequirements) -> Floats:
     one_by_one = snapshot.throughputs
     if demand.tokens == 1:
         return 1 / np.maximum(one_by_one, SLOWEST)

@@ -22,7 +22,7 @@ MAX_STRIKES = 16
 MAX_REASONS = 8
 
 
-class Failure(enum.Enum):
+class PeerFailure(enum.Enum):
     """Why a peer was of no use. Each comes with the seconds of its first ban."""
 
     UNREACHABLE = "could not be reached"
@@ -41,27 +41,27 @@ class Failure(enum.Enum):
     @property
     def is_blame(self) -> bool:
         """False if the peer behaved well in saying so: it is avoided for a short while, always the same."""
-        return self not in (Failure.CACHE_FULL, Failure.CLOSING)
+        return self not in (PeerFailure.CACHE_FULL, PeerFailure.CLOSING)
 
 
 _BASE = {
-    Failure.UNREACHABLE: 15.0,
-    Failure.TIMED_OUT: 15.0,
-    Failure.WRONG_ANSWER: 300.0,  # a lost connection happens to everybody, a wrong answer does not
-    Failure.REFUSED: 30.0,
-    Failure.FAULT: 30.0,
-    Failure.CACHE_FULL: 5.0,
-    Failure.CLOSING: 10.0,
+    PeerFailure.UNREACHABLE: 15.0,
+    PeerFailure.TIMED_OUT: 15.0,
+    PeerFailure.WRONG_ANSWER: 300.0,  # a lost connection happens to everybody, a wrong answer does not
+    PeerFailure.REFUSED: 30.0,
+    PeerFailure.FAULT: 30.0,
+    PeerFailure.CACHE_FULL: 5.0,
+    PeerFailure.CLOSING: 10.0,
 }
 
 
 @dataclass
-class _Record:
+class _PeerRecord:
     strikes: int = 0
     until: float = float("-inf")
     blamed_until: float = float("-inf")
     lasted: float = 0.0
-    reasons: deque[Failure] = field(default_factory=lambda: deque(maxlen=MAX_REASONS))
+    reasons: deque[PeerFailure] = field(default_factory=lambda: deque(maxlen=MAX_REASONS))
 
 
 class PeerHealth:
@@ -79,16 +79,16 @@ class PeerHealth:
 
     def __init__(self, max_peers: int = 4096) -> None:
         self.max_peers = max_peers
-        self._records: OrderedDict[str, _Record] = OrderedDict()
+        self._records: OrderedDict[str, _PeerRecord] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._records)
 
-    def failed(self, peer_id: str, reason: Failure, now: float) -> float:
+    def failed(self, peer_id: str, reason: PeerFailure, now: float) -> float:
         """Note a failure. Returns the time until when the peer is banned."""
         record = self._records.pop(peer_id, None)
         if record is None or now >= record.until + FORGET:
-            record = _Record()
+            record = _PeerRecord()
         seconds, is_new = reason.seconds, True
         if reason.is_blame:
             is_new = now >= record.blamed_until
@@ -130,7 +130,7 @@ class PeerHealth:
             if record.strikes and now < record.until + FORGET
         }
 
-    def reasons(self, peer_id: str) -> tuple[Failure, ...]:
+    def reasons(self, peer_id: str) -> tuple[PeerFailure, ...]:
         """The latest failures of the peer, oldest first."""
         record = self._records.get(peer_id)
         return tuple(record.reasons) if record is not None else ()

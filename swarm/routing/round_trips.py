@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class _Average:
+class _AveragedRoundTrip:
     seconds: float
     when: float
 
@@ -27,7 +27,7 @@ class RoundTrips:
         self._lifetime = lifetime
         self._fresh = fresh
         self._limit = limit
-        self._averages: dict[str, _Average] = {}  # the one measured longest ago first
+        self._averages: dict[str, _AveragedRoundTrip] = {}  # the one measured longest ago first
 
     def __len__(self) -> int:
         return len(self._averages)
@@ -40,7 +40,7 @@ class RoundTrips:
         if known is not None:
             seconds = known + self._weight * (seconds - known)
         self._averages.pop(peer_id, None)
-        self._averages[peer_id] = _Average(seconds, now)
+        self._averages[peer_id] = _AveragedRoundTrip(seconds, now)
         self._forget_old(now)
 
     def get(self, peer_id: str, now: float) -> float | None:

@@ -9,12 +9,12 @@ from dataclasses import replace
 
 from swarm.data_structures import Route, ServerInfo, Span
 from swarm.errors import MissingBlocks
-from swarm.routing.batch_split import Portion, split_batch
+from swarm.routing.batch_split import BatchShare, split_batch
 from swarm.routing.beam_search import find_route
-from swarm.routing.cost_model import CostModel, Demand
+from swarm.routing.cost_model import CostModel, RouteRequirements
 from swarm.routing.peer_health import PeerHealth
 from swarm.routing.round_trips import RoundTrips
-from swarm.routing.snapshot import Snapshot
+from swarm.routing.swarm_snapshot import SwarmSnapshot
 
 PINGS = 32
 """Servers that a client pings at a time: enough to find near ones soon, few enough to disturb nobody."""
@@ -44,10 +44,10 @@ class Router:
         self.round_trips = RoundTrips()
         self._announced: tuple[ServerInfo, ...] = ()
         self._excluded: Mapping[str, str] = {}
-        self._snapshot = Snapshot(())
+        self._snapshot = SwarmSnapshot(())
 
     @property
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> SwarmSnapshot:
         """The servers that this client may use, as last updated; banned ones included."""
         return self._snapshot
 
@@ -61,7 +61,7 @@ class Router:
         self._announced = tuple(servers)
         self._excluded = dict(excluded or {})
         permitted = tuple(server for server in self._announced if self._is_permitted(server.peer_id))
-        self._snapshot = Snapshot(permitted, self._snapshot.round_trips)
+        self._snapshot = SwarmSnapshot(permitted, self._snapshot.round_trips)
 
     def measured(self, round_trips: Mapping[str, float], now: float) -> None:
         """Note measured round trips: peer id -> seconds from this client to the server and back."""
@@ -80,12 +80,12 @@ class Router:
         cache_tokens: int = 0,
         tokens: int = 1,
     ) -> Route:
-        """The best route over `wanted` that this client knows; see `Demand` for the arguments.
+        """The best route over `wanted` that this client knows; see `RouteRequirements` for the arguments.
 
         Raises:
             MissingBlocks: names the blocks that no server can be used for, and why those who hold them cannot.
         """
-        demand = self._demand(now, Demand(tokens, cache_tokens, before, after, avoid))
+        demand = self._demand(now, RouteRequirements(tokens, cache_tokens, before, after, avoid))
         try:
             return find_route(self._snapshot, wanted, demand)
         except MissingBlocks as error:
@@ -99,9 +99,9 @@ class Router:
         rng: random.Random,
         *,
         avoid: frozenset[str] = frozenset(),
-    ) -> tuple[Portion, ...]:
+    ) -> tuple[BatchShare, ...]:
         """Split a batch without a session among several routes; see `split_batch`. Raises `MissingBlocks`."""
-        demand = self._demand(now, Demand(avoid=avoid))
+        demand = self._demand(now, RouteRequirements(avoid=avoid))
         try:
             return split_batch(self._snapshot, wanted, token_counts, rng, demand)
         except MissingBlocks as error:
@@ -115,7 +115,7 @@ class Router:
         they are. Those measured lately come last. Faster servers, likelier to be used, tend to come sooner; by
         chance, so that each is reached some time.
         """
-        costs = CostModel(self._snapshot, self._demand(now, Demand()))
+        costs = CostModel(self._snapshot, self._demand(now, RouteRequirements()))
         pace = (costs.enter / (self._snapshot.ends - self._snapshot.starts) + costs.block).tolist()
         order = {}
         for number in costs.usable.nonzero()[0].tolist():
@@ -132,7 +132,7 @@ class Router:
         chosen = sorted(due, key=lambda number: order[number][0])
         return [self._snapshot.servers[number].peer_id for number in chosen[:limit]]
 
-    def _demand(self, now: float, demand: Demand) -> Demand:
+    def _demand(self, now: float, demand: RouteRequirements) -> RouteRequirements:
         """The demand, with what is known of the peers' health."""
         return replace(demand, avoid=demand.avoid | self.health.all_banned(now), penalties=self.health.penalties(now))
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import numpy as np
 
 from swarm.data_structures import Route, Span
-from swarm.routing.cost_model import CostModel, Demand, as_route, check_held
-from swarm.routing.snapshot import Snapshot
+from swarm.routing.cost_model import CostModel, RouteRequirements, as_route, check_held
+from swarm.routing.swarm_snapshot import SwarmSnapshot
 
 
-def shortest_path(snapshot: Snapshot, wanted: Span, demand: Demand | None = None) -> Route:
+def shortest_path(snapshot: SwarmSnapshot, wanted: Span, demand: RouteRequirements | None = None) -> Route:
     """The route over `wanted` of least `route_seconds`. Raises `MissingBlocks` with the blocks that nobody holds."""
-    costs = CostModel(snapshot, demand or Demand())
+    costs = CostModel(snapshot, demand or RouteRequirements())
     check_held(costs, wanted)
     everyone = np.arange(len(snapshot))
     travel = costs.travel(everyone, everyone).tolist()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from swarm.common import console
-from swarm.common.units import Size
+from swarm.common.units import ByteSize
 from swarm.errors import InvalidOption
 
 if TYPE_CHECKING:  # torch and transformers load only once the options are known to be right
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # torch and transformers load only once the options are known
 logger = logging.getLogger("swarm.server")
 
 
-@click.command(name="server", cls=console.ManyAddresses, context_settings={"show_default": True})
+@click.command(name="server", cls=console.MultiAddressCommand, context_settings={"show_default": True})
 @click.argument("model", required=False)
 @click.option("--revision", help="Branch, tag or commit of a model from the hub.")
 @click.option(
@@ -108,7 +108,7 @@ def main(
             "say which swarm to serve: --initial-peers ADDRESS... joins one "
             f"({console.INITIAL_PEERS_VARIABLE} stands in for it), --new-swarm starts one"
         )
-    from swarm.metrics.endpoint import Address
+    from swarm.metrics.endpoint import MetricsAddress
     from swarm.server.config import BlocksOption, ServerConfig
     from swarm.server.throughput.throughput_cache import default_path
     from swarm.server.throughput.throughput_option import ThroughputOption
@@ -116,7 +116,7 @@ def main(
 
     wanted = BlocksOption.parse(blocks)
     rate = ThroughputOption.parse(throughput)
-    address = Address.parse(metrics) if metrics is not None else None
+    address = MetricsAddress.parse(metrics) if metrics is not None else None
     remembered = default_path()
     console.log_lines(log_format)
     quiet_hivemind()
@@ -187,7 +187,7 @@ async def _serve(server: Server, model: str | None, peers: tuple[str, ...]) -> N
 
 def _size(option: str, text: str | None) -> int | None:
     try:
-        return Size.read(text) if text is not None else None
+        return ByteSize.read(text) if text is not None else None
     except ValueError as error:
         raise InvalidOption(f"{option}: {error}") from None
 

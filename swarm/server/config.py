@@ -7,7 +7,7 @@ from pathlib import Path
 
 from swarm.data_structures import Span
 from swarm.errors import InvalidOption, InvalidSpan
-from swarm.metrics.endpoint import Address
+from swarm.metrics.endpoint import MetricsAddress
 from swarm.server.throughput.throughput_option import ThroughputOption
 from swarm.transport.p2p import P2PConfig
 
@@ -82,4 +82,4 @@ class ServerConfig:
     cache_dir: Path | None = None
     update_period: float = UPDATE_PERIOD_S
     threads: int | None = None
-    metrics: Address | None = None
+    metrics: MetricsAddress | None = None

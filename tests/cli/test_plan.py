@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from swarm.cli.__main__ import main
-from swarm.planning.description import parse
+from swarm.planning.group_description import parse
 from tests.swarms import run_swarm
 from tests.zoo import make_checkpoint
 

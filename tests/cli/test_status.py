@@ -9,8 +9,8 @@ from click.testing import CliRunner, Result
 
 from swarm.cli import status
 from swarm.errors import PeerUnreachable
-from swarm.monitor import source
-from swarm.monitor.view import Found
+from swarm.monitor import dht_source
+from swarm.monitor.swarm_view import AnnouncedModel
 from tests.infos import server_info
 from tests.monitor.sources import DescribedSwarm, found
 
@@ -19,13 +19,13 @@ GAP = found(4, server_info(0, 2), name="org/other")
 
 
 def run(monkeypatch: pytest.MonkeyPatch, swarm: DescribedSwarm, *arguments: str) -> Result:
-    monkeypatch.setattr(source, "SwarmSource", lambda peers, models: swarm)
+    monkeypatch.setattr(dht_source, "DhtSource", lambda peers, models: swarm)
     return CliRunner().invoke(status.main, [*arguments, "--initial-peers", "/addr"])
 
 
 @pytest.mark.parametrize(("models", "code"), [((WHOLE,), 0), ((WHOLE, GAP), 1), ((GAP,), 1), ((), 1)])
 def test_the_exit_code_says_whether_something_is_missing(
-    monkeypatch: pytest.MonkeyPatch, models: tuple[Found, ...], code: int
+    monkeypatch: pytest.MonkeyPatch, models: tuple[AnnouncedModel, ...], code: int
 ) -> None:
     swarm = DescribedSwarm(*models)
     result = run(monkeypatch, swarm)
@@ -66,7 +66,7 @@ def test_colours_only_for_people_who_want_them(
     if no_color is not None:
         monkeypatch.setenv("NO_COLOR", no_color)
     result = CliRunner()
-    monkeypatch.setattr(source, "SwarmSource", lambda peers, models: DescribedSwarm(WHOLE))
+    monkeypatch.setattr(dht_source, "DhtSource", lambda peers, models: DescribedSwarm(WHOLE))
     output = result.invoke(status.main, ["--initial-peers", "/addr"], color=True).output
     assert ("\x1b[" in output) is coloured
 

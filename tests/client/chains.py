@@ -20,7 +20,7 @@ from swarm.errors import ProtocolViolation
 from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
 from swarm.protocol.compression import pack, unpack
-from swarm.routing.peer_health import Failure
+from swarm.routing.peer_health import PeerFailure
 from swarm.routing.router import Router
 from swarm.server.compute.engine import Engine
 from swarm.server.sessions.handler import MessageHandler
@@ -128,7 +128,7 @@ class RoutingPlanner:
 
     def failed(self, peer_id: str, error: Exception) -> None:
         self.failures.append((peer_id, error))
-        self.router.health.failed(peer_id, Failure.UNREACHABLE, time.monotonic())
+        self.router.health.failed(peer_id, PeerFailure.UNREACHABLE, time.monotonic())
 
     def succeeded(self, peer_id: str) -> None:
         self.router.health.succeeded(peer_id, time.monotonic())

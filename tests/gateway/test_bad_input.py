@@ -15,7 +15,7 @@ import pytest
 from swarm.gateway import keys
 from swarm.gateway.keys import Limits
 from swarm.gateway.service import Settings
-from swarm.metrics.endpoint import Address
+from swarm.metrics.endpoint import MetricsAddress
 from swarm.models.checkpoints.checkpoint import DEMO
 from swarm.models.checkpoints.tokenizer import load_tokenizer
 from tests.gateways import GatewayProcess, run_gateway
@@ -32,7 +32,7 @@ ENDLESS = {"max_tokens": 1000, "logit_bias": {"0": -100}}
 
 @pytest.fixture(scope="module")
 def swarm():
-    with run_swarm(DEMO, SPANS, metrics=Address("127.0.0.1", 0)) as running:
+    with run_swarm(DEMO, SPANS, metrics=MetricsAddress("127.0.0.1", 0)) as running:
         yield running
 
 

@@ -13,7 +13,7 @@ import openai
 import pytest
 from langchain_openai import ChatOpenAI
 
-from swarm.metrics.endpoint import Address
+from swarm.metrics.endpoint import MetricsAddress
 from swarm.models.checkpoints.checkpoint import DEMO
 from swarm.models.checkpoints.tokenizer import load_local_model, load_tokenizer
 from tests.gateways import GatewayProcess, run_gateway
@@ -26,7 +26,7 @@ SPANS = ("0:4", "4:8", "8:12")
 
 @pytest.fixture(scope="module")
 def swarm():
-    with run_swarm(DEMO, SPANS, metrics=Address("127.0.0.1", 0)) as running:
+    with run_swarm(DEMO, SPANS, metrics=MetricsAddress("127.0.0.1", 0)) as running:
         yield running
 
 

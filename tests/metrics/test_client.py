@@ -11,7 +11,7 @@ from swarm.data_structures import Route, Span
 from swarm.errors import CacheFull, PeerTimeout
 from swarm.metrics.client import AVOIDED, ClientMetrics
 from swarm.metrics.registry import Registry, exposition
-from swarm.routing.peer_health import Failure
+from swarm.routing.peer_health import PeerFailure
 from tests.metrics.readings import Readings, parse, value
 
 SPAN = Span(2, 4)
@@ -29,7 +29,7 @@ def test_an_answer_with_a_failover() -> None:
     readings = heard(
         events.RouteTaken(Route()),
         events.HopLost("peer", SPAN, PeerTimeout.code),
-        events.PeerAvoided("peer", Failure.TIMED_OUT.value, 15.0),
+        events.PeerAvoided("peer", PeerFailure.TIMED_OUT.value, 15.0),
         events.BlocksMissing((2, 3)),
         events.RouteTaken(Route()),
         events.Replayed(SPAN, 57),
@@ -53,7 +53,7 @@ def test_every_event_has_its_count() -> None:
 
 
 def test_every_reason_has_its_label() -> None:
-    assert set(AVOIDED) == {failure.value for failure in Failure}
+    assert set(AVOIDED) == {failure.value for failure in PeerFailure}
 
 
 def test_labels_do_not_grow() -> None:

@@ -13,13 +13,13 @@ import pytest
 
 from swarm.errors import AddressUnavailable, InvalidOption
 from swarm.metrics import endpoint
-from swarm.metrics.endpoint import Address, MetricsEndpoint
+from swarm.metrics.endpoint import MetricsAddress, MetricsEndpoint
 from swarm.metrics.registry import Registry
 from swarm.metrics.server import ServerMetrics
 from tests.metrics.readings import parse, value
 
 PATIENCE = 20.0
-FREE = Address("127.0.0.1", 0)
+FREE = MetricsAddress("127.0.0.1", 0)
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_a_port_that_is_taken(served: MetricsEndpoint) -> None:
 
 def test_an_address_of_somebody_else() -> None:
     with pytest.raises(AddressUnavailable, match=r"cannot listen on 203.0.113.7:9100: Cannot assign"):
-        MetricsEndpoint(Registry(), Address("203.0.113.7", 9100))
+        MetricsEndpoint(Registry(), MetricsAddress("203.0.113.7", 9100))
 
 
 def test_a_port_is_free_again_at_once() -> None:
@@ -142,7 +142,7 @@ def test_a_port_is_free_again_at_once() -> None:
     ],
 )
 def test_addresses(text: str, host: str, port: int) -> None:
-    assert Address.parse(text) == Address(host, port)
+    assert MetricsAddress.parse(text) == MetricsAddress(host, port)
 
 
 @pytest.mark.parametrize(
@@ -150,8 +150,8 @@ def test_addresses(text: str, host: str, port: int) -> None:
 )
 def test_bad_addresses(text: str) -> None:
     with pytest.raises(InvalidOption, match=r"--metrics .*: use PORT .* or an IP address and a port"):
-        Address.parse(text)
+        MetricsAddress.parse(text)
 
 
 def test_an_address_of_version_6_has_brackets() -> None:
-    assert str(Address("::1", 9100)) == "[::1]:9100"
+    assert str(MetricsAddress("::1", 9100)) == "[::1]:9100"

@@ -13,8 +13,8 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-from swarm.monitor.watch import Watch
-from swarm.monitor.web import make_routes
+from swarm.monitor.http_routes import make_routes
+from swarm.monitor.swarm_poller import SwarmPoller
 from swarm.web.http_server import address_of, listen
 from tests.monitor.sources import DescribedSwarm
 
@@ -25,7 +25,7 @@ class Monitor:
 
     url: str
     swarm: DescribedSwarm
-    watch: Watch
+    watch: SwarmPoller
 
 
 @contextmanager
@@ -35,11 +35,11 @@ def serve(
 ) -> Iterator[Monitor]:  # fmt: skip
     """Serve at `mounted` until the end of the block."""
     ready, loop = threading.Event(), asyncio.new_event_loop()
-    running: list[tuple[Watch, uvicorn.Server]] = []
+    running: list[tuple[SwarmPoller, uvicorn.Server]] = []
 
     async def work(listening) -> None:
         clock = {"now": now} if now is not None else {}
-        watch = Watch(("/ip4/127.0.0.1/tcp/1/p2p/QmPeer",), period=period, history=history, source=swarm, **clock)
+        watch = SwarmPoller(("/ip4/127.0.0.1/tcp/1/p2p/QmPeer",), period=period, history=history, source=swarm, **clock)
         routes = make_routes(watch)
         app = Starlette(routes=[Mount(mounted, routes=routes)] if mounted else routes)
         server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=2))

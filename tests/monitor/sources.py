@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from swarm.data_structures import ModelInfo, ServerInfo
-from swarm.monitor.source import Look
-from swarm.monitor.view import Found
+from swarm.monitor.dht_source import PollResult
+from swarm.monitor.swarm_view import AnnouncedModel
 
 
 class DescribedSwarm:
@@ -20,7 +20,7 @@ class DescribedSwarm:
         closed: whether the watch has left.
     """
 
-    def __init__(self, *found: Found, trips: dict[str, float] | None = None) -> None:
+    def __init__(self, *found: AnnouncedModel, trips: dict[str, float] | None = None) -> None:
         self.found = found
         self.error: Exception | None = None
         self.trips = trips or {}
@@ -28,12 +28,12 @@ class DescribedSwarm:
         self.remembered: Sequence[ModelInfo] = ()
         self.closed = False
 
-    async def look(self, remembered: Sequence[ModelInfo]) -> Look:
+    async def look(self, remembered: Sequence[ModelInfo]) -> PollResult:
         self.looks += 1
         self.remembered = remembered
         if self.error is not None:
             raise self.error
-        return Look(tuple(self.found))
+        return PollResult(tuple(self.found))
 
     async def round_trips(self, peer_ids: Iterable[str]) -> dict[str, float]:
         return {peer: self.trips[peer] for peer in peer_ids if peer in self.trips}
@@ -42,6 +42,6 @@ class DescribedSwarm:
         self.closed = True
 
 
-def found(blocks: int, *servers: ServerInfo, name: str = "org/model") -> Found:
+def found(blocks: int, *servers: ServerInfo, name: str = "org/model") -> AnnouncedModel:
     """A model of `blocks` blocks and who serves it."""
-    return Found(ModelInfo(name, blocks, "main"), tuple(servers))
+    return AnnouncedModel(ModelInfo(name, blocks, "main"), tuple(servers))

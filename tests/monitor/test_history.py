@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.errors import UsageError
-from swarm.monitor.history import BUCKET, FORMAT, KEPT, MAX_MODELS, MAX_POINTS, History, Point
-from swarm.monitor.source import Look
-from swarm.monitor.view import SwarmView
-from swarm.monitor.watch import swarm_view
+from swarm.monitor.dht_source import PollResult
+from swarm.monitor.history import BUCKET, FORMAT, KEPT, MAX_MODELS, MAX_POINTS, HistoryPoint, SwarmHistory
+from swarm.monitor.swarm_poller import swarm_view
+from swarm.monitor.swarm_view import SwarmView
 from tests.infos import server_info
 from tests.monitor.sources import found
 
@@ -19,24 +19,24 @@ NOW = 1_700_000_000.0 - 1_700_000_000.0 % BUCKET
 
 def look(time: float, servers: int = 1, covered: int = 4, name: str = "org/model") -> SwarmView:
     infos = [server_info(0, covered, f"peer{n}", throughput=4.0) for n in range(servers)] if covered else []
-    return swarm_view(Look((found(4, *infos, name=name),)), {}, (), time, 10.0)
+    return swarm_view(PollResult((found(4, *infos, name=name),)), {}, (), time, 10.0)
 
 
-def points(history: History, name: str = "org/model") -> list[Point]:
+def points(history: SwarmHistory, name: str = "org/model") -> list[HistoryPoint]:
     return history.tracks[name].points
 
 
 def test_a_minute_is_as_bad_as_its_worst_look():
-    history = History()
+    history = SwarmHistory()
     for second, (servers, covered) in enumerate([(3, 4), (1, 2), (2, 4)]):
         history.add(look(NOW + second, servers, covered))
     history.add(look(NOW + BUCKET, 2))
-    assert points(history) == [Point(NOW, 1, 0.0, 2), Point(NOW + BUCKET, 2, 2.0, 4)]
+    assert points(history) == [HistoryPoint(NOW, 1, 0.0, 2), HistoryPoint(NOW + BUCKET, 2, 2.0, 4)]
 
 
 @given(st.lists(st.floats(0, 3 * KEPT), max_size=60))
 def test_points_are_in_order_one_a_minute_and_not_too_old(offsets):
-    history = History()
+    history = SwarmHistory()
     for offset in sorted(offsets):
         history.add(look(NOW + offset))
     for track in history.tracks.values():
@@ -47,7 +47,7 @@ def test_points_are_in_order_one_a_minute_and_not_too_old(offsets):
 
 
 def test_memory_is_bounded_over_time_and_models():
-    history = History()
+    history = SwarmHistory()
     for number in range(MAX_POINTS + 50):
         history.add(look(NOW + number * BUCKET))
     assert len(points(history)) <= MAX_POINTS
@@ -62,19 +62,19 @@ def test_memory_is_bounded_over_time_and_models():
 
 def test_a_file_survives_a_restart(tmp_path):
     path = tmp_path / "history.json"
-    history = History()
+    history = SwarmHistory()
     for number in range(5):
         history.add(look(NOW + number * BUCKET, servers=number + 1))
     history.write(path)
-    assert History.read(path, NOW + 4 * BUCKET).tracks == history.tracks
-    assert points(History.read(path, NOW + KEPT + 2.5 * BUCKET)) == points(history)[3:]
+    assert SwarmHistory.read(path, NOW + 4 * BUCKET).tracks == history.tracks
+    assert points(SwarmHistory.read(path, NOW + KEPT + 2.5 * BUCKET)) == points(history)[3:]
     # Points of the future come from another clock.
-    assert points(History.read(path, NOW + BUCKET)) == points(history)[:2]
+    assert points(SwarmHistory.read(path, NOW + BUCKET)) == points(history)[:2]
     assert [entry.name for entry in tmp_path.iterdir()] == ["history.json"]
 
 
 def test_no_file_is_an_empty_history(tmp_path):
-    assert History.read(tmp_path / "none.json", NOW).tracks == {}
+    assert SwarmHistory.read(tmp_path / "none.json", NOW).tracks == {}
 
 
 def file(**changes: object) -> bytes:
@@ -84,7 +84,7 @@ def file(**changes: object) -> bytes:
 
 def test_the_sample_is_right_before_it_is_spoiled(tmp_path):
     (tmp_path / "history.json").write_bytes(file())
-    assert points(History.read(tmp_path / "history.json", NOW)) == [Point(NOW, 1, 2.0, 4)]
+    assert points(SwarmHistory.read(tmp_path / "history.json", NOW)) == [HistoryPoint(NOW, 1, 2.0, 4)]
 
 
 @pytest.mark.parametrize(
@@ -113,10 +113,10 @@ def test_a_file_of_another_kind_is_refused_and_left_alone(tmp_path, content):
     path = tmp_path / "history.json"
     path.write_bytes(content)
     with pytest.raises(UsageError, match=r"no history of a monitor.*another file"):
-        History.read(path, NOW)
+        SwarmHistory.read(path, NOW)
     assert path.read_bytes() == content
 
 
 def test_a_folder_is_no_file(tmp_path):
     with pytest.raises(UsageError, match="cannot be read"):
-        History.read(tmp_path, NOW)
+        SwarmHistory.read(tmp_path, NOW)

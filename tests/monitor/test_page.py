@@ -10,9 +10,9 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from swarm.data_structures import ServerState
-from swarm.monitor.history import BUCKET, History
-from swarm.monitor.source import Look
-from swarm.monitor.watch import swarm_view
+from swarm.monitor.dht_source import PollResult
+from swarm.monitor.history import BUCKET, SwarmHistory
+from swarm.monitor.swarm_poller import swarm_view
 from tests.browser import open_page, picture, run_browser
 from tests.infos import server_info
 from tests.monitor.serving import Monitor, serve
@@ -174,10 +174,10 @@ def test_light_dark_and_the_readers_choice(browser: Browser, monitor: Monitor) -
 
 
 def test_the_last_hours_as_a_plot(browser: Browser, tmp_path: Any) -> None:
-    history, now = History(), time.time()
+    history, now = SwarmHistory(), time.time()
     for minute in range(300):
         servers = SERVERS[:3] if 100 <= minute < 110 else SERVERS
-        look = Look((found(12, *servers),))
+        look = PollResult((found(12, *servers),))
         history.add(swarm_view(look, {}, (), now - (300 - minute) * BUCKET, 10.0))
     history.write(tmp_path / "history.json")
     with serve(DescribedSwarm(found(12, *SERVERS)), history=tmp_path / "history.json") as monitor:

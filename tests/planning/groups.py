@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from hypothesis import strategies as st
 
 from swarm.data_structures import Span
-from swarm.planning.device_group import Device, Group, ModelSize, Plan, Stage
+from swarm.planning.device_group import DeviceGroup, ModelSize, PipelinePlan, PipelineStage, PlannedDevice
 
 # Fractions of two are added without rounding, so what should be equal is, and ties are frequent.
 SPEEDS = st.sampled_from([0.5, 1.0, 2.0, 4.0])
@@ -23,32 +23,32 @@ def group_of(
     send: float = 0.0,
     latency: float = 0.0,
     fixed_order: bool = False,
-) -> Group:
+) -> DeviceGroup:
     """Devices a, b, c, ... with equal links; a block takes one byte, and all blocks fit anywhere unless told."""
     room = memory or [100 * blocks] * len(speeds)
-    devices = tuple(Device(chr(ord("a") + n), room[n], speed) for n, speed in enumerate(speeds))
+    devices = tuple(PlannedDevice(chr(ord("a") + n), room[n], speed) for n, speed in enumerate(speeds))
     ends = len(speeds) + 1
     sends, latencies = (
         tuple(tuple(0.0 if a == b else value for b in range(ends)) for a in range(ends)) for value in (send, latency)
     )
-    return Group(devices, ModelSize("model", (1,) * blocks, 0, 1), 1, sends, latencies, fixed_order)
+    return DeviceGroup(devices, ModelSize("model", (1,) * blocks, 0, 1), 1, sends, latencies, fixed_order)
 
 
 @st.composite
 def groups(
     draw: st.DrawFn, speeds: st.SearchStrategy[float] = SPEEDS, times: st.SearchStrategy[float] = TIMES
-) -> Group:
+) -> DeviceGroup:
     """Up to 4 unequal devices with unequal links, for a model of up to 5 unequal blocks."""
     count, blocks = draw(st.integers(1, 4)), draw(st.integers(1, 5))
     weights = tuple(draw(st.lists(st.integers(1, 3), min_size=blocks, max_size=blocks)))
     # In tenths, because a device is filled to nine of them.
-    devices = tuple(Device(f"d{n}", draw(st.integers(0, 12)) * 10, draw(speeds)) for n in range(count))
+    devices = tuple(PlannedDevice(f"d{n}", draw(st.integers(0, 12)) * 10, draw(speeds)) for n in range(count))
     model = ModelSize("model", tuple(9 * weight for weight in weights), draw(st.integers(0, 2)), 1)
     table = st.lists(st.tuples(*[times] * (count + 1)), min_size=count + 1, max_size=count + 1).map(tuple)
-    return Group(devices, model, draw(st.integers(1, 3)), draw(table), draw(table), draw(st.booleans()))
+    return DeviceGroup(devices, model, draw(st.integers(1, 3)), draw(table), draw(table), draw(st.booleans()))
 
 
-def all_plans(group: Group, everyone: bool = False) -> Iterator[Plan]:
+def all_plans(group: DeviceGroup, everyone: bool = False) -> Iterator[PipelinePlan]:
     """Every plan that fits, by trying every order of every part of the group with every cut of the model."""
     ids = range(len(group.devices))
     for count in range(len(ids) if everyone else 1, len(ids) + 1):
@@ -60,10 +60,10 @@ def all_plans(group: Group, everyone: bool = False) -> Iterator[Plan]:
                     yield plan
 
 
-def _plan(group: Group, ring: tuple[int, ...], spans: list[Span]) -> Plan:
+def _plan(group: DeviceGroup, ring: tuple[int, ...], spans: list[Span]) -> PipelinePlan:
     client = len(group.devices)
     stages = tuple(
-        Stage(
+        PipelineStage(
             device=group.devices[one],
             span=span,
             compute=span.length / group.devices[one].speed,
@@ -74,9 +74,9 @@ def _plan(group: Group, ring: tuple[int, ...], spans: list[Span]) -> Plan:
         )
         for one, to, span in zip(ring, (*ring[1:], client), spans, strict=True)
     )
-    return Plan(stages, group.send[client][ring[0]], group.latency[client][ring[0]])
+    return PipelinePlan(stages, group.send[client][ring[0]], group.latency[client][ring[0]])
 
 
-def merit(plan: Plan) -> tuple[float, int, float]:
+def merit(plan: PipelinePlan) -> tuple[float, int, float]:
     """What is minimised."""
     return plan.slowest, len(plan.stages), plan.token_seconds

@@ -10,20 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.errors import NotEnoughMemory
-from swarm.planning.device_group import Group, Plan
+from swarm.planning.device_group import DeviceGroup, PipelinePlan
 from swarm.planning.partition import partition, tries_all_orders
 from tests.planning.groups import all_plans, group_of, groups, merit
 
 SLOW = settings(deadline=None, max_examples=300)
 
 
-def spans(plan: Plan) -> dict[str, str]:
+def spans(plan: PipelinePlan) -> dict[str, str]:
     return {stage.device.name: str(stage.span) for stage in plan.stages}
 
 
 @given(groups(), st.booleans())
 @SLOW
-def test_no_other_plan_is_better(group: Group, everyone: bool) -> None:
+def test_no_other_plan_is_better(group: DeviceGroup, everyone: bool) -> None:
     plans = list(all_plans(group, everyone))
     if not plans:
         with pytest.raises(NotEnoughMemory):
@@ -36,7 +36,7 @@ def test_no_other_plan_is_better(group: Group, everyone: bool) -> None:
 
 @given(groups(st.floats(1e-3, 1e4), st.floats(0, 10)))
 @SLOW
-def test_no_other_plan_is_better_with_any_numbers(group: Group) -> None:
+def test_no_other_plan_is_better_with_any_numbers(group: DeviceGroup) -> None:
     plans = list(all_plans(group))
     if plans:
         plan = partition(group)
@@ -49,7 +49,7 @@ def test_no_other_plan_is_better_with_any_numbers(group: Group) -> None:
 
 @given(groups())
 @SLOW
-def test_all_blocks_are_held_once_and_fit(group: Group) -> None:
+def test_all_blocks_are_held_once_and_fit(group: DeviceGroup) -> None:
     try:
         plan = partition(group)
     except NotEnoughMemory:
@@ -63,7 +63,7 @@ def test_all_blocks_are_held_once_and_fit(group: Group) -> None:
 
 @given(groups())
 @SLOW
-def test_another_device_never_makes_the_best_plan_slower(group: Group) -> None:
+def test_another_device_never_makes_the_best_plan_slower(group: DeviceGroup) -> None:
     for index in range(len(group.devices)):
         try:
             without = partition(group.without(index))
@@ -100,9 +100,9 @@ def test_of_equal_plans_the_one_with_fewer_devices() -> None:
     assert len(partition(_slow_client(group_of([1.0, 1.0, 1.0], 2), 2.0)).stages) == 1
 
 
-def _slow_client(group: Group, seconds: float) -> Group:
+def _slow_client(group: DeviceGroup, seconds: float) -> DeviceGroup:
     send = (*group.send[:-1], (seconds,) * len(group.send))
-    return Group(group.devices, group.model, group.cache_tokens, send, group.latency)
+    return DeviceGroup(group.devices, group.model, group.cache_tokens, send, group.latency)
 
 
 def test_the_client_can_be_the_bottleneck() -> None:
@@ -131,10 +131,10 @@ def test_the_order_is_the_best_one_or_the_given_one() -> None:
     # Only the links client -> a -> c -> b -> client carry a token in no time.
     fast = {(3, 0), (0, 2), (2, 1), (1, 3)}
     send = tuple(tuple(0.0 if (one, to) in fast else 8.0 for to in range(4)) for one in range(4))
-    free = partition(Group(base.devices, base.model, 1, send, base.latency))
+    free = partition(DeviceGroup(base.devices, base.model, 1, send, base.latency))
     assert spans(free) == {"a": "0:1", "c": "1:2", "b": "2:3"}
     assert free.slowest == 1.0
-    fixed = partition(Group(base.devices, base.model, 1, send, base.latency, fixed_order=True))
+    fixed = partition(DeviceGroup(base.devices, base.model, 1, send, base.latency, fixed_order=True))
     assert fixed.slowest == 8.0  # b alone, to which the client sends slowly
     assert spans(fixed) == {"b": "0:3"}
 

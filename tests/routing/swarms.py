@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from swarm.data_structures import Route, ServerInfo, Span
-from swarm.routing.cost_model import CACHE_PENALTY, LONGEST, SLOWEST, Demand
-from swarm.routing.snapshot import Snapshot
+from swarm.routing.cost_model import CACHE_PENALTY, LONGEST, SLOWEST, RouteRequirements
+from swarm.routing.swarm_snapshot import SwarmSnapshot
 from tests.infos import server_info
 
 BLOCKS = 6
@@ -25,7 +25,7 @@ def spans() -> st.SearchStrategy[Span]:
 
 
 @st.composite
-def snapshots(draw: Any, max_servers: int = MOST_SERVERS) -> Snapshot:
+def snapshots(draw: Any, max_servers: int = MOST_SERVERS) -> SwarmSnapshot:
     """Up to `max_servers` servers of `BLOCKS` blocks that announce anything that the schema lets pass.
 
     Who holds what is drawn, so that a failing swarm shrinks to few servers; the numbers come from a drawn seed, which
@@ -47,14 +47,14 @@ def snapshots(draw: Any, max_servers: int = MOST_SERVERS) -> Snapshot:
         )
         for place, peer_id in zip(places, peer_ids, strict=True)
     ]
-    return Snapshot(tuple(servers), dict(_some_seconds(rng, [*peer_ids, STRANGER])))
+    return SwarmSnapshot(tuple(servers), dict(_some_seconds(rng, [*peer_ids, STRANGER])))
 
 
 @st.composite
-def demands(draw: Any) -> Demand:
+def demands(draw: Any) -> RouteRequirements:
     rng = random.Random(draw(st.integers(0, 2**32)))
     peer_ids = [*(f"peer{number}" for number in range(MOST_SERVERS)), STRANGER]
-    return Demand(
+    return RouteRequirements(
         tokens=rng.choice([1, 1, 500]),
         cache_tokens=rng.choice([0, 500]),
         before=rng.choice([None, rng.choice(peer_ids)]),
@@ -77,7 +77,7 @@ def _some_seconds(rng: random.Random, peer_ids: list[str]) -> tuple[tuple[str, f
     return tuple((peer_id, _seconds(rng)) for peer_id in rng.sample(peer_ids, rng.randint(0, len(peer_ids))))
 
 
-def plain_seconds(snapshot: Snapshot, route: Route, demand: Demand) -> float:
+def plain_seconds(snapshot: SwarmSnapshot, route: Route, demand: RouteRequirements) -> float:
     """What `route_seconds` should be: scalar and step by step."""
     infos = {server.peer_id: server for server in snapshot.servers}
     stops = [demand.before, *(hop.server.peer_id for hop in route.hops), demand.after]
@@ -87,7 +87,7 @@ def plain_seconds(snapshot: Snapshot, route: Route, demand: Demand) -> float:
     return total
 
 
-def _stay(server: ServerInfo, blocks: int, demand: Demand) -> float:
+def _stay(server: ServerInfo, blocks: int, demand: RouteRequirements) -> float:
     alone = 1 / max(server.throughput, SLOWEST)
     per_block = alone
     if demand.tokens > 1:
@@ -100,7 +100,7 @@ def _stay(server: ServerInfo, blocks: int, demand: Demand) -> float:
     return total
 
 
-def _one_way(snapshot: Snapshot, infos: dict[str, ServerInfo], source: str | None, target: str | None) -> float:
+def _one_way(snapshot: SwarmSnapshot, infos: dict[str, ServerInfo], source: str | None, target: str | None) -> float:
     if source == target:
         return 0.0
     if source is None or target is None:
@@ -111,7 +111,7 @@ def _one_way(snapshot: Snapshot, infos: dict[str, ServerInfo], source: str | Non
     return max(snapshot.client_round_trip(source), snapshot.client_round_trip(target)) / 2
 
 
-def assert_covers(route: Route, wanted: Span, snapshot: Snapshot, demand: Demand) -> None:
+def assert_covers(route: Route, wanted: Span, snapshot: SwarmSnapshot, demand: RouteRequirements) -> None:
     """Each wanted block is computed exactly once, in order, by a usable server that holds it."""
     assert [block for hop in route.hops for block in range(hop.span.start, hop.span.end)] == list(
         range(wanted.start, wanted.end)
@@ -122,7 +122,7 @@ def assert_covers(route: Route, wanted: Span, snapshot: Snapshot, demand: Demand
         assert hop.server.peer_id not in demand.avoid
 
 
-def missing_blocks(snapshot: Snapshot, wanted: Span, demand: Demand) -> tuple[int, ...]:
+def missing_blocks(snapshot: SwarmSnapshot, wanted: Span, demand: RouteRequirements) -> tuple[int, ...]:
     """The wanted blocks that nobody usable holds."""
     usable = [server for server in snapshot.servers if server.peer_id not in demand.avoid]
     return tuple(b for b in range(wanted.start, wanted.end) if not any(b in server.span for server in usable))

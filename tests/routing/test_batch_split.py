@@ -8,17 +8,17 @@ from hypothesis import strategies as st
 
 from swarm.data_structures import Span
 from swarm.errors import MissingBlocks
-from swarm.routing.batch_split import Portion, split_batch
-from swarm.routing.cost_model import Demand, route_seconds
-from swarm.routing.snapshot import Snapshot
+from swarm.routing.batch_split import BatchShare, split_batch
+from swarm.routing.cost_model import RouteRequirements, route_seconds
+from swarm.routing.swarm_snapshot import SwarmSnapshot
 from tests.infos import server_info
 from tests.routing.swarms import assert_covers, demands, missing_blocks, snapshots, spans
 
 WANTED = Span(0, 4)
 
 
-def split(servers, token_counts, **options) -> tuple[Portion, ...]:
-    snapshot = Snapshot(tuple(servers), {server.peer_id: 0.01 for server in servers})
+def split(servers, token_counts, **options) -> tuple[BatchShare, ...]:
+    snapshot = SwarmSnapshot(tuple(servers), {server.peer_id: 0.01 for server in servers})
     return split_batch(snapshot, WANTED, token_counts, random.Random(0), **options)
 
 
@@ -69,10 +69,10 @@ def test_all_portions_end_at_about_the_same_time():
     ]
     token_counts = [20 + 40 * (row % 7) % 41 for row in range(100)]
     portions = split(servers, token_counts)
-    snapshot = Snapshot(tuple(servers), {server.peer_id: 0.01 for server in servers})
+    snapshot = SwarmSnapshot(tuple(servers), {server.peer_id: 0.01 for server in servers})
     assert len(portions) > 3
     ends = [
-        route_seconds(snapshot, portion.route, Demand(tokens=sum(token_counts[row] for row in portion.rows)))
+        route_seconds(snapshot, portion.route, RouteRequirements(tokens=sum(token_counts[row] for row in portion.rows)))
         for portion in portions
     ]
     assert max(ends) - min(ends) < 0.05 * max(ends)
@@ -111,7 +111,7 @@ def test_nothing_is_split_where_all_would_wait_for_one_server():
 def test_servers_that_are_equally_good_are_chosen_by_chance():
     servers = tuple(server_info(0, 4, f"{n}", throughput=1000.0) for n in range(10))
     first = {
-        split_batch(Snapshot(servers), WANTED, [1], random.Random(seed))[0].route.hops[0].server.peer_id
+        split_batch(SwarmSnapshot(servers), WANTED, [1], random.Random(seed))[0].route.hops[0].server.peer_id
         for seed in range(60)
     }
     assert len(first) > 5

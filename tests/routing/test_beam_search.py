@@ -11,9 +11,9 @@ from benchmarks.routing import random_swarm
 from swarm.data_structures import Span
 from swarm.errors import MissingBlocks
 from swarm.routing.beam_search import find_route
-from swarm.routing.cost_model import Demand, route_seconds
+from swarm.routing.cost_model import RouteRequirements, route_seconds
 from swarm.routing.shortest_path import shortest_path
-from swarm.routing.snapshot import Snapshot
+from swarm.routing.swarm_snapshot import SwarmSnapshot
 from tests.infos import server_info
 from tests.routing.swarms import assert_covers, demands, missing_blocks, snapshots, spans
 
@@ -48,7 +48,7 @@ def test_a_narrow_beam_still_finds_a_whole_route(snapshot, wanted, demand, width
 def test_within_one_percent_where_the_beam_is_far_narrower_than_the_swarm(seed):
     rng = random.Random(seed)
     snapshot = random_swarm(rng, servers=400, blocks=16, announced=rng.choice([4, 16]), pinged=rng.choice([32, 400]))
-    demand = Demand(cache_tokens=rng.choice([0, 4096]))
+    demand = RouteRequirements(cache_tokens=rng.choice([0, 4096]))
     wanted = Span(rng.randrange(3), 16)
     exact = route_seconds(snapshot, find_route(snapshot, wanted, demand, width=len(snapshot)), demand)
     assert exact <= (found := route_seconds(snapshot, find_route(snapshot, wanted, demand), demand)) * (1 + 1e-9)
@@ -58,25 +58,25 @@ def test_within_one_percent_where_the_beam_is_far_narrower_than_the_swarm(seed):
 def test_a_beam_as_wide_as_the_swarm_is_exact():
     snapshot = random_swarm(random.Random(0), servers=120, blocks=12, announced=8, pinged=60)
     wanted = Span(0, 12)
-    exact = route_seconds(snapshot, shortest_path(snapshot, wanted), Demand())
-    found = route_seconds(snapshot, find_route(snapshot, wanted, width=len(snapshot)), Demand())
+    exact = route_seconds(snapshot, shortest_path(snapshot, wanted), RouteRequirements())
+    found = route_seconds(snapshot, find_route(snapshot, wanted, width=len(snapshot)), RouteRequirements())
     assert math.isclose(found, exact, rel_tol=1e-9)
 
 
 def test_a_server_is_left_in_the_middle_and_used_again():
     slow_inside = server_info(0, 6, "whole", throughput=10.0, round_trips=(("inner", 0.001),))
     inner = server_info(2, 4, "inner", throughput=1e6, round_trips=(("whole", 0.001),))
-    snapshot = Snapshot((slow_inside, inner), {"whole": 0.01, "inner": 0.01})
+    snapshot = SwarmSnapshot((slow_inside, inner), {"whole": 0.01, "inner": 0.01})
     assert str(find_route(snapshot, Span(1, 6))) == "route: 1:2 …whole → 2:4 …inner → 4:6 …whole"
 
 
 def test_a_server_without_room_for_the_session_is_taken_only_if_nobody_else_holds_the_blocks():
     small = server_info(0, 2, "small", throughput=1000.0, cache_tokens_free=10)
     roomy = server_info(0, 2, "roomy", throughput=1.0, cache_tokens_free=100)
-    session = Demand(cache_tokens=50)
-    assert find_route(Snapshot((small, roomy)), Span(0, 2), session).hops[0].server is roomy
-    assert find_route(Snapshot((small, roomy)), Span(0, 2)).hops[0].server is small
-    assert find_route(Snapshot((small,)), Span(0, 2), session).hops[0].server is small
+    session = RouteRequirements(cache_tokens=50)
+    assert find_route(SwarmSnapshot((small, roomy)), Span(0, 2), session).hops[0].server is roomy
+    assert find_route(SwarmSnapshot((small, roomy)), Span(0, 2)).hops[0].server is small
+    assert find_route(SwarmSnapshot((small,)), Span(0, 2), session).hops[0].server is small
 
 
 def test_a_replacement_is_chosen_by_its_neighbours_not_by_the_client():
@@ -84,13 +84,13 @@ def test_a_replacement_is_chosen_by_its_neighbours_not_by_the_client():
     near_it = server_info(2, 4, "near-it", round_trips=(("after", 0.002),))
     near_client = server_info(2, 4, "near-client", round_trips=(("after", 0.2),))
     after = server_info(4, 6, "after")
-    snapshot = Snapshot((before, near_it, near_client, after), {"near-it": 0.1, "near-client": 0.001})
+    snapshot = SwarmSnapshot((before, near_it, near_client, after), {"near-it": 0.1, "near-client": 0.001})
     assert find_route(snapshot, Span(2, 4)).hops[0].server is near_client
-    between = Demand(before="before", after="after")
+    between = RouteRequirements(before="before", after="after")
     assert find_route(snapshot, Span(2, 4), between).hops[0].server is near_it
 
 
 def test_an_empty_swarm_misses_everything():
     with pytest.raises(MissingBlocks) as raised:
-        find_route(Snapshot(()), Span(3, 6))
+        find_route(SwarmSnapshot(()), Span(3, 6))
     assert raised.value.blocks == (3, 4, 5)

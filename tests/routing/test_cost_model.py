@@ -6,19 +6,19 @@ from hypothesis import given, settings
 
 from swarm.data_structures import Hop, Route, Span
 from swarm.routing.beam_search import find_route
-from swarm.routing.cost_model import CACHE_PENALTY, Demand, route_seconds
-from swarm.routing.snapshot import DEFAULT_ROUND_TRIP, Snapshot
+from swarm.routing.cost_model import CACHE_PENALTY, RouteRequirements, route_seconds
+from swarm.routing.swarm_snapshot import DEFAULT_ROUND_TRIP, SwarmSnapshot
 from tests.infos import server_info
 from tests.routing.swarms import demands, missing_blocks, plain_seconds, snapshots, spans
 
 A = server_info(0, 3, "a", throughput=10.0, queue=0.05, round_trips=(("b", 0.02),))
 B = server_info(2, 6, "b", throughput=100.0, forward_throughput=1000.0, network_throughput=500.0)
 ROUTE = Route((Hop(A, Span(0, 2)), Hop(B, Span(2, 6))))
-SNAPSHOT = Snapshot((A, B), {"a": 0.04, "b": 0.06})
+SNAPSHOT = SwarmSnapshot((A, B), {"a": 0.04, "b": 0.06})
 
 
-def price(snapshot: Snapshot = SNAPSHOT, route: Route = ROUTE, **demand) -> float:
-    return round(route_seconds(snapshot, route, Demand(**demand)), 9)
+def price(snapshot: SwarmSnapshot = SNAPSHOT, route: Route = ROUTE, **demand) -> float:
+    return round(route_seconds(snapshot, route, RouteRequirements(**demand)), 9)
 
 
 def test_one_token_once_around():
@@ -37,7 +37,7 @@ def test_many_tokens_are_computed_at_once_where_that_speed_is_known():
 
 def test_between_servers_the_client_is_not_visited():
     x = server_info(0, 1, "x", round_trips=(("a", 0.008),))
-    snapshot = Snapshot((A, B, x), {"a": 0.04, "b": 0.06})
+    snapshot = SwarmSnapshot((A, B, x), {"a": 0.04, "b": 0.06})
     assert price(snapshot, before="x") == round(price() - 0.02 + 0.004, 9)
     # Nobody announced the way from b to x, and the client has not measured x.
     assert price(snapshot, after="x") == round(price() - 0.03 + DEFAULT_ROUND_TRIP / 2, 9)
@@ -46,8 +46,10 @@ def test_between_servers_the_client_is_not_visited():
 def test_what_nobody_measured_is_the_longer_way_to_the_client():
     a = server_info(0, 3, "a", throughput=10.0, queue=0.05)
     route = Route((Hop(a, Span(0, 2)), Hop(B, Span(2, 6))))
-    assert price(Snapshot((a, B), {"a": 0.04, "b": 0.06}), route) == round(price() - 0.01 + 0.03, 9)
-    assert price(Snapshot((a, B), {"a": 0.04}), route) == round(price() - 0.01 - 0.03 + 2 * DEFAULT_ROUND_TRIP / 2, 9)
+    assert price(SwarmSnapshot((a, B), {"a": 0.04, "b": 0.06}), route) == round(price() - 0.01 + 0.03, 9)
+    assert price(SwarmSnapshot((a, B), {"a": 0.04}), route) == round(
+        price() - 0.01 - 0.03 + 2 * DEFAULT_ROUND_TRIP / 2, 9
+    )
 
 
 def test_penalties():

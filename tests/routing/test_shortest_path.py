@@ -7,14 +7,14 @@ from hypothesis import given, settings
 
 from swarm.data_structures import Hop, Route, Span
 from swarm.errors import MissingBlocks
-from swarm.routing.cost_model import Demand
+from swarm.routing.cost_model import RouteRequirements
 from swarm.routing.shortest_path import shortest_path
-from swarm.routing.snapshot import Snapshot
+from swarm.routing.swarm_snapshot import SwarmSnapshot
 from tests.infos import server_info
 from tests.routing.swarms import assert_covers, demands, missing_blocks, plain_seconds, snapshots, spans
 
 
-def all_routes(snapshot: Snapshot, demand: Demand, block: int, end: int) -> list[tuple[Hop, ...]]:
+def all_routes(snapshot: SwarmSnapshot, demand: RouteRequirements, block: int, end: int) -> list[tuple[Hop, ...]]:
     """Every way to compute blocks [block, end), by trying everything."""
     if block == end:
         return [()]
@@ -50,6 +50,6 @@ def test_a_long_way_that_someone_measured_to_be_short_is_taken():
     near = server_info(0, 2, "near", throughput=100.0, round_trips=(("far", 0.001),))
     far = server_info(2, 4, "far", throughput=100.0)
     other = server_info(2, 4, "other", throughput=100.0)
-    snapshot = Snapshot((near, far, other), {"near": 0.02, "far": 0.08, "other": 0.05})
+    snapshot = SwarmSnapshot((near, far, other), {"near": 0.02, "far": 0.08, "other": 0.05})
     # By way of far: 0.01 + 0.0005 + 0.04; by way of other: 0.01 + 0.025 + 0.025.
     assert str(shortest_path(snapshot, Span(0, 4))) == "route: 0:2 …near → 2:4 …far"

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from swarm.cli.local_swarm import LOOPBACK, PeerProcess
 from swarm.errors import AddressUnavailable
-from swarm.metrics.endpoint import Address
+from swarm.metrics.endpoint import MetricsAddress
 from swarm.metrics.registry import Registry, exposition
 from swarm.metrics.server import ServerMetrics
 from swarm.models.execution.span_model import SpanModel
@@ -265,7 +265,7 @@ def test_a_move_is_counted(tmp_path: Path) -> None:
         keeper = await start(folder, "0:4")
         address = await keeper.peer.visible_addresses()
         tail = await start(folder, "4:6", address)
-        spare = await start(folder, "2", address, metrics=Address("127.0.0.1", 0))
+        spare = await start(folder, "2", address, metrics=MetricsAddress("127.0.0.1", 0))
         before = [await told(spare, name) for name in ("span_start_block", "span_end_block")]
         assert before == [spare.span.start, spare.span.end]
         await tail.stop()
@@ -284,6 +284,6 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        server = Server(ServerConfig(model="/nowhere", metrics=Address("127.0.0.1", port)))
+        server = Server(ServerConfig(model="/nowhere", metrics=MetricsAddress("127.0.0.1", port)))
         with pytest.raises(AddressUnavailable, match=rf"--metrics: cannot listen on 127.0.0.1:{port}: another program"):
             asyncio.run(server.start())

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 KEY_VARIABLE = "SWARM_API_KEY"
 
 
-@click.command(name="chat", cls=console.ManyAddresses)
+@click.command(name="chat", cls=console.MultiAddressCommand)
 @click.argument("model", required=False)
 @console.initial_peers_option
 @click.option("--url", help="Talk by way of a gateway, such as http://127.0.0.1:8000/v1, instead of joining the swarm.")

@@ -23,7 +23,7 @@ SECONDS = 60.0
 """For each look at this machine: loading torch, or asking the model hub, may take long."""
 
 
-@click.command(name="doctor", cls=console.ManyAddresses)
+@click.command(name="doctor", cls=console.MultiAddressCommand)
 @click.argument("model", required=False)
 @console.initial_peers_option
 @click.option("--device", default="auto", show_default=True, help="Torch device such as cpu or cuda:0.")

@@ -75,7 +75,7 @@ def graphics(requested: str) -> Finding:
     properties = torch.cuda.get_device_properties(device)
     free, total = torch.cuda.mem_get_info(device)
     return verdicts.gpu(
-        verdicts.Gpu(properties.name, total, free, (properties.major, properties.minor), _driver_interface())
+        verdicts.GpuProperties(properties.name, total, free, (properties.major, properties.minor), _driver_interface())
     )
 
 

@@ -93,7 +93,7 @@ def package(name: str, version: str | None, wanted: str, fits: bool) -> Finding:
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuProperties:
     """Attributes:
     memory, free: bytes.
     driver: version of the CUDA driver's interface, such as "12.8"; "" if it does not say.
@@ -106,7 +106,7 @@ class Gpu:
     driver: str
 
 
-def gpu(found: Gpu) -> Finding:
+def gpu(found: GpuProperties) -> Finding:
     capability = ".".join(map(str, found.capability))
     said = f"{found.name}, {human(found.free)} of {human(found.memory)} free, compute capability {capability}"
     return ok("GPU", said + (f", driver for CUDA {found.driver}" if found.driver else ""))

@@ -28,9 +28,9 @@ from swarm.errors import (
     ServerClosing,
     WrongSpan,
 )
-from swarm.routing.batch_split import Portion
+from swarm.routing.batch_split import BatchShare
 from swarm.routing.compatibility import compatible_servers
-from swarm.routing.peer_health import Failure
+from swarm.routing.peer_health import PeerFailure
 from swarm.routing.router import Router
 from swarm.transport.p2p import Peer
 from swarm.transport.ping import ping_many
@@ -54,14 +54,14 @@ MIN_REFRESH_INTERVAL_S = 1.0
 IDLE_TIMEOUT_S = 120.0
 """Seconds without a request after which a client no longer asks the swarm anything."""
 
-_FAILURES: tuple[tuple[type[Exception], Failure], ...] = (
-    (PeerTimeout, Failure.TIMED_OUT),
-    (PeerLost, Failure.UNREACHABLE),
-    (ProtocolViolation, Failure.WRONG_ANSWER),
-    (CacheFull, Failure.CACHE_FULL),
-    (ServerClosing, Failure.CLOSING),
-    (WrongSpan, Failure.CLOSING),  # it moved to other blocks since it was last announced
-    (RequestRefused, Failure.REFUSED),
+_FAILURES: tuple[tuple[type[Exception], PeerFailure], ...] = (
+    (PeerTimeout, PeerFailure.TIMED_OUT),
+    (PeerLost, PeerFailure.UNREACHABLE),
+    (ProtocolViolation, PeerFailure.WRONG_ANSWER),
+    (CacheFull, PeerFailure.CACHE_FULL),
+    (ServerClosing, PeerFailure.CLOSING),
+    (WrongSpan, PeerFailure.CLOSING),  # it moved to other blocks since it was last announced
+    (RequestRefused, PeerFailure.REFUSED),
 )
 
 
@@ -113,7 +113,7 @@ class RoutePlanner:
 
         return await self._planned(plan)
 
-    async def split(self, span: Span, token_counts: Sequence[int]) -> tuple[Portion, ...]:
+    async def split(self, span: Span, token_counts: Sequence[int]) -> tuple[BatchShare, ...]:
         """Portions of a batch without a session. Raises `MissingBlocks`."""
         return await self._planned(lambda now: self.router.split(span, token_counts, now, self._random))
 
@@ -140,7 +140,7 @@ class RoutePlanner:
 
     def failed(self, peer_id: str, error: Exception) -> None:
         """Keep the peer out of routes for a while."""
-        reason = next((reason for kind, reason in _FAILURES if isinstance(error, kind)), Failure.FAULT)
+        reason = next((reason for kind, reason in _FAILURES if isinstance(error, kind)), PeerFailure.FAULT)
         now, health = time.monotonic(), self.router.health
         is_known = health.banned(peer_id, now) and reason in health.reasons(peer_id)
         until = health.failed(peer_id, reason, now)
@@ -154,7 +154,7 @@ class RoutePlanner:
 
     def slowness(self, peer_id: str) -> float:
         """Twice for each time that it lately did not answer in time: it may be slow, not dead."""
-        return 2.0 ** self.router.health.reasons(peer_id).count(Failure.TIMED_OUT)
+        return 2.0 ** self.router.health.reasons(peer_id).count(PeerFailure.TIMED_OUT)
 
     def taken(self, route: Route) -> None:
         """A session goes by this route from now on."""

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from swarm.data_structures import Span
-from swarm.planning.simulation.server_table import Table
+from swarm.planning.simulation.server_table import ServerTable
 from swarm.server.placement.initial_blocks import sum_by_block
 from swarm.server.placement.move_search import Floats
 
 
 @dataclass(frozen=True)
-class Gap:
+class CoverageGap:
     """A block that had been served and was not served from `began` to `ended` (seconds; None if it still is not)."""
 
     block: int
@@ -22,7 +22,7 @@ class Gap:
 
 
 @dataclass(frozen=True)
-class MoveMade:
+class CompletedMove:
     """A move at the time when it was decided, in seconds."""
 
     time: float
@@ -32,7 +32,7 @@ class MoveMade:
     closes_gap: bool
 
 
-class Truth:
+class GroundTruth:
     """Kept up to date by the world at every change.
 
     Attributes:
@@ -42,12 +42,12 @@ class Truth:
     """
 
     def __init__(self, blocks: int) -> None:
-        self.gaps: list[Gap] = []
-        self.moves: list[MoveMade] = []
+        self.gaps: list[CoverageGap] = []
+        self.moves: list[CompletedMove] = []
         self.joined = 0
         self.left = 0
         self._blocks = blocks
-        self._serving = Table()
+        self._serving = ServerTable()
         self._holders = np.zeros(blocks, dtype=np.int64)
         self._gone_since: dict[int, float] = {}
         self._capacity: dict[int, float] = {}
@@ -63,7 +63,7 @@ class Truth:
         self._holders[span.start : span.end] += 1
         for block in range(span.start, span.end):
             if block in self._gone_since:
-                self.gaps.append(Gap(block, self._gone_since.pop(block), now))
+                self.gaps.append(CoverageGap(block, self._gone_since.pop(block), now))
 
     def serves_no_more(self, row: int, span: Span, now: float) -> None:
         """A server has ceased to serve `span`."""
@@ -78,9 +78,9 @@ class Truth:
         self.left += 1
         del self._capacity[row]
 
-    def all_gaps(self) -> tuple[Gap, ...]:
+    def all_gaps(self) -> tuple[CoverageGap, ...]:
         """Those that have ended and those that have not, in the order in which they began."""
-        still = [Gap(block, since, None) for block, since in self._gone_since.items()]
+        still = [CoverageGap(block, since, None) for block, since in self._gone_since.items()]
         return tuple(sorted([*self.gaps, *still], key=lambda gap: (gap.began, gap.block)))
 
     @property

@@ -29,7 +29,7 @@ Blocks = Annotated[int, msgspec.Meta(ge=1, le=2048)]
 Text = Annotated[str, msgspec.Meta(max_length=400)]
 
 
-class Machines(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ServerPopulation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the servers are. Drawn for each server on its own.
 
     Attributes:
@@ -47,7 +47,7 @@ class Machines(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     disk: Annotated[float, msgspec.Meta(gt=0, le=1e12)] = 1e9
 
 
-class Join(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="join"):
+class JoinEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="join"):
     """`servers` join, spread at random over `over` seconds from `at` on."""
 
     servers: Count
@@ -55,7 +55,7 @@ class Join(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="join"):
     over: Seconds = 0.0
 
 
-class Leave(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="leave"):
+class LeaveEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="leave"):
     """All servers that hold one of the `blocks` [first, end) leave at once; `silently` as by a power cut."""
 
     at: Seconds
@@ -63,7 +63,7 @@ class Leave(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="leave"
     silently: bool = False
 
 
-class Churn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="churn"):
+class ChurnEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="churn"):
     """From `at` to `until` servers leave, this part of them an hour, and for each that left another one joins.
 
     `silently` is the part of those that leave without a word.
@@ -75,7 +75,7 @@ class Churn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="churn"
     silently: Part = 0.0
 
 
-class Lie(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="lie"):
+class LieEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="lie"):
     """Servers join that announce `announced` blocks/s, compute what others do, and never move."""
 
     at: Seconds
@@ -83,10 +83,10 @@ class Lie(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="lie"):
     servers: Count = 1
 
 
-Event = Join | Leave | Churn | Lie
+ScenarioEvent = JoinEvent | LeaveEvent | ChurnEvent | LieEvent
 
 
-class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PolicyOverrides(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What may be changed of `swarm.server.placement.move_policy.MovePolicy`."""
 
     min_gain: Part = MovePolicy.min_gain
@@ -114,9 +114,9 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     description: Text
     blocks: Blocks
     duration: Annotated[float, msgspec.Meta(ge=1, le=30 * 86400)]
-    events: Annotated[tuple[Event, ...], msgspec.Meta(max_length=1000)]
-    machines: Machines = Machines()
-    rules: Rules = Rules()
+    events: Annotated[tuple[ScenarioEvent, ...], msgspec.Meta(max_length=1000)]
+    machines: ServerPopulation = ServerPopulation()
+    rules: PolicyOverrides = PolicyOverrides()
     steady_from: Seconds = 0.0
     block_bytes: Annotated[float, msgspec.Meta(gt=0, le=1e12)] = 8e8
     update_period: Interval = 30.0
@@ -169,16 +169,16 @@ def _check(scenario: Scenario) -> None:
     for index, event in enumerate(scenario.events):
         if event.at > scenario.duration:
             raise ScenarioError(f"events[{index}].at: {event.at:.0f} is after the end at {scenario.duration:.0f}")
-        if isinstance(event, Leave) and not 0 <= event.blocks[0] < event.blocks[1] <= scenario.blocks:
+        if isinstance(event, LeaveEvent) and not 0 <= event.blocks[0] < event.blocks[1] <= scenario.blocks:
             raise ScenarioError(f"events[{index}].blocks: {list(event.blocks)} is no range of {scenario.blocks} blocks")
     _check_size(scenario)
 
 
 def _check_size(scenario: Scenario) -> None:
-    servers = sum(event.servers for event in scenario.events if isinstance(event, Join | Lie))
+    servers = sum(event.servers for event in scenario.events if isinstance(event, JoinEvent | LieEvent))
     if servers > MAX_SERVERS:
         raise ScenarioError(f"events: {servers} servers join; at most {MAX_SERVERS} can be simulated")
-    churned = sum(e.hourly * max(0.0, e.until - e.at) / 3600 for e in scenario.events if isinstance(e, Churn))
+    churned = sum(e.hourly * max(0.0, e.until - e.at) / 3600 for e in scenario.events if isinstance(e, ChurnEvent))
     if servers * churned > 10 * MAX_SERVERS:
         raise ScenarioError("events: more servers come and go by churn than can be simulated; shorten it")
     if servers * scenario.duration / scenario.update_period > MAX_CHECKS:

@@ -8,7 +8,7 @@ from swarm.data_structures import Span
 from swarm.server.placement.move_search import Flags, Floats, Ints
 
 
-class Table:
+class ServerTable:
     """One row a server, in the order in which the servers came. Servers are known by their row's number."""
 
     def __init__(self) -> None:

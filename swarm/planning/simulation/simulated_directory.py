@@ -13,18 +13,18 @@ import math
 from dataclasses import dataclass
 
 from swarm.data_structures import ServerInfo, ServerState
-from swarm.planning.simulation.server_table import Table
+from swarm.planning.simulation.server_table import ServerTable
 from swarm.server.placement.initial_blocks import believed_throughputs
 from swarm.server.placement.move_search import Floats, PlacementSnapshot
 
 
 @dataclass(frozen=True)
-class _Change:
+class _DirectoryChange:
     row: int
     info: ServerInfo | None
 
 
-class Directory:
+class SimulatedDirectory:
     """Seconds of the virtual clock throughout.
 
     Args:
@@ -43,20 +43,20 @@ class Directory:
         self._every = every
         self._period = period
         self._lifetime = lifetime
-        self._table = Table()
+        self._table = ServerTable()
         self._infos: dict[int, ServerInfo] = {}
-        self._due: list[tuple[float, int, _Change]] = []
+        self._due: list[tuple[float, int, _DirectoryChange]] = []
         self._count = itertools.count()
         self._snapshot: PlacementSnapshot | None = None
 
     def announce(self, row: int, info: ServerInfo, now: float) -> None:
         """Server number `row` announces a change."""
-        self._at(self._next_look(now), _Change(row, info if info.state is not ServerState.OFFLINE else None))
+        self._at(self._next_look(now), _DirectoryChange(row, info if info.state is not ServerState.OFFLINE else None))
 
     def vanish(self, row: int, announced: float, now: float) -> None:
         """Server number `row` is gone without a word; its last change was announced at `announced`."""
         renewed = now - (now - announced) % self._period
-        self._at(renewed + self._lifetime, _Change(row, None))
+        self._at(renewed + self._lifetime, _DirectoryChange(row, None))
 
     def look(self, now: float) -> None:
         """Make everything visible that is to be seen by `now`."""
@@ -91,10 +91,10 @@ class Directory:
     def _next_look(self, now: float) -> float:
         return (math.floor(now / self._every) + 1) * self._every
 
-    def _at(self, time: float, change: _Change) -> None:
+    def _at(self, time: float, change: _DirectoryChange) -> None:
         heapq.heappush(self._due, (time, next(self._count), change))
 
-    def _apply(self, change: _Change) -> None:
+    def _apply(self, change: _DirectoryChange) -> None:
         self.version += 1
         self._snapshot = None
         if change.info is None:

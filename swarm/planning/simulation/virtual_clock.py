@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable
 
 
-class Clock:
+class VirtualClock:
     """Attributes:
     now: seconds since the beginning.
     """

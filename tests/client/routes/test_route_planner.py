@@ -30,7 +30,7 @@ from swarm.errors import (
     UnknownSession,
     WrongSpan,
 )
-from swarm.routing.peer_health import Failure
+from swarm.routing.peer_health import PeerFailure
 from tests import virtual_time
 from tests.infos import server_info
 
@@ -129,16 +129,16 @@ def test_pings_that_take_long_are_not_waited_for(play):
 
 
 REASONS = [
-    (PeerTimeout("x"), Failure.TIMED_OUT),
-    (PeerLost("x"), Failure.UNREACHABLE),
-    (ProtocolViolation("x"), Failure.WRONG_ANSWER),
-    (CacheFull("x"), Failure.CACHE_FULL),
-    (ServerClosing("x"), Failure.CLOSING),
-    (WrongSpan("x"), Failure.CLOSING),
-    (UnknownSession("x"), Failure.REFUSED),
-    (NotFinite("x"), Failure.REFUSED),
-    (ServerFault("x"), Failure.FAULT),
-    (RuntimeError("x"), Failure.FAULT),
+    (PeerTimeout("x"), PeerFailure.TIMED_OUT),
+    (PeerLost("x"), PeerFailure.UNREACHABLE),
+    (ProtocolViolation("x"), PeerFailure.WRONG_ANSWER),
+    (CacheFull("x"), PeerFailure.CACHE_FULL),
+    (ServerClosing("x"), PeerFailure.CLOSING),
+    (WrongSpan("x"), PeerFailure.CLOSING),
+    (UnknownSession("x"), PeerFailure.REFUSED),
+    (NotFinite("x"), PeerFailure.REFUSED),
+    (ServerFault("x"), PeerFailure.FAULT),
+    (RuntimeError("x"), PeerFailure.FAULT),
 ]
 
 
@@ -163,7 +163,7 @@ def test_a_success_forgives(play):
         planner.failed("a", PeerLost("x"))
         planner.succeeded("a")
         assert await route(planner) == "0:3c 3:6b"
-        await asyncio.sleep(2 * Failure.UNREACHABLE.seconds)
+        await asyncio.sleep(2 * PeerFailure.UNREACHABLE.seconds)
         planner.succeeded("a")
         assert planner.router.health.reasons("a") == ()
 
@@ -306,9 +306,9 @@ def test_what_many_sessions_see_is_told_once(play):
     async def act(world, planner):
         for error in (PeerLost("x"), PeerLost("y"), CacheFull("z"), PeerLost("x")):
             planner.failed("a", error)
-        await asyncio.sleep(Failure.UNREACHABLE.seconds)
+        await asyncio.sleep(PeerFailure.UNREACHABLE.seconds)
         planner.failed("a", PeerLost("x"))
-        lost, full = Failure.UNREACHABLE, Failure.CACHE_FULL
+        lost, full = PeerFailure.UNREACHABLE, PeerFailure.CACHE_FULL
         assert [(event.reason, event.seconds) for event in world.told] == [
             (lost.value, lost.seconds),
             (full.value, lost.seconds),

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from swarm.errors import ScenarioError, UsageError
-from swarm.planning.simulation.scenario import Join, find, parse, shipped
+from swarm.planning.simulation.scenario import JoinEvent, find, parse, shipped
 
 SMALL = b"""
 description: a few servers
@@ -15,7 +15,7 @@ events: [{type: join, servers: 4}]
 
 def test_a_small_scenario():
     scenario = parse(SMALL)
-    assert scenario.events == (Join(servers=4),)
+    assert scenario.events == (JoinEvent(servers=4),)
     assert scenario.policy.check_period == scenario.update_period
 
 

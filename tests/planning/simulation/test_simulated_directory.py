@@ -5,21 +5,21 @@ import pytest
 from swarm.data_structures import Mobility, ServerState
 from swarm.dht.announcer import LIFETIME_PERIODS
 from swarm.planning.simulation.scenario import Scenario
-from swarm.planning.simulation.simulated_directory import Directory
+from swarm.planning.simulation.simulated_directory import SimulatedDirectory
 from swarm.server.placement.initial_blocks import block_throughputs
 from swarm.server.placement.move_search import take_snapshot
 from tests.infos import server_info
 
 
-def directory() -> Directory:
-    return Directory(blocks=8, every=1.0, period=30.0, lifetime=75.0)
+def directory() -> SimulatedDirectory:
+    return SimulatedDirectory(blocks=8, every=1.0, period=30.0, lifetime=75.0)
 
 
-def announce(where: Directory, row: int, now: float, state: ServerState = ServerState.ONLINE) -> None:
+def announce(where: SimulatedDirectory, row: int, now: float, state: ServerState = ServerState.ONLINE) -> None:
     where.announce(row, server_info(row, row + 4, f"server{row}", throughput=row + 1.0, state=state), now)
 
 
-def visible(where: Directory, now: float) -> int:
+def visible(where: SimulatedDirectory, now: float) -> int:
     where.look(now)
     return where.visible
 

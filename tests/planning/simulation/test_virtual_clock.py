@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from swarm.planning.simulation.virtual_clock import Clock
+from swarm.planning.simulation.virtual_clock import VirtualClock
 
 
 def test_things_happen_in_order_and_those_of_one_time_as_asked_for():
-    clock, happened = Clock(), []
+    clock, happened = VirtualClock(), []
     for time, name in ((2.0, "c"), (1.0, "a"), (1.0, "b"), (9.0, "too late")):
         clock.at(time, lambda name=name: happened.append((clock.now, name)))
     clock.run(5.0)
@@ -16,7 +16,7 @@ def test_things_happen_in_order_and_those_of_one_time_as_asked_for():
 
 @pytest.mark.parametrize("seconds", [0.0, -3.0])
 def test_what_is_due_in_the_past_happens_now(seconds):
-    clock, happened = Clock(), []
+    clock, happened = VirtualClock(), []
     clock.at(1.0, lambda: clock.after(seconds, lambda: happened.append(clock.now)))
     clock.run(2.0)
     assert happened == [1.0]

@@ -1,0 +1,196 @@
+"""The YAML file that describes a closed group: read, checked, written, and made a `DeviceGroup`.
+
+See docs/private-swarm.md for an example. A person writes it, or `swarm plan --write` from what servers announce.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import yaml
+
+from swarm.common import yaml_file
+from swarm.common.units import ByteSize, BytesPerSecond, Duration, human
+from swarm.errors import UsageError
+from swarm.planning.device_group import DeviceGroup, ModelSize, PlannedDevice, tables
+from swarm.planning.partition import tries_all_orders
+from swarm.server.limits import DEFAULT_CACHE_TOKENS
+
+CLIENT = "client"
+"""What links call the client's machine, if it is none of the devices."""
+
+MAX_DEVICES = 32
+MAX_BLOCKS = 256
+
+Name = Annotated[str, msgspec.Meta(pattern=r"\A[^\x00-\x1f\x7f-\x9f]{1,64}\Z")]
+Tokens = Annotated[int, msgspec.Meta(ge=1, le=2**40)]
+
+
+class DefaultLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How two devices reach each other where nothing else is said: a home network.
+
+    Attributes:
+        latency: one way.
+        bandwidth: in each direction.
+    """
+
+    latency: Duration = Duration(0.005)
+    bandwidth: BytesPerSecond = BytesPerSecond(100e6 / 8)
+
+    def __str__(self) -> str:
+        return f"{self.latency * 1000:.3g} ms one way and {human(self.bandwidth)}/s"
+
+
+class DeviceLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A link that differs from the others. What it leaves out is as in the default link."""
+
+    between: tuple[Name, Name]
+    latency: Duration | None = None
+    bandwidth: BytesPerSecond | None = None
+
+
+class DeviceDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Attributes:
+    memory: free for blocks and their cache.
+    speed: blocks that it computes for one token, per second.
+    upload: what its own connection carries, whoever it sends to.
+    """
+
+    name: Name
+    memory: ByteSize
+    speed: Annotated[float, msgspec.Meta(ge=1e-6, le=1e9)]
+    upload: BytesPerSecond | None = None
+
+
+class ModelDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A model described by numbers, so that it need not be at hand.
+
+    Attributes:
+        block_memory: weights of one block.
+        cache_memory: one token in the attention cache of one block.
+        hidden_size: numbers in one token's hidden state.
+    """
+
+    name: Name
+    blocks: Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCKS)]
+    block_memory: ByteSize
+    cache_memory: ByteSize
+    hidden_size: Annotated[int, msgspec.Meta(ge=1, le=2**20)]
+
+
+class GroupDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The whole file.
+
+    Attributes:
+        model: local folder or hub id, or numbers; None for the demo model.
+        revision: branch, tag or commit of a hub model.
+        dtype: what the servers compute in and send; auto is the checkpoint's own, of a model in numbers bfloat16.
+        quant: form of the servers' weights; of a model in numbers, block_memory says what it comes to.
+    client: the device on which the client runs; None for a machine of its own.
+        order: all devices in the order of the ring; None for the best order.
+    """
+
+    devices: Annotated[tuple[DeviceDescription, ...], msgspec.Meta(min_length=1, max_length=MAX_DEVICES)]
+    model: str | ModelDescription | None = None
+    revision: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    quant: Literal["none", "int8", "nf4"] = "none"
+    cache_tokens: Tokens = DEFAULT_CACHE_TOKENS
+    client: Name | None = None
+    link: DefaultLink = DefaultLink()
+    links: tuple[DeviceLink, ...] = ()
+    order: tuple[Name, ...] | None = None
+
+
+def read(path: Path) -> GroupDescription:
+    """Read and check a file. Raises `UsageError` that names the field."""
+    return yaml_file.read(path, parse, "description of a group", UsageError)
+
+
+def parse(data: bytes) -> GroupDescription:
+    """Check the content of a file. Raises `UsageError` that names the field."""
+    description = yaml_file.convert(data, GroupDescription, UsageError, dec_hook=_quantity)
+    _check_names(description)
+    return description
+
+
+def _quantity(kind: type[Any], value: object) -> Any:
+    return kind.read(value)
+
+
+def _check_names(description: GroupDescription) -> None:
+    names = [device.name for device in description.devices]
+    repeated = [name for name, count in Counter(names).items() if count > 1]
+    if repeated:
+        raise UsageError(f"devices: two are called {repeated[0]!r}")
+    if CLIENT in names:
+        raise UsageError(f"devices: {CLIENT!r} is the client's own name; call the device otherwise")
+    if description.client is not None and description.client not in names:
+        raise UsageError(f"client: {description.client!r} is none of the devices; leave it out for another machine")
+    if description.order is not None and sorted(description.order) != sorted(names):
+        raise UsageError("order: name every device once, or leave it out")
+    pairs: set[frozenset[str]] = set()
+    for index, link in enumerate(description.links):
+        place, pair = f"links[{index}].between", frozenset(link.between)
+        unknown = pair - {*names, CLIENT}
+        if unknown:
+            raise UsageError(f"{place}: {min(unknown)!r} is neither a device nor {CLIENT!r}")
+        if description.client is not None and CLIENT in pair:
+            raise UsageError(f"{place}: the client runs on {description.client!r}; name that device")
+        if len(pair) == 1 or pair in pairs:
+            raise UsageError(f"{place}: {' and '.join(link.between)} are the same device or have a link already")
+        pairs.add(pair)
+
+
+def to_yaml(description: GroupDescription, heading: str = "") -> str:
+    """The file's text, which `parse` reads again. `heading` becomes comment lines."""
+    content = _said(msgspec.to_builtins(description, enc_hook=_plain))
+    comment = "".join(f"# {line}\n" for line in heading.splitlines())
+    body: str = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120)
+    return comment + body
+
+
+def _plain(value: object) -> float:
+    return int(value) if isinstance(value, int) else float(value)  # type: ignore[arg-type]
+
+
+def _said(value: Any) -> Any:
+    """Without the fields that say nothing."""
+    if isinstance(value, dict):
+        return {key: _said(part) for key, part in value.items() if part not in (None, [], ())}
+    return [_said(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def size_in_numbers(model: ModelDescription, dtype: str) -> ModelSize:
+    """The size of a model that is described by numbers."""
+    weights = (int(model.block_memory),) * model.blocks
+    return ModelSize(model.name, weights, int(model.cache_memory), model.hidden_size * (4 if dtype == "float32" else 2))
+
+
+def to_group(description: GroupDescription, model: ModelSize) -> DeviceGroup:
+    """The group for a model. Raises `UsageError` if the model has more blocks than are planned for."""
+    if model.blocks > MAX_BLOCKS:
+        raise UsageError(f"{model.name} has {model.blocks} blocks; plans are made for {MAX_BLOCKS} at most")
+    by_name = {device.name: device for device in description.devices}
+    entries = [by_name[name] for name in description.order or by_name]
+    devices = tuple(PlannedDevice(entry.name, int(entry.memory), entry.speed) for entry in entries)
+    ends = [*(entry.name for entry in entries), description.client or CLIENT]
+    between = {frozenset(link.between): link for link in description.links}
+
+    def link(sender: int, receiver: int) -> tuple[float, float]:
+        default, names = description.link, frozenset({ends[sender], ends[receiver]})
+        if len(names) == 1:  # the client's own device
+            return 0.0, float("inf")
+        special = between.get(names)
+        latency = special.latency if special is not None and special.latency is not None else default.latency
+        bandwidth = special.bandwidth if special is not None and special.bandwidth is not None else default.bandwidth
+        entry = by_name.get(ends[sender])
+        upload = entry.upload if entry is not None and entry.upload is not None else bandwidth
+        return float(latency), float(min(upload, bandwidth))
+
+    send, latency = tables(len(ends), model.hidden_bytes, link)
+    fixed = description.order is not None or not tries_all_orders(len(devices), model.blocks)
+    return DeviceGroup(devices, model, description.cache_tokens, send, latency, fixed)

@@ -1,0 +1,90 @@
+"""The servers of a simulation: what they are, and what they have announced and decided so far."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, field
+
+from swarm.data_structures import Mobility, ServerInfo, ServerState, Span
+from swarm.planning.simulation.scenario import LieEvent, Scenario
+from swarm.server.placement.move_policy import MoveHistory
+
+
+@dataclass
+class SimulatedServer:
+    """One server.
+
+    Attributes:
+        row: its number; servers are numbered as they join.
+        length: blocks that it holds.
+        throughput: blocks/s that it computes.
+        announced: blocks/s that it says it computes.
+        load_seconds: how long it loads its blocks.
+        pinned: it never moves.
+        state, span, mobility: what it announced last.
+        changed: when it announced that.
+        history: what it remembers from one check to the next.
+    """
+
+    row: int
+    length: int
+    throughput: float
+    announced: float
+    load_seconds: float
+    pinned: bool
+    state: ServerState = ServerState.OFFLINE
+    span: Span | None = None
+    mobility: Mobility = Mobility.FREE
+    changed: float = 0.0
+    history: MoveHistory = field(default_factory=MoveHistory)
+
+    @property
+    def peer_id(self) -> str:
+        return f"server{self.row:06d}"
+
+    @property
+    def lies(self) -> bool:
+        return self.announced != self.throughput
+
+    @property
+    def serves(self) -> bool:
+        return self.state is ServerState.ONLINE
+
+    @property
+    def rate(self) -> float:
+        """Tokens/s that it truly adds to each of its blocks while it serves."""
+        return self.throughput / self.length
+
+    def announcement(self) -> ServerInfo:
+        """What it tells the others now."""
+        assert self.span is not None
+        return ServerInfo(
+            peer_id=self.peer_id,
+            span=self.span,
+            state=self.state,
+            throughput=self.announced,
+            cache_tokens_free=1 << 20,
+            revision="main",
+            digests=(),
+            compute_dtype="bfloat16",
+            quantization="none",
+            version="simulated",
+            mobility=self.mobility,
+        )
+
+
+def draw(scenario: Scenario, row: int, randomness: random.Random, lie: LieEvent | None = None) -> SimulatedServer:
+    """The next server to join; one that tells `lie`, if any."""
+    kind = scenario.machines
+    length = randomness.randint(*kind.blocks)
+    throughput = kind.throughput * math.exp(randomness.gauss(0.0, kind.spread))
+    disk = kind.disk * math.exp(randomness.gauss(0.0, kind.spread / 2))
+    return SimulatedServer(
+        row=row,
+        length=length,
+        throughput=throughput,
+        announced=lie.announced if lie else throughput,
+        load_seconds=length * scenario.block_bytes / disk,
+        pinned=lie is not None or randomness.random() < kind.pinned,
+    )

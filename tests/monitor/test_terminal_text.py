@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import re
+import unicodedata
+
+import click
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.data_structures import ServerState
+from swarm.monitor.dht_source import PollResult
+from swarm.monitor.swarm_poller import swarm_view
+from swarm.monitor.swarm_view import model_view
+from swarm.monitor.terminal_text import LEVELS, columns_of, level, number, strip, text
+from tests.infos import server_info
+from tests.monitor.sources import found
+
+SERVERS = (
+    server_info(0, 3, "QmFirst", name="Ann's laptop", throughput=300.0, adapters=("org/pirate",), queue=0.012),
+    server_info(0, 2, "QmSecond", name="日本", throughput=40.0, relayed=True, quantization="int8"),
+    server_info(4, 5, "QmThird", revision="older"),
+    server_info(3, 4, "QmFourth", state=ServerState.JOINING, digests=()),
+)
+
+
+def shown(*models, width: int = 100, **look) -> str:
+    return text(
+        swarm_view(PollResult(models, **look), {"QmFirst": 0.0123, "QmSecond": 1.5}, ("/addr",), 0.0, 10.0), width
+    )
+
+
+def test_a_swarm_with_everything_in_it():
+    lines = click.unstyle(shown(found(5, *SERVERS))).split("\n")
+    assert lines[:5] == [
+        # Of two servers the quicker one is believed up to four times the slower one's rate.
+        "org/model: 5 blocks, 2 servers, 2 blocks are missing, weakest block 2 with 80 tokens/s",
+        "0 ▅▅▄××",
+        "× blocks 3:5 are missing; 1 joining now. Serve them:",
+        "    swarm server org/model --blocks 3:5 --initial-peers /addr",
+        "",
+    ]
+    assert [re.split("  +", line.strip()) for line in lines[5:]] == [
+        ["blocks", "server", "peer", "state", "tokens/s", "queue", "cache free", "ping", "precision", "version"],
+        ["0:2", "日本", "…Second", "online", "20", "0 ms", "1,048,576", "relayed 1500 ms", "int8, float32", "1"],
+        ["0:3", "Ann's laptop", "…mFirst", "online", "100", "12 ms", "1,048,576", "12 ms", "float32", "1"],
+        ["adapters: org/pirate"],
+        ["3:4", "-", "…Fourth", "joining", "1", "0 ms", "1,048,576", "?", "float32", "1"],
+        ["4:5", "-", "…mThird", "online", "1", "0 ms", "1,048,576", "?", "float32", "1"],
+        ["not used: it serves revision older, most serve main"],
+    ]
+    first, second = (line[: line.index("…")] for line in (lines[6], lines[7]))
+    assert columns_of(first) == columns_of(second)
+
+
+def test_nothing_and_trouble():
+    assert shown().startswith("No models")
+    assert "gone: nobody of this swarm serves it" in click.unstyle(shown(absent=("gone",)))
+    assert "3 more models are announced" in shown(found(1), left_out=3)
+
+
+def test_a_long_strip_is_broken_into_lines_of_tens():
+    model = model_view(found(126, server_info(0, 126)), {})
+    lines = click.unstyle(strip(model, 60)).split("\n")
+    assert [line[:4] for line in lines] == ["  0 ", " 50 ", "100 "]
+    assert [len(line) - 4 for line in lines] == [50, 50, 26]
+
+
+@given(st.floats(0, 1e9), st.floats(0, 1e9))
+def test_higher_is_quicker(throughput, median):
+    assert LEVELS.index(level(throughput, median)) <= LEVELS.index(level(throughput * 2, median))
+    assert level(median, median) in (LEVELS[4], LEVELS[-1])
+
+
+@given(st.floats(0, 1e12))
+def test_numbers_are_short(value):
+    assert abs(float(number(value).replace(",", "")) - value) <= max(0.5, value * 0.005)
+
+
+def test_letters_that_take_two_columns():
+    assert columns_of("日本") == 4
+    assert columns_of(unicodedata.normalize("NFD", "é")) == 1
+    assert columns_of("Ann") == 3

@@ -1,0 +1,221 @@
+"""The YAML file: what is read, what is refused and how, and that what is written is read again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.common.units import ByteSize, BytesPerSecond, Duration
+from swarm.errors import UsageError
+from swarm.planning import group_description
+from swarm.planning.device_group import DeviceGroup
+from swarm.planning.group_description import (
+    DefaultLink,
+    DeviceDescription,
+    DeviceLink,
+    GroupDescription,
+    ModelDescription,
+    parse,
+    to_yaml,
+)
+
+FILE = """
+model: {name: big, blocks: 8, block_memory: 1 GB, cache_memory: 4 KB, hidden_size: 4096}
+cache_tokens: 1000
+client: laptop
+link: {latency: 2 ms, bandwidth: 8 MB/s}
+devices:
+  - {name: desktop, memory: 8GB, speed: 100}
+  - {name: laptop, memory: 4 GiB, speed: 10.5, upload: 8 Mbit/s}
+  - {name: pi, memory: 512 MiB, speed: 1}
+links:
+  - {between: [pi, desktop], bandwidth: 16 MB/s}
+  - {between: [desktop, laptop], latency: 1 ms}
+"""
+
+
+def group_from(text: str) -> DeviceGroup:
+    description = parse(text.encode())
+    assert isinstance(description.model, ModelDescription)
+    return group_description.to_group(
+        description, group_description.size_in_numbers(description.model, description.dtype)
+    )
+
+
+def test_a_file_becomes_a_group() -> None:
+    group = group_from(FILE)
+    assert [(device.name, device.memory, device.speed) for device in group.devices] == [
+        ("desktop", 8 * 10**9, 100), ("laptop", 4 << 30, 10.5), ("pi", 512 << 20, 1)
+    ]  # fmt: skip
+    assert group.model.weights == (10**9,) * 8
+    assert group.model.memory(2, 4, group.cache_tokens) == 2 * (10**9 + 1000 * 4000)
+    assert group.model.hidden_bytes == 8192
+    assert not group.fixed_order
+    desktop, laptop, pi, client = 0, 1, 2, group.client
+    assert group.latency[desktop][laptop] == group.latency[laptop][desktop] == 0.001
+    assert group.latency[pi][desktop] == 0.002
+    assert group.send[pi][desktop] == group.send[desktop][pi] == 8192 / 16e6
+    assert group.send[desktop][laptop] == 8192 / 8e6
+    assert group.send[laptop][desktop] == 8192 / 1e6  # its upload is slower than the link
+    # The client is the laptop.
+    assert group.send[laptop][client] == group.send[client][laptop] == group.latency[client][laptop] == 0
+    assert group.send[client][desktop] == 8192 / 1e6
+    assert group.latency[client][desktop] == 0.001
+
+
+def test_a_client_of_its_own_has_links() -> None:
+    group = group_from(
+        FILE.replace("client: laptop", "") + "  - {between: [client, pi], latency: 7 ms, bandwidth: 1 MB/s}"
+    )
+    assert group.latency[2][3] == group.latency[3][2] == 0.007
+    assert group.send[3][2] == 8192 / 1e6
+    assert group.latency[3][0] == 0.002
+
+
+def test_an_order_is_followed() -> None:
+    group = group_from(FILE + "order: [pi, laptop, desktop]")
+    assert [device.name for device in group.devices] == ["pi", "laptop", "desktop"]
+    assert group.fixed_order
+    assert group.send[1][2] == 8192 / 1e6
+
+
+def test_large_groups_keep_the_order_of_the_file() -> None:
+    devices = ", ".join(f"{{name: d{n}, memory: 1GB, speed: 1}}" for n in range(20))
+    group = group_from(FILE.split("client:")[0] + f"devices: [{devices}]")
+    assert group.fixed_order
+    assert [device.name for device in group.devices] == [f"d{n}" for n in range(20)]
+
+
+def test_hidden_states_of_float32_are_twice_as_large() -> None:
+    assert group_from(FILE + "dtype: float32").model.hidden_bytes == 2 * 8192
+
+
+def test_the_example_of_the_documentation_is_right() -> None:
+    page = Path(__file__).parents[2] / "docs" / "private-swarm.md"
+    description = parse(page.read_text().split("```yaml\n")[1].split("```")[0].encode())
+    assert [device.name for device in description.devices] == ["desktop", "laptop", "pi"]
+    assert description.client == "laptop"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("speed: 1}", "speed: fast}", "devices[2].speed: Expected `float`, got `str`"),
+        ("speed: 1}", "speed: 0}", "devices[2].speed: Expected `float` >= 1e-06"),
+        ("speed: 1}", "speed: .nan}", "devices[2].speed: "),
+        ("speed: 1}", "sped: 1}", "devices[2]: Object contains unknown field `sped`"),
+        (", speed: 1}", "}", "devices[2]: Object missing required field `speed`"),
+        ("8GB", "8 QB", "devices[0].memory: '8 QB' is not a size such as 8GB or 512 MiB"),
+        ("8GB", "{}", "devices[0].memory: {} is not a size"),
+        ("2 ms", "2 MB", "link.latency: '2 MB' is not a time such as 5 ms"),
+        ("8 Mbit/s", "8 GB", "devices[1].upload: '8 GB' is not a bandwidth such as 100 Mbit/s"),
+        ("name: desktop,", "name: pi,", "devices: two are called 'pi'"),
+        ("name: pi", "name: client", "devices: 'client' is the client's own name"),
+        ("name: pi", "name: yes", "devices[2].name: Expected `str`, got `bool`"),
+        ("name: pi", 'name: "a\\nb"', "devices[2].name: "),
+        ("client: laptop", "client: phone", "client: 'phone' is none of the devices"),
+        ("[pi, desktop]", "[pi, tv]", "links[0].between: 'tv' is neither a device nor 'client'"),
+        ("[pi, desktop]", "[pi, client]", "links[0].between: the client runs on 'laptop'"),
+        ("[pi, desktop]", "[pi]", "links[0].between: Expected `array` of length 2"),
+        ("[pi, desktop]", "[pi, pi]", "links[0].between: "),
+        ("[pi, desktop]", "[laptop, desktop]", "links[1].between: "),
+        ("blocks: 8", "blocks: 0", "model.blocks: Expected `int` >= 1"),
+        ("blocks: 8", "blocks: 100000", "model.blocks: Expected `int` <= 256"),
+        ("cache_tokens: 1000", "cache_tokens: -1", "cache_tokens: Expected `int` >= 1"),
+        ("cache_tokens: 1000", "dtype: int3", "dtype: Invalid enum value 'int3'"),
+        ("cache_tokens: 1000", "order: [pi]", "order: name every device once"),
+        ("cache_tokens: 1000", "order: [pi, pi, desktop]", "order: name every device once"),
+        ("cache_tokens: 1000", "order: [pi", "no YAML: line 4: "),
+        ("cache_tokens: 1000", "a: !!python/object/apply:os.abort []", "no YAML: line 3: could not determine a constr"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(old: str, new: str, message: str) -> None:
+    assert old in FILE
+    with pytest.raises(UsageError) as caught:
+        parse(FILE.replace(old, new, 1).encode())
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"[]",
+        b"devices: []",
+        b"\xff\xfe\x00",
+        b"\x00",
+        b"[" * 100_000,
+        b"- - - a",
+        b"a: &a [*a]",
+        b"a: 2026-13-45",
+        b"a: " + b"9" * 5000,
+    ],
+)
+def test_what_is_no_description(data: bytes) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(data)
+    assert "\n" not in str(caught.value)
+
+
+@given(st.binary(max_size=200) | st.text(alphabet="{}[]:-,&*!|>'\"#% \nadevicsnm1", max_size=200).map(str.encode))
+def test_any_bytes_are_a_description_or_an_error(data: bytes) -> None:
+    with pytest.raises(UsageError):
+        parse(data)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"absent\.yaml cannot be read: No such file"):
+        group_description.read(tmp_path / "absent.yaml")
+    with pytest.raises(UsageError, match="cannot be read: Is a directory"):
+        group_description.read(tmp_path)
+    (tmp_path / "large.yaml").write_bytes(b"#" * (2 << 20))
+    with pytest.raises(UsageError, match=r"large\.yaml is larger than 1 MiB"):
+        group_description.read(tmp_path / "large.yaml")
+
+
+def test_a_model_with_too_many_blocks() -> None:
+    description = parse(FILE.encode())
+    assert isinstance(description.model, ModelDescription)
+    size = group_description.size_in_numbers(description.model, "auto")
+    with pytest.raises(UsageError, match="big has 257 blocks"):
+        group_description.to_group(description, type(size)("big", (1,) * 257, 1, 1))
+
+
+NAMES = st.text(st.characters(exclude_categories=("C",)), min_size=1, max_size=20).filter(lambda name: name != "client")
+
+
+@st.composite
+def descriptions(draw: st.DrawFn) -> GroupDescription:
+    names = draw(st.lists(NAMES, min_size=1, max_size=4, unique=True))
+    devices = tuple(
+        DeviceDescription(
+            name=name,
+            memory=ByteSize(draw(st.integers(0, 10**18))),
+            speed=draw(st.floats(1e-6, 1e9)),
+            upload=draw(st.none() | st.floats(1, 1e18).map(BytesPerSecond)),
+        )
+        for name in names
+    )
+    return GroupDescription(
+        devices=devices,
+        model=draw(
+            st.none() | NAMES | st.builds(ModelDescription, NAMES, st.integers(1, 9), SIZES, SIZES, st.just(64))
+        ),
+        dtype=draw(st.sampled_from(["auto", "float16"])),
+        cache_tokens=draw(st.integers(1, 2**40)),
+        link=DefaultLink(Duration(draw(st.floats(0, 3600))), BytesPerSecond(draw(st.floats(1, 1e18)))),
+        links=(DeviceLink(("client", names[0]), Duration(draw(st.floats(0, 3600)))),),
+        order=draw(st.none() | st.permutations(names).map(tuple)),
+    )
+
+
+SIZES = st.integers(0, 10**15).map(ByteSize)
+
+
+@given(descriptions(), st.sampled_from(["", "two\nlines"]))
+def test_what_is_written_is_read_again(description: GroupDescription, heading: str) -> None:
+    assert parse(to_yaml(description, heading).encode()) == description
