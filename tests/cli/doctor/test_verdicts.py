@@ -25,7 +25,12 @@ ADDRESS = "/ip4/192.0.2.1/tcp/31337/p2p/QmPeer"
         (verdicts.package("torch", "2.13.0", ">=2.8", True), OK, "2.13.0", ""),
         (verdicts.package("torch", "2.1", ">=2.8", False), FAILURE, "needs >=2.8", "pip install 'torch>=2.8'"),
         (verdicts.package("torch", None, ">=2.8", True), FAILURE, "not installed", "pip install 'torch>=2.8'"),
-        (verdicts.gpu(GpuProperties("H100", 80 * 10**9, 79 * 10**9, (9, 0), "12.8")), OK, "9.0, driver for CUDA 12", ""),
+        (
+            verdicts.gpu(GpuProperties("H100", 80 * 10**9, 79 * 10**9, (9, 0), "12.8")),
+            OK,
+            "9.0, driver for CUDA 12",
+            "",
+        ),
         (verdicts.gpu(GpuProperties("H100", 80 * 10**9, 79 * 10**9, (9, 0), "")), OK, "79 GB of 80 GB free", ""),
         (verdicts.no_gpu(False, None), OK, "on the CPU", ""),
         (verdicts.no_gpu(True, None), WARNING, "built for CPUs", "build of torch for CUDA"),

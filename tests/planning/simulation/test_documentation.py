@@ -11,7 +11,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "simulation.md"
 
 def test_the_example_can_be_read() -> None:
     scenario = parse(PAGE.read_text().split("```yaml\n")[1].split("```")[0].encode())
-    assert [type(event).__name__ for event in scenario.events] == ["Join", "Leave", "Churn", "Lie"]
+    assert [type(event).__name__ for event in scenario.events] == ["JoinEvent", "LeaveEvent", "ChurnEvent", "LieEvent"]
 
 
 def test_every_shipped_scenario_is_listed() -> None:
