@@ -38,7 +38,8 @@ class RoundTrips:
             raise ValueError(f"{seconds} is no round trip in seconds")
         known = self.get(peer_id, now)
         if known is not None:
-            seconds = known + self._weight * (seconds - known)
+            # Not `known + weight * (seconds - known)`, which loses a small measurement after a large one.
+            seconds = (1 - self._weight) * known + self._weight * seconds
         self._averages.pop(peer_id, None)
         self._averages[peer_id] = _AveragedRoundTrip(seconds, now)
         self._forget_old(now)
