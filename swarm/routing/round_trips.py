@@ -38,8 +38,9 @@ class RoundTrips:
             raise ValueError(f"{seconds} is no round trip in seconds")
         known = self.get(peer_id, now)
         if known is not None:
-            # Not `known + weight * (seconds - known)`, which loses a small measurement after a large one.
-            seconds = (1 - self._weight) * known + self._weight * seconds
+            average = known + self._weight * (seconds - known)
+            # Rounding must not carry the average outside what was measured.
+            seconds = min(max(average, min(known, seconds)), max(known, seconds))
         self._averages.pop(peer_id, None)
         self._averages[peer_id] = _AveragedRoundTrip(seconds, now)
         self._forget_old(now)
