@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from benchmarks import machine
 from swarm.data_structures import Span, StepLayout
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from swarm.models.execution.session_cache import SessionCache, advance
+from swarm.models.execution.session_cache import SessionCache, advance_steps
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy import try_capture
 from swarm.models.span_loading import load_span
@@ -121,8 +121,8 @@ def step_times(model: SpanModel, batch: int, past: int, steps: int) -> list[floa
     inputs = hidden(1)
 
     def step() -> None:
-        works = [session.begin(inputs, StepLayout(session.lengths, (1,))) for session in sessions]
-        advance([(work, 1) for work in works])
+        works = [session.start_step(inputs, StepLayout(session.lengths, (1,))) for session in sessions]
+        advance_steps([(work, 1) for work in works])
         for work in works:
             work.commit()
 

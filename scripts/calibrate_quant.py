@@ -27,7 +27,7 @@ from swarm.models.blockless_model import load_blockless_model
 from swarm.models.checkpoints.checkpoint import DEMO, open_checkpoint
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.span_loading import load_span
-from swarm.models.weights import frozen_linear as linear
+from swarm.models.weights import frozen_linear
 from swarm.models.weights.quantization import INT4, INT8, NF4, NONE, BitsAndBytesLinear, quantizable, weight_bytes
 
 CPU = torch.device("cpu")
@@ -48,13 +48,13 @@ def loaded(folder: Path, form: str, dtype: torch.dtype = torch.float32) -> SpanM
 
 def by_bitsandbytes(folder: Path, form: str) -> SpanModel:
     """All blocks as on a GPU."""
-    with mock.patch.object(linear, "can_prepack", return_value=False):
+    with mock.patch.object(frozen_linear, "can_prepack", return_value=False):
         span = loaded(folder, NONE)
 
     def replacement(plain: nn.Linear) -> nn.Module | None:
         return BitsAndBytesLinear(plain, form, CPU) if quantizable(plain, form) else None
 
-    linear.replace_linears(span.module, replacement)
+    frozen_linear.replace_linears(span.module, replacement)
     span.weight_bytes = weight_bytes(span.module)
     return span
 

@@ -17,7 +17,7 @@ from swarm.client.wire.padding import PaddedBatch, drop_padding, restore_padding
 from swarm.data_structures import HopTiming, Route, Span, StepLayout
 from swarm.errors import InvalidSpan, TooLong
 from swarm.models.adapters.layer_hooks import NO_ADAPTER, AdapterWeights
-from swarm.models.execution import gradients as training
+from swarm.models.execution.gradients import forward_with_graph
 from swarm.models.execution.session_cache import SessionCache
 from swarm.models.execution.span_model import SpanModel
 
@@ -114,7 +114,7 @@ class LocalBlocks:
         model = self._model.narrowed(span)
         packed_TH = drop_padding(hidden_RTH, rows.real).to(model.device, model.dtype)
         with self._lock:
-            output_TH = training.forward(model, packed_TH, layout, self._checked(span, adapter))
+            output_TH = forward_with_graph(model, packed_TH, layout, self._checked(span, adapter))
         return restore_padding(output_TH, hidden_RTH, rows.real)
 
     def _checked(self, span: Span, adapter: AdapterWeights) -> AdapterWeights:

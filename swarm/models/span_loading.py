@@ -17,10 +17,9 @@ from swarm.models.checkpoints.block_digest import block_digest
 from swarm.models.checkpoints.checkpoint import Checkpoint
 from swarm.models.checkpoints.partial_model import load_cut
 from swarm.models.cutting import families, surgery
-from swarm.models.execution import strategy as packing
+from swarm.models.execution import strategy
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.weights import frozen_linear as linear
-from swarm.models.weights import quantization
+from swarm.models.weights import frozen_linear, quantization
 
 
 def load_span(
@@ -31,7 +30,7 @@ def load_span(
     device: torch.device,
     quant: str = quantization.NONE,
     progress: bool = False,
-    layout: packing.Layout = "auto",
+    layout: strategy.CacheLayout = "auto",
 ) -> SpanModel:
     """Load the tensors of `span` and nothing else.
 
@@ -48,12 +47,12 @@ def load_span(
         InvalidOption: this machine cannot compute with weights in that form.
     """
     checkpoint.check_span(span.start, span.end)
-    quantization.check_available(quant, device)
+    quantization.require_available(quant, device)
     model, digests = _load_blocks(checkpoint, span, dtype, device, quant, progress)
     # After loading, because rotary tables are filled while it happens, for the layer types of the whole model.
     surgery.slice_config(model.config, span, checkpoint.blocks)
     result = SpanModel(model, checkpoint.structure.path, span, digests, checkpoint.config.hidden_size)
-    packing.decide(result, layout)
+    strategy.decide(result, layout)
     return result
 
 
@@ -71,7 +70,7 @@ def _load_blocks(
         model, digest = _load_block(checkpoint, block, dtype)
         quantization.quantize(model.get_submodule(path), quant, device)
         # On a CPU, what was not quantized.
-        linear.prepack(model.to(device).get_submodule(path))
+        frozen_linear.prepack(model.to(device).get_submodule(path))
         digests.append(digest)
         return_freed_memory()
         if whole is None:

@@ -15,7 +15,7 @@ from swarm.data_structures import Span
 from swarm.errors import InvalidOption, NotEnoughMemory
 from swarm.models.checkpoints.checkpoint import Checkpoint
 from swarm.models.checkpoints.footprint import MemoryFootprint, memory_footprint
-from swarm.models.weights.quantization import INT8, NF4, NONE, check_available, form_on
+from swarm.models.weights.quantization import INT8, NF4, NONE, form_on, require_available
 from swarm.protocol.compression import dtype_name
 from swarm.server.limits import DEFAULT_ADAPTER_SHARE, MAX_DEFAULT_ADAPTER_BYTES, MAX_MEMORY_SHARE
 
@@ -68,7 +68,7 @@ def resolve_quantization(
     """
     if requested != "auto":
         form = form_on(device, requested)
-        check_available(form, device)
+        require_available(form, device)
         logger.info("Weights: %s, as asked for%s", form, " (on a CPU nf4 is int4)" if form != requested else "")
         return form
     needs = {form: memory_footprint(checkpoint, dtype, form) for form in _possible_forms(device)}
@@ -83,7 +83,7 @@ def _possible_forms(device: torch.device) -> list[str]:
     forms = [NONE]
     for form in (INT8, form_on(device, NF4)):
         with suppress(InvalidOption):
-            check_available(form, device)
+            require_available(form, device)
             forms.append(form)
     return forms
 

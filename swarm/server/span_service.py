@@ -113,7 +113,7 @@ class SpanService:
             logger.info("Compiling, unless it was done before: about half a minute")
         page = 1
         if model.paging is not None:
-            page = model.paging.pool.page
+            page = model.paging.pool.page_size
             # All at once: a pool that grows moves, and what was recorded of it has to be recorded again.
             await runtime.run(model.paging.pool.reserve, plan.cache_tokens)
         way = await runtime.run(try_capture, model, plan.compile_in)

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from swarm.data_structures import Span
 from swarm.errors import UnsupportedModel
-from swarm.models.attention.padded_kv import RectangleCache
+from swarm.models.attention.padded_kv import PaddedKV
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.cutting import surgery
 from swarm.models.execution.span_model import SpanModel
@@ -67,10 +67,10 @@ class Chain:
     spans: list[SpanModel]
     pads: list[int] | None = None
 
-    def new_caches(self) -> list[RectangleCache]:
-        return [span.new_cache() for span in self.spans]
+    def new_caches(self) -> list[PaddedKV]:
+        return [span.new_padded_kv() for span in self.spans]
 
-    def run(self, hidden: torch.Tensor, caches: list[RectangleCache] | None = None) -> torch.Tensor:
+    def run(self, hidden: torch.Tensor, caches: list[PaddedKV] | None = None) -> torch.Tensor:
         for number, span in enumerate(self.spans):
             hidden = span.forward(hidden, caches[number] if caches else None, self.pads)
         return hidden

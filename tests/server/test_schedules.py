@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.data_structures import StepLayout, WireFormat
-from swarm.models.execution.session_cache import SessionCache, forward_packed
+from swarm.models.execution.session_cache import SessionCache, forward_without_cache
 from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
 from swarm.protocol.compression import pack, unpack
@@ -83,7 +83,11 @@ async def follow(server: Server, reference: SpanModel, number: int, acts: list[A
         reply = messages.decode_server(frame.header)
         assert isinstance(reply, messages.StepReply if act.in_session else messages.ForwardReply), reply
         output = unpack(frame.payload, act.layout.tokens, HIDDEN, WireFormat.NONE, "float32", CPU)
-        right = expected.step(hidden, act.layout) if act.in_session else forward_packed(reference, hidden, act.layout)
+        right = (
+            expected.step(hidden, act.layout)
+            if act.in_session
+            else forward_without_cache(reference, hidden, act.layout)
+        )
         assert_close(output, right)
 
 

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from swarm.models.attention.contiguous_kv import RowStore
-from swarm.models.attention.packed_attention import Expand, Extra, PackedBatch, PackedMask
+from swarm.models.attention.contiguous_kv import ContiguousKV
+from swarm.models.attention.packed_attention import AttentionExtras, ExpandKV, PackedBatch, PackedMask
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class ContiguousSegment:
     """Rows `first` to `first + rows` of a store, `new` tokens each; the first of all is token `token` of the batch.
 
     Rows that bring more than one token all begin at the same slot.
     """
 
-    store: RowStore
+    store: ContiguousKV
     first: int
     starts: tuple[int, ...]
     new: int
@@ -44,30 +44,30 @@ class Segment:
         return slice(self.token, self.token + self.rows * self.new)
 
 
-class RowBatch(PackedBatch):
+class ContiguousBatch(PackedBatch):
     """A batch of tokens whose rows lie in stores.
 
     Args:
         segments: the tokens of the batch, in order.
     """
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
+    def __init__(self, segments: Sequence[ContiguousSegment]) -> None:
         super().__init__(max(segment.end for segment in segments))
         self._segments = segments
         self._written: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._masks: dict[tuple[int, int], torch.Tensor | None] = {}
 
-    def write(self, layer: int, keys_NH1D: torch.Tensor, values_NH1D: torch.Tensor) -> None:
+    def write_kv(self, layer: int, keys_NH1D: torch.Tensor, values_NH1D: torch.Tensor) -> None:
         self._written = [_write(segment, layer, keys_NH1D, values_NH1D) for segment in self._segments]
 
-    def attention(
+    def compute_attention(
         self,
         query_NH1D: torch.Tensor,
-        expand: Expand | None,
+        expand: ExpandKV | None,
         width: int,
         mask: PackedMask,
         scale: float | None,
-        extra: Extra,
+        extra: AttentionExtras,
     ) -> torch.Tensor:
         written = self._written if expand is None else [expand(*pair) for pair in self._written]
         results = [
@@ -76,7 +76,7 @@ class RowBatch(PackedBatch):
         ]
         return results[0] if len(results) == 1 else torch.cat(results)
 
-    def _mask(self, number: int, segment: Segment, mask: PackedMask) -> torch.Tensor | None:
+    def _mask(self, number: int, segment: ContiguousSegment, mask: PackedMask) -> torch.Tensor | None:
         """What each row of a segment may see, `[rows or 1, new, slots]`; None if it is everything, or just causal."""
         key = number, id(mask)
         if key not in self._masks:
@@ -85,13 +85,13 @@ class RowBatch(PackedBatch):
 
 
 def _write(
-    segment: Segment, layer: int, keys_NH1D: torch.Tensor, values_NH1D: torch.Tensor
+    segment: ContiguousSegment, layer: int, keys_NH1D: torch.Tensor, values_NH1D: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Append a segment's new keys and values; everything that its rows have now, `[rows, heads, slots, dim]`."""
     end, rows = segment.end, slice(segment.first, segment.first + segment.rows)
     written = []
     for stored, new in zip(
-        segment.store.layer(layer, end, keys_NH1D, values_NH1D), (keys_NH1D, values_NH1D), strict=True
+        segment.store.layer_storage(layer, end, keys_NH1D, values_NH1D), (keys_NH1D, values_NH1D), strict=True
     ):
         part = new[segment.tokens]
         if segment.even:
@@ -107,7 +107,7 @@ def _write(
     return written[0], written[1]
 
 
-def _visible(segment: Segment, mask: PackedMask, device: torch.device) -> torch.Tensor | None:
+def _visible(segment: ContiguousSegment, mask: PackedMask, device: torch.device) -> torch.Tensor | None:
     if mask.causal and segment.even and (segment.new == 1 or segment.starts[0] == 0):
         return None
     slots_S = torch.arange(segment.end, device=device)
@@ -124,13 +124,13 @@ def _visible(segment: Segment, mask: PackedMask, device: torch.device) -> torch.
 
 
 def _attend(
-    segment: Segment,
+    segment: ContiguousSegment,
     query_NH1D: torch.Tensor,
     keys_RKSD: torch.Tensor,
     values_RKSD: torch.Tensor,
     mask: torch.Tensor | None,
     scale: float | None,
-    extra: Extra,
+    extra: AttentionExtras,
 ) -> torch.Tensor:
     """Attention of one segment, `[rows * new, 1, heads, dim]`.
 
@@ -155,13 +155,13 @@ def _attend(
 
 
 def _general(
-    segment: Segment,
+    segment: ContiguousSegment,
     query_NH1D: torch.Tensor,
     keys_RKSD: torch.Tensor,
     values_RKSD: torch.Tensor,
     mask: torch.Tensor | None,
     scale: float | None,
-    extra: Extra,
+    extra: AttentionExtras,
 ) -> torch.Tensor:
     """Attention written out, for what the fused kernels do not know; `[rows, new, heads, dim]`."""
     rows, new, (_, shared, slots, dim) = segment.rows, segment.new, keys_RKSD.shape

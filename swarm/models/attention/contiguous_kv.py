@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 import torch
 
-FIRST_CAPACITY = 64
-LARGEST_GROWTH = 512
+MIN_GROWTH_POSITIONS = 64
+MAX_GROWTH_POSITIONS = 512
 """Slots."""
 
 
-class RowStore:
+class ContiguousKV:
     """Keys and values of rows.
 
     Attributes:
@@ -31,7 +31,7 @@ class RowStore:
         """Rows will be up to `length` long soon: storage that grows anyway grows that far."""
         self._capacity = max(self._capacity, length)
 
-    def layer(
+    def layer_storage(
         self, number: int, end: int, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The storage of one layer with room for slots below `end`, for keys and values like those given."""
@@ -42,9 +42,9 @@ class RowStore:
             stored = self.layers[number] = _copied(before[0], capacity), _copied(before[1], capacity)
         return stored
 
-    def selected(self, rows: Sequence[int], length: int) -> RowStore:
+    def select_sequences(self, rows: Sequence[int], length: int) -> ContiguousKV:
         """A new store out of copies of some rows, of which the first `length` slots are used."""
-        result = RowStore(len(rows))
+        result = ContiguousKV(len(rows))
         for number, stored in self.layers.items():
             capacity = result._grown_capacity(0, max(1, length))
             result.layers[number] = tuple(_selected(tensor, rows, length, capacity) for tensor in stored)  # type: ignore[assignment]
@@ -59,7 +59,7 @@ def grown_capacity(capacity: int, needed: int) -> int:
 
     So room that is never used stays small beside what was reserved.
     """
-    return max(capacity + min(max(FIRST_CAPACITY, capacity), LARGEST_GROWTH), needed)
+    return max(capacity + min(max(MIN_GROWTH_POSITIONS, capacity), MAX_GROWTH_POSITIONS), needed)
 
 
 def _nothing_like(tensor: torch.Tensor, rows: int) -> torch.Tensor:

@@ -22,16 +22,16 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 from transformers.masking_utils import causal_mask_function
 
-NAME = "swarm_packed"
+PACKED_IMPLEMENTATION = "swarm_packed"
 """The attention implementation, as the models' configs name it."""
 
 MaskFunction = Callable[[Any, Any, torch.Tensor, torch.Tensor], torch.Tensor]
 
-Expand = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+ExpandKV = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Makes keys and values of what the cache holds."""
 
 
-class NotPackable(Exception):
+class PackingUnsupported(Exception):
     """The family's layers do something between cache and attention that packed tokens cannot follow."""
 
 
@@ -66,7 +66,7 @@ class PackedBatch(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write `[tokens, heads, 1, dim]`, and return just that: attention takes the whole past from where it is."""
         self._open += 1
-        self.write(layer_idx, key_states, value_states)
+        self.write_kv(layer_idx, key_states, value_states)
         self._handed_on = key_states
         return key_states, value_states
 
@@ -78,7 +78,7 @@ class PackedBatch(Cache):
         width: int,
         mask: PackedMask,
         scale: float | None,
-        extra: Extra,
+        extra: AttentionExtras,
     ) -> torch.Tensor:
         """Attention of all tokens, `[tokens, 1, heads, width]`.
 
@@ -86,32 +86,34 @@ class PackedBatch(Cache):
             module: the family's attention.
             keys: as the layer hands them to attention, which must be as they were written.
 
-        Raises `NotPackable`.
+        Raises `PackingUnsupported`.
         """
         self._open -= 1
         # With `expand_kv` the cache holds what keys and values are computed from (DeepSeek's latents).
         expand = getattr(module, "expand_kv", None)
         if expand is None and keys is not self._handed_on:
-            raise NotPackable("the layers change keys on their way to attention, or share them between layers")
-        return self.attention(query_NH1D, expand, width, mask, scale, extra)
+            raise PackingUnsupported("the layers change keys on their way to attention, or share them between layers")
+        return self.compute_attention(query_NH1D, expand, width, mask, scale, extra)
 
-    def check(self) -> None:
-        """Raise `NotPackable` if a layer computed its attention without us."""
+    def require_attention_called(self) -> None:
+        """Raise `PackingUnsupported` if a layer computed its attention without us."""
         if self._open or self._handed_on is None:
-            raise NotPackable("the layers do not compute their attention where transformers lets it be exchanged")
+            raise PackingUnsupported(
+                "the layers bypass transformers' AttentionInterface, so packed tokens cannot be computed"
+            )
 
-    def write(self, layer: int, keys_NH1D: torch.Tensor, values_NH1D: torch.Tensor) -> None:
+    def write_kv(self, layer: int, keys_NH1D: torch.Tensor, values_NH1D: torch.Tensor) -> None:
         """Put a layer's new keys and values where they belong."""
         raise NotImplementedError
 
-    def attention(
+    def compute_attention(
         self,
         query_NH1D: torch.Tensor,
-        expand: Expand | None,
+        expand: ExpandKV | None,
         width: int,
         mask: PackedMask,
         scale: float | None,
-        extra: Extra,
+        extra: AttentionExtras,
     ) -> torch.Tensor:
         """Attention of all tokens over what was written, now and before; see `attend`."""
         raise NotImplementedError
@@ -130,7 +132,7 @@ class PackedMask:
 
 
 @dataclass(frozen=True, slots=True)
-class Extra:
+class AttentionExtras:
     """What some families add to attention: soft-capped scores, a learned sink for each head."""
 
     softcap: float | None
@@ -145,14 +147,14 @@ _running = threading.local()
 
 
 def current_batch() -> PackedBatch:
-    """What this thread is running. Raises `NotPackable` if it is nothing."""
+    """What this thread is running. Raises `PackingUnsupported` if it is nothing."""
     batch: PackedBatch | None = getattr(_running, "batch", None)
     if batch is None:
-        raise NotPackable("the layers call attention outside of a forward over packed tokens")
+        raise PackingUnsupported("the layers call attention outside of a forward over packed tokens")
     return batch
 
 
-class running:
+class running_batch:
     """`with running(batch):` the layers that this thread runs belong to `batch`."""
 
     def __init__(self, batch: PackedBatch) -> None:
@@ -177,8 +179,8 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """The attention function that transformers calls, on `[tokens, heads, 1, dim]`."""
     if not isinstance(attention_mask, PackedMask) or query.shape[2] != 1:
-        raise NotPackable("the layers call attention in a way of their own")
-    extra = Extra(kwargs.get("softcap"), kwargs.get("s_aux"))
+        raise PackingUnsupported("the layers call attention in a way of their own")
+    extra = AttentionExtras(kwargs.get("softcap"), kwargs.get("s_aux"))
     return current_batch().attend(module, query, key, value.shape[-1], attention_mask, scaling, extra), None
 
 
@@ -187,5 +189,5 @@ def _mask(*args: Any, mask_function: MaskFunction, **kwargs: Any) -> PackedMask:
     return PackedMask(mask_function)
 
 
-AttentionInterface.register(NAME, _attention)
-AttentionMaskInterface.register(NAME, cast(Any, _mask))
+AttentionInterface.register(PACKED_IMPLEMENTATION, _attention)
+AttentionMaskInterface.register(PACKED_IMPLEMENTATION, cast(Any, _mask))

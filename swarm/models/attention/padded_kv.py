@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from swarm.models.attention.contiguous_kv import FIRST_CAPACITY, grown_capacity
+from swarm.models.attention.contiguous_kv import MIN_GROWTH_POSITIONS, grown_capacity
 
 
-class GrowingLayer(CacheLayerMixin):
+class PaddedKVLayer(CacheLayerMixin):
     """Keys and values of one layer, `[rows, heads, capacity, dim]`, of which the first `length` slots are used."""
 
     is_sliding = False
@@ -68,17 +68,17 @@ def _grown(storage: torch.Tensor, used: int, needed: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class RowPiece:
+class PaddedSlice:
     """One row of a rectangle: `length` positions, the first at slot `pad`."""
 
-    cache: RectangleCache
+    cache: PaddedKV
     index: int
     pad: int
     length: int
 
 
-class RectangleCache(Cache):
-    """One `GrowingLayer` for each layer used; all rows end at slot `length`.
+class PaddedKV(Cache):
+    """One `PaddedKVLayer` for each layer used; all rows end at slot `length`.
 
     Args:
         end: number of layers of the model, or of those up to the last one used.
@@ -89,7 +89,7 @@ class RectangleCache(Cache):
     def __init__(self, end: int, first: int = 0, length: int = 0) -> None:
         self.length = length
         self.first = first
-        used = [GrowingLayer(length) for _ in range(first, end)]
+        used = [PaddedKVLayer(length) for _ in range(first, end)]
         super().__init__(layers=[used[0]] * first + used)
 
     @property
@@ -98,14 +98,14 @@ class RectangleCache(Cache):
         keys = self.layers[self.first].keys
         return 0 if keys is None else int(keys.shape[0])
 
-    def set_length(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """Forget what lies at `length` and behind, in every layer; also mends a forward that failed half-way."""
         self.length = length
         for layer in self.layers:
             layer.length = length  # type: ignore[union-attr]
 
     @classmethod
-    def assemble(cls, pieces: Sequence[RowPiece]) -> RectangleCache:
+    def from_slices(cls, pieces: Sequence[PaddedSlice]) -> PaddedKV:
         """A new rectangle out of copies of rows, aligned at their ends."""
         length = max(piece.length for piece in pieces)
         like = pieces[0].cache
@@ -121,9 +121,11 @@ class RectangleCache(Cache):
         return result
 
 
-def _assembled(sources: list[torch.Tensor], pieces: Sequence[RowPiece], length: int) -> torch.Tensor:
+def _assembled(sources: list[torch.Tensor], pieces: Sequence[PaddedSlice], length: int) -> torch.Tensor:
     first = sources[0]
-    result = first.new_zeros(len(pieces), first.shape[1], max(FIRST_CAPACITY, first.shape[2], length), first.shape[3])
+    result = first.new_zeros(
+        len(pieces), first.shape[1], max(MIN_GROWTH_POSITIONS, first.shape[2], length), first.shape[3]
+    )
     same = all(
         source is first and piece.pad == pieces[0].pad and piece.length == length
         for source, piece in zip(sources, pieces, strict=True)

@@ -1,7 +1,7 @@
 """Attention over rows that lie in pages of a pool: one call a layer for all rows.
 
 Only what the kernel knows is computed so: causal attention, with a sliding window or without. Everything else (chunks,
-soft-capped scores, sinks, latents in the cache) raises `NotPackable`, and such models keep their rows in stores.
+soft-capped scores, sinks, latents in the cache) raises `PackingUnsupported`, and such models keep their rows in stores.
 """
 
 from __future__ import annotations
@@ -15,23 +15,30 @@ from typing import Any
 import torch
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function, sliding_window_overlay
 
-from swarm.models.attention.packed_attention import Expand, Extra, MaskFunction, NotPackable, PackedBatch, PackedMask
+from swarm.models.attention.packed_attention import (
+    AttentionExtras,
+    ExpandKV,
+    MaskFunction,
+    PackedBatch,
+    PackedMask,
+    PackingUnsupported,
+)
 from swarm.models.attention.page_pool import PagePool
-from swarm.models.attention.paged_kernels import Kernel, Window
+from swarm.models.attention.paged_kernels import PagedKernel, Window
 
-CAUSAL: Window = (-1, 0)
+CAUSAL_WINDOW: Window = (-1, 0)
 
 
 @dataclass(frozen=True)
-class Paging:
+class PagedAttention:
     """Where a span's rows lie, and what computes attention over them. Shared by all parts of a loaded span."""
 
     pool: PagePool
-    kernel: Kernel
+    kernel: PagedKernel
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class BatchSequence:
     """A row of a batch: `new` tokens from position `start` on; `table` has a page for every position up to the last."""
 
     table: Sequence[int]
@@ -44,7 +51,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class PageIndex:
+class PagedBatchIndex:
     """Where the tokens and rows of a batch lie, for the kernel.
 
     Attributes:
@@ -63,7 +70,7 @@ class PageIndex:
     longest: int
 
 
-def page_index(members: Sequence[Member], page: int, device: torch.device) -> PageIndex:
+def build_index(members: Sequence[BatchSequence], page: int, device: torch.device) -> PagedBatchIndex:
     """The index of a batch of rows that all bring tokens, which come one row after the other."""
     width = max(len(member.table) for member in members)
     table = [[*member.table, *[0] * (width - len(member.table))] for member in members]
@@ -72,7 +79,7 @@ def page_index(members: Sequence[Member], page: int, device: torch.device) -> Pa
     def integers(values: Any) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
-    return PageIndex(
+    return PagedBatchIndex(
         torch.tensor([slot for member in members for slot in slots(member, page)], device=device),
         integers(bounds),
         integers([member.end for member in members]),
@@ -82,43 +89,43 @@ def page_index(members: Sequence[Member], page: int, device: torch.device) -> Pa
     )
 
 
-def slots(member: Member, page: int) -> list[int]:
+def slots(member: BatchSequence, page: int) -> list[int]:
     """Where a row's new tokens go."""
     return [member.table[position // page] * page + position % page for position in range(member.start, member.end)]
 
 
-class PageBatch(PackedBatch):
+class PagedBatch(PackedBatch):
     """A batch of tokens whose rows lie in pages.
 
     Args:
         index: the tokens of the batch.
     """
 
-    def __init__(self, paging: Paging, index: PageIndex) -> None:
+    def __init__(self, paging: PagedAttention, index: PagedBatchIndex) -> None:
         super().__init__(index.longest)
         self._paging = paging
         self._index = index
         self._layer: tuple[torch.Tensor, torch.Tensor] | None = None
         self._windows: dict[int, Window] = {}
 
-    def write(self, layer: int, keys_NH1D: torch.Tensor, values_NH1D: torch.Tensor) -> None:
-        self._layer = self._paging.pool.layer(layer, keys_NH1D, values_NH1D)
+    def write_kv(self, layer: int, keys_NH1D: torch.Tensor, values_NH1D: torch.Tensor) -> None:
+        self._layer = self._paging.pool.layer_storage(layer, keys_NH1D, values_NH1D)
         for stored, new in zip(self._layer, (keys_NH1D, values_NH1D), strict=True):
             stored.flatten(0, 1).index_copy_(0, self._index.slots_N, new.squeeze(2))
 
-    def attention(
+    def compute_attention(
         self,
         query_NH1D: torch.Tensor,
-        expand: Expand | None,
+        expand: ExpandKV | None,
         width: int,
         mask: PackedMask,
         scale: float | None,
-        extra: Extra,
+        extra: AttentionExtras,
     ) -> torch.Tensor:
         assert self._layer is not None
         keys, values = self._layer
         if expand is not None or not extra.plain:
-            raise NotPackable("attention over pages has neither latents in the cache, nor soft caps, nor sinks")
+            raise PackingUnsupported("attention over pages has neither latents in the cache, nor soft caps, nor sinks")
         index = self._index
         output: torch.Tensor = self._paging.kernel(
             query_NH1D.squeeze(2),
@@ -144,18 +151,18 @@ class PageBatch(PackedBatch):
 
 
 def window_of(function: MaskFunction) -> Window:
-    """What a family's mask function lets a token see, as the kernel is told. Raises `NotPackable` for other rules.
+    """The window that a family's mask function describes. Raises `PackingUnsupported` for any other rule.
 
     transformers makes a function for each forward, so it is recognised by what it is made of.
     """
     if function is causal_mask_function:
-        return CAUSAL
+        return CAUSAL_WINDOW
     made_of = _closure(function, like=sliding_window_causal_mask_function(1)).get("mask_functions", ())
     if len(made_of) == 2 and made_of[1] is causal_mask_function:
         size = _closure(made_of[0], like=sliding_window_overlay(1)).get("sliding_window")
         if isinstance(size, int) and size > 0 and _is_window(size):
             return size - 1, 0
-    raise NotPackable("attention over pages knows causal masks and sliding windows, and this is another rule")
+    raise PackingUnsupported("attention over pages knows causal masks and sliding windows, and this is another rule")
 
 
 def _closure(function: Any, like: Any) -> dict[str, Any]:

@@ -16,11 +16,11 @@ from torch.nn import functional
 Window = tuple[int, int]
 """Positions that a token sees to its left and to its right, beside itself; -1 for any number."""
 
-AGREEMENT = {torch.bfloat16: 3e-2, torch.float16: 5e-3}
+MAX_RELATIVE_ERROR = {torch.bfloat16: 3e-2, torch.float16: 5e-3}
 """Error of a kernel's outputs relative to their norm."""
 
 
-class Kernel(Protocol):
+class PagedKernel(Protocol):
     """Attention of packed queries over pages."""
 
     def __call__(
@@ -56,10 +56,10 @@ class Kernel(Protocol):
         """
 
 
-def kernels_for(device: torch.device) -> tuple[Kernel, ...]:
+def candidate_kernels(device: torch.device) -> tuple[PagedKernel, ...]:
     """What a device may compute with, to be tried in this order. Raises `ImportError` if this torch has no kernel."""
     if device.type != "cuda":
-        return (reference,)
+        return (reference_kernel,)
     from torch.nn.attention.varlen import varlen_attn  # late: a second, and of no use without a GPU
 
     def with_bounds_of_keys(*args: Any, **kwargs: Any) -> Any:
@@ -70,7 +70,7 @@ def kernels_for(device: torch.device) -> tuple[Kernel, ...]:
     return varlen_attn, with_bounds_of_keys
 
 
-def reference(
+def reference_kernel(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -86,7 +86,7 @@ def reference(
     block_table: torch.Tensor,
     num_splits: int,
 ) -> torch.Tensor:
-    """See `Kernel`. One row after the other, in any dtype and on any device.
+    """See `PagedKernel`. One row after the other, in any dtype and on any device.
 
     Raises `ValueError` where the kernel would refuse, or would read what is not there.
     """
@@ -109,7 +109,7 @@ def reference(
     return output
 
 
-def agrees(kernel: Kernel, pages: torch.Tensor) -> bool:
+def agrees_with_reference(kernel: PagedKernel, pages: torch.Tensor) -> bool:
     """Whether a kernel computes what the reference does, for the pages of a model, `[pages, page, heads, dim]`.
 
     Rows that begin, go on, and bring one token, over several pages, with and without a window. Real windows are far
@@ -134,10 +134,10 @@ def agrees(kernel: Kernel, pages: torch.Tensor) -> bool:
                     query, keys, values, bounds, None, max(news), 2 * page, scale=None, window_size=window,
                     enable_gqa=True, seqused_k=lengths, block_table=table, num_splits=1,
                 ).float()
-                for one in (kernel, reference)
+                for one in (kernel, reference_kernel)
             ]  # fmt: skip
             error = (outputs[0] - outputs[1]).norm() / outputs[1].norm()
-            if not error < AGREEMENT.get(pages.dtype, 1e-4):  # nor if it is no number
+            if not error < MAX_RELATIVE_ERROR.get(pages.dtype, 1e-4):  # nor if it is no number
                 return False
     return True
 

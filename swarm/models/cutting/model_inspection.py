@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from swarm.models.attention.padded_kv import RectangleCache
+from swarm.models.attention.padded_kv import PaddedKV
 from swarm.models.cutting import families, surgery
 
 
@@ -50,7 +50,7 @@ def _run_one_token(model: Any, layers: Any, config: PreTrainedConfig, blocks: in
         outputs[0] = len(output) if isinstance(output, tuple) else 0
 
     layers[0].register_forward_hook(look)
-    cache = RectangleCache(blocks)
+    cache = PaddedKV(blocks)
     # A mixture of experts routes by value, which the meta device has not: the run then ends behind the first layer's
     # attention. Such layers return tensors, and the cache has been written by then.
     with suppress(Exception), torch.device("meta"):

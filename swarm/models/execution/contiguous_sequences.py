@@ -9,18 +9,18 @@ from dataclasses import dataclass
 import torch
 
 from swarm.data_structures import StepLayout
-from swarm.models.attention.contiguous_attention import RowBatch, Segment
-from swarm.models.attention.contiguous_kv import RowStore
+from swarm.models.attention.contiguous_attention import ContiguousBatch, ContiguousSegment
+from swarm.models.attention.contiguous_kv import ContiguousKV
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.execution.step_part import WorkPart, shares
+from swarm.models.execution.step_part import StepPart, adapter_shares
 
 
 @dataclass
-class PackedDraft:
+class StagedContiguousSequences:
     """Rows as a step leaves them: `starts` are their lengths before the step's tokens, `lengths` after them."""
 
-    rows: PackedRows
-    store: RowStore
+    rows: ContiguousSequences
+    store: ContiguousKV
     starts: tuple[int, ...]
     lengths: tuple[int, ...]
 
@@ -28,7 +28,7 @@ class PackedDraft:
         self.rows.store, self.rows.lengths = self.store, self.lengths
 
 
-class PackedRows:
+class ContiguousSequences:
     """The rows of one session, all in one store.
 
     Attributes:
@@ -36,10 +36,10 @@ class PackedRows:
     """
 
     def __init__(self) -> None:
-        self.store = RowStore(0)
+        self.store = ContiguousKV(0)
         self.lengths: tuple[int, ...] = ()
 
-    def begin(self, layout: StepLayout) -> PackedDraft:
+    def stage(self, layout: StepLayout) -> StagedContiguousSequences:
         """The rows copied and set back as the layout says."""
         ends = tuple(start + count for start, count in zip(layout.starts, layout.counts, strict=True))
         store = self._arranged(layout)
@@ -47,42 +47,42 @@ class PackedRows:
         if store is self.store:
             # What lies behind a start is going to be overwritten; should the step fail, nobody may continue from there.
             self.lengths = tuple(map(min, self.lengths, layout.starts))
-        return PackedDraft(self, store, layout.starts, ends)
+        return StagedContiguousSequences(self, store, layout.starts, ends)
 
-    def _arranged(self, layout: StepLayout) -> RowStore:
+    def _arranged(self, layout: StepLayout) -> ContiguousKV:
         known = len(self.lengths)
         sources = layout.sources if layout.sources is not None else tuple(range(layout.rows))
         if sources == tuple(range(known)):
             return self.store
         if not any(layout.starts):
-            return RowStore(layout.rows)
+            return ContiguousKV(layout.rows)
         # Rows that are new, or begin again, may take the place of any: what is in it is not looked at.
         taken = [source if source < known else 0 for source in sources]
-        return self.store.selected(taken, max(layout.starts))
+        return self.store.select_sequences(taken, max(layout.starts))
 
 
-def compute(model: SpanModel, parts: Sequence[WorkPart]) -> list[torch.Tensor]:
-    """One forward for all parts, whose drafts are `PackedDraft`s."""
-    segments: list[Segment] = []
+def compute(model: SpanModel, parts: Sequence[StepPart]) -> list[torch.Tensor]:
+    """One forward for all parts, whose drafts are `StagedContiguousSequences`s."""
+    segments: list[ContiguousSegment] = []
     positions: list[int] = []
     for part in parts:
-        for segment in _segments(part.draft.store, part.layout, len(positions)):
+        for segment in _segments(part.staged.store, part.layout, len(positions)):
             segments.append(segment)
             for row, start in enumerate(segment.starts, segment.first):
                 offset = part.layout.offsets[row] if part.layout.offsets is not None else 0
                 positions.extend(range(start + offset, start + offset + segment.new))
     inputs = [part.inputs for part in parts]
     hidden_NH = inputs[0] if len(inputs) == 1 else torch.cat(inputs)
-    with model.adapted.running(shares(parts)):
-        output_NH = model.forward_tokens(hidden_NH, positions, RowBatch(segments))
+    with model.adapted.running(adapter_shares(parts)):
+        output_NH = model.forward_tokens(hidden_NH, positions, ContiguousBatch(segments))
     return list(output_NH.split([len(hidden) for hidden in inputs]))
 
 
-def _segments(store: RowStore, layout: StepLayout, token: int) -> Iterator[Segment]:
+def _segments(store: ContiguousKV, layout: StepLayout, token: int) -> Iterator[ContiguousSegment]:
     """Neighbouring rows that attention can handle at once: equally many tokens each, and one, or the same start."""
     rows = zip(itertools.count(), layout.starts, layout.counts)
     for (new, _), group in itertools.groupby(rows, key=lambda row: (row[2], row[1] if row[2] > 1 else 0)):
         members = list(group)
         if new:
-            yield Segment(store, members[0][0], tuple(start for _, start, _ in members), new, token)
+            yield ContiguousSegment(store, members[0][0], tuple(start for _, start, _ in members), new, token)
             token += new * len(members)

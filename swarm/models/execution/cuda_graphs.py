@@ -16,31 +16,31 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from swarm.models.attention.page_pool import SCRATCH
-from swarm.models.attention.paged_attention import Member, PageBatch, PageIndex
+from swarm.models.attention.page_pool import SCRATCH_PAGE
+from swarm.models.attention.paged_attention import BatchSequence, PagedBatch, PagedBatchIndex
 
 if TYPE_CHECKING:
     from swarm.models.execution.span_model import SpanModel
 
 logger = logging.getLogger(__name__)
 
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 """Rows of a recording. Up to a hundred rows or so a step costs what reading the weights costs, so that doubling keeps
 the recordings few and wastes little."""
 
-WIDTHS = (4, 16, 64, 256)
+TABLE_WIDTHS = (4, 16, 64, 256)
 """Pages of a recording's longest row. The kernel is launched for the longest row that a recording allows, and stops at
 the end of each row, so that a recording much too wide costs little; one for every length would be recorded all day."""
 
-WARM_UPS = 2
+WARM_UP_RUNS = 2
 """Plain runs before a recording: libraries choose their kernels and take their memory in them."""
 
 Replay = Callable[[], None]
-Record = Callable[[Callable[[], None]], Replay]
+GraphRecorder = Callable[[Callable[[], None]], Replay]
 """Takes a function that reads and writes the same memory whenever it is called; what it returns does that again."""
 
 
-class CudaRecorder:
+class CudaGraphRecorder:
     """Records with CUDA graphs, which share their memory: they never run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
@@ -52,7 +52,7 @@ class CudaRecorder:
             graph, aside = torch.cuda.CUDAGraph(), torch.cuda.Stream()
             aside.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(aside):
-                for _ in range(WARM_UPS):
+                for _ in range(WARM_UP_RUNS):
                     function()
             torch.cuda.current_stream().wait_stream(aside)
             # Other threads may use the GPU meanwhile, for what has nothing to do with this.
@@ -62,7 +62,7 @@ class CudaRecorder:
 
 
 @dataclass(frozen=True)
-class _Recording:
+class _RecordedGraph:
     """A forward over buffers, for so many rows of so many pages (`width`).
 
     Attributes:
@@ -79,18 +79,20 @@ class _Recording:
     output_NH: torch.Tensor
     replay: Replay
 
-    def fill(self, hidden_NH: torch.Tensor, positions: Sequence[int], members: Sequence[Member], page: int) -> None:
+    def fill(
+        self, hidden_NH: torch.Tensor, positions: Sequence[int], members: Sequence[BatchSequence], page: int
+    ) -> None:
         """Put a batch in front; the rows behind it go to the page that belongs to nobody."""
         empty = self.rows - len(members)
         numbers = [*positions, *[0] * empty]
         numbers += [member.table[member.start // page] * page + member.start % page for member in members]
-        numbers += [SCRATCH * page] * empty
+        numbers += [SCRATCH_PAGE * page] * empty
         numbers += [member.end for member in members]
         numbers += [1] * empty
         for member in members:
             numbers += member.table
-            numbers += [SCRATCH] * (self.width - len(member.table))
-        numbers += [SCRATCH] * (self.width * empty)
+            numbers += [SCRATCH_PAGE] * (self.width - len(member.table))
+        numbers += [SCRATCH_PAGE] * (self.width * empty)
         self.numbers.copy_(torch.tensor(numbers, dtype=torch.int32))
         self.hidden_NH[: len(members)] = hidden_NH
 
@@ -99,25 +101,30 @@ class DecodeGraphs:
     """The recordings of one span's forward, made when they are first needed.
 
     Args:
-        record: a `CudaRecorder`, or for tests a function that returns its argument.
+        record: a `CudaGraphRecorder`, or for tests a function that returns its argument.
 
     Attributes:
         works: False once a recording has failed.
     """
 
-    def __init__(self, model: SpanModel, record: Record) -> None:
+    def __init__(self, model: SpanModel, record: GraphRecorder) -> None:
         self._model = model
         self.record = record
         self.works = True
-        self._recordings: dict[tuple[int, int], _Recording] = {}
+        self._recordings: dict[tuple[int, int], _RecordedGraph] = {}
         self._moves = -1
 
     @torch.inference_mode()
-    def step(self, hidden_NH: torch.Tensor, positions: Sequence[int], members: Sequence[Member]) -> torch.Tensor | None:
+    def step(
+        self, hidden_NH: torch.Tensor, positions: Sequence[int], members: Sequence[BatchSequence]
+    ) -> torch.Tensor | None:
         """`SpanModel.forward_tokens` of a batch of rows; None if it has to be computed the plain way."""
         if len(members) != len(positions):
             return None  # some row brings more than one token
-        rows, width = _bucket(len(members), ROWS), _bucket(max(len(member.table) for member in members), WIDTHS)
+        rows, width = (
+            _bucket(len(members), BATCH_SIZES),
+            _bucket(max(len(member.table) for member in members), TABLE_WIDTHS),
+        )
         recording = self._recording(rows, width) if rows is not None and width is not None else None
         if recording is None:
             return None
@@ -125,12 +132,12 @@ class DecodeGraphs:
         recording.replay()
         return recording.output_NH[: len(members)].clone()
 
-    def _recording(self, rows: int, width: int) -> _Recording | None:
+    def _recording(self, rows: int, width: int) -> _RecordedGraph | None:
         paging = self._model.paging
         assert paging is not None
-        if paging.pool.moves != self._moves:
+        if paging.pool.relocations != self._moves:
             self._recordings.clear()  # they would write to where the pool was
-            self._moves = paging.pool.moves
+            self._moves = paging.pool.relocations
         if (rows, width) not in self._recordings and self.works:
             try:
                 made = self._made(rows, width)
@@ -139,12 +146,14 @@ class DecodeGraphs:
                 self._recordings.clear()
                 logger.warning("Decode steps are not recorded as CUDA graphs: %s", str(error).partition("\n")[0])
                 return None
-            if paging.pool.moves != self._moves:  # its first run made layers of the pool; all are where they stay now
+            if (
+                paging.pool.relocations != self._moves
+            ):  # its first run made layers of the pool; all are where they stay now
                 return self._recording(rows, width)
             self._recordings[rows, width] = made
         return self._recordings.get((rows, width))
 
-    def _made(self, rows: int, width: int) -> _Recording:
+    def _made(self, rows: int, width: int) -> _RecordedGraph:
         model, page = self._model, self._page
         hidden_NH = torch.zeros(rows, model.hidden_size, dtype=model.dtype, device=model.device)
         output_NH = torch.zeros_like(hidden_NH)
@@ -154,18 +163,18 @@ class DecodeGraphs:
         def forward() -> None:
             assert model.paging is not None
             positions_N, slots_N, lengths, table = numbers.split([rows, rows, rows, rows * width])
-            index = PageIndex(slots_N.long(), bounds, lengths, table.view(rows, width), 1, width * page)
-            batch = PageBatch(model.paging, index)
+            index = PagedBatchIndex(slots_N.long(), bounds, lengths, table.view(rows, width), 1, width * page)
+            batch = PagedBatch(model.paging, index)
             output_NH.copy_(model.run_packed(hidden_NH, positions_N.long().unsqueeze(1), batch))
 
-        recording = _Recording(rows, width, hidden_NH, numbers, output_NH, lambda: None)
+        recording = _RecordedGraph(rows, width, hidden_NH, numbers, output_NH, lambda: None)
         recording.fill(hidden_NH[:0], (), (), page)
         return replace(recording, replay=self.record(forward))
 
     @property
     def _page(self) -> int:
         assert self._model.paging is not None
-        return self._model.paging.pool.page
+        return self._model.paging.pool.page_size
 
 
 def _bucket(count: int, sizes: Sequence[int]) -> int | None:

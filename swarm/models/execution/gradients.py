@@ -24,19 +24,19 @@ from torch.utils.checkpoint import checkpoint
 from swarm.data_structures import StepLayout
 from swarm.models.adapters import layer_hooks as adapters
 from swarm.models.adapters.layer_hooks import NO_ADAPTER, AdapterSegment, AdapterWeights
-from swarm.models.execution.padded_sequences import groups
+from swarm.models.execution.padded_sequences import padded_groups
 from swarm.models.execution.span_model import SpanModel
 
-GRAPH = 1 << 29
+MAX_GRAPH_BYTES = 1 << 29
 """Bytes that one graph may remember."""
 
-REMEMBERED = 24
+GRAPH_HIDDEN_SIZES_PER_TOKEN = 24
 """Numbers that a graph remembers of a token in a block, in hidden sizes. Counted: 13 (llama) to 26 (mixtral), and more
 where attention writes out its scores (bloom: 10 + 1/64 of the row's length)."""
 
 
 @dataclass(frozen=True)
-class Gradients:
+class SpanGradients:
     """Attributes:
     inputs: `[tokens, hidden]`, in the span's dtype.
     parts: by block, one for each of `BlockAdapterWeights.tensors`, in that order, of the same shapes, float32.
@@ -46,7 +46,7 @@ class Gradients:
     parts: dict[int, list[torch.Tensor]]
 
 
-def forward(
+def forward_with_graph(
     model: SpanModel, inputs_TH: torch.Tensor, layout: StepLayout, adapter: AdapterWeights = NO_ADAPTER
 ) -> torch.Tensor:
     """Run whole sequences, as `kv_cache.forward_packed`, with a way back to inputs and adapter if they want gradients.
@@ -59,7 +59,7 @@ def forward(
     """
     rows = inputs_TH.split(list(layout.counts))
     outputs = [rows[0][:0]] * layout.rows
-    for group in groups(layout):
+    for group in padded_groups(layout):
         hidden_RTH = pad_sequence([rows[row] for row in group], batch_first=True)
         result_RTH = _run(model, hidden_RTH, layout, group, adapter)
         for row, output_TH in zip(group, result_RTH, strict=True):
@@ -67,13 +67,13 @@ def forward(
     return torch.cat(outputs)
 
 
-def backward(
+def compute_gradients(
     model: SpanModel,
     inputs_TH: torch.Tensor,
     gradients_TH: torch.Tensor,
     layout: StepLayout,
     adapter: AdapterWeights = NO_ADAPTER,
-) -> Gradients:
+) -> SpanGradients:
     """Gradients of a forward over whole sequences.
 
     Args:
@@ -100,7 +100,7 @@ def backward(
                 found[row] = gradient_TH[: layout.counts[row]]
             for total, gradient in zip(itertools.chain(*totals.values()), rest, strict=True):
                 total += gradient
-    return Gradients(torch.cat(found), totals)
+    return SpanGradients(torch.cat(found), totals)
 
 
 def _run(
@@ -109,21 +109,22 @@ def _run(
     """Some rows as a rectangle, `[R, T, H]`; what comes behind their ends has no meaning."""
     rows, length, _ = hidden_RTH.shape
     offsets = [layout.offsets[row] for row in group] if layout.offsets is not None else None
-    shares = [AdapterSegment(adapter, list(range(length)) * rows)] if adapter else []
-    with model.adapted.running(shares), _frugal(model) if _graph(model, rows * length) > GRAPH else nullcontext():
-        return model.run_rectangle(hidden_RTH, None, None, offsets)
+    segments = [AdapterSegment(adapter, list(range(length)) * rows)] if adapter else []
+    too_large = _graph(model, rows * length) > MAX_GRAPH_BYTES
+    with model.adapted.running(segments), _frugal(model) if too_large else nullcontext():
+        return model.run_padded(hidden_RTH, None, None, offsets)
 
 
 def _graph(model: SpanModel, tokens: int) -> int:
     """Bytes that a graph of so many tokens remembers."""
-    return tokens * model.span.length * REMEMBERED * model.hidden_size * model.dtype.itemsize
+    return tokens * model.span.length * GRAPH_HIDDEN_SIZES_PER_TOKEN * model.hidden_size * model.dtype.itemsize
 
 
 def _groups(model: SpanModel, layout: StepLayout) -> Iterator[list[int]]:
     """Rows that are computed as one rectangle, as few as the size of their graph demands."""
-    for group in groups(layout):
+    for group in padded_groups(layout):
         longest = max(layout.counts[row] for row in group)
-        rows = max(1, GRAPH // max(1, _graph(model, longest)))
+        rows = max(1, MAX_GRAPH_BYTES // max(1, _graph(model, longest)))
         yield from (group[first : first + rows] for first in range(0, len(group), rows))
 
 

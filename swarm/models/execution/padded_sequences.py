@@ -16,39 +16,39 @@ import torch
 
 from swarm.data_structures import StepLayout
 from swarm.models.adapters.layer_hooks import AdapterSegment, AdapterWeights
-from swarm.models.attention.padded_kv import RectangleCache, RowPiece
+from swarm.models.attention.padded_kv import PaddedKV, PaddedSlice
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.execution.step_part import WorkPart
+from swarm.models.execution.step_part import StepPart
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _PaddedSequence:
     """Where a row's past lies: `length` positions from slot `pad` of row `index` of a rectangle."""
 
-    rectangle: RectangleCache | None
+    rectangle: PaddedKV | None
     index: int
     pad: int
     length: int
 
 
-_Uses = Counter[RectangleCache | None]
+_Uses = Counter[PaddedKV | None]
 """How many rows lie in each rectangle, before or after a step's copying."""
 
-_EMPTY = _Row(None, 0, 0, 0)
+_EMPTY = _PaddedSequence(None, 0, 0, 0)
 
 
 @dataclass
-class RectangleDraft:
+class StagedPaddedSequences:
     """Rows as a step leaves them, changed by every part of the step that is computed."""
 
-    keeper: RectangleRows
-    rows: list[_Row]
+    keeper: PaddedSequences
+    rows: list[_PaddedSequence]
 
     def commit(self) -> None:
         self.keeper.rows = _compacted(self.rows)
 
 
-class RectangleRows:
+class PaddedSequences:
     """The rows of one session.
 
     Args:
@@ -57,50 +57,50 @@ class RectangleRows:
 
     def __init__(self, model: SpanModel) -> None:
         self.model = model
-        self.rows: list[_Row] = []
+        self.rows: list[_PaddedSequence] = []
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """Positions of each row."""
         return tuple(row.length for row in self.rows)
 
-    def begin(self, layout: StepLayout) -> RectangleDraft:
+    def stage(self, layout: StepLayout) -> StagedPaddedSequences:
         """The rows copied and set back as the layout says."""
         sources = layout.sources if layout.sources is not None else range(layout.rows)
         rows = []
         for source, start in zip(sources, layout.starts, strict=True):
             row = self.rows[source] if source < len(self.rows) and start > 0 else _EMPTY
-            rows.append(_Row(row.rectangle, row.index, row.pad, start))
-        return RectangleDraft(self, rows)
+            rows.append(_PaddedSequence(row.rectangle, row.index, row.pad, start))
+        return StagedPaddedSequences(self, rows)
 
 
-def compute(model: SpanModel, parts: Sequence[WorkPart]) -> list[torch.Tensor]:
-    """Compute parts, whose drafts are `RectangleDraft`s, one after the other."""
+def compute(model: SpanModel, parts: Sequence[StepPart]) -> list[torch.Tensor]:
+    """Compute parts, whose drafts are `StagedPaddedSequences`s, one after the other."""
     return [_computed(model, part) for part in parts]
 
 
-def _computed(model: SpanModel, part: WorkPart) -> torch.Tensor:
+def _computed(model: SpanModel, part: StepPart) -> torch.Tensor:
     """The draft's rows get their new tokens."""
-    draft: RectangleDraft = part.draft
+    draft: StagedPaddedSequences = part.staged
     bounds = list(itertools.accumulate(part.layout.counts, initial=0))
     output = torch.empty_like(part.inputs)
     kept = draft.keeper.rows
     uses = Counter(row.rectangle for row in kept) | Counter(row.rectangle for row in draft.rows)
-    for group in groups(part.layout):
+    for group in padded_groups(part.layout):
         _compute_group(model, part, output, bounds, group, uses)
     return output
 
 
 def _compute_group(
     model: SpanModel,
-    part: WorkPart,
+    part: StepPart,
     output_TH: torch.Tensor,
     bounds: Sequence[int],
     group: Sequence[int],
     uses: _Uses,
 ) -> None:
     """Compute the rows of `group` as one rectangle: read their tokens, write to `output_TH` and the draft."""
-    draft: RectangleDraft = part.draft
+    draft: StagedPaddedSequences = part.staged
     layout, packed_TH = part.layout, part.inputs
     rows, counts = draft.rows, layout.counts
     new = max(counts[row] for row in group)
@@ -120,15 +120,15 @@ def _compute_group(
             for place, row in enumerate(group):
                 output_TH[bounds[row] : bounds[row + 1]] = result[place, new - counts[row] :]
     for place, row in enumerate(group):
-        rows[row] = _Row(rectangle, place, pads[place], rows[row].length + counts[row])
+        rows[row] = _PaddedSequence(rectangle, place, pads[place], rows[row].length + counts[row])
 
 
-def _rectangle(model: SpanModel, draft: RectangleDraft, group: Sequence[int], uses: _Uses) -> RectangleCache:
+def _rectangle(model: SpanModel, draft: StagedPaddedSequences, group: Sequence[int], uses: _Uses) -> PaddedKV:
     """The rectangle that holds just these rows, all ending at the same slot; copied together if there is none."""
     rows = draft.rows
     first = rows[group[0]]
     if first.rectangle is None:
-        return model.new_cache()
+        return model.new_padded_kv()
     end = first.pad + first.length
     together = first.rectangle.rows == len(group) and all(
         rows[row].rectangle is first.rectangle and rows[row].index == place and rows[row].pad + rows[row].length == end
@@ -142,7 +142,7 @@ def _rectangle(model: SpanModel, draft: RectangleDraft, group: Sequence[int], us
         replace(row, length=min(row.length, end - row.pad)) if row.rectangle is first.rectangle else row
         for row in draft.keeper.rows
     ]
-    first.rectangle.set_length(end)
+    first.rectangle.truncate(end)
     return first.rectangle
 
 
@@ -151,7 +151,7 @@ def _shares(adapter: AdapterWeights, past: int, new: int, pads: Sequence[int]) -
     return [AdapterSegment(adapter, [past + slot - pad for pad in pads for slot in range(new)])] if adapter else []
 
 
-def groups(layout: StepLayout) -> list[list[int]]:
+def padded_groups(layout: StepLayout) -> list[list[int]]:
     """Rows that can be computed as one rectangle: those that begin, padded on the left, and those of equal count.
 
     Beginning rows of very different lengths are divided further, so that at most half of a rectangle is padding.
@@ -168,17 +168,17 @@ def groups(layout: StepLayout) -> list[list[int]]:
     return list(found.values())
 
 
-def _copied(rows: Sequence[_Row]) -> RectangleCache:
-    pieces = [RowPiece(row.rectangle, row.index, row.pad, row.length) for row in rows if row.rectangle is not None]
-    return RectangleCache.assemble(pieces)
+def _copied(rows: Sequence[_PaddedSequence]) -> PaddedKV:
+    pieces = [PaddedSlice(row.rectangle, row.index, row.pad, row.length) for row in rows if row.rectangle is not None]
+    return PaddedKV.from_slices(pieces)
 
 
-def _compacted(rows: list[_Row]) -> list[_Row]:
+def _compacted(rows: list[_PaddedSequence]) -> list[_PaddedSequence]:
     """The rows, those that have stopped moved out of rectangles of which they are the lesser part.
 
     Without this, rows that end one after the other would each keep a rectangle of all rows alive.
     """
-    holders: dict[RectangleCache, list[int]] = {}
+    holders: dict[PaddedKV, list[int]] = {}
     for place, row in enumerate(rows):
         if row.rectangle is not None:
             holders.setdefault(row.rectangle, []).append(place)
@@ -187,7 +187,7 @@ def _compacted(rows: list[_Row]) -> list[_Row]:
             copy = _copied([rows[place] for place in places])
             for index, place in enumerate(places):
                 length = rows[place].length
-                rows[place] = _Row(copy, index, copy.length - length, length)
+                rows[place] = _PaddedSequence(copy, index, copy.length - length, length)
     return rows
 
 

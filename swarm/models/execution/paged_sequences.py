@@ -10,16 +10,16 @@ import torch
 
 from swarm.data_structures import StepLayout
 from swarm.models.adapters import layer_hooks as adapters
-from swarm.models.attention.page_pool import Lease, PagePool
-from swarm.models.attention.paged_attention import Member, PageBatch, page_index
+from swarm.models.attention.page_pool import PageLease, PagePool
+from swarm.models.attention.paged_attention import BatchSequence, PagedBatch, build_index
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.execution.step_part import WorkPart, shares
+from swarm.models.execution.step_part import StepPart, adapter_shares
 
 Tables = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class RowPlan:
+class PagePlan:
     """How a step's row gets its pages, in order: those of its source, then `fresh` ones nobody holds.
 
     Attributes:
@@ -34,9 +34,9 @@ class RowPlan:
     overwrites: bool
 
 
-def plan(
+def plan_pages(
     tables: Tables, lengths: Sequence[int], layout: StepLayout, page: int, holders: Callable[[int], int]
-) -> list[RowPlan]:
+) -> list[PagePlan]:
     """Which pages each row of a step shares, takes over, copies and needs.
 
     Full pages before a row's start are shared. The others are written to, so a row takes them over if nobody else
@@ -68,23 +68,23 @@ def plan(
             needed_by_others.add(page_id)
         copied = before[full] if rest and len(kept) == full else None
         overwrites = len(kept) > full and count > 0 and start < lengths[source]
-        plans.append(RowPlan(kept, copied, needed - len(kept), overwrites))
+        plans.append(PagePlan(kept, copied, needed - len(kept), overwrites))
     return plans
 
 
 @dataclass
-class PageDraft:
+class StagedPagedSequences:
     """Rows as a step leaves them: `lease` has room for all of the step's tokens, `lengths` are with them."""
 
-    rows: PageRows
-    lease: Lease
+    rows: PagedSequences
+    lease: PageLease
     lengths: tuple[int, ...]
 
     def commit(self) -> None:
         self.rows.lease, self.rows.lengths = self.lease, self.lengths
 
 
-class PageRows:
+class PagedSequences:
     """The rows of one session.
 
     Attributes:
@@ -94,48 +94,48 @@ class PageRows:
 
     def __init__(self, pool: PagePool) -> None:
         self.pool = pool
-        self.lease = Lease(pool, ())
+        self.lease = PageLease(pool, ())
         self.lengths: tuple[int, ...] = ()
 
-    def begin(self, layout: StepLayout) -> PageDraft:
+    def stage(self, layout: StepLayout) -> StagedPagedSequences:
         """The rows copied and set back as the layout says, with pages for what they bring.
 
         Raises `torch.OutOfMemoryError`, and changes nothing, if the pool cannot grow.
         """
         ends = tuple(map(operator.add, layout.starts, layout.counts))
         if self._goes_on(layout):
-            return PageDraft(self, self.lease, ends)
-        plans = plan(self.lease.tables, self.lengths, layout, self.pool.page, self.pool.holders)
+            return StagedPagedSequences(self, self.lease, ends)
+        plans = plan_pages(self.lease.tables, self.lengths, layout, self.pool.page_size, self.pool.holder_count)
         lease = self._leased(plans)
         self.lengths = self._left(layout, plans)
-        return PageDraft(self, lease, ends)
+        return StagedPagedSequences(self, lease, ends)
 
     def _goes_on(self, layout: StepLayout) -> bool:
         """Whether a plan would change nothing, without making one: rows go on where they end, in pages of their own."""
         if layout.sources is not None or layout.starts != self.lengths:
             return False
-        page, holders = self.pool.page, self.pool.holders
+        page, holders = self.pool.page_size, self.pool.holder_count
         for table, start, count in zip(self.lease.tables, layout.starts, layout.counts, strict=True):
             if start + count > len(table) * page or any(holders(one) > 1 for one in table[start // page :]):
                 return False
         return True
 
-    def _leased(self, plans: Sequence[RowPlan]) -> Lease:
+    def _leased(self, plans: Sequence[PagePlan]) -> PageLease:
         if tuple(one.kept for one in plans) == self.lease.tables and not any(one.fresh for one in plans):
             return self.lease
-        fresh = iter(self.pool.take(sum(one.fresh for one in plans)))
+        fresh = iter(self.pool.allocate(sum(one.fresh for one in plans)))
         tables, pairs = [], []
         for one in plans:
-            self.pool.share(one.kept)
+            self.pool.retain(one.kept)
             new = [next(fresh) for _ in range(one.fresh)]
             if one.copied is not None:
                 pairs.append((one.copied, new[0]))
             tables.append((*one.kept, *new))
-        lease = Lease(self.pool, tuple(tables))  # before anything can fail
-        self.pool.copy([source for source, _ in pairs], [target for _, target in pairs])
+        lease = PageLease(self.pool, tuple(tables))  # before anything can fail
+        self.pool.copy_pages([source for source, _ in pairs], [target for _, target in pairs])
         return lease
 
-    def _left(self, layout: StepLayout, plans: Sequence[RowPlan]) -> tuple[int, ...]:
+    def _left(self, layout: StepLayout, plans: Sequence[PagePlan]) -> tuple[int, ...]:
         """What is left of the rows, should the step fail: nobody may go on from what it is going to overwrite."""
         left = list(self.lengths)
         sources = layout.sources if layout.sources is not None else range(layout.rows)
@@ -145,32 +145,32 @@ class PageRows:
         return tuple(left)
 
 
-def compute(model: SpanModel, parts: Sequence[WorkPart]) -> list[torch.Tensor]:
-    """One forward for all parts, whose drafts are `PageDraft`s."""
-    members: list[Member] = []
+def compute(model: SpanModel, parts: Sequence[StepPart]) -> list[torch.Tensor]:
+    """One forward for all parts, whose drafts are `StagedPagedSequences`s."""
+    members: list[BatchSequence] = []
     positions: list[int] = []
     for part in parts:
         layout = part.layout
         offsets = layout.offsets if layout.offsets is not None else (0,) * layout.rows
-        rows = zip(part.draft.lease.tables, layout.starts, layout.counts, offsets, strict=True)
+        rows = zip(part.staged.lease.tables, layout.starts, layout.counts, offsets, strict=True)
         for table, start, count, offset in rows:
             if count:
-                members.append(Member(table, start, count))
+                members.append(BatchSequence(table, start, count))
                 positions.extend(range(start + offset, start + offset + count))
     inputs = [part.inputs for part in parts]
     hidden_NH = inputs[0] if len(inputs) == 1 else torch.cat(inputs)
-    with model.adapted.running(shares(parts)):
+    with model.adapted.running(adapter_shares(parts)):
         output_NH = _forward(model, hidden_NH, positions, members)
     return list(output_NH.split([len(hidden) for hidden in inputs]))
 
 
 def _forward(
-    model: SpanModel, hidden_NH: torch.Tensor, positions: Sequence[int], members: Sequence[Member]
+    model: SpanModel, hidden_NH: torch.Tensor, positions: Sequence[int], members: Sequence[BatchSequence]
 ) -> torch.Tensor:
     assert model.paging is not None
     if model.graphs is not None and adapters.current() is None:  # what is recorded knows no adapters
         replayed = model.graphs.step(hidden_NH, positions, members)
         if replayed is not None:
             return replayed
-    index = page_index(members, model.paging.pool.page, model.device)
-    return model.forward_tokens(hidden_NH, positions, PageBatch(model.paging, index))
+    index = build_index(members, model.paging.pool.page_size, model.device)
+    return model.forward_tokens(hidden_NH, positions, PagedBatch(model.paging, index))

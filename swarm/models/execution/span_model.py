@@ -19,12 +19,12 @@ from swarm.errors import InvalidSpan
 from swarm.models.adapters import layer_hooks as adapters
 from swarm.models.adapters.layer_hooks import AdaptedLayers
 from swarm.models.attention.attention_switch import AttentionSwitch
-from swarm.models.attention.packed_attention import PackedBatch, running
-from swarm.models.attention.padded_kv import RectangleCache
-from swarm.models.attention.paged_attention import Paging
+from swarm.models.attention.packed_attention import PackedBatch, running_batch
+from swarm.models.attention.padded_kv import PaddedKV
+from swarm.models.attention.paged_attention import PagedAttention
 from swarm.models.cutting import surgery
 from swarm.models.execution.cuda_graphs import DecodeGraphs
-from swarm.models.execution.traced_forward import Function
+from swarm.models.execution.traced_forward import TokenForward
 from swarm.models.weights.quantization import weight_bytes
 
 
@@ -75,9 +75,9 @@ class SpanModel:
         self._attention = attention or AttentionSwitch(model)
         self.adapted = adapted or AdaptedLayers(layers, span.start, hidden_size)
         self.packed = False
-        self.paging: Paging | None = None
+        self.paging: PagedAttention | None = None
         self.graphs: DecodeGraphs | None = None
-        self.captured: Function | None = None
+        self.captured: TokenForward | None = None
         self.positions = _table_length(model)
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._received: torch.Tensor | None = None
@@ -92,9 +92,9 @@ class SpanModel:
         layers: Any = self.module.get_submodule(self._path)
         return cast(nn.ModuleList, layers)
 
-    def new_cache(self) -> RectangleCache:
+    def new_padded_kv(self) -> PaddedKV:
         """An empty attention cache for this span."""
-        return RectangleCache(self._first + self.span.length, self._first)
+        return PaddedKV(self._first + self.span.length, self._first)
 
     def narrowed(self, span: Span) -> SpanModel:
         """Part of this span as a span of its own, sharing the weights. Raises `InvalidSpan` if it is no part of it."""
@@ -104,7 +104,7 @@ class SpanModel:
             start, end = span.start - self.span.start, span.end - self.span.start
             model = surgery.slice_model(self.module, self._path, start, end)
             digests = self.digests[start:end]
-            self._attention.add(model)
+            self._attention.include_model(model)
             first = self._first + start
             part = SpanModel(model, self._path, span, digests, self.hidden_size, first, self._attention, self.adapted)
             part.packed, part.paging = self.packed, self.paging
@@ -116,17 +116,17 @@ class SpanModel:
     def forward(
         self,
         hidden_RTH: torch.Tensor,
-        cache: RectangleCache | None = None,
+        cache: PaddedKV | None = None,
         pads: Sequence[int] | None = None,
         offsets: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Run the span over a rectangle of rows, for which no gradients are wanted; see `run_rectangle`."""
-        return self.run_rectangle(hidden_RTH, cache, pads, offsets)
+        """Run the span over a rectangle of rows, for which no gradients are wanted; see `run_padded`."""
+        return self.run_padded(hidden_RTH, cache, pads, offsets)
 
-    def run_rectangle(
+    def run_padded(
         self,
         hidden_RTH: torch.Tensor,
-        cache: RectangleCache | None = None,
+        cache: PaddedKV | None = None,
         pads: Sequence[int] | None = None,
         offsets: Sequence[int] | None = None,
     ) -> torch.Tensor:
@@ -165,7 +165,7 @@ class SpanModel:
         if self._takes_positions:
             arguments["position_ids"] = positions
         try:
-            self._attention.use_own()
+            self._attention.use_family_attention()
             return self._run(hidden_RTH, arguments)
         finally:
             if cache is not None:
@@ -187,12 +187,12 @@ class SpanModel:
 
     def run_packed(self, hidden_NH: torch.Tensor, positions_N1: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
         """`forward_tokens` for positions that are on the device already. Only in inference mode."""
-        with running(batch):
+        with running_batch(batch):
             if self.captured is not None and adapters.current() is None:  # what is captured knows no adapters
                 output_N1H = self.captured(hidden_NH.unsqueeze(1), positions_N1)
             else:
                 output_N1H = self.run_tokens(batch, hidden_NH.unsqueeze(1), positions_N1)
-        batch.check()
+        batch.require_attention_called()
         return output_N1H.squeeze(1)
 
     def run_tokens(self, batch: PackedBatch, hidden_N1H: torch.Tensor, positions_N1: torch.Tensor) -> torch.Tensor:
@@ -205,7 +205,7 @@ class SpanModel:
         }
         if self._takes_positions:
             arguments["position_ids"] = positions_N1
-        self._attention.use_packed()
+        self._attention.use_packed_attention()
         return self._run(hidden_N1H, arguments)
 
     def _run(self, hidden: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:

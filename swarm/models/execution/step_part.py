@@ -13,21 +13,21 @@ from swarm.models.adapters.layer_hooks import AdapterSegment, AdapterWeights
 
 
 @dataclass(frozen=True, slots=True)
-class WorkPart:
+class StepPart:
     """Attributes:
-    draft: rows as the step leaves them, of the kind that belongs to the way of computing.
+    staged: rows as the step leaves them, of the kind that belongs to the way of computing.
     layout: how many tokens each of these rows brings.
     inputs: the tokens, `[tokens, hidden]`.
     adapter: what their client adds to blocks.
     """
 
-    draft: Any
+    staged: Any
     layout: StepLayout
     inputs: torch.Tensor
     adapter: AdapterWeights
 
 
-def shares(parts: Sequence[WorkPart]) -> list[AdapterSegment]:
+def adapter_shares(parts: Sequence[StepPart]) -> list[AdapterSegment]:
     """The adapters of packed tokens, one part behind the other; none if no part has any."""
     if not any(part.adapter for part in parts):
         return []

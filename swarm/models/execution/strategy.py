@@ -16,14 +16,14 @@ from typing import Literal
 import torch
 
 from swarm.data_structures import StepLayout
-from swarm.models.attention.page_pool import PAGE, PagePool
-from swarm.models.attention.paged_attention import Paging
-from swarm.models.attention.paged_kernels import agrees, kernels_for
+from swarm.models.attention.page_pool import PAGE_POSITIONS, PagePool
+from swarm.models.attention.paged_attention import PagedAttention
+from swarm.models.attention.paged_kernels import agrees_with_reference, candidate_kernels
 from swarm.models.cutting.families import POSITIONS_BY_SLOT
-from swarm.models.execution.cuda_graphs import CudaRecorder, DecodeGraphs, Record
-from swarm.models.execution.session_cache import SessionCache, advance
+from swarm.models.execution.cuda_graphs import CudaGraphRecorder, DecodeGraphs, GraphRecorder
+from swarm.models.execution.session_cache import SessionCache, advance_steps
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.execution.traced_forward import Capture, Function, faster
+from swarm.models.execution.traced_forward import TokenForward, TracedForward, is_faster
 
 logger = logging.getLogger(__name__)
 
@@ -44,35 +44,35 @@ AGREEING = 0.75
 """Share of tokens that have to agree. A mixture of experts may send a token elsewhere for a rounding error."""
 
 
-Layout = Literal["auto", "pages", "rows", "rectangles"]
+CacheLayout = Literal["auto", "paged", "contiguous", "padded"]
 """How rows are laid out: in pages of one pool, in a store for each session, or as rectangles, which every family can
 compute with. A layout that the family or the device cannot compute with is replaced by the next one of these three.
 "auto" is pages on a GPU in 16 bits, for which kernels exist, and stores elsewhere. On a CPU (hidden 256, 8 blocks, fp32
 and one thread) pages took 1.05 times as long for rows of 64 positions; for 1,024, 1.5 times (1 session), 2.3 (8)."""
 
 
-def decide(model: SpanModel, layout: Layout = "auto") -> None:
+def decide(model: SpanModel, layout: CacheLayout = "auto") -> None:
     """Set `model.packed` and `model.paging`."""
     model.packed, model.paging = False, None
-    if layout == "rectangles" or model.family in POSITIONS_BY_SLOT:
+    if layout == "padded" or model.family in POSITIONS_BY_SLOT:
         return
     inputs, expected = _schedule(model)
     model.packed = True
     model.packed = _agrees(model, inputs, expected)
     if not model.packed:
         logger.info("These blocks compute one session at a time: their attention cannot be shared between sessions")
-    elif layout == "pages" or (layout == "auto" and model.device.type == "cuda" and model.dtype in HALF):
+    elif layout == "paged" or (layout == "auto" and model.device.type == "cuda" and model.dtype in HALF):
         _try_pages(model)
 
 
 def _try_pages(model: SpanModel) -> None:
     """Set `model.paging` if the blocks, and this machine's kernel, can compute with pages."""
     # A row of more than a page, unless the model has a table of positions that ends before.
-    longer = PAGE if model.positions is None or model.positions > 2 * PAGE else 0
+    longer = PAGE_POSITIONS if model.positions is None or model.positions > 2 * PAGE_POSITIONS else 0
     inputs, expected = _schedule(model, longer)
     try:
-        for kernel in kernels_for(model.device):
-            model.paging = Paging(PagePool(), kernel)
+        for kernel in candidate_kernels(model.device):
+            model.paging = PagedAttention(PagePool(), kernel)
             # A model is computed right by a kernel that ignores a window which is longer than what is tried here.
             if _agrees(model, inputs, expected, longer) and _agrees_itself(model.paging):
                 return
@@ -82,11 +82,11 @@ def _try_pages(model: SpanModel) -> None:
     logger.info("The attention cache is not kept in pages: these blocks, or this GPU, cannot compute with them")
 
 
-def _agrees_itself(paging: Paging) -> bool:
+def _agrees_itself(paging: PagedAttention) -> bool:
     """Whether the kernel computes what it should for layers of each shape that have written to the pool."""
     kinds = {keys.shape: keys for keys, _ in paging.pool.layers.values()}.values()
     try:
-        return all(agrees(paging.kernel, keys) for keys in kinds)
+        return all(agrees_with_reference(paging.kernel, keys) for keys in kinds)
     except Exception as error:  # whatever a kernel makes of shapes that it does not know
         logger.debug("attention over pages is not possible: %r", error)
         return False
@@ -103,7 +103,7 @@ def _agrees(model: SpanModel, inputs: torch.Tensor, expected: torch.Tensor, long
         return False
 
 
-def try_capture(model: SpanModel, compile_in: Path | None = None, record: Record | None = None) -> str:
+def try_capture(model: SpanModel, compile_in: Path | None = None, record: GraphRecorder | None = None) -> str:
     """Set `model.captured` and `model.graphs` to the fastest way of running a step's tokens with the same results.
 
     Takes a second or two for small models; half a minute more where it compiles.
@@ -120,7 +120,7 @@ def try_capture(model: SpanModel, compile_in: Path | None = None, record: Record
         return "plain"
     best = _try_written_down(model, compile_in)
     if record is None and model.device.type == "cuda":
-        record = CudaRecorder(model.device)
+        record = CudaGraphRecorder(model.device)
     return "graphs" if record is not None and _try_graphs(model, record) else best
 
 
@@ -135,7 +135,7 @@ def _try_written_down(model: SpanModel, compile_in: Path | None) -> str:
     if compile_in is not None:
         ways["compiled"] = lambda capture: capture.compiled(compile_in)
     try:
-        capture = Capture(model.module, model.run_tokens, example)
+        capture = TracedForward(model.module, model.run_tokens, example)
     except Exception as error:  # whatever torch makes of a family's code
         logger.info("This family's forward cannot be written down; its modules run as they are")
         logger.debug("because of %r", error)
@@ -155,7 +155,7 @@ def _try_written_down(model: SpanModel, compile_in: Path | None) -> str:
     return best
 
 
-def _try_graphs(model: SpanModel, record: Record) -> bool:
+def _try_graphs(model: SpanModel, record: GraphRecorder) -> bool:
     """Set `model.graphs` if decode steps can be recorded, and are right and faster so."""
     if model.paging is None:
         return False
@@ -175,7 +175,7 @@ def _error(model: SpanModel, expected: torch.Tensor) -> float:
     return float((_schedule(model)[1] - expected).norm() / expected.norm())
 
 
-_Way = tuple[Function | None, DecodeGraphs | None]
+_Way = tuple[TokenForward | None, DecodeGraphs | None]
 """What runs a decode step: `SpanModel.captured` and `SpanModel.graphs`."""
 
 
@@ -183,7 +183,7 @@ def _is_faster(model: SpanModel, way: _Way, other: _Way) -> bool:
     """Whether a decode step takes less time one way than the other. Leaves the latter in the model."""
     steps = _decode_step(model, way), _decode_step(model, other)
     # A GPU computes while this thread does nothing, so that its time is no measure.
-    return faster(*steps, clock=time.perf_counter) if model.device.type == "cuda" else faster(*steps)
+    return is_faster(*steps, clock=time.perf_counter) if model.device.type == "cuda" else is_faster(*steps)
 
 
 def _decode_step(model: SpanModel, way: _Way) -> Callable[[], object]:
@@ -221,9 +221,9 @@ def _schedule(model: SpanModel, longer: int = 0) -> tuple[torch.Tensor, torch.Te
         second.step(hidden(3), StepLayout((9 + longer,), (3,))),
     ]
     works = [
-        first.begin(hidden(2), StepLayout((5, 5), (1, 1))),
-        second.begin(hidden(1), StepLayout((12 + longer,), (1,))),
+        first.start_step(hidden(2), StepLayout((5, 5), (1, 1))),
+        second.start_step(hidden(1), StepLayout((12 + longer,), (1,))),
     ]
-    advance([(work, work.left) for work in works])
+    advance_steps([(work, work.tokens_left) for work in works])
     outputs += [work.output for work in works]
     return torch.cat(inputs).float(), torch.cat(outputs).float()

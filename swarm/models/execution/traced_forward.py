@@ -28,10 +28,16 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from swarm.models.attention.packed_attention import Extra, PackedBatch, PackedMask, current_batch, running
+from swarm.models.attention.packed_attention import (
+    AttentionExtras,
+    PackedBatch,
+    PackedMask,
+    current_batch,
+    running_batch,
+)
 from swarm.models.weights.frozen_linear import FrozenLinear
 
-Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+TokenForward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Hidden states `[tokens, 1, hidden]` and positions `[tokens, 1]` to outputs like the former."""
 
 _library = torch.library.Library("swarm", "DEF")
@@ -63,7 +69,7 @@ _DIRECT: dict[Any, Callable[..., Any]] = {
 
 
 @dataclass(frozen=True)
-class _Site:
+class _AttentionSite:
     """One layer's cache and attention, as the family's code called them."""
 
     module: Any
@@ -77,15 +83,17 @@ class _Site:
     ) -> torch.Tensor:
         batch = current_batch()
         keys, _ = batch.update(keys, values, self.layer)
-        return batch.attend(self.module, query, keys, width, self.mask, self.scale, Extra(self.softcap, sinks))
+        return batch.attend(
+            self.module, query, keys, width, self.mask, self.scale, AttentionExtras(self.softcap, sinks)
+        )
 
 
-class _Recorder(PackedBatch):
+class _TracingBatch(PackedBatch):
     """Stands for a batch while the forward is written down: remembers what each attention was called with."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.sites: list[_Site] = []
+        self.sites: list[_AttentionSite] = []
         self._layer = 0
         self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -103,10 +111,10 @@ class _Recorder(PackedBatch):
         width: int,
         mask: PackedMask,
         scale: float | None,
-        extra: Extra,
+        extra: AttentionExtras,
     ) -> torch.Tensor:
         assert self._kept is not None
-        self.sites.append(_Site(module, self._layer, mask, scale, extra.softcap))
+        self.sites.append(_AttentionSite(module, self._layer, mask, scale, extra.softcap))
         site = len(self.sites) - 1
         return cast(torch.Tensor, torch.ops.swarm.attend(query_NH1D, *self._kept, extra.sinks, width, site))
 
@@ -130,7 +138,7 @@ for _device in ("CPU", "CUDA"):
     _library.impl("multiply", _multiply, _device)
 
 
-class Capture:
+class TracedForward:
     """A forward `run(batch, hidden, positions)` of `model`, written down.
 
     Args:
@@ -145,7 +153,7 @@ class Capture:
         run: Callable[[PackedBatch, torch.Tensor, torch.Tensor], torch.Tensor],
         example: torch.Tensor,
     ) -> None:
-        recorder = _Recorder()
+        recorder = _TracingBatch()
 
         class Forward(nn.Module):
             def __init__(self) -> None:
@@ -153,7 +161,7 @@ class Capture:
                 self.model = model
 
             def forward(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-                with running(recorder):
+                with running_batch(recorder):
                     return run(recorder, hidden, positions)
 
         tokens = torch.export.Dim("tokens", min=2, max=1 << 20)
@@ -164,7 +172,7 @@ class Capture:
             )
         self.sites, self.products = recorder.sites, products
 
-    def flat(self) -> Function:
+    def flat(self) -> TokenForward:
         """The operations one after the other: weights are bound, checks and empty conversions left out."""
         module = self._program.module(check_guards=False)
         graph = module.graph
@@ -201,7 +209,7 @@ class Capture:
 
         return function
 
-    def compiled(self, folder: Path) -> Function:
+    def compiled(self, folder: Path) -> TokenForward:
         """Machine code, taken from `folder` or compiled and put there. It shares the model's weights."""
         path = folder / f"{self._fingerprint()}.pt2"
         if not path.exists():
@@ -268,7 +276,7 @@ def _opaque_products(model: nn.Module) -> Iterator[list[FrozenLinear]]:
             del module.forward
 
 
-def faster(
+def is_faster(
     function: Callable[[], object],
     other: Callable[[], object],
     rounds: int = 15,

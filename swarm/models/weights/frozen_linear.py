@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
-ROWS = 128
+PREPACKED_BATCH = 128
 """Batch that weights are arranged for. oneDNN has two layouts: one for a single row, which loses where there are more,
 and one for everything else, which is the same from 4 rows on and as good as the other for a single one."""
 
-FEWEST = 4
+MIN_PRODUCT_INPUTS = 4
 """Rows that a product gets at least, zeros if need be. Reading the weight is all that so few rows cost, and oneDNN
 reads it slower for one row (by a quarter in fp32, a seventh in bfloat16) and for two (half, a third) than for four."""
 
-WORTH_ARRANGING = 1 << 18
+MIN_PREPACKED_FP32_WEIGHTS = 1 << 18
 """Numbers in the smallest fp32 weight that is arranged. A call costs 8 us more than a plain one, which a smaller weight
 that lies in the processor's cache does not give back. In bfloat16 the plain call costs more, so all are arranged."""
 
@@ -81,13 +81,13 @@ class PrepackedLinear(FrozenLinear):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear)
-        arranged = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS)
+        arranged = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), PREPACKED_BATCH)
         self.arranged = nn.Parameter(arranged, requires_grad=False)
 
     def product(self, inputs: torch.Tensor) -> torch.Tensor:
         rows = inputs.numel() // self.in_features
-        if 0 < rows < FEWEST:
-            padded = inputs.new_zeros(FEWEST, self.in_features)
+        if 0 < rows < MIN_PRODUCT_INPUTS:
+            padded = inputs.new_zeros(MIN_PRODUCT_INPUTS, self.in_features)
             padded[:rows] = inputs.reshape(rows, self.in_features)
             return self._multiplied(padded)[:rows].view(*inputs.shape[:-1], self.out_features)
         return self._multiplied(inputs)
@@ -124,7 +124,7 @@ def prepack(layers: nn.Module) -> None:
 
 def _gains(linear: nn.Linear) -> bool:
     weight = linear.weight
-    large = weight.dtype is not torch.float32 or weight.numel() >= WORTH_ARRANGING
+    large = weight.dtype is not torch.float32 or weight.numel() >= MIN_PREPACKED_FP32_WEIGHTS
     return weight.device.type == "cpu" and large and can_prepack(weight.dtype)
 
 

@@ -28,13 +28,13 @@ from swarm.models.weights.frozen_linear import FrozenLinear, replace_linears
 NONE, INT8, NF4, INT4 = "none", "int8", "nf4", "int4"
 FORMS = frozenset({NONE, INT8, NF4, INT4})
 
-GROUP = 64
+INT4_GROUP_SIZE = 64
 """Weights that share a scale and an offset in int4."""
 
-PART = 1 << 20
+UNPACKED_PART_WEIGHTS = 1 << 20
 """Weights that are unpacked at once: they stay in the processor's cache until they are multiplied."""
 
-THRESHOLD = 6.0
+LLM_INT8_INPUT_THRESHOLD = 6.0
 """Inputs beyond it are multiplied in 16 bits by LLM.int8."""
 
 
@@ -50,8 +50,8 @@ def quantizable(linear: nn.Module, form: str) -> bool:
     if form == INT8:
         return linear.in_features % 16 == 0
     if form == INT4:
-        return linear.in_features % GROUP == 0 and linear.out_features % 16 == 0
-    return linear.in_features % GROUP == 0
+        return linear.in_features % INT4_GROUP_SIZE == 0 and linear.out_features % 16 == 0
+    return linear.in_features % INT4_GROUP_SIZE == 0
 
 
 def quantized_bytes(out_features: int, in_features: int, form: str) -> int:
@@ -60,9 +60,9 @@ def quantized_bytes(out_features: int, in_features: int, form: str) -> int:
     if form == INT8:
         return values + 4 * out_features  # bitsandbytes' scales take 4 bytes, torch's 2
     if form == INT4:
-        return values // 2 + 4 * (values // GROUP)
+        return values // 2 + 4 * (values // INT4_GROUP_SIZE)
     # One scale in 8 bits for a group, one in 32 for 256 groups, and the tables of both codes.
-    return values // 2 + values // GROUP + 4 * -(-values // (GROUP * 256)) + 4 * (16 + 256)
+    return values // 2 + values // INT4_GROUP_SIZE + 4 * -(-values // (INT4_GROUP_SIZE * 256)) + 4 * (16 + 256)
 
 
 def weight_bytes(model: nn.Module) -> int:
@@ -84,7 +84,7 @@ def quantize(layers: nn.Module, form: str, device: torch.device) -> None:
 
     Raises `InvalidOption` if this machine cannot compute with them.
     """
-    check_available(form, device)
+    require_available(form, device)
     if form == NONE:
         return
     on_gpu = device.type == "cuda"
@@ -98,7 +98,7 @@ def quantize(layers: nn.Module, form: str, device: torch.device) -> None:
     replace_linears(layers, replacement)
 
 
-def check_available(form: str, device: torch.device) -> None:
+def require_available(form: str, device: torch.device) -> None:
     """Raise `InvalidOption` if this machine cannot compute with weights in `form`."""
     if form == NONE or device.type == "cuda":
         return
@@ -138,7 +138,7 @@ class _WeightOnly(FrozenLinear):
         return result
 
     def _bounds(self) -> Iterable[tuple[int, int]]:
-        rows = max(64, PART // self.in_features // 64 * 64)
+        rows = max(64, UNPACKED_PART_WEIGHTS // self.in_features // 64 * 64)
         return ((start, min(start + rows, self.out_features)) for start in range(0, self.out_features, rows))
 
     def _kernel(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -186,18 +186,20 @@ class Int8Linear(_WeightOnly):
 
 
 class Int4Linear(_WeightOnly):
-    """4 bits a weight, asymmetric, one scale and one offset (bfloat16) for each group of `GROUP` weights."""
+    """4 bits a weight, asymmetric, one scale and one offset (bfloat16) for each group of `INT4_GROUP_SIZE` weights."""
 
     KERNEL_TOKENS = 64
 
     @torch.no_grad()
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear)
-        groups = self.in_features // GROUP
+        groups = self.in_features // INT4_GROUP_SIZE
         values = torch.empty(self.out_features, self.in_features // 2, dtype=torch.uint8)
         scales_GO2 = torch.empty(groups, self.out_features, 2, dtype=torch.bfloat16)
         for start, end in self._bounds():  # as torch packs whole blocks of 64 rows, parts can be packed by themselves
-            weight_OGK = linear.weight[start:end].to(torch.float32, copy=True).view(end - start, groups, GROUP)
+            weight_OGK = (
+                linear.weight[start:end].to(torch.float32, copy=True).view(end - start, groups, INT4_GROUP_SIZE)
+            )
             least, greatest = weight_OGK.aminmax(dim=2)
             scales_OG = ((greatest - least) / 15).clamp_(min=1e-9).bfloat16().float()
             offsets_OG = (least + 8 * scales_OG).bfloat16().float()
@@ -209,7 +211,7 @@ class Int4Linear(_WeightOnly):
 
     def _kernel(self, tokens: torch.Tensor) -> torch.Tensor:
         multiply = torch.ops.aten._weight_int4pack_mm_for_cpu.default
-        return cast(torch.Tensor, multiply(tokens, self.values, GROUP, self.scales))
+        return cast(torch.Tensor, multiply(tokens, self.values, INT4_GROUP_SIZE, self.scales))
 
     def _part(self, start: int, end: int) -> torch.Tensor:
         return torch.cat([block.transpose(1, 2).flatten(0, 1) for block in self._blocks(start, end)])
@@ -229,12 +231,12 @@ class Int4Linear(_WeightOnly):
         """
         layout = _int4_layout()
         assert layout is not None
-        half, groups = self.in_features // 2, self.in_features // GROUP
+        half, groups = self.in_features // 2, self.in_features // INT4_GROUP_SIZE
         for levels_BIR in _unpack_int4(self.values.view(-1)[start * half : end * half], end - start, *layout):
             blocks, _, rows = levels_BIR.shape
             scales_GO2 = self.scales[:, start : start + blocks * rows]
             scales_BGR, offsets_BGR = scales_GO2.view(groups, blocks, rows, 2).permute(3, 1, 0, 2).contiguous()
-            weight = levels_BIR.to(torch.bfloat16).sub_(8).view(blocks, groups, GROUP, rows)
+            weight = levels_BIR.to(torch.bfloat16).sub_(8).view(blocks, groups, INT4_GROUP_SIZE, rows)
             weight.mul_(scales_BGR.unsqueeze(2)).add_(offsets_BGR.unsqueeze(2))
             yield weight.view(blocks, self.in_features, rows)
             start += blocks * rows
@@ -288,7 +290,9 @@ class BitsAndBytesLinear(FrozenLinear):
         weight, dtype = linear.weight.detach(), linear.weight.dtype
         inner: Any
         if form == INT8:
-            inner = bnb.nn.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=THRESHOLD, device="meta")
+            inner = bnb.nn.Linear8bitLt(
+                *sizes, has_fp16_weights=False, threshold=LLM_INT8_INPUT_THRESHOLD, device="meta"
+            )
             # LLM.int8 is defined on 16-bit weights.
             inner.weight = bnb.nn.Int8Params(weight.half(), requires_grad=False, has_fp16_weights=False)
         else:

@@ -10,7 +10,7 @@ import torch
 
 from swarm.data_structures import Span, StepLayout, WireFormat
 from swarm.models.adapters.layer_hooks import AdapterWeights
-from swarm.models.execution.gradients import Gradients
+from swarm.models.execution.gradients import SpanGradients
 from swarm.models.execution.session_cache import SessionCache
 from swarm.models.execution.span_model import SpanModel
 from swarm.protocol.adapters import pack_gradients
@@ -69,7 +69,7 @@ class BackwardWork:
     adapter: AdapterWeights
     layout: StepLayout
     decode: Callable[[], tuple[torch.Tensor, torch.Tensor]]
-    encode: Callable[[Gradients], Bytes]
+    encode: Callable[[SpanGradients], Bytes]
     training: bool = True
     kind: ClassVar[str] = "backward"
 
@@ -139,7 +139,7 @@ def backward_work(
             unpack(whole[length:], *shape, gradient_wire, dtype, model.device),
         )
 
-    def encode(gradients: Gradients) -> Bytes:
+    def encode(gradients: SpanGradients) -> Bytes:
         parts = [tensor for block in sorted(gradients.parts) for tensor in gradients.parts[block]]
         return b"".join((pack(gradients.inputs, gradient_wire), pack_gradients(parts)))
 

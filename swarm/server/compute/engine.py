@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 from swarm.errors import ServerClosing
 from swarm.metrics.server import ServerObserver
-from swarm.models.execution import gradients as training
-from swarm.models.execution.session_cache import advance
+from swarm.models.execution.gradients import compute_gradients
+from swarm.models.execution.session_cache import advance_steps
 from swarm.server.compute.batching_delay import BatchingDelay
 from swarm.server.compute.compute_request import BackwardWork, ComputeResult, ForwardWork
 from swarm.server.compute.compute_thread import ComputeThread, call_in_loop, settle_future
@@ -143,7 +143,9 @@ class Engine:
             return [self._backward(entry, now) for entry, _ in chosen]
         settled = self._begin([entry for entry, _ in chosen], now)
         settled += self._advance([(entry, tokens) for entry, tokens in chosen if entry.work is not None], now)
-        settled += [(entry, _finished(entry)) for entry, _ in chosen if entry.work is not None and not entry.work.left]
+        settled += [
+            (entry, _finished(entry)) for entry, _ in chosen if entry.work is not None and not entry.work.tokens_left
+        ]
         return settled
 
     def _gather(self) -> None:
@@ -184,7 +186,7 @@ class Engine:
             request = entry.request
             assert isinstance(request, ForwardWork)
             try:
-                entry.work = request.cache.begin(request.decode().to(request.cache.model.dtype), request.layout)
+                entry.work = request.cache.start_step(request.decode().to(request.cache.model.dtype), request.layout)
             except BaseException as error:
                 failed.append((entry, error))
         return failed
@@ -200,7 +202,7 @@ class Engine:
         try:
             inputs, gradients = (tensor.to(request.model.dtype) for tensor in request.decode())
             began = time.perf_counter()
-            found = training.backward(request.model, inputs, gradients, request.layout, request.adapter)
+            found = compute_gradients(request.model, inputs, gradients, request.layout, request.adapter)
             seconds = time.perf_counter() - began
             self.observer.iteration([entry.portion(request.layout.tokens)], seconds)
             return entry, ComputeResult(request.encode(found), seconds * 1e3)
@@ -213,7 +215,7 @@ class Engine:
         failed: list[_Settled] = []
         try:
             works = [(entry.work, tokens) for entry, tokens in portions if entry.work is not None]
-            advance([(work, min(tokens, work.left)) for work, tokens in works])
+            advance_steps([(work, min(tokens, work.tokens_left)) for work, tokens in works])
         except BaseException as error:
             if len(portions) > 1:
                 middle = len(portions) // 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from swarm.models.execution.session_cache import Work
+from swarm.models.execution.session_cache import StepComputation
 from swarm.server.compute.compute_request import BackwardWork, ComputeResult, ForwardWork
 from swarm.server.compute.scheduler import MAX_SHORT_TOKENS, QueuedTokens
 
@@ -29,7 +29,7 @@ class QueuedRequest:
     loop: asyncio.AbstractEventLoop
     came: float
     served: float
-    work: Work | None = None
+    work: StepComputation | None = None
     seconds: float = 0.0
 
     @property
@@ -43,7 +43,7 @@ class QueuedRequest:
     @property
     def left(self) -> int:
         """Tokens to compute, or what costs as much as so many."""
-        tokens = self.work.left if self.work is not None else self.request.layout.tokens
+        tokens = self.work.tokens_left if self.work is not None else self.request.layout.tokens
         return tokens * BACKWARD_TOKEN_COST if self.whole else tokens
 
     def waiting(self, now: float, trained: float) -> QueuedTokens:

@@ -349,7 +349,7 @@ class MessageHandler:
         self._sessions.check(session)  # one that is closed remembers nothing, so any step would seem wrong
         self._checks.length(layout, session.max_length)
         self._checks.payload(layout.tokens, message.format, message.dtype, payload)
-        session.cache.check(layout)
+        session.cache.validate_layout(layout)
         await self._sessions.reserve(session, layout.rows)
         outcome = await self._engine.compute(
             requests.forward_work(

@@ -122,7 +122,7 @@ def measure_throughput(model: SpanModel, progress: bool = False) -> Throughput:
 
 def _decode_step(model: SpanModel, tokens: Callable[[int, int], torch.Tensor], moved_on: Callable[[], object]) -> float:
     """Seconds of one step of one token: the median of a few."""
-    cache = model.new_cache()
+    cache = model.new_padded_kv()
     inputs = [tokens(1, 1) for _ in range(WARM_UP_STEPS + MEASURED_STEPS)]
     times: list[float] = []
     for hidden_11H in inputs:

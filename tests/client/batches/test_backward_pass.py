@@ -16,7 +16,7 @@ from swarm.client.wire.adapter_upload import pack_adapter
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.data_structures import Hop, Route, Span, StepLayout, WireFormat
 from swarm.errors import AdapterRefused, MissingBlocks, NotFinite, TooLong, UnknownAdapter
-from swarm.models.execution import gradients as training
+from swarm.models.execution.gradients import forward_with_graph
 from swarm.protocol import messages
 from swarm.protocol.adapters import BlockAdapterWeights, LoraFactors
 from swarm.protocol.compression import pack
@@ -79,7 +79,7 @@ class Batch:
         tensors = [tensor for part in self.parts.values() for tensor in part.tensors]
         totals = [torch.zeros_like(tensor) for tensor in tensors]
         for batch, hidden, end, ours in zip(self.batches, self.hidden, self.ends, found, strict=True):
-            outputs = training.forward(self.swarm.model, hidden, batch.layout, self.parts)
+            outputs = forward_with_graph(self.swarm.model, hidden, batch.layout, self.parts)
             wanted = [hidden, *tensors]
             right, *others = torch.autograd.grad(outputs, wanted, end, allow_unused=True, materialize_grads=True)
             if not self.first:

@@ -16,7 +16,7 @@ from swarm.models.adapters import layer_hooks as adapters
 from swarm.models.adapters.layer_hooks import NO_ADAPTER, AdapterBatch, AdapterSegment, AdapterWeights
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.cutting.lora_targets import linear_size
-from swarm.models.execution.session_cache import SessionCache, advance, forward_packed
+from swarm.models.execution.session_cache import SessionCache, advance_steps, forward_without_cache
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy import try_capture
 from swarm.models.span_loading import load_span
@@ -29,7 +29,7 @@ torch.set_num_threads(1)
 
 SPAN, HIDDEN = Span(1, 4), 32
 JUDGED = ("llama", "qwen3", "gemma3_text", "opt", "bloom", "mixtral", "gpt2")
-LAYOUTS = ("pages", "rows", "rectangles")
+LAYOUTS = ("paged", "contiguous", "padded")
 
 
 def linears(model: SpanModel, block: int) -> dict[str, tuple[int, int]]:
@@ -76,9 +76,9 @@ def test_factors_are_what_would_be_added_to_the_weights(family, tmp_path_factory
             module.weight.data += added if isinstance(module, torch.nn.Linear) else added.T
     hidden = rows_of(9)
     layout = StepLayout((0, 0), (4, 5))
-    expected = forward_packed(merged, hidden, layout)
-    close(forward_packed(model, hidden, layout, adapter), expected)
-    assert (forward_packed(model, hidden, layout) - expected).norm() > 0.1 * expected.norm()
+    expected = forward_without_cache(merged, hidden, layout)
+    close(forward_without_cache(model, hidden, layout, adapter), expected)
+    assert (forward_without_cache(model, hidden, layout) - expected).norm() > 0.1 * expected.norm()
 
 
 @pytest.mark.parametrize("family", JUDGED)
@@ -93,11 +93,13 @@ def test_prompts_are_added_to_what_enters_a_block(family, tmp_path_factory):
         rows = [row.clone() for row in expected.split(counts)]
         for row in rows:
             row[:3] += adapter[block].prompt[: len(row)]
-        expected = forward_packed(model.narrowed(Span(block, block + 1)), torch.cat(rows), StepLayout((0, 0), counts))
+        expected = forward_without_cache(
+            model.narrowed(Span(block, block + 1)), torch.cat(rows), StepLayout((0, 0), counts)
+        )
     layout = StepLayout((0, 0), counts)
-    close(forward_packed(model, hidden, layout, adapter), expected)
+    close(forward_without_cache(model, hidden, layout, adapter), expected)
     first, rest = (model.narrowed(span) for span in (Span(1, 2), Span(2, 4)))
-    close(forward_packed(rest, forward_packed(first, hidden, layout, adapter), layout, adapter), expected)
+    close(forward_without_cache(rest, forward_without_cache(first, hidden, layout, adapter), layout, adapter), expected)
 
 
 @given(st.data())
@@ -122,10 +124,10 @@ def test_any_sessions_together_are_as_each_alone(llama, data):
             hidden = rows_of(sum(counts), 10 * turn + number)
             news = hidden.split(counts)
             histories[number] = [torch.cat(pair) for pair in zip(histories[number], news, strict=True)]
-            works.append(cache.begin(hidden, StepLayout(starts, counts, None, offsets[number])))
+            works.append(cache.start_step(hidden, StepLayout(starts, counts, None, offsets[number])))
             whole.append((number, counts))
-        while portions := [(work, data.draw(st.integers(1, work.left))) for work in works if work.left]:
-            advance(portions)
+        while portions := [(work, data.draw(st.integers(1, work.tokens_left))) for work in works if work.tokens_left]:
+            advance_steps(portions)
         for work, (number, counts) in zip(works, whole, strict=True):
             work.commit()
             expected = [
@@ -147,31 +149,31 @@ def test_what_is_captured_is_left_out_where_an_adapter_runs(tmp_path_factory):
     adapter = make_adapter(model)
     hidden = rows_of(4)
     layout = StepLayout((0,), (4,))
-    plain, adapted = (forward_packed(model, hidden, layout, parts) for parts in (NO_ADAPTER, adapter))
+    plain, adapted = (forward_without_cache(model, hidden, layout, parts) for parts in (NO_ADAPTER, adapter))
     try_capture(model)
     calls = []
     flat = model.captured
     model.captured = lambda *args: calls.append(1) or (flat(*args) if flat else model.run_tokens(*args))
-    close(forward_packed(model, hidden, layout, adapter), adapted)
+    close(forward_without_cache(model, hidden, layout, adapter), adapted)
     assert not calls
     if flat is not None:
-        close(forward_packed(model, hidden, layout), plain)
+        close(forward_without_cache(model, hidden, layout), plain)
         assert calls
 
 
 def test_nothing_is_added_in_another_thread_or_afterwards(llama):
     adapter, hidden, layout = make_adapter(llama), rows_of(4), StepLayout((0,), (4,))
-    plain = forward_packed(llama, hidden, layout)
+    plain = forward_without_cache(llama, hidden, layout)
     found = []
     with llama.adapted.running([AdapterSegment(adapter, range(4))]):
-        thread = threading.Thread(target=lambda: found.append(forward_packed(llama, hidden, layout)))
+        thread = threading.Thread(target=lambda: found.append(forward_without_cache(llama, hidden, layout)))
         thread.start()
         thread.join()
         with adapters.running(None):
-            found.append(forward_packed(llama, hidden, layout))
+            found.append(forward_without_cache(llama, hidden, layout))
         assert adapters.current() is not None
     assert adapters.current() is None
-    for output in (*found, forward_packed(llama, hidden, layout)):
+    for output in (*found, forward_without_cache(llama, hidden, layout)):
         close(output, plain)
 
 
@@ -182,7 +184,7 @@ def test_nothing_runs_after_a_forward_that_failed(llama, monkeypatch):
     for name in ("forward", "forward_tokens"):
         monkeypatch.setattr(llama, name, fails)
     with pytest.raises(MemoryError):
-        forward_packed(llama, rows_of(4), StepLayout((0,), (4,)), make_adapter(llama))
+        forward_without_cache(llama, rows_of(4), StepLayout((0,), (4,)), make_adapter(llama))
     assert adapters.current() is None
 
 
@@ -212,8 +214,8 @@ def test_sixteen_bits(tmp_path_factory):
         for dtype in (torch.bfloat16, torch.float32)
     )
     adapter, hidden, layout = make_adapter(exact), rows_of(8), StepLayout((0,), (8,))
-    output = forward_packed(model, hidden.bfloat16(), layout, adapter)
-    expected = forward_packed(exact, hidden.bfloat16().float(), layout, adapter)
+    output = forward_without_cache(model, hidden.bfloat16(), layout, adapter)
+    expected = forward_without_cache(exact, hidden.bfloat16().float(), layout, adapter)
     assert output.dtype is torch.bfloat16
     assert (output.float() - expected).norm() < 0.05 * expected.norm()
 
@@ -259,12 +261,12 @@ def test_modules_that_see_other_tokens_are_computed_alone(tmp_path_factory):
     ]
     hidden = rows_of(4)
     caches = [SessionCache(model, adapter) for adapter in both]
-    works = [cache.begin(hidden, StepLayout((0,), (4,))) for cache in caches]
+    works = [cache.start_step(hidden, StepLayout((0,), (4,))) for cache in caches]
     if model.packed:
         with pytest.raises(AdapterRefused, match="not computed token by token"):
-            advance([(work, 4) for work in works])
+            advance_steps([(work, 4) for work in works])
     for work, adapter in zip(works, both, strict=True):
-        advance([(work, 4)])
+        advance_steps([(work, 4)])
         close(work.output, alone(model, hidden, adapter))
 
 
@@ -272,7 +274,7 @@ def test_a_router_that_is_linear_in_name_only_is_refused(tmp_path_factory):
     model = load("llama4_text", tmp_path_factory)
     adapter = make_adapter(model)
     with pytest.raises(AdapterRefused, match=r"feed_forward.router of block \d gives more than a product"):
-        forward_packed(model, rows_of(3), StepLayout((0,), (3,)), adapter)
+        forward_without_cache(model, rows_of(3), StepLayout((0,), (3,)), adapter)
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(-2, 6), max_size=5)), min_size=1, max_size=4))

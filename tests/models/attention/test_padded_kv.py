@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.models.attention.padded_kv import FIRST_CAPACITY, GrowingLayer, RectangleCache, RowPiece
+from swarm.models.attention.padded_kv import MIN_GROWTH_POSITIONS, PaddedKV, PaddedKVLayer, PaddedSlice
 
 HEADS, KEY_DIM, VALUE_DIM = 2, 3, 5  # some families' keys and values have different widths
 
@@ -18,9 +18,9 @@ def states(rows: int, slots: int, seed: int = 0) -> tuple[torch.Tensor, torch.Te
     return keys, torch.randn(rows, HEADS, slots, VALUE_DIM, generator=generator)
 
 
-def filled(rows: int, slots: int, layers: int = 2, seed: int = 0) -> tuple[RectangleCache, list]:
+def filled(rows: int, slots: int, layers: int = 2, seed: int = 0) -> tuple[PaddedKV, list]:
     """A cache after one step, and the keys and values that each layer was given."""
-    cache = RectangleCache(layers)
+    cache = PaddedKV(layers)
     given_states = [states(rows, slots, seed + layer) for layer in range(layers)]
     for layer, (keys, values) in enumerate(given_states):
         cache.update(keys, values, layer)
@@ -29,7 +29,7 @@ def filled(rows: int, slots: int, layers: int = 2, seed: int = 0) -> tuple[Recta
 
 
 def test_update_returns_everything_so_far():
-    layer = GrowingLayer()
+    layer = PaddedKVLayer()
     keys, values = states(rows=2, slots=7)
     layer.update(keys[:, :, :4], values[:, :, :4])
     all_keys, all_values = layer.update(keys[:, :, 4:], values[:, :, 4:])
@@ -39,17 +39,17 @@ def test_update_returns_everything_so_far():
 
 
 def test_growth_keeps_the_past_and_doubles():
-    layer = GrowingLayer()
-    keys, values = states(rows=1, slots=FIRST_CAPACITY + 1)
-    for slot in range(FIRST_CAPACITY + 1):
+    layer = PaddedKVLayer()
+    keys, values = states(rows=1, slots=MIN_GROWTH_POSITIONS + 1)
+    for slot in range(MIN_GROWTH_POSITIONS + 1):
         result = layer.update(keys[:, :, slot : slot + 1], values[:, :, slot : slot + 1])
     assert torch.equal(result[0], keys)
     assert torch.equal(result[1], values)
-    assert layer.keys.shape[2] == 2 * FIRST_CAPACITY
+    assert layer.keys.shape[2] == 2 * MIN_GROWTH_POSITIONS
 
 
 def test_appending_within_the_capacity_does_not_move_the_past():
-    layer = GrowingLayer()
+    layer = PaddedKVLayer()
     layer.update(*states(rows=1, slots=3))
     storage = layer.keys.data_ptr()
     layer.update(*states(rows=1, slots=3))
@@ -57,13 +57,13 @@ def test_appending_within_the_capacity_does_not_move_the_past():
 
 
 def test_mask_covers_the_past_and_the_new_tokens():
-    layer = GrowingLayer(length=5)
+    layer = PaddedKVLayer(length=5)
     assert layer.get_mask_sizes(3) == (8, 0)
 
 
 def test_rollback_overwrites():
     cache, [(keys, values), _] = filled(rows=1, slots=6)
-    cache.set_length(4)
+    cache.truncate(4)
     other_keys, other_values = states(rows=1, slots=2, seed=9)
     all_keys, all_values = cache.update(other_keys, other_values, 0)
     assert torch.equal(all_keys, torch.cat([keys[:, :, :4], other_keys], dim=2))
@@ -73,12 +73,12 @@ def test_rollback_overwrites():
 def test_rollback_mends_layers_that_a_failed_forward_left_behind():
     cache, _ = filled(rows=1, slots=3)
     cache.update(*states(rows=1, slots=2), 0)  # the forward failed before layer 1
-    cache.set_length(3)
+    cache.truncate(3)
     assert [layer.get_seq_length() for layer in cache.layers] == [3, 3]
 
 
 def test_a_cache_of_later_layers_answers_for_layer_0():
-    cache = RectangleCache(end=3, first=2)
+    cache = PaddedKV(end=3, first=2)
     assert cache.rows == 0
     cache.update(*states(rows=4, slots=5), 2)
     assert cache.get_seq_length() == 5
@@ -86,7 +86,7 @@ def test_a_cache_of_later_layers_answers_for_layer_0():
 
 
 def test_assembling_before_the_first_step_gives_an_empty_cache():
-    cache = RectangleCache.assemble([RowPiece(RectangleCache(2), 0, 0, 0)] * 3)
+    cache = PaddedKV.from_slices([PaddedSlice(PaddedKV(2), 0, 0, 0)] * 3)
     assert cache.length == 0
     keys, values = states(rows=3, slots=2)
     assert torch.equal(cache.update(keys, values, 1)[0], keys)
@@ -94,17 +94,17 @@ def test_assembling_before_the_first_step_gives_an_empty_cache():
 
 def test_assembled_rows_are_copies():
     cache, [(keys, _), _] = filled(rows=1, slots=3)
-    copied = RectangleCache.assemble([RowPiece(cache, 0, 0, 3)] * 2)
+    copied = PaddedKV.from_slices([PaddedSlice(cache, 0, 0, 3)] * 2)
     cache.layers[0].keys.zero_()
     assert torch.equal(copied.layers[0].keys[1, :, :3], keys[0])
 
 
 @pytest.mark.parametrize("first", [0, 2])
 def test_assemble_keeps_the_numbers_of_the_layers(first):
-    cache = RectangleCache(end=3, first=first)
+    cache = PaddedKV(end=3, first=first)
     for layer in range(first, 3):
         cache.update(*states(rows=1, slots=4, seed=layer), layer)
-    again = RectangleCache.assemble([RowPiece(cache, 0, 0, 4)])
+    again = PaddedKV.from_slices([PaddedSlice(cache, 0, 0, 4)])
     assert again.first == first
     for old, new in zip(cache.layers, again.layers, strict=True):
         assert torch.equal(old.keys[:, :, :4], new.keys[:, :, :4])
@@ -129,7 +129,7 @@ def pieces(draw) -> list[tuple[int, int, int, int]]:
 @settings(max_examples=60, deadline=None)
 def test_assemble_and_append_equal_a_concatenation(chosen, new):
     sources = [filled(rows=2, slots=slots, seed=seed) for seed, slots in ((10, 5), (20, 70), (30, 9))]
-    cache = RectangleCache.assemble([RowPiece(sources[number][0], *rest) for number, *rest in chosen])
+    cache = PaddedKV.from_slices([PaddedSlice(sources[number][0], *rest) for number, *rest in chosen])
     assert cache.length == max(length for *_, length in chosen)
     for layer in range(2):
         more = states(len(chosen), new, seed=40 + layer)

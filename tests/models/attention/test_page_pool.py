@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.models.attention import page_pool
-from swarm.models.attention.page_pool import SCRATCH, Lease, PagePool
+from swarm.models.attention.page_pool import SCRATCH_PAGE, PageLease, PagePool
 
 PAGE = 4
 
@@ -21,7 +21,7 @@ def written(layers: int = 2) -> PagePool:
     pool = PagePool(PAGE)
     with torch.inference_mode():
         for number in range(layers):
-            pool.layer(number, torch.zeros(1, 2, 1, 3), torch.zeros(1, 2, 1, 5))
+            pool.layer_storage(number, torch.zeros(1, 2, 1, 3), torch.zeros(1, 2, 1, 5))
     return pool
 
 
@@ -48,8 +48,8 @@ def test_whatever_is_taken_shared_and_given_back_is_counted(data):
     for number in range(data.draw(st.integers(1, 25))):
         action = data.draw(st.sampled_from(("take", "share", "give back", "copy")))
         if action == "take":
-            pages = pool.take(data.draw(st.integers(0, 6)))
-            assert not {SCRATCH, *(page for one in held for page in one)} & set(pages), "a page was given to two"
+            pages = pool.allocate(data.draw(st.integers(0, 6)))
+            assert not {SCRATCH_PAGE, *(page for one in held for page in one)} & set(pages), "a page was given to two"
             held.append(pages)
             for page in pages:
                 mark(pool, page, number + 1.0)
@@ -57,51 +57,51 @@ def test_whatever_is_taken_shared_and_given_back_is_counted(data):
         elif held:
             holder = data.draw(st.integers(0, len(held) - 1))
             if action == "share":
-                pool.share(held[holder])
+                pool.retain(held[holder])
                 held.append(list(held[holder]))
             elif action == "give back":
-                pool.give_back(tuple(held.pop(holder)))
+                pool.release(tuple(held.pop(holder)))
             elif held[holder]:
-                source, (target,) = held[holder][0], pool.take(1)
-                pool.copy([source], [target])
+                source, (target,) = held[holder][0], pool.allocate(1)
+                pool.copy_pages([source], [target])
                 held.append([target])
                 values[target] = values[source]
         everything = [page for pages in held for page in pages]
-        assert pool.in_use == len(set(everything)) <= pool.pages - 1
+        assert pool.in_use == len(set(everything)) <= pool.page_count - 1
         for page in set(everything):
-            assert pool.holders(page) == everything.count(page)
+            assert pool.holder_count(page) == everything.count(page)
             assert marked(pool, page) == values[page], "growing or copying lost something"
-        assert all(len(storage) >= pool.pages for layer in pool.layers.values() for storage in layer)
+        assert all(len(storage) >= pool.page_count for layer in pool.layers.values() for storage in layer)
     for pages in held:
-        pool.give_back(tuple(pages))
+        pool.release(tuple(pages))
     assert pool.in_use == 0
 
 
 def test_a_pool_grows_seldom_and_little():
     pool, moves, taken = written(1), [], 0
     for _ in range(1000):
-        taken += len(pool.take(1))
-        assert pool.pages <= 1 + max(taken + page_pool.FIRST_PAGES, 1.25 * taken)
-        moves.append(pool.moves)
+        taken += len(pool.allocate(1))
+        assert pool.page_count <= 1 + max(taken + page_pool.MIN_GROWTH_PAGES, 1.25 * taken)
+        moves.append(pool.relocations)
     assert len(set(moves)) < 30
 
 
 def test_room_that_is_reserved_does_not_move():
     pool = written()
     pool.reserve(100 * PAGE)
-    moves = pool.moves
-    pool.take(100)
-    assert pool.moves == moves
+    moves = pool.relocations
+    pool.allocate(100)
+    assert pool.relocations == moves
     pool.reserve(50 * PAGE)
-    assert pool.moves == moves
+    assert pool.relocations == moves
 
 
 def test_a_layer_that_comes_late_has_room_for_all_pages():
     pool = written(1)
-    (page,) = pool.take(20)[-1:]
+    (page,) = pool.allocate(20)[-1:]
     with torch.inference_mode():
-        keys, _ = pool.layer(5, torch.zeros(1, 2, 1, 3), torch.zeros(1, 2, 1, 5))
-    assert keys.shape == (pool.pages, PAGE, 2, 3)
+        keys, _ = pool.layer_storage(5, torch.zeros(1, 2, 1, 3), torch.zeros(1, 2, 1, 5))
+    assert keys.shape == (pool.page_count, PAGE, 2, 3)
     mark(pool, page, 1.0)
 
 
@@ -109,10 +109,10 @@ def test_a_layer_that_comes_late_has_room_for_all_pages():
 def test_memory_that_ends_while_the_pool_grows_leaves_it_consistent(monkeypatch, calls):
     """Whichever storage it is that finds no memory. Both attempts fail, unless it is the last one of the first."""
     pool = written(3)
-    before = pool.take(3)
+    before = pool.allocate(3)
     for page in before:
         mark(pool, page, page)
-    pages, left = pool.pages, calls
+    pages, left = pool.page_count, calls
     grown = page_pool._grown
 
     def fails(storage: torch.Tensor, size: int) -> torch.Tensor:
@@ -126,17 +126,17 @@ def test_memory_that_ends_while_the_pool_grows_leaves_it_consistent(monkeypatch,
         patch.setattr(page_pool, "_grown", fails)
         if calls < 6:
             with pytest.raises(torch.OutOfMemoryError):
-                pool.take(20)
-            assert (pool.pages, pool.in_use) == (pages, 3)
+                pool.allocate(20)
+            assert (pool.page_count, pool.in_use) == (pages, 3)
             with pytest.raises(torch.OutOfMemoryError):
                 pool.reserve(1000)
-            assert pool.take(1)  # one is free still
-            pool.take(0)
+            assert pool.allocate(1)  # one is free still
+            pool.allocate(0)
         else:
-            assert len(pool.take(20)) == 20
-    assert len(set(pool.take(30))) == 30
+            assert len(pool.allocate(20)) == 20
+    assert len(set(pool.allocate(30))) == 30
     assert [marked(pool, page) for page in before] == before
-    assert all(len(storage) >= pool.pages for layer in pool.layers.values() for storage in layer)
+    assert all(len(storage) >= pool.page_count for layer in pool.layers.values() for storage in layer)
 
 
 def test_a_pool_that_cannot_grow_by_steps_grows_by_what_is_needed(monkeypatch):
@@ -150,14 +150,14 @@ def test_a_pool_that_cannot_grow_by_steps_grows_by_what_is_needed(monkeypatch):
         return grown(storage, size)
 
     monkeypatch.setattr(page_pool, "_grown", fails)
-    assert len(pool.take(2)) == 2
+    assert len(pool.allocate(2)) == 2
     assert sizes[0] > 3
-    assert pool.pages == 3
+    assert pool.page_count == 3
 
 
 def test_a_lease_ends_when_nobody_has_it_any_more():
     pool = written()
-    one, other = Lease(pool, (tuple(pool.take(2)), ())), Lease(pool, (tuple(pool.take(3)),))
+    one, other = PageLease(pool, (tuple(pool.allocate(2)), ())), PageLease(pool, (tuple(pool.allocate(3)),))
     assert pool.in_use == 5
     same = one
     del one, other
@@ -169,7 +169,7 @@ def test_a_lease_ends_when_nobody_has_it_any_more():
 def test_a_lease_in_a_circle_ends_with_it():
     """Such as in the traceback of a step that failed."""
     pool = written()
-    circle: list[object] = [Lease(pool, (tuple(pool.take(2)),))]
+    circle: list[object] = [PageLease(pool, (tuple(pool.allocate(2)),))]
     circle.append(circle)
     del circle
     gc.collect()
@@ -178,11 +178,11 @@ def test_a_lease_in_a_circle_ends_with_it():
 
 def test_pages_are_given_back_from_any_thread():
     pool = written()
-    leases = [[Lease(pool, (tuple(pool.take(1)),)) for _ in range(200)] for _ in range(4)]
+    leases = [[PageLease(pool, (tuple(pool.allocate(1)),)) for _ in range(200)] for _ in range(4)]
     threads = [threading.Thread(target=own.clear) for own in leases]
     for thread in threads:
         thread.start()
-    held = [Lease(pool, (tuple(pool.take(1)),)) for _ in range(200)]
+    held = [PageLease(pool, (tuple(pool.allocate(1)),)) for _ in range(200)]
     for thread in threads:
         thread.join()
     assert pool.in_use == len({page for lease in held for page in lease.tables[0]}) == 200

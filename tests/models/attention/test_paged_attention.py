@@ -16,8 +16,8 @@ from transformers.masking_utils import (
     sliding_window_overlay,
 )
 
-from swarm.models.attention.packed_attention import NotPackable
-from swarm.models.attention.paged_attention import Member, page_index, window_of
+from swarm.models.attention.packed_attention import PackingUnsupported
+from swarm.models.attention.paged_attention import BatchSequence, build_index, window_of
 
 CPU = torch.device("cpu")
 
@@ -26,8 +26,8 @@ CPU = torch.device("cpu")
 def test_every_token_has_the_slot_of_its_position(rows, page):
     members, pages = [], iter(range(1, 1000))
     for start, new in rows:
-        members.append(Member([next(pages) for _ in range(-(-(start + new) // page))], start, new))
-    index = page_index(members, page, CPU)
+        members.append(BatchSequence([next(pages) for _ in range(-(-(start + new) // page))], start, new))
+    index = build_index(members, page, CPU)
     token = 0
     for row, member in enumerate(members):
         assert index.bounds[row] == token
@@ -65,7 +65,7 @@ def test_the_rules_that_the_kernel_knows():
     ],
 )
 def test_other_rules_are_not_taken_for_them(function):
-    with pytest.raises(NotPackable):
+    with pytest.raises(PackingUnsupported):
         window_of(function)
 
 
@@ -78,7 +78,7 @@ def test_a_window_that_means_something_else_is_found_out(monkeypatch):
 
     monkeypatch.setattr(page_attention, "sliding_window_causal_mask_function", another)
     page_attention._is_window.cache_clear()
-    with pytest.raises(NotPackable):
+    with pytest.raises(PackingUnsupported):
         window_of(another(5))
     monkeypatch.undo()
     page_attention._is_window.cache_clear()

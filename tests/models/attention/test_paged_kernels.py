@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.models.attention import paged_kernels as varlen
-from swarm.models.attention.paged_kernels import agrees, reference
+from swarm.models.attention import paged_kernels
+from swarm.models.attention.paged_kernels import agrees_with_reference, reference_kernel
 
 
 def integers(*values: object) -> torch.Tensor:
@@ -62,7 +62,7 @@ def bounds_of(news):
 @given(batches())
 def test_every_token_sees_its_row_up_to_itself_as_far_as_the_window(batch):
     query, keys, values, news, lengths, table, window = batch
-    output = reference(
+    output = reference_kernel(
         query,
         keys,
         values,
@@ -97,7 +97,7 @@ def call(**changes):
         "block_table": integers((0, 1, 2), (3, 4, 5)),
         "num_splits": 1,
     } | changes
-    return reference(**arguments)
+    return reference_kernel(**arguments)
 
 
 def test_what_lies_behind_a_row_is_not_read():
@@ -138,16 +138,16 @@ PAGES = torch.zeros(3, 8, 2, 16)
 
 def test_the_reference_agrees_with_itself_in_any_dtype():
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        assert agrees(reference, PAGES.to(dtype))
+        assert agrees_with_reference(reference_kernel, PAGES.to(dtype))
 
 
 def wrong(**forced):
-    return lambda *args, **kwargs: reference(*args, **{**kwargs, **forced})
+    return lambda *args, **kwargs: reference_kernel(*args, **{**kwargs, **forced})
 
 
 def only_the_first_row(*args, **kwargs):
     """As FlashAttention 2 does where it divides rows (pytorch issue 194167)."""
-    output = reference(*args, **kwargs)
+    output = reference_kernel(*args, **kwargs)
     output[int(args[3][1]) :] = math.nan
     return output
 
@@ -159,18 +159,18 @@ def only_the_first_row(*args, **kwargs):
         wrong(window_size=(-1, -1)),
         wrong(scale=0.1),
         only_the_first_row,
-        lambda *args, **kwargs: reference(*args, **kwargs) * 1.1,
-        lambda *args, **kwargs: reference(args[0], args[2], args[1], *args[3:], **kwargs),
-        lambda *args, **kwargs: reference(*args, **{**kwargs, "block_table": kwargs["block_table"].flip(1)}),
+        lambda *args, **kwargs: reference_kernel(*args, **kwargs) * 1.1,
+        lambda *args, **kwargs: reference_kernel(args[0], args[2], args[1], *args[3:], **kwargs),
+        lambda *args, **kwargs: reference_kernel(*args, **{**kwargs, "block_table": kwargs["block_table"].flip(1)}),
     ],
 )
 def test_kernels_that_compute_something_else_are_found_out(kernel):
     for dtype in (torch.float32, torch.bfloat16):
-        assert not agrees(kernel, PAGES.to(dtype))
+        assert not agrees_with_reference(kernel, PAGES.to(dtype))
 
 
 def test_a_cpu_computes_with_the_reference():
-    assert varlen.kernels_for(torch.device("cpu")) == (reference,)
+    assert paged_kernels.candidate_kernels(torch.device("cpu")) == (reference_kernel,)
 
 
 def test_a_gpu_computes_with_torch_s_kernel_in_one_of_two_ways(monkeypatch):
@@ -182,12 +182,12 @@ def test_a_gpu_computes_with_torch_s_kernel_in_one_of_two_ways(monkeypatch):
     def stands_in(*args, **kwargs):
         inspect.signature(real).bind(*args, **kwargs)
         asked.append(args[4])
-        return reference(*args[:4], None, *args[5:], **kwargs)
+        return reference_kernel(*args[:4], None, *args[5:], **kwargs)
 
     real = of_torch.varlen_attn
     monkeypatch.setattr(of_torch, "varlen_attn", stands_in)
-    for kernel in varlen.kernels_for(torch.device("cuda")):
+    for kernel in paged_kernels.candidate_kernels(torch.device("cuda")):
         asked.clear()
-        assert agrees(kernel, PAGES)
+        assert agrees_with_reference(kernel, PAGES)
         assert len(set(map(type, asked))) == 1
     assert isinstance(asked[0], torch.Tensor)

@@ -22,7 +22,7 @@ def test_the_anatomy_of_a_family(family, tmp_path):
     assert structure.parameters == tuple(sum(p.numel() for p in layer.parameters()) for layer in layers)
 
     span = load_span(checkpoint, Span(0, BLOCKS), dtype=torch.float32, device=torch.device("cpu"))
-    cache = span.new_cache()
+    cache = span.new_padded_kv()
     span.forward(torch.randn(1, 3, span.hidden_size), cache)
     stored = [layer.keys.shape[1] * layer.keys.shape[3] + layer.values.shape[1] * layer.values.shape[3]
               for layer in cache.layers]  # fmt: skip

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.data_structures import StepLayout
-from swarm.models.attention.packed_attention import NotPackable
-from swarm.models.execution import strategy as packing
-from swarm.models.execution.session_cache import SessionCache, Work, advance
+from swarm.models.attention.packed_attention import PackingUnsupported
+from swarm.models.execution import strategy
+from swarm.models.execution.session_cache import SessionCache, StepComputation, advance_steps
 from swarm.models.execution.span_model import SpanModel
 from tests.models.execution.test_session_cache import HIDDEN, Both, close, layouts, load, slow
 
@@ -34,12 +34,12 @@ class Session(Both):
     def __init__(self, model: SpanModel, seed: int) -> None:
         super().__init__(model)
         self.random.manual_seed(seed)
-        self.work: Work | None = None
+        self.work: StepComputation | None = None
         self.inputs_TH = torch.empty(0, HIDDEN)
 
     def begin(self, layout: StepLayout) -> None:
         self.inputs_TH = self.inputs(layout)
-        self.work = self.cache.begin(self.inputs_TH, layout)
+        self.work = self.cache.start_step(self.inputs_TH, layout)
 
     def finish(self) -> None:
         assert self.work is not None
@@ -65,10 +65,10 @@ def test_any_schedule_of_several_sessions_is_as_if_each_were_alone(family, tmp_p
                 if session.work is None and data.draw(st.booleans()):
                     session.begin(data.draw(layouts(session.lengths, session.offsets)))
                 if session.work is not None:
-                    portions.append((session.work, data.draw(st.integers(0, session.work.left))))
-            advance(portions)
+                    portions.append((session.work, data.draw(st.integers(0, session.work.tokens_left))))
+            advance_steps(portions)
             for session in sessions:
-                if session.work is not None and not session.work.left:
+                if session.work is not None and not session.work.tokens_left:
                     session.finish()
 
     schedule()
@@ -77,15 +77,15 @@ def test_any_schedule_of_several_sessions_is_as_if_each_were_alone(family, tmp_p
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 6)), min_size=1, max_size=5), st.data())
 def test_parts_of_a_step_bring_each_token_once_and_in_order(rows, data):
     starts, counts = zip(*rows, strict=True)
-    work = Work(None, StepLayout(starts, counts), torch.empty(sum(counts), 1), None)
+    work = StepComputation(None, StepLayout(starts, counts), torch.empty(sum(counts), 1), None)
     seen: list[list[int]] = [[] for _ in rows]
-    while work.left:
-        tokens = data.draw(st.integers(1, work.left))
-        part = work.next_part(tokens)
+    while work.tokens_left:
+        tokens = data.draw(st.integers(1, work.tokens_left))
+        part = work.next_layout(tokens)
         assert part.tokens == tokens
         for row, (start, count) in enumerate(zip(part.starts, part.counts, strict=True)):
             seen[row].extend(range(start, start + count))
-        work.done += tokens
+        work.tokens_done += tokens
     assert seen == [list(range(start, start + count)) for start, count in rows]
 
 
@@ -100,9 +100,9 @@ def test_one_forward_serves_all_sessions(tmp_path_factory, monkeypatch):
 
     monkeypatch.setattr(model, "forward_tokens", note)
     works = [
-        SessionCache(model).begin(torch.randn(tokens, HIDDEN), StepLayout((0,), (tokens,))) for tokens in (1, 5, 3)
+        SessionCache(model).start_step(torch.randn(tokens, HIDDEN), StepLayout((0,), (tokens,))) for tokens in (1, 5, 3)
     ]
-    advance([(work, work.left) for work in works])
+    advance_steps([(work, work.tokens_left) for work in works])
     assert sizes == [9]
 
 
@@ -112,11 +112,11 @@ def test_a_failed_forward_of_many_sessions_harms_none(tmp_path_factory, monkeypa
     for session in sessions:
         session.append(4)
     layout = StepLayout((4,), (2,))
-    works = [session.cache.begin(session.inputs(layout), layout) for session in sessions]
+    works = [session.cache.start_step(session.inputs(layout), layout) for session in sessions]
     with monkeypatch.context() as patch:
         patch.setattr(model, "_run", lambda *args: (_ for _ in ()).throw(MemoryError))
         with pytest.raises(MemoryError):
-            advance([(work, work.left) for work in works])
+            advance_steps([(work, work.tokens_left) for work in works])
     for session in sessions:
         session.append(2)
 
@@ -132,26 +132,26 @@ def test_a_part_of_the_span_is_packed_too(tmp_path_factory):
 
 def test_attention_that_is_wrong_is_found_out_before_it_is_used(tmp_path_factory, monkeypatch):
     model = load("llama", tmp_path_factory)
-    attend = packing.SpanModel.forward_tokens
+    attend = strategy.SpanModel.forward_tokens
 
     def forgets_the_past(self, hidden, positions, batch):
         outputs = attend(self, hidden, positions, batch)
         return outputs if len(hidden) > 3 else outputs + 0.01 * outputs.norm()
 
-    monkeypatch.setattr(packing.SpanModel, "forward_tokens", forgets_the_past)
-    packing.decide(model)
+    monkeypatch.setattr(strategy.SpanModel, "forward_tokens", forgets_the_past)
+    strategy.decide(model)
     assert model.packed  # three tokens of many: a mixture of experts may differ as much
 
     def forgets_everything(self, hidden, positions, batch):
         return attend(self, hidden, [0] * len(positions), batch)
 
-    monkeypatch.setattr(packing.SpanModel, "forward_tokens", forgets_everything)
-    packing.decide(model)
+    monkeypatch.setattr(strategy.SpanModel, "forward_tokens", forgets_everything)
+    strategy.decide(model)
     assert not model.packed
 
     def fails(self, hidden, positions, batch):
-        raise NotPackable("no")
+        raise PackingUnsupported("no")
 
-    monkeypatch.setattr(packing.SpanModel, "forward_tokens", fails)
-    packing.decide(model)
+    monkeypatch.setattr(strategy.SpanModel, "forward_tokens", fails)
+    strategy.decide(model)
     assert not model.packed

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from swarm.data_structures import StepLayout
 from swarm.models.attention.page_pool import PagePool
-from swarm.models.execution import strategy as packing
-from swarm.models.execution.cuda_graphs import ROWS, WIDTHS, DecodeGraphs
-from swarm.models.execution.session_cache import SessionCache, advance
+from swarm.models.execution import strategy
+from swarm.models.execution.cuda_graphs import BATCH_SIZES, TABLE_WIDTHS, DecodeGraphs
+from swarm.models.execution.session_cache import SessionCache, advance_steps
 from swarm.models.execution.span_model import SpanModel
 from tests.models.execution.test_session_cache import HIDDEN, close, load_in_pages, slow
 from tests.models.execution.test_traced_forward import capture_of
@@ -78,15 +78,15 @@ def test_any_decode_steps_are_as_without_recordings(model, recorder):
             close(one.step(hidden, layout), plainly(model, other, hidden, layout))
         for number, counts in enumerate(steps):
             if move and number == 1:
-                model.paging.pool.reserve((model.paging.pool.pages + 5) * PAGE)
+                model.paging.pool.reserve((model.paging.pool.page_count + 5) * PAGE)
             works = []
             for one, _ in sessions:
                 rows = len(one.lengths)
                 news = tuple(1 if row < counts else 0 for row in range(rows))
                 hidden = torch.randn(sum(news), HIDDEN, generator=noise)
-                works.append(one.begin(hidden, StepLayout(one.lengths, news)))
+                works.append(one.start_step(hidden, StepLayout(one.lengths, news)))
             before = recorder.replayed
-            advance([(work, work.left) for work in works])
+            advance_steps([(work, work.tokens_left) for work in works])
             assert recorder.replayed == before + 1
             for work, (_, other) in zip(works, sessions, strict=True):
                 work.commit()
@@ -123,9 +123,9 @@ def test_batches_of_like_size_share_a_recording(model, recorder):
     assert (recorder.made, recorder.replayed) == (1, 12)
     decode(model, 2, 2)
     assert recorder.made == 2
-    decode(model, 2, WIDTHS[0] * PAGE - 1)  # the last one that is no wider
+    decode(model, 2, TABLE_WIDTHS[0] * PAGE - 1)  # the last one that is no wider
     assert recorder.made == 2
-    decode(model, 2, WIDTHS[0] * PAGE)
+    decode(model, 2, TABLE_WIDTHS[0] * PAGE)
     assert recorder.made == 3
 
 
@@ -133,22 +133,22 @@ def test_what_is_no_decode_step_or_too_large_is_computed_plainly(model, recorder
     cache = decode(model, 1, 3)
     made, replayed = recorder.made, recorder.replayed
     cache.step(torch.randn(2, HIDDEN), StepLayout((4,), (2,)))  # candidates of speculation
-    decode(model, ROWS[-1] + 1, 1)
-    decode(model, 1, WIDTHS[-1] * PAGE)
+    decode(model, BATCH_SIZES[-1] + 1, 1)
+    decode(model, 1, TABLE_WIDTHS[-1] * PAGE)
     works = [
-        cache.begin(torch.randn(1, HIDDEN), StepLayout((6,), (1,))),
-        SessionCache(model).begin(torch.randn(5, HIDDEN), StepLayout((0,), (5,))),
+        cache.start_step(torch.randn(1, HIDDEN), StepLayout((6,), (1,))),
+        SessionCache(model).start_step(torch.randn(5, HIDDEN), StepLayout((0,), (5,))),
     ]
-    advance([(work, work.left) for work in works])
+    advance_steps([(work, work.tokens_left) for work in works])
     assert (recorder.made, recorder.replayed) == (made, replayed)
 
 
 def test_a_pool_that_moved_is_recorded_anew(model, recorder):
     """The old recordings would write to where it was."""
     cache = decode(model, 2, 2)
-    made, moves = recorder.made, model.paging.pool.moves
+    made, moves = recorder.made, model.paging.pool.relocations
     model.paging.pool.reserve(1000 * PAGE)
-    assert model.paging.pool.moves > moves
+    assert model.paging.pool.relocations > moves
     old = [(id(keys), keys.clone()) for keys, _ in model.paging.pool.layers.values()]
     cache.step(torch.randn(2, HIDDEN), StepLayout((3, 3), (1, 1)))
     assert recorder.made == made + 1
@@ -159,7 +159,7 @@ def test_a_pool_that_moved_is_recorded_anew(model, recorder):
 def test_recording_writes_to_no_row(model):
     """The page that belongs to nobody takes what the warm-up and the rows that fill a batch write."""
     cache = decode(model, 5, 4, steps=0)
-    held = [page for table in cache._rows.lease.tables for page in table]
+    held = [page for table in cache._storage.lease.tables for page in table]
     before = [keys[held].clone() for keys, _ in model.paging.pool.layers.values()]
     with torch.inference_mode():
         model.graphs._recording(8, 4)
@@ -233,34 +233,34 @@ def test_parts_of_a_span_have_recordings_of_their_own(model, recorder):
 
 def test_recordings_are_kept_if_they_are_right_and_faster(tmp_path_factory, monkeypatch):
     model = load_in_pages("llama", tmp_path_factory, PAGE)
-    monkeypatch.setattr(packing, "_try_written_down", lambda model, folder: "plain")
-    monkeypatch.setattr(packing, "faster", lambda one, other: (one(), other(), True)[-1])
+    monkeypatch.setattr(strategy, "_try_written_down", lambda model, folder: "plain")
+    monkeypatch.setattr(strategy, "is_faster", lambda one, other: (one(), other(), True)[-1])
     recorder = Again()
-    assert packing.try_capture(model, record=recorder) == "graphs"
+    assert strategy.try_capture(model, record=recorder) == "graphs"
     assert model.graphs is not None
     assert model.graphs.works
     assert recorder.replayed
-    monkeypatch.setattr(packing, "faster", lambda one, other: (one(), other(), False)[-1])
-    assert packing.try_capture(model, record=Again()) == "plain"
+    monkeypatch.setattr(strategy, "is_faster", lambda one, other: (one(), other(), False)[-1])
+    assert strategy.try_capture(model, record=Again()) == "plain"
     assert model.graphs is None
-    monkeypatch.setattr(packing, "faster", lambda one, other: True)
-    assert packing.try_capture(model, record=lambda function: lambda: None) == "plain"  # computes nothing
+    monkeypatch.setattr(strategy, "is_faster", lambda one, other: True)
+    assert strategy.try_capture(model, record=lambda function: lambda: None) == "plain"  # computes nothing
     assert model.graphs is None
 
     def fails(function):
         raise RuntimeError("no")
 
-    assert packing.try_capture(model, record=fails) == "plain"
+    assert strategy.try_capture(model, record=fails) == "plain"
     assert model.graphs is None
     model.paging = None
-    assert packing.try_capture(model, record=Again()) == "plain"
+    assert strategy.try_capture(model, record=Again()) == "plain"
 
 
 def test_what_is_written_down_as_a_constant_is_found_out(tmp_path_factory, monkeypatch):
     """A recording repeats what it did the first time. A family that reads a position in Python would be wrong."""
     model = load_in_pages("llama", tmp_path_factory, PAGE)
     run = SpanModel.run_packed
-    monkeypatch.setattr(packing, "faster", lambda one, other: True)
+    monkeypatch.setattr(strategy, "is_faster", lambda one, other: True)
 
     def at_the_beginning(self, hidden, positions, batch):
         return run(self, hidden, positions * 0, batch)
@@ -273,13 +273,13 @@ def test_what_is_written_down_as_a_constant_is_found_out(tmp_path_factory, monke
 
         return replay
 
-    assert packing.try_capture(model, record=with_constants) != "graphs"
+    assert strategy.try_capture(model, record=with_constants) != "graphs"
     assert model.graphs is None
 
 
 def test_nothing_is_recorded_on_a_cpu_unless_asked(tmp_path_factory):
     model = load_in_pages("llama", tmp_path_factory, PAGE)
-    assert packing.try_capture(model) in ("plain", "flat")
+    assert strategy.try_capture(model) in ("plain", "flat")
     assert model.graphs is None
 
 

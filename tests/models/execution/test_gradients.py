@@ -14,8 +14,9 @@ from swarm.data_structures import Span, StepLayout
 from swarm.models.adapters.layer_hooks import NO_ADAPTER, AdapterWeights
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.cutting import surgery
-from swarm.models.execution import gradients as training
-from swarm.models.execution.session_cache import forward_packed
+from swarm.models.execution import gradients
+from swarm.models.execution.gradients import SpanGradients, compute_gradients, forward_with_graph
+from swarm.models.execution.session_cache import forward_without_cache
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.span_loading import load_span
 from tests import zoo
@@ -114,7 +115,7 @@ def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor], tolera
         assert other.norm() > 0
 
 
-def all_of(gradients: training.Gradients) -> list[torch.Tensor]:
+def all_of(gradients: SpanGradients) -> list[torch.Tensor]:
     return [gradients.inputs, *(tensor for block in sorted(gradients.parts) for tensor in gradients.parts[block])]
 
 
@@ -123,12 +124,12 @@ def test_gradients_are_those_of_the_local_model(family, tmp_path_factory):
     folder, model = make(family, tmp_path_factory)
     inputs, ends, adapter = drawn(model, 1), drawn(model, 2), make_adapter(model)
     output, expected = Local(folder).gradients(inputs, ends, LAYOUT, adapter)
-    assert_equal([forward_packed(model, inputs, LAYOUT, adapter)], [output])
-    assert_equal(all_of(training.backward(model, inputs, ends, LAYOUT, adapter)), expected)
+    assert_equal([forward_without_cache(model, inputs, LAYOUT, adapter)], [output])
+    assert_equal(all_of(compute_gradients(model, inputs, ends, LAYOUT, adapter)), expected)
     # Through the graph of a client that computes these blocks itself.
     leaf = inputs.clone().requires_grad_()
     leaves = {block: part.mapped(lambda one: one.clone().requires_grad_()) for block, part in adapter.items()}
-    computed = training.forward(model, leaf, LAYOUT, leaves)
+    computed = forward_with_graph(model, leaf, LAYOUT, leaves)
     assert_equal([computed.detach()], [output])
     computed.backward(ends)
     assert_equal([leaf.grad, *(one.grad for part in leaves.values() for one in part.tensors)], expected)
@@ -143,7 +144,7 @@ def test_without_an_adapter(llama):
     folder, model = llama
     inputs, ends = drawn(model, 1), drawn(model, 2)
     _, expected = Local(folder).gradients(inputs, ends, LAYOUT, NO_ADAPTER)
-    found = training.backward(model, inputs, ends, LAYOUT)
+    found = compute_gradients(model, inputs, ends, LAYOUT)
     assert not found.parts
     assert_equal([found.inputs], expected)
 
@@ -152,34 +153,34 @@ def test_part_of_a_span_ignores_what_is_for_other_blocks(llama):
     _, model = llama
     inputs, ends, adapter = drawn(model, 1), drawn(model, 2), make_adapter(model)
     part = model.narrowed(Span(2, 4))
-    found = training.backward(part, inputs, ends, LAYOUT, adapter)
+    found = compute_gradients(part, inputs, ends, LAYOUT, adapter)
     assert set(found.parts) == {2, 3}
     mine = {block: adapter[block] for block in (2, 3)}
-    assert_equal(all_of(found), all_of(training.backward(part, inputs, ends, LAYOUT, mine)), 1e-6)
+    assert_equal(all_of(found), all_of(compute_gradients(part, inputs, ends, LAYOUT, mine)), 1e-6)
 
 
 def test_nothing_is_left_behind(llama):
     """No gradients of weights, no graph, and forwards for inference go on."""
     _, model = llama
     inputs, ends, adapter = drawn(model, 1), drawn(model, 2), make_adapter(model)
-    before = forward_packed(model, inputs, LAYOUT, adapter)
-    found = training.backward(model, inputs, ends, LAYOUT, adapter)
+    before = forward_without_cache(model, inputs, LAYOUT, adapter)
+    found = compute_gradients(model, inputs, ends, LAYOUT, adapter)
     assert all(parameter.grad is None for parameter in model.module.parameters())
     for tensor in [*all_of(found), *(one for part in adapter.values() for one in part.tensors)]:
         assert not tensor.requires_grad
         assert tensor.grad is None
-    torch.testing.assert_close(forward_packed(model, inputs, LAYOUT, adapter), before)
+    torch.testing.assert_close(forward_without_cache(model, inputs, LAYOUT, adapter), before)
 
 
 def test_what_an_adapter_does_not_reach_has_no_gradient(llama):
     """The last row is shorter than the prompt, and nothing comes back from its outputs."""
     _, model = llama
     layout = StepLayout((0,), (2,))
-    found = training.backward(model, drawn(model, 1, layout), drawn(model, 2, layout), layout, make_adapter(model))
-    for gradients in found.parts.values():
-        assert gradients[0].shape == (3, HIDDEN)
-        assert (gradients[0][:2] != 0).any(1).all()
-        assert (gradients[0][2] == 0).all()
+    found = compute_gradients(model, drawn(model, 1, layout), drawn(model, 2, layout), layout, make_adapter(model))
+    for prompt, *_ in found.parts.values():
+        assert prompt.shape == (3, HIDDEN)
+        assert (prompt[:2] != 0).any(1).all()
+        assert (prompt[2] == 0).all()
 
 
 @pytest.mark.parametrize(("graph", "runs"), [(1, 3 * 2), (7 * 24 * 3 * HIDDEN * 4, 3 + 1), (1 << 29, 1)])
@@ -187,11 +188,11 @@ def test_how_much_is_remembered_does_not_change_the_result(llama, graph, runs, m
     """Rows one by one and all blocks computed again; only the row of nine; everything at once."""
     _, model = llama
     inputs, ends, adapter = drawn(model, 1), drawn(model, 2), make_adapter(model)
-    expected = all_of(training.backward(model, inputs, ends, LAYOUT, adapter))
-    monkeypatch.setattr(training, "GRAPH", graph)
+    expected = all_of(compute_gradients(model, inputs, ends, LAYOUT, adapter))
+    monkeypatch.setattr(gradients, "MAX_GRAPH_BYTES", graph)
     count = []
     handle = model.adapted._layers[2].self_attn.register_forward_hook(lambda *args: count.append(1))
-    assert_equal(all_of(training.backward(model, inputs, ends, LAYOUT, adapter)), expected, 1e-5)
+    assert_equal(all_of(compute_gradients(model, inputs, ends, LAYOUT, adapter)), expected, 1e-5)
     handle.remove()
     assert len(count) == runs
     assert not any("forward" in vars(layer) for layer in model.layers)
@@ -214,7 +215,7 @@ def test_quantized_blocks(quant, tmp_path_factory):
             module.weight.data = dense()
     inputs, ends, adapter = drawn(model, 1, ROWS), drawn(model, 2, ROWS), make_adapter(part)
     _, expected = local.gradients(inputs, ends, ROWS, adapter, ONE)
-    assert_equal(all_of(training.backward(part, inputs, ends, ROWS, adapter)), expected, 0.03)
+    assert_equal(all_of(compute_gradients(part, inputs, ends, ROWS, adapter)), expected, 0.03)
 
 
 def test_sixteen_bits(tmp_path_factory):
@@ -222,7 +223,7 @@ def test_sixteen_bits(tmp_path_factory):
     part = model.narrowed(ONE)
     inputs, ends = drawn(model, 1, ROWS).bfloat16(), drawn(model, 2, ROWS).bfloat16()
     adapter = make_adapter(part)
-    found = training.backward(part, inputs, ends, ROWS, adapter)
+    found = compute_gradients(part, inputs, ends, ROWS, adapter)
     assert found.inputs.dtype is torch.bfloat16
     assert {one.dtype for gradients in found.parts.values() for one in gradients} == {torch.float32}
     _, exact = Local(folder).gradients(inputs.float(), ends.float(), ROWS, adapter, ONE)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from swarm.data_structures import StepLayout
 from swarm.models.attention import page_pool
 from swarm.models.attention.page_pool import PagePool
-from swarm.models.execution.padded_sequences import RectangleRows
-from swarm.models.execution.paged_sequences import PageDraft, PageRows, plan
-from swarm.models.execution.session_cache import SessionCache, Work, advance
+from swarm.models.execution.padded_sequences import PaddedSequences
+from swarm.models.execution.paged_sequences import PagedSequences, StagedPagedSequences, plan_pages
+from swarm.models.execution.session_cache import SessionCache, StepComputation, advance_steps
 from swarm.models.execution.span_model import SpanModel
 from tests.models.execution.test_session_cache import HIDDEN, MAX_STEPS, close, layouts, load_in_pages, slow
 
@@ -26,7 +26,7 @@ class Paper:
 
     def __init__(self, pool: PagePool) -> None:
         self.pool = pool
-        self.rows = PageRows(pool)
+        self.sequences = PagedSequences(pool)
         self.expected: list[list[int]] = []
 
     def read(self, table: Sequence[int], length: int) -> list[int]:
@@ -34,21 +34,21 @@ class Paper:
         return [int(keys[table[position // PAGE], position % PAGE, 0, 0]) for position in range(length)]
 
     @torch.inference_mode()
-    def write(self, draft: PageDraft, layout: StepLayout, news: Sequence[Sequence[int]]) -> None:
+    def write(self, draft: StagedPagedSequences, layout: StepLayout, news: Sequence[Sequence[int]]) -> None:
         for table, start, new in zip(draft.lease.tables, layout.starts, news, strict=True):
             for position, value in enumerate(new, start):
                 self.pool.layers[0][0][table[position // PAGE], position % PAGE] = value
 
     def check(self) -> None:
-        assert self.rows.lengths == tuple(map(len, self.expected))
-        for table, expected in zip(self.rows.lease.tables, self.expected, strict=False):
+        assert self.sequences.lengths == tuple(map(len, self.expected))
+        for table, expected in zip(self.sequences.lease.tables, self.expected, strict=False):
             assert self.read(table, len(expected)) == expected
 
 
 def pool_of_numbers() -> PagePool:
     pool = PagePool(PAGE)
     with torch.inference_mode():
-        pool.layer(0, torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1))
+        pool.layer_storage(0, torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1))
     return pool
 
 
@@ -68,14 +68,14 @@ def test_any_steps_of_any_sessions_leave_each_row_what_it_was_given(data):
             news.append(list(range(number + 1, number + count + 1)))
             number += count
         pasts = [session.expected[source] if source < len(before) else [] for source in sources]
-        draft = session.rows.begin(layout)
+        draft = session.sequences.stage(layout)
         if data.draw(st.booleans()):
             session.write(draft, layout, news)
             draft.commit()
             session.expected = [past[:start] + new for past, start, new in zip(pasts, layout.starts, news, strict=True)]
         else:
             session.write(draft, layout, [new[: data.draw(st.integers(0, len(new)))] for new in news])
-            after = session.rows.lengths
+            after = session.sequences.lengths
             for row, length in enumerate(before):
                 kept = [start for source, start in zip(sources, layout.starts, strict=True) if source == row]
                 assert min([length, *kept]) <= after[row] <= length
@@ -83,7 +83,7 @@ def test_any_steps_of_any_sessions_leave_each_row_what_it_was_given(data):
         del draft
         for one in sessions:
             one.check()
-        held = {page for one in sessions for table in one.rows.lease.tables for page in table}
+        held = {page for one in sessions for table in one.sequences.lease.tables for page in table}
         assert pool.in_use == len(held)
     del one, session
     sessions.clear()
@@ -102,7 +102,7 @@ def once(page: int) -> int:
 
 def test_a_token_more_takes_a_page_only_where_the_last_one_is_full():
     tables = tables_of(300, 512)
-    one, other = plan(tables, (300, 512), StepLayout((300, 512), (1, 1)), 256, once)
+    one, other = plan_pages(tables, (300, 512), StepLayout((300, 512), (1, 1)), 256, once)
     assert (one.kept, one.copied, one.fresh) == (tables[0], None, 0)
     assert (other.kept, other.copied, other.fresh) == (tables[1], None, 1)
     assert not one.overwrites
@@ -111,7 +111,7 @@ def test_a_token_more_takes_a_page_only_where_the_last_one_is_full():
 
 def test_copies_of_a_row_share_its_full_pages():
     tables = tables_of(600)
-    plans = plan(tables, (600,), StepLayout((600,) * 3, (1,) * 3, (0,) * 3), 256, once)
+    plans = plan_pages(tables, (600,), StepLayout((600,) * 3, (1,) * 3, (0,) * 3), 256, once)
     assert [one.kept for one in plans] == [tables[0], tables[0][:2], tables[0][:2]]
     assert [one.copied for one in plans] == [None, tables[0][2], tables[0][2]]
     assert [one.fresh for one in plans] == [0, 1, 1]
@@ -120,7 +120,7 @@ def test_copies_of_a_row_share_its_full_pages():
 def test_a_page_that_another_row_of_the_step_needs_is_not_written_to():
     """Also where that row comes later."""
     tables = tables_of(600)
-    short, long = plan(tables, (600,), StepLayout((100, 600), (1, 1), (0, 0)), 256, once)
+    short, long = plan_pages(tables, (600,), StepLayout((100, 600), (1, 1), (0, 0)), 256, once)
     assert (short.kept, short.copied, short.fresh) == ((), tables[0][0], 1)
     assert (long.kept, long.copied, long.fresh) == (tables[0], None, 0)
 
@@ -128,22 +128,22 @@ def test_a_page_that_another_row_of_the_step_needs_is_not_written_to():
 def test_a_page_whose_beginning_another_row_of_the_step_needs_is_not_written_to():
     """Not even by a row that has copied what it needs: the step may fail, and come again."""
     tables = tables_of(50)
-    anew, on = plan(tables, (50,), StepLayout((0, 50), (1, 1), (0, 0)), 256, once)
+    anew, on = plan_pages(tables, (50,), StepLayout((0, 50), (1, 1), (0, 0)), 256, once)
     assert (anew.kept, anew.copied, anew.fresh) == ((), None, 1)
     assert (on.kept, on.copied, on.fresh) == (tables[0], None, 0)
 
 
 def test_a_page_that_others_hold_is_not_written_to():
     tables = tables_of(300)
-    (one,) = plan(tables, (300,), StepLayout((300,), (1,)), 256, lambda page: 2)
+    (one,) = plan_pages(tables, (300,), StepLayout((300,), (1,)), 256, lambda page: 2)
     assert (one.kept, one.copied, one.fresh) == (tables[0][:1], tables[0][1], 1)
 
 
 def test_a_row_that_is_set_back_goes_on_in_its_own_pages():
     tables = tables_of(600)
-    (one,) = plan(tables, (600,), StepLayout((400,), (5,)), 256, once)
+    (one,) = plan_pages(tables, (600,), StepLayout((400,), (5,)), 256, once)
     assert (one.kept, one.copied, one.fresh, one.overwrites) == (tables[0][:2], None, 0, True)
-    (again,) = plan(tables, (600,), StepLayout((0,), (800,)), 256, once)
+    (again,) = plan_pages(tables, (600,), StepLayout((0,), (800,)), 256, once)
     assert (again.kept, again.copied, again.fresh, again.overwrites) == (tables[0], None, 1, True)
 
 
@@ -171,11 +171,11 @@ class Pair:
         self.cache, self.slow = SessionCache(model), SessionCache(slow_model)
         self.random = torch.Generator().manual_seed(seed)
         self.offsets: tuple[int, ...] = ()
-        self.work: Work | None = None
+        self.work: StepComputation | None = None
 
     def begin(self, layout: StepLayout) -> None:
         inputs = torch.randn(layout.tokens, HIDDEN, generator=self.random)
-        self.work = self.cache.begin(inputs, layout)
+        self.work = self.cache.start_step(inputs, layout)
 
     def finish(self) -> None:
         assert self.work is not None
@@ -188,8 +188,8 @@ class Pair:
     def give_up(self) -> None:
         """The step failed somewhere; the client goes on from what is left."""
         self.work = None
-        left, rows = self.cache.lengths, self.slow._rows
-        assert isinstance(rows, RectangleRows)
+        left, rows = self.cache.lengths, self.slow._storage
+        assert isinstance(rows, PaddedSequences)
         assert all(length <= before for length, before in zip(left, self.slow.lengths, strict=True))
         if left:
             self.slow.step(torch.empty(0, HIDDEN), StepLayout(left, (0,) * len(left)))
@@ -215,14 +215,14 @@ def test_any_schedule_in_pages_is_as_in_rectangles(family, tmp_path_factory):
                 elif session.work is not None and data.draw(st.integers(0, 3)) == 0:
                     session.give_up()
                 if session.work is not None:
-                    portions.append((session.work, data.draw(st.integers(0, session.work.left))))
-            advance(portions)
+                    portions.append((session.work, data.draw(st.integers(0, session.work.tokens_left))))
+            advance_steps(portions)
             for session in sessions:
-                if session.work is not None and not session.work.left:
+                if session.work is not None and not session.work.tokens_left:
                     session.finish()
         if model.paging is not None:
             held = {
-                page for one in sessions if one.work is None for row in one.cache._rows.lease.tables for page in row
+                page for one in sessions if one.work is None for row in one.cache._storage.lease.tables for page in row
             }
             assert model.paging.pool.in_use >= len(held)
 
@@ -256,10 +256,10 @@ def test_what_a_session_holds_ends_with_it(llama):
     cache = SessionCache(llama)
     step(cache, 7, 4)
     assert pool.in_use == 3 + 2
-    work = cache.begin(torch.randn(2, HIDDEN), StepLayout((7, 4), (1, 1)))
+    work = cache.start_step(torch.randn(2, HIDDEN), StepLayout((7, 4), (1, 1)))
     del cache  # closed while its step is being computed
     assert pool.in_use == 3 + 2
-    advance([(work, 2)])
+    advance_steps([(work, 2)])
     work.commit()
     del work
     assert pool.in_use == 0
@@ -288,9 +288,9 @@ def test_memory_that_ends_leaves_the_session_as_it_was(llama, monkeypatch):
     """The step that needs more fails alone; it can be sent again when there is memory."""
     pair = Pair(llama, load_like(llama), 0)
     pair.begin(StepLayout((0, 0), (5, 4)))
-    advance([(pair.work, 9)])
+    advance_steps([(pair.work, 9)])
     pair.finish()
-    in_use, room = llama.paging.pool.in_use, llama.paging.pool.pages * PAGE
+    in_use, room = llama.paging.pool.in_use, llama.paging.pool.page_count * PAGE
 
     def no_memory(*args):
         raise torch.OutOfMemoryError("no memory left")
@@ -302,7 +302,7 @@ def test_memory_that_ends_leaves_the_session_as_it_was(llama, monkeypatch):
     assert pair.cache.lengths == (5, 4)
     assert llama.paging.pool.in_use == in_use
     pair.begin(StepLayout((5, 2), (room, 1)))
-    advance([(pair.work, pair.work.left)])
+    advance_steps([(pair.work, pair.work.tokens_left)])
     pair.finish()
 
 
@@ -321,5 +321,5 @@ def test_infinities_of_one_session_do_not_reach_the_next(llama):
     del cache
     pair = Pair(llama, load_like(llama), 1)
     pair.begin(StepLayout((0, 0), (4, 1)))
-    advance([(pair.work, 5)])
+    advance_steps([(pair.work, 5)])
     pair.finish()

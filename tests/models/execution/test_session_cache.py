@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from swarm.data_structures import Span, StepLayout
 from swarm.errors import WrongPosition
-from swarm.models.attention.contiguous_kv import RowStore
-from swarm.models.attention.padded_kv import RectangleCache
+from swarm.models.attention.contiguous_kv import ContiguousKV
+from swarm.models.attention.padded_kv import PaddedKV
 from swarm.models.attention.page_pool import PagePool
 from swarm.models.checkpoints.checkpoint import open_checkpoint
-from swarm.models.execution.session_cache import SessionCache, advance, forward_packed
+from swarm.models.execution.session_cache import SessionCache, advance_steps, forward_without_cache
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.span_loading import load_span
 from tests import zoo
@@ -37,26 +37,26 @@ slow = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, Heal
 
 def load(family: str, factory, *, packed: bool = True, layout: str = "auto") -> SpanModel:
     checkpoint = open_checkpoint(zoo.make_checkpoint(family, factory.mktemp("checkpoint")))
-    layout = layout if packed else "rectangles"
+    layout = layout if packed else "padded"
     return load_span(checkpoint, Span(1, 4), dtype=torch.float32, device=torch.device("cpu"), layout=layout)
 
 
 def load_in_pages(family: str, factory, page: int) -> SpanModel:
     """Small pages, so that tiny rows have many."""
-    model = load(family, factory, layout="pages")
+    model = load(family, factory, layout="paged")
     if model.paging is not None:
         model.paging = replace(model.paging, pool=PagePool(page))
     return model
 
 
 def load_as(layout: str, family: str, factory, page: int = 8) -> SpanModel:
-    return load_in_pages(family, factory, page) if layout == "pages" else load(family, factory, layout=layout)
+    return load_in_pages(family, factory, page) if layout == "paged" else load(family, factory, layout=layout)
 
 
-@pytest.fixture(scope="module", params=["pages", "rows", "rectangles"])
+@pytest.fixture(scope="module", params=["paged", "contiguous", "padded"])
 def llama(request, tmp_path_factory) -> SpanModel:
     model = load_as(request.param, "llama", tmp_path_factory)
-    assert (model.packed, model.paging is not None) == (request.param != "rectangles", request.param == "pages")
+    assert (model.packed, model.paging is not None) == (request.param != "padded", request.param == "paged")
     return model
 
 
@@ -145,7 +145,7 @@ def layouts(draw, lengths: Sequence[int], offsets: Sequence[int] = ()) -> StepLa
     return StepLayout(starts, counts, sources, told if any(told) or draw(st.booleans()) else None)
 
 
-@pytest.mark.parametrize("layout", ["pages", "rows", "rectangles"])
+@pytest.mark.parametrize("layout", ["paged", "contiguous", "padded"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_sequence_of_steps_is_as_if_there_were_no_cache(family, layout, tmp_path_factory):
     model = load_as(layout, family, tmp_path_factory, page=3)
@@ -308,9 +308,9 @@ def test_the_ordinary_case_copies_nothing(llama, monkeypatch):
     def copied(*args):
         raise AssertionError("rows were copied")
 
-    monkeypatch.setattr(RectangleCache, "assemble", copied)
-    monkeypatch.setattr(RowStore, "selected", copied)
-    monkeypatch.setattr(PagePool, "copy", lambda pool, sources, targets: sources and copied())
+    monkeypatch.setattr(PaddedKV, "from_slices", copied)
+    monkeypatch.setattr(ContiguousKV, "select_sequences", copied)
+    monkeypatch.setattr(PagePool, "copy_pages", lambda pool, sources, targets: sources and copied())
     for _ in range(4):
         both.append(1, 1, 1)
     both.step(StepLayout(tuple(length - 2 for length in both.lengths), (3, 3, 3)))
@@ -322,11 +322,13 @@ def held(model: SpanModel) -> int:
     """Slots of attention cache that exist in this process, one layer's keys."""
     gc.collect()
     if model.paging is not None:
-        return model.paging.pool.in_use * model.paging.pool.page
+        return model.paging.pool.in_use * model.paging.pool.page_size
     if model.packed:
-        keys = [next(iter(one.layers.values()))[0] for one in gc.get_objects() if type(one) is RowStore and one.layers]
+        keys = [
+            next(iter(one.layers.values()))[0] for one in gc.get_objects() if type(one) is ContiguousKV and one.layers
+        ]
     else:
-        caches = [one for one in gc.get_objects() if type(one) is RectangleCache and one.rows]
+        caches = [one for one in gc.get_objects() if type(one) is PaddedKV and one.rows]
         keys = [one.layers[one.first].keys for one in caches]
     return sum(one.shape[0] * one.shape[2] for one in keys)
 
@@ -348,9 +350,9 @@ def test_a_session_that_is_cleared_holds_nothing(llama):
     elsewhere = held(llama)
     cache = SessionCache(llama)
     cache.step(torch.randn(5, HIDDEN), StepLayout((0, 0), (3, 2)))
-    work = cache.begin(torch.randn(2, HIDDEN), StepLayout((3, 2), (1, 1)))
+    work = cache.start_step(torch.randn(2, HIDDEN), StepLayout((3, 2), (1, 1)))
     cache.clear()
-    advance([(work, work.left)])
+    advance_steps([(work, work.tokens_left)])
     work.commit()
     del work
     assert (cache.lengths, held(llama)) == ((), elsewhere)
@@ -361,7 +363,7 @@ def test_a_session_that_is_cleared_holds_nothing(llama):
 def refused(cache: SessionCache, layout: StepLayout) -> None:
     before = cache.lengths
     with pytest.raises(WrongPosition):
-        cache.check(layout)
+        cache.validate_layout(layout)
     with pytest.raises(WrongPosition):
         cache.step(torch.randn(layout.tokens, HIDDEN), layout)
     assert cache.lengths == before
@@ -384,7 +386,7 @@ def test_steps_that_do_not_continue_what_is_there(llama):
 def test_a_forward_without_a_session(llama, counts):
     packed = torch.randn(sum(counts), HIDDEN, generator=torch.Generator().manual_seed(1))
     layout = StepLayout((0,) * len(counts), tuple(counts))
-    close(forward_packed(llama, packed, layout), Reference(llama).step(packed, layout))
+    close(forward_without_cache(llama, packed, layout), Reference(llama).step(packed, layout))
 
 
 def test_a_ragged_forward_computes_little_more_than_its_tokens(tmp_path_factory, monkeypatch):
@@ -399,5 +401,5 @@ def test_a_ragged_forward_computes_little_more_than_its_tokens(tmp_path_factory,
 
     monkeypatch.setattr(llama, "forward", note)
     layout = StepLayout((0,) * 101, (100,) + (1,) * 100)
-    forward_packed(llama, torch.randn(layout.tokens, HIDDEN), layout)
+    forward_without_cache(llama, torch.randn(layout.tokens, HIDDEN), layout)
     assert sum(slots) <= 2 * layout.tokens

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swarm.models.attention.page_pool import PAGE
-from swarm.models.attention.paged_kernels import reference
-from swarm.models.execution import strategy as packing
+from swarm.models.attention.page_pool import PAGE_POSITIONS
+from swarm.models.attention.paged_kernels import reference_kernel
+from swarm.models.execution import strategy
 from swarm.models.execution.span_model import SpanModel
 from tests.models.execution.test_session_cache import load
 
@@ -20,14 +20,18 @@ def model(tmp_path_factory) -> SpanModel:
 def test_a_cpu_keeps_rows_in_stores_unless_told(model):
     assert model.packed
     assert model.paging is None
-    packing.decide(model, "rows")
+    strategy.decide(model, "contiguous")
     assert (model.packed, model.paging) == (True, None)
-    packing.decide(model, "rectangles")
+    strategy.decide(model, "padded")
     assert (model.packed, model.paging) == (False, None)
-    packing.decide(model, "pages")
+    strategy.decide(model, "paged")
     assert model.packed
     assert model.paging is not None
-    assert (model.paging.kernel, model.paging.pool.page, model.paging.pool.in_use) == (reference, PAGE, 0)
+    assert (model.paging.kernel, model.paging.pool.page_size, model.paging.pool.in_use) == (
+        reference_kernel,
+        PAGE_POSITIONS,
+        0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -35,7 +39,7 @@ def test_a_cpu_keeps_rows_in_stores_unless_told(model):
     [("mistral", True, True), ("gemma2", True, False), ("deepseek_v3", True, False), ("mpt", False, False)],
 )
 def test_what_cannot_be_in_pages_takes_the_next_best_layout(family, packed, paged, tmp_path_factory):
-    model = load(family, tmp_path_factory, layout="pages")
+    model = load(family, tmp_path_factory, layout="paged")
     assert (model.packed, model.paging is not None) == (packed, paged)
 
 
@@ -44,33 +48,33 @@ def refuses(*args, **kwargs):
 
 
 def ignores_windows(*args, **kwargs):
-    return reference(*args, **{**kwargs, "window_size": (-1, 0)})
+    return reference_kernel(*args, **{**kwargs, "window_size": (-1, 0)})
 
 
 def forgets(*args, **kwargs):
     """Everything beyond the first page, which shows in long rows alone."""
-    lengths = kwargs["seqused_k"].clamp(max=PAGE)
-    return reference(*args, **kwargs) if (lengths == kwargs["seqused_k"]).all() else torch.zeros_like(args[0])
+    lengths = kwargs["seqused_k"].clamp(max=PAGE_POSITIONS)
+    return reference_kernel(*args, **kwargs) if (lengths == kwargs["seqused_k"]).all() else torch.zeros_like(args[0])
 
 
 @pytest.mark.parametrize("kernel", [refuses, ignores_windows, forgets])
 def test_a_kernel_that_does_not_do_what_it_should_is_not_used(model, kernel, monkeypatch):
     """Also where this model is computed right with it, until one with a window, or a longer row, comes."""
-    monkeypatch.setattr(packing, "kernels_for", lambda device: (kernel,))
-    packing.decide(model, "pages")
+    monkeypatch.setattr(strategy, "candidate_kernels", lambda device: (kernel,))
+    strategy.decide(model, "paged")
     assert (model.packed, model.paging) == (True, None)
-    monkeypatch.setattr(packing, "kernels_for", lambda device: (kernel, reference))
-    packing.decide(model, "pages")
+    monkeypatch.setattr(strategy, "candidate_kernels", lambda device: (kernel, reference_kernel))
+    strategy.decide(model, "paged")
     assert model.paging is not None
-    assert model.paging.kernel is reference
+    assert model.paging.kernel is reference_kernel
 
 
 def test_a_torch_without_such_a_kernel_keeps_rows_in_stores(model, monkeypatch):
     def missing(device):
         raise ImportError("no module named torch.nn.attention.varlen")
 
-    monkeypatch.setattr(packing, "kernels_for", missing)
-    packing.decide(model, "pages")
+    monkeypatch.setattr(strategy, "candidate_kernels", missing)
+    strategy.decide(model, "paged")
     assert (model.packed, model.paging) == (True, None)
 
 
@@ -80,23 +84,23 @@ def test_a_torch_without_such_a_kernel_keeps_rows_in_stores(model, monkeypatch):
 )
 def test_by_itself_a_model_is_in_pages_on_a_gpu_in_16_bits(model, monkeypatch, device, dtype, paged):
     tried = []
-    monkeypatch.setattr(packing, "_schedule", lambda model, longer=0: (torch.zeros(1, 1), torch.ones(1, 1)))
-    monkeypatch.setattr(packing, "_try_pages", tried.append)
+    monkeypatch.setattr(strategy, "_schedule", lambda model, longer=0: (torch.zeros(1, 1), torch.ones(1, 1)))
+    monkeypatch.setattr(strategy, "_try_pages", tried.append)
     model.device, model.dtype = torch.device(device), dtype
-    packing.decide(model)
+    strategy.decide(model)
     assert tried == ([model] if paged else [])
 
 
 def test_rows_are_no_longer_tried_than_a_model_has_positions(model, monkeypatch):
     """A position beyond a table would end a GPU's process."""
     tried = []
-    schedule = packing._schedule
+    schedule = strategy._schedule
     monkeypatch.setattr(
-        packing, "_schedule", lambda model, longer=0: (tried.append(longer), schedule(model, longer))[1]
+        strategy, "_schedule", lambda model, longer=0: (tried.append(longer), schedule(model, longer))[1]
     )
-    packing.decide(model, "pages")
-    assert max(tried) == PAGE
+    strategy.decide(model, "paged")
+    assert max(tried) == PAGE_POSITIONS
     tried.clear()
     model.positions = 128
-    packing.decide(model, "pages")
+    strategy.decide(model, "paged")
     assert set(tried) == {0}

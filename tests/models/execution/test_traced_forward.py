@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.data_structures import StepLayout
-from swarm.models.execution import strategy as packing
-from swarm.models.execution.session_cache import SessionCache, advance
+from swarm.models.execution import strategy
+from swarm.models.execution.session_cache import SessionCache, advance_steps
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.execution.traced_forward import Capture
+from swarm.models.execution.traced_forward import TracedForward
 from swarm.models.weights.frozen_linear import prepack
 from tests.models.execution.test_session_cache import HIDDEN, close, load, slow
 
@@ -22,8 +22,8 @@ FAMILIES = ("llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_moe",
 LENGTHS = st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=3).filter(any), min_size=1, max_size=3)
 
 
-def capture_of(model: SpanModel) -> Capture:
-    return Capture(model.module, model.run_tokens, torch.randn(2, 1, HIDDEN))
+def capture_of(model: SpanModel) -> TracedForward:
+    return TracedForward(model.module, model.run_tokens, torch.randn(2, 1, HIDDEN))
 
 
 def outputs(model: SpanModel, sessions: list[list[int]], steps: int) -> torch.Tensor:
@@ -36,8 +36,10 @@ def outputs(model: SpanModel, sessions: list[list[int]], steps: int) -> torch.Te
         for cache, counts in zip(caches, sessions, strict=True):
             counts = tuple(counts) if step == 0 else (1,) * len(counts)
             starts = cache.lengths or (0,) * len(counts)
-            works.append(cache.begin(torch.randn(sum(counts), HIDDEN, generator=generator), StepLayout(starts, counts)))
-        advance([(work, work.left) for work in works])
+            works.append(
+                cache.start_step(torch.randn(sum(counts), HIDDEN, generator=generator), StepLayout(starts, counts))
+            )
+        advance_steps([(work, work.tokens_left) for work in works])
         for work in works:
             work.commit()
             results.append(work.output)
@@ -63,7 +65,7 @@ def test_flat_is_what_the_modules_compute(family, tmp_path_factory):
 def test_products_of_arranged_weights_stay_calls(tmp_path_factory, monkeypatch):
     model = load("llama", tmp_path_factory)
     expected = outputs(model, [[3], [2, 2]], 3)
-    monkeypatch.setattr("swarm.models.weights.frozen_linear.WORTH_ARRANGING", 0)
+    monkeypatch.setattr("swarm.models.weights.frozen_linear.MIN_PREPACKED_FP32_WEIGHTS", 0)
     prepack(model.module)
     model.captured = capture_of(model).flat()
     close(outputs(model, [[3], [2, 2]], 3), expected)
@@ -84,14 +86,14 @@ def test_compiled_is_what_the_modules_compute(tmp_path_factory, tmp_path):
 
 def test_what_is_wrong_or_slower_is_not_used(tmp_path_factory, monkeypatch):
     model = load("llama", tmp_path_factory)
-    monkeypatch.setattr(packing, "faster", lambda one, other: False)
-    assert packing.try_capture(model) == "plain"
+    monkeypatch.setattr(strategy, "is_faster", lambda one, other: False)
+    assert strategy.try_capture(model) == "plain"
     assert model.captured is None
-    monkeypatch.setattr(packing, "faster", lambda one, other: True)
-    assert packing.try_capture(model) == "flat"
+    monkeypatch.setattr(strategy, "is_faster", lambda one, other: True)
+    assert strategy.try_capture(model) == "flat"
     assert model.captured is not None
-    monkeypatch.setattr(Capture, "flat", lambda self: lambda hidden, positions: hidden)
-    assert packing.try_capture(model) == "plain"
+    monkeypatch.setattr(TracedForward, "flat", lambda self: lambda hidden, positions: hidden)
+    assert strategy.try_capture(model) == "plain"
     assert model.captured is None
 
 
@@ -103,17 +105,19 @@ def test_what_is_faster_stays_in_use_after_the_comparison(tmp_path_factory, monk
         one(), other()
         return True
 
-    monkeypatch.setattr(packing, "faster", slower_last)
-    assert packing.try_capture(model) == "flat"
+    monkeypatch.setattr(strategy, "is_faster", slower_last)
+    assert strategy.try_capture(model) == "flat"
     assert model.captured is not None
     used = model.captured
-    monkeypatch.setattr(packing, "faster", lambda one, other: (one(), other(), False)[-1])
-    monkeypatch.setattr(Capture, "compiled", lambda self, folder: lambda hidden, positions: used(hidden, positions))
-    assert packing.try_capture(model, "unused") == "plain"
+    monkeypatch.setattr(strategy, "is_faster", lambda one, other: (one(), other(), False)[-1])
+    monkeypatch.setattr(
+        TracedForward, "compiled", lambda self, folder: lambda hidden, positions: used(hidden, positions)
+    )
+    assert strategy.try_capture(model, "unused") == "plain"
     assert model.captured is None
 
 
 def test_a_family_that_cannot_be_packed_is_left_alone(tmp_path_factory):
     model = load("falcon_alibi", tmp_path_factory)
-    assert packing.try_capture(model) == "plain"
+    assert strategy.try_capture(model) == "plain"
     assert model.captured is None

@@ -13,7 +13,7 @@ from torch.nn import functional
 from swarm.data_structures import Span
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.span_loading import load_span
-from swarm.models.weights import frozen_linear as linear
+from swarm.models.weights import frozen_linear
 from swarm.models.weights.frozen_linear import FrozenLinear, PrepackedLinear, can_prepack, prepack
 from tests import zoo
 from tests.models import test_zoo_spans
@@ -115,7 +115,7 @@ def test_inputs_that_do_not_fit_are_refused(inputs):
 
 @pytest.fixture
 def pack_all(monkeypatch):
-    monkeypatch.setattr(linear, "WORTH_ARRANGING", 0)
+    monkeypatch.setattr(frozen_linear, "MIN_PREPACKED_FP32_WEIGHTS", 0)
 
 
 @needs_fp32
@@ -166,7 +166,7 @@ def test_every_family_computes_the_same(family, tmp_path, monkeypatch, pack_all)
     """Also those that subclass linear layers, fuse experts, or read weights themselves."""
     folder = zoo.make_checkpoint(family, tmp_path)
     packed = test_zoo_spans.load(folder, Span(0, zoo.BLOCKS))
-    monkeypatch.setattr(linear, "WORTH_ARRANGING", float("inf"))
+    monkeypatch.setattr(frozen_linear, "MIN_PREPACKED_FP32_WEIGHTS", float("inf"))
     plain = test_zoo_spans.load(folder, Span(0, zoo.BLOCKS))
     assert packed.weight_bytes == plain.weight_bytes
     assert packed.digests == plain.digests

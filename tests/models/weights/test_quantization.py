@@ -22,19 +22,19 @@ from swarm.models.span_loading import load_span
 from swarm.models.weights import quantization
 from swarm.models.weights.frozen_linear import FrozenLinear
 from swarm.models.weights.quantization import (
-    GROUP,
     INT4,
+    INT4_GROUP_SIZE,
     INT8,
     NF4,
     NONE,
     BitsAndBytesLinear,
     Int4Linear,
     Int8Linear,
-    check_available,
     form_on,
     quantizable,
     quantize,
     quantized_bytes,
+    require_available,
     weight_bytes,
 )
 from tests import zoo
@@ -78,31 +78,38 @@ def error(result: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("kind", KINDS)
 def test_products(kind, dtype):
     """Near the plain layer's, and, but for rounding, just those of the weight that it says it holds."""
-    plain = make(208, 7 * GROUP, True, dtype)
+    plain = make(208, 7 * INT4_GROUP_SIZE, True, dtype)
     layer = KINDS[kind](plain)
     dense = layer.dense()
     assert dense.dtype == dtype
     assert 0 < error(dense, plain.weight) <= ERROR[kind]
     for shape in ((1,), (3,), (12,), (13,), (2, 32), (65,), (2, 1, 40), ()):
-        inputs = torch.randn(*shape, 7 * GROUP).to(dtype)
+        inputs = torch.randn(*shape, 7 * INT4_GROUP_SIZE).to(dtype)
         before = inputs.clone()
         result = layer(inputs)
         assert result.shape == (*shape, 208)
         assert result.dtype == dtype
         assert error(result, functional.linear(inputs.float(), dense.float(), plain.bias.float())) <= ROUNDING
         assert torch.equal(inputs, before)
-    assert layer(torch.empty(0, 7 * GROUP, dtype=dtype)).shape == (0, 208)
+    assert layer(torch.empty(0, 7 * INT4_GROUP_SIZE, dtype=dtype)).shape == (0, 208)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize(
-    ("out", "into"), [(16, GROUP), (48, 2 * GROUP), (64, GROUP), (176, 3 * GROUP), (80, 5 * GROUP)]
+    ("out", "into"),
+    [
+        (16, INT4_GROUP_SIZE),
+        (48, 2 * INT4_GROUP_SIZE),
+        (64, INT4_GROUP_SIZE),
+        (176, 3 * INT4_GROUP_SIZE),
+        (80, 5 * INT4_GROUP_SIZE),
+    ],
 )
 def test_both_ways_of_multiplying_agree(kind, out, into, monkeypatch):
     """The kernel on packed weights, and unpacking by parts, also where the last part is a small one."""
     layer = KINDS[kind](make(out, into, bias=False, dtype=torch.bfloat16))
     inputs = torch.randn(9, into, dtype=torch.bfloat16)
-    monkeypatch.setattr(quantization, "PART", 64 * into)
+    monkeypatch.setattr(quantization, "UNPACKED_PART_WEIGHTS", 64 * into)
     results = []
     for limit in (0, 100):
         monkeypatch.setattr(type(layer), "KERNEL_TOKENS", limit)
@@ -113,30 +120,32 @@ def test_both_ways_of_multiplying_agree(kind, out, into, monkeypatch):
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_weights_on_the_grid_are_kept_exactly(kind):
     levels = 127 if kind == "int8" else 7
-    weight = torch.randint(-levels, levels + 1, (64, 2 * GROUP), generator=torch.Generator().manual_seed(0)).float()
-    weight[:, ::GROUP], weight[:, 1::GROUP] = levels, -levels - (kind == "int4")
-    linear = make(64, 2 * GROUP)
+    weight = torch.randint(
+        -levels, levels + 1, (64, 2 * INT4_GROUP_SIZE), generator=torch.Generator().manual_seed(0)
+    ).float()
+    weight[:, ::INT4_GROUP_SIZE], weight[:, 1::INT4_GROUP_SIZE] = levels, -levels - (kind == "int4")
+    linear = make(64, 2 * INT4_GROUP_SIZE)
     linear.weight.data = weight / 64
     assert torch.equal(KINDS[kind](linear).dense(), weight / 64)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_rows_of_zeros_and_of_equal_weights(kind):
-    linear = make(64, GROUP)
+    linear = make(64, INT4_GROUP_SIZE)
     linear.weight.data[0], linear.weight.data[1] = 0.0, 0.25
     dense = KINDS[kind](linear).dense()
     assert dense.isfinite().all()
-    assert torch.equal(dense[0], torch.zeros(GROUP))
+    assert torch.equal(dense[0], torch.zeros(INT4_GROUP_SIZE))
     assert error(dense[1], linear.weight[1]) <= 0.01
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_the_inputs(kind, dtype):
-    layer = KINDS[kind](make(96, 2 * GROUP, True, dtype))
-    plain = make(96, 2 * GROUP, True, dtype)
+    layer = KINDS[kind](make(96, 2 * INT4_GROUP_SIZE, True, dtype))
+    plain = make(96, 2 * INT4_GROUP_SIZE, True, dtype)
     plain.weight.data = layer.dense()
-    values, upstream = torch.randn(5, 2 * GROUP).to(dtype), torch.randn(5, 96).to(dtype)
+    values, upstream = torch.randn(5, 2 * INT4_GROUP_SIZE).to(dtype), torch.randn(5, 96).to(dtype)
     gradients = []
     for module in (plain, layer):
         inputs = values.clone().requires_grad_()
@@ -151,7 +160,7 @@ def test_processors_with_other_instructions(capability):
     code = f"""
 import torch
 from torch import nn
-from swarm.models.quantization import Int4Linear, Int8Linear, GROUP
+from swarm.models.weights.quantization import INT4_GROUP_SIZE as GROUP, Int4Linear, Int8Linear
 for kind in (Int8Linear, Int4Linear):
     layer = kind(nn.Linear(GROUP, 176, bias=False, dtype=torch.bfloat16))
     eye = torch.eye(GROUP, dtype=torch.bfloat16)
@@ -166,14 +175,14 @@ for kind in (Int8Linear, Int4Linear):
 def test_an_unknown_packing_is_refused(monkeypatch):
     monkeypatch.setattr(quantization, "_int4_layout", lambda: None)
     with pytest.raises(InvalidOption, match="use int8 or none"):
-        check_available(INT4, CPU)
-    check_available(INT8, CPU)
+        require_available(INT4, CPU)
+    require_available(INT8, CPU)
 
 
 def test_devices_without_kernels_are_refused():
     with pytest.raises(InvalidOption, match="not on mps"):
-        check_available(INT8, torch.device("mps"))
-    check_available(NONE, torch.device("mps"))
+        require_available(INT8, torch.device("mps"))
+    require_available(NONE, torch.device("mps"))
 
 
 def test_nf4_is_called_what_it_is():

@@ -11,8 +11,8 @@ import torch
 
 from swarm.data_structures import Span, StepLayout, WireFormat
 from swarm.models.adapters.layer_hooks import NO_ADAPTER, AdapterWeights
-from swarm.models.execution import gradients as training
-from swarm.models.execution.session_cache import forward_packed
+from swarm.models.execution.gradients import compute_gradients
+from swarm.models.execution.session_cache import forward_without_cache
 from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
 from swarm.protocol.adapters import BlockAdapterWeights, pack_parts, unpack_gradients
@@ -80,7 +80,7 @@ async def ask_forward(client: Client, parts: AdapterWeights, digests: list[bytes
     reply, payload = await client.ask(changed(FORWARD, adapters=digests), packed(hidden))
     assert isinstance(reply, messages.ForwardReply), reply
     output = unpack(payload, 3, HIDDEN, WireFormat.NONE, "float32", CPU)
-    return lambda: assert_close(output, forward_packed(model, hidden, LAYOUT, parts))
+    return lambda: assert_close(output, forward_without_cache(model, hidden, LAYOUT, parts))
 
 
 async def ask_backward(client: Client, parts: AdapterWeights, digests: list[bytes] | None, seed: int = 3) -> Check:
@@ -95,7 +95,7 @@ async def ask_backward(client: Client, parts: AdapterWeights, digests: list[byte
     found = unpack_gradients(described, payload[length:], HIDDEN)
 
     def check() -> None:
-        expected = training.backward(model, hidden, ends, LAYOUT, parts)
+        expected = compute_gradients(model, hidden, ends, LAYOUT, parts)
         assert_close(inputs, expected.inputs)
         for one, other in zip(found, [expected.parts[block] for block in sorted(parts)], strict=True):
             for gradient, right in zip(one, other, strict=True):
@@ -136,7 +136,7 @@ def test_part_of_the_span(model):
         hidden, ends, part = random(3), random(3, 9), model.narrowed(Span(2, 4))
         request = changed(BACKWARD, start=2, adapters=digests[1:])
         _, payload = await client.ask(request, packed(hidden, ends))
-        expected = training.backward(part, hidden, ends, LAYOUT, parts)
+        expected = compute_gradients(part, hidden, ends, LAYOUT, parts)
         assert_close(unpack(payload[: 3 * HIDDEN * 4], 3, HIDDEN, WireFormat.NONE, "float32", CPU), expected.inputs)
         await client.refused("wrong_shape", changed(request, adapters=digests), packed(hidden, ends))
 
@@ -152,7 +152,7 @@ def test_gradients_in_every_format(model, wire):
         reply, payload = await client.ask(request, packed(hidden, wire=wire) + packed(ends, wire=wire))
         assert reply.format is wire
         found = unpack(payload, 3, HIDDEN, wire, reply.dtype, CPU)
-        expected = training.backward(model, hidden, ends, LAYOUT).inputs
+        expected = compute_gradients(model, hidden, ends, LAYOUT).inputs
         assert torch.nn.functional.cosine_similarity(found.flatten(), expected.flatten(), dim=0) > 0.99
 
     scenario(model, act)
@@ -315,14 +315,14 @@ def test_backwards_that_are_wrong(model):
 
 
 def test_a_backward_that_fails_is_told_to_its_client_alone(model, monkeypatch, caplog):
-    real = training.backward
+    real = compute_gradients
 
     def fragile(model, inputs, *rest):
         if (inputs == 12345.0).any():
             raise RuntimeError("secret path /home/somebody")
         return real(model, inputs, *rest)
 
-    monkeypatch.setattr(training, "backward", fragile)
+    monkeypatch.setattr("swarm.server.compute.engine.compute_gradients", fragile)
 
     async def act(server):
         client, other = await server.client(), await server.client("other")
