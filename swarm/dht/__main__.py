@@ -65,14 +65,14 @@ async def _serve(config: P2PConfig, address_file: Path | None, metrics: MetricsA
     from swarm.dht.validation import AnnouncementValidator
     from swarm.metrics.endpoint import MetricsEndpoint
     from swarm.metrics.registry import new_registry
-    from swarm.transport.p2p import Peer
+    from swarm.transport.joining import join_network
 
     leave = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, leave.set)
     registry = new_registry()
     endpoint = MetricsEndpoint(registry, metrics) if metrics is not None else None
-    peer = await Peer.create(config, AnnouncementValidator())
+    peer = await join_network(config, AnnouncementValidator())
     try:
         _observe(peer, registry)
         addresses = await peer.visible_addresses()

@@ -34,6 +34,7 @@ from swarm.server.placement.move_loop import MoveLoop
 from swarm.server.span_service import ResolvedConfig, SpanService
 from swarm.server.throughput.link_measurement import LinkMeasurement
 from swarm.server.throughput.measurement import remembered_throughput
+from swarm.transport.joining import join_network
 from swarm.transport.p2p import Peer
 from swarm.transport.stream import Stream
 
@@ -144,7 +145,7 @@ class Server:
         if config.threads is not None:
             await self._runtime.run(torch.set_num_threads, config.threads)
 
-        self._peer = await Peer.create(config.p2p, AnnouncementValidator())
+        self._peer = await join_network(config.p2p, AnnouncementValidator())
         logger.info("Peer: %s, listening on %s", self._peer.peer_id, ", ".join(await self._peer.visible_addresses()))
         self.span = await self._choose_span(plan)
         self._throughput = await self._expected_throughput(plan, self.span)

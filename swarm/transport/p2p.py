@@ -9,7 +9,6 @@ import asyncio
 import logging
 import os
 import shutil
-import tempfile
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from swarm.errors import PeerLost, PeerUnreachable, ProtocolViolation
 from swarm.protocol.messages import PROTOCOL
 from swarm.transport import addresses
 from swarm.transport.identity import Identity, load_or_create
+from swarm.transport.process_folder import ProcessFolder
 from swarm.transport.stream import FrameStream, Stream, StreamHandler
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class P2PConfig:
 class Peer:
     """A running peer (`Network`). Make one with `Peer.create`, end it with `shutdown`."""
 
-    def __init__(self, p2p: P2P, dht: DHTNode, identity: Identity, folder: tempfile.TemporaryDirectory[str]) -> None:
+    def __init__(self, p2p: P2P, dht: DHTNode, identity: Identity, folder: ProcessFolder) -> None:
         self.peer_id = identity.peer_id
         self.identity = identity
         self.dht = dht
@@ -87,12 +87,12 @@ class Peer:
         """
         addresses.parse_peers(config.initial_peers)
         addresses.check_free(config.host_maddrs)
-        folder = _private_folder()
+        folder = ProcessFolder()
         try:
-            identity = load_or_create(config.identity_path or Path(folder.name) / "identity")
-            p2p = await cls._start_daemon(config, identity, folder.name)
+            identity = load_or_create(config.identity_path or folder.path / "identity")
+            p2p = await cls._start_daemon(config, identity, str(folder.path))
         except BaseException:
-            folder.cleanup()
+            folder.remove()
             raise
         try:
             dht = await DHTNode.create(
@@ -108,7 +108,7 @@ class Peer:
             )
         except BaseException as error:
             await p2p.shutdown()
-            folder.cleanup()
+            folder.remove()
             if isinstance(error, RuntimeError):
                 raise _unreachable(config) from error
             if isinstance(error, ValidationError):
@@ -156,7 +156,8 @@ class Peer:
         except P2PDaemonError as error:
             for daemon in started:
                 await daemon.shutdown()  # its process ends before the loop does that would hear of it
-            if "bootstrap" in str(error):
+            # A daemon says that it is ready only when it has reached an initial peer.
+            if "bootstrap" in str(error) or (config.initial_peers and "failed to start in" in str(error)):
                 raise _unreachable(config) from error
             raise PeerLost(f"the libp2p daemon did not start: {error}") from error
 
@@ -212,13 +213,7 @@ class Peer:
                 await asyncio.wait_for(self.dht.shutdown(), LEAVE_TIMEOUT)
         finally:
             await self._p2p.shutdown()
-            self._folder.cleanup()
-
-
-def _private_folder() -> tempfile.TemporaryDirectory[str]:
-    """A folder for the daemon's sockets and a passing identity. A socket's path may have 107 characters at most."""
-    short = len(tempfile.gettempdir()) < 60
-    return tempfile.TemporaryDirectory(prefix="swarm-", dir=None if short else "/tmp")
+            self._folder.remove()
 
 
 def _unreachable(config: P2PConfig) -> PeerUnreachable:
