@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from swarm.data_structures import Span
 from swarm.errors import AdapterRefused, SwarmError
-from swarm.protocol.adapters import BlockAdapterWeights, LoraFactors
+from swarm.protocol.adapter_encoding import BlockAdapterWeights, LoraFactors
 from tests.swarms import TestSwarm, run_client, run_swarm
 from tests.tuned import ListedAdapter, adapted, random_adapter
 from tests.zoo import PROMPTS, VOCABULARY, config_of, make_checkpoint

@@ -16,7 +16,7 @@ from swarm.client.chain.input_history import REQUEST_TOKENS
 from swarm.client.wire.padding import PaddedBatch, drop_padding, restore_padding
 from swarm.data_structures import HopTiming, Route, Span, StepLayout
 from swarm.errors import InvalidSpan, TooLong
-from swarm.models.adapters.layer_hooks import NO_ADAPTER, AdapterWeights
+from swarm.models.adapters.adapter_batch import NO_ADAPTER, AdapterWeights
 from swarm.models.execution.gradients import forward_with_graph
 from swarm.models.execution.session_cache import SessionCache
 from swarm.models.execution.span_model import SpanModel
@@ -120,7 +120,7 @@ class LocalBlocks:
     def _checked(self, span: Span, adapter: AdapterWeights) -> AdapterWeights:
         mine = {block: part for block, part in adapter.items() if block in span}
         for block, part in mine.items():
-            self._model.adapted.check(block, part)
+            self._model.adapted.validate(block, part)
         return mine
 
     def compute(
@@ -149,7 +149,7 @@ class LocalBlocks:
         limit = self._model.positions
         if limit is None:
             return
-        offsets = layout.offsets or (0,) * layout.rows
+        offsets = layout.offsets or (0,) * layout.sequences
         ends = [
             start + offset + count for start, offset, count in zip(layout.starts, offsets, layout.counts, strict=True)
         ]

@@ -136,7 +136,7 @@ class SpanService:
         if public:
             logger.info("Adapters that every client may use: %s", ", ".join(plan.adapters))
         for parts in public:
-            adapters.add_public(model.adapted.fitted(parts))
+            adapters.add_public(model.adapted.prepare(parts))
         observer.serving(
             checkpoint.name, checkpoint.revision, dtype_name(plan.dtype), plan.quant, span, throughput.decode
         )

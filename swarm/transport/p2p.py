@@ -22,7 +22,7 @@ from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 
 from swarm.errors import PeerLost, PeerUnreachable, ProtocolViolation
-from swarm.protocol.messages import PROTOCOL
+from swarm.protocol.messages import PROTOCOL_ID
 from swarm.transport import addresses
 from swarm.transport.identity import Identity, load_or_create
 from swarm.transport.process_folder import ProcessFolder
@@ -171,7 +171,7 @@ class Peer:
             target = PeerID.from_base58(peer_id)
             # Not `wait_for`: before Python 3.12 it forgets that it was cancelled when the stream opens just then.
             async with asyncio.timeout(DIAL_TIMEOUT):
-                _, reader, writer = await self._p2p.call_binary_stream_handler(target, PROTOCOL)
+                _, reader, writer = await self._p2p.call_binary_stream_handler(target, PROTOCOL_ID)
         except (P2PDaemonError, OSError, TimeoutError, asyncio.IncompleteReadError, ValueError) as error:
             raise PeerLost(f"peer …{peer_id[-6:]} cannot be reached: {error}") from None
         stream = FrameStream(peer_id, reader, writer)
@@ -194,7 +194,7 @@ class Peer:
                 self._serving.discard(task)
                 stream.close()
 
-        await self._p2p.add_binary_stream_handler(PROTOCOL, accept)
+        await self._p2p.add_binary_stream_handler(PROTOCOL_ID, accept)
 
     async def lost(self) -> None:
         """Return when the daemon has ended, with which this peer is cut off."""

@@ -28,7 +28,7 @@ PING_PATIENCE = 3.0
 PROBE_PATIENCE = 15.0
 """Seconds that one peer gets for all exchanges of a ping or of the probes, connecting included."""
 
-PROBES = (1 << 14, 1 << 16, 1 << 18, messages.MAX_PROBE)
+PROBES = (1 << 14, 1 << 16, 1 << 18, messages.MAX_PROBE_BYTES)
 """Bytes of one probe after the other: 1.3 MiB a direction at most."""
 
 TELLING = 0.1

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from swarm.data_structures import WireFormat
 from swarm.errors import ProtocolViolation, WrongShape
 from swarm.protocol import messages
-from swarm.protocol.messages import MAX_ROWS
+from swarm.protocol.messages import MAX_SEQUENCES
 
 CLIENT = list(messages.ClientMessage.__args__)
 SERVER = list(messages.ServerMessage.__args__)
 
 counts = st.integers(0, 2**31 - 1)
-rows = st.lists(counts, min_size=1, max_size=20)
+sequences = st.lists(counts, min_size=1, max_size=20)
 names = st.text(max_size=256)
 formats = st.sampled_from(WireFormat)
 milliseconds = st.floats(0, 1e9)
@@ -25,23 +25,23 @@ session_ids = st.binary(min_size=16, max_size=16)
 steps = st.builds(
     messages.StepRequest,
     step=counts,
-    starts=rows,
-    counts=rows,
+    starts=sequences,
+    counts=sequences,
     format=formats,
     dtype=names,
-    sources=st.none() | rows,
-    offsets=st.none() | rows,
+    sources=st.none() | sequences,
+    offsets=st.none() | sequences,
 )
 digests = st.none() | st.lists(st.binary(max_size=16), min_size=1, max_size=5)
 blocks = st.builds(
     messages.BlockAdapterSpec,
     digest=st.binary(min_size=16, max_size=16),
-    prompt=st.integers(0, MAX_ROWS),
+    prompt_length=st.integers(0, messages.MAX_PROMPT_LENGTH),
     modules=st.lists(
         st.builds(
             messages.LoraShape,
             module=names,
-            rank=st.integers(1, messages.MAX_RANK),
+            rank=st.integers(1, messages.MAX_LORA_RANK),
             inputs=st.integers(1, 2**20),
             outputs=st.integers(1, 2**20),
         ),
@@ -60,19 +60,22 @@ CLIENT_MESSAGES: dict[type, st.SearchStrategy[messages.ClientMessage]] = {
         adapters=digests,
     ),
     messages.SetNeighbors: st.builds(
-        messages.SetNeighbors, previous=st.none() | names, next=st.none() | names, next_session=st.none() | session_ids
+        messages.SetNeighbors,
+        previous_peer=st.none() | names,
+        next_peer=st.none() | names,
+        next_session_id=st.none() | session_ids,
     ),
     messages.StepRequest: steps,
     messages.PushRequest: st.builds(messages.PushRequest, client=names, session_id=session_ids, step=steps),
     messages.ReplayRequest: st.builds(
         messages.ReplayRequest,
         next_step=counts,
-        starts=rows,
-        counts=rows,
+        starts=sequences,
+        counts=sequences,
         format=formats,
         dtype=names,
-        offsets=st.none() | rows,
-        want_outputs=st.booleans(),
+        offsets=st.none() | sequences,
+        return_outputs=st.booleans(),
     ),
     messages.CloseSession: st.just(messages.CloseSession()),
     messages.ForwardRequest: st.builds(
@@ -80,11 +83,11 @@ CLIENT_MESSAGES: dict[type, st.SearchStrategy[messages.ClientMessage]] = {
         revision=names,
         start=counts,
         end=counts,
-        counts=rows,
+        counts=sequences,
         format=formats,
         dtype=names,
         reply_format=formats,
-        offsets=st.none() | rows,
+        offsets=st.none() | sequences,
         adapters=digests,
     ),
     messages.BackwardRequest: st.builds(
@@ -92,18 +95,18 @@ CLIENT_MESSAGES: dict[type, st.SearchStrategy[messages.ClientMessage]] = {
         revision=names,
         start=counts,
         end=counts,
-        counts=rows,
+        counts=sequences,
         format=formats,
         dtype=names,
         gradient_format=formats,
-        offsets=st.none() | rows,
+        offsets=st.none() | sequences,
         adapters=digests,
     ),
     messages.PutAdapters: st.builds(
         messages.PutAdapters, start=counts, blocks=st.lists(st.none() | blocks, min_size=1, max_size=5), dtype=names
     ),
     messages.InfoRequest: st.just(messages.InfoRequest()),
-    messages.ProbeRequest: st.builds(messages.ProbeRequest, reply_bytes=st.integers(0, messages.MAX_PROBE)),
+    messages.ProbeRequest: st.builds(messages.ProbeRequest, reply_bytes=st.integers(0, messages.MAX_PROBE_BYTES)),
 }
 SERVER_MESSAGES: dict[type, st.SearchStrategy[messages.ServerMessage]] = {
     messages.SessionOpened: st.builds(messages.SessionOpened, next_step=counts),
@@ -113,7 +116,7 @@ SERVER_MESSAGES: dict[type, st.SearchStrategy[messages.ServerMessage]] = {
     messages.ReplayReply: st.builds(messages.ReplayReply, format=formats, dtype=names, compute_ms=milliseconds),
     messages.ForwardReply: st.builds(messages.ForwardReply, format=formats, dtype=names, compute_ms=milliseconds),
     messages.BackwardReply: st.builds(messages.BackwardReply, format=formats, dtype=names, compute_ms=milliseconds),
-    messages.AdaptersStored: st.builds(messages.AdaptersStored, seconds=st.floats(0, 1e9)),
+    messages.AdaptersStored: st.builds(messages.AdaptersStored, lifetime_s=st.floats(0, 1e9)),
     messages.InfoReply: st.builds(
         messages.InfoReply, start=counts, end=counts, cache_tokens_free=counts, sessions=counts, version=names
     ),
@@ -279,16 +282,16 @@ def test_no_message_at_all(data):
         pytest.param(changed(STEP, 3, [2, 1.5]), id="fractional count"),
         pytest.param(changed(STEP, 3, [2, None]), id="count is null"),
         pytest.param(changed(STEP, 3, []), id="no counts"),
-        pytest.param(changed(STEP, 3, [1] * (MAX_ROWS + 1)), id="too many rows"),
-        pytest.param(changed(STEP, 6, [0] * (MAX_ROWS + 1)), id="too many sources"),
+        pytest.param(changed(STEP, 3, [1] * (MAX_SEQUENCES + 1)), id="too many sequences"),
+        pytest.param(changed(STEP, 6, [0] * (MAX_SEQUENCES + 1)), id="too many sources"),
         pytest.param(changed(STEP, 6, [-1, 0]), id="negative source"),
         pytest.param(changed(STEP, 6, []), id="no sources"),
         pytest.param(changed(STEP, 5, "d" * 257), id="dtype too long"),
         pytest.param(changed(STEP, 5, b"float32"), id="dtype as bytes"),
-        pytest.param(changed(FORWARD, 4, [1] * (MAX_ROWS + 1)), id="too many sequences"),
+        pytest.param(changed(FORWARD, 4, [1] * (MAX_SEQUENCES + 1)), id="too many sequences"),
         pytest.param(changed(FORWARD, 4, [[1]]), id="nested counts"),
         pytest.param(changed(BACKWARD, 7, "zip"), id="unknown gradient format"),
-        pytest.param(changed(BACKWARD, 4, [1] * (MAX_ROWS + 1)), id="backward of too many rows"),
+        pytest.param(changed(BACKWARD, 4, [1] * (MAX_SEQUENCES + 1)), id="backward of too many sequences"),
         pytest.param(msgspec.msgpack.encode([*FORWARD, None, []]), id="no adapter for no block"),
         pytest.param(msgspec.msgpack.encode([*FORWARD, None, [b"x" * 17]]), id="digest too long"),
         pytest.param(msgspec.msgpack.encode([*BACKWARD, None, ["text"]]), id="digest as text"),
@@ -297,7 +300,7 @@ def test_no_message_at_all(data):
         pytest.param(changed(PUT, 2, [None] * 1025), id="too many adapters"),
         pytest.param(changed(PUT, 2, [[b"short", 0, []]]), id="digest too short"),
         pytest.param(changed(PUT, 2, [[ADAPTER[0], -1, []]]), id="prompt of negative length"),
-        pytest.param(changed(PUT, 2, [[ADAPTER[0], MAX_ROWS + 1, []]]), id="prompt too long"),
+        pytest.param(changed(PUT, 2, [[ADAPTER[0], messages.MAX_PROMPT_LENGTH + 1, []]]), id="prompt too long"),
         pytest.param(changed(PUT, 2, [[ADAPTER[0], 0, [["m", 0, 1, 1]]]]), id="rank of nothing"),
         pytest.param(changed(PUT, 2, [[ADAPTER[0], 0, [["m", 1025, 1, 1]]]]), id="rank beyond any"),
         pytest.param(changed(PUT, 2, [[ADAPTER[0], 0, [["m", 1, 2**20 + 1, 1]]]]), id="inputs beyond any"),
@@ -317,16 +320,16 @@ def test_no_message_at_all(data):
         pytest.param(changed(PUSH, 3, OPEN), id="push of another message"),
         pytest.param(changed(PUSH, 3, PUSH), id="push of a push"),
         pytest.param(changed(PUSH, 3, [*STEP[:3], [-1], *STEP[4:]]), id="push of a wrong step"),
-        pytest.param(changed(PUSH, 3, [*STEP[:3], [1] * (MAX_ROWS + 1), *STEP[4:]]), id="push of too many rows"),
+        pytest.param(changed(PUSH, 3, [*STEP[:3], [1] * (MAX_SEQUENCES + 1), *STEP[4:]]), id="push too long"),
         pytest.param(changed(REPLAY, 1, -1), id="negative next step"),
         pytest.param(changed(REPLAY, 1, 2**31), id="next step beyond any"),
         pytest.param(changed(REPLAY, 2, []), id="replay without starts"),
-        pytest.param(changed(REPLAY, 3, [1] * (MAX_ROWS + 1)), id="replay of too many rows"),
+        pytest.param(changed(REPLAY, 3, [1] * (MAX_SEQUENCES + 1)), id="replay of too many sequences"),
         pytest.param(changed(REPLAY, 6, []), id="replay with no offsets"),
         pytest.param(changed(REPLAY, 7, 1), id="wanted is a number"),
         pytest.param(msgspec.msgpack.encode(REPLAY[:-1]), id="replay that wants neither"),
         pytest.param(changed(PROBE, 1, -1), id="negative bytes wanted"),
-        pytest.param(changed(PROBE, 1, messages.MAX_PROBE + 1), id="more bytes wanted than a probe may carry"),
+        pytest.param(changed(PROBE, 1, messages.MAX_PROBE_BYTES + 1), id="more bytes wanted than a probe may carry"),
         pytest.param(changed(REPLY, 5, 1), id="pushed is a number"),
         pytest.param(msgspec.msgpack.encode(["Refusal", "code", "why", -1]), id="refusal of a negative step"),
         pytest.param(msgspec.msgpack.encode(["ProbeReply", 0]), id="probe reply with a field"),
@@ -345,8 +348,10 @@ def test_bad_utf8_inside_of_a_field():
     refused_by_all(right.replace(b"\xa4main", b"\xa4m\xffi\xfe"))
 
 
-def test_as_many_rows_as_are_allowed():
-    message = messages.StepRequest(0, [0] * MAX_ROWS, [1] * MAX_ROWS, WireFormat.NONE, "float32", [0] * MAX_ROWS)
+def test_as_many_sequences_as_are_allowed():
+    message = messages.StepRequest(
+        0, [0] * MAX_SEQUENCES, [1] * MAX_SEQUENCES, WireFormat.NONE, "float32", [0] * MAX_SEQUENCES
+    )
     assert messages.decode_client(messages.encode(message)) == message
 
 

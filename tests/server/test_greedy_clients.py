@@ -94,7 +94,7 @@ def test_more_lanes_than_the_cache_has_room_for(model):
             else:
                 text = await lane.refused("cache_full", numbered(number))
                 assert "8 tokens of attention cache are needed and 0 of 56 are free" in text
-        text = await lanes[6].refused("cache_full", numbered(6, rows=3))
+        text = await lanes[6].refused("cache_full", numbered(6, sequences=3))
         assert "24 tokens" in text
         for lane in lanes[:6]:
             await lane.right_step()
@@ -109,8 +109,8 @@ def test_more_lanes_than_the_cache_has_room_for(model):
 def test_rows_are_reserved_with_the_opening(model, rows):
     async def act(server):
         client = await server.client()
-        await client.refused("cache_full", changed(OPEN, rows=8 + rows))
-        await client.begin(changed(OPEN, rows=rows))
+        await client.refused("cache_full", changed(OPEN, sequences=8 + rows))
+        await client.begin(changed(OPEN, sequences=rows))
         assert server.sessions.free == 64 - 8 - 8 * rows
         await client.refused("cache_full", changed(STEP, starts=[2] + [0] * 7, counts=[1] * 8), bytes_of(8))
         await client.right_step()
@@ -123,12 +123,12 @@ def test_who_waits_for_room_gets_what_another_client_leaves(model, end):
     async def act(server):
         server.sessions._now = asyncio.get_running_loop().time
         async with besides(server):
-            holder = await (await server.client("holder")).begin(changed(OPEN, rows=6))
+            holder = await (await server.client("holder")).begin(changed(OPEN, sequences=6))
             client = await server.client()
-            text = await client.refused("cache_full", changed(OPEN, rows=4))
+            text = await client.refused("cache_full", changed(OPEN, sequences=4))
             assert "32 tokens of attention cache are needed and 8 of 64 are free" in text
             began = now()
-            asking = asyncio.create_task(ask_patiently(client, changed(OPEN, rows=4, patience=60.0)))
+            asking = asyncio.create_task(ask_patiently(client, changed(OPEN, sequences=4, wait_timeout_s=60.0)))
             await asyncio.sleep(5)
             assert not asking.done()
             if end == "gives up":
@@ -154,8 +154,8 @@ def test_who_waits_for_room_gets_what_another_client_leaves(model, end):
 def test_a_step_with_more_rows_may_wait_for_room_too(model):
     async def act(server):
         async with besides(server):
-            holder = await (await server.client("holder")).begin(changed(OPEN, rows=5))
-            client = await (await server.client()).begin(changed(OPEN, patience=20.0))
+            holder = await (await server.client("holder")).begin(changed(OPEN, sequences=5))
+            client = await (await server.client()).begin(changed(OPEN, wait_timeout_s=20.0))
             step = changed(STEP, starts=[2, 0, 0], counts=[1, 1, 1])
             asking = asyncio.create_task(client.ask(step, bytes_of(3)))
             await asyncio.sleep(3)
@@ -169,9 +169,9 @@ def test_a_step_with_more_rows_may_wait_for_room_too(model):
 
 def test_a_server_that_leaves_sends_those_away_who_wait_for_room(model):
     async def act(server):
-        await (await server.client("holder")).begin(changed(OPEN, rows=7))
+        await (await server.client("holder")).begin(changed(OPEN, sequences=7))
         client = await server.client()
-        asking = asyncio.create_task(client.ask(changed(OPEN, rows=4, patience=60.0)))
+        asking = asyncio.create_task(client.ask(changed(OPEN, sequences=4, wait_timeout_s=60.0)))
         await asyncio.sleep(5)
         server.handler.closing = True
         reply, _ = await asking
@@ -241,7 +241,7 @@ def test_a_line_of_waiting_clients_is_no_way_around_the_limits(model):
         async with besides(server):
             clients = [await server.client() for _ in range(40)]
             asking = [
-                asyncio.create_task(ask_patiently(client, numbered(number, patience=60.0)))
+                asyncio.create_task(ask_patiently(client, numbered(number, wait_timeout_s=60.0)))
                 for number, client in enumerate(clients)
             ]
             await asyncio.sleep(1)

@@ -134,7 +134,7 @@ def test_why_sessions_end(model):
 def test_a_session_that_found_no_room_was_never_open(model):
     async def act(server):
         client = await server.client()
-        await client.refused("cache_full", changed(OPEN, max_length=64, rows=2))
+        await client.refused("cache_full", changed(OPEN, max_length=64, sequences=2))
         assert server.value("errors_total", code="cache_full") == 1
         assert server.value("sessions_opened_total") == 0
         assert server.value("sessions_closed_total", reason="closed") is None

@@ -76,7 +76,7 @@ def test_a_session_that_goes_on_at_another_server(model, wanted, wire):
     async def act(server):
         client = await opened(server, reply_format=wire)
         hidden = random(4)
-        request = changed(REPLAY, want_outputs=wanted)
+        request = changed(REPLAY, return_outputs=wanted)
         reply, payload = await client.ask(request, pack(hidden, WireFormat.NONE))
         assert reply == changed(DONE, format=wire)
         if wanted:
@@ -110,7 +110,7 @@ def test_part_of_the_span(model):
         client = await opened(server, start=2)
         client.model = narrow
         hidden = random(4)
-        reply, payload = await client.ask(changed(REPLAY, want_outputs=True), pack(hidden, WireFormat.NONE))
+        reply, payload = await client.ask(changed(REPLAY, return_outputs=True), pack(hidden, WireFormat.NONE))
         assert reply == DONE
         assert_close(unpack(payload, 4, HIDDEN, WireFormat.NONE, "float32", CPU), alone(narrow, hidden))
         remembers(client, hidden)
@@ -143,7 +143,7 @@ def test_offsets(model):
     async def act(server):
         client = await opened(server)
         hidden = random(3)
-        request = changed(REPLAY, counts=[3], offsets=[2], want_outputs=True)
+        request = changed(REPLAY, counts=[3], offsets=[2], return_outputs=True)
         _, payload = await client.ask(request, pack(hidden, WireFormat.NONE))
         expected = model.forward(hidden.unsqueeze(0), offsets=[2])[0]
         assert_close(unpack(payload, 3, HIDDEN, WireFormat.NONE, "float32", CPU), expected)

@@ -14,7 +14,7 @@ from swarm.data_structures import Span
 from swarm.errors import AdapterError
 from swarm.models.adapters import adapter_files
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from swarm.protocol.adapters import pack_parts
+from swarm.protocol.adapter_encoding import pack_adapters
 from swarm.server import span_service as serving_module
 from swarm.server.compute.compute_thread import ComputeThread
 from swarm.server.span_service import ResolvedConfig, SpanService
@@ -63,7 +63,7 @@ def test_what_the_server_was_started_with_is_found_by_its_digest(checkpoint, tmp
     source = save_adapter(tmp_path)
     serving = asyncio.run(load(checkpoint, source))
     parts = adapter_files.read_parts(source, checkpoint, SPAN)  # as any client reads it
-    blocks, _ = pack_parts([parts[block] for block in range(SPAN.start, SPAN.end)], torch.float32)
+    blocks, _ = pack_adapters([parts[block] for block in range(SPAN.start, SPAN.end)], torch.float32)
     found = serving.adapters.find("anybody", SPAN, [block.digest for block in blocks])
     assert set(found) == {1, 2, 3}
     for block, part in found.items():

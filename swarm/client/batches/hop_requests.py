@@ -32,7 +32,7 @@ from swarm.client.wire.request_options import RequestOptions
 from swarm.data_structures import Hop, StepLayout, WireFormat
 from swarm.errors import PeerLost, WrongDtype
 from swarm.protocol import messages
-from swarm.protocol.adapters import gradient_length
+from swarm.protocol.adapter_encoding import gradient_bytes
 from swarm.protocol.framing import Frame
 from swarm.transport.stream import Network, Stream
 
@@ -180,7 +180,7 @@ class HopRequester:
             adapters=adapter.digests(hop.span),
         )
         outputs, described = OutputShape(inputs.tokens, inputs.hidden_size), adapter.described(hop.span)
-        limit = 4 * outputs.values + gradient_length(list(described.values()), inputs.hidden_size)
+        limit = 4 * outputs.values + gradient_bytes(list(described.values()), inputs.hidden_size)
         payload = b"".join((inputs.payload, gradient.payload))
         ask = _HopRequest(hop, AdapterUpload(adapter, self.sent), request, payload, limit)
         frame = await self._answer(ask, BACKWARD_TIME_FACTOR * inputs.tokens, slowness)

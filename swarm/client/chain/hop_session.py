@@ -158,7 +158,7 @@ class HopSession:
             end=self.hop.span.end,
             max_length=self._max_length,
             reply_format=self._manner.wire,
-            patience=ROOM_PATIENCE,
+            wait_timeout_s=ROOM_PATIENCE,
             adapters=self._adapter.adapter.digests(self.hop.span),
         )
         async with reply_deadline(self.hop, patience + self._adapter.seconds(self.hop)):
@@ -178,9 +178,9 @@ class HopSession:
         self.may_push = after is not None
         await self._send(
             messages.SetNeighbors(
-                previous=before.peer_id if before is not None else None,
-                next=after.peer_id if after is not None else None,
-                next_session=after.session_id if after is not None else None,
+                previous_peer=before.peer_id if before is not None else None,
+                next_peer=after.peer_id if after is not None else None,
+                next_session_id=after.session_id if after is not None else None,
             ),
             b"",
             CLOSE_TIMEOUT,
@@ -251,7 +251,7 @@ class HopSession:
             format=hidden.wire,
             dtype=hidden.dtype,
             offsets=_list(layout.offsets),
-            want_outputs=want_outputs,
+            return_outputs=want_outputs,
         )
         self._answer = asyncio.get_running_loop().create_future()
         self.asked = self.pushed = self.replied  # what is under way may still be refused, and counts no more

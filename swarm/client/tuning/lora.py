@@ -10,7 +10,7 @@ from torch import nn
 
 from swarm.client.tuning.lora_config import LoraSettings
 from swarm.models.adapters.adapter_files import StoredAdapter, scaled, scaling
-from swarm.protocol.adapters import LoraFactors
+from swarm.protocol.adapter_encoding import LoraFactors
 
 
 class LoraModule(nn.Module):

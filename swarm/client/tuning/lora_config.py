@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from swarm.errors import InvalidOption
 from swarm.models.cutting.lora_targets import LoraTargets
-from swarm.protocol.messages import MAX_RANK
+from swarm.protocol.messages import MAX_LORA_RANK
 
 ALL_LINEAR = "all-linear"
 
@@ -97,8 +97,8 @@ def lora_settings(
         target_modules=settings.target_modules if target_modules is None else _names("target_modules", target_modules),
     )
     for name, value in {"lora_rank": settings.rank, **settings.rank_pattern}.items():
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_RANK:
-            raise InvalidOption(f"{name}={value!r} is no rank from 1 to {MAX_RANK}")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_LORA_RANK:
+            raise InvalidOption(f"{name}={value!r} is no rank from 1 to {MAX_LORA_RANK}")
     for name, factor in {"lora_alpha": settings.alpha, **settings.alpha_pattern}.items():
         if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < float("inf"):
             raise InvalidOption(f"{name}={factor!r} is no positive number")

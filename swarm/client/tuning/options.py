@@ -10,7 +10,7 @@ from typing import Any
 from swarm.client.tuning.lora_config import LoraSettings, lora_settings
 from swarm.errors import InvalidOption
 from swarm.models.adapters.adapter_config import Method
-from swarm.protocol.messages import MAX_ROWS
+from swarm.protocol.messages import MAX_PROMPT_LENGTH
 
 DEFAULT_VIRTUAL_TOKENS = 16
 
@@ -52,8 +52,8 @@ def tuning_options(
     mode = _mode(tuning_mode)
     if pre_seq_len is not None and mode not in ("ptune", "deep_ptune", None):
         raise InvalidOption(f"pre_seq_len is for virtual tokens; tuning_mode={tuning_mode!r} has none")
-    if pre_seq_len is not None and (isinstance(pre_seq_len, bool) or not 1 <= pre_seq_len <= MAX_ROWS):
-        raise InvalidOption(f"pre_seq_len={pre_seq_len!r} is no number of virtual tokens from 1 to {MAX_ROWS}")
+    if pre_seq_len is not None and (isinstance(pre_seq_len, bool) or not 1 <= pre_seq_len <= MAX_PROMPT_LENGTH):
+        raise InvalidOption(f"pre_seq_len={pre_seq_len!r} is no number of virtual tokens from 1 to {MAX_PROMPT_LENGTH}")
     lora = {
         "lora_config": lora_config,
         "lora_rank": lora_rank,

@@ -19,7 +19,7 @@ from swarm.models.adapters.adapter_files import StoredAdapter
 from swarm.models.blockless_model import BlocklessModel
 from swarm.models.checkpoints.checkpoint import Checkpoint
 from swarm.models.cutting.lora_targets import find_lora_targets
-from swarm.protocol.adapters import BlockAdapterWeights
+from swarm.protocol.adapter_encoding import BlockAdapterWeights
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from swarm.data_structures import Span
-from swarm.protocol.adapters import BlockAdapterWeights, LoraFactors
+from swarm.protocol.adapter_encoding import BlockAdapterWeights, LoraFactors
 
 
 class Adapter(Protocol):

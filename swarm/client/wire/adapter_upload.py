@@ -19,7 +19,7 @@ from swarm.client.wire.reply_checks import unexpected_reply
 from swarm.data_structures import Hop, Span
 from swarm.errors import NotFinite, PeerLost, RemoteError, UnknownAdapter, remote_error
 from swarm.protocol import messages
-from swarm.protocol.adapters import BlockAdapterWeights, pack_parts
+from swarm.protocol.adapter_encoding import BlockAdapterWeights, pack_adapters
 from swarm.protocol.compression import dtype_name
 from swarm.protocol.framing import Frame
 from swarm.transport.stream import Stream
@@ -111,7 +111,7 @@ def pack_adapter(parts: Mapping[int, BlockAdapterWeights]) -> PackedAdapter:
             continue
         if not all(bool(tensor.isfinite().all()) for tensor in part.tensors):
             raise NotFinite(f"the adapter of block {block} holds NaN or infinity; look for it in what was trained")
-        (described,), payload = pack_parts([part], dtype)
+        (described,), payload = pack_adapters([part], dtype)
         packed[block] = PackedPart(described, payload)
     return PackedAdapter(packed, dtype_name(dtype))
 
@@ -230,4 +230,4 @@ def _seconds(hop: Hop, frame: Frame) -> float:
     reply = messages.decode_server(frame.header)
     if not isinstance(reply, messages.AdaptersStored):
         raise unexpected_reply(hop, reply)
-    return reply.seconds
+    return reply.lifetime_s

@@ -14,7 +14,7 @@ from swarm.client.wire.reply_timeout import TimeoutEstimator
 from swarm.data_structures import Hop
 from swarm.errors import NotFinite, PeerLost, PeerTimeout, ProtocolViolation, WrongDtype, WrongShape, remote_error
 from swarm.protocol import messages
-from swarm.protocol.adapters import gradient_length, unpack_gradients
+from swarm.protocol.adapter_encoding import gradient_bytes, unpack_gradients
 from swarm.protocol.compression import is_finite, payload_length
 from swarm.protocol.framing import Frame
 
@@ -57,7 +57,7 @@ def parse_reply(hop: Hop, frame: Frame) -> messages.ServerMessage:
 def initial_estimate(hop: Hop, slowness: float, limit: float) -> TimeoutEstimator:
     """What a server announces of itself is all that is known of work that it has not done yet."""
     blocks, server = hop.span.length, hop.server
-    step = ASSUMED_ROUND_TRIP_S + server.queue + blocks / max(server.throughput, 1e-3)
+    step = ASSUMED_ROUND_TRIP_S + server.queue_delay + blocks / max(server.throughput, 1e-3)
     token = blocks / max(server.forward_throughput or server.throughput, 1e-3)
     if server.network_throughput:
         token += 2 / server.network_throughput
@@ -90,7 +90,7 @@ def validate_gradients(
     reply: messages.BackwardReply,
 ) -> tuple[PackedHidden, list[list[torch.Tensor]]]:
     """The gradients in a reply: of the inputs, and of each adapter's tensors. Raises as `validate_outputs` does."""
-    view, length = memoryview(payload), gradient_length(adapters, due.hidden_size)
+    view, length = memoryview(payload), gradient_bytes(adapters, due.hidden_size)
     first = max(0, len(view) - length)
     inputs = validate_outputs(hop, due, view[:first], reply)
     try:

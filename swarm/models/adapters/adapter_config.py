@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
 from swarm.errors import AdapterError
-from swarm.protocol.messages import MAX_RANK, MAX_ROWS
+from swarm.protocol.messages import MAX_LORA_RANK, MAX_PROMPT_LENGTH
 
 Method = Literal["lora", "ptune", "deep_ptune", "head"]
 
@@ -103,13 +103,13 @@ class _ConfigParser:
             task_type=self._get("task_type", str, ""),
             base=self._get("base_model_name_or_path", str, None),
             revision=self._get("revision", str, None),
-            rank=self._number("r", 8, 1, MAX_RANK),
+            rank=self._number("r", 8, 1, MAX_LORA_RANK),
             alpha=self._number("lora_alpha", 8, 0, 1e6),
             use_rslora=self._get("use_rslora", bool, False),
-            rank_pattern=self._pattern("rank_pattern", MAX_RANK),
+            rank_pattern=self._pattern("rank_pattern", MAX_LORA_RANK),
             alpha_pattern=self._pattern("alpha_pattern", 1e6),
             dropout=self._number("lora_dropout", 0.0, 0, 1),
-            positions=self._number("num_virtual_tokens", 0, 1, MAX_ROWS) if "ptune" in method else 0,
+            positions=self._number("num_virtual_tokens", 0, 1, MAX_PROMPT_LENGTH) if "ptune" in method else 0,
         )
 
     def _check_nothing_else(self) -> None:

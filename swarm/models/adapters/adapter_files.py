@@ -25,8 +25,8 @@ from swarm.models.adapters.adapter_config import AdapterConfig, read_config
 from swarm.models.adapters.adapter_source import WEIGHTS, AdapterSource
 from swarm.models.checkpoints.checkpoint import Checkpoint
 from swarm.models.cutting.lora_targets import LoraTargets, find_lora_targets
-from swarm.protocol.adapters import BlockAdapterWeights, LoraFactors
-from swarm.protocol.messages import MAX_RANK
+from swarm.protocol.adapter_encoding import BlockAdapterWeights, LoraFactors
+from swarm.protocol.messages import MAX_LORA_RANK
 
 logger = logging.getLogger(__name__)
 
@@ -197,8 +197,8 @@ class _Reader:
         if set(keys) != {"A", "B"}:
             self._refuse(f"of LoRA's A and B it has only one for {module} of block {block}")
         rank, alpha = self._config.rank_and_alpha(_place(keys["A"]))
-        if not 1 <= rank <= MAX_RANK:
-            self._refuse(f"rank {rank} is not between 1 and {MAX_RANK}")
+        if not 1 <= rank <= MAX_LORA_RANK:
+            self._refuse(f"rank {rank} is not between 1 and {MAX_LORA_RANK}")
         down = self._tensor(keys["A"], (rank, size[0]))
         up = self._tensor(keys["B"], (size[1], rank))
         return StoredLoraFactors(down, up, alpha, scaling(rank, alpha, self._config.use_rslora))

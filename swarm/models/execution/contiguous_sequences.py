@@ -51,11 +51,11 @@ class ContiguousSequences:
 
     def _arranged(self, layout: StepLayout) -> ContiguousKV:
         known = len(self.lengths)
-        sources = layout.sources if layout.sources is not None else tuple(range(layout.rows))
+        sources = layout.sources if layout.sources is not None else tuple(range(layout.sequences))
         if sources == tuple(range(known)):
             return self.store
         if not any(layout.starts):
-            return ContiguousKV(layout.rows)
+            return ContiguousKV(layout.sequences)
         # Rows that are new, or begin again, may take the place of any: what is in it is not looked at.
         taken = [source if source < known else 0 for source in sources]
         return self.store.select_sequences(taken, max(layout.starts))
@@ -73,7 +73,7 @@ def compute(model: SpanModel, parts: Sequence[StepPart]) -> list[torch.Tensor]:
                 positions.extend(range(start + offset, start + offset + segment.new))
     inputs = [part.inputs for part in parts]
     hidden_NH = inputs[0] if len(inputs) == 1 else torch.cat(inputs)
-    with model.adapted.running(adapter_shares(parts)):
+    with model.adapted.activate(adapter_shares(parts)):
         output_NH = model.forward_tokens(hidden_NH, positions, ContiguousBatch(segments))
     return list(output_NH.split([len(hidden) for hidden in inputs]))
 

@@ -22,8 +22,13 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 from swarm.data_structures import StepLayout
-from swarm.models.adapters import layer_hooks as adapters
-from swarm.models.adapters.layer_hooks import NO_ADAPTER, AdapterSegment, AdapterWeights
+from swarm.models.adapters.adapter_batch import (
+    NO_ADAPTER,
+    ActiveAdapters,
+    AdapterSegment,
+    AdapterWeights,
+    active_adapters,
+)
 from swarm.models.execution.padded_sequences import padded_groups
 from swarm.models.execution.span_model import SpanModel
 
@@ -58,7 +63,7 @@ def forward_with_graph(
         outputs `[tokens, hidden]`.
     """
     rows = inputs_TH.split(list(layout.counts))
-    outputs = [rows[0][:0]] * layout.rows
+    outputs = [rows[0][:0]] * layout.sequences
     for group in padded_groups(layout):
         hidden_RTH = pad_sequence([rows[row] for row in group], batch_first=True)
         result_RTH = _run(model, hidden_RTH, layout, group, adapter)
@@ -90,7 +95,7 @@ def compute_gradients(
     }
     with torch.enable_grad():
         for group in _groups(model, layout):
-            leaves = {block: part.mapped(_leaf) for block, part in parts.items()}
+            leaves = {block: part.map_tensors(_leaf) for block, part in parts.items()}
             hidden_RTH = pad_sequence([rows[row] for row in group], batch_first=True).requires_grad_()
             result_RTH = _run(model, hidden_RTH, layout, group, leaves)
             wanted = [hidden_RTH, *(tensor for part in leaves.values() for tensor in part.tensors)]
@@ -111,7 +116,7 @@ def _run(
     offsets = [layout.offsets[row] for row in group] if layout.offsets is not None else None
     segments = [AdapterSegment(adapter, list(range(length)) * rows)] if adapter else []
     too_large = _graph(model, rows * length) > MAX_GRAPH_BYTES
-    with model.adapted.running(segments), _frugal(model) if too_large else nullcontext():
+    with model.adapted.activate(segments), _frugal(model) if too_large else nullcontext():
         return model.run_padded(hidden_RTH, None, None, offsets)
 
 
@@ -131,10 +136,10 @@ def _groups(model: SpanModel, layout: StepLayout) -> Iterator[list[int]]:
 @contextmanager
 def _frugal(model: SpanModel) -> Iterator[None]:
     """Graphs that are made meanwhile remember blocks' inputs and compute the blocks again."""
-    running = adapters.current()
+    running = active_adapters()
 
     def contexts() -> tuple[Any, Any]:
-        return nullcontext(), adapters.running(running)  # for the second time, in whatever thread that is
+        return nullcontext(), ActiveAdapters(running)  # for the second time, in whatever thread that is
 
     for layer in model.layers:
         layer.forward = partial(

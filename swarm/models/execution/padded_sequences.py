@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from swarm.data_structures import StepLayout
-from swarm.models.adapters.layer_hooks import AdapterSegment, AdapterWeights
+from swarm.models.adapters.adapter_batch import AdapterSegment, AdapterWeights
 from swarm.models.attention.padded_kv import PaddedKV, PaddedSlice
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.step_part import StepPart
@@ -66,7 +66,7 @@ class PaddedSequences:
 
     def stage(self, layout: StepLayout) -> StagedPaddedSequences:
         """The rows copied and set back as the layout says."""
-        sources = layout.sources if layout.sources is not None else range(layout.rows)
+        sources = layout.sources if layout.sources is not None else range(layout.sequences)
         rows = []
         for source, start in zip(sources, layout.starts, strict=True):
             row = self.rows[source] if source < len(self.rows) and start > 0 else _EMPTY
@@ -108,7 +108,7 @@ def _compute_group(
     end = rectangle.length + new
     pads = [end - rows[row].length - counts[row] for row in group]
     offsets = [layout.offsets[row] for row in group] if layout.offsets is not None else None
-    with model.adapted.running(_shares(part.adapter, rectangle.length, new, pads)):
+    with model.adapted.activate(_shares(part.adapter, rectangle.length, new, pads)):
         if _is_whole(packed_TH, counts, group, new):
             hidden = packed_TH.view(len(group), new, -1)
             output_TH.copy_(model.forward(hidden, rectangle, pads, offsets).reshape(output_TH.shape))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from swarm.data_structures import StepLayout
-from swarm.models.adapters import layer_hooks as adapters
+from swarm.models.adapters.adapter_batch import active_adapters
 from swarm.models.attention.page_pool import PageLease, PagePool
 from swarm.models.attention.paged_attention import BatchSequence, PagedBatch, build_index
 from swarm.models.execution.span_model import SpanModel
@@ -47,7 +47,7 @@ def plan_pages(
         tables, lengths: pages and positions of the session's rows.
         holders: how often a page is held; once if by one of these rows alone.
     """
-    sources = layout.sources if layout.sources is not None else range(layout.rows)
+    sources = layout.sources if layout.sources is not None else range(layout.sequences)
     befores = [tables[source] if source < len(tables) else () for source in sources]
     needed_by_others = {
         page_id for before, start in zip(befores, layout.starts, strict=True) for page_id in before[: start // page]
@@ -138,7 +138,7 @@ class PagedSequences:
     def _left(self, layout: StepLayout, plans: Sequence[PagePlan]) -> tuple[int, ...]:
         """What is left of the rows, should the step fail: nobody may go on from what it is going to overwrite."""
         left = list(self.lengths)
-        sources = layout.sources if layout.sources is not None else range(layout.rows)
+        sources = layout.sources if layout.sources is not None else range(layout.sequences)
         for source, start, one in zip(sources, layout.starts, plans, strict=True):
             if one.overwrites:
                 left[source] = min(left[source], start)
@@ -151,7 +151,7 @@ def compute(model: SpanModel, parts: Sequence[StepPart]) -> list[torch.Tensor]:
     positions: list[int] = []
     for part in parts:
         layout = part.layout
-        offsets = layout.offsets if layout.offsets is not None else (0,) * layout.rows
+        offsets = layout.offsets if layout.offsets is not None else (0,) * layout.sequences
         rows = zip(part.staged.lease.tables, layout.starts, layout.counts, offsets, strict=True)
         for table, start, count, offset in rows:
             if count:
@@ -159,7 +159,7 @@ def compute(model: SpanModel, parts: Sequence[StepPart]) -> list[torch.Tensor]:
                 positions.extend(range(start + offset, start + offset + count))
     inputs = [part.inputs for part in parts]
     hidden_NH = inputs[0] if len(inputs) == 1 else torch.cat(inputs)
-    with model.adapted.running(adapter_shares(parts)):
+    with model.adapted.activate(adapter_shares(parts)):
         output_NH = _forward(model, hidden_NH, positions, members)
     return list(output_NH.split([len(hidden) for hidden in inputs]))
 
@@ -168,7 +168,7 @@ def _forward(
     model: SpanModel, hidden_NH: torch.Tensor, positions: Sequence[int], members: Sequence[BatchSequence]
 ) -> torch.Tensor:
     assert model.paging is not None
-    if model.graphs is not None and adapters.current() is None:  # what is recorded knows no adapters
+    if model.graphs is not None and active_adapters() is None:  # what is recorded knows no adapters
         replayed = model.graphs.step(hidden_NH, positions, members)
         if replayed is not None:
             return replayed

@@ -20,7 +20,7 @@ import torch
 
 from swarm.data_structures import StepLayout
 from swarm.errors import WrongPosition
-from swarm.models.adapters.layer_hooks import NO_ADAPTER, AdapterWeights
+from swarm.models.adapters.adapter_batch import NO_ADAPTER, AdapterWeights
 from swarm.models.execution import contiguous_sequences, padded_sequences, paged_sequences
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.step_part import StepPart
@@ -101,7 +101,7 @@ class SessionCache:
 
     Attributes:
         model: the blocks.
-        adapter: what the session's client adds to them, which has been checked (`AdaptedLayers.check`).
+        adapter: what the session's client adds to them, which has been checked (`AdaptedLayers.validate`).
     """
 
     def __init__(self, model: SpanModel, adapter: AdapterWeights = NO_ADAPTER) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from swarm.data_structures import Span
 from swarm.errors import InvalidSpan
-from swarm.models.adapters import layer_hooks as adapters
+from swarm.models.adapters.adapter_batch import active_adapters
 from swarm.models.adapters.layer_hooks import AdaptedLayers
 from swarm.models.attention.attention_switch import AttentionSwitch
 from swarm.models.attention.packed_attention import PackedBatch, running_batch
@@ -188,7 +188,7 @@ class SpanModel:
     def run_packed(self, hidden_NH: torch.Tensor, positions_N1: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
         """`forward_tokens` for positions that are on the device already. Only in inference mode."""
         with running_batch(batch):
-            if self.captured is not None and adapters.current() is None:  # what is captured knows no adapters
+            if self.captured is not None and active_adapters() is None:  # what is captured knows no adapters
                 output_N1H = self.captured(hidden_NH.unsqueeze(1), positions_N1)
             else:
                 output_N1H = self.run_tokens(batch, hidden_NH.unsqueeze(1), positions_N1)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from swarm.data_structures import StepLayout
-from swarm.models.adapters.layer_hooks import AdapterSegment, AdapterWeights
+from swarm.models.adapters.adapter_batch import AdapterSegment, AdapterWeights
 
 
 @dataclass(frozen=True, slots=True)

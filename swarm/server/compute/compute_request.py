@@ -9,11 +9,11 @@ from typing import ClassVar
 import torch
 
 from swarm.data_structures import Span, StepLayout, WireFormat
-from swarm.models.adapters.layer_hooks import AdapterWeights
+from swarm.models.adapters.adapter_batch import AdapterWeights
 from swarm.models.execution.gradients import SpanGradients
 from swarm.models.execution.session_cache import SessionCache
 from swarm.models.execution.span_model import SpanModel
-from swarm.protocol.adapters import pack_gradients
+from swarm.protocol.adapter_encoding import pack_gradients
 from swarm.protocol.compression import pack, payload_length, unpack
 from swarm.server.compute.scheduler import MAX_SHORT_TOKENS
 

@@ -19,8 +19,8 @@ from swarm.common.units import human
 from swarm.data_structures import Span
 from swarm.errors import AdapterRefused, CacheFull, UnknownAdapter, WrongShape
 from swarm.metrics.server import ServerObserver
-from swarm.models.adapters.layer_hooks import NO_ADAPTER, AdapterWeights
-from swarm.protocol.adapters import BlockAdapterWeights, count_values, pack_parts
+from swarm.models.adapters.adapter_batch import NO_ADAPTER, AdapterWeights
+from swarm.protocol.adapter_encoding import BlockAdapterWeights, count_values, pack_adapters
 from swarm.protocol.compression import DTYPES
 from swarm.protocol.framing import MAX_PAYLOAD
 from swarm.protocol.messages import BlockAdapterSpec, PutAdapters
@@ -150,7 +150,7 @@ class AdapterStore:
         for block, part in parts.items():
             dtypes = {tensor.dtype for tensor in part.tensors}
             assert len(dtypes) == 1, "a part travels in one dtype"
-            (described,), _ = pack_parts([part], dtypes.pop())
+            (described,), _ = pack_adapters([part], dtypes.pop())
             self._public[block, described.digest] = part
 
     def expire(self) -> None:

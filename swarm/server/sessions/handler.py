@@ -247,12 +247,12 @@ class MessageHandler:
             cache=SessionCache(self._model.narrowed(span), adapter),
             adapters=message.adapters,
             last_seen=0.0,
-            patience=message.patience,
+            patience=message.wait_timeout_s,
         )
         if message.reply_format is WireFormat.BLOCKWISE8:
             await self._engine.runtime.run(warm_up, self._model.device)
         try:
-            conversation.session = await self._sessions.open(fresh, message.rows, stream)
+            conversation.session = await self._sessions.open(fresh, message.sequences, stream)
         except CacheFull:
             self._check_open()  # or is it that this server leaves?
             raise
@@ -261,9 +261,9 @@ class MessageHandler:
     def _link(self, session: Session, message: messages.SetNeighbors) -> None:
         self._sessions.check(session)  # nobody would end the link of a session that is forgotten
         session.unlink()
-        session.let_push(message.previous)
-        if message.next is not None and message.next_session is not None:
-            session.link = PushLink(self._network, session.peer_id, message.next, message.next_session)
+        session.let_push(message.previous_peer)
+        if message.next_peer is not None and message.next_session_id is not None:
+            session.link = PushLink(self._network, session.peer_id, message.next_peer, message.next_session_id)
 
     async def _step(
         self, session: Session, message: messages.StepRequest, payload: Bytes, *, asked_by_client: bool
@@ -331,7 +331,7 @@ class MessageHandler:
             if self.closed:
                 raise ServerClosing("this server is leaving; use another one")
             layout = self._checks.layout(message)
-            wanted = session.reply_format if message.want_outputs else None
+            wanted = session.reply_format if message.return_outputs else None
             output, milliseconds = await self._extend(session, message, layout, payload, wanted)
             session.last = None
             session.next_step = message.next_step
@@ -370,8 +370,8 @@ class MessageHandler:
         return messages.InfoReply(span.start, span.end, max(0, self._sessions.free), len(self._sessions), VERSION)
 
     def _probe(self, message: messages.ProbeRequest, payload: Bytes) -> tuple[messages.ProbeReply, bytes]:
-        if len(payload) > messages.MAX_PROBE:
-            raise TooLong(f"a probe of {len(payload)} bytes; at most {messages.MAX_PROBE} are answered")
+        if len(payload) > messages.MAX_PROBE_BYTES:
+            raise TooLong(f"a probe of {len(payload)} bytes; at most {messages.MAX_PROBE_BYTES} are answered")
         return messages.ProbeReply(), bytes(message.reply_bytes)
 
     async def _tell(self, stream: ReplyStream, reply: messages.Message, payload: Bytes) -> None:

@@ -48,7 +48,7 @@ class RequestValidator:
     def max_payload(self) -> int:
         """Bytes that no payload exceeds."""
         tokens = max(self._limits.step_tokens, 2 * self._limits.backward_tokens)
-        return max(tokens * self._model.hidden_size * 4, messages.MAX_PROBE)
+        return max(tokens * self._model.hidden_size * 4, messages.MAX_PROBE_BYTES)
 
     def span(self, revision: str, start: int, end: int) -> Span:
         """The blocks [start, end), if this server holds them. Raises `WrongSpan`."""

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from swarm.data_structures import Span, WireFormat
 from swarm.errors import WrongSpan
-from swarm.models.adapters.layer_hooks import AdapterWeights
+from swarm.models.adapters.adapter_batch import AdapterWeights
 from swarm.models.execution.session_cache import SessionCache
 from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
-from swarm.protocol.adapters import BlockAdapterWeights, unpack_parts
+from swarm.protocol.adapter_encoding import BlockAdapterWeights, unpack_adapters
 from swarm.protocol.compression import dtype_name, warm_up
 from swarm.server.compute import compute_request as requests
 from swarm.server.compute.compute_request import Bytes
@@ -87,7 +87,7 @@ class StatelessRequests:
         return reply, outcome.payload
 
     async def put(self, peer: str, message: messages.PutAdapters, payload: Bytes) -> messages.AdaptersStored:
-        """Check adapters and keep them. Raises `AdapterRefused`, `CacheFull`, or what `unpack_parts` raises."""
+        """Check adapters and keep them. Raises `AdapterRefused`, `CacheFull`, or what `unpack_adapters` raises."""
         self.adapters.check(message, self._model.hidden_size)
         named = [(number, block) for number, block in enumerate(message.blocks, message.start) if block is not None]
         held = self._model.span
@@ -96,11 +96,11 @@ class StatelessRequests:
 
         def parts() -> list[BlockAdapterWeights]:
             described = [block for _, block in named]
-            return unpack_parts(described, payload, message.dtype, self._model.hidden_size, self._model.device)
+            return unpack_adapters(described, payload, message.dtype, self._model.hidden_size, self._model.device)
 
         unpacked = parts() if len(payload) <= MAX_INLINE_BYTES else await self._engine.runtime.run(parts)
         for (number, _), part in zip(named, unpacked, strict=True):
-            self._model.adapted.check(number, part)
+            self._model.adapted.validate(number, part)
         found = zip(named, unpacked, strict=True)
         self.adapters.put(peer, {(number, block.digest): part for (number, block), part in found})
         return messages.AdaptersStored(self.adapters.limits.seconds)

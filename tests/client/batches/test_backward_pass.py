@@ -18,7 +18,7 @@ from swarm.data_structures import Hop, Route, Span, StepLayout, WireFormat
 from swarm.errors import AdapterRefused, MissingBlocks, NotFinite, TooLong, UnknownAdapter
 from swarm.models.execution.gradients import forward_with_graph
 from swarm.protocol import messages
-from swarm.protocol.adapters import BlockAdapterWeights, LoraFactors
+from swarm.protocol.adapter_encoding import BlockAdapterWeights, LoraFactors
 from swarm.protocol.compression import pack
 from tests import virtual_time
 from tests.client.chains import BLOCKS, HIDDEN, Swarm

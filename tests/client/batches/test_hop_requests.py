@@ -15,7 +15,7 @@ from swarm.client.wire.request_options import RequestOptions
 from swarm.data_structures import Span, StepLayout, WireFormat
 from swarm.errors import AdapterRefused, PeerLost, PeerTimeout, ProtocolViolation, RemoteError, WrongDtype
 from swarm.protocol import messages
-from swarm.protocol.adapters import BlockAdapterWeights, pack_gradients
+from swarm.protocol.adapter_encoding import BlockAdapterWeights, pack_gradients
 from swarm.protocol.compression import unpack
 from tests.client.chain.test_hop_session import cases, remote_errors
 from tests.client.fakes import (

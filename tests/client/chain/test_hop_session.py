@@ -199,7 +199,7 @@ def test_replays():
             messages.ReplayRequest(7, [0, 0], [2, 1], WireFormat.NONE, "float32", [4, 0], True),
             INPUT.payload,
         )
-        assert (second[0].offsets, second[0].want_outputs) == (None, False)
+        assert (second[0].offsets, second[0].return_outputs) == (None, False)
 
     run(scenario)
 

@@ -17,7 +17,7 @@ from swarm.client.wire.adapter_upload import PackedAdapter, UploadLedger, pack_a
 from swarm.data_structures import Span
 from swarm.errors import NotFinite, PeerLost, ProtocolViolation, UnknownAdapter
 from swarm.protocol import messages
-from swarm.protocol.adapters import BlockAdapterWeights, LoraFactors, unpack_parts
+from swarm.protocol.adapter_encoding import BlockAdapterWeights, LoraFactors, unpack_adapters
 from tests.client.fakes import (
     HIDDEN,
     INPUT,
@@ -54,7 +54,7 @@ def test_what_is_packed_is_what_was_put_in():
     assert not others
     assert (put.start, len(put.blocks), put.blocks[1]) == (0, 3, None)
     described = [block for block in put.blocks if block is not None]
-    first, second = unpack_parts(described, payload, put.dtype, HIDDEN, torch.device("cpu"))
+    first, second = unpack_adapters(described, payload, put.dtype, HIDDEN, torch.device("cpu"))
     for found, right in ((first, part(1.0)), (second, part(2.0))):
         torch.testing.assert_close(found.tensors, right.tensors)
     assert ADAPTER.digests(Span(0, 3)) == [described[0].digest, b"", described[1].digest]

@@ -21,7 +21,7 @@ from swarm.errors import AdapterError, AdapterMismatch
 from swarm.models.adapters import adapter_source
 from swarm.models.adapters.adapter_files import read_adapter, read_parts
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from swarm.protocol.adapters import pack_parts
+from swarm.protocol.adapter_encoding import pack_adapters
 from tests.zoo import BLOCKS, make_checkpoint
 
 RANK, ALPHA = 4, 12
@@ -83,13 +83,13 @@ def test_the_parts_of_a_span_are_the_files_factors_scaled(checkpoint: Checkpoint
 def test_a_server_and_a_client_name_them_alike(checkpoint: Checkpoint, made: Path) -> None:
     """Whatever span is read, and though a client scales inside of its graph."""
     from swarm.client.tuning.lora import stored_lora
-    from swarm.protocol.adapters import BlockAdapterWeights
+    from swarm.protocol.adapter_encoding import BlockAdapterWeights
 
     whole = read_adapter(made, checkpoint)
     lora = stored_lora(whole)
     for block, part in read_parts(made, checkpoint, Span(1, 4)).items():
-        (served,), _ = pack_parts([part], torch.float32)
-        (sent,), _ = pack_parts([BlockAdapterWeights(None, lora.factors(block))], torch.float32)
+        (served,), _ = pack_adapters([part], torch.float32)
+        (sent,), _ = pack_adapters([BlockAdapterWeights(None, lora.factors(block))], torch.float32)
         assert served.digest == sent.digest
 
 

@@ -12,8 +12,15 @@ from hypothesis import strategies as st
 
 from swarm.data_structures import Span, StepLayout
 from swarm.errors import AdapterRefused
-from swarm.models.adapters import layer_hooks as adapters
-from swarm.models.adapters.layer_hooks import NO_ADAPTER, AdapterBatch, AdapterSegment, AdapterWeights
+from swarm.models.adapters import layer_hooks
+from swarm.models.adapters.adapter_batch import (
+    NO_ADAPTER,
+    ActiveAdapters,
+    AdapterBatch,
+    AdapterSegment,
+    AdapterWeights,
+    active_adapters,
+)
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.cutting.lora_targets import linear_size
 from swarm.models.execution.session_cache import SessionCache, advance_steps, forward_without_cache
@@ -21,7 +28,7 @@ from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy import try_capture
 from swarm.models.span_loading import load_span
 from swarm.models.weights import quantization
-from swarm.protocol.adapters import BlockAdapterWeights, LoraFactors
+from swarm.protocol.adapter_encoding import BlockAdapterWeights, LoraFactors
 from tests import zoo
 from tests.models.execution.test_session_cache import close, load, load_as, slow
 
@@ -34,7 +41,7 @@ LAYOUTS = ("paged", "contiguous", "padded")
 
 def linears(model: SpanModel, block: int) -> dict[str, tuple[int, int]]:
     """The linear modules of a block, by name: inputs and outputs."""
-    named = {name: adapters._sizes(module) for name, module in model.adapted._layers[block].named_modules()}
+    named = {name: layer_hooks._linear_size(module) for name, module in model.adapted._layers[block].named_modules()}
     return {name: size for name, size in named.items() if size is not None}
 
 
@@ -69,7 +76,7 @@ def test_factors_are_what_would_be_added_to_the_weights(family, tmp_path_factory
     model, merged = (load(family, tmp_path_factory, packed=packed) for packed in (True, False))
     adapter = {block: replace(part, prompt=None) for block, part in make_adapter(model).items()}
     for block, part in adapter.items():
-        model.adapted.check(block, part)
+        model.adapted.validate(block, part)
         for one in part.factors:
             module = merged.adapted._layers[block].get_submodule(one.module)
             added = one.up @ one.down
@@ -140,7 +147,7 @@ def test_any_sessions_together_are_as_each_alone(llama, data):
 
 def alone(model: SpanModel, row: torch.Tensor, adapter: AdapterWeights) -> torch.Tensor:
     """One whole row as a rectangle."""
-    with model.adapted.running([AdapterSegment(adapter, range(len(row)))]):
+    with model.adapted.activate([AdapterSegment(adapter, range(len(row)))]):
         return model.forward(row.unsqueeze(0))[0]
 
 
@@ -165,14 +172,14 @@ def test_nothing_is_added_in_another_thread_or_afterwards(llama):
     adapter, hidden, layout = make_adapter(llama), rows_of(4), StepLayout((0,), (4,))
     plain = forward_without_cache(llama, hidden, layout)
     found = []
-    with llama.adapted.running([AdapterSegment(adapter, range(4))]):
+    with llama.adapted.activate([AdapterSegment(adapter, range(4))]):
         thread = threading.Thread(target=lambda: found.append(forward_without_cache(llama, hidden, layout)))
         thread.start()
         thread.join()
-        with adapters.running(None):
+        with ActiveAdapters(None):
             found.append(forward_without_cache(llama, hidden, layout))
-        assert adapters.current() is not None
-    assert adapters.current() is None
+        assert active_adapters() is not None
+    assert active_adapters() is None
     for output in (*found, forward_without_cache(llama, hidden, layout)):
         close(output, plain)
 
@@ -185,7 +192,7 @@ def test_nothing_runs_after_a_forward_that_failed(llama, monkeypatch):
         monkeypatch.setattr(llama, name, fails)
     with pytest.raises(MemoryError):
         forward_without_cache(llama, rows_of(4), StepLayout((0,), (4,)), make_adapter(llama))
-    assert adapters.current() is None
+    assert active_adapters() is None
 
 
 @pytest.mark.parametrize("quant", ["int8", "int4"])
@@ -199,10 +206,10 @@ def test_quantized_blocks(quant, tmp_path_factory):
     module = layer.get_submodule(name)
     factors = LoraFactors(name, torch.randn(2, module.in_features), torch.randn(module.out_features, 2))
     adapter = {2: BlockAdapterWeights(None, (factors,))}
-    model.adapted.check(2, adapter[2])
+    model.adapted.validate(2, adapter[2])
     hidden = torch.randn(5, module.in_features)
     plain = module(hidden)
-    with model.adapted.running([AdapterSegment(adapter, range(5))]):
+    with model.adapted.activate([AdapterSegment(adapter, range(5))]):
         close(module(hidden), plain + hidden @ factors.down.T @ factors.up.T)
 
 
@@ -231,7 +238,7 @@ def factors(
     [
         (0, factors(), "block 0, which this server does not hold"),
         (4, factors(), "block 4, which"),
-        (1, BlockAdapterWeights(torch.zeros(2, HIDDEN + 1)), "33 wide, the model 32"),
+        (1, BlockAdapterWeights(torch.zeros(2, HIDDEN + 1)), "33 values wide, but the model's hidden size is 32"),
         (1, factors("self_attn.nothing"), "no linear module 'self_attn.nothing'; it has self_attn.q_proj"),
         (1, factors("self_attn"), "no linear module 'self_attn'"),
         (1, factors(""), "no linear module ''"),
@@ -239,15 +246,19 @@ def factors(
         (1, factors("self_attn.q_proj.weight"), "no linear module"),
         (1, factors("__class__"), "no linear module"),
         (1, factors("x" * 200), "no linear module"),
-        (1, factors(down=(2, HIDDEN - 1)), r"A \(2, 31\) and B \(32, 2\); it takes A \[rank, 32\] and B \[32, rank\]"),
-        (1, factors(up=(HIDDEN + 1, 2)), "it takes"),
-        (1, factors(up=(HIDDEN, 3)), "it takes"),
-        (1, BlockAdapterWeights(None, factors().factors * 2), "names a module twice"),
+        (
+            1,
+            factors(down=(2, HIDDEN - 1)),
+            r"A \(2, 31\) and B \(32, 2\); the module needs A \[rank, 32\] and B \[32, rank\]",
+        ),
+        (1, factors(up=(HIDDEN + 1, 2)), "the module needs"),
+        (1, factors(up=(HIDDEN, 3)), "the module needs"),
+        (1, BlockAdapterWeights(None, factors().factors * 2), "names the same module twice"),
     ],
 )
 def test_what_does_not_fit_is_refused(llama, block, part, message):
     with pytest.raises(AdapterRefused, match=message):
-        llama.adapted.check(block, part)
+        llama.adapted.validate(block, part)
 
 
 def test_modules_that_see_other_tokens_are_computed_alone(tmp_path_factory):
@@ -273,7 +284,7 @@ def test_modules_that_see_other_tokens_are_computed_alone(tmp_path_factory):
 def test_a_router_that_is_linear_in_name_only_is_refused(tmp_path_factory):
     model = load("llama4_text", tmp_path_factory)
     adapter = make_adapter(model)
-    with pytest.raises(AdapterRefused, match=r"feed_forward.router of block \d gives more than a product"):
+    with pytest.raises(AdapterRefused, match=r"feed_forward.router of block \d returns more than a matrix product"):
         forward_without_cache(model, rows_of(3), StepLayout((0,), (3,)), adapter)
 
 
@@ -285,11 +296,11 @@ def test_each_token_gets_what_is_its_own(drawn):
         BlockAdapterWeights(torch.randn(2, 6)),
     ]
     kinds: list[AdapterWeights] = [{0: parts[0]}, {0: parts[1]}, NO_ADAPTER]
-    running = AdapterBatch([AdapterSegment(kinds[kind], positions) for kind, positions in drawn])
+    batch = AdapterBatch([AdapterSegment(kinds[kind], positions) for kind, positions in drawn])
     owners = [(kind, position) for kind, positions in drawn for position in positions]
     hidden, output = torch.randn(len(owners), 1, 6), torch.randn(len(owners), 1, 5)
-    prompted = adapters.with_prompts(running, 0, hidden)
-    added = adapters.with_factors(running, 0, "m", hidden, output)
+    prompted = layer_hooks.add_prompts(batch, 0, hidden)
+    added = layer_hooks.add_lora(batch, 0, "m", hidden, output)
     for token, (kind, position) in enumerate(owners):
         expected = hidden[token]
         if kind < 2 and 0 <= position < len(parts[kind].prompt):
@@ -298,5 +309,5 @@ def test_each_token_gets_what_is_its_own(drawn):
         one = parts[0].factors[0]
         low = hidden[token] @ one.down.T @ one.up.T if kind == 0 else 0
         torch.testing.assert_close(added[token], output[token] + low)
-    assert adapters.with_factors(running, 0, "other", hidden, output) is output
-    assert adapters.with_prompts(running, 1, hidden) is hidden
+    assert layer_hooks.add_lora(batch, 0, "other", hidden, output) is output
+    assert layer_hooks.add_prompts(batch, 1, hidden) is hidden

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarm.data_structures import Span, StepLayout
-from swarm.models.adapters.layer_hooks import NO_ADAPTER, AdapterWeights
+from swarm.models.adapters.adapter_batch import NO_ADAPTER, AdapterWeights
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.cutting import surgery
 from swarm.models.execution import gradients

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from swarm.data_structures import Span
 from swarm.errors import AdapterRefused, CacheFull, UnknownAdapter, WrongShape
-from swarm.protocol.adapters import BlockAdapterWeights, LoraFactors, pack_parts
+from swarm.protocol.adapter_encoding import BlockAdapterWeights, LoraFactors, pack_adapters
 from swarm.protocol.messages import BlockAdapterSpec, LoraShape, PutAdapters
 from swarm.server.sessions.adapter_store import PART_OVERHEAD_BYTES, AdapterLimits, AdapterStore
 
@@ -44,7 +44,7 @@ def part(seed: int, numbers: int = 100) -> BlockAdapterWeights:
 
 
 def digest(seed: int, numbers: int = 100) -> bytes:
-    return pack_parts([part(seed, numbers)], torch.float32)[0][0].digest
+    return pack_adapters([part(seed, numbers)], torch.float32)[0][0].digest
 
 
 def put(store: AdapterStore, peer: str, seed: int, block: int = 2, numbers: int = 100) -> None:
@@ -212,7 +212,7 @@ def test_what_the_server_has_itself_is_for_everybody_and_stays(store, clock):
     store.add_public({2: part(1), 3: factors})
     clock.now = 1e6
     store.expire()
-    name = pack_parts([factors], torch.float32)[0][0].digest
+    name = pack_adapters([factors], torch.float32)[0][0].digest
     assert store.find("anybody", SPAN, [digest(1), name])[3] is factors
     assert store.memory == 0
     store.clear()

@@ -272,7 +272,7 @@ def test_a_forward_that_is_refused(model, code, changes, payload):
         pytest.param(changed(STEP, counts=[-1]), b"", id="negative count"),
         pytest.param(changed(STEP, counts=[1] * 5000), b"", id="too many rows"),
         pytest.param(changed(OPEN, session_id=b"short"), b"", id="short session id"),
-        pytest.param(STEP, bytes(messages.MAX_PROBE + 1), id="payload larger than any step"),
+        pytest.param(STEP, bytes(messages.MAX_PROBE_BYTES + 1), id="payload larger than any step"),
     ],
 )
 def test_a_frame_that_is_no_request_ends_the_connection(model, message, payload, begun):
@@ -646,7 +646,7 @@ def test_positions_beyond_a_table_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("sent", [0, 1, 5000])
-@pytest.mark.parametrize("wanted", [0, 1, 70_000, messages.MAX_PROBE])
+@pytest.mark.parametrize("wanted", [0, 1, 70_000, messages.MAX_PROBE_BYTES])
 def test_a_probe_carries_as_many_bytes_as_are_asked_for(model, sent, wanted):
     async def act(server):
         client = await server.client()
@@ -658,12 +658,12 @@ def test_a_probe_carries_as_many_bytes_as_are_asked_for(model, sent, wanted):
 def test_a_probe_that_carries_too_much(model):
     async def act(server):
         client = await server.client()
-        reply, _ = await client.ask(messages.ProbeRequest(0), bytes(messages.MAX_PROBE))
+        reply, _ = await client.ask(messages.ProbeRequest(0), bytes(messages.MAX_PROBE_BYTES))
         assert isinstance(reply, messages.ProbeReply)
-        await client.refused("too_long", messages.ProbeRequest(0), bytes(messages.MAX_PROBE + 1))
+        await client.refused("too_long", messages.ProbeRequest(0), bytes(messages.MAX_PROBE_BYTES + 1))
         await client.begin()  # it was a request all the same
 
-    scenario(model, act, step_tokens=messages.MAX_PROBE // HIDDEN)
+    scenario(model, act, step_tokens=messages.MAX_PROBE_BYTES // HIDDEN)
 
 
 def test_a_client_that_comes_back_finds_its_session_and_its_reply(model):

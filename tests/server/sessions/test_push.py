@@ -98,8 +98,8 @@ def test_the_answer_goes_to_the_newest_connection(model):
         pytest.param(CLIENT, LINK, {}, id="the client, as if it were a server"),
         pytest.param("before", LINK, {"client": "good"}, id="unknown client"),
         pytest.param("before", LINK, {"session_id": b"another session!"}, id="unknown session"),
-        pytest.param("before", changed(LINK, previous=None), {}, id="the client delivers itself"),
-        pytest.param("before", changed(LINK, previous="other"), {}, id="linked to another peer"),
+        pytest.param("before", changed(LINK, previous_peer=None), {}, id="the client delivers itself"),
+        pytest.param("before", changed(LINK, previous_peer="other"), {}, id="linked to another peer"),
         pytest.param("before", None, {}, id="not linked yet"),
         pytest.param("next", TO_NEXT, {}, id="the one behind"),
     ],
@@ -122,7 +122,7 @@ def test_after_a_change_of_neighbours_only_the_new_one_may_push(model):
     async def act(server):
         client, old, new = await linked(server), await server.client("before"), await server.client("new")
         await pushed_step(client, old)
-        await client.stream.send(changed(LINK, previous="new"))
+        await client.stream.send(changed(LINK, previous_peer="new"))
         await pushed_step(client, new)
         await old.refused("unknown_session", push(client.next_step()), bytes_of(1))
         await pushed_step(client, new)
@@ -130,7 +130,7 @@ def test_after_a_change_of_neighbours_only_the_new_one_may_push(model):
     on_virtual_time(model, act)
 
 
-@pytest.mark.parametrize("link", [None, changed(LINK, previous="old")], ids=["first link", "another link before"])
+@pytest.mark.parametrize("link", [None, changed(LINK, previous_peer="old")], ids=["first link", "another link before"])
 def test_a_push_may_be_a_little_ahead_of_its_link(model, link):
     async def act(server):
         client = await linked(server, link) if link else await (await server.client(CLIENT)).begin()
@@ -489,11 +489,11 @@ def test_another_next_server(model):
         new = Next()
         await MemoryNetwork(server.hub, "new").serve(new)
         assert (await timed_step(client))[0]
-        await client.stream.send(changed(TO_NEXT, next="new"))
+        await client.stream.send(changed(TO_NEXT, next_peer="new"))
         assert (await timed_step(client))[0]
         assert (len(old.pushed), len(new.pushed)) == (1, 1)
         assert (old.open, new.open) == (0, 1)
-        await client.stream.send(changed(TO_NEXT, next=None))
+        await client.stream.send(changed(TO_NEXT, next_peer=None))
         assert not (await timed_step(client))[0]
         assert new.open == 0
 
@@ -508,7 +508,7 @@ def test_a_change_of_neighbours_while_a_push_waits_for_its_connection(model):
         await again.ask(OPEN)
         step = asyncio.create_task(timed_step(client))
         await asyncio.sleep(PUSH_CONNECT_TIMEOUT_S / 2)
-        await again.stream.send(changed(TO_NEXT, next=None))
+        await again.stream.send(changed(TO_NEXT, next_peer=None))
         assert await step == (False, pytest.approx(PUSH_CONNECT_TIMEOUT_S / 2))
 
     on_virtual_time(model, act)

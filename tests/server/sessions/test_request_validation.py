@@ -107,7 +107,7 @@ def test_a_payload_passes_only_if_everything_about_it_is_right(tokens, wire, dty
 def test_no_step_that_would_pass_is_cut_off_as_too_large_a_frame(tokens, wire, dtype):
     limit = checks(tokens=tokens).max_payload
     assert payload_length(tokens * HIDDEN, wire, dtype) <= limit
-    assert limit >= messages.MAX_PROBE
+    assert limit >= messages.MAX_PROBE_BYTES
 
 
 def backward_payload(inputs: int = 3, gradients: int = 3, bad: str = "") -> bytes:

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from swarm.data_structures import Span, StepLayout, WireFormat
-from swarm.models.adapters.layer_hooks import NO_ADAPTER, AdapterWeights
+from swarm.models.adapters.adapter_batch import NO_ADAPTER, AdapterWeights
 from swarm.models.execution.gradients import compute_gradients
 from swarm.models.execution.session_cache import forward_without_cache
 from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
-from swarm.protocol.adapters import BlockAdapterWeights, pack_parts, unpack_gradients
+from swarm.protocol.adapter_encoding import BlockAdapterWeights, pack_adapters, unpack_gradients
 from swarm.protocol.compression import pack, unpack
 from tests.models.adapters.test_layer_hooks import alone as row_alone
 from tests.models.adapters.test_layer_hooks import factors, make_adapter
@@ -48,7 +48,7 @@ def model(tmp_path_factory) -> SpanModel:
 
 def put(parts: AdapterWeights) -> tuple[messages.PutAdapters, bytes]:
     """What a client sends before it uses an adapter of this server's blocks."""
-    blocks, payload = pack_parts([parts[block] for block in sorted(parts)], torch.float32)
+    blocks, payload = pack_adapters([parts[block] for block in sorted(parts)], torch.float32)
     named = dict(zip(sorted(parts), blocks, strict=True))
     return messages.PutAdapters(
         SPAN.start, [named.get(block) for block in range(SPAN.start, SPAN.end)], "float32"
@@ -224,7 +224,7 @@ def test_several_clients_train_different_adapters_at_once(model):
 
 def poisoned(parts: AdapterWeights) -> AdapterWeights:
     """One NaN in the last block."""
-    changed_parts = {block: part.mapped(torch.clone) for block, part in parts.items()}
+    changed_parts = {block: part.map_tensors(torch.clone) for block, part in parts.items()}
     changed_parts[3].factors[-1].up[0, 0] = float("nan")
     return changed_parts
 
@@ -232,7 +232,7 @@ def poisoned(parts: AdapterWeights) -> AdapterWeights:
 @pytest.mark.parametrize(
     ("code", "parts", "words"),
     [
-        ("adapter_refused", {1: factors(down=(2, HIDDEN - 1))}, "it takes A [rank, 32]"),
+        ("adapter_refused", {1: factors(down=(2, HIDDEN - 1))}, "the module needs A [rank, 32]"),
         ("adapter_refused", {1: factors("self_attn.nothing")}, "no linear module"),
         ("adapter_refused", {1: factors("self_attn")}, "no linear module"),
         ("adapter_refused", {1: factors(down=(9, HIDDEN), up=(HIDDEN, 9))}, "rank 9; this server takes up to 8"),

@@ -19,9 +19,9 @@ import torch
 from swarm.data_structures import WireFormat
 from swarm.errors import NotFinite, WrongShape
 from swarm.protocol.compression import DTYPES, dtype_name, is_finite, pack, payload_length, unpack
-from swarm.protocol.messages import DIGEST_BYTES, BlockAdapterSpec, LoraShape
+from swarm.protocol.messages import ADAPTER_DIGEST_BYTES, BlockAdapterSpec, LoraShape
 
-GRADIENTS = torch.float32
+GRADIENT_DTYPE = torch.float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,28 +57,28 @@ class BlockAdapterWeights:
         prompt = () if self.prompt is None else (self.prompt,)
         return (*prompt, *(tensor for one in self.factors for tensor in (one.down, one.up)))
 
-    def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> BlockAdapterWeights:
+    def map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> BlockAdapterWeights:
         """The same with other tensors of the same shapes."""
         factors = tuple(LoraFactors(one.module, change(one.down), change(one.up)) for one in self.factors)
         return BlockAdapterWeights(change(self.prompt) if self.prompt is not None else None, factors)
 
 
-def pack_parts(parts: Sequence[BlockAdapterWeights], dtype: torch.dtype) -> tuple[list[BlockAdapterSpec], bytes]:
+def pack_adapters(parts: Sequence[BlockAdapterWeights], dtype: torch.dtype) -> tuple[list[BlockAdapterSpec], bytes]:
     """The parts' descriptions and their bytes one behind the other, all in `dtype`."""
     blocks, payloads = [], []
     for part in parts:
         payload = b"".join(pack(tensor.to(dtype), WireFormat.NONE) for tensor in part.tensors)
         prompt = 0 if part.prompt is None else len(part.prompt)
         modules = [LoraShape(one.module, one.down.shape[0], one.down.shape[1], len(one.up)) for one in part.factors]
-        blocks.append(BlockAdapterSpec(digest_of(prompt, modules, payload, dtype_name(dtype)), prompt, modules))
+        blocks.append(BlockAdapterSpec(adapter_digest(prompt, modules, payload, dtype_name(dtype)), prompt, modules))
         payloads.append(payload)
     return blocks, b"".join(payloads)
 
 
-def unpack_parts(
+def unpack_adapters(
     blocks: Sequence[BlockAdapterSpec], payload: bytes | memoryview, dtype: str, hidden_size: int, device: torch.device
 ) -> list[BlockAdapterWeights]:
-    """The inverse of `pack_parts`.
+    """The inverse of `pack_adapters`.
 
     Raises:
         WrongShape: the payload is not as long as the descriptions say, or has another digest.
@@ -91,7 +91,7 @@ def unpack_parts(
     parts, view, first = [], memoryview(payload), 0
     for block, length in zip(blocks, lengths, strict=True):
         mine = view[first : first + length]
-        if digest_of(block.prompt, block.modules, mine, dtype) != block.digest:
+        if adapter_digest(block.prompt_length, block.modules, mine, dtype) != block.digest:
             raise WrongShape("an adapter's bytes have another digest than it was announced with")
         if not is_finite(mine, length // DTYPES[dtype].itemsize, WireFormat.NONE, dtype):
             raise NotFinite("an adapter holds NaN or infinity; look for it in what was trained")
@@ -103,7 +103,7 @@ def unpack_parts(
 
 def pack_gradients(gradients: Sequence[torch.Tensor]) -> bytes:
     """Gradients of the tensors of some parts, in their order."""
-    return b"".join(pack(gradient.to(GRADIENTS), WireFormat.NONE) for gradient in gradients)
+    return b"".join(pack(gradient.to(GRADIENT_DTYPE), WireFormat.NONE) for gradient in gradients)
 
 
 def unpack_gradients(
@@ -111,8 +111,8 @@ def unpack_gradients(
 ) -> list[list[torch.Tensor]]:
     """For every block its tensors' gradients, float32, on the CPU. Raises `WrongShape` or `NotFinite`."""
     values = [count_values(block, hidden_size) for block in blocks]
-    name = dtype_name(GRADIENTS)
-    if len(payload) != gradient_length(blocks, hidden_size):
+    name = dtype_name(GRADIENT_DTYPE)
+    if len(payload) != gradient_bytes(blocks, hidden_size):
         raise WrongShape(f"the gradients of these adapters are {sum(values)} numbers, got {len(payload)} bytes")
     if not is_finite(payload, sum(values), WireFormat.NONE, name):
         raise NotFinite("an adapter's gradients hold NaN or infinity")
@@ -120,26 +120,26 @@ def unpack_gradients(
     return [list(_split(mine, block, hidden_size)) for block, mine in zip(blocks, flat.split(values), strict=True)]
 
 
-def gradient_length(blocks: Sequence[BlockAdapterSpec], hidden_size: int) -> int:
+def gradient_bytes(blocks: Sequence[BlockAdapterSpec], hidden_size: int) -> int:
     """Bytes of the gradients of some blocks' adapters."""
-    return GRADIENTS.itemsize * sum(count_values(block, hidden_size) for block in blocks)
+    return GRADIENT_DTYPE.itemsize * sum(count_values(block, hidden_size) for block in blocks)
 
 
 def count_values(block: BlockAdapterSpec, hidden_size: int) -> int:
     """Numbers in a block's adapter."""
-    return block.prompt * hidden_size + sum(one.rank * (one.inputs + one.outputs) for one in block.modules)
+    return block.prompt_length * hidden_size + sum(one.rank * (one.inputs + one.outputs) for one in block.modules)
 
 
-def digest_of(prompt: int, modules: Sequence[LoraShape], payload: bytes | memoryview, dtype: str) -> bytes:
+def adapter_digest(prompt: int, modules: Sequence[LoraShape], payload: bytes | memoryview, dtype: str) -> bytes:
     """The name of a block's adapter."""
-    digest = hashlib.blake2b(msgspec.msgpack.encode((prompt, modules, dtype)), digest_size=DIGEST_BYTES)
+    digest = hashlib.blake2b(msgspec.msgpack.encode((prompt, modules, dtype)), digest_size=ADAPTER_DIGEST_BYTES)
     digest.update(payload)
     return digest.digest()
 
 
 def _shapes(block: BlockAdapterSpec, hidden_size: int) -> Iterator[tuple[int, int]]:
-    if block.prompt:
-        yield block.prompt, hidden_size
+    if block.prompt_length:
+        yield block.prompt_length, hidden_size
     for one in block.modules:
         yield one.rank, one.inputs
         yield one.outputs, one.rank
@@ -152,8 +152,8 @@ def _split(flat: torch.Tensor, block: BlockAdapterSpec, hidden_size: int) -> Ite
 
 
 def _part(block: BlockAdapterSpec, tensors: list[torch.Tensor]) -> BlockAdapterWeights:
-    rest = tensors[1:] if block.prompt else tensors
+    rest = tensors[1:] if block.prompt_length else tensors
     factors = [
         LoraFactors(one.module, down, up) for one, down, up in zip(block.modules, rest[::2], rest[1::2], strict=True)
     ]
-    return BlockAdapterWeights(tensors[0] if block.prompt else None, tuple(factors))
+    return BlockAdapterWeights(tensors[0] if block.prompt_length else None, tuple(factors))

@@ -6,16 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.errors import NotFinite, WrongDtype, WrongShape
-from swarm.protocol import adapters
-from swarm.protocol.adapters import (
+from swarm.protocol import adapter_encoding
+from swarm.protocol.adapter_encoding import (
     BlockAdapterWeights,
     LoraFactors,
+    pack_adapters,
     pack_gradients,
-    pack_parts,
+    unpack_adapters,
     unpack_gradients,
-    unpack_parts,
 )
-from swarm.protocol.messages import DIGEST_BYTES
+from swarm.protocol.messages import ADAPTER_DIGEST_BYTES
 
 HIDDEN = 6
 CPU = torch.device("cpu")
@@ -39,8 +39,8 @@ def parts(draw) -> BlockAdapterWeights:
 
 @given(st.lists(parts(), min_size=1, max_size=3), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
 def test_what_was_packed_comes_out_again(drawn, dtype):
-    blocks, payload = pack_parts(drawn, dtype)
-    found = unpack_parts(blocks, payload, str(dtype).removeprefix("torch."), HIDDEN, CPU)
+    blocks, payload = pack_adapters(drawn, dtype)
+    found = unpack_adapters(blocks, payload, str(dtype).removeprefix("torch."), HIDDEN, CPU)
     for one, other in zip(found, drawn, strict=True):
         assert [factors.module for factors in one.factors] == [factors.module for factors in other.factors]
         assert (one.prompt is None) == (other.prompt is None)
@@ -51,9 +51,9 @@ def test_what_was_packed_comes_out_again(drawn, dtype):
 
 @given(st.lists(parts(), min_size=1, max_size=3))
 def test_gradients_lie_as_the_parts_do(drawn):
-    blocks, _ = pack_parts(drawn, torch.float32)
+    blocks, _ = pack_adapters(drawn, torch.float32)
     payload = pack_gradients([2 * tensor for part in drawn for tensor in part.tensors])
-    assert len(payload) == adapters.gradient_length(blocks, HIDDEN)
+    assert len(payload) == adapter_encoding.gradient_bytes(blocks, HIDDEN)
     for found, part in zip(unpack_gradients(blocks, payload, HIDDEN), drawn, strict=True):
         assert [tensor.shape for tensor in found] == [tensor.shape for tensor in part.tensors]
         assert all(torch.equal(one, 2 * other) for one, other in zip(found, part.tensors, strict=True))
@@ -65,12 +65,12 @@ def part(seed: int = 0, module: str = "q", positions: int = 2) -> BlockAdapterWe
 
 
 def digest(one: BlockAdapterWeights, dtype: torch.dtype = torch.float32) -> bytes:
-    return pack_parts([one], dtype)[0][0].digest
+    return pack_adapters([one], dtype)[0][0].digest
 
 
 def test_a_digest_names_numbers_shapes_modules_and_dtype():
     assert digest(part()) == digest(part())
-    assert len(digest(part())) == DIGEST_BYTES
+    assert len(digest(part())) == ADAPTER_DIGEST_BYTES
     others = [
         part(1),
         part(module="k"),
@@ -91,15 +91,15 @@ def test_a_digest_names_numbers_shapes_modules_and_dtype():
 @settings(max_examples=30)
 @given(st.data())
 def test_another_payload_is_refused(data):
-    blocks, payload = pack_parts([part(), part(1)], torch.float32)
+    blocks, payload = pack_adapters([part(), part(1)], torch.float32)
     changed = bytearray(payload)
     place = data.draw(st.integers(0, len(changed) - 1))
     changed[place] ^= data.draw(st.integers(1, 255))
     with pytest.raises(WrongShape, match="another digest"):
-        unpack_parts(blocks, bytes(changed), "float32", HIDDEN, CPU)
+        unpack_adapters(blocks, bytes(changed), "float32", HIDDEN, CPU)
     wrong = data.draw(st.sampled_from([payload[:-4], payload + bytes(4), b""]))
     with pytest.raises(WrongShape, match="take"):
-        unpack_parts(blocks, wrong, "float32", HIDDEN, CPU)
+        unpack_adapters(blocks, wrong, "float32", HIDDEN, CPU)
     with pytest.raises(WrongShape):
         unpack_gradients(blocks, wrong, HIDDEN)
 
@@ -109,15 +109,15 @@ def test_another_payload_is_refused(data):
 def test_numbers_that_are_none(value, dtype):
     one = part()
     one.factors[0].up[1, 1] = value
-    blocks, payload = pack_parts([part(), one], getattr(torch, dtype))
+    blocks, payload = pack_adapters([part(), one], getattr(torch, dtype))
     with pytest.raises(NotFinite, match="NaN or infinity"):
-        unpack_parts(blocks, payload, dtype, HIDDEN, CPU)
+        unpack_adapters(blocks, payload, dtype, HIDDEN, CPU)
     with pytest.raises(NotFinite):
         unpack_gradients(blocks, pack_gradients([*part().tensors, *one.tensors]), HIDDEN)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "int8", "nonsense", ""])
 def test_an_unknown_dtype(dtype):
-    blocks, payload = pack_parts([part()], torch.float32)
+    blocks, payload = pack_adapters([part()], torch.float32)
     with pytest.raises(WrongDtype):
-        unpack_parts(blocks, payload, dtype, HIDDEN, CPU)
+        unpack_adapters(blocks, payload, dtype, HIDDEN, CPU)

@@ -1,0 +1,40 @@
+"""Types of message fields, with the limits that the decoder enforces."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+MAX_SEQUENCES = 4096
+"""Sequences that one step may carry. It bounds every list with one entry per sequence."""
+
+MAX_BLOCKS_PER_REQUEST = 1024
+"""Blocks that one message may name."""
+
+MAX_LORA_RANK = 1024
+"""Rank of LoRA factors that the protocol allows; a server may accept less."""
+
+MAX_PROMPT_LENGTH = 4096
+"""Positions that a block's soft prompt may have."""
+
+MAX_PROBE_BYTES = 1 << 20
+"""Bytes that one probe may carry in either direction."""
+
+ADAPTER_DIGEST_BYTES = 16
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+PerSequence = Annotated[list[Count], msgspec.Meta(min_length=1, max_length=MAX_SEQUENCES)]
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+Text = Annotated[str, msgspec.Meta(max_length=2000)]
+SessionId = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+AdapterDigests = Annotated[
+    list[Annotated[bytes, msgspec.Meta(max_length=ADAPTER_DIGEST_BYTES)]],
+    msgspec.Meta(min_length=1, max_length=MAX_BLOCKS_PER_REQUEST),
+]
+"""The digest of each block's adapter, in order; empty bytes for a block without an adapter."""
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, array_like=True):
+    """Base class of all headers. A header is encoded as a msgpack array that begins with the class name."""

@@ -1,0 +1,116 @@
+"""Messages of an inference session: opening it, its steps, pushes between servers, replay, and its end."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from swarm.data_structures import WireFormat
+from swarm.protocol.messages.fields import (
+    MAX_SEQUENCES,
+    AdapterDigests,
+    Count,
+    Message,
+    Milliseconds,
+    Name,
+    PerSequence,
+    SessionId,
+)
+
+
+class OpenSession(Message, frozen=True):
+    """Open a session: keep attention caches for blocks [start, end), up to `max_length` tokens in each sequence.
+
+    Cache space for `sequences` sequences is reserved now; a step that brings more sequences reserves more. If there is
+    not enough space, the server waits up to `wait_timeout_s` seconds for other sessions to end, then refuses.
+    """
+
+    session_id: SessionId
+    revision: Name
+    start: Count
+    end: Count
+    max_length: Annotated[int, msgspec.Meta(ge=1, le=2**24)]
+    reply_format: WireFormat
+    sequences: Annotated[int, msgspec.Meta(ge=1, le=MAX_SEQUENCES)] = 1
+    wait_timeout_s: Annotated[float, msgspec.Meta(ge=0, le=60)] = 0.0
+    adapters: AdapterDigests | None = None
+
+
+class SessionOpened(Message, frozen=True):
+    """The session exists. `next_step` is the number of the step that the server expects (0 for a new session)."""
+
+    next_step: Count
+
+
+class StepRequest(Message, frozen=True):
+    """One step: new hidden states for some sequences (see `StepLayout`), payload `[tokens, hidden]` in `format`."""
+
+    step: Count
+    starts: PerSequence
+    counts: PerSequence
+    format: WireFormat
+    dtype: Name
+    sources: PerSequence | None = None
+    offsets: PerSequence | None = None
+
+
+class StepReply(Message, frozen=True):
+    """The outputs of a step, payload `[tokens, hidden]` in `format`.
+
+    `compute_ms` is the time spent in the blocks. `pushed` is true if the outputs were already sent to the next server.
+    """
+
+    step: Count
+    format: WireFormat
+    dtype: Name
+    compute_ms: Milliseconds
+    pushed: bool = False
+
+
+class SetNeighbors(Message, frozen=True):
+    """Tell a server its neighbors in the session's route; None stands for the client. There is no reply.
+
+    Only `previous_peer` may push steps into the session. The server pushes its outputs to the session
+    `next_session_id` at `next_peer`.
+    """
+
+    previous_peer: Name | None
+    next_peer: Name | None
+    next_session_id: SessionId | None
+
+
+class PushRequest(Message, frozen=True):
+    """A step from the previous server of the route, for the session that `client` opened. The client gets the reply."""
+
+    client: Name
+    session_id: SessionId
+    step: StepRequest
+
+
+class ReplayRequest(Message, frozen=True):
+    """Past inputs of a session, laid out as in a `StepRequest`, to fill the cache of a server that has not seen them.
+
+    The session's sequences become those of the request; whatever was cached beyond its starts is dropped. From now on
+    the server ignores steps with a number below `next_step`. Outputs are sent back only if `return_outputs` is true.
+    """
+
+    next_step: Count
+    starts: PerSequence
+    counts: PerSequence
+    format: WireFormat
+    dtype: Name
+    offsets: PerSequence | None
+    return_outputs: bool
+
+
+class ReplayReply(Message, frozen=True):
+    """The cache holds what was replayed. Payload: `[tokens, hidden]` in `format` if outputs were requested."""
+
+    format: WireFormat
+    dtype: Name
+    compute_ms: Milliseconds
+
+
+class CloseSession(Message, frozen=True):
+    """Close the session and free its cache."""
