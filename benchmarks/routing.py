@@ -64,7 +64,7 @@ def random_swarm(
             version="1",
             forward_throughput=throughput * rng.uniform(5, 50),
             network_throughput=rng.choice([0, 200, 1000, 5000]),
-            queue=rng.expovariate(1 / 0.01),
+            queue_delay=rng.expovariate(1 / 0.01),
             round_trips=tuple(round_trips),
         )
 

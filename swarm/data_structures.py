@@ -75,7 +75,7 @@ class ServerInfo:
         forward_throughput: blocks x tokens per second where many tokens are computed at once (prefill, training); 0 if
             it did not say.
         network_throughput: tokens/s of hidden states that its link to other peers carries; 0 if it did not say.
-        queue: seconds that a step waited for its compute thread lately.
+        queue_delay: seconds that a step waited for its compute thread lately.
         round_trips: (peer id, seconds) of servers that hold the blocks behind its own, as it measured them.
         mobility: whether it would move to other blocks.
         relayed: whether others reach it through a relay only (see `swarm.dht.reachability`).
@@ -95,7 +95,7 @@ class ServerInfo:
     name: str = ""
     forward_throughput: float = 0.0
     network_throughput: float = 0.0
-    queue: float = 0.0
+    queue_delay: float = 0.0
     round_trips: tuple[tuple[str, float], ...] = ()
     mobility: Mobility = Mobility.FREE
     relayed: bool = False
@@ -106,7 +106,7 @@ class ServerInfo:
         return "…" + self.peer_id[-6:]
 
     @property
-    def rate(self) -> float:
+    def tokens_per_second(self) -> float:
         """Tokens/s that it adds to each of its blocks: what it computes, or what its link carries if that is less."""
         computed = self.throughput / self.span.length
         return min(computed, self.network_throughput) if self.network_throughput else computed
@@ -161,7 +161,7 @@ class StepLayout:
     offsets: tuple[int, ...] | None = None
 
     @property
-    def rows(self) -> int:
+    def sequences(self) -> int:
         return len(self.counts)
 
     @property
@@ -182,6 +182,6 @@ class HopTiming:
     compute: float
 
     @property
-    def beyond_compute(self) -> float:
+    def overhead(self) -> float:
         """The cost of the hop itself: the way there and back, decoding, waiting."""
         return self.total - self.compute

@@ -200,7 +200,7 @@ FORGERIES: dict[str, Forgery] = {
     "throughput that is no number": like(throughput=math.nan),
     "no throughput": like(throughput=0.0),
     "infinite network throughput": like(network_throughput=math.inf),
-    "a negative queue": like(queue=-5.0),
+    "a negative queue": like(queue_delay=-5.0),
     "garbage": lambda forger, honest: Stored(b"\x93garbage" * 10, forger.key, forger.key),
     "no signature": lambda forger, honest: Stored(encode(forger.info(honest)), forger.key, None),
     "no owner": lambda forger, honest: Stored(encode(forger.info(honest)), None, None),

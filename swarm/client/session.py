@@ -235,7 +235,7 @@ def split_step(
         part = slice(first, min(first + size, slots))
         real = fresh[:, part] if fresh is not None else None
         real = None if real is None or bool(real.all()) else real
-        counts = (part.stop - first,) * layout.rows if real is None else tuple(real.sum(1).tolist())
+        counts = (part.stop - first,) * layout.sequences if real is None else tuple(real.sum(1).tolist())
         if not any(counts):
             continue
         plain = StepLayout(starts, counts, sources)

@@ -54,7 +54,7 @@ class ServerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     name: Name = ""
     forward_throughput: Rate = 0.0
     network_throughput: Rate = 0.0
-    queue: Seconds = 0.0
+    queue_delay: Seconds = 0.0
     round_trips: Annotated[list[tuple[Name, Seconds]], msgspec.Meta(max_length=MAX_ROUND_TRIPS)] = []
     mobility: Mobility = Mobility.FREE
     relayed: bool = False
@@ -87,7 +87,7 @@ def encode(info: ServerInfo) -> bytes:
             name=info.name,
             forward_throughput=info.forward_throughput,
             network_throughput=info.network_throughput,
-            queue=info.queue,
+            queue_delay=info.queue_delay,
             round_trips=list(info.round_trips),
             mobility=info.mobility,
             relayed=info.relayed,
@@ -122,7 +122,7 @@ def decode(data: bytes) -> ServerInfo:
         name=record.name,
         forward_throughput=record.forward_throughput,
         network_throughput=record.network_throughput,
-        queue=record.queue,
+        queue_delay=record.queue_delay,
         round_trips=tuple(record.round_trips),
         mobility=record.mobility,
         relayed=record.relayed,

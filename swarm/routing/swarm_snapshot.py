@@ -122,7 +122,7 @@ class SwarmSnapshot:
     @cached_property
     def queues(self) -> Floats:
         """Seconds that a step waits, [S]."""
-        return self._column("queue")
+        return self._column("queue_delay")
 
     @cached_property
     def caches(self) -> Floats:

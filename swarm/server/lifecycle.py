@@ -268,7 +268,7 @@ class Server:
             name=self.config.name,
             forward_throughput=serving.throughput.forward if serving else 0.0,
             network_throughput=self._neighbours.network_throughput if self._neighbours else 0.0,
-            queue=min(serving.engine.queue_seconds, 3600.0) if serving else 0.0,
+            queue_delay=min(serving.engine.queue_seconds, 3600.0) if serving else 0.0,
             round_trips=self._neighbours.round_trips if self._neighbours else (),
             mobility=self._rebalancer.mobility if self._rebalancer else Mobility.PINNED,
             adapters=adapter_names(self.config.adapters) if serving else (),

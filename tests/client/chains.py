@@ -266,7 +266,7 @@ class Conversation:
 def _after(histories: list[torch.Tensor], hidden: torch.Tensor, layout: StepLayout) -> list[torch.Tensor]:
     """The rows after a step."""
     nothing = torch.empty(0, HIDDEN)
-    sources = layout.sources if layout.sources is not None else range(layout.rows)
+    sources = layout.sources if layout.sources is not None else range(layout.sequences)
     pasts = [histories[source] if source < len(histories) else nothing for source in sources]
     news = hidden.split(layout.counts)
     return [torch.cat([past[:start], new]) for past, start, new in zip(pasts, layout.starts, news, strict=True)]

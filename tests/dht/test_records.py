@@ -29,12 +29,12 @@ RECORD = {
     "name": "a friend",
     "forward_throughput": 200.0,
     "network_throughput": 300.0,
-    "queue": 0.5,
+    "queue_delay": 0.5,
     "round_trips": [["QmNext", 0.1], ["QmOther", 0.0]],
     "relayed": True,
     "adapters": ["org/pirate"],
 }
-OPTIONAL = ("name", "forward_throughput", "network_throughput", "queue", "round_trips", "relayed", "adapters")
+OPTIONAL = ("name", "forward_throughput", "network_throughput", "queue_delay", "round_trips", "relayed", "adapters")
 """Fields that a server may leave out."""
 
 names = st.text(max_size=256)
@@ -60,7 +60,7 @@ def servers(draw):
         name=draw(names),
         forward_throughput=draw(st.floats(0, 1e9)),
         network_throughput=draw(st.floats(0, 1e9)),
-        queue=draw(st.floats(0, 3600)),
+        queue_delay=draw(st.floats(0, 3600)),
         round_trips=tuple(draw(st.lists(st.tuples(names, st.floats(0, 3600)), max_size=5))),
         relayed=draw(st.booleans()),
         adapters=tuple(draw(st.lists(names, max_size=5))),
@@ -84,7 +84,7 @@ def test_what_a_server_announces_is_what_is_read(info):
 def test_the_sample_is_right_before_it_is_spoiled():
     info = decode(packed())
     assert (info.span, info.state, info.digests) == (Span(2, 4), ServerState.ONLINE, (DIGEST, DIGEST))
-    assert (info.forward_throughput, info.network_throughput, info.queue) == (200.0, 300.0, 0.5)
+    assert (info.forward_throughput, info.network_throughput, info.queue_delay) == (200.0, 300.0, 0.5)
     assert info.round_trips == (("QmNext", 0.1), ("QmOther", 0.0))
     assert decode(packed(throughput=3)).throughput == 3.0
 
@@ -137,10 +137,10 @@ def test_the_sample_is_right_before_it_is_spoiled():
         {"network_throughput": math.inf},
         {"network_throughput": math.nan},
         {"network_throughput": 1e10},
-        {"queue": -0.1},
-        {"queue": 3601.0},
-        {"queue": math.nan},
-        {"queue": "long"},
+        {"queue_delay": -0.1},
+        {"queue_delay": 3601.0},
+        {"queue_delay": math.nan},
+        {"queue_delay": "long"},
         {"round_trips": [["QmNext", -0.1]]},
         {"round_trips": [["QmNext", math.inf]]},
         {"round_trips": [["QmNext", math.nan]]},

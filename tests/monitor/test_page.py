@@ -21,7 +21,7 @@ from tests.monitor.sources import DescribedSwarm, found
 HOSTILE = "<img src=x onerror=document.title='taken'>"
 SERVERS = (
     server_info(0, 4, "peer-one", name="Ann's laptop", throughput=900.0, adapters=("org/pirate",)),
-    server_info(4, 8, "peer-two", name="kiwi", throughput=200.0, relayed=True, quantization="int8", queue=0.02),
+    server_info(4, 8, "peer-two", name="kiwi", throughput=200.0, relayed=True, quantization="int8", queue_delay=0.02),
     server_info(2, 8, "peer-three", name="Büro 3", throughput=660.0),
     server_info(8, 12, "peer-four", name="tiny", throughput=400.0, cache_tokens_free=16384),
 )

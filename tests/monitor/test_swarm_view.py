@@ -54,7 +54,7 @@ def test_what_is_said_of_blocks_follows_from_what_servers_announce(swarm):
         assert seen.servers == len(holders)
         assert seen.joining == sum(block in s.span for s in swarm.servers if s.state is ServerState.JOINING)
         assert (seen.throughput > 0) == bool(holders)
-        assert seen.throughput <= sum(s.rate for s in holders) * 1.0001
+        assert seen.throughput <= sum(s.tokens_per_second for s in holders) * 1.0001
     gaps = [block for block, seen in enumerate(view.coverage) if not seen.servers]
     assert [block for gap in view.missing for block in range(gap.start, gap.end)] == gaps
     assert all(one.end < other.start for one, other in zip(view.missing, view.missing[1:], strict=False))
@@ -77,8 +77,8 @@ def test_the_json_says_all_of_it(swarm, trips):
 def test_every_fact_of_a_server_is_shown():
     info = server_info(
         2, 6, "QmAbcdef", name="Ann's laptop", throughput=40.0, forward_throughput=300.0, network_throughput=8.0,
-        queue=0.25, cache_tokens_free=77, compute_dtype="bfloat16", quantization="int4", version="2.1", relayed=True,
-        adapters=("org/pirate",), mobility=Mobility.COOLING,
+        queue_delay=0.25, cache_tokens_free=77, compute_dtype="bfloat16", quantization="int4", version="2.1",
+        relayed=True, adapters=("org/pirate",), mobility=Mobility.COOLING,
     )  # fmt: skip
     (server,) = model_view(found(8, info), {"QmAbcdef": 0.05}).servers
     assert (server.peer_id, server.short_id, server.name) == ("QmAbcdef", "…Abcdef", "Ann's laptop")

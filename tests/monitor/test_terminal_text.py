@@ -16,7 +16,7 @@ from tests.infos import server_info
 from tests.monitor.sources import found
 
 SERVERS = (
-    server_info(0, 3, "QmFirst", name="Ann's laptop", throughput=300.0, adapters=("org/pirate",), queue=0.012),
+    server_info(0, 3, "QmFirst", name="Ann's laptop", throughput=300.0, adapters=("org/pirate",), queue_delay=0.012),
     server_info(0, 2, "QmSecond", name="日本", throughput=40.0, relayed=True, quantization="int8"),
     server_info(4, 5, "QmThird", revision="older"),
     server_info(3, 4, "QmFourth", state=ServerState.JOINING, digests=()),

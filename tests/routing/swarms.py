@@ -41,7 +41,7 @@ def snapshots(draw: Any, max_servers: int = MOST_SERVERS) -> SwarmSnapshot:
             throughput=_rate(rng),
             forward_throughput=rng.choice([0.0, _rate(rng)]),
             network_throughput=rng.choice([0.0, _rate(rng)]),
-            queue=_seconds(rng),
+            queue_delay=_seconds(rng),
             cache_tokens_free=rng.choice([0, 1000, 2**48]),
             round_trips=_some_seconds(rng, [*peer_ids, STRANGER]),
         )
@@ -92,7 +92,7 @@ def _stay(server: ServerInfo, blocks: int, demand: RouteRequirements) -> float:
     per_block = alone
     if demand.tokens > 1:
         per_block = max(alone, demand.tokens / max(server.forward_throughput or server.throughput, SLOWEST))
-    total = server.queue + blocks * per_block + min(demand.penalties.get(server.peer_id, 0.0), LONGEST)
+    total = server.queue_delay + blocks * per_block + min(demand.penalties.get(server.peer_id, 0.0), LONGEST)
     if server.network_throughput:
         total += demand.tokens / max(server.network_throughput, SLOWEST)
     if server.cache_tokens_free < demand.cache_tokens:

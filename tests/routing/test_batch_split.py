@@ -65,7 +65,8 @@ def test_rows_go_to_servers_in_proportion_to_their_throughput():
 
 def test_all_portions_end_at_about_the_same_time():
     servers = [
-        server_info(0, 4, f"{n}", throughput=100.0, forward_throughput=100.0 * (n + 1), queue=n / 2) for n in range(5)
+        server_info(0, 4, f"{n}", throughput=100.0, forward_throughput=100.0 * (n + 1), queue_delay=n / 2)
+        for n in range(5)
     ]
     token_counts = [20 + 40 * (row % 7) % 41 for row in range(100)]
     portions = split(servers, token_counts)

@@ -11,7 +11,7 @@ from swarm.routing.swarm_snapshot import DEFAULT_ROUND_TRIP, SwarmSnapshot
 from tests.infos import server_info
 from tests.routing.swarms import demands, missing_blocks, plain_seconds, snapshots, spans
 
-A = server_info(0, 3, "a", throughput=10.0, queue=0.05, round_trips=(("b", 0.02),))
+A = server_info(0, 3, "a", throughput=10.0, queue_delay=0.05, round_trips=(("b", 0.02),))
 B = server_info(2, 6, "b", throughput=100.0, forward_throughput=1000.0, network_throughput=500.0)
 ROUTE = Route((Hop(A, Span(0, 2)), Hop(B, Span(2, 6))))
 SNAPSHOT = SwarmSnapshot((A, B), {"a": 0.04, "b": 0.06})
@@ -44,7 +44,7 @@ def test_between_servers_the_client_is_not_visited():
 
 
 def test_what_nobody_measured_is_the_longer_way_to_the_client():
-    a = server_info(0, 3, "a", throughput=10.0, queue=0.05)
+    a = server_info(0, 3, "a", throughput=10.0, queue_delay=0.05)
     route = Route((Hop(a, Span(0, 2)), Hop(B, Span(2, 6))))
     assert price(SwarmSnapshot((a, B), {"a": 0.04, "b": 0.06}), route) == round(price() - 0.01 + 0.03, 9)
     assert price(SwarmSnapshot((a, B), {"a": 0.04}), route) == round(

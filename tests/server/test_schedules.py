@@ -49,7 +49,7 @@ def plans(draw: st.DrawFn) -> list[Act]:
         if not layout.tokens:
             continue
         lengths = [start + count for start, count in zip(layout.starts, layout.counts, strict=True)]
-        offsets = layout.offsets or (0,) * layout.rows
+        offsets = layout.offsets or (0,) * layout.sequences
         acts.append(Act(pause, layout, in_session=True))
     return acts
 

@@ -102,7 +102,7 @@ class Chain:
 
     def appends(self, layout: StepLayout) -> bool:
         """Whether a step does nothing but continue what all rows have."""
-        lengths = (0,) * layout.rows if self._lengths == () else self._lengths
+        lengths = (0,) * layout.sequences if self._lengths == () else self._lengths
         return layout.sources is None and layout.starts == lengths
 
     async def step(self, hidden: PackedHidden, layout: StepLayout) -> PackedHidden:

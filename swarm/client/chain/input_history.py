@@ -112,8 +112,8 @@ def _extended(rows: tuple[_Row, ...], step: Step) -> tuple[_Row, ...]:
     layout, hidden = step.layout, step.hidden
     flat_TH = unpack(hidden.payload, hidden.tokens, hidden.hidden_size, hidden.wire, hidden.dtype, _CPU)
     bounds = itertools.accumulate(layout.counts, initial=0)
-    sources = layout.sources if layout.sources is not None else range(layout.rows)
-    offsets = layout.offsets if layout.offsets is not None else (0,) * layout.rows
+    sources = layout.sources if layout.sources is not None else range(layout.sequences)
+    offsets = layout.offsets if layout.offsets is not None else (0,) * layout.sequences
     result = []
     for (first, last), source, start, offset in zip(
         itertools.pairwise(bounds), sources, layout.starts, offsets, strict=True

@@ -51,11 +51,11 @@ def position_offsets(
     if positions is None or not layout.tokens:
         return None
     if real is None:
-        first = positions[:, 0].expand(layout.rows)
+        first = positions[:, 0].expand(layout.sequences)
     else:
-        first = positions.expand(layout.rows, -1).gather(1, real.long().argmax(1, keepdim=True).to(positions.device))[
-            :, 0
-        ]
+        first = positions.expand(layout.sequences, -1).gather(
+            1, real.long().argmax(1, keepdim=True).to(positions.device)
+        )[:, 0]
     offsets = tuple(max(0, at - start) for at, start in zip(first.tolist(), layout.starts, strict=True))
     return offsets if any(offsets) else None
 

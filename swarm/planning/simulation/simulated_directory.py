@@ -103,4 +103,6 @@ class SimulatedDirectory:
         else:
             info = change.info
             self._infos[change.row] = info
-            self._table.put(change.row, info.span, info.rate, info.state is ServerState.ONLINE, info.mobility)
+            self._table.put(
+                change.row, info.span, info.tokens_per_second, info.state is ServerState.ONLINE, info.mobility
+            )

@@ -64,4 +64,4 @@ class QueuedRequest:
 
     def portion(self, tokens: int) -> tuple[str, int, int]:
         """So many of its tokens, as `swarm.metrics.server.ServerObserver` is told of them."""
-        return self.request.kind, self.request.layout.rows, tokens
+        return self.request.kind, self.request.layout.sequences, tokens

@@ -54,7 +54,7 @@ def believed_throughputs(
 def block_throughputs(servers: Iterable[ServerInfo], blocks: int) -> list[float]:
     """Tokens/s that the swarm is believed to push through each block."""
     counted = [s for s in servers if s.state is not ServerState.OFFLINE and s.span.start < blocks]
-    rates = np.array([server.rate for server in counted], dtype=np.float64)
+    rates = np.array([server.tokens_per_second for server in counted], dtype=np.float64)
     starts = np.array([server.span.start for server in counted], dtype=np.int64)
     ends = np.array([min(server.span.end, blocks) for server in counted], dtype=np.int64)
     result: list[float] = believed_throughputs(starts, ends, rates, blocks).tolist()

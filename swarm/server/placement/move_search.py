@@ -63,11 +63,11 @@ def take_snapshot(
     lengths = lengths or {}
     counted = [s for s in servers if s.state is not ServerState.OFFLINE and s.span.end <= blocks]
     counted.sort(key=lambda server: server.peer_id)
-    rates = np.array([server.rate for server in counted], dtype=np.float64)
+    rates = np.array([server.tokens_per_second for server in counted], dtype=np.float64)
     rates_after = rates.copy()
     for index, server in enumerate(counted):
         if server.peer_id in lengths:
-            rates_after[index] = replace(server, span=Span(0, lengths[server.peer_id])).rate
+            rates_after[index] = replace(server, span=Span(0, lengths[server.peer_id])).tokens_per_second
     return PlacementSnapshot(
         peers=tuple(server.peer_id for server in counted),
         starts=np.array([server.span.start for server in counted], dtype=np.int64),

@@ -350,7 +350,7 @@ class MessageHandler:
         self._checks.length(layout, session.max_length)
         self._checks.payload(layout.tokens, message.format, message.dtype, payload)
         session.cache.validate_layout(layout)
-        await self._sessions.reserve(session, layout.rows)
+        await self._sessions.reserve(session, layout.sequences)
         outcome = await self._engine.compute(
             requests.forward_work(
                 session.peer_id,

@@ -32,8 +32,8 @@ class Cache:
     def step(self, layout: StepLayout, hidden: PackedHidden) -> None:
         values = [tuple(row) for row in decoded(hidden).tolist()]
         assert len(values) == layout.tokens
-        sources = layout.sources if layout.sources is not None else range(layout.rows)
-        offsets = layout.offsets if layout.offsets is not None else [0] * layout.rows
+        sources = layout.sources if layout.sources is not None else range(layout.sequences)
+        offsets = layout.offsets if layout.offsets is not None else [0] * layout.sequences
         pasts = [self.rows[source] if source < len(self.rows) else [] for source in sources]
         assert all(start <= len(past) for past, start in zip(pasts, layout.starts, strict=True))
         bounds = itertools.accumulate(layout.counts, initial=0)
@@ -85,8 +85,8 @@ def replayed(kept: Record, done: int, most: int) -> Cache:
     for layout, hidden in kept.replay(done):
         assert layout.sources is None
         assert 0 < layout.tokens == hidden.tokens
-        assert layout.tokens <= max(most, layout.rows)  # a request has one token a row at least
-        assert layout.starts == (ends or (0,) * layout.rows)
+        assert layout.tokens <= max(most, layout.sequences)  # a request has one token a row at least
+        assert layout.starts == (ends or (0,) * layout.sequences)
         cache.step(layout, hidden)
         ends = tuple(start + count for start, count in zip(layout.starts, layout.counts, strict=True))
     return cache

@@ -47,7 +47,7 @@ class Session(Both):
         work.commit()
         close(work.output, self.reference.step(self.inputs_TH, work.layout))
         assert self.cache.lengths == tuple(self.lengths)
-        self.offsets = work.layout.offsets or (0,) * work.layout.rows
+        self.offsets = work.layout.offsets or (0,) * work.layout.sequences
 
 
 @pytest.mark.parametrize("family", FAMILIES)

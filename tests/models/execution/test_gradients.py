@@ -46,8 +46,8 @@ class Local:
     ) -> Any:
         """Outputs, and gradients of the inputs and of all tensors of the adapter."""
         leaf = inputs.clone().requires_grad_()
-        leaves = {block: part.mapped(lambda one: one.clone().requires_grad_()) for block, part in adapter.items()}
-        offsets = layout.offsets or (0,) * layout.rows
+        leaves = {block: part.map_tensors(lambda one: one.clone().requires_grad_()) for block, part in adapter.items()}
+        offsets = layout.offsets or (0,) * layout.sequences
         rows = zip(leaf.split(layout.counts), offsets, strict=True)
         output = torch.cat([self.run(row, offset, leaves, span) for row, offset in rows if len(row)])
         tensors = [tensor for part in leaves.values() for tensor in part.tensors]
@@ -128,7 +128,7 @@ def test_gradients_are_those_of_the_local_model(family, tmp_path_factory):
     assert_equal(all_of(compute_gradients(model, inputs, ends, LAYOUT, adapter)), expected)
     # Through the graph of a client that computes these blocks itself.
     leaf = inputs.clone().requires_grad_()
-    leaves = {block: part.mapped(lambda one: one.clone().requires_grad_()) for block, part in adapter.items()}
+    leaves = {block: part.map_tensors(lambda one: one.clone().requires_grad_()) for block, part in adapter.items()}
     computed = forward_with_graph(model, leaf, LAYOUT, leaves)
     assert_equal([computed.detach()], [output])
     computed.backward(ends)

@@ -62,7 +62,7 @@ def test_any_steps_of_any_sessions_leave_each_row_what_it_was_given(data):
         session = sessions[data.draw(st.integers(0, len(sessions) - 1))]
         before = list(map(len, session.expected))
         layout = data.draw(layouts(before))
-        sources = layout.sources if layout.sources is not None else range(layout.rows)
+        sources = layout.sources if layout.sources is not None else range(layout.sequences)
         news = []
         for count in layout.counts:
             news.append(list(range(number + 1, number + count + 1)))
@@ -183,7 +183,7 @@ class Pair:
         work.commit()
         close(work.output, self.slow.step(work.inputs, work.layout))
         assert self.cache.lengths == self.slow.lengths
-        self.offsets = work.layout.offsets or (0,) * work.layout.rows
+        self.offsets = work.layout.offsets or (0,) * work.layout.sequences
 
     def give_up(self) -> None:
         """The step failed somewhere; the client goes on from what is left."""

@@ -69,7 +69,7 @@ class Reference:
 
     def step(self, packed: torch.Tensor, layout: StepLayout) -> torch.Tensor:
         nothing = torch.empty(0, HIDDEN)
-        sources = layout.sources if layout.sources is not None else range(layout.rows)
+        sources = layout.sources if layout.sources is not None else range(layout.sequences)
         news = packed.split(layout.counts)
         pasts = [self.histories[source] if source < len(self.histories) else nothing for source in sources]
         self.histories = [
@@ -109,7 +109,7 @@ class Both:
         assert output.shape == expected.shape
         assert self.cache.lengths == tuple(self.lengths)
         close(output, expected)
-        self.offsets = layout.offsets or (0,) * layout.rows
+        self.offsets = layout.offsets or (0,) * layout.sequences
 
     def append(self, *counts: int) -> None:
         lengths = [*self.lengths, *[0] * len(counts)]
@@ -205,7 +205,7 @@ def test_a_step_that_fails_leaves_nothing_wrong_behind(llama, data):
                 continue
             # A row that was to be rolled back may have forgotten what lies behind; others are as they were.
             after = both.cache.lengths
-            sources = layout.sources if layout.sources is not None else range(layout.rows)
+            sources = layout.sources if layout.sources is not None else range(layout.sequences)
             for row, length in enumerate(before):
                 kept = [start for source, start in zip(sources, layout.starts, strict=True) if source == row]
                 assert min([length, *kept]) <= after[row] <= length
