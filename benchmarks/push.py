@@ -31,6 +31,7 @@ from swarm import AutoDistributedModelForCausalLM
 from swarm.cli.local_swarm import LOOPBACK, PeerProcess
 from swarm.client import connection
 from swarm.client.chain.chain import Chain
+from swarm.client.chain.session_context import SessionContext
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.client.wire.request_options import RequestOptions
 from swarm.common.version import VERSION
@@ -95,7 +96,7 @@ async def in_memory(path: Path, servers: int, delay: float, tokens: int, repeats
     async def run(push: bool) -> list[float]:
         manner = RequestOptions(checkpoint.revision, WireFormat.NONE, 60.0, push)
         network, planner = MemoryNetwork(hub, f"client {push}"), OneRoute(Route(tuple(hops)))
-        chain = Chain(network, planner, manner, Span(0, checkpoint.blocks), PROMPT + tokens)
+        chain = Chain(SessionContext(network, planner, manner, Span(0, checkpoint.blocks), PROMPT + tokens))
         await chain.open()
         times = []
         for start, count in [(0, PROMPT), *((PROMPT + token, 1) for token in range(tokens))]:

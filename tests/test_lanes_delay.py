@@ -15,6 +15,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from swarm.client.chain.chain import Chain
+from swarm.client.chain.session_context import SessionContext
 from swarm.client.wire.request_options import RequestOptions
 from swarm.data_structures import Span, WireFormat
 from swarm.models.checkpoints.checkpoint import open_checkpoint
@@ -49,7 +50,9 @@ async def tokens_a_second(swarm: Swarm, lanes: int) -> float:
     for _ in range(lanes):
         side = copy.copy(swarm)
         manner = RequestOptions("main", WireFormat.NONE, 60.0)
-        side.chain = Chain(MemoryNetwork(swarm.hub, "client"), swarm.planner, manner, Span(0, zoo.BLOCKS), 64)
+        side.chain = Chain(
+            SessionContext(MemoryNetwork(swarm.hub, "client"), swarm.planner, manner, Span(0, zoo.BLOCKS), 64)
+        )
         await side.chain.open()
         sides.append(side)
     firsts = [await side.feed(list(PROMPT)) for side in sides]

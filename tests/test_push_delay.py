@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarm.client.chain.chain import Chain
+from swarm.client.chain.session_context import SessionContext
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.client.wire.request_options import RequestOptions
 from swarm.data_structures import Hop, Route, Span, StepLayout, WireFormat
@@ -62,7 +63,7 @@ def whole(folder) -> SpanModel:
 class FixedRoute:
     """A planner that knows one route and nothing else."""
 
-    patience = 0.0
+    missing_blocks_timeout = 0.0
 
     def __init__(self, route: Route) -> None:
         self._route = route
@@ -73,15 +74,15 @@ class FixedRoute:
 
     async def refresh(self) -> None: ...
 
-    def failed(self, peer_id: str, error: Exception) -> None:
+    def report_failure(self, peer_id: str, error: Exception) -> None:
         self.failures.append(f"{peer_id}: {error}")
 
-    def succeeded(self, peer_id: str) -> None: ...
+    def report_success(self, peer_id: str) -> None: ...
 
-    def slowness(self, peer_id: str) -> float:
+    def timeout_factor(self, peer_id: str) -> float:
         return 1.0
 
-    def taken(self, route: Route) -> None: ...
+    def report_route(self, route: Route) -> None: ...
 
 
 class Swarm:
@@ -107,7 +108,7 @@ class Swarm:
         self.planner = FixedRoute(Route(hops))
         manner = RequestOptions("main", WireFormat.NONE, 60.0, **options)
         network = MemoryNetwork(self.hub, "client")
-        self.chain = Chain(network, self.planner, manner, Span(0, zoo.BLOCKS), 64)
+        self.chain = Chain(SessionContext(network, self.planner, manner, Span(0, zoo.BLOCKS), 64))
         self._local = local
         self._length = 0
 
@@ -206,7 +207,7 @@ def test_the_record_of_every_hop_is_complete(whole, local):
         for hop in swarm.chain._hops:
             assert hop.replied == TOKENS - 1
             parts = []
-            for layout, packed in hop.record.replay(hop.replied):
+            for layout, packed in hop.history.replay(hop.progress.replied):
                 assert layout.starts == (sum(map(len, parts)),)
                 parts.append(unpack(packed.payload, packed.tokens, packed.hidden_size, packed.wire, packed.dtype, CPU))
             torch.testing.assert_close(torch.cat(parts), hidden_TH, rtol=1e-4, atol=1e-4)

@@ -12,11 +12,12 @@ from swarm.client.batches.forward_pass import ForwardTrace, MicroBatch, PassCont
 from swarm.client.batches.gradient_packing import HopGradients
 from swarm.client.batches.hop_requests import HopRequester
 from swarm.client.chain.chain import Chain
-from swarm.client.chain.failover import Waiting
+from swarm.client.chain.session_context import SessionContext
 from swarm.client.config import ClientConfig
 from swarm.client.local_blocks import LocalBlocks
 from swarm.client.routes.events import EventListener, broadcast
 from swarm.client.routes.route_planner import RoutePlanner
+from swarm.client.routes.route_source import MissingBlocksWait
 from swarm.client.threads.network_thread import NetworkThread
 from swarm.client.wire.adapter_upload import AdapterUpload, PackedAdapter
 from swarm.client.wire.packed_hidden import PackedHidden
@@ -91,13 +92,13 @@ class SwarmConnection:
         """
 
         async def plan() -> int:
-            waiting = Waiting(self._planner)
+            waiting = MissingBlocksWait(self._planner)
             while True:
                 try:
                     servers = len((await self._planner.route(self.span, None, None, 1)).hops)
                     return servers + (self.local is not None)
                 except MissingBlocks as missing:
-                    await waiting.more(missing)
+                    await waiting.wait(missing)
 
         return self._background.run(plan())
 
@@ -109,7 +110,8 @@ class SwarmConnection:
         """
         tell = broadcast([*self._listeners, *([listener] if listener is not None else [])])
         carried = AdapterUpload(adapter, self._asker.sent)
-        return Chain(self._peer, self._planner, self._manner, self.span, max_length, carried, tell)
+        context = SessionContext(self._peer, self._planner, self._manner, self.span, max_length, carried, tell)
+        return Chain(context)
 
     def open_chain(self, chain: Chain) -> None:
         """Find a session's servers. Raises `MissingBlocks` or a `RemoteError`.
@@ -134,12 +136,12 @@ class SwarmConnection:
         """Which rows of a batch should go which way. Waits for servers of missing blocks; raises `MissingBlocks`."""
 
         async def split() -> tuple[batch_split.BatchShare, ...]:
-            waiting = Waiting(self._planner)
+            waiting = MissingBlocksWait(self._planner)
             while True:
                 try:
                     return await self._planner.split(span, token_counts)
                 except MissingBlocks as missing:
-                    await waiting.more(missing)
+                    await waiting.wait(missing)
 
         return self._background.run(split())
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from swarm.client.chain.chain import Chain
+from swarm.client.chain.session_context import SessionContext
 from swarm.client.routes.events import SessionEvent
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.client.wire.request_options import RequestOptions
@@ -109,8 +110,8 @@ class RoutingPlanner:
         routes: that were taken.
     """
 
-    def __init__(self, announced: Callable[[], Sequence[ServerInfo]], patience: float) -> None:
-        self.patience = patience
+    def __init__(self, announced: Callable[[], Sequence[ServerInfo]], missing_blocks_timeout: float) -> None:
+        self.missing_blocks_timeout = missing_blocks_timeout
         self.router = Router()
         self.failures: list[tuple[str, Exception]] = []
         self.routes: list[str] = []
@@ -126,17 +127,17 @@ class RoutingPlanner:
         self.refreshed += 1
         self.router.update(self._announced())
 
-    def failed(self, peer_id: str, error: Exception) -> None:
+    def report_failure(self, peer_id: str, error: Exception) -> None:
         self.failures.append((peer_id, error))
         self.router.health.failed(peer_id, PeerFailure.UNREACHABLE, time.monotonic())
 
-    def succeeded(self, peer_id: str) -> None:
+    def report_success(self, peer_id: str) -> None:
         self.router.health.succeeded(peer_id, time.monotonic())
 
-    def slowness(self, peer_id: str) -> float:
+    def timeout_factor(self, peer_id: str) -> float:
         return 1.0
 
-    def taken(self, route: Route) -> None:
+    def report_route(self, route: Route) -> None:
         self.routes.append(" ".join(f"{hop.span}@{hop.server.peer_id}" for hop in route.hops))
 
 
@@ -150,7 +151,7 @@ class Swarm:
     Args:
         model: all blocks.
         servers: name -> (start, end). The first ones are the faster ones, which the router prefers.
-        patience: seconds that the client waits for blocks that nobody holds.
+        missing_blocks_timeout: seconds that the client waits for blocks that no server holds.
         push: see `RequestOptions`.
         seconds: that a server computes for one step.
     """
@@ -160,7 +161,7 @@ class Swarm:
         model: SpanModel,
         servers: dict[str, tuple[int, int]],
         *,
-        patience: float = 3600.0,
+        missing_blocks_timeout: float = 3600.0,
         push: bool = True,
         seconds: float = 0.01,
         wire: WireFormat = WireFormat.NONE,
@@ -172,7 +173,7 @@ class Swarm:
         self.announced: dict[str, ServerInfo] = {}
         self.servers: dict[str, Server] = {}
         self.events: list[SessionEvent] = []
-        self.planner = RoutingPlanner(lambda: list(self.announced.values()), patience)
+        self.planner = RoutingPlanner(lambda: list(self.announced.values()), missing_blocks_timeout)
         self.on_message: OnMessage = lambda source, target, message: False
         self._seconds = seconds
         self._wanted = servers
@@ -197,7 +198,8 @@ class Swarm:
         asyncio.get_running_loop().call_later(seconds, self.kill, name)
 
     async def chain(self) -> Conversation:
-        chain = Chain(self.network, self.planner, self.manner, Span(0, BLOCKS), MAX_LENGTH, None, self.events.append)
+        span, emit = Span(0, BLOCKS), self.events.append
+        chain = Chain(SessionContext(self.network, self.planner, self.manner, span, MAX_LENGTH, emit=emit))
         await chain.open()
         return Conversation(self.model, chain)
 

@@ -8,9 +8,11 @@ from typing import Any
 
 import msgspec
 
+from swarm.client.chain.session_context import SessionContext
+from swarm.client.wire.adapter_upload import AdapterUpload
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.client.wire.request_options import RequestOptions
-from swarm.data_structures import Hop, Span, StepLayout, WireFormat
+from swarm.data_structures import Hop, Route, Span, StepLayout, WireFormat
 from swarm.errors import PeerLost
 from swarm.protocol import messages
 from swarm.transport.memory import MemoryHub, MemoryNetwork
@@ -109,6 +111,32 @@ class FakeSwarm:
         server = FakeServer(*answers)
         await MemoryNetwork(self.hub, name).serve(server)
         return server
+
+
+class NoRoutes:
+    """A route source of sessions whose servers are given."""
+
+    missing_blocks_timeout = 0.0
+
+    async def route(self, span: Span, before: str | None, after: str | None, max_length: int) -> Route:
+        raise NotImplementedError
+
+    async def refresh(self) -> None:
+        raise NotImplementedError
+
+    def report_failure(self, peer_id: str, error: Exception) -> None: ...
+
+    def report_success(self, peer_id: str) -> None: ...
+
+    def timeout_factor(self, peer_id: str) -> float:
+        return 1.0
+
+    def report_route(self, route: Route) -> None: ...
+
+
+def context(swarm: FakeSwarm, options: RequestOptions = MANNER, adapter: AdapterUpload | None = None) -> SessionContext:
+    """What the hops of a session in `swarm` have in common."""
+    return SessionContext(swarm.network, NoRoutes(), options, Span(0, 3), 100, adapter or AdapterUpload())
 
 
 def run(scenario: Callable[[FakeSwarm], Awaitable[None]]) -> None:

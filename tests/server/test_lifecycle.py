@@ -13,6 +13,7 @@ import torch
 import uvloop
 
 from swarm.client.chain.chain import Chain
+from swarm.client.chain.session_context import SessionContext
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.client.wire.request_options import RequestOptions
 from swarm.data_structures import ServerState, Span, StepLayout, WireFormat
@@ -92,8 +93,10 @@ def test_a_leaving_server_finishes_the_running_step(folder: str, monkeypatch: py
         client = await client_of(only)
         [info] = await fetch_servers(client.dht, "model", BLOCKS)
         announced = [info]
-        planner = RoutingPlanner(lambda: announced, patience=0.0)
-        chain = Chain(client, planner, RequestOptions(info.revision, WireFormat.NONE, 20), Span(0, 6), 16)
+        planner = RoutingPlanner(lambda: announced, missing_blocks_timeout=0.0)
+        chain = Chain(
+            SessionContext(client, planner, RequestOptions(info.revision, WireFormat.NONE, 20), Span(0, 6), 16)
+        )
         await chain.open()
         monkeypatch.setattr(SpanModel, "forward_tokens", slow)
         step = asyncio.create_task(chain.step(hidden_states(3), StepLayout((0,), (3,))))

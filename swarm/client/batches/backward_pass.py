@@ -41,13 +41,13 @@ async def _backward(work: PassContext, passage: ForwardTrace, gradient_TH: torch
         hops = await detours.begin([leg.hop], span)
         if len(hops) == 1:
             hop = hops[0]
-            slowness = work.planner.slowness(hop.server.peer_id)
+            slowness = work.planner.timeout_factor(hop.server.peer_id)
             try:
                 found = await work.asker.backward(hop, leg.inputs, gradient_TH, layout, work.adapter, slowness)
             except RemoteError as error:
                 hops = await detours.after(hop, error, span)
             else:
-                work.planner.succeeded(hop.server.peer_id)
+                work.planner.report_success(hop.server.peer_id)
                 gradient_TH, parts = found.inputs, {**parts, **found.parts}
                 continue
         legs += (await run_hops(work, detours, span, leg.inputs, layout, hops, whole=False))[0]

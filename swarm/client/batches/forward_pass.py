@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from swarm.client.batches.hop_requests import HopRequester
 from swarm.client.batches.rerouting import Rerouter
-from swarm.client.chain.failover import Planner
+from swarm.client.routes.route_source import RouteSource
 from swarm.client.wire.adapter_upload import PackedAdapter
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.data_structures import Hop, Route, Span, StepLayout
@@ -66,7 +66,7 @@ class PassContext:
     """
 
     asker: HopRequester
-    planner: Planner
+    planner: RouteSource
     adapter: PackedAdapter = field(default_factory=PackedAdapter)
     keeps: bool = True
     lost: dict[str, float] = field(default_factory=dict)
@@ -128,12 +128,12 @@ async def run_hops(
         if not behind and not whole:
             return [*legs, HopInputs(hop, hidden)], hidden
         try:
-            slowness = work.planner.slowness(hop.server.peer_id)
+            slowness = work.planner.timeout_factor(hop.server.peer_id)
             outputs = await work.asker.forward(hop, hidden, layout, work.adapter, slowness)
         except RemoteError as error:
             hops = await detours.after(hop, error, rest)
             continue
-        work.planner.succeeded(hop.server.peer_id)
+        work.planner.report_success(hop.server.peer_id)
         if work.keeps:
             legs.append(HopInputs(hop, hidden))
         hidden, hops = outputs, behind

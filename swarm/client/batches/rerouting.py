@@ -11,7 +11,12 @@ import math
 import time
 from collections.abc import Sequence
 
-from swarm.client.chain.failover import TRIES, Planner, Waiting, is_hop_lost
+from swarm.client.routes.route_source import (
+    MIN_ROUTES_TRIED,
+    MissingBlocksWait,
+    RouteSource,
+    is_worth_another_server,
+)
 from swarm.data_structures import Hop, Span
 from swarm.errors import MissingBlocks, RemoteError
 
@@ -26,11 +31,11 @@ class Rerouter:
         lost: servers that failed any micro-batch of the pass, and when; shared by all of them.
     """
 
-    def __init__(self, planner: Planner, lost: dict[str, float]) -> None:
+    def __init__(self, planner: RouteSource, lost: dict[str, float]) -> None:
         self._planner = planner
         self._lost = lost
         self._tries = 0
-        self._waiting = Waiting(planner)
+        self._waiting = MissingBlocksWait(planner)
         self._asked = 0.0
 
     async def begin(self, hops: Sequence[Hop], span: Span) -> list[Hop]:
@@ -44,15 +49,15 @@ class Rerouter:
 
         Raises the error if no other server would do better, or enough were tried, or `MissingBlocks`.
         """
-        if not is_hop_lost(error):
+        if not is_worth_another_server(error):
             raise error
         peer_id = hop.server.peer_id
         if self._asked >= self._lost.get(peer_id, -math.inf):
             self._lost[peer_id] = time.perf_counter()
-            self._planner.failed(peer_id, error)
+            self._planner.report_failure(peer_id, error)
             logger.info("%s; trying another server", error)
         self._tries += 1
-        enough = self._tries >= TRIES and self._waiting.is_over
+        enough = self._tries >= MIN_ROUTES_TRIED and self._waiting.is_over
         hops = await self.around(span)
         if enough:
             raise error
@@ -64,4 +69,4 @@ class Rerouter:
             try:
                 return list((await self._planner.route(span, None, None, 0)).hops)
             except MissingBlocks as missing:
-                await self._waiting.more(missing)
+                await self._waiting.wait(missing)

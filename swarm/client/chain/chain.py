@@ -1,8 +1,8 @@
-"""An open session over all hops of a route. Runs in the network loop; knows bytes, not tensors.
+"""An open session over all hops of a route. Runs in the network loop; handles bytes, not tensors.
 
 The first server is handed each step; the others get it from the server before. Every server also answers this client,
-so that the record of each hop is complete (`swarm.client.chain.failover` lives on it). What to do next is decided by
-`swarm.client.chain.next_action`; here it is done.
+so that the history of each hop is complete (`swarm.client.chain.failover` depends on it). `next_action` decides what to
+do next; here it is done.
 
 Several steps may be under way at once if each only continues the one before, and the first of them what all servers
 are known to have: the chunks of a prompt. A server that has missed one refuses the next, because that would begin
@@ -18,19 +18,18 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from swarm.client.chain.failover import Failover, Past, Planner, is_hop_lost
-from swarm.client.chain.hop_session import NOTHING_YET, HopSession
+from swarm.client.chain.failover import CacheContents, Failover
+from swarm.client.chain.hop_progress import NO_STEP
+from swarm.client.chain.hop_session import HopSession
 from swarm.client.chain.input_history import Step
-from swarm.client.chain.next_action import Deliver, Done, Mend, Wait, next_action
+from swarm.client.chain.next_action import Deliver, Finished, Repair, WaitUntil, next_action
 from swarm.client.chain.prompt_chunks import window
-from swarm.client.routes.events import EventListener, ignore_events
-from swarm.client.wire.adapter_upload import AdapterUpload
+from swarm.client.chain.session_context import SessionContext
+from swarm.client.routes.route_source import is_worth_another_server
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.client.wire.reply_checks import OutputShape, describe_hop
-from swarm.client.wire.request_options import RequestOptions
-from swarm.data_structures import HopTiming, Route, Span, StepLayout
+from swarm.data_structures import HopTiming, Route, StepLayout
 from swarm.errors import PeerTimeout, SessionClosed
-from swarm.transport.stream import Network
 
 logger = logging.getLogger(__name__)
 
@@ -39,43 +38,26 @@ class Chain:
     """One session's servers.
 
     Args:
-        network: this client's place in the network.
-        planner: finds routes and remembers who failed.
-        manner: what is asked of every server.
-        span: the blocks.
-        max_length: tokens that a row may have.
-        adapter: what is added to the blocks.
-        tell: hears of what happens to the session.
+        context: what stays the same, whatever happens to them.
     """
 
-    def __init__(
-        self,
-        network: Network,
-        planner: Planner,
-        manner: RequestOptions,
-        span: Span,
-        max_length: int,
-        adapter: AdapterUpload | None = None,
-        tell: EventListener = ignore_events,
-    ) -> None:
-        self._span = span
-        self._failover = Failover(
-            network, planner, manner, max_length, adapter or AdapterUpload(), self._heard, self._changed, tell
-        )
+    def __init__(self, context: SessionContext) -> None:
+        self._context = context
+        self._failover = Failover(context, self._on_reply, self._on_change)
         self._hops: list[HopSession] = []
         self._steps: dict[int, StepLayout] = {}
         """Steps that some hop may still have to answer."""
-        self._number = 0
-        self._foldable = NOTHING_YET
-        """Records are folded up to this step at most: one behind may be given up, and could not be taken out again."""
+        self._next_number = 0
+        self._foldable = NO_STEP
+        """Histories are folded up to this step at most: a later one may still be given up, and then is taken out."""
         self._lengths: tuple[int, ...] | None = ()
-        """Of each row after the last step; None if that was given up, so that some servers may have more."""
+        """Of each sequence after the last step; None if that was given up, so that some servers may have more."""
         self._window = 1
         self._unlinked = False
-        """Some server pushes no more until the steps that are under way have come to their end."""
+        """Some server does not push until the steps that are under way have come to their end."""
         self._hidden_size = 0
         self._outputs: dict[int, PackedHidden] = {}
-        self._event = asyncio.Event()
+        self._changed = asyncio.Event()
         self._closed = False
 
     @property
@@ -92,16 +74,17 @@ class Chain:
     def timings(self) -> tuple[HopTiming, ...]:
         """Of the last step (all its chunks together), one a hop; empty before the first.
 
-        A server tells this client of a step after the next server; what has not come yet is that of the step before.
+        A server answers this client after it has pushed to the next server; a timing that has not come yet is that of
+        the step before.
         """
-        return tuple(hop.timing for hop in self._hops if hop.timing is not None)
+        return tuple(hop.progress.timing for hop in self._hops if hop.progress.timing is not None)
 
     async def open(self) -> None:
-        """Find a route and reserve room on its servers. Raises `MissingBlocks` or a `RemoteError`."""
-        self._hops = await self._failover.open(self._span)
+        """Find a route and reserve cache space on its servers. Raises `MissingBlocks` or a `RemoteError`."""
+        self._hops = await self._failover.open(self._context.span)
 
     def appends(self, layout: StepLayout) -> bool:
-        """Whether a step does nothing but continue what all rows have."""
+        """Whether a step does nothing but continue what all sequences have."""
         lengths = (0,) * layout.sequences if self._lengths == () else self._lengths
         return layout.sources is None and layout.starts == lengths
 
@@ -115,11 +98,12 @@ class Chain:
         Either all of them come to their end, or all are given up.
 
         Args:
-            parts: what goes in. Several only where the first `appends`, and each other one continues the one before.
+            parts: what goes in. Several only if the first `appends`, and each other one continues the one before.
 
         Raises:
-            MissingBlocks: nobody held some blocks for too long; `resume` or another step tries again.
+            MissingBlocks: no server held some blocks for too long; `resume` or another step tries again.
             NotFinite, TooLong: a step itself is wrong. The session goes on with another one.
+            SessionClosed: the session was closed before.
         """
         if self._closed:
             raise SessionClosed("this session is closed; open another one")
@@ -133,14 +117,14 @@ class Chain:
                 raise ValueError("steps that set rows back or copy them cannot be under way together with others")
             self._window = 1
             await self._advance(everywhere=True)
-        numbers = range(self._number, self._number + len(parts))
-        self._begin(numbers, parts)
+        numbers = range(self._next_number, self._next_number + len(parts))
+        self._begin_steps(numbers, parts)
         try:
             await self._advance()
         except BaseException:
-            self._give_up(numbers)
+            self._give_up_after(numbers.start - 1)
             raise
-        self._foldable, self._lengths = numbers[-1], _ends(parts[-1][1])
+        self._foldable, self._lengths = numbers[-1], _lengths_after(parts[-1][1])
         self._forget_answered()
         outputs, self._outputs = self._outputs, {}
         return [outputs[number] for number in numbers]
@@ -148,130 +132,133 @@ class Chain:
     async def resume(self) -> None:
         """Replace the servers that were lost now, instead of at the next step. Raises `MissingBlocks`."""
         for hop in list(self._hops):
-            if hop.error is not None or hop.leaving is not None:
-                await self._mend(self._hops.index(hop))
+            if hop.progress.error is not None or hop.progress.leaving is not None:
+                await self._repair(self._hops.index(hop))
 
     async def close(self) -> None:
-        """Free the session everywhere."""
+        """Free the session on all servers."""
         self._closed = True
         await asyncio.gather(*(hop.close() for hop in self._hops))
 
-    def _begin(self, numbers: range, parts: Sequence[tuple[PackedHidden, StepLayout]]) -> None:
+    def _begin_steps(self, numbers: range, parts: Sequence[tuple[PackedHidden, StepLayout]]) -> None:
         """Take the steps in, to be delivered by `_advance`."""
         if self.appends(parts[0][1]):
-            # Whatever comes of them: a later step sets back by itself what it does not continue.
+            # Whatever becomes of them: a later step sets back by itself what it does not continue.
             self._foldable = numbers[-1]
         self._window = window(parts[0][0].tokens) if len(parts) > 1 else 1
         self._hidden_size, self._outputs = parts[0][0].hidden_size, {}
         for hop in self._hops:
-            hop.call_start = numbers.start
+            hop.progress.on_call_begun(numbers.start)
         for number, (hidden, layout) in zip(numbers, parts, strict=True):
             self._steps[number] = layout
             for hop in self._hops:
                 hop.expect(number, OutputShape(hidden.tokens, hidden.hidden_size))
             # A copy, because the caller may change a tensor that the payload is a view of.
             kept = PackedHidden(bytes(hidden.payload), hidden.tokens, hidden.hidden_size, hidden.wire, hidden.dtype)
-            self._hops[0].record.add(Step(number, layout, kept))
-        self._number = numbers.stop
+            self._hops[0].add_input(Step(number, layout, kept))
+        self._next_number = numbers.stop
 
     async def _advance(self, everywhere: bool = False) -> None:
         """Bring the steps that are under way to their end: at the last hop, or everywhere."""
         while True:
-            self._event.clear()
-            action = next_action(self._hops, list(self._steps), time.perf_counter(), self._window, everywhere)
+            self._changed.clear()
+            progress = [hop.progress for hop in self._hops]
+            action = next_action(progress, list(self._steps), time.perf_counter(), self._window, everywhere)
             match action:
-                case Done():
+                case Finished():
                     return
                 case Deliver(index, number):
                     hop = self._hops[index]
-                    if index and (number <= hop.pushed or hop.distrusts_pushes):
-                        await self._stop_pushing(index)
-                    await hop.deliver(hop.record.get(number))
-                case Mend(index, overdue):
+                    if index and (number <= hop.progress.pushed or hop.progress.push_refused):
+                        await self._stop_pushes_to(index)
+                    await hop.deliver(hop.history.get(number))
+                case Repair(index, overdue):
+                    hop = self._hops[index]
                     if overdue:
-                        hop = self._hops[index]
-                        hop.error = PeerTimeout(f"{describe_hop(hop.hop)} has not answered in time")
-                    await self._mend(index)
-                case Wait(until):
+                        hop.progress.on_failed(PeerTimeout(f"{describe_hop(hop.hop)} has not answered in time"))
+                    await self._repair(index)
+                case WaitUntil(until):
                     with suppress(TimeoutError):
                         async with asyncio.timeout(until - time.perf_counter() if until < math.inf else None):
-                            await self._event.wait()
+                            await self._changed.wait()
 
-    async def _mend(self, index: int) -> None:
-        hop = self._hops[index]
-        hop.error = hop.error or (None if hop.stale else hop.leaving)
-        if hop.error is not None and not is_hop_lost(hop.error):
-            error, hop.error = hop.error, None
-            raise error
-        done = min(hop.replied, hop.received, self._foldable)
-        upcoming = next((number for number in self._steps if number > done), self._number)
-        mended = await self._failover.mend(self._hops, index, Past(hop.record, done, upcoming))
-        self._hops[index : index + 1] = mended
-        for one in mended:
-            one.owes = self._number - 1
+    async def _repair(self, index: int) -> None:
+        """Repair a hop, or put other servers in its place. Raises its error if no other server would do better."""
+        progress = self._hops[index].progress
+        progress.on_departure_due()
+        if progress.error is not None and not is_worth_another_server(progress.error):
+            raise progress.take_error()
+        done = min(progress.replied, progress.received, self._foldable)
+        upcoming = next((number for number in self._steps if number > done), self._next_number)
+        contents = CacheContents(self._hops[index].history, done, upcoming)
+        repaired = await self._failover.repair(self._hops, index, contents)
+        self._hops[index : index + 1] = repaired
+        for hop in repaired:
+            hop.progress.on_joined(self._next_number - 1, hop.history.last)
             for number, layout in self._steps.items():
-                if one.replied < number:
-                    one.expect(number, OutputShape(layout.tokens, self._hidden_size))
+                if hop.progress.replied < number:
+                    hop.expect(number, OutputShape(layout.tokens, self._hidden_size))
         # Only now, because from now on steps may be pushed to them.
-        neighbours = range(max(0, index - 1), min(len(self._hops), index + len(mended) + 1))
+        neighbours = range(max(0, index - 1), min(len(self._hops), index + len(repaired) + 1))
         if index and self._window > 1:
-            # It has to catch up first: what the server before would push meanwhile, it would refuse.
+            # It has to catch up first: it would refuse what the server before pushes meanwhile.
             self._unlinked = True
             await self._failover.link(self._hops, neighbours, silent=index - 1)
         else:
             await self._failover.link(self._hops, neighbours)
 
-    async def _stop_pushing(self, index: int) -> None:
-        """What was pushed to a hop did not arrive there, or was refused, and this client has to deliver it itself.
+    async def _stop_pushes_to(self, index: int) -> None:
+        """What was pushed to a hop did not arrive there, or was refused, so this client has to deliver it itself.
 
         Which of the two servers is at fault cannot be known, so neither is blamed; but it happens once, not each step.
-        Where several steps are under way it may just have missed one. Then they may try again afterwards.
+        If several steps are under way it may just have missed one. Then they may try again afterwards.
         """
         self._unlinked = self._unlinked or self._window > 1
-        pusher, self._hops[index].distrusts_pushes = self._hops[index - 1], False
-        logger.debug("%s pushes no more: that failed", describe_hop(pusher.hop))
+        self._hops[index].progress.on_pushes_stopped()
+        pusher = self._hops[index - 1]
+        logger.debug("%s no longer pushes: a push failed", describe_hop(pusher.hop))
         await pusher.link(self._hops[index - 2] if index > 1 else None, None)
 
-    def _heard(self, hop: HopSession, number: int, outputs: PackedHidden) -> None:
+    def _on_reply(self, hop: HopSession, number: int, outputs: PackedHidden) -> None:
         """A hop has answered: its outputs are what goes into the next one."""
         layout = self._steps.get(number)
         if layout is None or hop not in self._hops:
             return
-        index = self._hops.index(hop)
         if hop is self._hops[-1]:
             self._outputs[number] = outputs
             return
-        following = self._hops[index + 1]
-        following.record.add(Step(number, layout, outputs))
-        before = max((earlier for earlier in self._steps if earlier < number), default=NOTHING_YET)
-        if hop.passed_on:
-            # What was pushed to a server that has missed the step before is refused there: nobody needs to wait for it.
-            following.was_pushed(number, reliable=hop.may_push and following.is_handed(before))
+        following = self._hops[self._hops.index(hop) + 1]
+        following.add_input(Step(number, layout, outputs))
+        if hop.progress.last_was_pushed:
+            # A server that has missed the step before refuses what is pushed to it: do not wait for that.
+            before = max((earlier for earlier in self._steps if earlier < number), default=NO_STEP)
+            reliable = hop.progress.pushes_onward and following.progress.is_handed(before)
+            following.progress.on_pushed(number, reliable, time.perf_counter())
 
-    def _changed(self) -> None:
-        self._event.set()
+    def _on_change(self) -> None:
+        self._changed.set()
 
     def _forget_answered(self) -> None:
-        """Steps that all hops have answered are of no interest any more, but as a part of the record."""
-        done = min(hop.replied for hop in self._hops)
+        """Steps that all hops have answered matter only as a part of the histories."""
+        done = min(hop.progress.replied for hop in self._hops)
         for number in [number for number in self._steps if number <= done]:
             del self._steps[number]
         for hop in self._hops:
-            hop.record.tidy(done)
+            hop.history.fold_if_long(done)
 
-    def _give_up(self, numbers: range) -> None:
-        """The steps did not come to their end: what some servers have computed of them must never be built upon.
+    def _give_up_after(self, after: int) -> None:
+        """All steps behind number `after` are given up: what servers have computed of them must not be built upon.
 
-        A later step that goes on before them sets them back by itself. Rows that they copied about cannot be set back.
+        The next step gets a new number and sets its sequences back to where they go on. What these steps copied about
+        cannot be set back, so then every cache is filled again.
         """
         self._lengths = None
-        for number in numbers:
-            layout = self._steps.pop(number)
-            for hop in self._hops:
-                hop.give_up(number)
-                hop.stale = hop.stale or layout.sources is not None
+        given_up = {number: self._steps.pop(number) for number in list(self._steps) if number > after}
+        copied_rows = any(layout.sources is not None for layout in given_up.values())
+        for hop in self._hops:
+            hop.give_up(after, self._next_number - 1, copied_rows)
 
 
-def _ends(layout: StepLayout) -> tuple[int, ...]:
-    """How long each row is after a step."""
+def _lengths_after(layout: StepLayout) -> tuple[int, ...]:
+    """How long each sequence is after a step."""
     return tuple(start + count for start, count in zip(layout.starts, layout.counts, strict=True))

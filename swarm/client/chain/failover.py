@@ -1,13 +1,13 @@
 """Putting another server in the place of one that was lost, in the middle of a session (Petals, section 3.2).
 
-The blocks of the lost server are routed again, perhaps cut differently; the record of what went into them is replayed
-to the new servers, which then have the same caches; the servers before and behind are told of their neighbours. Nobody
-else in the route starts again.
+The blocks of the lost server are routed again, perhaps cut differently; the history of what went into them is replayed
+to the new servers, which then have the same caches; the servers before and behind are told their new neighbours. No
+other server of the route starts again.
 
 Laws:
-- The step that was running is delivered again. Servers know a step that they have seen, so it is computed once.
-- A server that failed is reported to the planner, which keeps it out of routes for a while.
-- When nobody holds the blocks, waiting for a server is the only thing to do; after `Planner.patience` it is an error.
+- The step that was running is delivered again. Servers recognise a step that they have seen, so it is computed once.
+- A server that failed is reported to the route source, which keeps it out of routes for a while.
+- When no server holds the blocks, the session waits for one; after `RouteSource.missing_blocks_timeout` it is an error.
 """
 
 from __future__ import annotations
@@ -16,24 +16,16 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
 
-from swarm.client.chain.hop_session import NOTHING_YET, PARDONS, HopSession
-from swarm.client.chain.input_history import Record
-from swarm.client.routes.events import (
-    BlocksMissing,
-    EventListener,
-    HopLost,
-    Recovered,
-    Replayed,
-    RouteTaken,
-    ignore_events,
-)
-from swarm.client.wire.adapter_upload import AdapterUpload
+from swarm.client.chain.hop_progress import NO_STEP
+from swarm.client.chain.hop_session import HopSession
+from swarm.client.chain.input_history import InputHistory
+from swarm.client.chain.session_context import SessionContext
+from swarm.client.routes.events import HopLost, Recovered, Replayed, RouteTaken
+from swarm.client.routes.route_source import MIN_ROUTES_TRIED, MissingBlocksWait
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.client.wire.reply_checks import describe_hop
-from swarm.client.wire.request_options import RequestOptions
 from swarm.data_structures import Route, Span
 from swarm.errors import (
     AdapterRefused,
@@ -45,305 +37,222 @@ from swarm.errors import (
     TooLong,
     UnknownSession,
     WrongDtype,
-    WrongPosition,
 )
-from swarm.transport.stream import Network
 
 logger = logging.getLogger(__name__)
 
-REFRESH = 1.0
-"""Seconds between looks for new servers while blocks are missing."""
-
-TRIES = 3
-"""Routes that are tried at least, however short the planner's patience is."""
-
-RECONNECT = 0.5
+RECONNECT_TIMEOUT_S = 0.5
 """Seconds to find out whether only the connection was lost, not the server."""
 
 
-class Planner(Protocol):
-    """What a session needs to know of the swarm.
-
-    Attributes:
-        patience: seconds to wait for blocks that nobody holds.
-    """
-
-    patience: float
-
-    async def route(self, span: Span, before: str | None, after: str | None, max_length: int) -> Route:
-        """A route over `span` between two servers (None: this client). Raises `MissingBlocks`."""
-
-    async def refresh(self) -> None:
-        """Look at the swarm again."""
-
-    def failed(self, peer_id: str, error: Exception) -> None:
-        """Keep the peer out of routes for a while."""
-
-    def succeeded(self, peer_id: str) -> None:
-        """The peer works."""
-
-    def slowness(self, peer_id: str) -> float:
-        """How many times longer than it announces the peer should be given."""
-
-    def taken(self, route: Route) -> None:
-        """The session goes by this route from now on."""
-
-
-def is_hop_lost(error: Exception) -> bool:
-    """True if another server should be asked. Only what every server would refuse is the client's own matter: what may
-    be too long for all, outputs that the wire format cannot hold, and adapters that do not fit to the blocks.
-
-    Whatever else could be wrong with a request was checked before it was sent: a server that refuses it errs or lies.
-    """
-    return not isinstance(error, TooLong | WrongDtype | AdapterRefused)
-
-
 @dataclass(frozen=True)
-class Past:
+class CacheContents:
     """What the caches of a hop have to hold.
 
     Attributes:
-        record: the hop's inputs.
+        history: the hop's inputs.
         done: number of the last step that is replayed.
-        upcoming: number of the step that will be delivered next; those below are void.
+        upcoming: number of the step that will be delivered next; steps between these two are void.
     """
 
-    record: Record
-    done: int
-    upcoming: int
-
-
-class Waiting:
-    """Waiting for servers of blocks that nobody holds, for as long as the planner has patience."""
-
-    def __init__(self, planner: Planner, tell: EventListener = ignore_events) -> None:
-        self._planner = planner
-        self._tell = tell
-        self._deadline = time.perf_counter() + planner.patience
-        self._said = False
-
-    @property
-    def is_over(self) -> bool:
-        """True when nobody should wait any longer."""
-        return time.perf_counter() >= self._deadline
-
-    async def more(self, missing: MissingBlocks) -> None:
-        """Wait a little and look at the swarm again. Raises `missing` when the patience has ended."""
-        if self.is_over:
-            raise missing from None
-        if not self._said:
-            logger.warning("%s Waiting up to %.0f s.", missing, self._planner.patience)
-            self._tell(BlocksMissing(missing.blocks))
-            self._said = True
-        await asyncio.sleep(min(REFRESH, max(0.0, self._deadline - time.perf_counter())))
-        await self._planner.refresh()
+    history: InputHistory = field(default_factory=InputHistory)
+    done: int = NO_STEP
+    upcoming: int = 0
 
 
 class Failover:
-    """Opens and mends the hops of one session.
+    """Opens the hops of one session, and repairs or replaces them.
 
     Args:
-        adapter: what is added to the blocks.
-        heard, changed: see `HopSession`.
-        tell: hears of what happens to the session.
+        context: the constants of the session.
+        on_reply, on_change: see `HopSession`.
     """
 
     def __init__(
         self,
-        network: Network,
-        planner: Planner,
-        manner: RequestOptions,
-        max_length: int,
-        adapter: AdapterUpload,
-        heard: Callable[[HopSession, int, PackedHidden], None],
-        changed: Callable[[], None],
-        tell: EventListener = ignore_events,
+        context: SessionContext,
+        on_reply: Callable[[HopSession, int, PackedHidden], None],
+        on_change: Callable[[], None],
     ) -> None:
-        self._tell = tell
-        self._network = network
-        self._planner = planner
-        self._manner = manner
-        self._max_length = max_length
-        self._adapter = adapter
-        self._heard = heard
-        self._changed = changed
+        self._context = context
+        self._routes = context.routes
+        self._on_reply = on_reply
+        self._on_change = on_change
 
     async def open(self, span: Span) -> list[HopSession]:
         """New hops over `span`, linked, for a session that has not begun."""
-        hops = await self._find(span, None, None, Past(Record(), NOTHING_YET, 0))
+        hops = await self._find_hops(span, None, None, CacheContents())
         try:
             await self.link(hops, range(len(hops)))
-        except BaseException:  # also when the person interrupts
-            await asyncio.gather(*(hop.close() for hop in hops))
+        except BaseException:  # also when the user interrupts
+            await _close_all(hops)
             raise
-        self._taken(Route(tuple(hop.hop for hop in hops)))
+        self._report_route(hops)
         return hops
 
-    async def mend(self, hops: Sequence[HopSession], index: int, past: Past) -> list[HopSession]:
-        """What takes the place of `hops[index]`: itself, if that can be, or other servers. They are not linked yet."""
+    async def repair(self, hops: Sequence[HopSession], index: int, contents: CacheContents) -> list[HopSession]:
+        """What takes the place of `hops[index]`: itself, if that is possible, or other servers, not linked yet.
+
+        Raises `MissingBlocks`, or the `RemoteError` that every server would answer with.
+        """
         lost = hops[index]
         began = time.perf_counter()
-        if await self._recovered(lost, past):
+        if await self._try_same_server(lost, contents):
             return [lost]
-        assert lost.error is not None
-        if not lost.abandoned:  # once, or a server that has come back would be kept out again
-            lost.abandoned = True
-            logger.info("%s; looking for a replacement", lost.error)
-            reason = lost.error.code if isinstance(lost.error, RemoteError) else RemoteError.code
-            self._tell(HopLost(lost.peer_id, lost.hop.span, reason))
-            self._planner.failed(lost.peer_id, lost.error)
-            await lost.close()
+        await self._report_lost(lost)
         before = hops[index - 1].peer_id if index else None
         after = hops[index + 1].peer_id if index + 1 < len(hops) else None
-        # Where nobody else has room either, that is what has to be said, not that blocks are missing.
-        full = lost.error if isinstance(lost.error, CacheFull) else None
-        fresh = await self._find(lost.hop.span, before, after, past, full)
-        route = Route(tuple(hop.hop for hop in [*hops[:index], *fresh, *hops[index + 1 :]]))
+        # If no other server has cache space either, say that, and not that blocks are missing.
+        full = lost.progress.error if isinstance(lost.progress.error, CacheFull) else None
+        fresh = await self._find_hops(lost.hop.span, before, after, contents, full)
         seconds = time.perf_counter() - began
+        self._context.emit(Recovered(seconds))
+        route = self._report_route([*hops[:index], *fresh, *hops[index + 1 :]])
         logger.info("replaced in %.2f s; %s", seconds, route)
-        self._tell(Recovered(seconds))
-        self._taken(route)
         return fresh
 
-    def _taken(self, route: Route) -> None:
-        self._planner.taken(route)
-        self._tell(RouteTaken(route))
-
     async def link(self, hops: Sequence[HopSession], which: range, silent: int | None = None) -> None:
-        """Tell the servers of `hops[which]` who stands before and behind them; `hops[silent]` is not to push."""
-        if not self._manner.push:
+        """Tell the servers of `hops[which]` their neighbours; `hops[silent]` is told not to push."""
+        if not self._context.options.push:
             return
         for index in which:
             before = hops[index - 1] if index else None
             after = hops[index + 1] if index + 1 < len(hops) and index != silent else None
             await hops[index].link(before, after)
 
-    async def _recovered(self, hop: HopSession, past: Past) -> bool:
+    def _report_route(self, hops: Sequence[HopSession]) -> Route:
+        route = Route(tuple(hop.hop for hop in hops))
+        self._routes.report_route(route)
+        self._context.emit(RouteTaken(route))
+        return route
+
+    async def _report_lost(self, lost: HopSession) -> None:
+        """Report the server and leave it: once, or a server that has come back would be kept out again."""
+        error = lost.progress.error
+        if lost.progress.replaced or error is None:
+            return
+        lost.progress.on_replaced()
+        logger.info("%s; looking for a replacement", error)
+        reason = error.code if isinstance(error, RemoteError) else RemoteError.code
+        self._context.emit(HopLost(lost.peer_id, lost.hop.span, reason))
+        self._routes.report_failure(lost.peer_id, error)
+        await lost.close()
+
+    async def _try_same_server(self, hop: HopSession, contents: CacheContents) -> bool:
         """True if the same server can go on: only the connection was lost, or what it remembered.
 
         It gets this chance a few times; then it has to answer a step before it gets another.
         """
-        error = hop.error
-        if not _may_recover(hop):
+        progress = hop.progress
+        if not progress.may_be_repaired:
             return False
-        trouble: RemoteError | None = None
+        error = progress.error
+        failure: RemoteError | None = None
         try:
             if isinstance(error, PeerLost | UnknownSession):
-                async with asyncio.timeout(RECONNECT):
-                    hop.stale = not hop.can_answer(await hop.open()) or hop.stale
+                async with asyncio.timeout(RECONNECT_TIMEOUT_S):
+                    progress.on_reopened(await hop.open())
             elif error is not None:
-                hop.stale = True
-            hop.error = None
-            if hop.stale and (failed := await self._replay([hop], past)) is not None:
-                _, trouble = failed
+                progress.on_forgotten()
+            if progress.stale and (failed := await self._replay([hop], contents)) is not None:
+                _, failure = failed
         except TimeoutError:
-            trouble = PeerTimeout(f"{describe_hop(hop.hop)} did not let us in again within {RECONNECT} s")
-        except RemoteError as again:
-            trouble = again
-        if trouble is not None:
-            logger.debug("%s does not come back: %s", describe_hop(hop.hop), trouble)
-            hop.error = error or trouble
-        hop.pardons += 1
-        return trouble is None
+            failure = PeerTimeout(
+                f"{describe_hop(hop.hop)} did not accept a new connection within {RECONNECT_TIMEOUT_S} s"
+            )
+        except RemoteError as refused:
+            failure = refused
+        if failure is not None:
+            logger.debug("%s does not come back: %s", describe_hop(hop.hop), failure)
+        progress.on_repair_ended((error or failure) if failure is not None else None)
+        return failure is None
 
-    async def _find(
-        self, span: Span, before: str | None, after: str | None, past: Past, trouble: RemoteError | None = None
+    async def _find_hops(
+        self,
+        span: Span,
+        before: str | None,
+        after: str | None,
+        contents: CacheContents,
+        last_error: RemoteError | None = None,
     ) -> list[HopSession]:
-        """Open hops over `span` and fill their caches. `trouble` is why others were left."""
+        """Open hops over `span` and fill their caches. `last_error` is why other servers were left."""
         tries = 0
-        waiting = Waiting(self._planner, self._tell)
+        wait = MissingBlocksWait(self._routes, self._context.emit)
         while True:
             try:
-                hops = self._hops(await self._planner.route(span, before, after, self._max_length))
-                trouble = await self._prepare(hops, past)
-                if trouble is None:
+                route = await self._routes.route(span, before, after, self._context.max_length)
+                hops, last_error = await self._prepare(route, contents)
+                if last_error is None:
                     return hops
                 tries += 1
-                if (tries >= TRIES and waiting.is_over) or isinstance(trouble, AdapterRefused):
-                    raise trouble
+                if (tries >= MIN_ROUTES_TRIED and wait.is_over) or isinstance(last_error, AdapterRefused):
+                    raise last_error
             except MissingBlocks as missing:
-                if isinstance(trouble, TooLong | WrongDtype):
-                    raise trouble from None  # waiting makes no server larger, and no number smaller
-                if isinstance(trouble, CacheFull) and waiting.is_over:
-                    raise trouble from None
-                await waiting.more(missing)
+                if isinstance(last_error, TooLong | WrongDtype):
+                    raise last_error from None  # waiting makes no server larger, and no number smaller
+                if isinstance(last_error, CacheFull) and wait.is_over:
+                    raise last_error from None
+                await wait.wait(missing)
 
-    def _hops(self, route: Route) -> list[HopSession]:
-        return [
-            HopSession(
-                self._network,
-                hop,
-                self._manner,
-                self._max_length,
-                self._heard,
-                self._changed,
-                self._planner.slowness(hop.server.peer_id),
-                self._adapter,
-            )
-            for hop in route.hops
+    async def _prepare(self, route: Route, contents: CacheContents) -> tuple[list[HopSession], RemoteError | None]:
+        """Hops over a route, with their caches filled, and None; or why that failed, all closed again."""
+        histories = [contents.history, *(InputHistory() for _ in route.hops[1:])]
+        hops = [
+            HopSession(self._context, hop, self._on_reply, self._on_change, history)
+            for hop, history in zip(route.hops, histories, strict=True)
         ]
-
-    async def _prepare(self, hops: list[HopSession], past: Past) -> RemoteError | None:
-        """Open the hops and fill their caches. None if that worked, else why it did not, all closed again."""
         try:
-            trouble = await self._open_all(hops)
-            if trouble is None:
-                hops[0].record = past.record
-                if (failed := await self._replay(hops, past)) is not None:
-                    trouble = self._blame(*failed)
-        except BaseException:  # also when the person interrupts
-            await asyncio.gather(*(hop.close() for hop in hops))
+            error = await self._open_all(hops)
+            if error is None and (failed := await self._replay(hops, contents)) is not None:
+                error = self._report_failure(*failed)
+        except BaseException:  # also when the user interrupts
+            await _close_all(hops)
             raise
-        if trouble is not None:
-            await asyncio.gather(*(hop.close() for hop in hops))
-            return trouble
+        if error is not None:
+            await _close_all(hops)
+            return [], error
         for hop in hops:
-            self._planner.succeeded(hop.peer_id)
-        return None
+            self._routes.report_success(hop.peer_id)
+        return hops, None
 
     async def _open_all(self, hops: Sequence[HopSession]) -> RemoteError | None:
-        """Open all hops at once; why one of them could not be, or None."""
-        trouble: RemoteError | None = None
-        for hop, result in zip(
-            hops, await asyncio.gather(*(hop.open() for hop in hops), return_exceptions=True), strict=True
-        ):
+        """Open all hops at once; why one of them could not be opened, or None."""
+        error: RemoteError | None = None
+        results = await asyncio.gather(*(hop.open() for hop in hops), return_exceptions=True)
+        for hop, result in zip(hops, results, strict=True):
             if isinstance(result, RemoteError):
-                trouble = self._blame(hop, result)
+                error = self._report_failure(hop, result)
             elif isinstance(result, BaseException):
                 raise result
-        return trouble
+        return error
 
-    async def _replay(self, hops: Sequence[HopSession], past: Past) -> tuple[HopSession, RemoteError] | None:
+    async def _replay(
+        self, hops: Sequence[HopSession], contents: CacheContents
+    ) -> tuple[HopSession, RemoteError] | None:
         """Fill the caches of `hops`; where and why that failed, or None."""
         tokens = 0
-        for layout, hidden in past.record.replay(past.done):
+        for layout, hidden in contents.history.replay(contents.done):
             tokens += layout.tokens
             for hop, following in zip(hops, [*hops[1:], None], strict=True):
                 try:
-                    outputs = await hop.replay(layout, hidden, past.upcoming, want_outputs=following is not None)
+                    outputs = await hop.replay(layout, hidden, contents.upcoming, want_outputs=following is not None)
                 except RemoteError as error:
                     return hop, error
                 if following is not None and outputs is not None:
-                    following.record.add_replayed(layout, outputs, past.done)
+                    following.history.add_replayed(layout, outputs, contents.done)
                     hidden = outputs
         for hop in hops:
-            hop.filled(past.done)
+            hop.progress.on_refilled(contents.done)
             if tokens:
-                self._tell(Replayed(hop.hop.span, tokens))
+                self._context.emit(Replayed(hop.hop.span, tokens))
         return None
 
-    def _blame(self, hop: HopSession, error: RemoteError) -> RemoteError:
-        """Tell the planner, but of what is nobody's fault but ours: what does not fit here fits nowhere."""
+    def _report_failure(self, hop: HopSession, error: RemoteError) -> RemoteError:
+        """Report the server, but not for what is the client's own matter: what does not fit here fits nowhere."""
         if not isinstance(error, AdapterRefused):
-            self._planner.failed(hop.peer_id, error)
+            self._routes.report_failure(hop.peer_id, error)
         return error
 
 
-def _may_recover(hop: HopSession) -> bool:
-    """Whether it makes sense to go on with the same server."""
-    if hop.error is None:
-        return hop.stale
-    if hop.abandoned or hop.pardons >= PARDONS or hop.leaving is not None:
-        return False
-    lost = isinstance(hop.error, PeerLost) and not isinstance(hop.error, PeerTimeout)
-    return lost or isinstance(hop.error, UnknownSession | WrongPosition)
+async def _close_all(hops: Sequence[HopSession]) -> None:
+    await asyncio.gather(*(hop.close() for hop in hops))

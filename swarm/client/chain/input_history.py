@@ -1,7 +1,7 @@
 """What one hop of a session was sent so far, so that another server can take its place.
 
-A step only appends to a list. The list is folded into rows, the way a server would (copied, set back, appended), when a
-replay needs them or when the list has grown much longer than the rows.
+A step is only appended to a list. The list is folded into sequences, as a server would do it (copied, set back,
+appended), when a replay needs them or when the list has grown much longer than the sequences.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from swarm.protocol.compression import dtype_name, pack, unpack
 REQUEST_TOKENS = 8192
 """Tokens in one request; longer prompts, larger batches and longer replays are sent in several."""
 
-FOLD_STEPS = 1024
-FOLD_TOKENS = 4 * REQUEST_TOKENS
+MAX_UNFOLDED_STEPS = 1024
+MAX_UNFOLDED_TOKENS = 4 * REQUEST_TOKENS
 """Steps and tokens that are kept unfolded at most."""
 
 _CPU = torch.device("cpu")
@@ -28,7 +28,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of a session: its number, its rows, and what goes into a hop."""
+    """One step of a session: its number, its layout, and what goes into a hop."""
 
     number: int
     layout: StepLayout
@@ -36,38 +36,38 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
-    """Tokens `[n, hidden]` of one row that follow each other and whose positions are `offset` ahead of counting."""
+class _TokenRun:
+    """Consecutive tokens `[n, hidden]` of one sequence, whose positions are `offset` ahead of their count."""
 
     offset: int
     hidden_TH: torch.Tensor
 
 
-_Row = tuple[_Run, ...]
+_Sequence = tuple[_TokenRun, ...]
 
 
-class Record:
+class InputHistory:
     """The inputs of one hop.
 
     Attributes:
-        last: number of the newest step that is in it, or was.
+        last: number of the newest step that is or was in it.
     """
 
     def __init__(self) -> None:
         self.last = -1
-        self._rows: tuple[_Row, ...] = ()
+        self._rows: tuple[_Sequence, ...] = ()
         self._steps: dict[int, Step] = {}
         self._unfolded = 0
 
     def add(self, step: Step) -> None:
-        """Remember the newest step's input. What is known of a step already stays: it may be folded."""
+        """Remember the newest step's input. A step that is known already is left as it is: it may have been folded."""
         if step.number > self.last:
             self.last = step.number
             self._steps[step.number] = step
             self._unfolded += step.layout.tokens
 
     def add_replayed(self, layout: StepLayout, hidden: PackedHidden, done: int) -> None:
-        """Append what went in during a replay of the steps up to number `done`; comes before all steps."""
+        """Append what went in during a replay of the steps up to number `done`, before all further steps."""
         self.last = max(self.last, done)
         self._rows = _extended(self._rows, Step(done, layout, hidden))
 
@@ -79,9 +79,9 @@ class Record:
         """Forget a step that was given up."""
         self._steps.pop(number, None)
 
-    def tidy(self, done: int) -> None:
-        """Fold the steps up to number `done`, which nobody will ask for singly, if they have become many."""
-        if len(self._steps) >= FOLD_STEPS or self._unfolded >= FOLD_TOKENS:
+    def fold_if_long(self, done: int) -> None:
+        """Fold the steps up to number `done`, which will not be asked for singly any more, if they have become many."""
+        if len(self._steps) >= MAX_UNFOLDED_STEPS or self._unfolded >= MAX_UNFOLDED_TOKENS:
             self.fold(done)
 
     def fold(self, done: int) -> None:
@@ -107,8 +107,8 @@ class Record:
             positions = [position + count for position, count in zip(positions, counts, strict=True)]
 
 
-def _extended(rows: tuple[_Row, ...], step: Step) -> tuple[_Row, ...]:
-    """The rows after a step, as `swarm.models.execution.session_cache` has them."""
+def _extended(rows: tuple[_Sequence, ...], step: Step) -> tuple[_Sequence, ...]:
+    """The sequences after a step, as `swarm.models.execution.session_cache` has them."""
     layout, hidden = step.layout, step.hidden
     flat_TH = unpack(hidden.payload, hidden.tokens, hidden.hidden_size, hidden.wire, hidden.dtype, _CPU)
     bounds = itertools.accumulate(layout.counts, initial=0)
@@ -119,43 +119,43 @@ def _extended(rows: tuple[_Row, ...], step: Step) -> tuple[_Row, ...]:
         itertools.pairwise(bounds), sources, layout.starts, offsets, strict=True
     ):
         past = _cut(rows[source], start) if source < len(rows) else ()
-        result.append((*past, _Run(offset, flat_TH[first:last])) if last > first else past)
+        result.append((*past, _TokenRun(offset, flat_TH[first:last])) if last > first else past)
     return tuple(result)
 
 
-def _cut(row: _Row, length: int) -> _Row:
-    """The first `length` tokens of a row."""
-    kept: list[_Run] = []
+def _cut(row: _Sequence, length: int) -> _Sequence:
+    """The first `length` tokens of a sequence."""
+    kept: list[_TokenRun] = []
     for run in row:
         if length <= 0:
             break
-        kept.append(run if len(run.hidden_TH) <= length else _Run(run.offset, run.hidden_TH[:length]))
+        kept.append(run if len(run.hidden_TH) <= length else _TokenRun(run.offset, run.hidden_TH[:length]))
         length -= len(run.hidden_TH)
     return tuple(kept)
 
 
-def _merged(row: _Row) -> _Row:
-    """The same row in as few runs as possible, in memory of its own."""
+def _merged(row: _Sequence) -> _Sequence:
+    """The same sequence in as few runs as possible, in memory of its own."""
     return tuple(
-        _Run(offset, torch.cat([run.hidden_TH for run in runs]))
+        _TokenRun(offset, torch.cat([run.hidden_TH for run in runs]))
         for offset, runs in itertools.groupby(row, key=lambda run: run.offset)
     )
 
 
-def _length(row: _Row) -> int:
+def _length(row: _Sequence) -> int:
     return sum(len(run.hidden_TH) for run in row)
 
 
-def _piece(row: _Row, position: int, size: int) -> _Run:
-    """At most `size` tokens of one run of the row, from `position` on; none at its end."""
+def _piece(row: _Sequence, position: int, size: int) -> _TokenRun:
+    """At most `size` tokens of one run of the sequence, from `position` on; none at its end."""
     for run in row:
         if position < len(run.hidden_TH):
-            return _Run(run.offset, run.hidden_TH[position : position + size])
+            return _TokenRun(run.offset, run.hidden_TH[position : position + size])
         position -= len(run.hidden_TH)
-    return _Run(0, torch.empty(0))
+    return _TokenRun(0, torch.empty(0))
 
 
-def _packed(pieces: list[_Run]) -> PackedHidden:
+def _packed(pieces: list[_TokenRun]) -> PackedHidden:
     hidden_TH = torch.cat([piece.hidden_TH for piece in pieces if len(piece.hidden_TH)])
     payload = pack(hidden_TH, WireFormat.NONE)
     return PackedHidden(payload, hidden_TH.shape[0], hidden_TH.shape[1], WireFormat.NONE, dtype_name(hidden_TH.dtype))

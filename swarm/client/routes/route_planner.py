@@ -86,7 +86,7 @@ class RoutePlanner:
         tell: EventListener = ignore_events,
     ) -> None:
         self._tell = tell
-        self.patience = config.wait_for_blocks
+        self.missing_blocks_timeout = config.wait_for_blocks
         self.router = Router(config.allowed_servers, config.blocked_servers)
         self._peer = peer
         self._config = config
@@ -106,7 +106,7 @@ class RoutePlanner:
         return self.router.snapshot.servers
 
     async def route(self, span: Span, before: str | None, after: str | None, max_length: int) -> Route:
-        """See `swarm.client.chain.failover.Planner`."""
+        """See `swarm.client.routes.route_source.RouteSource`."""
 
         def plan(now: float) -> Route:
             return self.router.route(span, now, before=before, after=after, cache_tokens=max_length)
@@ -138,7 +138,7 @@ class RoutePlanner:
         if looking.done() and not looking.cancelled() and (error := looking.exception()) is not None:
             logger.warning("looking at the swarm failed: %r", error)
 
-    def failed(self, peer_id: str, error: Exception) -> None:
+    def report_failure(self, peer_id: str, error: Exception) -> None:
         """Keep the peer out of routes for a while."""
         reason = next((reason for kind, reason in _FAILURES if isinstance(error, kind)), PeerFailure.FAULT)
         now, health = time.monotonic(), self.router.health
@@ -148,15 +148,15 @@ class RoutePlanner:
         if not is_known:  # another session has seen it before
             self._tell(PeerAvoided(peer_id, reason.value, until - now))
 
-    def succeeded(self, peer_id: str) -> None:
+    def report_success(self, peer_id: str) -> None:
         """The peer works."""
         self.router.health.succeeded(peer_id, time.monotonic())
 
-    def slowness(self, peer_id: str) -> float:
+    def timeout_factor(self, peer_id: str) -> float:
         """Twice for each time that it lately did not answer in time: it may be slow, not dead."""
         return 2.0 ** self.router.health.reasons(peer_id).count(PeerFailure.TIMED_OUT)
 
-    def taken(self, route: Route) -> None:
+    def report_route(self, route: Route) -> None:
         """A session goes by this route from now on."""
         if self._config.show_route:
             print(describe_route(route, self._config.local_blocks))

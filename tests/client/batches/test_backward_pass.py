@@ -313,8 +313,8 @@ def test_what_is_the_clients_fault_is_raised(span_model, error):
     play(span_model, act)
 
 
-@pytest.mark.parametrize("patience", [0.0, 60.0])
-def test_blocks_that_nobody_holds_any_more_are_named(span_model, patience):
+@pytest.mark.parametrize("missing_blocks_timeout", [0.0, 60.0])
+def test_blocks_that_nobody_holds_any_more_are_named(span_model, missing_blocks_timeout):
     async def act(swarm, batch):
         batch.add((5, 3), "a", "b")
         passages = await batch.forward()
@@ -323,7 +323,7 @@ def test_blocks_that_nobody_holds_any_more_are_named(span_model, patience):
         with pytest.raises(MissingBlocks, match="blocks 3:6"):
             await batch.backward(passages)
 
-    play(span_model, act, patience=patience)
+    play(span_model, act, missing_blocks_timeout=missing_blocks_timeout)
 
 
 def test_what_holds_nan_is_not_sent(span_model):

@@ -136,8 +136,8 @@ def test_nobody_waits_for_a_straggler_twice(span_model):
     play(span_model, act)
 
 
-@pytest.mark.parametrize("patience", [0.0, 60.0])
-def test_blocks_that_nobody_holds_any_more_are_named(span_model, patience):
+@pytest.mark.parametrize("missing_blocks_timeout", [0.0, 60.0])
+def test_blocks_that_nobody_holds_any_more_are_named(span_model, missing_blocks_timeout):
     async def act(swarm, batch):
         swarm.kill("b")
         swarm.kill("b2")
@@ -146,7 +146,7 @@ def test_blocks_that_nobody_holds_any_more_are_named(span_model, patience):
         with pytest.raises(MissingBlocks, match="blocks 3:6"):
             await batch.run()
 
-    play(span_model, act, patience=patience)
+    play(span_model, act, missing_blocks_timeout=missing_blocks_timeout)
 
 
 def test_what_is_the_clients_fault_is_raised_and_the_rest_is_broken_off(span_model):

@@ -542,7 +542,7 @@ def test_nobody_holds_the_blocks_until_somebody_comes(span_model, caplog):
             await step
         assert now() - began < 2
 
-    run(span_model, {"a": (0, 2), "b": (2, 4), "c": (4, 6)}, act, patience=60)
+    run(span_model, {"a": (0, 2), "b": (2, 4), "c": (4, 6)}, act, missing_blocks_timeout=60)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -573,13 +573,13 @@ def test_missing_blocks_are_named_and_the_session_can_be_resumed(span_model, cap
         assert now() - began < 1
         others_were_left_alone(swarm, name) if sources is None else None
 
-    run(span_model, {"a": (0, 2), "b": (2, 4), "c": (4, 6)}, act, patience=5)
+    run(span_model, {"a": (0, 2), "b": (2, 4), "c": (4, 6)}, act, missing_blocks_timeout=5)
 
 
-@pytest.mark.parametrize("patience", [0.0, 5.0])
-def test_opening_tries_other_servers(span_model, patience):
+@pytest.mark.parametrize("missing_blocks_timeout", [0.0, 5.0])
+def test_opening_tries_other_servers(span_model, missing_blocks_timeout):
     async def scenario():
-        swarm = Swarm(span_model, TWICE, patience=patience)
+        swarm = Swarm(span_model, TWICE, missing_blocks_timeout=missing_blocks_timeout)
         await swarm.start()
         swarm.kill("a")
         refusal = messages.refusal(CacheFull("no room"))
@@ -598,7 +598,7 @@ def test_opening_tries_other_servers(span_model, patience):
 )
 def test_opening_says_why_nobody_can_be_used(span_model, error, raised):
     async def scenario():
-        swarm = Swarm(span_model, {"a": (0, 3), "b": (3, 6)}, patience=0.0)
+        swarm = Swarm(span_model, {"a": (0, 3), "b": (3, 6)}, missing_blocks_timeout=0.0)
         await swarm.start()
         refusal = messages.refusal(error("because"))
         swarm.servers["b"].tamper = tampering(lambda message, payload: (refusal, b""), messages.SessionOpened)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from typing import Any
 
 import msgspec
 import pytest
 
-from swarm.client.chain.hop_session import OPEN_TIMEOUT, PARDONS, HopSession
+from swarm.client.chain.hop_progress import MAX_RETRIES
+from swarm.client.chain.hop_session import OPEN_TIMEOUT_S, HopSession
 from swarm.client.chain.input_history import Step
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.client.wire.reply_checks import OutputShape
@@ -38,6 +40,7 @@ from tests.client.fakes import (
     OUTPUT,
     FakeSwarm,
     bad_payloads,
+    context,
     hop,
     refusal,
     replay_reply,
@@ -62,7 +65,7 @@ class Session(HopSession):
         def changed() -> None:
             self.changes += 1
 
-        super().__init__(swarm.network, hop(name), manner, 100, heard, changed)
+        super().__init__(context(swarm, manner), hop(name), heard, changed)
 
     async def ask(self, number: int, layout: StepLayout = LAYOUT, hidden: PackedHidden = INPUT) -> None:
         """Hand over a step and wait for what comes of it."""
@@ -77,14 +80,19 @@ def test_it_says_what_it_wants_and_hands_on_what_it_gets():
         one = Session(swarm)
         assert await one.open() == 0
         await one.ask(0)
-        assert (one.replied, one.asked, one.due, one.error) == (0, 0, INF, None)
+        assert (one.progress.replied, one.progress.delivered, one.progress.deadline, one.progress.error) == (
+            0,
+            0,
+            INF,
+            None,
+        )
         second = StepLayout((2, 1), (1, 2), (1, 0), (5, 0))
-        one.call_start = 1
+        one.progress.on_call_begun(1)
         await one.ask(1, second)
         assert one.outputs == [(0, OUTPUTS), (1, PackedHidden(b"p" * 24, 3, HIDDEN, WireFormat.FLOAT16, "float32"))]
         assert one.changes == 2
-        assert one.timing is not None
-        assert one.timing.compute == 0.001
+        assert one.progress.timing is not None
+        assert one.progress.timing.compute == 0.001
         await one.close()
         await asyncio.sleep(0.1)
         assert server.open_streams == 0
@@ -146,9 +154,9 @@ def test_a_server_that_answers_a_step_wrongly(answer, why):
         one = Session(swarm)
         await one.open()
         await one.ask(0)
-        assert isinstance(one.error, ProtocolViolation)
-        assert re.search(why, str(one.error))
-        assert (one.outputs, one.replied, one.changes) == ([], -1, 1)
+        assert isinstance(one.progress.error, ProtocolViolation)
+        assert re.search(why, str(one.progress.error))
+        assert (one.outputs, one.progress.replied, one.changes) == ([], -1, 1)
         await one.close()
 
     run(scenario)
@@ -227,13 +235,13 @@ def test_the_answer_to_an_interrupted_replay_is_not_taken_for_the_next_ones(answ
             replay.cancel()
             await asyncio.wait({replay})
         await server.say(*answer)
-        assert one.error is None
+        assert one.progress.error is None
         replay = asyncio.ensure_future(one.replay(LAYOUT, INPUT, 2, want_outputs=False))
         await server.say(*answer)
         await replay
-        assert one.error is None
+        assert one.progress.error is None
         await server.say(*replay_reply(b""))
-        assert isinstance(one.error, ProtocolViolation)
+        assert isinstance(one.progress.error, ProtocolViolation)
 
     run(scenario)
 
@@ -254,8 +262,8 @@ def test_a_refusal_is_the_error_that_it_was(kind):
         assert type(caught.value) is kind
         await one.open()
         await one.ask(0)
-        assert type(one.error) is kind
-        assert re.search(why, str(one.error))
+        assert type(one.progress.error) is kind
+        assert re.search(why, str(one.progress.error))
         with pytest.raises(RemoteError, match=why) as caught:
             await one.replay(LAYOUT, INPUT, 1, want_outputs=False)
         assert type(caught.value) is kind
@@ -278,13 +286,13 @@ def test_a_server_that_says_nothing():
         await swarm.add(None)
         with pytest.raises(PeerTimeout, match="did not answer within"):
             await Session(swarm).open()
-        assert loop.time() == pytest.approx(OPEN_TIMEOUT)
+        assert loop.time() == pytest.approx(OPEN_TIMEOUT_S)
         await swarm.add(OPENED, None, name="later")
         one = Session(swarm, name="later")
         await one.open()
         one.expect(0, OutputShape(3, HIDDEN))
         await one.deliver(Step(0, LAYOUT, INPUT))
-        assert 2 < one.due - loop.time() < 5
+        assert 2 < one.progress.deadline - loop.time() < 5
         with pytest.raises(PeerTimeout, match="did not answer within"):
             await one.replay(LAYOUT, INPUT, 1, want_outputs=False)
 
@@ -300,8 +308,8 @@ def test_a_server_that_hangs_up():
         one = Session(swarm, name="later")
         await one.open()
         await one.ask(0)
-        assert type(one.error) is PeerLost
-        assert "is gone" in str(one.error)
+        assert type(one.progress.error) is PeerLost
+        assert "is gone" in str(one.progress.error)
         with pytest.raises(PeerLost):
             await one.replay(LAYOUT, INPUT, 1, want_outputs=False)
         await one.close()
@@ -331,17 +339,17 @@ def test_an_answer_that_overtakes_the_word_of_the_push_says_nothing_of_the_time(
         one = Session(swarm)
         await one.open()
         one.expect(0, OutputShape(3, HIDDEN))
-        before = one._patience.allowed(3)
+        before = one.progress._timeouts.allowed(3)
         await asyncio.sleep(5)
         await server.say(*reply(0))
-        assert one.timing.total == one.timing.compute
-        assert one._patience.allowed(3) == before
+        assert one.progress.timing.total == one.progress.timing.compute
+        assert one.progress._timeouts.allowed(3) == before
         one.expect(1, OutputShape(3, HIDDEN))
         await asyncio.sleep(5)
-        one.was_pushed(1, reliable=True)
+        one.progress.on_pushed(1, True, time.perf_counter())
         await asyncio.sleep(0.25)
         await server.say(*reply(1))
-        assert 0.25 <= one.timing.total < 1
+        assert 0.25 <= one.progress.timing.total < 1
 
     run(scenario)
 
@@ -360,7 +368,7 @@ def test_answers_that_come_twice_or_late_are_ignored():
         await server.say(*reply(1, b"1" * 8))
         await server.say(*reply(1, b"1" * 8))
         assert [number for number, _ in one.outputs] == [0, 1]
-        assert one.error is None
+        assert one.progress.error is None
 
     run(scenario)
 
@@ -372,14 +380,14 @@ def test_answers_to_steps_that_were_given_up_are_ignored(late):
         one = Session(swarm)
         await one.open()
         await one.ask(0)
-        one.give_up(0)
+        one.give_up(-1, 0, copied_rows=False)
         await server.say(*late)
-        assert (one.outputs, one.replied, one.error) == ([], -1, None)
+        assert (one.outputs, one.progress.replied, one.progress.error) == ([], -1, None)
         await one.ask(1)
         await server.say(*reply(1))
         await server.say(*reply(0))
         assert [number for number, _ in one.outputs] == [1]
-        assert one.error is None
+        assert one.progress.error is None
 
     run(scenario)
 
@@ -391,14 +399,14 @@ def test_as_long_as_something_is_awaited_there_is_a_deadline():
         server = await swarm.add(OPENED)
         one = Session(swarm)
         await one.open()
-        assert one.due == INF
+        assert one.progress.deadline == INF
         await one.ask(0)
         one.expect(1, OutputShape(3, HIDDEN))
-        one.pushed = 1
+        one.progress.on_pushed(1, True, time.perf_counter())
         await server.say(*reply(0))
-        assert asyncio.get_running_loop().time() < one.due < INF
+        assert asyncio.get_running_loop().time() < one.progress.deadline < INF
         await server.say(*reply(1))
-        assert one.due == INF
+        assert one.progress.deadline == INF
 
     run(scenario)
 
@@ -416,13 +424,14 @@ def test_what_was_pushed_and_refused_is_not_its_fault(pushed, asked):
         one = Session(swarm)
         await one.open()
         one.expect(0, OutputShape(3, HIDDEN))
-        one.pushed = pushed
+        if pushed == 0:
+            one.progress.on_pushed(0, True, time.perf_counter())
         await server.say(*refusal(NotFinite("no")))
-        assert one.error is None
-        assert one.pushed == asked  # so that the client hands over its own copy
+        assert one.progress.error is None
+        assert one.progress.pushed == asked  # so that the client hands over its own copy
         await one.ask(0)
         await server.say(*refusal(NotFinite("no")))
-        assert isinstance(one.error, NotFinite)
+        assert isinstance(one.progress.error, NotFinite)
 
     run(scenario)
 
@@ -433,8 +442,8 @@ def test_a_server_may_say_at_any_time_that_it_leaves():
         one = Session(swarm)
         await one.open()
         await server.say(*refusal(ServerClosing("leaving")))
-        assert isinstance(one.leaving, ServerClosing)
-        assert one.error is None
+        assert isinstance(one.progress.leaving, ServerClosing)
+        assert one.progress.error is None
         assert one.changes >= 1
         # What it still answers is welcome.
         one.expect(0, OutputShape(3, HIDDEN))
@@ -452,7 +461,7 @@ def test_the_first_error_counts():
         await server.say(*refusal(ServerFault("broken")))
         server.streams[-1].close()
         await asyncio.sleep(0.1)
-        assert isinstance(one.error, ServerFault)
+        assert isinstance(one.progress.error, ServerFault)
 
     run(scenario)
 
@@ -463,13 +472,13 @@ def test_opening_again_forgets_what_was_under_way():
         one = Session(swarm)
         await one.open()
         await one.ask(0)
-        one.pushed = 1
+        one.progress.on_pushed(1, True, time.perf_counter())
         await server.say(*refusal(UnknownSession("who?")))
         server.streams[-1].close()
         await asyncio.sleep(0.1)
-        assert one.error is not None
+        assert one.progress.error is not None
         assert await one.open() == 7
-        assert (one.error, one.asked, one.pushed) == (None, -1, -1)
+        assert (one.progress.error, one.progress.delivered, one.progress.pushed) == (None, -1, -1)
 
     run(scenario)
 
@@ -479,12 +488,12 @@ def test_a_session_is_used_between_opening_and_closing():
         server = await swarm.add(OPENED)
         one = Session(swarm)
         await one.ask(0)
-        assert "not connected" in str(one.error)
+        assert "not connected" in str(one.progress.error)
         await one.open()
         await one.close()
         await one.close()
         await one.ask(1)
-        assert "not connected" in str(one.error)
+        assert "not connected" in str(one.progress.error)
         assert server.asked == [messages.OpenSession, messages.CloseSession]
 
     run(scenario)
@@ -500,8 +509,8 @@ def test_a_server_that_has_stopped_reading():
         tokens = 1 << 16
         large = PackedHidden(bytes(tokens * HIDDEN * 4), tokens, HIDDEN, WireFormat.NONE, "float32")
         await one.deliver(Step(0, StepLayout((0,), (tokens,)), large))
-        assert isinstance(one.error, PeerTimeout)
-        assert "read nothing" in str(one.error)
+        assert isinstance(one.progress.error, PeerTimeout)
+        assert "read nothing" in str(one.progress.error)
         began = loop.time()
         await one.close()
         assert loop.time() - began < 2
@@ -523,17 +532,17 @@ def test_an_answer_waits_for_those_before_it():
         for number in range(3):
             one.expect(number, OutputShape(3, HIDDEN))
         await one.deliver(Step(0, LAYOUT, INPUT))
-        alone = one.due
+        alone = one.progress.deadline
         await one.deliver(Step(1, LAYOUT, INPUT))
-        one.was_pushed(2, reliable=True)
-        assert alone < one.due < 2 * alone
-        together = one.due
+        one.progress.on_pushed(2, True, time.perf_counter())
+        assert alone < one.progress.deadline < 2 * alone
+        together = one.progress.deadline
         await asyncio.sleep(1)
         await server.say(*reply(0))
-        assert one.due > together
+        assert one.progress.deadline > together
         await server.say(*reply(1))
         await server.say(*reply(2))
-        assert one.due == INF
+        assert one.progress.deadline == INF
         assert loop.time() < together
 
     run(scenario)
@@ -549,10 +558,11 @@ def test_an_answer_that_leaves_one_out_is_not_taken():
         await one.ask(0)
         await one.ask(1)
         await server.say(*reply(1))
-        assert (one.outputs, one.replied, one.stale, one.error) == ([], -1, True, None)
-        one.pardons = PARDONS
+        assert (one.outputs, one.progress.replied, one.progress.stale, one.progress.error) == ([], -1, True, None)
+        for _ in range(MAX_RETRIES):
+            one.progress.on_repair_ended(None)
         await server.say(*reply(1))
-        assert isinstance(one.error, ProtocolViolation)
+        assert isinstance(one.progress.error, ProtocolViolation)
 
     run(scenario)
 
@@ -567,7 +577,7 @@ def test_what_a_server_that_was_away_can_still_tell(next_step, can):
             await one.ask(number)
         for number in range(2):
             await server.say(*reply(number))
-        assert one.can_answer(next_step) == can
+        assert one.progress.can_answer(next_step) == can
 
     run(scenario)
 
@@ -580,14 +590,14 @@ def test_the_refusal_of_a_push_is_not_taken_for_that_of_the_clients_own_copy():
         refused = messages.refusal(WrongPosition("a step is missing"), 1)
         for number in range(2):
             one.expect(number, OutputShape(3, HIDDEN))
-        one.was_pushed(0, reliable=True)
-        one.was_pushed(1, reliable=True)
-        assert one.pushed == 1
+        one.progress.on_pushed(0, True, time.perf_counter())
+        one.progress.on_pushed(1, True, time.perf_counter())
+        assert one.progress.pushed == 1
         await one.deliver(Step(0, LAYOUT, INPUT))
         await one.deliver(Step(1, LAYOUT, INPUT))
         await server.say(refused, b"")
-        assert (one.error, one.distrusts_pushes) == (None, True)
+        assert (one.progress.error, one.progress.push_refused) == (None, True)
         await server.say(refused, b"")
-        assert isinstance(one.error, WrongPosition)
+        assert isinstance(one.progress.error, WrongPosition)
 
     run(scenario)

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from swarm.client.chain import input_history as record
-from swarm.client.chain.input_history import Record, Step
+from swarm.client.chain.input_history import InputHistory, Step
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.data_structures import Span, StepLayout, WireFormat
 from swarm.models.execution.session_cache import SessionCache
@@ -78,7 +78,7 @@ def layouts(draw: st.DrawFn, lengths: Sequence[int]) -> StepLayout:
     return StepLayout(starts, counts, sources, offsets)
 
 
-def replayed(kept: Record, done: int, most: int) -> Cache:
+def replayed(kept: InputHistory, done: int, most: int) -> Cache:
     """An empty cache after a replay, whose requests are looked at."""
     cache = Cache()
     ends: tuple[int, ...] | None = None
@@ -106,9 +106,9 @@ def test_a_replay_fills_a_cache_as_the_steps_did(data: st.DataObject) -> None:
     patch = pytest.MonkeyPatch()
     with patch.context() as limits:
         limits.setattr(record, "REQUEST_TOKENS", most)
-        limits.setattr(record, "FOLD_STEPS", data.draw(st.integers(1, 5)))
-        limits.setattr(record, "FOLD_TOKENS", data.draw(st.integers(1, 20)))
-        kept, cache = Record(), Cache()
+        limits.setattr(record, "MAX_UNFOLDED_STEPS", data.draw(st.integers(1, 5)))
+        limits.setattr(record, "MAX_UNFOLDED_TOKENS", data.draw(st.integers(1, 20)))
+        kept, cache = InputHistory(), Cache()
         finished = -1
         for number in range(data.draw(st.integers(1, 12))):
             layout = data.draw(layouts(cache.lengths))
@@ -127,7 +127,7 @@ def test_a_replay_fills_a_cache_as_the_steps_did(data: st.DataObject) -> None:
             if what == "fold":
                 kept.fold(data.draw(st.integers(-1, finished)))
             elif what == "tidy":
-                kept.tidy(data.draw(st.integers(-1, finished)))
+                kept.fold_if_long(data.draw(st.integers(-1, finished)))
             elif what == "replay":
                 assert_same(replayed(kept, finished, most), cache)
         assert kept.last <= number
@@ -138,7 +138,7 @@ def test_a_replay_fills_a_cache_as_the_steps_did(data: st.DataObject) -> None:
 @given(st.data())
 @settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 def test_only_the_steps_that_are_wanted_are_replayed(data: st.DataObject) -> None:
-    kept, cache = Record(), Cache()
+    kept, cache = InputHistory(), Cache()
     states = []
     for number in range(6):
         layout = data.draw(layouts(cache.lengths))
@@ -161,7 +161,7 @@ def test_the_record_of_a_server_that_was_filled_by_a_replay(data: st.DataObject)
     """What comes out of one server's replay is the record of the next; later steps follow."""
     with pytest.MonkeyPatch().context() as limits:
         limits.setattr(record, "REQUEST_TOKENS", data.draw(st.integers(1, 12)))
-        kept, following, cache = Record(), Record(), Cache()
+        kept, following, cache = InputHistory(), InputHistory(), Cache()
         for number in range(data.draw(st.integers(1, 5))):
             layout = data.draw(layouts(cache.lengths))
             kept.add(Step(number, layout, encoded(layout, number)))
@@ -177,16 +177,16 @@ def test_the_record_of_a_server_that_was_filled_by_a_replay(data: st.DataObject)
 
 
 def test_nothing_is_replayed_of_nothing() -> None:
-    assert list(Record().replay(5)) == []
+    assert list(InputHistory().replay(5)) == []
 
 
 def test_a_long_record_is_folded_into_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "FOLD_STEPS", 10)
-    kept = Record()
+    monkeypatch.setattr(record, "MAX_UNFOLDED_STEPS", 10)
+    kept = InputHistory()
     for number in range(100):
         layout = StepLayout((number,), (1,))
         kept.add(Step(number, layout, encoded(layout, number)))
-        kept.tidy(number)
+        kept.fold_if_long(number)
         assert len(kept._steps) < 10
     assert [layout.counts for layout, _ in kept.replay(99)] == [(100,)]
 
@@ -203,7 +203,7 @@ def test_a_real_cache_goes_on_as_if_it_had_seen_the_steps(span_model: Any, data:
 
     with pytest.MonkeyPatch().context() as limits:
         limits.setattr(record, "REQUEST_TOKENS", data.draw(st.integers(1, 12)))
-        kept, original, replacement = Record(), SessionCache(model), SessionCache(model)
+        kept, original, replacement = InputHistory(), SessionCache(model), SessionCache(model)
         for number in range(data.draw(st.integers(1, 5))):
             layout = data.draw(layouts(original.lengths))
             hidden = inputs(layout)

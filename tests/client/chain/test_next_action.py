@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.client.chain.next_action import Deliver, Done, Mend, Wait, next_action
+from swarm.client.chain.next_action import Deliver, Finished, Repair, WaitUntil, next_action
 from swarm.errors import PeerLost
 
 INF = float("inf")
@@ -25,10 +25,10 @@ class State:
 
     replied: int = 0
     received: int = 0
-    asked: int = 0
+    delivered: int = 0
     pushed: int = 0
-    owes: int = -1
-    due: float = INF
+    catch_up_to: int = -1
+    deadline: float = INF
     stale: bool = False
     error: Exception | None = None
     leaving: Exception | None = None
@@ -37,49 +37,68 @@ class State:
 LOST = PeerLost("gone")
 
 TABLE = [
-    pytest.param([State(1, 1, 1)], [1], Done(), id="answered"),
-    pytest.param([State(0, 1), State(1, 1)], [1], Done(), id="the last one has answered; copies may follow"),
-    pytest.param([State(0, 1, error=LOST), State(1, 1)], [1], Done(), id="answered; what broke can wait"),
+    pytest.param([State(1, 1, 1)], [1], Finished(), id="answered"),
+    pytest.param([State(0, 1), State(1, 1)], [1], Finished(), id="the last one has answered; copies may follow"),
+    pytest.param([State(0, 1, error=LOST), State(1, 1)], [1], Finished(), id="answered; what broke can wait"),
     pytest.param([State(0, 1), State()], [1], Deliver(0, 1), id="the first is handed the step"),
-    pytest.param([State(0, 1, 1, due=SOON), State()], [1], Wait(SOON), id="under way"),
-    pytest.param([State(1, 1, 1), State(0, 1, pushed=1, due=SOON)], [1], Wait(SOON), id="pushed"),
+    pytest.param([State(0, 1, 1, deadline=SOON), State()], [1], WaitUntil(SOON), id="under way"),
+    pytest.param([State(1, 1, 1), State(0, 1, pushed=1, deadline=SOON)], [1], WaitUntil(SOON), id="pushed"),
     pytest.param([State(1, 1, 1), State(0, 1)], [1], Deliver(1, 1), id="not pushed"),
-    pytest.param([State(1, 1, 1), State(0, 1, pushed=1, due=PAST)], [1], Deliver(1, 1), id="a push was lost"),
-    pytest.param([State(1, 1, 1), State(0, 1, 1, 1, due=PAST)], [1], Mend(1, overdue=True), id="silent"),
-    pytest.param([State(0, 1, 1, due=PAST), State()], [1], Mend(0, overdue=True), id="the first is silent"),
-    pytest.param([State(0, 1, 1, due=NOW), State()], [1], Mend(0, overdue=True), id="just due"),
-    pytest.param([State(0, 1), State(error=LOST)], [1], Mend(1), id="broken before its turn"),
-    pytest.param([State(0, 1), State(stale=True)], [1], Mend(1), id="stale"),
-    pytest.param([State(0, 1, 1, due=SOON, leaving=LOST)], [1], Wait(SOON), id="leaving, but at work"),
-    pytest.param([State(0, 1, 1, due=PAST, leaving=LOST)], [1], Mend(0, overdue=True), id="left without an answer"),
-    pytest.param([State(0, 1, leaving=LOST)], [1], Mend(0), id="leaving"),
-    pytest.param([State(0, 1, 1, due=SOON), State(leaving=LOST)], [1], Mend(1), id="leaving before its turn"),
-    pytest.param([State(error=LOST), State(error=LOST)], [1], Mend(0), id="two broken"),
-    pytest.param([State(0, 2, 1, due=SOON), State(1, 1)], [1, 2], Wait(SOON), id="first the older step"),
+    pytest.param([State(1, 1, 1), State(0, 1, pushed=1, deadline=PAST)], [1], Deliver(1, 1), id="a push was lost"),
+    pytest.param([State(1, 1, 1), State(0, 1, 1, 1, deadline=PAST)], [1], Repair(1, overdue=True), id="silent"),
+    pytest.param([State(0, 1, 1, deadline=PAST), State()], [1], Repair(0, overdue=True), id="the first is silent"),
+    pytest.param([State(0, 1, 1, deadline=NOW), State()], [1], Repair(0, overdue=True), id="just deadline"),
+    pytest.param([State(0, 1), State(error=LOST)], [1], Repair(1), id="broken before its turn"),
+    pytest.param([State(0, 1), State(stale=True)], [1], Repair(1), id="stale"),
+    pytest.param([State(0, 1, 1, deadline=SOON, leaving=LOST)], [1], WaitUntil(SOON), id="leaving, but at work"),
+    pytest.param(
+        [State(0, 1, 1, deadline=PAST, leaving=LOST)], [1], Repair(0, overdue=True), id="left without an answer"
+    ),
+    pytest.param([State(0, 1, leaving=LOST)], [1], Repair(0), id="leaving"),
+    pytest.param([State(0, 1, 1, deadline=SOON), State(leaving=LOST)], [1], Repair(1), id="leaving before its turn"),
+    pytest.param([State(error=LOST), State(error=LOST)], [1], Repair(0), id="two broken"),
+    pytest.param([State(0, 2, 1, deadline=SOON), State(1, 1)], [1, 2], WaitUntil(SOON), id="first the older step"),
     pytest.param([State(1, 2, 1), State(1, 1)], [1, 2], Deliver(0, 2), id="then the newer one"),
     pytest.param([State(2, 2, 2), State(0, 2, 0, 0), State(1, 1)], [1, 2], Deliver(1, 1), id="a fresh hop catches up"),
     pytest.param(
-        [State(1, 2, 1), State(0, 1, 1, owes=1, due=SOON), State(1, 1)], [1, 2], Wait(SOON), id="nothing overtakes it"
+        [State(1, 2, 1), State(0, 1, 1, catch_up_to=1, deadline=SOON), State(1, 1)],
+        [1, 2],
+        WaitUntil(SOON),
+        id="nothing overtakes it",
     ),
     pytest.param([State(0, 3), State(0, 1)], [3], Deliver(0, 3), id="numbers may be left out"),
-    pytest.param([State(0, 1, 1, due=SOON), State(0, 1, pushed=1, due=NOW + 9)], [1], Wait(SOON), id="soonest"),
-    pytest.param([State()], [], Done(), id="nothing to do"),
+    pytest.param(
+        [State(0, 1, 1, deadline=SOON), State(0, 1, pushed=1, deadline=NOW + 9)], [1], WaitUntil(SOON), id="soonest"
+    ),
+    pytest.param([State()], [], Finished(), id="nothing to do"),
 ]
 
 SEVERAL = [
-    pytest.param([State(0, 4, 1, due=SOON), State()], Deliver(0, 2), id="the next one follows at once"),
-    pytest.param([State(0, 4, 2, due=SOON), State()], Wait(SOON), id="the window is full"),
-    pytest.param([State(1, 4, 2, due=SOON), State(0, 1, pushed=1, due=SOON)], Deliver(0, 3), id="all work"),
-    pytest.param([State(2, 4, 3, due=SOON), State(0, 2)], Deliver(1, 1), id="what is nearest to its end goes first"),
-    pytest.param([State(2, 4, 4, due=SOON), State(0, 2, 1, due=SOON)], Deliver(1, 2), id="without pushes, too"),
-    pytest.param([State(2, 4, 4, due=SOON), State(0, 2, 1, 2, due=PAST)], Mend(1, overdue=True), id="silent"),
-    pytest.param([State(2, 4, 4, due=SOON), State(0, 2, pushed=2, due=PAST)], Deliver(1, 1), id="pushes were lost"),
-    pytest.param([State(3, 4, 4, due=SOON), State(1, 3, 2, 3, due=SOON)], Wait(SOON), id="under way"),
-    pytest.param([State(0, 4, 1, due=SOON, leaving=LOST), State()], Wait(SOON), id="leaving: no more, but these"),
-    pytest.param([State(1, 4, 1, leaving=LOST), State(0, 1, pushed=1, due=SOON)], Mend(0), id="then it may leave"),
-    pytest.param([State(0, 4, 1, due=SOON), State(error=LOST)], Mend(1), id="first what is broken"),
-    pytest.param([State(4, 4, 4), State(3, 4, pushed=4, due=SOON)], Wait(SOON), id="the last one"),
-    pytest.param([State(3, 4, 4, due=SOON), State(4, 4, pushed=4)], Done(), id="answered"),
+    pytest.param([State(0, 4, 1, deadline=SOON), State()], Deliver(0, 2), id="the next one follows at once"),
+    pytest.param([State(0, 4, 2, deadline=SOON), State()], WaitUntil(SOON), id="the window is full"),
+    pytest.param([State(1, 4, 2, deadline=SOON), State(0, 1, pushed=1, deadline=SOON)], Deliver(0, 3), id="all work"),
+    pytest.param(
+        [State(2, 4, 3, deadline=SOON), State(0, 2)], Deliver(1, 1), id="what is nearest to its end goes first"
+    ),
+    pytest.param(
+        [State(2, 4, 4, deadline=SOON), State(0, 2, 1, deadline=SOON)], Deliver(1, 2), id="without pushes, too"
+    ),
+    pytest.param(
+        [State(2, 4, 4, deadline=SOON), State(0, 2, 1, 2, deadline=PAST)], Repair(1, overdue=True), id="silent"
+    ),
+    pytest.param(
+        [State(2, 4, 4, deadline=SOON), State(0, 2, pushed=2, deadline=PAST)], Deliver(1, 1), id="pushes were lost"
+    ),
+    pytest.param([State(3, 4, 4, deadline=SOON), State(1, 3, 2, 3, deadline=SOON)], WaitUntil(SOON), id="under way"),
+    pytest.param(
+        [State(0, 4, 1, deadline=SOON, leaving=LOST), State()], WaitUntil(SOON), id="leaving: no more, but these"
+    ),
+    pytest.param(
+        [State(1, 4, 1, leaving=LOST), State(0, 1, pushed=1, deadline=SOON)], Repair(0), id="then it may leave"
+    ),
+    pytest.param([State(0, 4, 1, deadline=SOON), State(error=LOST)], Repair(1), id="first what is broken"),
+    pytest.param([State(4, 4, 4), State(3, 4, pushed=4, deadline=SOON)], WaitUntil(SOON), id="the last one"),
+    pytest.param([State(3, 4, 4, deadline=SOON), State(4, 4, pushed=4)], Finished(), id="answered"),
 ]
 
 
@@ -94,10 +113,10 @@ def test_several_steps_at_once(hops, action):
 
 
 def test_everywhere():
-    hops = [State(0, 1, 1, due=SOON), State(1, 1, pushed=1)]
-    assert next_action(hops, [1], NOW) == Done()
-    assert next_action(hops, [1], NOW, everywhere=True) == Wait(SOON)
-    assert next_action([State(1, 1, 1), hops[1]], [1], NOW, everywhere=True) == Done()
+    hops = [State(0, 1, 1, deadline=SOON), State(1, 1, pushed=1)]
+    assert next_action(hops, [1], NOW) == Finished()
+    assert next_action(hops, [1], NOW, everywhere=True) == WaitUntil(SOON)
+    assert next_action([State(1, 1, 1), hops[1]], [1], NOW, everywhere=True) == Finished()
 
 
 @dataclass
@@ -154,19 +173,19 @@ class Play:
         for _ in range(3000):
             action = next_action(self.hops, self.live, self.now, window, everywhere)
             match action:
-                case Done():
+                case Finished():
                     return
                 case Deliver(index, wanted):
                     hop = self.hops[index]
                     assert hop.replied < wanted <= hop.received, "only what is known can be delivered"
-                    assert hop.asked < wanted, "nothing is delivered twice to the same server"
+                    assert hop.delivered < wanted, "nothing is delivered twice to the same server"
                     ahead = [n for n in self.live if hop.replied < n < wanted]
-                    assert all(n <= max(hop.asked, hop.pushed) for n in ahead), "in order"
+                    assert all(n <= max(hop.delivered, hop.pushed) for n in ahead), "in order"
                     assert len(ahead) < window
-                    hop.asked = wanted
+                    hop.delivered = wanted
                     self.start_clock(hop, wanted)
                     self.later("client", "arrive", hop, wanted)
-                case Mend(index, overdue):
+                case Repair(index, overdue):
                     hop = self.hops[index]
                     if overdue:
                         assert hop.error is None
@@ -174,9 +193,9 @@ class Play:
                     else:
                         assert hop.error is not None or hop.stale or hop.leaving is not None
                     done = min(hop.replied, hop.received)
-                    owes = max(self.live)
-                    self.hops[index] = Server(done, hop.received, done, done, owes, computed=done)
-                case Wait(until):
+                    catch_up_to = max(self.live)
+                    self.hops[index] = Server(done, hop.received, done, done, catch_up_to, computed=done)
+                case WaitUntil(until):
                     assert until < INF, "nobody would ever wake up"
                     assert until > self.now
                     if self.events and self.events[0][0] <= until:
@@ -188,7 +207,7 @@ class Play:
 
     def start_clock(self, hop: Server, number: int) -> None:
         if number == min((n for n in self.live if n > hop.replied), default=-1):
-            hop.due = self.now + 6
+            hop.deadline = self.now + 6
 
     def before(self, number: int) -> int:
         return max((earlier for earlier in self.live if earlier < number), default=-1)
@@ -204,12 +223,12 @@ class Play:
         elif what == "reply" and number > hop.replied:
             self.reply(hop, index, number)
         elif what == "pushed" and number > hop.replied:
-            if max(hop.replied, hop.asked, hop.pushed) >= self.before(number) and hop.rejected < number:
+            if max(hop.replied, hop.delivered, hop.pushed) >= self.before(number) and hop.rejected < number:
                 hop.pushed = max(hop.pushed, number)
                 self.start_clock(hop, number)
         elif what == "refuse" and number > hop.replied:
-            if number > hop.asked:
-                hop.pushed, hop.rejected = min(hop.pushed, hop.asked), max(hop.rejected, number)
+            if number > hop.delivered:
+                hop.pushed, hop.rejected = min(hop.pushed, hop.delivered), max(hop.rejected, number)
             else:
                 hop.stale = True
         if self.chance.random() < 0.02:
@@ -244,8 +263,8 @@ class Play:
             hop.stale = True  # an answer before it was lost
             return
         hop.replied = number
-        hop.due = INF
-        under_way = [n for n in self.live if number < n <= max(hop.asked, hop.pushed)]
+        hop.deadline = INF
+        under_way = [n for n in self.live if number < n <= max(hop.delivered, hop.pushed)]
         if under_way:
             self.start_clock(hop, under_way[0])
         if index + 1 < self.length:

@@ -41,7 +41,7 @@ def test_a_failover_is_told_in_order(span_model):
 
 def test_waiting_for_blocks_is_told_once(span_model):
     async def scenario() -> None:
-        swarm = Swarm(span_model, {"a": (0, 2), "b": (2, 6)}, patience=10.0)
+        swarm = Swarm(span_model, {"a": (0, 2), "b": (2, 6)}, missing_blocks_timeout=10.0)
         await swarm.start()
         talk = await swarm.chain()
         await talk.append(1)

@@ -146,7 +146,7 @@ REASONS = [
 def test_who_failed_is_kept_out_for_as_long_as_the_reason_says(play, error, reason):
     async def act(world, planner):
         assert await route(planner) == "0:3a 3:6b"
-        planner.failed("a", error)
+        planner.report_failure("a", error)
         assert planner.router.health.reasons("a") == (reason,)
         assert await route(planner) == "0:3c 3:6b"
         await planner.refresh()
@@ -160,11 +160,11 @@ def test_who_failed_is_kept_out_for_as_long_as_the_reason_says(play, error, reas
 def test_a_success_forgives(play):
     async def act(world, planner):
         await route(planner)
-        planner.failed("a", PeerLost("x"))
-        planner.succeeded("a")
+        planner.report_failure("a", PeerLost("x"))
+        planner.report_success("a")
         assert await route(planner) == "0:3c 3:6b"
         await asyncio.sleep(2 * PeerFailure.UNREACHABLE.seconds)
-        planner.succeeded("a")
+        planner.report_success("a")
         assert planner.router.health.reasons("a") == ()
 
     play(act)
@@ -235,8 +235,8 @@ def test_missing_blocks_are_looked_for_once(play):
     async def act(world, planner):
         await route(planner)
         await asyncio.sleep(5)
-        planner.failed("b", PeerLost("x"))
-        planner.failed("d", PeerLost("x"))
+        planner.report_failure("b", PeerLost("x"))
+        planner.report_failure("d", PeerLost("x"))
         with pytest.raises(MissingBlocks, match=r"blocks 3:6 .*could not be reached and is avoided") as caught:
             await route(planner)
         assert caught.value.blocks == (3, 4, 5)
@@ -258,7 +258,7 @@ def test_batches_are_split_by_the_same_picture(play):
         assert sorted(row for portion in portions for row in portion.rows) == [0, 1, 2, 3]
         await asyncio.sleep(5)
         for name in "ac":
-            planner.failed(name, PeerLost("x"))
+            planner.report_failure(name, PeerLost("x"))
         with pytest.raises(MissingBlocks, match="blocks 0:3"):
             await planner.split(ALL, [5])
         assert len(world.looks) == 2
@@ -296,7 +296,7 @@ def test_servers_of_other_weights_are_no_part_of_the_picture(play):
 @pytest.mark.parametrize("show", [True, False])
 def test_a_route_is_shown_when_asked(play, capsys, show):
     async def act(world, planner):
-        planner.taken(await planner.route(ALL, None, None, 1))
+        planner.report_route(await planner.route(ALL, None, None, 1))
         assert capsys.readouterr().out == ("route: 0:3 …a → 3:6 …b\n" if show else "")
 
     play(act, show_route=show)
@@ -305,9 +305,9 @@ def test_a_route_is_shown_when_asked(play, capsys, show):
 def test_what_many_sessions_see_is_told_once(play):
     async def act(world, planner):
         for error in (PeerLost("x"), PeerLost("y"), CacheFull("z"), PeerLost("x")):
-            planner.failed("a", error)
+            planner.report_failure("a", error)
         await asyncio.sleep(PeerFailure.UNREACHABLE.seconds)
-        planner.failed("a", PeerLost("x"))
+        planner.report_failure("a", PeerLost("x"))
         lost, full = PeerFailure.UNREACHABLE, PeerFailure.CACHE_FULL
         assert [(event.reason, event.seconds) for event in world.told] == [
             (lost.value, lost.seconds),
@@ -321,12 +321,12 @@ def test_what_many_sessions_see_is_told_once(play):
 def test_who_was_too_slow_is_given_longer(play):
     async def act(world, planner):
         await route(planner)
-        assert planner.slowness("a") == 1
+        assert planner.timeout_factor("a") == 1
         for _ in range(2):
-            planner.failed("a", PeerTimeout("x"))
-            planner.failed("a", PeerTimeout("another session saw the same"))
+            planner.report_failure("a", PeerTimeout("x"))
+            planner.report_failure("a", PeerTimeout("another session saw the same"))
             await asyncio.sleep(60)
-        planner.failed("b", PeerLost("x"))
-        assert (planner.slowness("a"), planner.slowness("b")) == (4, 1)
+        planner.report_failure("b", PeerLost("x"))
+        assert (planner.timeout_factor("a"), planner.timeout_factor("b")) == (4, 1)
 
     play(act)

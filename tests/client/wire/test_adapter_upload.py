@@ -26,6 +26,7 @@ from tests.client.fakes import (
     MANNER,
     OPENED,
     OUTPUT,
+    context,
     forward_reply,
     hop,
     refusal,
@@ -216,7 +217,7 @@ def test_a_session_brings_the_adapter_in_front_and_again_where_it_is_lost():
     async def scenario(swarm):
         server = await swarm.add(KEPT, UNKNOWN, KEPT, OPENED)
         carried = adapter_upload.AdapterUpload(ADAPTER)
-        one = HopSession(swarm.network, hop(), MANNER, 100, lambda *_: None, lambda: None, 1.0, carried)
+        one = HopSession(context(swarm, adapter=carried), hop(), lambda *_: None, lambda: None)
         assert await one.open() == 0
         assert server.asked == [PUT, messages.OpenSession] * 2
         opened = server.requests[-1][0]

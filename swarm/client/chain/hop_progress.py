@@ -1,0 +1,369 @@
+"""How far one server of a chain is with the steps of a session. Pure: named events in, decisions out.
+
+Theory of operation. Every step has a number; numbers only grow, and a step that was given up leaves a gap. A step is in
+one of these states at a server:
+
+    event                EXPECTED     HANDED                     ANSWERED    VOID
+    delivered            HANDED       -                          -           -
+    pushed               HANDED       -                          -           -
+    replied              ANSWERED     ANSWERED                   -           -
+    refused (as pushed)  EXPECTED     EXPECTED: the client       -           -
+                                      delivers its own copy
+    refused (as sent)    the hop has FAILED
+    given up             VOID         VOID                       -           -
+    refilled up to n     EXPECTED if the number is above n, else ANSWERED    -
+
+Cursors say all that: every step up to `replied` is ANSWERED, and one up to `delivered` (handed over by this client) or
+`pushed` (handed over by the server before) is HANDED. `received` is the last step whose input this client knows, so
+that it could deliver it. VOID steps are remembered until a later step is answered; a reply to one is ignored.
+
+The hop itself is in one of these states:
+
+    WORKING --an answer was lost, a void step copied rows--> STALE --refilled--> WORKING
+    WORKING, STALE --connection lost, timeout, refusal, bad reply--> FAILED
+    FAILED --repaired (reconnected or refilled)--> WORKING          at most MAX_RETRIES times without a new answer
+    FAILED --replaced--> REPLACED                                   only its history is of use now
+    WORKING --leaving--> WORKING until no step is under way, then FAILED
+
+To give up all steps after number n and to go on with another step n + 1 is an ordinary transition, also between a
+failure and its repair: `on_given_up(n)` makes the later steps VOID, a refill covers only what remains, and the new step
+gets a new number. Nothing but the events of this class changes its attributes.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from swarm.client.wire.reply_checks import OutputShape
+from swarm.client.wire.reply_timeout import TimeoutEstimator
+from swarm.data_structures import HopTiming
+from swarm.errors import (
+    PeerLost,
+    PeerTimeout,
+    ProtocolViolation,
+    RemoteError,
+    RequestRefused,
+    ServerClosing,
+    UnknownSession,
+    WrongPosition,
+)
+
+NO_STEP = -1
+"""Stands for a step's number where there is no step."""
+
+NO_DEADLINE = float("inf")
+
+MAX_RETRIES = 3
+"""Repairs of one server that are tried before it has answered something new."""
+
+
+class ReplyKind(enum.Enum):
+    """What the reply to a step is, judged by the step's number."""
+
+    EXPECTED = "expected"
+    LATE = "late"
+    """The step was answered before or given up: the reply is ignored."""
+    UNKNOWN = "unknown"
+    """The server was never to get such a step."""
+
+
+class HopProgress:
+    """Cursors and flags of one hop, changed by events only. Times are seconds on the clock of the caller.
+
+    Attributes:
+        replied: number of the last step that the server answered; it has answered all before.
+        delivered: number of the last step that this client handed to it.
+        pushed: number of the last step that the server before says it has handed to it, none left out.
+        rejected: number of the last step that it refused as it was pushed.
+        received: number of the last step whose input has come to this client.
+        catch_up_to: number of the last step that had begun when the cache was refilled.
+        deadline: when the awaited answer should have come; infinite if none is awaited.
+        error: why the hop cannot go on.
+        leaving: the server's announcement that it is going to leave; it still answers what it was handed.
+        stale: the cache may hold a step that was given up, or too little, and has to be refilled.
+        replaced: the hop was reported and left.
+        retries: repairs since the server answered something new.
+        push_refused: it refused a pushed step, and this client has not yet dealt with that.
+        pushes_onward: it was told to push to the server behind. It may not know yet that it is not to any more.
+        last_was_pushed: whether it handed the outputs of its last answered step to the server behind, as it says.
+        timing: of the steps that were begun together with the current one; None before the first.
+
+    Args:
+        server: the server, for error messages.
+        timeouts: how long its answers may take.
+    """
+
+    def __init__(self, server: str, timeouts: TimeoutEstimator) -> None:
+        self.replied = self.delivered = self.pushed = self.rejected = self.received = self.catch_up_to = NO_STEP
+        self.deadline = NO_DEADLINE
+        self.error: Exception | None = None
+        self.leaving: ServerClosing | None = None
+        self.stale = self.replaced = False
+        self.retries = 0
+        self.push_refused = self.pushes_onward = self.last_was_pushed = False
+        self.timing: HopTiming | None = None
+        self._server = server
+        self._timeouts = timeouts
+        self._expected: dict[int, OutputShape] = {}
+        self._void: set[int] = set()
+        self._newest_reply = NO_STEP
+        """Number of the newest step that was ever answered; `replied` goes back where a refill begins earlier."""
+        self._seen_pushes: set[int] = set()
+        """Steps that were pushed, whatever became of that: a step that is refused may be one of those."""
+        self._first_of_call = 0
+        self._clock_start = 0.0
+        self._timed_step = NO_STEP
+        """Number of the step that is known to have become the server's next one at `_clock_start`."""
+
+    # What others ask
+
+    def is_handed(self, number: int) -> bool:
+        """Whether the server has the step, or the step is on its way there."""
+        return number <= max(self.replied, self.delivered, self.pushed)
+
+    def awaited(self) -> list[int]:
+        """Steps that the server still has to answer, ascending."""
+        return sorted(number for number in self._expected if not self._is_past(number))
+
+    def expected_outputs(self, number: int) -> OutputShape:
+        """How much the answer to a step has to hold."""
+        return self._expected[number]
+
+    def largest_reply(self) -> int:
+        """Values in the largest answer that may come now."""
+        return max((outputs.values for outputs in self._expected.values()), default=0)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the server may still answer something, wanted or not."""
+        return any(number > self.replied for number in self._expected)
+
+    def classify_reply(self, number: int) -> ReplyKind:
+        """What a reply to step `number` is."""
+        if self._is_past(number):
+            return ReplyKind.LATE
+        if number in self._expected:
+            return ReplyKind.EXPECTED
+        return ReplyKind.LATE if number <= self._newest_reply else ReplyKind.UNKNOWN
+
+    def send_timeout(self, number: int) -> float:
+        """Seconds that the server gets to read step `number`: it computes those before it first."""
+        tokens = sum(self._expected[earlier].tokens for earlier in self.awaited() if earlier < number)
+        return self._timeouts.allowed(tokens + self._expected[number].tokens)
+
+    def replay_timeout(self, tokens: int) -> float:
+        """Seconds that the server gets to compute `tokens` past tokens."""
+        return self._timeouts.allowed(tokens)
+
+    def can_answer(self, next_step: int) -> bool:
+        """Whether a server that expects step `next_step` next can still answer all that it has not answered.
+
+        A server keeps its newest reply only.
+        """
+        computed = [number for number in self.awaited() if number < next_step]
+        return next_step > self.replied and len(computed) <= 1
+
+    @property
+    def may_be_repaired(self) -> bool:
+        """Whether it makes sense to go on with the same server."""
+        if self.error is None:
+            return self.stale
+        if self.replaced or self.retries >= MAX_RETRIES or self.leaving is not None:
+            return False
+        lost = isinstance(self.error, PeerLost) and not isinstance(self.error, PeerTimeout)
+        return lost or isinstance(self.error, UnknownSession | WrongPosition)
+
+    # Steps
+
+    def on_call_begun(self, first: int) -> None:
+        """The client begins the steps from number `first` on; they are timed together."""
+        self._first_of_call = first
+
+    def on_expected(self, number: int, outputs: OutputShape, now: float) -> None:
+        """A step is going to come to the server, from this client or from the server before."""
+        self._expected[number] = outputs
+        self._clock_start = now
+
+    def on_input_received(self, number: int) -> None:
+        """The input of a step has come to this client."""
+        self.received = max(self.received, number)
+
+    def on_delivered(self, number: int, outputs: OutputShape, now: float) -> None:
+        """This client hands a step over."""
+        self.delivered = number
+        self._expected.setdefault(number, outputs)
+        self._start_clock(number, now)
+
+    def on_pushed(self, number: int, reliable: bool, now: float) -> None:
+        """The server before says that it has handed the step on. The client waits for it only if that is `reliable`."""
+        if number <= self.replied or number <= self.rejected:
+            return
+        self._seen_pushes.add(number)
+        if reliable:
+            self.pushed = max(self.pushed, number)
+            self._start_clock(number, now)
+
+    def on_reply(self, number: int, compute_seconds: float, was_pushed: bool, now: float) -> bool:
+        """The server has answered an EXPECTED step. False if an answer before it was lost: it cannot be taken."""
+        if number > min(self.awaited()):
+            self._on_reply_missed(number)
+            return False
+        outputs = self._expected[number]
+        seconds = compute_seconds  # if the answer overtakes the notice that the step was pushed: its start is not known
+        if self._timed_step == number:
+            seconds = now - self._clock_start
+            self._timeouts.answered(seconds, outputs.tokens)
+        self._add_timing(number, HopTiming(seconds, compute_seconds))
+        self.replied, self.last_was_pushed = number, was_pushed
+        if number > self._newest_reply:
+            self._newest_reply, self.retries = number, 0
+        # Steps of the newest call stay: what was asked for twice may be answered twice.
+        oldest = min(number, self._first_of_call)
+        self._expected = {step: outputs for step, outputs in self._expected.items() if step >= oldest}
+        self._void = {step for step in self._void if step > number}
+        self._seen_pushes = {step for step in self._seen_pushes if step > number}
+        self.deadline = NO_DEADLINE
+        self._clock_start = now
+        for following in self.awaited()[:1]:
+            self._start_clock(following, now)
+        return True
+
+    def on_given_up(self, after: int, last: int, copied_rows: bool) -> None:
+        """The steps behind number `after`, up to `last`, are given up: an answer to one may still come, and is ignored.
+
+        Args:
+            copied_rows: whether one of them copied rows, which a later step cannot set back.
+        """
+        self._void.update(range(after + 1, last + 1))
+        self.stale = self.stale or copied_rows
+
+    # What goes wrong
+
+    def on_refused(self, error: RemoteError, number: int | None) -> None:
+        """The server refuses a step; None if it does not say which."""
+        if number is not None and self._is_past(number):
+            return
+        if isinstance(error, ServerClosing) and number is None:
+            self.leaving = error
+        elif isinstance(error, RequestRefused) and not self._is_own(number, error):
+            # What was pushed was not right (perhaps we have not heard of the push yet), or the server has missed a step
+            # before. The server before may be to blame: this client's own copy will show.
+            first = min(self.awaited(), default=self.rejected)
+            self._seen_pushes.discard(number if number is not None else first)
+            self.push_refused = True
+            self.pushed = min(self.pushed, self.delivered)
+            self.rejected = max(self.rejected, first if number is None else number)
+        else:
+            self.on_failed(error)
+
+    def on_failed(self, error: Exception) -> None:
+        """The hop cannot go on. The first error counts."""
+        if self.error is None:
+            self.error = error
+
+    def on_departure_due(self) -> None:
+        """No step is under way: a server that announced that it leaves is gone now."""
+        if self.error is None and not self.stale:
+            self.error = self.leaving
+
+    def take_error(self) -> Exception:
+        """The error, which is the client's own matter: the hop works on. Raises `ValueError` if there is none."""
+        if self.error is None:
+            raise ValueError("the hop has not failed")
+        error, self.error = self.error, None
+        return error
+
+    # Repair
+
+    def on_opened(self) -> None:
+        """The session is open at the server, for the first time or again; what was under way is lost."""
+        self.error = None
+        self.delivered = self.pushed = self.replied
+
+    def on_reopened(self, next_step: int) -> None:
+        """A server that was lost lets the session in again and expects step `next_step` next."""
+        self.stale = not self.can_answer(next_step) or self.stale
+
+    def on_forgotten(self) -> None:
+        """The server has forgotten steps, though it is connected: a refill helps."""
+        self.error = None
+        self.stale = True
+
+    def on_replay_begun(self) -> None:
+        """A refill begins. What is under way may still be refused and counts no more."""
+        self.delivered = self.pushed = self.replied
+
+    def on_refilled(self, done: int) -> None:
+        """The cache is as it was after step `done`; later steps have to be handed over again."""
+        self.stale = False
+        self.replied = self.delivered = self.pushed = done
+        self.deadline = NO_DEADLINE
+
+    def on_repair_ended(self, failure: Exception | None) -> None:
+        """A repair has ended, well if `failure` is None."""
+        self.retries += 1
+        if failure is not None:
+            self.error = failure
+
+    def on_joined(self, last_begun: int, received: int) -> None:
+        """The hop takes its place in the chain, again or for the first time.
+
+        Args:
+            last_begun: number of the last step that has begun at the other hops.
+            received: number of the last step whose input is known; some may have come during the repair.
+        """
+        self.catch_up_to = last_begun
+        self.received = received
+
+    def on_replaced(self) -> None:
+        """Another server takes its place."""
+        self.replaced = True
+
+    # Links
+
+    def on_linked(self, pushes_onward: bool) -> None:
+        """The server is told its neighbours."""
+        self.pushes_onward = pushes_onward
+
+    def on_pushes_stopped(self) -> None:
+        """The server before no longer pushes, because that failed."""
+        self.push_refused = False
+
+    def _on_reply_missed(self, number: int) -> None:
+        """An answer before that to `number` was lost, and the server remembers only the newest: refill its cache."""
+        if self.retries < MAX_RETRIES:
+            self.stale = True
+        else:
+            self.on_failed(ProtocolViolation(f"{self._server} answers step {number}, but never the one before"))
+
+    def _is_past(self, number: int) -> bool:
+        """Whether the step was answered (it was asked for twice) or given up."""
+        return number <= self.replied or number in self._void
+
+    def _is_own(self, number: int | None, error: RemoteError) -> bool:
+        """Whether the refusal of a step (None: of any) means what this client delivered, not what was pushed.
+
+        If both have handed it over and the server had missed a step before, the first refusal is that of the push.
+        """
+        if number is None:
+            return self.delivered >= self.pushed and self.delivered > self.replied and self.delivered not in self._void
+        return number <= self.delivered and not (isinstance(error, WrongPosition) and number in self._seen_pushes)
+
+    def _start_clock(self, number: int, now: float) -> None:
+        """The step is on its way, or next at the server: all that are under way have their time from now on.
+
+        That runs from when the first of them came to be the first.
+        """
+        under_way = [number for number in self.awaited() if self.is_handed(number)]
+        if not under_way:
+            return
+        if number == under_way[0]:
+            self._clock_start, self._timed_step = now, number
+        tokens = sum(self._expected[step].tokens for step in under_way)
+        self.deadline = self._clock_start + self._timeouts.allowed(tokens)
+
+    def _add_timing(self, number: int, timing: HopTiming) -> None:
+        """Add up what the steps of one call took."""
+        if self.timing is not None and number > self._first_of_call:
+            timing = HopTiming(self.timing.total + timing.total, self.timing.compute + timing.compute)
+        self.timing = timing

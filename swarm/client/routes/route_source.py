@@ -1,0 +1,84 @@
+"""What sessions and batches need to know of the swarm, and how they wait for blocks that no server holds."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Protocol
+
+from swarm.client.routes.events import BlocksMissing, EventListener, ignore_events
+from swarm.data_structures import Route, Span
+from swarm.errors import AdapterRefused, MissingBlocks, TooLong, WrongDtype
+
+logger = logging.getLogger(__name__)
+
+REFRESH_PERIOD_S = 1.0
+"""Seconds between looks for new servers while blocks are missing."""
+
+MIN_ROUTES_TRIED = 3
+"""Routes that are tried at least, however short the time-out for missing blocks is."""
+
+
+class RouteSource(Protocol):
+    """Finds routes, and hears how their servers did.
+
+    Attributes:
+        missing_blocks_timeout: seconds to wait for blocks that no server holds.
+    """
+
+    missing_blocks_timeout: float
+
+    async def route(self, span: Span, before: str | None, after: str | None, max_length: int) -> Route:
+        """A route over `span` between two servers (None: this client). Raises `MissingBlocks`."""
+
+    async def refresh(self) -> None:
+        """Read the announcements of the swarm again."""
+
+    def report_failure(self, peer_id: str, error: Exception) -> None:
+        """The server failed: keep it out of routes for a while."""
+
+    def report_success(self, peer_id: str) -> None:
+        """The server works."""
+
+    def timeout_factor(self, peer_id: str) -> float:
+        """How many times longer than it announces the server should be given, because it was too slow before."""
+
+    def report_route(self, route: Route) -> None:
+        """A session goes by this route from now on."""
+
+
+class MissingBlocksWait:
+    """Waits for servers of missing blocks, for `RouteSource.missing_blocks_timeout` seconds from its making on."""
+
+    def __init__(self, routes: RouteSource, emit: EventListener = ignore_events) -> None:
+        self._routes = routes
+        self._emit = emit
+        self._deadline = time.perf_counter() + routes.missing_blocks_timeout
+        self._announced = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time is over."""
+        return time.perf_counter() >= self._deadline
+
+    async def wait(self, missing: MissingBlocks) -> None:
+        """Wait a little and refresh the view of the swarm. Raises `missing` when the time is over."""
+        if self.is_over:
+            raise missing from None
+        if not self._announced:
+            logger.warning("%s Waiting up to %.0f s.", missing, self._routes.missing_blocks_timeout)
+            self._emit(BlocksMissing(missing.blocks))
+            self._announced = True
+        await asyncio.sleep(min(REFRESH_PERIOD_S, max(0.0, self._deadline - time.perf_counter())))
+        await self._routes.refresh()
+
+
+def is_worth_another_server(error: Exception) -> bool:
+    """Whether another server should be asked after this error.
+
+    Not if every server would refuse: a sequence that may be too long for all, outputs that the wire format cannot hold,
+    an adapter that does not fit the blocks. Whatever else could be wrong with a request was checked before it was sent,
+    so a server that refuses it errs or lies.
+    """
+    return not isinstance(error, TooLong | WrongDtype | AdapterRefused)
