@@ -205,7 +205,7 @@ def test_the_record_of_every_hop_is_complete(whole, local):
         with torch.inference_mode():
             hidden_TH = local.model.embed_tokens(torch.tensor([*PROMPT, *tokens[:-1]]))
         for hop in swarm.chain._hops:
-            assert hop.replied == TOKENS - 1
+            assert hop.progress.replied == TOKENS - 1
             parts = []
             for layout, packed in hop.history.replay(hop.progress.replied):
                 assert layout.starts == (sum(map(len, parts)),)
