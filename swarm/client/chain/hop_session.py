@@ -110,9 +110,9 @@ class HopSession:
         """Tell the server which server may push to it and to which it may push; None is this client."""
         self.progress.on_linked(pushes_onward=after is not None)
         request = messages.SetNeighbors(
-            previous=before.peer_id if before is not None else None,
-            next=after.peer_id if after is not None else None,
-            next_session=after.session_id if after is not None else None,
+            previous_peer=before.peer_id if before is not None else None,
+            next_peer=after.peer_id if after is not None else None,
+            next_session_id=after.session_id if after is not None else None,
         )
         await self._send(request, b"", CLOSE_TIMEOUT_S)
 
