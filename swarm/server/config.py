@@ -1,4 +1,4 @@
-"""What a person decides about a server. One frozen dataclass; everything else follows from it."""
+"""What the person who starts a server decides. `resolved_config` says what follows from it on this machine."""
 
 from __future__ import annotations
 
@@ -16,15 +16,20 @@ UPDATE_PERIOD_S = 30.0
 
 @dataclass(frozen=True)
 class BlocksOption:
-    """The `--blocks` option: exactly one of the fields is set, or none for "auto".
+    """The `--blocks` option: one of the fields is set, or none for "auto".
 
     Attributes:
-        span: these blocks.
-        count: so many blocks, where the swarm is weakest.
+        span: exactly these blocks.
+        count: this many blocks, where the swarm is weakest.
     """
 
     span: Span | None = None
     count: int | None = None
+
+    @property
+    def requested(self) -> Span | int | None:
+        """The span or the count, whichever is set; None for as many blocks as fit."""
+        return self.span if self.span is not None else self.count
 
     @classmethod
     def parse(cls, text: str) -> BlocksOption:
@@ -43,25 +48,28 @@ class BlocksOption:
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Attributes:
-    model: local folder or hub id; None for the demo model.
-    revision: branch, tag or commit of a hub model.
-    blocks: which blocks to hold.
-    p2p: how to take part in the network.
-    device: torch device, or "auto".
-    dtype: "auto", "float32", "bfloat16" or "float16".
-    throughput: what to announce: a number, or what was measured.
-    throughput_cache: file of throughputs measured before; None for none.
-    stay: never move to other blocks.
-    name: shown to others beside the peer id.
-    compile_in: folder of compiled code; None not to compile.
-    quant: form of the weights: "none", "int8", "nf4" (on a CPU held as int4), or "auto" for what fits.
-    cache_tokens: tokens that the attention cache can hold; None for the default.
-    adapters: folders or hub ids of adapters that every client may use.
-    adapter_memory: bytes of clients' adapters; None for the default.
-    update_period: seconds between announcements.
-    threads: torch threads; None for torch's own choice.
-    metrics: where Prometheus may ask what this server does; None for nowhere, and nothing is counted.
+    """The options of one server, as given on the command line.
+
+    Attributes:
+        model: local folder or hub id; None for the demo model.
+        revision: branch, tag or commit of a hub model.
+        blocks: which blocks to hold.
+        p2p: how to take part in the network.
+        device: torch device, or "auto".
+        dtype: "auto", "float32", "bfloat16" or "float16".
+        throughput: what to announce: a number, or the measured throughput.
+        throughput_cache: file of earlier measurements; None to keep none.
+        stay: never move to other blocks.
+        name: shown to others beside the peer id.
+        compile_cache_dir: folder for compiled code; None to compile nothing.
+        quant: format of the weights: "none", "int8", "nf4" (held as int4 on a CPU), or "auto" for what fits.
+        cache_tokens: tokens that the attention cache can hold; None for the default.
+        adapters: folders or hub ids of adapters that every client may use.
+        adapter_memory: bytes for clients' adapters; None for the default.
+        cache_dir: where files from the hub are kept; None for the hub's own folder.
+        update_period: seconds between announcements.
+        threads: torch threads; None for torch's own choice.
+        metrics: address of the Prometheus endpoint; None for no endpoint and no counting.
     """
 
     model: str | None = None
@@ -74,7 +82,7 @@ class ServerConfig:
     throughput_cache: Path | None = None
     stay: bool = False
     name: str = ""
-    compile_in: Path | None = None
+    compile_cache_dir: Path | None = None
     quant: str = "auto"
     cache_tokens: int | None = None
     adapters: tuple[str, ...] = ()
@@ -83,3 +91,8 @@ class ServerConfig:
     update_period: float = UPDATE_PERIOD_S
     threads: int | None = None
     metrics: MetricsAddress | None = None
+
+    @property
+    def may_move(self) -> bool:
+        """Whether the server may move to other blocks. One that was given a span keeps it."""
+        return not self.stay and self.blocks.span is None

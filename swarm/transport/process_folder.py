@@ -63,7 +63,7 @@ def remove_abandoned_folders() -> int:
     except OSError as error:
         logger.debug("%s cannot be searched for abandoned folders: %s", directory, error)
     if removed:
-        logger.info("Removed %d temporary folders of processes that were killed", removed)
+        logger.info("Removed the temporary folders of killed processes: %d", removed)
     return removed
 
 

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,13 +65,15 @@ def test_a_server_says_what_it_does_and_leaves_when_asked(folder: Path, start) -
     )
     for beginning in beginnings:
         assert f"\n{beginning}" in f"\n{said}"
+    ready = server.lines.index("Ready: serving blocks 1:4 of model")
+    assert next(n for n, line in enumerate(server.lines) if line.startswith("Join:")) > ready
     children = daemons_of(server.pid)
     assert [child.name() for child in children] == ["p2pd"]
 
     joined = start("-m", "swarm.server", str(folder), "--blocks", "auto", *LISTEN, SWARM_INITIAL_PEERS=address)
-    joined.address()
+    assert joined.wait_for(r"^Ready: serving blocks 0:6 of model$")
     assert joined.wait_for(r"^Memory: .* free, enough for 6 of 6 blocks")
-    assert joined.wait_for(r"^Blocks: 0:6, because nobody serves some of them yet")
+    assert joined.wait_for(r"^Blocks: 0:6, because no server has some of them yet")
 
     began = time.monotonic()
     assert server.stop() == 0
@@ -102,6 +105,25 @@ def test_a_server_that_lost_its_daemon_says_so_and_ends(folder: Path, start) -> 
     daemon.kill()
     assert server.wait(10) == 1
     assert any(line.startswith("Error: the libp2p daemon of this server has ended") for line in server.lines)
+
+
+def test_a_start_removes_the_folder_of_a_server_that_was_killed(folder: Path, start) -> None:
+    with tempfile.TemporaryDirectory(prefix="swp-", dir="/tmp") as temporary:  # short, because sockets lie in it
+        arguments = ("-m", "swarm.server", str(folder), "--blocks", "0:2", "--new-swarm", *LISTEN)
+        killed = start(*arguments, TMPDIR=temporary)
+        killed.wait_for("^Ready: serving blocks 0:2 of model$")
+        [left] = Path(temporary).glob("swarm-*")
+        daemons = daemons_of(killed.pid)
+        killed.kill()
+        for daemon in daemons:
+            daemon.kill()
+        assert left.exists()
+        started = start(*arguments, TMPDIR=temporary)
+        started.wait_for("^Removed the temporary folders of killed processes: 1$")
+        started.wait_for("^Ready: serving blocks 0:2 of model$")
+        assert not left.exists()
+        assert started.stop() == 0
+        assert not [*Path(temporary).glob("swarm-*")]
 
 
 def refusal(*arguments: str) -> str:

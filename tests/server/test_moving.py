@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import weakref
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,9 @@ async def until_online(server: Server, span: Span, observer: Server) -> None:
             await asyncio.sleep(0.1)
 
 
-def test_a_gap_is_closed_and_the_old_blocks_leave_memory(folder: str) -> None:
+def test_a_gap_is_closed_and_the_old_blocks_leave_memory(folder: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "swarm.server.lifecycle")
+
     async def scenario() -> None:
         keeper = await start(folder, "0:4")
         address = await keeper.peer.visible_addresses()
@@ -65,12 +68,15 @@ def test_a_gap_is_closed_and_the_old_blocks_leave_memory(folder: str) -> None:
         spare = await start(folder, "2", address)
         assert spare.span is not None
         assert spare.span != Span(4, 6)
-        assert spare._serving is not None
-        blocks = weakref.ref(spare._serving.model)
+        assert spare._service is not None
+        blocks = weakref.ref(spare._service.model)
         await tail.stop()
         await until_online(spare, Span(4, 6), keeper)
         gc.collect()
         assert blocks() is None
+        async with asyncio.timeout(PATIENCE):
+            while "Ready: serving blocks 4:6 of model" not in caplog.messages[-1]:
+                await asyncio.sleep(0.01)
         await spare.stop()
         await keeper.stop()
 

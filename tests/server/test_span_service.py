@@ -15,9 +15,11 @@ from swarm.errors import AdapterError
 from swarm.models.adapters import adapter_files
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from swarm.protocol.adapter_encoding import pack_adapters
-from swarm.server import span_service as serving_module
+from swarm.server import span_service as span_service_module
 from swarm.server.compute.compute_thread import ComputeThread
-from swarm.server.span_service import ResolvedConfig, SpanService
+from swarm.server.config import ServerConfig
+from swarm.server.resolved_config import ResolvedConfig
+from swarm.server.span_service import SpanService
 from swarm.server.throughput.throughput_option import ThroughputOption
 from swarm.transport.memory import MemoryHub, MemoryNetwork
 from tests import zoo
@@ -42,41 +44,40 @@ def save_adapter(folder: Path) -> str:
 
 
 async def load(checkpoint: Checkpoint, *adapters: str) -> SpanService:
-    plan = ResolvedConfig(
+    config = ResolvedConfig(
+        options=ServerConfig(throughput=ThroughputOption(100.0), adapters=adapters),
         checkpoint=checkpoint,
         device=torch.device("cpu"),
         dtype=torch.float32,
+        quantization="none",
         cache_tokens=64,
-        throughput=ThroughputOption(100.0),
-        throughput_cache=None,
-        adapters=adapters,
         adapter_memory=10_000,
     )
-    runtime = ComputeThread()
+    compute_thread = ComputeThread()
     try:
-        return await SpanService.load(plan, SPAN, MemoryNetwork(MemoryHub(), "server"), runtime)
+        return await SpanService.load(config, SPAN, MemoryNetwork(MemoryHub(), "server"), compute_thread)
     finally:
-        runtime.close()
+        compute_thread.close()
 
 
 def test_what_the_server_was_started_with_is_found_by_its_digest(checkpoint, tmp_path):
     source = save_adapter(tmp_path)
-    serving = asyncio.run(load(checkpoint, source))
+    service = asyncio.run(load(checkpoint, source))
     parts = adapter_files.read_parts(source, checkpoint, SPAN)  # as any client reads it
     blocks, _ = pack_adapters([parts[block] for block in range(SPAN.start, SPAN.end)], torch.float32)
-    found = serving.adapters.find("anybody", SPAN, [block.digest for block in blocks])
+    found = service.adapters.find("anybody", SPAN, [block.digest for block in blocks])
     assert set(found) == {1, 2, 3}
     for block, part in found.items():
         (factors,) = part.factors
         assert factors.module == "self_attn.q_proj"
         torch.testing.assert_close(factors.up @ factors.down, torch.full((HIDDEN, HIDDEN), 2 * 2 * 0.1 * block))
-    assert serving.adapters.limits.memory == 10_000
+    assert service.adapters.limits.memory == 10_000
 
 
 def test_an_adapter_that_cannot_be_used_is_told_before_the_weights_are_read(checkpoint, tmp_path, monkeypatch):
     def never(*args, **kwargs):
         raise AssertionError("the weights were read")
 
-    monkeypatch.setattr(serving_module, "load_span", never)
+    monkeypatch.setattr(span_service_module, "load_span", never)
     with pytest.raises(AdapterError):
         asyncio.run(load(checkpoint, str(tmp_path / "nothing")))

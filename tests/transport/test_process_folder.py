@@ -87,20 +87,14 @@ def test_only_folders_of_processes_that_were_killed_are_removed(directory):
 
 def test_a_folder_stays_while_a_child_of_its_process_may_use_it(directory):
     """A forked process inherits the lock."""
-    read, write = os.pipe()
     folder = ProcessFolder()
-    child = os.fork()
-    if child == 0:
-        os.close(write)
-        os.read(read, 1)
-        os._exit(0)
-    os.close(read)
     assert folder._lock is not None
-    os.close(folder._lock)  # as if this process had been killed
-    folder._lock = None
-    assert remove_abandoned_folders() == 0
-    os.close(write)
-    os.waitpid(child, 0)
+    wait = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    with subprocess.Popen(wait, stdin=subprocess.PIPE, pass_fds=[folder._lock]) as child:
+        os.close(folder._lock)  # as if this process had been killed
+        folder._lock = None
+        assert remove_abandoned_folders() == 0
+    assert child.returncode == 0
     assert remove_abandoned_folders() == 1
     assert [*directory.iterdir()] == []
     folder.remove()  # nothing is left to remove

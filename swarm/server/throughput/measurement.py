@@ -47,7 +47,7 @@ REPEATS_PER_BATCH = 3
 
 
 def determine_throughput(
-    wanted: ThroughputOption,
+    option: ThroughputOption,
     model: SpanModel,
     name: str,
     revision: str,
@@ -61,16 +61,16 @@ def determine_throughput(
     Runs in the compute thread, whose number of threads is part of the circumstances.
 
     Args:
-        wanted: see `ThroughputOption`.
+        option: see `ThroughputOption`.
         name, revision: the model's, as announced.
         quantization: form of the weights, as announced.
         cache: file of remembered results (`throughput_cache.default_path`); None to remember nothing.
         progress: show progress on the terminal.
     """
-    if wanted.rate is not None:
-        return _reported(Throughput(wanted.rate, wanted.rate), model, "as given")
+    if option.rate is not None:
+        return _reported(Throughput(option.rate, option.rate), model, "as given")
     circumstances = _circumstances(model.span, model.device, model.dtype, name, revision, quantization)
-    if cache is not None and not wanted.again:
+    if cache is not None and not option.remeasure:
         known = throughput_cache.lookup(cache, circumstances, time.time())
         if known is not None:
             return _reported(known, model, "measured before; --throughput measure does it again")

@@ -12,18 +12,18 @@ class ThroughputOption:
     """Where a server's throughput comes from: measured once and then remembered, unless a field says otherwise.
 
     Attributes:
-        rate: this many blocks x tokens per second; nothing is measured.
-        again: measure even if a result is remembered.
+        rate: blocks x tokens per second as given; nothing is measured.
+        remeasure: measure even if an earlier result is known.
     """
 
     rate: float | None = None
-    again: bool = False
+    remeasure: bool = False
 
     @classmethod
     def parse(cls, text: str) -> ThroughputOption:
         """Read `auto`, `measure` or a number. Raises `InvalidOption`."""
         if text in ("auto", "measure"):
-            return cls(again=text == "measure")
+            return cls(remeasure=text == "measure")
         try:
             rate = float(text)
         except ValueError:

@@ -26,7 +26,7 @@ from swarm.server.throughput.throughput_cache import Throughput
 from swarm.server.throughput.throughput_option import ThroughputOption
 from tests import zoo
 
-AUTO, AGAIN = ThroughputOption(), ThroughputOption(again=True)
+AUTO, AGAIN = ThroughputOption(), ThroughputOption(remeasure=True)
 
 
 def load(family: str, folder, **options) -> SpanModel:

@@ -10,7 +10,7 @@ from swarm.server.throughput.throughput_option import ThroughputOption
     ("text", "wanted"),
     [
         ("auto", ThroughputOption()),
-        ("measure", ThroughputOption(again=True)),
+        ("measure", ThroughputOption(remeasure=True)),
         ("12.5", ThroughputOption(12.5)),
         ("1e3", ThroughputOption(1000.0)),
     ],
