@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from swarm.client.chain.prompt_chunks import best_chunks, overhead
+from swarm.client.chain.prompt_chunks import chunk_count, chunk_overhead
 from swarm.data_structures import ServerInfo
 
 
@@ -29,7 +29,7 @@ def split_into_micro_batches(
     if not counts:
         return []
     total = sum(counts)
-    size = total / best_chunks(total, len(servers), overhead(servers) + _travel(servers, gradients))
+    size = total / chunk_count(total, len(servers), chunk_overhead(servers) + _travel(servers, gradients))
     middles = [end - count / 2 for end, count in zip(itertools.accumulate(counts), counts, strict=True)]
     groups = itertools.groupby(range(len(counts)), key=lambda row: int(middles[row] / size))
     rows = [list(group) for _, group in groups]

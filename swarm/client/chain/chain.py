@@ -23,7 +23,7 @@ from swarm.client.chain.hop_progress import NO_STEP
 from swarm.client.chain.hop_session import HopSession
 from swarm.client.chain.input_history import Step
 from swarm.client.chain.next_action import Deliver, Finished, Repair, WaitUntil, next_action
-from swarm.client.chain.prompt_chunks import window
+from swarm.client.chain.prompt_chunks import max_chunks_in_flight
 from swarm.client.chain.session_context import SessionContext
 from swarm.client.routes.route_source import is_worth_another_server
 from swarm.client.wire.packed_hidden import PackedHidden
@@ -77,7 +77,8 @@ class Chain:
         A server answers this client after it has pushed to the next server; a timing that has not come yet is that of
         the step before.
         """
-        return tuple(hop.progress.timing for hop in self._hops if hop.progress.timing is not None)
+        timings = (hop.progress.clock.timing for hop in self._hops)
+        return tuple(timing for timing in timings if timing is not None)
 
     async def open(self) -> None:
         """Find a route and reserve cache space on its servers. Raises `MissingBlocks` or a `RemoteError`."""
@@ -145,7 +146,7 @@ class Chain:
         if self.appends(parts[0][1]):
             # Whatever becomes of them: a later step sets back by itself what it does not continue.
             self._foldable = numbers[-1]
-        self._window = window(parts[0][0].tokens) if len(parts) > 1 else 1
+        self._window = max_chunks_in_flight(parts[0][0].tokens) if len(parts) > 1 else 1
         self._hidden_size, self._outputs = parts[0][0].hidden_size, {}
         for hop in self._hops:
             hop.progress.on_call_begun(numbers.start)

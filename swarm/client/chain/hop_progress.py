@@ -34,9 +34,9 @@ from __future__ import annotations
 
 import enum
 
+from swarm.client.chain.reply_clock import ReplyClock
 from swarm.client.wire.reply_checks import OutputShape
 from swarm.client.wire.reply_timeout import TimeoutEstimator
-from swarm.data_structures import HopTiming
 from swarm.errors import (
     PeerLost,
     PeerTimeout,
@@ -50,8 +50,6 @@ from swarm.errors import (
 
 NO_STEP = -1
 """Stands for a step's number where there is no step."""
-
-NO_DEADLINE = float("inf")
 
 MAX_RETRIES = 3
 """Repairs of one server that are tried before it has answered something new."""
@@ -77,7 +75,6 @@ class HopProgress:
         rejected: number of the last step that it refused as it was pushed.
         received: number of the last step whose input has come to this client.
         catch_up_to: number of the last step that had begun when the cache was refilled.
-        deadline: when the awaited answer should have come; infinite if none is awaited.
         error: why the hop cannot go on.
         leaving: the server's announcement that it is going to leave; it still answers what it was handed.
         stale: the cache may hold a step that was given up, or too little, and has to be refilled.
@@ -86,7 +83,7 @@ class HopProgress:
         push_refused: it refused a pushed step, and this client has not yet dealt with that.
         pushes_onward: it was told to push to the server behind. It may not know yet that it is not to any more.
         last_was_pushed: whether it handed the outputs of its last answered step to the server behind, as it says.
-        timing: of the steps that were begun together with the current one; None before the first.
+        clock: when the awaited answers are due, and how long the answers took.
 
     Args:
         server: the server, for error messages.
@@ -95,15 +92,13 @@ class HopProgress:
 
     def __init__(self, server: str, timeouts: TimeoutEstimator) -> None:
         self.replied = self.delivered = self.pushed = self.rejected = self.received = self.catch_up_to = NO_STEP
-        self.deadline = NO_DEADLINE
+        self.clock = ReplyClock(timeouts)
         self.error: Exception | None = None
         self.leaving: ServerClosing | None = None
         self.stale = self.replaced = False
         self.retries = 0
         self.push_refused = self.pushes_onward = self.last_was_pushed = False
-        self.timing: HopTiming | None = None
         self._server = server
-        self._timeouts = timeouts
         self._expected: dict[int, OutputShape] = {}
         self._void: set[int] = set()
         self._newest_reply = NO_STEP
@@ -111,9 +106,6 @@ class HopProgress:
         self._seen_pushes: set[int] = set()
         """Steps that were pushed, whatever became of that: a step that is refused may be one of those."""
         self._first_of_call = 0
-        self._clock_start = 0.0
-        self._timed_step = NO_STEP
-        """Number of the step that is known to have become the server's next one at `_clock_start`."""
 
     # What others ask
 
@@ -149,11 +141,7 @@ class HopProgress:
     def send_timeout(self, number: int) -> float:
         """Seconds that the server gets to read step `number`: it computes those before it first."""
         tokens = sum(self._expected[earlier].tokens for earlier in self.awaited() if earlier < number)
-        return self._timeouts.allowed(tokens + self._expected[number].tokens)
-
-    def replay_timeout(self, tokens: int) -> float:
-        """Seconds that the server gets to compute `tokens` past tokens."""
-        return self._timeouts.allowed(tokens)
+        return self.clock.timeout(tokens + self._expected[number].tokens)
 
     def can_answer(self, next_step: int) -> bool:
         """Whether a server that expects step `next_step` next can still answer all that it has not answered.
@@ -182,7 +170,7 @@ class HopProgress:
     def on_expected(self, number: int, outputs: OutputShape, now: float) -> None:
         """A step is going to come to the server, from this client or from the server before."""
         self._expected[number] = outputs
-        self._clock_start = now
+        self.clock.on_expected(now)
 
     def on_input_received(self, number: int) -> None:
         """The input of a step has come to this client."""
@@ -208,12 +196,8 @@ class HopProgress:
         if number > min(self.awaited()):
             self._on_reply_missed(number)
             return False
-        outputs = self._expected[number]
-        seconds = compute_seconds  # if the answer overtakes the notice that the step was pushed: its start is not known
-        if self._timed_step == number:
-            seconds = now - self._clock_start
-            self._timeouts.answered(seconds, outputs.tokens)
-        self._add_timing(number, HopTiming(seconds, compute_seconds))
+        continues = number > self._first_of_call
+        self.clock.on_reply(number, self._expected[number].tokens, compute_seconds, continues, now)
         self.replied, self.last_was_pushed = number, was_pushed
         if number > self._newest_reply:
             self._newest_reply, self.retries = number, 0
@@ -222,8 +206,6 @@ class HopProgress:
         self._expected = {step: outputs for step, outputs in self._expected.items() if step >= oldest}
         self._void = {step for step in self._void if step > number}
         self._seen_pushes = {step for step in self._seen_pushes if step > number}
-        self.deadline = NO_DEADLINE
-        self._clock_start = now
         for following in self.awaited()[:1]:
             self._start_clock(following, now)
         return True
@@ -297,7 +279,7 @@ class HopProgress:
         """The cache is as it was after step `done`; later steps have to be handed over again."""
         self.stale = False
         self.replied = self.delivered = self.pushed = done
-        self.deadline = NO_DEADLINE
+        self.clock.stop()
 
     def on_repair_ended(self, failure: Exception | None) -> None:
         """A repair has ended, well if `failure` is None."""
@@ -350,20 +332,13 @@ class HopProgress:
         return number <= self.delivered and not (isinstance(error, WrongPosition) and number in self._seen_pushes)
 
     def _start_clock(self, number: int, now: float) -> None:
-        """The step is on its way, or next at the server: all that are under way have their time from now on.
-
-        That runs from when the first of them came to be the first.
-        """
+        """Step `number` is on its way to the server, or the next one there."""
         under_way = [number for number in self.awaited() if self.is_handed(number)]
-        if not under_way:
-            return
-        if number == under_way[0]:
-            self._clock_start, self._timed_step = now, number
-        tokens = sum(self._expected[step].tokens for step in under_way)
-        self.deadline = self._clock_start + self._timeouts.allowed(tokens)
+        if under_way:
+            tokens = sum(self._expected[step].tokens for step in under_way)
+            self.clock.on_handed(number, under_way[0], tokens, now)
 
-    def _add_timing(self, number: int, timing: HopTiming) -> None:
-        """Add up what the steps of one call took."""
-        if self.timing is not None and number > self._first_of_call:
-            timing = HopTiming(self.timing.total + timing.total, self.timing.compute + timing.compute)
-        self.timing = timing
+    @property
+    def deadline(self) -> float:
+        """When the next awaited answer should have come; infinite if none is awaited."""
+        return self.clock.deadline

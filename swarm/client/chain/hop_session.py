@@ -169,7 +169,7 @@ class HopSession:
         self.progress.on_replay_begun()
         outputs = OutputShape(hidden.tokens, hidden.hidden_size)
         self._replay_outputs = outputs if want_outputs else None
-        timeout = self.progress.replay_timeout(hidden.tokens)
+        timeout = self.progress.clock.timeout(hidden.tokens)
         self._unanswered_replays += 1
         try:
             await self._send(request, hidden.payload, timeout)

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from swarm.client.chain.hop_progress import NO_DEADLINE, NO_STEP
+from swarm.client.chain.hop_progress import NO_STEP
+from swarm.client.chain.reply_clock import NO_DEADLINE
 
 
 class HopState(Protocol):
@@ -24,8 +25,10 @@ class HopState(Protocol):
     delivered: int
     pushed: int
     catch_up_to: int
-    deadline: float
     stale: bool
+
+    @property
+    def deadline(self) -> float: ...
 
     @property
     def leaving(self) -> Exception | None: ...

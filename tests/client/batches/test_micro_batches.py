@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from swarm.client.batches.micro_batches import split_into_micro_batches
-from swarm.client.chain.prompt_chunks import LARGEST
+from swarm.client.chain.prompt_chunks import MAX_CHUNK_TOKENS
 from swarm.data_structures import ServerInfo
 from tests.infos import server_info
 
@@ -59,4 +59,4 @@ def test_every_row_is_in_one_and_they_are_about_as_large(counts, hops, forward, 
     assert list(itertools.chain(*groups)) == list(range(len(counts)))
     assert all(groups)
     for group in groups:
-        assert sum(counts[row] for row in group) < LARGEST + max(counts)
+        assert sum(counts[row] for row in group) < MAX_CHUNK_TOKENS + max(counts)

@@ -91,8 +91,8 @@ def test_it_says_what_it_wants_and_hands_on_what_it_gets():
         await one.ask(1, second)
         assert one.outputs == [(0, OUTPUTS), (1, PackedHidden(b"p" * 24, 3, HIDDEN, WireFormat.FLOAT16, "float32"))]
         assert one.changes == 2
-        assert one.progress.timing is not None
-        assert one.progress.timing.compute == 0.001
+        assert one.progress.clock.timing is not None
+        assert one.progress.clock.timing.compute == 0.001
         await one.close()
         await asyncio.sleep(0.1)
         assert server.open_streams == 0
@@ -339,17 +339,17 @@ def test_an_answer_that_overtakes_the_word_of_the_push_says_nothing_of_the_time(
         one = Session(swarm)
         await one.open()
         one.expect(0, OutputShape(3, HIDDEN))
-        before = one.progress._timeouts.allowed(3)
+        before = one.progress.clock.timeout(3)
         await asyncio.sleep(5)
         await server.say(*reply(0))
-        assert one.progress.timing.total == one.progress.timing.compute
-        assert one.progress._timeouts.allowed(3) == before
+        assert one.progress.clock.timing.total == one.progress.clock.timing.compute
+        assert one.progress.clock.timeout(3) == before
         one.expect(1, OutputShape(3, HIDDEN))
         await asyncio.sleep(5)
         one.progress.on_pushed(1, True, time.perf_counter())
         await asyncio.sleep(0.25)
         await server.say(*reply(1))
-        assert 0.25 <= one.progress.timing.total < 1
+        assert 0.25 <= one.progress.clock.timing.total < 1
 
     run(scenario)
 

@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.client.chain.prompt_chunks import (
-    IN_FLIGHT,
-    LARGEST,
-    LARGEST_OVERHEAD,
-    LEAST_OVERHEAD,
-    OVERHEAD,
-    SMALLEST,
+    DEFAULT_OVERHEAD_TOKENS,
+    MAX_CHUNK_TOKENS,
+    MAX_OVERHEAD_TOKENS,
+    MAX_TOKENS_IN_FLIGHT,
+    MIN_CHUNK_TOKENS,
+    MIN_OVERHEAD_TOKENS,
+    chunk_overhead,
     chunk_slots,
-    overhead,
-    window,
+    max_chunks_in_flight,
 )
 from swarm.data_structures import ServerInfo
 from tests.infos import server_info
@@ -38,11 +38,11 @@ def turns(slots: int, size: int, hops: int, cost: float) -> float:
     ("slots", "rows", "hops", "expected"),
     [
         (1, 1, 3, 1),
-        (SMALLEST, 1, 3, SMALLEST),
+        (MIN_CHUNK_TOKENS, 1, 3, MIN_CHUNK_TOKENS),
         (512, 1, 1, 512),
         (512, 1, 3, 64),
         (512, 8, 3, 23),
-        (8192, 1, 1, LARGEST),
+        (8192, 1, 1, MAX_CHUNK_TOKENS),
         (8192, 1, 3, 256),
     ],
 )
@@ -60,35 +60,37 @@ def test_where_the_first_chunk_goes_alone_it_has_to_pay_twice():
 
 def test_servers_that_lose_much_with_each_chunk_get_fewer():
     quick, slow = (chunk_slots(2048, 1, servers(3, rate)) for rate in (400.0, 6400.0))
-    assert quick < slow <= LARGEST
+    assert quick < slow <= MAX_CHUNK_TOKENS
 
 
 def test_what_a_chunk_costs_is_what_servers_say_within_bounds():
-    assert overhead(servers(3)) == OVERHEAD == overhead([])
-    assert overhead(servers(3, 2000.0)) == 20.0
-    assert overhead([*servers(2, 2000.0), *servers(1, 9e9)]) == 20.0  # one that boasts changes nothing
-    assert overhead(servers(1, 1e9)) == LARGEST_OVERHEAD
-    assert overhead(servers(1, 101.0)) == LEAST_OVERHEAD
-    assert overhead(servers(1, 100.0)) == OVERHEAD
+    assert chunk_overhead(servers(3)) == DEFAULT_OVERHEAD_TOKENS == chunk_overhead([])
+    assert chunk_overhead(servers(3, 2000.0)) == 20.0
+    assert chunk_overhead([*servers(2, 2000.0), *servers(1, 9e9)]) == 20.0  # one that boasts changes nothing
+    assert chunk_overhead(servers(1, 1e9)) == MAX_OVERHEAD_TOKENS
+    assert chunk_overhead(servers(1, 101.0)) == MIN_OVERHEAD_TOKENS
+    assert chunk_overhead(servers(1, 100.0)) == DEFAULT_OVERHEAD_TOKENS
 
 
 @given(st.integers(1, 8192), st.integers(1, 64), st.integers(0, 12), st.sampled_from([0.0, 500.0, 4000.0]))
 def test_bounds(slots, rows, hops, rate):
     size = chunk_slots(slots, rows, servers(hops, rate))
     assert 1 <= size <= slots
-    assert size * rows <= LARGEST + rows
+    assert size * rows <= MAX_CHUNK_TOKENS + rows
     chunks = math.ceil(slots / size)
-    assert chunks == 1 or slots * rows / chunks >= SMALLEST / 2
+    assert chunks == 1 or slots * rows / chunks >= MIN_CHUNK_TOKENS / 2
     assert chunks * size - slots < size, "no chunk is empty"
 
 
 @given(st.integers(256, 8192), st.integers(2, 8))
 def test_nothing_else_is_much_quicker(slots, hops):
     size = chunk_slots(slots, 1, servers(hops))
-    best = min(turns(slots, other, hops, OVERHEAD) for other in range(SMALLEST, LARGEST + 1))
-    assert turns(slots, size, hops, OVERHEAD) <= 1.15 * best
+    best = min(
+        turns(slots, other, hops, DEFAULT_OVERHEAD_TOKENS) for other in range(MIN_CHUNK_TOKENS, MAX_CHUNK_TOKENS + 1)
+    )
+    assert turns(slots, size, hops, DEFAULT_OVERHEAD_TOKENS) <= 1.15 * best
 
 
 @given(st.integers(1, 8192))
 def test_a_window_keeps_a_server_busy_and_does_not_flood_it(tokens):
-    assert window(tokens) == 2 or 2 < window(tokens) <= IN_FLIGHT / tokens
+    assert max_chunks_in_flight(tokens) == 2 or 2 < max_chunks_in_flight(tokens) <= MAX_TOKENS_IN_FLIGHT / tokens

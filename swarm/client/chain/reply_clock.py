@@ -1,0 +1,64 @@
+"""When the awaited answers of one server are due, and how long its answers took. Pure: the time is handed in."""
+
+from __future__ import annotations
+
+from swarm.client.wire.reply_timeout import TimeoutEstimator
+from swarm.data_structures import HopTiming
+
+NO_DEADLINE = float("inf")
+
+
+class ReplyClock:
+    """The deadline of the steps under way at one server. Times are seconds on the clock of the caller.
+
+    The steps under way share one deadline, which runs from when the first of them became the server's next one.
+
+    Attributes:
+        deadline: when the next answer should have come; infinite if none is awaited.
+        timing: what the steps of the newest call took together; None before the first answer.
+
+    Args:
+        timeouts: learns from the answers how long they may take.
+    """
+
+    def __init__(self, timeouts: TimeoutEstimator) -> None:
+        self.deadline = NO_DEADLINE
+        self.timing: HopTiming | None = None
+        self._timeouts = timeouts
+        self._start = 0.0
+        self._timed_step: int | None = None
+        """The step that is known to have become the server's next one at `_start`."""
+
+    def timeout(self, tokens: int) -> float:
+        """Seconds that `tokens` may take."""
+        return self._timeouts.allowed(tokens)
+
+    def on_expected(self, now: float) -> None:
+        """A step is going to come to the server."""
+        self._start = now
+
+    def on_handed(self, number: int, first: int, tokens: int, now: float) -> None:
+        """Step `number` is on its way to the server, where `first` is the next one.
+
+        Args:
+            tokens: of all steps under way.
+        """
+        if number == first:
+            self._start, self._timed_step = now, number
+        self.deadline = self._start + self._timeouts.allowed(tokens)
+
+    def on_reply(self, number: int, tokens: int, compute_seconds: float, continues: bool, now: float) -> None:
+        """The server has answered a step of so many tokens, which `continues` the call of the step before."""
+        seconds = compute_seconds  # if the answer overtakes the notice of a push, the step's start is not known
+        if self._timed_step == number:
+            seconds = now - self._start
+            self._timeouts.answered(seconds, tokens)
+        timing = HopTiming(seconds, compute_seconds)
+        if self.timing is not None and continues:
+            timing = HopTiming(self.timing.total + timing.total, self.timing.compute + timing.compute)
+        self.timing = timing
+        self.deadline, self._start = NO_DEADLINE, now
+
+    def stop(self) -> None:
+        """Nothing is under way."""
+        self.deadline = NO_DEADLINE

@@ -1,0 +1,53 @@
+"""Deadlines and timings of one server's answers."""
+
+from __future__ import annotations
+
+import pytest
+
+from swarm.client.chain.reply_clock import NO_DEADLINE, ReplyClock
+from swarm.client.wire.reply_timeout import TimeoutEstimator
+from swarm.data_structures import HopTiming
+
+
+def clock() -> ReplyClock:
+    return ReplyClock(TimeoutEstimator(0.1, 0.01, 60.0))
+
+
+def test_the_deadline_runs_from_when_the_first_step_became_the_next_one():
+    one = clock()
+    one.on_handed(0, 0, 1, now=10.0)
+    assert one.deadline == 10.0 + one.timeout(1)
+    one.on_handed(1, 0, 2, now=15.0)
+    assert one.deadline == 10.0 + one.timeout(2)
+    one.on_reply(0, 1, 0.5, False, now=16.0)
+    assert one.deadline == NO_DEADLINE
+    one.on_handed(1, 1, 1, now=16.0)
+    assert one.deadline == 16.0 + one.timeout(1)
+    one.stop()
+    assert one.deadline == NO_DEADLINE
+
+
+def test_the_steps_of_a_call_are_timed_together():
+    one = clock()
+    one.on_handed(0, 0, 1, now=0.0)
+    one.on_reply(0, 1, 0.5, False, now=1.0)
+    assert one.timing == HopTiming(1.0, 0.5)
+    one.on_handed(1, 1, 1, now=1.0)
+    one.on_reply(1, 1, 0.25, True, now=3.0)
+    assert one.timing == HopTiming(3.0, 0.75)
+    one.on_handed(2, 2, 1, now=3.0)
+    one.on_reply(2, 1, 0.25, False, now=4.0)
+    assert one.timing == HopTiming(1.0, 0.25)
+
+
+def test_an_answer_whose_start_is_not_known_teaches_nothing():
+    one = clock()
+    before = one.timeout(1)
+    one.on_expected(now=0.0)
+    one.on_reply(0, 1, 0.5, False, now=100.0)
+    assert one.timing == HopTiming(0.5, 0.5)
+    assert one.timeout(1) == before
+    one.on_handed(1, 1, 1, now=100.0)
+    one.on_reply(1, 1, 0.5, False, now=130.0)
+    assert one.timeout(1) > before
+    assert one.timing == HopTiming(pytest.approx(30.0), 0.5)
