@@ -1,7 +1,7 @@
 """Into how many chunks a prompt is cut, so that all servers of a chain work on it at once. Pure.
 
 With h servers and m chunks the last chunk leaves the last server after m + h - 1 turns (GPipe; MDI-LLM). Few chunks
-leave servers idle while the pipeline fills and empties. Many chunks cost more in all, because each chunk has an overhead
+leave servers idle while the pipeline fills and empties. Many chunks cost more in all, because each has an overhead
 beside its tokens: the weights are read once a chunk. The best m lies in between.
 """
 
