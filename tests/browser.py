@@ -14,11 +14,11 @@ from typing import Any
 
 from playwright.sync_api import Browser, BrowserContext, Page, Route, expect, sync_playwright
 
-from swarm.gateway.middleware import HEADERS
+from swarm.web.security_headers import SECURITY_HEADERS
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "swarm" / "gateway" / "page"
-PALETTE = ROOT / "swarm" / "monitor" / "page" / "palette.css"
+PALETTE = ROOT / "swarm" / "web" / "page" / "palette.css"
 PICTURES = ROOT / "artifacts"
 """Where tests leave what they saw."""
 
@@ -82,13 +82,13 @@ def serve_files(context: BrowserContext, models: list[dict[str, Any]] | None = N
         if path == "/v1/models":
             route.fulfill(body=json.dumps({"object": "list", "data": listed}), content_type="application/json")
             return
-        name = "index.html" if path == "/" else Path(path).name
+        name = "index.html" if path == "/" else path.removeprefix("/page/")
         file = PALETTE if name == PALETTE.name else PAGE / name
         if not (path == "/" or path.startswith("/page/")) or not file.is_file():
             route.fulfill(status=404, body="{}", content_type="application/json")
             return
         kind = mimetypes.guess_type(file.name)[0] or "application/octet-stream"
-        route.fulfill(body=file.read_bytes(), content_type=kind, headers={**HEADERS, "Content-Type": kind})
+        route.fulfill(body=file.read_bytes(), content_type=kind, headers={**SECURITY_HEADERS, "Content-Type": kind})
 
     context.route(f"{HOST}/**", answer)
 

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from swarm.gateway.service import Settings
+from swarm.gateway.settings import GatewaySettings
 from tests.swarms import FORKS, START_TIMEOUT, STOP_TIMEOUT, TestSwarm
 
 
@@ -57,9 +57,9 @@ def run_gateway(
     swarm: TestSwarm,
     models: Sequence[str | Path] = (),
     *,
-    settings: Settings | None = None,
+    settings: GatewaySettings | None = None,
     keys: Path | None = None,
-    shows_swarm: bool = False,
+    with_monitor: bool = False,
     **options: Any,
 ) -> Iterator[GatewayProcess]:
     """A gateway of the swarm's model, or of `models`; ends with the block.
@@ -70,7 +70,7 @@ def run_gateway(
     options = {"initial_peers": swarm.addresses, "wire": "none", **options}
     sources = [str(model) for model in models] or [swarm.model]
     ours, theirs = FORKS.Pipe()
-    arguments = (sources, options, settings or Settings(), keys, shows_swarm, theirs, swarm.folder)
+    arguments = (sources, options, settings or GatewaySettings(), keys, with_monitor, theirs, swarm.folder)
     process = FORKS.Process(target=_serve, args=arguments, daemon=True)
     process.start()
     theirs.close()
@@ -94,15 +94,15 @@ def run_gateway(
 def _serve(
     sources: list[str],
     options: dict[str, Any],
-    settings: Settings,
+    settings: GatewaySettings,
     keys: Path | None,
-    shows_swarm: bool,
+    with_monitor: bool,
     connection: Connection,
     folder: str,
 ) -> None:
     import torch
 
-    from swarm.gateway.running import Listening, run
+    from swarm.gateway.lifecycle import ListenAddress, serve_gateway
     from swarm.transport.p2p import quiet_hivemind
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test runner
@@ -110,7 +110,7 @@ def _serve(
     torch.set_num_threads(1)
     quiet_hivemind()
     try:
-        run(sources, options, settings, keys, Listening("127.0.0.1", 0), shows_swarm, connection.send)
+        serve_gateway(sources, options, settings, keys, ListenAddress("127.0.0.1", 0), with_monitor, connection.send)
     except Exception as error:
         connection.send(error)
         raise

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from swarm.common import console
-from swarm.gateway import keys
+from swarm.gateway.admission import api_keys
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -42,7 +42,7 @@ def add(
     name: str, path: Path, requests_per_minute: int | None, tokens_per_minute: int | None, concurrent: int | None
 ) -> None:
     """Make a key for NAME and print its secret. It is shown this once: the file holds only its hash."""
-    secret = keys.add(path, name, keys.Limits(requests_per_minute, tokens_per_minute, concurrent))
+    secret = api_keys.add_key(path, name, api_keys.KeyLimits(requests_per_minute, tokens_per_minute, concurrent))
     click.echo(secret)
     click.echo(f"{path} has the key {name} now. Keep the secret: it cannot be shown again.", err=True)
 
@@ -52,7 +52,7 @@ def add(
 @console.exit_codes
 def list_keys(path: Path) -> None:
     """Print each key's name and limits."""
-    found = sorted(keys.KeyFile.read(path).keys.values(), key=lambda key: key.name)
+    found = sorted(api_keys.KeyFile.read(path).keys.values(), key=lambda key: key.name)
     width = max((len(key.name) for key in found), default=0)
     for key in found:
         click.echo(f"{key.name:<{width}}  {_limits(key.limits)}")
@@ -66,11 +66,11 @@ def list_keys(path: Path) -> None:
 @console.exit_codes
 def remove(name: str, path: Path) -> None:
     """Take away NAME's key. What it asked for before is still answered."""
-    keys.remove(path, name)
+    api_keys.remove_key(path, name)
     click.echo(f"{path} has no key {name} any more.", err=True)
 
 
-def _limits(limits: keys.Limits) -> str:
+def _limits(limits: api_keys.KeyLimits) -> str:
     parts = {
         "requests/min": limits.requests_per_minute,
         "tokens/min": limits.tokens_per_minute,

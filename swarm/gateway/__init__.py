@@ -1,1 +1,1 @@
-"""The swarm behind OpenAI's HTTP interface, with a page to chat on."""
+"""A gateway: serves models of the swarm over OpenAI's HTTP interface, and a chat page."""

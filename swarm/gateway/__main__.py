@@ -1,4 +1,4 @@
-"""`python -m swarm.gateway`, also `swarm gateway`."""
+"""The command `swarm gateway`, also `python -m swarm.gateway`."""
 
 from __future__ import annotations
 
@@ -18,41 +18,46 @@ logger = logging.getLogger("swarm.gateway")
 @click.command(name="gateway", cls=console.MultiAddressCommand, context_settings={"show_default": True})
 @click.argument("models", nargs=-1, metavar="[MODEL]...")
 @console.initial_peers_option
-@click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 for all of this machine's.")
+@click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 for all addresses of this machine.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, help="0 takes any free port.")
 @click.option(
     "--keys",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="File of keys, see `swarm keys`. Without it everybody who reaches the gateway may use it.",
+    help="Key file, see `swarm keys`. Without it, everyone who can reach the gateway may use it.",
 )
 @click.option(
     "--concurrent",
     type=click.IntRange(1, 256),
     default=64,
-    help="Answers that are computed at once. A server takes 256 sessions of one client.",
+    help="Answers generated at the same time. A server accepts 256 sessions of one client.",
 )
-@click.option("--queue", type=click.IntRange(0, 65536), default=256, help="Requests that may wait; others get 429.")
-@click.option("--max-request", default="2MB", metavar="SIZE", help="Largest request that is read.")
 @click.option(
-    "--default-max-tokens", type=click.IntRange(min=1), default=1024, help="Length of answers that ask for none."
+    "--queue", type=click.IntRange(0, 65536), default=256, help="Requests that may wait. Further ones get status 429."
+)
+@click.option("--max-request", default="2MB", metavar="SIZE", help="Size limit of a request.")
+@click.option(
+    "--default-max-tokens",
+    type=click.IntRange(min=1),
+    default=1024,
+    help="Length limit of answers whose request sets none.",
 )
 @click.option(
     "--cors",
     multiple=True,
     metavar="ORIGIN",
-    help="Web page from elsewhere that may use the gateway, such as https://chat.example; may be repeated.",
+    help="Other web site whose pages may use the gateway, such as https://chat.example. May be repeated.",
 )
 @click.option("--monitor/--no-monitor", default=True, help="Show the swarm at /monitor/.")
 @click.option(
     "--public-status",
     is_flag=True,
-    help="Show /metrics and /monitor/ without a key, though the gateway has keys.",
+    help="Show /metrics and /monitor/ without a key, even if the gateway has keys.",
 )
-@click.option("--wire", default="auto", help="How hidden states travel: auto, none, float16, bfloat16, blockwise8.")
-@click.option("--wait-for-blocks", type=click.FloatRange(0), default=60.0, help="Seconds to wait for missing blocks.")
+@click.option("--wire", default="auto", help="Wire format of hidden states: auto, none, float16, bfloat16, blockwise8.")
 @click.option(
-    "--cache-dir", type=click.Path(file_okay=False, path_type=Path), help="Where files from the hub are kept."
+    "--wait-for-blocks", type=click.FloatRange(0), default=60.0, help="Seconds that a request waits for missing blocks."
 )
+@click.option("--cache-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder for files from the hub.")
 @click.option("--threads", type=click.IntRange(min=1), help="Torch threads.  [default: torch's choice]")
 @console.log_format_option
 @console.exit_codes
@@ -75,38 +80,38 @@ def main(
     threads: int | None,
     log_format: str,
 ) -> None:
-    """Serve MODELs of the swarm to whatever speaks OpenAI's HTTP interface, and to people by a chat page.
+    """Serve MODELs of the swarm over OpenAI's HTTP interface, with a chat page for the browser.
 
-    A MODEL is a local folder or a hub id, as for the server; without one it is the demo model.
+    A MODEL is a local folder or a hub id, as for the server. The default is the demo model.
     """
     try:
-        request_bytes = ByteSize.read(max_request)
+        max_request_bytes = ByteSize.read(max_request)
     except ValueError as error:
         raise InvalidOption(f"--max-request {max_request}: {error}") from None
     console.log_lines(log_format)
 
     import torch
 
-    from swarm.gateway.running import Listening, run
-    from swarm.gateway.service import Settings
+    from swarm.gateway.lifecycle import ListenAddress, serve_gateway
+    from swarm.gateway.settings import GatewaySettings
     from swarm.transport.p2p import quiet_hivemind
 
     quiet_hivemind()
     if threads is not None:
         torch.set_num_threads(threads)
-    settings = Settings(
-        default_tokens=default_max_tokens,
-        request_bytes=request_bytes,
-        origins=cors,
-        concurrent=concurrent,
-        queue=queue,
+    settings = GatewaySettings(
+        default_max_tokens=default_max_tokens,
+        max_request_bytes=max_request_bytes,
+        cors_origins=cors,
+        max_concurrent_texts=concurrent,
+        max_waiting=queue,
         public_status=public_status,
     )
     options: dict[str, Any] = {"wire": wire, "wait_for_blocks": wait_for_blocks, "cache_dir": cache_dir}
     peers = console.split(initial_peers)
     if peers:
         options["initial_peers"] = peers
-    run(models or (None,), options, settings, keys, Listening(host, port), shows_swarm=monitor)
+    serve_gateway(models or (None,), options, settings, keys, ListenAddress(host, port), with_monitor=monitor)
 
 
 if __name__ == "__main__":

@@ -1,125 +1,117 @@
-"""The gateway's addresses."""
+"""The gateway's ASGI application: its routes and middleware."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
-from starlette.staticfiles import StaticFiles
 
-from swarm.gateway.endpoints import DETAILS, Generating
-from swarm.gateway.entrance import authorized
-from swarm.gateway.failures import ApiFailure, NotFound, WrongMethod
-from swarm.gateway.http import Json, failed, guarded
-from swarm.gateway.local_names import LocalNames
-from swarm.gateway.middleware import Lingering, Measured, SafeHeaders
-from swarm.gateway.service import Service
+from swarm.gateway.access.authentication import authenticate
+from swarm.gateway.access.cors import cors_middleware
+from swarm.gateway.access.host_check import HostCheck
+from swarm.gateway.endpoints import DETAILS_HEADER, GenerationEndpoints
+from swarm.gateway.gateway_state import GatewayState
+from swarm.gateway.http.middleware import AccessLog, RequestDraining
+from swarm.gateway.http.responses import JsonResponse, error_response, with_error_responses
+from swarm.gateway.openai.api_errors import ApiError, MethodNotAllowed, NotFound
+from swarm.gateway.openai.response_writers import model_object
 from swarm.metrics.registry import exposition
-from swarm.monitor.http_routes import PAGE as MONITOR_PAGE
+from swarm.web.page_files import PageFiles
+from swarm.web.security_headers import SecurityHeaders
 
-PAGE = Path(__file__).with_name("page")
-PALETTE = MONITOR_PAGE / "palette.css"
+PAGE_FOLDER = Path(__file__).with_name("page")
 
 
-def make_app(service: Service, more: Sequence[BaseRoute] = (), only_local: bool = False) -> Starlette:
+def make_app(gateway: GatewayState, more_routes: Sequence[BaseRoute] = (), check_host: bool = False) -> Starlette:
     """The ASGI application.
 
     Args:
-        more: further addresses, such as the monitor's.
-        only_local: answer to this machine's own names, and to those of the settings' origins.
+        more_routes: such as the monitor's.
+        check_host: whether to accept only this machine's own names, and those of the allowed origins.
     """
-    api, generating = _Api(service), Generating(service)
+    info, generation = _InfoEndpoints(gateway), GenerationEndpoints(gateway)
     routes: list[BaseRoute] = [
-        Route("/v1/models", guarded(api.models)),
-        Route("/v1/models/{name:path}", guarded(api.model)),
-        Route("/v1/chat/completions", guarded(generating.chat), methods=["POST"]),
-        Route("/v1/completions", guarded(generating.completion), methods=["POST"]),
-        Route("/healthz", guarded(api.healthy)),
-        Route("/readyz", guarded(api.ready)),
-        Route("/metrics", guarded(api.metrics)),
-        *more,
-        Route("/", _page),
-        Mount("/page", _PageFiles(directory=PAGE)),
+        Route("/v1/models", with_error_responses(info.models)),
+        Route("/v1/models/{name:path}", with_error_responses(info.model)),
+        Route("/v1/chat/completions", with_error_responses(generation.chat), methods=["POST"]),
+        Route("/v1/completions", with_error_responses(generation.completion), methods=["POST"]),
+        Route("/healthz", with_error_responses(info.health)),
+        Route("/readyz", with_error_responses(info.readiness)),
+        Route("/metrics", with_error_responses(info.metrics)),
+        *more_routes,
+        Route("/", _chat_page),
+        Mount("/page", PageFiles(PAGE_FOLDER)),
     ]
-    middleware = [Middleware(Lingering), Middleware(Measured, metrics=service.metrics), Middleware(SafeHeaders)]
-    if only_local:
-        middleware.append(Middleware(LocalNames, origins=service.settings.origins))
-    if service.settings.origins:
-        middleware.append(
-            Middleware(
-                CORSMiddleware,
-                allow_origins=list(service.settings.origins),
-                allow_methods=["GET", "POST"],
-                allow_headers=["Authorization", "Content-Type", DETAILS],
-                expose_headers=["Retry-After"],
-            )
-        )
+    middleware = [
+        Middleware(RequestDraining),
+        Middleware(AccessLog, metrics=gateway.metrics),
+        Middleware(SecurityHeaders),
+    ]
+    origins = gateway.settings.cors_origins
+    if check_host:
+        middleware.append(Middleware(HostCheck, origins=origins))
+    if origins:
+        middleware.append(cors_middleware(origins, [DETAILS_HEADER]))
     return Starlette(
         routes=routes,
         middleware=middleware,
-        exception_handlers={HTTPException: _no_such},
+        exception_handlers={HTTPException: _routing_error},
     )
 
 
-class _Api:
-    """The addresses that need the service."""
+class _InfoEndpoints:
+    """The endpoints that report the gateway's models and state."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, gateway: GatewayState) -> None:
+        self._gateway = gateway
 
     async def models(self, request: Request) -> Response:
-        await authorized(self._service, request.headers)
-        return Json({"object": "list", "data": [model.described() for model in self._service.models.values()]})
+        """`GET /v1/models`."""
+        await authenticate(self._gateway, request.headers)
+        models = [model_object(model) for model in self._gateway.models.values()]
+        return JsonResponse({"object": "list", "data": models})
 
     async def model(self, request: Request) -> Response:
-        await authorized(self._service, request.headers)
-        return Json(self._service.model(request.path_params["name"]).described())
+        """`GET /v1/models/NAME`."""
+        await authenticate(self._gateway, request.headers)
+        return JsonResponse(model_object(self._gateway.model(request.path_params["name"])))
 
-    async def healthy(self, request: Request) -> Response:
-        """The process works."""
-        return Json({"status": "ok"})
+    async def health(self, request: Request) -> Response:
+        """`GET /healthz`: the process works."""
+        return JsonResponse({"status": "ok"})
 
-    async def ready(self, request: Request) -> Response:
-        """The swarm can answer, too."""
-        await self._service.check_ready()
-        return Json({"status": "ready"})
+    async def readiness(self, request: Request) -> Response:
+        """`GET /readyz`: servers hold all blocks, so requests can be answered."""
+        await self._gateway.check_ready()
+        return JsonResponse({"status": "ready"})
 
     async def metrics(self, request: Request) -> Response:
-        if not self._service.settings.public_status:
-            await authorized(self._service, request.headers)
-        body, kind = exposition(self._service.registry)
-        return Response(body, media_type=kind)
+        """`GET /metrics`, for Prometheus."""
+        if not self._gateway.settings.public_status:
+            await authenticate(self._gateway, request.headers)
+        body, media_type = exposition(self._gateway.registry)
+        return Response(body, media_type=media_type)
 
 
-class _PageFiles(StaticFiles):
-    """The chat page's files, and the palette that it shares with the monitor."""
-
-    def lookup_path(self, path: str) -> tuple[str, os.stat_result | None]:
-        if path == PALETTE.name:
-            return str(PALETTE), PALETTE.stat()
-        return super().lookup_path(path)
+async def _chat_page(request: Request) -> Response:
+    return FileResponse(PAGE_FOLDER / "index.html")
 
 
-async def _page(request: Request) -> Response:
-    return FileResponse(PAGE / "index.html")
-
-
-async def _no_such(request: Request, error: Exception) -> Response:
+async def _routing_error(request: Request, error: Exception) -> Response:
+    """Starlette's 404 and 405 in OpenAI's form."""
     assert isinstance(error, HTTPException)
-    failure: ApiFailure
     path = request.url.path[:100]
+    reported: ApiError
     if error.status_code == 405:
-        failure = WrongMethod(f"{path} does not take {request.method}", code="method_not_allowed")
+        reported = MethodNotAllowed(f"{path} does not support {request.method}", code="method_not_allowed")
     else:
-        failure = NotFound(f"there is nothing at {path}", code="not_found")
-    reply = failed(failure)
-    reply.headers.update(error.headers or {})
-    return reply
+        reported = NotFound(f"there is nothing at {path}", code="not_found")
+    response = error_response(reported)
+    response.headers.update(error.headers or {})
+    return response

@@ -1,4 +1,4 @@
-"""The addresses at which something is generated: from a request to its reply, and what is free again at its end."""
+"""The endpoints that generate text: from a request to its response, and the release of everything that it held."""
 
 from __future__ import annotations
 
@@ -12,138 +12,160 @@ from typing import TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from swarm.gateway.answering import Answering, Chunk
-from swarm.gateway.entrance import authorized, check_origin
-from swarm.gateway.generation import Work
-from swarm.gateway.http import DONE, EventStream, Json, begun, event, read_body, unless_gone
-from swarm.gateway.keys import Key
-from swarm.gateway.limits import Refused, Ticket
-from swarm.gateway.prompts import chat_works, completion_works, echoed
-from swarm.gateway.replies import ChatReplies, Replies, TextReplies
-from swarm.gateway.requests import ChatRequest, CompletionRequest, read_chat, read_completion
-from swarm.gateway.service import ServedModel, Service
+from swarm.gateway.access.authentication import authenticate
+from swarm.gateway.access.cors import check_origin
+from swarm.gateway.admission.admission_control import AdmissionTicket
+from swarm.gateway.admission.api_keys import ApiKey
+from swarm.gateway.admission.rate_limits import NotAdmitted
+from swarm.gateway.gateway_state import GatewayState
+from swarm.gateway.http.disconnect import cancel_on_disconnect
+from swarm.gateway.http.event_stream import DONE_EVENT, EventStreamResponse, await_first_event, encode_event
+from swarm.gateway.http.request_body import read_body
+from swarm.gateway.http.responses import JsonResponse
+from swarm.gateway.openai.request_conversion import chat_request_sequences, completion_request_sequences
+from swarm.gateway.openai.request_schema import (
+    ChatRequest,
+    CompletionRequest,
+    parse_chat_request,
+    parse_completion_request,
+)
+from swarm.gateway.openai.response_stream import ResponseChunk, complete_response, stream_response
+from swarm.gateway.openai.response_writers import ChatResponseWriter, CompletionResponseWriter, ResponseWriter
+from swarm.generation.prompts import prompt_texts
+from swarm.generation.sequence_generation import SequenceRequest
+from swarm.generation.sequence_group import SequenceGroup
+from swarm.generation.served_model import ServedModel
 
-DETAILS = "x-swarm-details"
-"""Header of those who want to hear of routes and recoveries."""
+DETAILS_HEADER = "x-swarm-details"
+"""Header of requests whose response also reports routes and recoveries."""
 
 
 @dataclass(frozen=True)
-class Made:
-    """What a request comes to: its sequences, and who writes the reply."""
+class PreparedRequest:
+    """A request that is ready to be generated: its sequences, and the writer of its response."""
 
-    works: list[Work]
-    replies: Replies
+    sequences: list[SequenceRequest]
+    writer: ResponseWriter
+
+    @property
+    def reserved_tokens(self) -> int:
+        """The most tokens that prompts and answers may have together."""
+        return sum(len(sequence.prompt) + sequence.max_tokens for sequence in self.sequences)
 
 
-Asked = TypeVar("Asked", ChatRequest, CompletionRequest)
+ParsedRequest = TypeVar("ParsedRequest", ChatRequest, CompletionRequest)
 
 
-class Generating:
-    """Answers requests that generate.
+class GenerationEndpoints:
+    """Answers requests that generate text.
 
     Args:
-        service: what all requests share.
+        gateway: the state that all requests share.
     """
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, gateway: GatewayState) -> None:
+        self._gateway = gateway
 
     async def chat(self, request: Request) -> Response:
         """`POST /v1/chat/completions`."""
-        return await self._generate(request, read_chat, self._chat)
+        return await self._generate(request, parse_chat_request, self._prepare_chat)
 
     async def completion(self, request: Request) -> Response:
         """`POST /v1/completions`."""
-        return await self._generate(request, read_completion, self._completion)
+        return await self._generate(request, parse_completion_request, self._prepare_completion)
 
-    def _chat(self, asked: ChatRequest, served: ServedModel) -> Made:
-        works = chat_works(asked, served, self._service.settings.default_tokens)
-        return Made(works, ChatReplies(served.name, served.tokenizer, tells_usage=asked.include_usage))
+    def _prepare_chat(self, parsed: ChatRequest, served: ServedModel) -> PreparedRequest:
+        sequences = chat_request_sequences(parsed, served, self._gateway.settings.default_max_tokens)
+        writer = ChatResponseWriter(served.name, served.tokenizer, include_usage=parsed.include_usage)
+        return PreparedRequest(sequences, writer)
 
-    def _completion(self, asked: CompletionRequest, served: ServedModel) -> Made:
-        works = completion_works(asked, served)
-        prompts = echoed(works, served) if asked.echo else []
-        return Made(works, TextReplies(served.name, served.tokenizer, prompts, tells_usage=asked.include_usage))
+    def _prepare_completion(self, parsed: CompletionRequest, served: ServedModel) -> PreparedRequest:
+        sequences = completion_request_sequences(parsed, served)
+        echo = prompt_texts(sequences, served) if parsed.echo else []
+        writer = CompletionResponseWriter(served.name, served.tokenizer, echo, include_usage=parsed.include_usage)
+        return PreparedRequest(sequences, writer)
 
     async def _generate(
-        self, request: Request, read: Callable[[bytes], Asked], make: Callable[[Asked, ServedModel], Made]
-    ) -> Response:
-        began = time.perf_counter()
-        key = await authorized(self._service, request.headers)
-        self._check(key)
-        asked = read(await self._body(request))
-        served = self._service.model(asked.model)
-        request.state.model = served.name
-        made = await self._service.prepare(request.receive, key, partial(make, asked, served))
-        return await self._answer(request, key, asked, served, made, began)
-
-    async def _answer(
         self,
         request: Request,
-        key: Key | None,
-        asked: ChatRequest | CompletionRequest,
-        served: ServedModel,
-        made: Made,
-        began: float,
+        parse: Callable[[bytes], ParsedRequest],
+        prepare: Callable[[ParsedRequest, ServedModel], PreparedRequest],
     ) -> Response:
-        works = made.works
-        reserved = sum(len(work.prompt) + work.max_tokens for work in works)
-        answering = Answering(served, works, made.replies, asked.n or 1, began, self._service.metrics)
-        tells = DETAILS in request.headers
+        started_at = time.perf_counter()
+        key = await authenticate(self._gateway, request.headers)
+        with self._count_rejections():
+            self._gateway.admission.check_limits(key, 0)  # before anything is read or computed for the key
+        parsed = parse(await self._read_body(request))
+        served = self._gateway.model(parsed.model)
+        request.state.model = served.name
+        prepared = await self._gateway.run_in_thread(request.receive, key, partial(prepare, parsed, served))
+        group = SequenceGroup(served, prepared.sequences, parsed.n or 1, started_at, self._gateway.metrics)
+        return await self._respond(request, key, parsed, prepared, group)
+
+    async def _respond(
+        self,
+        request: Request,
+        key: ApiKey | None,
+        parsed: ChatRequest | CompletionRequest,
+        prepared: PreparedRequest,
+        group: SequenceGroup,
+    ) -> Response:
+        with_details = DETAILS_HEADER in request.headers
         async with AsyncExitStack() as stack:
-            ticket = await unless_gone(request.receive, self._let_in(stack, key, reserved, len(works)))
-            stack.callback(lambda: ticket.used(answering.usage["total_tokens"]))
-            stack.enter_context(self._service.open(answering))
-            await stack.enter_async_context(answering.running())
-            if not asked.stream:
-                body = await unless_gone(request.receive, answering.whole())
-                return Json({**body, "swarm": answering.progress.details} if tells else body)
-            events = _events(answering, asked.include_usage, tells)
-            if not tells:
-                # What fails before the first token gets its own status; who wants to hear of waiting hears at once.
-                events = await unless_gone(request.receive, begun(events))
-            stack.enter_context(self._service.metrics.stream())
-            over = partial(self._over, stack.pop_all())
-            return EventStream(events, self._service.settings.send_seconds, over)
+            admission = self._admit(stack, key, prepared.reserved_tokens, len(group))
+            ticket = await cancel_on_disconnect(request.receive, admission)
+            stack.callback(lambda: ticket.report_usage(group.total_tokens))
+            stack.enter_context(self._gateway.abortable(group))
+            await stack.enter_async_context(group.generating())
+            if not parsed.stream:
+                response = complete_response(group, prepared.writer, with_details=with_details)
+                return JsonResponse(await cancel_on_disconnect(request.receive, response))
+            events = _encoded_events(group, prepared.writer, parsed.include_usage, with_details)
+            if not with_details:
+                # An error before the first token gets its own status. With details, the stream starts at once.
+                events = await cancel_on_disconnect(request.receive, await_first_event(events))
+            stack.enter_context(self._gateway.metrics.stream())
+            on_end = partial(self._end_stream, stack.pop_all())
+            return EventStreamResponse(events, self._gateway.settings.send_timeout_s, on_end)
 
-    def _check(self, key: Key | None) -> None:
-        """Raises `Refused` before anything is read and computed for a key that has nothing left."""
-        with self._counted():
-            self._service.admission.check(key, 0)
+    async def _admit(self, stack: AsyncExitStack, key: ApiKey | None, tokens: int, texts: int) -> AdmissionTicket:
+        """Wait for admission, which ends when the stack is closed.
 
-    async def _let_in(self, stack: AsyncExitStack, key: Key | None, tokens: int, texts: int) -> Ticket:
-        """Wait for a place, which is free again when the stack is closed. Raises `Refused`."""
-        with self._counted():
-            return await stack.enter_async_context(self._service.admission.enter(key, tokens, texts))
+        Raises:
+            NotAdmitted: a limit is used up, or the queue is full.
+        """
+        with self._count_rejections():
+            return await stack.enter_async_context(self._gateway.admission.admit(key, tokens, texts))
 
     @contextmanager
-    def _counted(self) -> Iterator[None]:
+    def _count_rejections(self) -> Iterator[None]:
         try:
             yield
-        except Refused as error:
-            self._service.metrics.refused(error.scope)
+        except NotAdmitted as error:
+            self._gateway.metrics.refused(error.scope)
             raise
 
-    async def _body(self, request: Request) -> bytes:
-        settings = self._service.settings
-        check_origin(request.headers, settings.origins)
-        body = await read_body(request, settings.request_bytes, settings.read_seconds, self._service.room)
-        self._service.metrics.received(len(body))
+    async def _read_body(self, request: Request) -> bytes:
+        settings = self._gateway.settings
+        check_origin(request.headers, settings.cors_origins)
+        body = await read_body(request, settings.max_request_bytes, settings.read_timeout_s, self._gateway.body_memory)
+        self._gateway.metrics.received(len(body))
         return body
 
-    async def _over(self, stack: AsyncExitStack, was_read: bool) -> None:
-        """A stream has come to its end."""
+    async def _end_stream(self, stack: AsyncExitStack, was_read: bool) -> None:
         if not was_read:
-            self._service.metrics.disconnected()
+            self._gateway.metrics.disconnected()
         await stack.aclose()
 
 
-async def _events(answering: Answering, include_usage: bool, tells: bool) -> AsyncGenerator[bytes]:
-    """The encoded events of a stream."""
-    async with aclosing(answering.stream(include_usage)) as parts:
+async def _encoded_events(
+    group: SequenceGroup, writer: ResponseWriter, include_usage: bool, with_details: bool
+) -> AsyncGenerator[bytes]:
+    """The events of a streamed response."""
+    async with aclosing(stream_response(group, writer, include_usage)) as parts:
         async for part in parts:
-            if isinstance(part, Chunk):
-                yield event(part.body)
-            elif tells:
-                yield event(part.body, "swarm")
-    yield DONE
+            if isinstance(part, ResponseChunk):
+                yield encode_event(part.body)
+            elif with_details:
+                yield encode_event(part.body, "swarm")
+    yield DONE_EVENT

@@ -1,1 +1,2 @@
-"""Generating text for people: sampling, pieces of text, stop sequences, tool calls and wanted forms. Free of HTTP."""
+"""Text generation without HTTP: prompts, sampling, stop sequences, tool calls, response formats, and one swarm session
+for each sequence. The gateway and the chat in the terminal are built on it."""

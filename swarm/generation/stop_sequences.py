@@ -1,15 +1,18 @@
-"""Stop sequences: where a text has to end, though its pieces come one by one."""
+"""Stop sequences in a text that comes in pieces."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 
-class Stops:
-    """Lets text through until one of `stops` comes, which does not get through any more.
+class StopSequenceFilter:
+    """Passes text on until one of the stop sequences occurs. The stop sequence itself is not passed on.
 
     Args:
         stops: texts that are not empty.
+
+    Attributes:
+        hit: a stop sequence has occurred.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -18,11 +21,11 @@ class Stops:
         self.hit = False
 
     def feed(self, text: str) -> str:
-        """What of the text so far may be shown now. What may be the beginning of a stop is held back."""
+        """Add text, and return what may be shown now. What may be the beginning of a stop sequence is held back."""
         if self.hit or not self._stops:
             return "" if self.hit else text
         text = self._held + text
-        # The one that ends first, so that it does not matter in which pieces the text comes.
+        # The one that ends first, so that the result does not depend on how the text is divided into pieces.
         found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             self.hit, self._held = True, ""
@@ -31,8 +34,8 @@ class Stops:
         shown, self._held = text[: len(text) - held], text[len(text) - held :]
         return shown
 
-    def end(self) -> str:
-        """What was held back and turned out to be no stop."""
+    def finish(self) -> str:
+        """The text that was held back and is not a stop sequence."""
         held, self._held = self._held, ""
         return held
 

@@ -1,10 +1,10 @@
-"""Reads calls of tools out of an answer while it is written (pure).
+"""The tools that a request offers, and the parser that finds tool calls in an answer while it is written (pure).
 
-Laws:
-- How the text is cut into pieces changes nothing: the same content and the same calls come out.
-- Nothing of a mark is given out as content while it may still become a call. What turns out to be none is content, as
-  it was written: a call of a function that nobody offered, too.
-- What is held back is bounded by `LONGEST`, and every character is looked at a bounded number of times.
+Laws of the parser:
+- How the text is divided into pieces changes nothing: content and calls come out the same.
+- No part of a marker is returned as content while it may still become a call. What turns out not to be a call is
+  returned as content, as it was written; so is a call of a function that was not offered.
+- What is held back is at most `MAX_CALL_CHARACTERS`, and every character is read a bounded number of times.
 """
 
 from __future__ import annotations
@@ -13,56 +13,103 @@ import enum
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import msgspec
 
 from swarm.generation.tool_syntax import ToolSyntax, tool_syntax
 
-__all__ = ["ToolCall", "ToolParser", "ToolSyntax", "tool_syntax"]
+__all__ = ["ToolCall", "ToolCallParser", "ToolFunction", "ToolOptions", "ToolSyntax", "tool_syntax"]
 
-LONGEST = 1 << 17
-"""Characters of a call. More are content."""
+MAX_CALL_CHARACTERS = 1 << 17
+"""Longer calls are content."""
 
-LONGEST_HEAD = 256
-"""Characters between a mark and its object."""
+MAX_CALL_HEAD_CHARACTERS = 256
+"""Characters between a marker and its JSON object."""
 
-_INSIDE = re.compile(r'[{}"]')
-_IN_STRING = re.compile(r'["\\]')
+_BRACE_OR_QUOTE = re.compile(r'[{}"]')
+_QUOTE_OR_ESCAPE = re.compile(r'["\\]')
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """Attributes:
-    name: of the function.
-    arguments: JSON text of an object.
+    """A call of a function by the model.
+
+    Attributes:
+        name: of the function.
+        arguments: JSON text of an object.
     """
 
     name: str
     arguments: str
 
 
-class _State(enum.Enum):
-    START = enum.auto()  # nothing but white space came
+@dataclass(frozen=True)
+class ToolFunction:
+    """A function that the model may call.
+
+    Attributes:
+        parameters: JSON schema of the arguments.
+        strict: whether a schema that cannot be enforced completely is an error.
+    """
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """The function as chat templates take it. Templates write it as JSON, so the order of the keys matters."""
+        function = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.parameters,
+            "strict": self.strict,
+        }
+        return {"function": function, "type": "function"}
+
+
+@dataclass(frozen=True)
+class ToolOptions:
+    """The functions that the model may call, and whether it has to.
+
+    Attributes:
+        choice: "auto" leaves it to the model, "none" forbids calls, "required" demands one.
+        forced_function: name of the one function that has to be called; None if there is no such function.
+    """
+
+    functions: tuple[ToolFunction, ...] = ()
+    choice: Literal["auto", "none", "required"] = "auto"
+    forced_function: str | None = None
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer has to be a call."""
+        return self.choice == "required" or self.forced_function is not None
+
+
+class _ParserState(enum.Enum):
+    START = enum.auto()  # only white space so far
     CONTENT = enum.auto()
-    CALL = enum.auto()  # what is held begins with a mark, or with an object
-    BEHIND = enum.auto()  # a call ended, and nothing but white space and closing marks came
+    CALL = enum.auto()  # the held text begins with a marker, or with an object
+    AFTER_CALL = enum.auto()  # only white space and closing markers since a call
 
 
-class _Object:
-    """Looks for the end of an object in a text that grows. Brackets in strings do not count."""
+class _ObjectScanner:
+    """Finds the end of a JSON object in a text that grows. Braces in strings do not count."""
 
     def __init__(self, start: int) -> None:
         self._at = start
         self._depth = 0
         self._in_string = False
 
-    def end(self, text: str) -> int | None:
-        """Where the object ends; None if it goes on. The same text as before, or a longer one."""
-        while found := (_IN_STRING if self._in_string else _INSIDE).search(text, self._at):
+    def find_end(self, text: str) -> int | None:
+        """Where the object ends; None if it continues. `text` is the one of the last call, possibly with more added."""
+        while found := (_QUOTE_OR_ESCAPE if self._in_string else _BRACE_OR_QUOTE).search(text, self._at):
             character, self._at = found[0], found.end()
             if character == "\\":
                 if self._at == len(text):
-                    self._at -= 1  # what it escapes is not there yet
+                    self._at -= 1  # the escaped character is not there yet
                     return None
                 self._at += 1
             elif character == '"':
@@ -75,140 +122,145 @@ class _Object:
         return None
 
 
-class ToolParser:
-    """Separates an answer's content and calls.
+class ToolCallParser:
+    """Separates the content of an answer from its tool calls.
 
     Args:
         syntax: how the model writes calls.
-        names: of the functions that it may call.
+        names: of the functions that the model may call.
     """
 
     def __init__(self, syntax: ToolSyntax, names: frozenset[str]) -> None:
         self._syntax = syntax
         self._names = names
-        self._state = _State.START
+        self._state = _ParserState.START
         self._held = ""
-        self._space = ""  # before what is held, content if that turns out to be no call
-        self._mark = 0
-        self._object: _Object | None = None
+        self._space = ""  # in front of the held text; content if that turns out not to be a call
+        self._marker_length = 0
+        self._object: _ObjectScanner | None = None
         self._content: list[str] = []
         self._calls: list[ToolCall] = []
 
     def feed(self, text: str) -> tuple[str, list[ToolCall]]:
-        """The answer goes on; what has become certain."""
+        """Add text, and return the content and calls that are now certain."""
         self._held += text
-        step = {
-            _State.START: self._begin,
-            _State.BEHIND: self._begin,
-            _State.CONTENT: self._read_content,
-            _State.CALL: self._read_call,
+        steps = {
+            _ParserState.START: self._read_start,
+            _ParserState.AFTER_CALL: self._read_start,
+            _ParserState.CONTENT: self._read_content,
+            _ParserState.CALL: self._read_call,
         }
-        while step[self._state]():
+        while steps[self._state]():
             pass
-        return self._given()
+        return self._take_output()
 
-    def end(self) -> tuple[str, list[ToolCall]]:
-        """The answer has ended; what is left. A call that is not complete is content."""
-        if self._state is not _State.BEHIND or self._held.strip():
+    def finish(self) -> tuple[str, list[ToolCall]]:
+        """The answer is complete: what was held back. An incomplete call is content."""
+        if self._state is not _ParserState.AFTER_CALL or self._held.strip():
             self._content.append(self._space + self._held)
         self._held = self._space = ""
-        return self._given()
+        return self._take_output()
 
-    def _given(self) -> tuple[str, list[ToolCall]]:
-        given = "".join(self._content), self._calls
+    def _take_output(self) -> tuple[str, list[ToolCall]]:
+        output = "".join(self._content), self._calls
         self._content, self._calls = [], []
-        return given
+        return output
 
-    # Each step returns whether there may be more to do with what is held.
+    # Each step returns whether more can be done with the held text.
 
-    def _begin(self) -> bool:
-        """White space before a call is no content."""
+    def _read_start(self) -> bool:
+        """At the start or after a call. White space in front of a call is not content."""
         rest = self._held.lstrip()
         space = self._held[: len(self._held) - len(rest)]
-        if len(space) > LONGEST:
-            self._state = _State.CONTENT
+        if len(space) > MAX_CALL_CHARACTERS:
+            self._state = _ParserState.CONTENT
             return True
-        behind = self._state is _State.BEHIND
-        closes = self._syntax.closes if behind else ()
-        close = next((mark for mark in closes if rest.startswith(mark)), None)
-        if close is not None:
-            self._held = rest[len(close) :]
+        after_call = self._state is _ParserState.AFTER_CALL
+        closers = self._syntax.closes if after_call else ()
+        closer = next((marker for marker in closers if rest.startswith(marker)), None)
+        if closer is not None:
+            self._held = rest[len(closer) :]
             return True
-        if rest.startswith("{") and (behind or self._syntax.bare):
-            return self._begin_call(rest, 0, space)
-        mark = next((mark for mark in self._syntax.opens if rest.startswith(mark)), None)
-        if mark is not None:
-            return self._begin_call(rest, len(mark), space)
-        if not any(mark.startswith(rest) for mark in (*self._syntax.opens, *closes)):
-            self._state = _State.CONTENT
+        if rest.startswith("{") and (after_call or self._syntax.bare):
+            return self._enter_call(rest, 0, space)
+        opener = next((marker for marker in self._syntax.opens if rest.startswith(marker)), None)
+        if opener is not None:
+            return self._enter_call(rest, len(opener), space)
+        if not any(marker.startswith(rest) for marker in (*self._syntax.opens, *closers)):
+            self._state = _ParserState.CONTENT
             return True
         return False
 
-    def _begin_call(self, held: str, mark: int, space: str = "") -> bool:
-        self._state, self._held, self._mark, self._space, self._object = _State.CALL, held, mark, space, None
+    def _enter_call(self, held: str, marker_length: int, space: str = "") -> bool:
+        self._state, self._held, self._space = _ParserState.CALL, held, space
+        self._marker_length, self._object = marker_length, None
         return True
 
     def _read_content(self) -> bool:
-        places = [(at, mark) for mark in self._syntax.opens if (at := self._held.find(mark)) >= 0]
+        places = [(at, marker) for marker in self._syntax.opens if (at := self._held.find(marker)) >= 0]
         if places:
-            at, mark = min(places)
+            at, marker = min(places)
             self._content.append(self._held[:at])
-            return self._begin_call(self._held[at:], len(mark))
-        sure = len(self._held) - _begun(self._held, self._syntax.opens)
-        self._content.append(self._held[:sure])
-        self._held = self._held[sure:]
+            return self._enter_call(self._held[at:], len(marker))
+        certain = len(self._held) - _partial_marker_length(self._held, self._syntax.opens)
+        self._content.append(self._held[:certain])
+        self._held = self._held[certain:]
         return False
 
     def _read_call(self) -> bool:
         if self._object is None:
-            start = self._held.find("{", self._mark, self._mark + LONGEST_HEAD)
+            max_head = self._marker_length + MAX_CALL_HEAD_CHARACTERS
+            start = self._held.find("{", self._marker_length, max_head)
             if start < 0:
-                return (
-                    self._no_call(self._mark + LONGEST_HEAD) if len(self._held) >= self._mark + LONGEST_HEAD else False
-                )
-            self._head, self._start, self._object = self._held[self._mark : start], start, _Object(start)
-        end = self._object.end(self._held)
-        if (len(self._held) if end is None else end) > LONGEST:
-            return self._no_call(LONGEST)
+                return self._not_a_call(max_head) if len(self._held) >= max_head else False
+            self._head, self._start = self._held[self._marker_length : start], start
+            self._object = _ObjectScanner(start)
+        end = self._object.find_end(self._held)
+        if (len(self._held) if end is None else end) > MAX_CALL_CHARACTERS:
+            return self._not_a_call(MAX_CALL_CHARACTERS)
         if end is None:
             return False
-        call = self._call(self._head, self._held[self._start : end])
+        call = self._parse_call(self._head, self._held[self._start : end])
         if call is None:
-            return self._no_call(end)
+            return self._not_a_call(end)
         self._calls.append(call)
         self._held, self._space = self._held[end:], ""
-        self._state = _State.BEHIND
+        self._state = _ParserState.AFTER_CALL
         return True
 
-    def _no_call(self, length: int) -> bool:
-        """What is held up to here is content. It is not searched again, so that no text is read over and over."""
+    def _not_a_call(self, length: int) -> bool:
+        """The held text up to here is content. It is not searched again, so that no text is read over and over."""
         self._content.append(self._space + self._held[:length])
         self._held, self._space = self._held[length:], ""
-        self._state = _State.CONTENT
+        self._state = _ParserState.CONTENT
         return True
 
-    def _call(self, head: str, written: str) -> ToolCall | None:
+    def _parse_call(self, head: str, written: str) -> ToolCall | None:
         """The call, if it is one of an offered function."""
-        begun = self._syntax.head.fullmatch(head) if self._mark else _BARE.fullmatch(head)
-        if begun is None:
+        matched = self._syntax.head.fullmatch(head) if self._marker_length else _NOTHING.fullmatch(head)
+        if matched is None:
             return None
-        name = begun.groupdict().get("name")
+        name = matched.groupdict().get("name")
         try:
             content = msgspec.json.decode(written, type=dict[str, msgspec.Raw])
             if name is not None:
                 return ToolCall(name, written) if name in self._names else None
             name = msgspec.json.decode(content["name"], type=str)
-            arguments = _object_text(content.get(self._syntax.arguments, b"{}"))
+            arguments = _arguments_text(content.get(self._syntax.arguments, b"{}"))
         except (msgspec.DecodeError, KeyError, RecursionError, UnicodeError):
             return None
         return ToolCall(name, arguments) if name in self._names else None
 
 
-_BARE = re.compile("")
+_NOTHING = re.compile("")
 
 
-def _object_text(raw: msgspec.Raw | bytes) -> str:
-    """JSON text of an object, which some models write once more as text. Raises `msgspec.DecodeError` if it is none."""
+def _arguments_text(raw: msgspec.Raw | bytes) -> str:
+    """JSON text of an object. Some models write the object once more as a JSON string.
+
+    Raises:
+        msgspec.DecodeError: it is not an object.
+    """
     text = bytes(raw).decode()
     if text == "null":
         return "{}"
@@ -218,9 +270,8 @@ def _object_text(raw: msgspec.Raw | bytes) -> str:
     return text
 
 
-def _begun(text: str, marks: Sequence[str]) -> int:
-    """Characters at the end of the text that may be the beginning of a mark."""
-    longest = max(len(mark) for mark in marks) - 1
-    return next(
-        (n for n in range(min(longest, len(text)), 0, -1) if any(mark.startswith(text[-n:]) for mark in marks)), 0
-    )
+def _partial_marker_length(text: str, markers: Sequence[str]) -> int:
+    """Number of characters at the end of the text that may be the beginning of a marker."""
+    longest = max(len(marker) for marker in markers) - 1
+    lengths = range(min(longest, len(text)), 0, -1)
+    return next((n for n in lengths if any(marker.startswith(text[-n:]) for marker in markers)), 0)

@@ -1,7 +1,7 @@
-"""How families of models write calls of tools: a table, and nothing else that knows a family.
+"""How families of models write tool calls: a table, the only place that knows families.
 
-The marks are those of the chat templates that the families publish. A family whose calls are no JSON (Qwen3-Coder, GLM)
-or stand in channels of their own (gpt-oss) is not in the table: its answers are told as they are.
+The markers are those of the chat templates that the families publish. Families whose calls are not JSON (Qwen3-Coder,
+GLM) or are in channels of their own (gpt-oss) are not in the table: their answers are passed on as they are.
 """
 
 from __future__ import annotations
@@ -13,26 +13,25 @@ from functools import partial
 
 NAME = r"(?P<name>[A-Za-z0-9_.-]{1,64})"
 LIST = re.compile(r"\s*\[?\s*")
-"""What stands before an object that names its function itself: nothing, or the beginning of a list."""
+"""Text in front of an object that names its function itself: nothing, or the beginning of a list."""
 
 
 @dataclass(frozen=True)
 class ToolSyntax:
-    """How a family writes calls.
+    """How a family writes tool calls.
 
-    A call is one of the marks in `opens`, what `head` matches, and a JSON object. If `head` finds a name, the object
-    holds the arguments; if not, it is {"name": ..., `arguments`: {...}}.
+    A call is one of the markers in `opens`, then what `head` matches, then a JSON object. If `head` finds a name, the
+    object holds the arguments; if not, it is {"name": ..., `arguments`: {...}}.
 
     Attributes:
         family: a name for people.
-        template: texts of which one list has to be in the chat template, each.
-        opens: marks with which calls begin.
-        head: everything between the mark and the object.
-        closes: marks behind a call, which are no content.
-        written: a call as the family writes it, with {call}, or {name} and {arguments}, for calls that are forced.
-        arguments: name of the field that holds them.
-        bare: the first call may begin without a mark too, at the very beginning of the answer. Behind a call every
-            family may go on so.
+        template: lists of texts; the family's chat template contains all texts of at least one list.
+        opens: markers that begin a call.
+        head: everything between the marker and the object.
+        closes: markers after a call, which are not content.
+        call_template: a call as the family writes it, with {call}, or {name} and {arguments}; for forced calls.
+        arguments: name of the field that holds the arguments.
+        bare: an answer may begin with a call that has no marker. After a call, the next one never needs a marker.
     """
 
     family: str
@@ -40,13 +39,13 @@ class ToolSyntax:
     opens: tuple[str, ...]
     head: re.Pattern[str]
     closes: tuple[str, ...]
-    written: str
+    call_template: str
     arguments: str = "arguments"
     bare: bool = False
 
-    def recognises(self, chat_template: str) -> bool:
-        """Whether a model with this template writes calls so."""
-        return any(all(mark in chat_template for mark in marks) for marks in self.template)
+    def matches(self, chat_template: str) -> bool:
+        """Whether a model with this chat template belongs to the family."""
+        return any(all(text in chat_template for text in texts) for texts in self.template)
 
 
 _deepseek = partial(
@@ -57,7 +56,7 @@ _deepseek = partial(
     ),
     closes=("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
 )
-"""Both forms are read whatever the template says; they differ in what is written. So it is with Mistral's."""
+"""Both forms are parsed for every template; they differ in the text of a forced call. So it is with Mistral's."""
 
 _mistral = partial(
     ToolSyntax,
@@ -70,13 +69,13 @@ TABLE = (
     _deepseek(
         family="DeepSeek V3 and R1",
         template=[("<｜tool▁call▁begin｜>", "```json")],
-        written="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```"
+        call_template="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```"
         "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     ),
     _deepseek(
         family="DeepSeek V3.1",
         template=[("<｜tool▁call▁begin｜>",)],
-        written="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}"
+        call_template="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}"
         "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     ),
     ToolSyntax(
@@ -87,18 +86,18 @@ TABLE = (
             rf"\s*(?:<\|tool_call_begin\|>)?\s*(?:functions\.)?{NAME}:\d{{1,6}}\s*<\|tool_call_argument_begin\|>\s*"
         ),
         closes=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
-        written="<|tool_calls_section_begin|><|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{arguments}"
+        call_template="<|tool_calls_section_begin|><|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{arguments}"
         "<|tool_call_end|><|tool_calls_section_end|>",
     ),
     _mistral(
         family="Mistral, names before arguments",
         template=[("[TOOL_CALLS]", "[ARGS]")],
-        written="[TOOL_CALLS]{name}[ARGS]{arguments}",
+        call_template="[TOOL_CALLS]{name}[ARGS]{arguments}",
     ),
     _mistral(
         family="Mistral, a list",
         template=[("[TOOL_CALLS]",)],
-        written="[TOOL_CALLS][{call}]",
+        call_template="[TOOL_CALLS][{call}]",
     ),
     ToolSyntax(
         family="Granite",
@@ -106,7 +105,7 @@ TABLE = (
         opens=("<|tool_call|>",),
         head=LIST,
         closes=(",", "]"),
-        written="<|tool_call|>[{call}]",
+        call_template="<|tool_call|>[{call}]",
     ),
     ToolSyntax(
         family="Llama 3",
@@ -114,7 +113,7 @@ TABLE = (
         opens=("<|python_tag|>",),
         head=re.compile(r"\s*"),
         closes=(";", "<|eom_id|>"),
-        written="{call}",
+        call_template="{call}",
         arguments="parameters",
         bare=True,
     ),
@@ -124,16 +123,16 @@ TABLE = (
         opens=("<tool_call>",),
         head=re.compile(r"\s*"),
         closes=("</tool_call>",),
-        written="<tool_call>\n{call}\n</tool_call>",
+        call_template="<tool_call>\n{call}\n</tool_call>",
     ),
 )
 
 NOT_JSON = ("<function=", "<arg_key>")
-"""In templates that use known marks around something else."""
+"""Texts in templates that use known markers around calls that are not JSON."""
 
 
 def tool_syntax(chat_template: str) -> ToolSyntax | None:
-    """How a model with this template writes calls; None if it knows no tools, or writes calls in no way known here."""
-    if any(mark in chat_template for mark in NOT_JSON):
+    """How a model with this template writes calls; None if it has no tools, or writes calls in an unknown way."""
+    if any(text in chat_template for text in NOT_JSON):
         return None
-    return next((syntax for syntax in TABLE if syntax.recognises(chat_template)), None)
+    return next((syntax for syntax in TABLE if syntax.matches(chat_template)), None)

@@ -17,11 +17,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Mount, Route
-from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
 from swarm.monitor.history import BUCKET, KEPT
 from swarm.monitor.swarm_poller import SwarmPoller
+from swarm.web.page_files import PageFiles
+from swarm.web.security_headers import SECURITY_HEADERS
 
 PAGE = Path(__file__).with_name("page")
 MAX_LISTENERS = 100
@@ -33,12 +34,7 @@ KEEP_ALIVE = 15.0
 
 JSON = "application/json"
 HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
-PAGE_HEADERS = {
-    "Cache-Control": "no-cache",
-    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-}
+PAGE_HEADERS = {**SECURITY_HEADERS, "Cache-Control": "no-cache"}
 
 
 def make_routes(watch: SwarmPoller) -> list[BaseRoute]:
@@ -67,20 +63,11 @@ def make_routes(watch: SwarmPoller) -> list[BaseRoute]:
 
     return [
         Route("/", page),
-        Mount("/page", _PageFiles(directory=PAGE)),
+        Mount("/page", PageFiles(PAGE, PAGE_HEADERS)),
         Route("/api/v1/swarm", swarm),
         Route("/api/v1/history", history),
         Route("/api/v1/live", _LiveStream(watch), methods=["GET"]),
     ]
-
-
-class _PageFiles(StaticFiles):
-    """The page's files, with the headers of the page."""
-
-    async def get_response(self, path: str, scope: Scope) -> Response:
-        response = await super().get_response(path, scope)
-        response.headers.update(PAGE_HEADERS)
-        return response
 
 
 class _LiveStream:

@@ -1,1 +1,1 @@
-"""The HTTP server that the gateway and the monitor share."""
+"""What the HTTP servers of the gateway and the monitor share."""

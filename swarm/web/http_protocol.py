@@ -1,7 +1,11 @@
-"""One HTTP connection, of which a client may not make too much by being slow.
+"""HTTP connections that a slow client cannot keep open for long.
 
-uvicorn bounds how long a connection may rest between requests, but neither how long the head of a request may take nor
-what the kernel keeps for a client that reads nothing.
+uvicorn limits how long a connection may be idle between requests, but neither how long the head of a request may take
+nor how much the kernel buffers for a client that does not read.
+
+`BoundedHttp` relies on internals of uvicorn's h11 protocol: `cycle`, `cycle.response_complete`, `loop`, `transport`,
+and asyncio callbacks that can be overridden. They are not a public interface, so setup.cfg pins uvicorn to the minor
+version that the tests ran with. Read `uvicorn/protocols/http/h11_impl.py` before the range is widened.
 """
 
 from __future__ import annotations
@@ -12,68 +16,68 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-HEAD_SECONDS = 10.0
-"""Within which the head of a request has to come, the first one's counted from the connection on."""
+REQUEST_HEAD_TIMEOUT_S = 10.0
+"""Within which the head of a request has to arrive; that of the first one counts from the connection on."""
 
-UNREAD = 1 << 18
-"""Bytes that the kernel keeps for a client that does not read; by itself it takes up to 4 MiB."""
+SEND_BUFFER_BYTES = 1 << 18
+"""What the kernel buffers for a client that does not read. Its default is up to 4 MiB."""
 
-UNREAD_SECONDS = 60.0
-"""Within which a client has to take what waits for it, whatever it is. Closing alone would wait for it, too."""
+UNREAD_TIMEOUT_S = 60.0
+"""Within which a client has to read what is waiting for it. Without it, closing the connection would wait, too."""
 
 
 class BoundedHttp(H11Protocol):
-    """Hangs up on a client that says nothing, does not finish the head of a request, or does not read its answer."""
+    """Closes the connection if a client sends nothing, does not complete a request's head, or does not read."""
 
-    _late: asyncio.TimerHandle | None = None
-    _unread: asyncio.TimerHandle | None = None
+    _head_timer: asyncio.TimerHandle | None = None
+    _unread_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         connection: Any = transport.get_extra_info("socket")
         if connection is not None:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD)
-        self._expect_head()
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        self._start_head_timer()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self._answers:
-            self._stop_waiting()
-        elif self._late is None:
-            self._expect_head()
+        if self._is_responding:
+            self._stop_head_timer()
+        elif self._head_timer is None:
+            self._start_head_timer()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._unread = self.loop.call_later(UNREAD_SECONDS, self.transport.abort)
+        self._unread_timer = self.loop.call_later(UNREAD_TIMEOUT_S, self.transport.abort)
 
     def resume_writing(self) -> None:
-        self._was_read()
+        self._stop_unread_timer()
         super().resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_waiting()
-        self._was_read()
+        self._stop_head_timer()
+        self._stop_unread_timer()
         super().connection_lost(exc)
 
     @property
-    def _answers(self) -> bool:
-        """Whether a request has come whose answer is not complete."""
+    def _is_responding(self) -> bool:
+        """Whether a request has arrived whose response is not complete."""
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _expect_head(self) -> None:
-        self._late = self.loop.call_later(HEAD_SECONDS, self._hang_up)
+    def _start_head_timer(self) -> None:
+        self._head_timer = self.loop.call_later(REQUEST_HEAD_TIMEOUT_S, self._on_head_timeout)
 
-    def _stop_waiting(self) -> None:
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
-    def _was_read(self) -> None:
-        if self._unread is not None:
-            self._unread.cancel()
-            self._unread = None
+    def _stop_unread_timer(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
 
-    def _hang_up(self) -> None:
-        self._late = None
-        if not self._answers:
+    def _on_head_timeout(self) -> None:
+        self._head_timer = None
+        if not self._is_responding:
             self.transport.close()

@@ -1,4 +1,4 @@
-"""Serving an ASGI application over HTTP until the process is asked to leave."""
+"""Serves an ASGI application over HTTP until the process is asked to end."""
 
 from __future__ import annotations
 
@@ -14,47 +14,54 @@ from starlette.types import ASGIApp
 from swarm.errors import AddressUnavailable
 from swarm.web.http_protocol import BoundedHttp
 
-GRACE = 3
-"""Seconds that answers which are under way get at the end."""
+SHUTDOWN_GRACE_S = 3
+"""How long unfinished responses may take at the end."""
 
-KEEP_ALIVE = 30
-"""Seconds that a connection may stay without a request."""
+KEEP_ALIVE_TIMEOUT_S = 30
+"""How long a connection may be idle between requests."""
 
-BACKLOG = 2048
+LISTEN_BACKLOG = 2048
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there; port 0 takes any free one. Raises `AddressUnavailable`."""
+    """A listening socket; port 0 takes any free port.
+
+    Raises:
+        AddressUnavailable: the address is taken or does not exist here.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return socket.create_server(address[:2], family=family, backlog=BACKLOG)
+        return socket.create_server(address[:2], family=family, backlog=LISTEN_BACKLOG)
     except OSError as error:
         why = error.strerror or str(error)
         raise AddressUnavailable(f"cannot listen on {host}:{port}: {why}; choose another --host or --port") from None
 
 
-def address_of(listening: socket.socket) -> str:
-    """The URL at which people on this machine find it."""
+def url_of(listening: socket.socket) -> str:
+    """The URL of a listening socket on this machine."""
     host, port = listening.getsockname()[:2]
     return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
 
 
-class _Server(uvicorn.Server):
-    """Leaves the signals to us: uvicorn raises them again at the end, before the swarm has been left."""
+class SignalFreeServer(uvicorn.Server):
+    """A uvicorn server that leaves signals alone: uvicorn would raise them again at its end, before the swarm is left.
+
+    `capture_signals` is an internal of uvicorn; see `http_protocol` about its pinned version.
+    """
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
 
-async def serve_until_asked(
-    app: ASGIApp, listening: socket.socket, connections: int, hang_up: Callable[[], None] = lambda: None
+async def serve_until_signal(
+    app: ASGIApp, listening: socket.socket, max_connections: int, before_shutdown: Callable[[], None] = lambda: None
 ) -> None:
     """Serve until SIGINT or SIGTERM.
 
     Args:
-        connections: that may be open at once; others are answered with 503.
-        hang_up: called as soon as the process is asked to leave, before what is under way gets its last seconds.
+        max_connections: open at the same time; further ones get status 503.
+        before_shutdown: called when the signal arrives, before unfinished responses get their last seconds.
     """
     config = uvicorn.Config(
         app,
@@ -64,17 +71,17 @@ async def serve_until_asked(
         log_config=None,
         access_log=False,
         server_header=False,
-        limit_concurrency=connections,
-        timeout_keep_alive=KEEP_ALIVE,
-        timeout_graceful_shutdown=GRACE,
-        backlog=BACKLOG,
+        limit_concurrency=max_connections,
+        timeout_keep_alive=KEEP_ALIVE_TIMEOUT_S,
+        timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
+        backlog=LISTEN_BACKLOG,
     )
-    server = _Server(config)
+    server = SignalFreeServer(config)
 
-    def leave() -> None:
-        hang_up()
+    def shut_down() -> None:
+        before_shutdown()
         server.should_exit = True
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, leave)
+        asyncio.get_running_loop().add_signal_handler(number, shut_down)
     await server.serve(sockets=[listening])

@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from swarm.cli.__main__ import main
-from swarm.gateway.keys import KeyFile, Limits
+from swarm.gateway.admission.api_keys import KeyFile, KeyLimits
 
 OPTIONS = {
     "add": {"name", "--file", "--requests-per-minute", "--tokens-per-minute", "--concurrent", "--help"},
@@ -40,7 +40,7 @@ def test_the_secret_is_printed_once_and_alone_and_only_its_hash_is_kept(path):
     assert secret.startswith("sk-swarm-")
     assert secret not in path.read_text()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert KeyFile.read(path).find(secret).limits == Limits(60, None, 2)
+    assert KeyFile.read(path).find(secret).limits == KeyLimits(60, None, 2)
 
 
 def test_list_names_keys_and_limits(path):
@@ -61,8 +61,8 @@ def test_removed_keys_are_gone(path):
     ("arguments", "says"),
     [
         (("remove", "berta"), "has no key berta"),
-        (("add", "ann"), "has a key ann already"),
-        (("add", "no spaces"), "'no spaces' is no name for a key"),
+        (("add", "ann"), "already has a key ann"),
+        (("add", "no spaces"), "'no spaces' is not a valid key name"),
         (("add", "berta", "--concurrent", 0), "0 is not in the range"),
     ],
 )

@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from swarm.gateway import keys
-from swarm.gateway.keys import Limits
-from swarm.gateway.service import Settings
+from swarm.gateway.admission import api_keys
+from swarm.gateway.admission.api_keys import KeyLimits
+from swarm.gateway.settings import GatewaySettings
 from swarm.metrics.endpoint import MetricsAddress
 from swarm.models.checkpoints.checkpoint import DEMO
 from swarm.models.checkpoints.tokenizer import load_tokenizer
@@ -23,8 +23,10 @@ from tests.swarms import run_swarm
 
 SPANS = ("0:4", "4:8", "8:12")
 LIMIT = 2 * 2**20
-PATIENCE = 1.5
-SMALL = Settings(concurrent=2, queue=1, read_seconds=PATIENCE, send_seconds=PATIENCE, public_status=True)
+TIMEOUT_S = 1.5
+SMALL = GatewaySettings(
+    max_concurrent_texts=2, max_waiting=1, read_timeout_s=TIMEOUT_S, send_timeout_s=TIMEOUT_S, public_status=True
+)
 MESSAGES = [{"role": "user", "content": "Once upon a time"}]
 ENDLESS = {"max_tokens": 1000, "logit_bias": {"0": -100}}
 """The end of a text, token 0, never comes."""
@@ -46,18 +48,18 @@ def gateway(swarm):
 def secrets(tmp_path_factory):
     path = tmp_path_factory.mktemp("keys") / "keys.yaml"
     limits = {
-        "free": Limits(),
-        "other": Limits(),
-        "requests": Limits(requests_per_minute=2),
-        "tokens": Limits(tokens_per_minute=30),
-        "concurrent": Limits(concurrent=1),
+        "free": KeyLimits(),
+        "other": KeyLimits(),
+        "requests": KeyLimits(requests_per_minute=2),
+        "tokens": KeyLimits(tokens_per_minute=30),
+        "concurrent": KeyLimits(concurrent=1),
     }
-    return path, {name: keys.add(path, name, limit) for name, limit in limits.items()}
+    return path, {name: api_keys.add_key(path, name, limit) for name, limit in limits.items()}
 
 
 @pytest.fixture(scope="module")
 def guarded(swarm, secrets):
-    """A gateway with keys, of little patience and little room."""
+    """A gateway with keys, with short timeouts and few places."""
     with run_gateway(swarm, settings=SMALL, keys=secrets[0]) as running:
         yield running
 
@@ -134,13 +136,13 @@ def read_all(connection: socket.socket) -> bytes:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (b"", "the body is not JSON that can be read: Input data was truncated"),
-        (b"{", "the body is not JSON that can be read: Input data was truncated"),
+        (b"", "the body is not valid JSON: Input data was truncated"),
+        (b"{", "the body is not valid JSON: Input data was truncated"),
         (
             b'{"model": "demo" "x": 1}',
-            "the body is not JSON that can be read: JSON is malformed: expected ',' or '}' (byte 17)",
+            "the body is not valid JSON: JSON is malformed: expected ',' or '}' (byte 17)",
         ),
-        (b"\xff\xfe", "the body is not JSON that can be read: JSON is malformed: invalid character (byte 0)"),
+        (b"\xff\xfe", "the body is not valid JSON: JSON is malformed: invalid character (byte 0)"),
         (b"[" * 100_000, "Expected `object`, got `array`"),
         (b"null", "Expected `object`, got `null`"),
     ],
@@ -219,15 +221,15 @@ def test_an_unknown_model(gateway):
 def test_unknown_addresses_and_methods(gateway):
     assert refusal(httpx.get(f"{gateway.api}/engines"))[:2] == (404, "there is nothing at /v1/engines")
     reply = httpx.get(f"{gateway.api}/chat/completions")
-    assert refusal(reply)[:2] == (405, "/v1/chat/completions does not take GET")
+    assert refusal(reply)[:2] == (405, "/v1/chat/completions does not support GET")
     assert reply.headers["allow"] == "POST"
 
 
 def test_a_name_that_may_be_anybodys(gateway, guarded):
     """A page elsewhere may point its own name at this machine; keys keep it out where there are any."""
     message = (
-        "without keys this gateway answers to names of this machine only: ask for 127.0.0.1, or start it with --keys, "
-        "or with --cors and the origin at which it is to be found"
+        "without keys this gateway only accepts this machine's own names: use 127.0.0.1, or start it with --keys, "
+        "or with --cors and the origin under which it is reached"
     )
     reply = httpx.post(f"{gateway.api}/chat/completions", json=chat(), headers={"Host": "evil.example:8000"})
     assert refusal(reply) == (403, message, None, "wrong_host")
@@ -243,7 +245,7 @@ def test_nothing_beside_the_page_is_shown(gateway, path):
 
 def test_a_prompt_of_10_mb_is_not_read(gateway):
     body = chat(messages=[{"role": "user", "content": "a" * (10 * 2**20)}])
-    message = f"the request has more than {LIMIT} bytes, which is the most that is read here"
+    message = f"the request is larger than {LIMIT} bytes, the limit of this gateway"
     assert refusal(post(gateway, body)) == (413, message, None, "too_large")
 
 
@@ -277,14 +279,14 @@ def test_a_body_without_end_is_not_taken_for_ever(gateway):
 def test_a_prompt_that_is_longer_than_the_models_texts(gateway):
     prompt = "word " * 20_000
     tokens = len(load_tokenizer(DEMO)(prompt)["input_ids"])
-    message = f"the prompt has {tokens} tokens; texts of demo have at most 1024"
+    message = f"the prompt has {tokens} tokens, but the context of demo is 1024 tokens"
     reply = post(gateway, {"model": "demo", "prompt": prompt}, "completions")
     assert refusal(reply) == (400, message, "prompt", "context_length_exceeded")
 
 
 def test_keys(guarded, secrets):
-    say = "whoever runs the gateway makes keys with `swarm keys add`"
-    missing = (401, f"say who you are: Authorization: Bearer KEY; {say}", None, "invalid_api_key")
+    say = "the operator of the gateway creates keys with `swarm keys add`"
+    missing = (401, f"a key is required: Authorization: Bearer KEY; {say}", None, "invalid_api_key")
     wrong = (401, f"this gateway does not know the key; {say}", None, "invalid_api_key")
     assert refusal(post(guarded, chat())) == missing
     assert refusal(post(guarded, chat(), secret="sk-swarm-wrong")) == wrong
@@ -299,7 +301,7 @@ def test_requests_of_a_key(guarded, secrets):
     reply = post(guarded, chat(), secret=secret)
     seconds = reply.headers["retry-after"]
     assert 1 <= int(seconds) <= 60
-    message = f"this key may begin 2 requests a minute: try again in {seconds} s"
+    message = f"this key may send 2 requests a minute: try again in {seconds} s"
     assert refusal(reply) == (429, message, None, "rate_limit_exceeded")
     assert reply.json()["error"]["type"] == "rate_limit_error"
 
@@ -385,7 +387,7 @@ def test_a_slow_sender_of_a_body_is_given_up(guarded, secrets):
         head, _, body = read_all(sender).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 408 ")
     assert b"connection: close" in head.lower()
-    assert json.loads(body)["error"]["message"] == "the request did not come within 2 s"
+    assert json.loads(body)["error"]["message"] == "the request did not arrive within 2 s"
 
 
 def test_slow_senders_of_a_head_are_given_up(gateway):

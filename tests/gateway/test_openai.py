@@ -182,7 +182,7 @@ def test_refusals_have_their_class(client):
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, max_tokens=2000)
     assert caught.value.code == "context_length_exceeded"
-    assert "there is room for 1019 more, and 2000 were asked for" in str(caught.value)
+    assert "which leaves room for 1019 more; 2000 were requested" in str(caught.value)
     with pytest.raises(openai.BadRequestError, match="demo does not know tools"):
         ask(client, tools=[{"type": "function", "function": {"name": "f"}}])
     with pytest.raises(openai.NotFoundError):

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from swarm.generation.sampling import Chosen, Sampler, Sampling, TextPieces, token_text
+from swarm.generation.detokenizer import IncrementalDetokenizer, token_text
+from swarm.generation.sampling import SampledToken, Sampler, SamplingOptions
 from swarm.models.checkpoints.checkpoint import DEMO
 from swarm.models.checkpoints.tokenizer import load_tokenizer
 
@@ -25,8 +26,8 @@ def tokenizer():
     return load_tokenizer(DEMO)
 
 
-def choose(sampling: Sampling, count: int = 1, constraint=None) -> list[Chosen]:
-    chosen: list[Chosen] = []
+def choose(sampling: SamplingOptions, count: int = 1, constraint=None) -> list[SampledToken]:
+    chosen: list[SampledToken] = []
     sampler = Sampler(sampling, constraint, chosen.append)
     for _ in range(count):
         left = sampler(torch.zeros(1, 1, dtype=torch.long), SCORES)
@@ -35,59 +36,59 @@ def choose(sampling: Sampling, count: int = 1, constraint=None) -> list[Chosen]:
     return chosen
 
 
-def tokens(sampling: Sampling, count: int = 1) -> list[int]:
+def tokens(sampling: SamplingOptions, count: int = 1) -> list[int]:
     return [chosen.token for chosen in choose(sampling, count)]
 
 
 def test_greedy_takes_the_most_likely():
-    assert tokens(Sampling(temperature=0), 3) == [1, 1, 1]
+    assert tokens(SamplingOptions(temperature=0), 3) == [1, 1, 1]
 
 
 @pytest.mark.parametrize("temperature", [1e-9, 1e-40, 5e-324])
 def test_next_to_no_temperature_is_none(temperature):
-    assert tokens(Sampling(temperature=temperature), 3) == [1, 1, 1]
+    assert tokens(SamplingOptions(temperature=temperature), 3) == [1, 1, 1]
 
 
 def test_frequencies_are_those_of_the_softmax():
-    counts = Counter(tokens(Sampling(seed=1), 4000))
+    counts = Counter(tokens(SamplingOptions(seed=1), 4000))
     expected = torch.softmax(SCORES[0], 0)
     for token in range(5):
         assert counts[token] / 4000 == pytest.approx(float(expected[token]), abs=0.03)
 
 
 def test_the_same_seed_is_the_same_text_whatever_others_sample():
-    first = tokens(Sampling(seed=5), 20)
+    first = tokens(SamplingOptions(seed=5), 20)
     torch.manual_seed(0)
     sampler_state = torch.get_rng_state()
-    assert tokens(Sampling(seed=5), 20) == first
+    assert tokens(SamplingOptions(seed=5), 20) == first
     assert torch.equal(torch.get_rng_state(), sampler_state)
-    assert tokens(Sampling(seed=6), 20) != first
-    assert tokens(Sampling(), 20) != tokens(Sampling(), 20)
+    assert tokens(SamplingOptions(seed=6), 20) != first
+    assert tokens(SamplingOptions(), 20) != tokens(SamplingOptions(), 20)
 
 
 def test_sets_are_narrowed():
-    assert set(tokens(Sampling(top_k=2, seed=1), 200)) == {1, 2}
-    assert set(tokens(Sampling(top_p=0.5, seed=1), 200)) == {1}
+    assert set(tokens(SamplingOptions(top_k=2, seed=1), 200)) == {1, 2}
+    assert set(tokens(SamplingOptions(top_p=0.5, seed=1), 200)) == {1}
 
 
 def test_penalties_count_what_was_generated():
     # 3 and 2: after one choice of token 1 its score is 3 - 1.5 = 1.5.
-    assert tokens(Sampling(temperature=0, presence=1.5), 2) == [1, 2]
-    assert tokens(Sampling(temperature=0, frequency=0.6), 4) == [1, 1, 2, 1]
+    assert tokens(SamplingOptions(temperature=0, presence_penalty=1.5), 2) == [1, 2]
+    assert tokens(SamplingOptions(temperature=0, frequency_penalty=0.6), 4) == [1, 1, 2, 1]
 
 
 def test_bias():
-    assert tokens(Sampling(temperature=0, bias={3: 100.0})) == [3]
-    assert 1 not in tokens(Sampling(seed=2, bias={1: -100.0}), 300)
+    assert tokens(SamplingOptions(temperature=0, logit_bias={3: 100.0})) == [3]
+    assert 1 not in tokens(SamplingOptions(seed=2, logit_bias={1: -100.0}), 300)
 
 
 def test_log_probabilities_are_the_models_own():
-    (chosen,) = choose(Sampling(temperature=0, top_logprobs=2))
+    (chosen,) = choose(SamplingOptions(temperature=0, top_logprobs=2))
     expected = torch.log_softmax(SCORES[0], 0)
     assert chosen.logprob == pytest.approx(float(expected[1]))
-    assert [token for token, _ in chosen.likeliest] == [1, 2]
-    assert choose(Sampling(temperature=0, top_logprobs=0))[0].likeliest == ()
-    assert choose(Sampling(temperature=0))[0].logprob is None
+    assert [token for token, _ in chosen.top_logprobs] == [1, 2]
+    assert choose(SamplingOptions(temperature=0, top_logprobs=0))[0].top_logprobs == ()
+    assert choose(SamplingOptions(temperature=0))[0].logprob is None
 
 
 def test_a_constraint_masks_and_hears():
@@ -101,7 +102,7 @@ def test_a_constraint_masks_and_hears():
             self.heard.append(token)
 
     only = Only()
-    assert [chosen.token for chosen in choose(Sampling(), 3, only)] == [4, 4, 4]
+    assert [chosen.token for chosen in choose(SamplingOptions(), 3, only)] == [4, 4, 4]
     assert only.heard == [4, 4, 4]
 
 
@@ -112,16 +113,16 @@ TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), min_siz
 def test_pieces_are_the_text(tokenizer, text, start):
     ids = tokenizer(text)["input_ids"]
     start = min(start, len(ids))
-    pieces = TextPieces(tokenizer, ids[:start])
-    told = [pieces.add(token) for token in ids[start:]] + [pieces.end()]
+    pieces = IncrementalDetokenizer(tokenizer, ids[:start])
+    told = [pieces.add_token(token) for token in ids[start:]] + [pieces.finish()]
     whole, front = (tokenizer.decode(some, clean_up_tokenization_spaces=False) for some in (ids, ids[:start]))
     if not front.endswith("\ufffd"):  # cut in the middle of a character: its first half was never text
         assert "".join(told) == whole[len(front) :]
 
 
 def test_characters_come_whole(tokenizer):
-    pieces = TextPieces(tokenizer)
-    told = [pieces.add(token) for token in tokenizer("漢字 😀")["input_ids"]]
+    pieces = IncrementalDetokenizer(tokenizer)
+    told = [pieces.add_token(token) for token in tokenizer("漢字 😀")["input_ids"]]
     assert "".join(told) == "漢字 😀"
     assert not any("\ufffd" in piece for piece in told)
 
@@ -141,13 +142,13 @@ def bytewise():
 @given(text=st.text("ab▁é語😀🤣", min_size=1), start=st.integers(0, 20))
 def test_characters_of_bytes_that_are_decoded_together(bytewise, text, start):
     told = []
-    pieces = TextPieces(bytewise, bytewise(text[:start])["input_ids"])
+    pieces = IncrementalDetokenizer(bytewise, bytewise(text[:start])["input_ids"])
     for token in bytewise(text[start:])["input_ids"]:
-        told.append(pieces.add(token))
+        told.append(pieces.add_token(token))
         assert "\ufffd" not in told[-1]
     whole, front = text.replace("▁", " "), text[:start].replace("▁", " ")
     expected = whole[len(front) :]
-    assert "".join([*told, pieces.end()]) == (expected.removeprefix(" ") if not front else expected)
+    assert "".join([*told, pieces.finish()]) == (expected.removeprefix(" ") if not front else expected)
 
 
 def test_a_token_of_an_answer_as_text_and_bytes(tokenizer, bytewise):
@@ -166,15 +167,15 @@ def test_a_token_whose_bytes_are_not_known():
 
 def test_bytes_that_are_no_text_are_shown_in_the_end(tokenizer):
     half = tokenizer("漢")["input_ids"][:1]
-    pieces = TextPieces(tokenizer)
-    assert pieces.add(half[0]) == ""
-    assert pieces.end() == "\ufffd"
-    many = TextPieces(tokenizer)
-    assert any(many.add(half[0]) for _ in range(20))
+    pieces = IncrementalDetokenizer(tokenizer)
+    assert pieces.add_token(half[0]) == ""
+    assert pieces.finish() == "\ufffd"
+    many = IncrementalDetokenizer(tokenizer)
+    assert any(many.add_token(half[0]) for _ in range(20))
 
 
 def test_special_tokens_are_left_out_unless_wanted(tokenizer):
     end = tokenizer.eos_token_id
-    assert TextPieces(tokenizer).add(end) == ""
-    assert TextPieces(tokenizer, keep_special=True).add(end) == "<|endoftext|>"
+    assert IncrementalDetokenizer(tokenizer).add_token(end) == ""
+    assert IncrementalDetokenizer(tokenizer, keep_special=True).add_token(end) == "<|endoftext|>"
     assert token_text(tokenizer, end)[0] == "<|endoftext|>"

@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.generation.stop_sequences import Stops
+from swarm.generation.stop_sequences import StopSequenceFilter
 
 words = st.text("ab\n", max_size=12)
 stop_lists = st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3)
 
 
 def run(stops: list[str], pieces: list[str]) -> tuple[str, bool]:
-    watch = Stops(stops)
+    watch = StopSequenceFilter(stops)
     shown = "".join([watch.feed(piece) for piece in pieces])
-    return shown + ("" if watch.hit else watch.end()), watch.hit
+    return shown + ("" if watch.hit else watch.finish()), watch.hit
 
 
 @given(text=words, stops=stop_lists, cuts=st.lists(st.integers(0, 12), max_size=6))
@@ -40,11 +40,11 @@ def test_it_ends_before_the_stop_that_is_complete_first(text, stops):
 
 
 def test_what_is_held_back_is_shown_as_soon_as_it_is_no_stop():
-    watch = Stops(["###"])
+    watch = StopSequenceFilter(["###"])
     assert [watch.feed(piece) for piece in ["one #", "# ", "two##"]] == ["one ", "## ", "two"]
-    assert watch.end() == "##"
+    assert watch.finish() == "##"
 
 
 @pytest.mark.parametrize("stops", [[], ["x"]])
 def test_nothing_is_held_without_need(stops):
-    assert Stops(stops).feed("abc") == "abc"
+    assert StopSequenceFilter(stops).feed("abc") == "abc"

@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from swarm.generation import tool_calls
-from swarm.generation.tool_calls import ToolCall, ToolParser, tool_syntax
+from swarm.generation.tool_calls import ToolCall, ToolCallParser, tool_syntax
 from swarm.generation.tool_syntax import TABLE
 
 NAMES = frozenset({"weather", "add.numbers"})
@@ -20,9 +20,9 @@ DEEPSEEK = BY_FAMILY["DeepSeek V3 and R1"]
 
 
 def parse(syntax, *pieces, names=NAMES):
-    parser = ToolParser(syntax, names)
+    parser = ToolCallParser(syntax, names)
     content, calls = [], []
-    for text, found in [*(parser.feed(piece) for piece in pieces), parser.end()]:
+    for text, found in [*(parser.feed(piece) for piece in pieces), parser.finish()]:
         content.append(text)
         calls += found
     return "".join(content), calls
@@ -30,7 +30,7 @@ def parse(syntax, *pieces, names=NAMES):
 
 def written(syntax, name="weather", arguments=ARGUMENTS):
     call = f'{{"name": "{name}", "{syntax.arguments}": {arguments}}}'
-    return syntax.written.replace("{name}", name).replace("{arguments}", arguments).replace("{call}", call)
+    return syntax.call_template.replace("{name}", name).replace("{arguments}", arguments).replace("{call}", call)
 
 
 CALL = ToolCall("weather", ARGUMENTS)
@@ -155,21 +155,21 @@ def test_arguments_in_other_dress(arguments, text):
 
 
 def test_a_call_is_told_as_soon_as_it_is_complete_and_content_at_once():
-    parser = ToolParser(HERMES, NAMES)
+    parser = ToolCallParser(HERMES, NAMES)
     assert parser.feed("Hi <b") == ("Hi <b", [])
     assert parser.feed("> <tool") == ("> ", [])
     assert parser.feed('_call>{"name": "weather", "arguments": {"a": "}') == ("", [])
     assert parser.feed('"}}') == ("", [ToolCall("weather", '{"a": "}"}')])
     assert parser.feed("\n</tool_call>") == ("", [])
-    assert parser.end() == ("", [])
+    assert parser.finish() == ("", [])
 
 
 @pytest.mark.parametrize("text", ["{" * 300_000, '{"name": ' * 30_000, " " * 300_000, "<tool_call>{" * 20_000])
 def test_what_is_held_back_is_bounded(text):
-    parser = ToolParser(HERMES, NAMES)
+    parser = ToolCallParser(HERMES, NAMES)
     told = parser.feed("<tool_call>" + text)[0]
-    assert len(parser._held) <= tool_calls.LONGEST
-    assert told + parser.end()[0] == "<tool_call>" + text
+    assert len(parser._held) <= tool_calls.MAX_CALL_CHARACTERS
+    assert told + parser.finish()[0] == "<tool_call>" + text
 
 
 def test_deep_nesting_is_content():
@@ -214,7 +214,7 @@ def test_how_the_text_is_cut_changes_nothing(syntax, text, data):
     assert all(call.name in NAMES and isinstance(json.loads(call.arguments), dict) for call in calls)
     if not calls:
         assert content == text
-    ends_early = ToolParser(syntax, NAMES)
+    ends_early = ToolCallParser(syntax, NAMES)
     assert whole[0].startswith(ends_early.feed(text)[0])  # nothing is taken back
 
 
@@ -222,7 +222,7 @@ def test_how_the_text_is_cut_changes_nothing(syntax, text, data):
 @example(0, 1)
 def test_bounds_are_the_same_however_the_text_is_cut(more, piece):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tool_calls, "LONGEST", 60)
+        patch.setattr(tool_calls, "MAX_CALL_CHARACTERS", 60)
         filler = "x" * (60 - len('<tool_call>{"name": "weather", "arguments": {"a": ""}}') + more)
         text = (
             f'<tool_call>{{"name": "weather", "arguments": {{"a": "{filler}"}}}}' + written(HERMES) + " " * (58 + more)

@@ -15,7 +15,7 @@ from starlette.routing import Mount
 
 from swarm.monitor.http_routes import make_routes
 from swarm.monitor.swarm_poller import SwarmPoller
-from swarm.web.http_server import address_of, listen
+from swarm.web.http_server import listen, url_of
 from tests.monitor.sources import DescribedSwarm
 
 
@@ -60,7 +60,7 @@ def serve(
             server.should_exit = True
 
         try:
-            yield Monitor(address_of(listening) + mounted.strip("/"), swarm, watch)
+            yield Monitor(url_of(listening) + mounted.strip("/"), swarm, watch)
         finally:
             loop.call_soon_threadsafe(leave)
             thread.join(10)

@@ -10,13 +10,13 @@ import uvicorn
 
 from swarm.web import http_protocol
 from swarm.web.http_protocol import BoundedHttp
-from swarm.web.http_server import _Server, listen
+from swarm.web.http_server import SignalFreeServer, listen
 
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_who_reads_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
     """Whether its answer is given up meanwhile or not: closing would wait until all is read."""
-    monkeypatch.setattr(http_protocol, "UNREAD_SECONDS", 0.2)
+    monkeypatch.setattr(http_protocol, "UNREAD_TIMEOUT_S", 0.2)
     left = asyncio.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -37,7 +37,7 @@ def test_who_reads_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch, ends: 
 
     async def work() -> None:
         with listen("127.0.0.1", 0) as listening:
-            server = _Server(uvicorn.Config(app, http=Watched, lifespan="off", log_config=None))
+            server = SignalFreeServer(uvicorn.Config(app, http=Watched, lifespan="off", log_config=None))
             serving = asyncio.create_task(server.serve(sockets=[listening]))
             _, writer = await asyncio.open_connection(*listening.getsockname(), limit=1024)
             writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")

@@ -1,4 +1,4 @@
-"""`swarm chat`: a conversation in the terminal."""
+"""The command `swarm chat`: a conversation in the terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swarm.common import console
 from swarm.errors import InvalidOption
 
 if TYPE_CHECKING:
-    from swarm.cli.chat.conversation import Talk
+    from swarm.cli.chat.conversation import ChatBackend
 
 KEY_VARIABLE = "SWARM_API_KEY"
 
@@ -21,12 +21,14 @@ KEY_VARIABLE = "SWARM_API_KEY"
 @click.command(name="chat", cls=console.MultiAddressCommand)
 @click.argument("model", required=False)
 @console.initial_peers_option
-@click.option("--url", help="Talk by way of a gateway, such as http://127.0.0.1:8000/v1, instead of joining the swarm.")
-@click.option("--key", envvar=KEY_VARIABLE, help=f"The gateway's key. {KEY_VARIABLE} stands in for the option.")
-@click.option("--system", default="", help="How the model shall behave.")
-@click.option("--temperature", type=click.FloatRange(0, 2), help="0 takes the likeliest.  [default: the model's]")
+@click.option("--url", help="Use a gateway, such as http://127.0.0.1:8000/v1, instead of joining the swarm.")
+@click.option("--key", envvar=KEY_VARIABLE, help=f"API key for the gateway.  [default: ${KEY_VARIABLE}]")
+@click.option("--system", default="", help="System prompt: instructions for the model.")
 @click.option(
-    "--max-tokens", type=click.IntRange(1, 2**31), help="Length of answers.  [default: 1024, or the gateway's]"
+    "--temperature", type=click.FloatRange(0, 2), help="0 always takes the likeliest token.  [default: the model's]"
+)
+@click.option(
+    "--max-tokens", type=click.IntRange(1, 2**31), help="Length limit of answers.  [default: 1024, or the gateway's]"
 )
 @click.option("--seed", type=click.IntRange(-(2**63), 2**63 - 1), help="The same seed gives the same answers.")
 @console.exit_codes
@@ -40,50 +42,52 @@ def main(
     max_tokens: int | None,
     seed: int | None,
 ) -> None:
-    """Talk with MODEL: a local folder, a hub id, or nothing for the demo model; with --url one of the gateway's.
+    """Chat with MODEL: a local folder or a hub id, by default the demo model. With --url, one of the gateway's models.
 
-    Where standard input is no terminal every line of it is a message; answers go to standard output, all else to
-    standard error.
+    If standard input is not a terminal, each of its lines is a message. Answers then go to standard output, everything
+    else to standard error.
     """
-    from swarm.cli.chat.conversation import Wishes
+    from swarm.cli.chat.conversation import AnswerOptions
     from swarm.cli.chat.dialogue import Dialogue
     from swarm.cli.chat.terminal import Terminal
 
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, _exit_on_signal)
     terminal = Terminal()
     with terminal.conversation():
         with terminal.working():
-            talk = _talk(terminal.interactive, model, console.split(initial_peers), url, key)
+            backend = _make_backend(terminal.interactive, model, console.split(initial_peers), url, key)
         try:
-            Dialogue(talk, terminal, Wishes(temperature, max_tokens, seed), system).run()
+            Dialogue(backend, terminal, AnswerOptions(temperature, max_tokens, seed), system).run()
         finally:
-            talk.close()
+            backend.close()
 
 
-def _talk(interactive: bool, model: str | None, peers: tuple[str, ...], url: str | None, key: str | None) -> Talk:
+def _make_backend(
+    interactive: bool, model: str | None, peers: tuple[str, ...], url: str | None, key: str | None
+) -> ChatBackend:
     if url is not None:
-        from swarm.cli.chat.over_http import GatewayTalk
+        from swarm.cli.chat.gateway_backend import GatewayBackend
 
-        return GatewayTalk(url, key, model)
+        return GatewayBackend(url, key, model)
     if not peers:
         raise InvalidOption(
-            "say whom to talk with: --initial-peers ADDRESS... of a swarm "
-            f"({console.INITIAL_PEERS_VARIABLE} stands in for it), or --url of a gateway"
+            "a swarm or a gateway is required: --initial-peers ADDRESS... of a swarm "
+            f"(or ${console.INITIAL_PEERS_VARIABLE}), or --url of a gateway"
         )
     from swarm.transport.addresses import parse_peers
 
-    peers = parse_peers(peers)  # before all that is slow to load
+    peers = parse_peers(peers)  # before the slow imports
     if interactive:
         click.echo("Joining the swarm ...", err=True)
-    from swarm.cli.chat.over_swarm import SwarmTalk
+    from swarm.cli.chat.swarm_backend import SwarmBackend
     from swarm.transport.p2p import quiet_hivemind
 
     quiet_hivemind()
-    return SwarmTalk(model, initial_peers=peers)
+    return SwarmBackend(model, initial_peers=peers)
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)  # as an exception, so that the terminal is left as it was
+def _exit_on_signal(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)  # an exception, so that the terminal is restored
 
 
 if __name__ == "__main__":

@@ -1,23 +1,25 @@
-"""A conversation, and what a person's line means in it. Pure."""
+"""A conversation, and what a line of the user means in it (pure)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from swarm.cli.chat.reply_stream import Piece
+from swarm.cli.chat.reply_pieces import ReplyPiece
 from swarm.errors import UsageError
 
 
-class NotPossible(UsageError):
-    """The line is a command that means nothing here."""
+class InvalidCommand(UsageError):
+    """The line is a command that does not exist or cannot be carried out."""
 
 
 @dataclass(frozen=True)
-class Message:
-    """Attributes:
-    role: "system", "user" or "assistant".
+class ConversationMessage:
+    """One message.
+
+    Attributes:
+        role: "system", "user" or "assistant".
     """
 
     role: str
@@ -25,22 +27,20 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """How answers are chosen; None leaves it to the model's makers and the gateway."""
+class AnswerOptions:
+    """How answers are generated; None takes the default of the model or the gateway."""
 
     temperature: float | None = None
     max_tokens: int | None = None
     seed: int | None = None
 
 
-class Hears(Protocol):
-    """What is told of an answer, piece by piece."""
-
-    def __call__(self, piece: Piece, /) -> None: ...
+OnPiece = Callable[[ReplyPiece], None]
+"""Called with each piece of an answer."""
 
 
-class Talk(Protocol):
-    """Somebody who answers.
+class ChatBackend(Protocol):
+    """Generates the answers of a conversation.
 
     Attributes:
         model: the model's name.
@@ -49,68 +49,78 @@ class Talk(Protocol):
     @property
     def model(self) -> str: ...
 
-    def answer(self, messages: Sequence[Message], wishes: Wishes, hear: Hears) -> None:
-        """Answer the last message. Ctrl-C ends it, and its session, with `KeyboardInterrupt`. Raises `SwarmError`."""
+    def answer(self, messages: Sequence[ConversationMessage], options: AnswerOptions, on_piece: OnPiece) -> None:
+        """Answer the last message. Ctrl-C ends the answer and its session with `KeyboardInterrupt`.
+
+        Raises:
+            SwarmError: the answer failed.
+        """
 
     def close(self) -> None:
-        """Leave."""
+        """Free all resources."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """What was said so far.
+    """The messages so far.
 
     Attributes:
-        system: how the model is told to behave; "" says nothing.
-        said: by the user and the assistant in turn.
+        system: instructions for the model; "" for none.
+        exchanged: messages of the user and the assistant in turn.
     """
 
     system: str = ""
-    said: tuple[Message, ...] = ()
+    exchanged: tuple[ConversationMessage, ...] = ()
 
     @property
-    def messages(self) -> tuple[Message, ...]:
-        """What a model is given."""
-        return (*((Message("system", self.system),) if self.system else ()), *self.said)
+    def messages(self) -> tuple[ConversationMessage, ...]:
+        """All messages, as the model receives them."""
+        system = (ConversationMessage("system", self.system),) if self.system else ()
+        return (*system, *self.exchanged)
 
-    def asked(self, text: str) -> Conversation:
-        return replace(self, said=(*self.said, Message("user", text)))
+    def with_question(self, text: str) -> Conversation:
+        return replace(self, exchanged=(*self.exchanged, ConversationMessage("user", text)))
 
-    def answered(self, text: str) -> Conversation:
-        return replace(self, said=(*self.said, Message("assistant", text)))
+    def with_answer(self, text: str) -> Conversation:
+        return replace(self, exchanged=(*self.exchanged, ConversationMessage("assistant", text)))
 
-    def again(self) -> Conversation:
-        """Up to the last question, without its answer. Raises `NotPossible` if nothing was asked."""
-        for count in range(len(self.said), 0, -1):
-            if self.said[count - 1].role == "user":
-                return replace(self, said=self.said[:count])
-        raise NotPossible("nothing was asked yet")
+    def without_last_answer(self) -> Conversation:
+        """The conversation up to the last question.
+
+        Raises:
+            InvalidCommand: there is no question yet.
+        """
+        for count in range(len(self.exchanged), 0, -1):
+            if self.exchanged[count - 1].role == "user":
+                return replace(self, exchanged=self.exchanged[:count])
+        raise InvalidCommand("there is no question yet that could be answered again")
 
 
 COMMANDS = {
-    "help": "this list",
-    "clear": "begin anew; the system text stays",
-    "system": "TEXT: how the model shall behave from now on; without TEXT: no such text",
-    "retry": "another answer to the last question",
-    "save": "FILE: write the conversation as JSON, in OpenAI's form",
-    "route": "which servers the last answer came from",
-    "quit": "leave; Ctrl-D does too",
+    "help": "show this list",
+    "clear": "start a new conversation; the system prompt stays",
+    "system": "TEXT: set the system prompt; without TEXT, remove it",
+    "retry": "answer the last question again",
+    "save": "FILE: write the conversation as JSON, in OpenAI's format",
+    "route": "show the servers that computed the last answer",
+    "quit": "leave; Ctrl-D does the same",
 }
 
 
-def command_of(line: str) -> tuple[str, str] | None:
-    """The command that a line is, and the rest of it; None if it is a message. Raises `NotPossible` for unknown ones.
+def parse_command(line: str) -> tuple[str, str] | None:
+    """Name and argument of the command in a line; None if the line is a message. `//` begins a message with a slash.
 
-    A message that begins with a slash is written with two.
+    Raises:
+        InvalidCommand: there is no such command.
     """
     if not line.startswith("/") or line.startswith("//"):
         return None
-    name, _, rest = line[1:].partition(" ")
+    name, _, argument = line[1:].partition(" ")
     if name not in COMMANDS:
-        raise NotPossible(f"there is no /{name}; /help lists what there is, and // begins a message with /")
-    return name, rest.strip()
+        raise InvalidCommand(f"there is no command /{name}: /help lists all, and // begins a message with a slash")
+    return name, argument.strip()
 
 
-def message_of(line: str) -> str:
-    """The message that a line is."""
+def parse_message(line: str) -> str:
+    """The message in a line."""
     return line[1:] if line.startswith("//") else line

@@ -1,8 +1,8 @@
-"""The terminal of a conversation: lines with editing, Ctrl-C as a key, faint notices where they are seen.
+"""The terminal of a conversation: line editing, Ctrl-C as a key, and notices in faint text.
 
-While a conversation lasts the terminal hands Ctrl-C on as a character: at the prompt it empties the line, at once (a
-signal that comes just before `input` begins to wait is heard at the next key only), and while somebody waits for an
-answer it interrupts this process alone.
+During a conversation the terminal passes Ctrl-C on as a character instead of sending SIGINT to the process group. At
+the prompt it deletes the line at once; a signal that comes just before `input` begins to wait would only take effect at
+the next key. While an answer is generated it interrupts this process alone, not its children.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from typing import Any
 
 PROMPT = "> "
 CTRL_C = b"\x03"
-_SPECIAL = 6
-"""Place of the special characters in what termios tells of a terminal."""
+_SPECIAL_CHARACTERS = 6
+"""Index of the special characters in the attributes of `termios.tcgetattr`."""
 
 
 class Terminal:
-    """Standard input and output, a person's or a program's.
+    """Standard input and output, of a person or a program.
 
     Attributes:
-        interactive: whether a person sits there. If not, only answers go to standard output, notices to standard error.
+        interactive: whether both are a terminal. If not, only answers go to standard output; notices go to standard
+            error.
     """
 
     def __init__(self) -> None:
@@ -39,7 +40,7 @@ class Terminal:
                 stream.reconfigure(errors="replace")  # type: ignore[union-attr]
 
     def lines(self) -> Iterator[str]:
-        """What is entered, line by line, until the end of the input."""
+        """The lines of the input."""
         if not self.interactive:
             for line in sys.stdin:
                 yield line.rstrip("\r\n")
@@ -52,19 +53,19 @@ class Terminal:
                 return
 
     def write(self, text: str) -> None:
-        """The answer goes on."""
+        """Write text of the answer."""
         if text:
             sys.stdout.write(text)
             sys.stdout.flush()
             self._inside_line = not text.endswith("\n")
 
     def end_line(self) -> None:
-        """Whatever comes next begins a line."""
+        """Make sure that the next text begins a new line."""
         if self._inside_line:
             self.write("\n")
 
-    def tell(self, text: str) -> None:
-        """Something beside the answer, on lines of its own."""
+    def write_notice(self, text: str) -> None:
+        """Write text that is not part of the answer, on lines of its own."""
         if not self.interactive:
             print(text, file=sys.stderr, flush=True)
             return
@@ -73,42 +74,47 @@ class Terminal:
 
     @contextmanager
     def conversation(self) -> Iterator[None]:
-        """While a conversation lasts: editing of lines, and Ctrl-C as a character."""
+        """Inside of the context, lines can be edited, and Ctrl-C is a character."""
         if not self.interactive:
             yield
             return
-        import readline  # from here on `input` edits lines and remembers them
+        import readline  # once it is imported, `input` has line editing and a history
 
         readline.parse_and_bind('"\\C-c": kill-whole-line')
-        with _changed(special=termios.VINTR):
+        with _changed_attributes(special=termios.VINTR):
             yield
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """While the person waits: Ctrl-C raises `KeyboardInterrupt` in the main thread, other keys mean nothing."""
+        """Inside of the context, Ctrl-C raises `KeyboardInterrupt` in the main thread, and other keys are ignored."""
         if not self.interactive:
             yield
             return
-        told, tell = os.pipe()
-        watching = threading.Thread(target=_watch_keys, args=(told,), name="swarm-keys", daemon=True)
-        with _changed(flags=termios.ICANON | termios.ECHO):
-            watching.start()
+        end_reader, end_writer = os.pipe()
+        watcher = threading.Thread(target=_watch_keys, args=(end_reader,), name="swarm-keys", daemon=True)
+        with _changed_attributes(flags=termios.ICANON | termios.ECHO):
+            watcher.start()
             try:
                 yield
             finally:
-                os.close(tell)
-                watching.join()
-                os.close(told)
+                os.close(end_writer)
+                watcher.join()
+                os.close(end_reader)
 
 
 @contextmanager
-def _changed(special: int | None = None, flags: int = 0) -> Iterator[None]:
-    """The terminal without a special character, or without some of its local flags."""
+def _changed_attributes(special: int | None = None, flags: int = 0) -> Iterator[None]:
+    """Inside of the context, the terminal lacks a special character or some of its local flags."""
     number = sys.stdin.fileno()
     before = termios.tcgetattr(number)
-    after: list[Any] = [*before[:3], before[3] & ~flags, *before[4:_SPECIAL], list(before[_SPECIAL])]
+    after: list[Any] = [
+        *before[:3],
+        before[3] & ~flags,
+        *before[4:_SPECIAL_CHARACTERS],
+        list(before[_SPECIAL_CHARACTERS]),
+    ]
     if special is not None:
-        after[_SPECIAL][special] = b"\x00"  # what stands for none on Linux
+        after[_SPECIAL_CHARACTERS][special] = b"\x00"  # on Linux: no character
     termios.tcsetattr(number, termios.TCSADRAIN, after)
     try:
         yield
@@ -116,16 +122,16 @@ def _changed(special: int | None = None, flags: int = 0) -> Iterator[None]:
         termios.tcsetattr(number, termios.TCSADRAIN, before)
 
 
-def _watch_keys(told: int) -> None:
-    """Interrupt the main thread at every Ctrl-C, until the other end of the pipe `told` is closed."""
+def _watch_keys(end_reader: int) -> None:
+    """Interrupt the main thread at every Ctrl-C, until the other end of the pipe is closed."""
     keyboard = sys.stdin.fileno()
-    main = threading.main_thread().ident
+    main_thread = threading.main_thread().ident
     while True:
-        ready, _, _ = select.select([keyboard, told], [], [])
-        if told in ready:
+        ready, _, _ = select.select([keyboard, end_reader], [], [])
+        if end_reader in ready:
             return
         keys = os.read(keyboard, 1024)
         if not keys:
             return
-        if CTRL_C in keys and main is not None:
-            signal.pthread_kill(main, signal.SIGINT)
+        if CTRL_C in keys and main_thread is not None:
+            signal.pthread_kill(main_thread, signal.SIGINT)

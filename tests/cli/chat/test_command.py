@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from swarm.gateway import keys
+from swarm.gateway.admission import api_keys
 from tests.gateways import run_gateway
 from tests.scripted import make_scripted
 from tests.swarms import run_swarm
@@ -41,7 +41,7 @@ def key_file(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="module")
 def key(key_file):
-    return keys.add(key_file, "ann", keys.Limits(None, None, None))
+    return api_keys.add_key(key_file, "ann", api_keys.KeyLimits(None, None, None))
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_conversation(way):
         screen.type("tell me long\n")
         screen.wait_for("word20")
         screen.type("\x03")
-        screen.wait_for(r"stopped; /retry asks again\n> ")
+        screen.wait_for(r"stopped; /retry answers again\n> ")
         assert "word699" not in screen.seen
         # At the prompt it takes back what was typed, and nobody is interrupted.
         screen.type("no such thing\x03")
@@ -101,9 +101,9 @@ def test_ctrl_c_stops_the_answer_and_not_the_conversation(way):
         screen.type("/retry\n")
         screen.wait_for(re.escape(HELLO) + r"\n\d+ tokens.*\n> ")  # what is typed before the prompt means nothing
         screen.type("/nonsense\n")
-        screen.wait_for("Error: there is no /nonsense")
+        screen.wait_for("Error: there is no command /nonsense")
         screen.type("/help\n")
-        screen.wait_for("/clear +begin anew")
+        screen.wait_for("/clear +start a new conversation")
         screen.wait_for(r"\n> ")  # the end of the input means nothing before the prompt
         children = psutil.Process(screen.process.pid).children(recursive=True)
         screen.type("\x04")
@@ -134,8 +134,8 @@ def test_a_server_that_dies_is_a_notice(gateway, key, swarm):
         screen.wait_for("word20")
         victim = _behind(gateway, swarm, spare)
         victim.kill()
-        screen.wait_for("with blocks 3:6 failed; the swarm looks for another one")
-        screen.wait_for(r"going on after \d+\.\d s")
+        screen.wait_for("with blocks 3:6 failed; looking for another server")
+        screen.wait_for(r"continuing after \d+\.\d s")
         screen.wait_for("word699")
         screen.wait_for("tokens/s")
 
@@ -157,7 +157,7 @@ def _behind(gateway, swarm, spare):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        ((), 2, "say whom to talk with: --initial-peers ADDRESS... of a swarm"),
+        ((), 2, "a swarm or a gateway is required: --initial-peers ADDRESS... of a swarm"),
         (("--url", "gateway"), 2, "such as http://127.0.0.1:8000/v1"),
         (("--url", "http://127.0.0.1:1/v1"), 1, "cannot be reached"),
         (("--initial-peers", "/ip4/127.0.0.1/tcp/1"), 2, "does not end in /p2p/PEER_ID"),
@@ -182,4 +182,4 @@ def test_a_wrong_key_and_a_wrong_model(gateway, key):
 def test_a_failure_ends_a_script(gateway, key):
     done = run(("--url", gateway.api, "--key", key, "--max-tokens", "100000"), "hello\nhello\n")
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.count("there is room for") == 1
+    assert done.stderr.count("leaves room for") == 1

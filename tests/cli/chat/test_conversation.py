@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from swarm.cli.chat.conversation import COMMANDS, Conversation, Message, NotPossible, command_of, message_of
+from swarm.cli.chat.conversation import (
+    COMMANDS,
+    Conversation,
+    ConversationMessage,
+    InvalidCommand,
+    parse_command,
+    parse_message,
+)
 
 
 def roles(conversation: Conversation) -> str:
@@ -12,30 +19,30 @@ def roles(conversation: Conversation) -> str:
 
 
 def test_messages():
-    conversation = Conversation("Be brief.").asked("Hi").answered("Hello").asked("Bye")
+    conversation = Conversation("Be brief.").with_question("Hi").with_answer("Hello").with_question("Bye")
     assert conversation.messages == (
-        Message("system", "Be brief."),
-        Message("user", "Hi"),
-        Message("assistant", "Hello"),
-        Message("user", "Bye"),
+        ConversationMessage("system", "Be brief."),
+        ConversationMessage("user", "Hi"),
+        ConversationMessage("assistant", "Hello"),
+        ConversationMessage("user", "Bye"),
     )
-    assert roles(Conversation().asked("Hi")) == "u"
+    assert roles(Conversation().with_question("Hi")) == "u"
 
 
 def test_again_takes_the_last_answer_back():
-    conversation = Conversation("x").asked("1").answered("2").asked("3")
-    assert conversation.answered("4").again() == conversation
-    assert conversation.again() == conversation
-    with pytest.raises(NotPossible, match="nothing was asked yet"):
-        Conversation("x").again()
+    conversation = Conversation("x").with_question("1").with_answer("2").with_question("3")
+    assert conversation.with_answer("4").without_last_answer() == conversation
+    assert conversation.without_last_answer() == conversation
+    with pytest.raises(InvalidCommand, match="there is no question yet"):
+        Conversation("x").without_last_answer()
 
 
 def test_commands():
-    assert command_of("/system Be  brief. ") == ("system", "Be  brief.")
-    assert {command_of(f"/{name}") for name in COMMANDS} == {(name, "") for name in COMMANDS}
-    assert command_of("hello /quit") is None
-    assert command_of("//quit") is None
-    assert message_of("//quit") == "/quit"
-    assert message_of("1/2") == "1/2"
-    with pytest.raises(NotPossible, match="there is no /quti; /help lists what there is"):
-        command_of("/quti now")
+    assert parse_command("/system Be  brief. ") == ("system", "Be  brief.")
+    assert {parse_command(f"/{name}") for name in COMMANDS} == {(name, "") for name in COMMANDS}
+    assert parse_command("hello /quit") is None
+    assert parse_command("//quit") is None
+    assert parse_message("//quit") == "/quit"
+    assert parse_message("1/2") == "1/2"
+    with pytest.raises(InvalidCommand, match="there is no command /quti: /help lists all"):
+        parse_command("/quti now")

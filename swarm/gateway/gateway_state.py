@@ -1,0 +1,167 @@
+"""The state that all requests to a gateway share."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
+
+from starlette.types import Receive
+
+from swarm.errors import SwarmError, format_blocks
+from swarm.gateway.admission.admission_control import AdmissionControl
+from swarm.gateway.admission.api_keys import ApiKey, KeyFile
+from swarm.gateway.http.disconnect import cancel_on_disconnect
+from swarm.gateway.http.request_body import BodyMemory
+from swarm.gateway.openai.api_errors import NotFound, ServiceUnavailable
+from swarm.gateway.settings import GatewaySettings
+from swarm.generation.served_model import ServedModel
+from swarm.metrics.client import ClientMetrics
+from swarm.metrics.gateway import GatewayMetrics
+from swarm.metrics.registry import Registry
+
+T = TypeVar("T")
+
+PREPARATION_THREADS = 4
+"""Threads for the work before a generation, such as tokenizing a prompt."""
+
+MAX_BODY_MEMORY_BYTES = 256 * 2**20
+"""For all bodies that are being read: without keys, thousands of connections could each send a large one."""
+
+READINESS_TTL_S = 5.0
+"""How long the result of a readiness check is used again."""
+
+
+class AbortableRequest(Protocol):
+    """A request that is being answered."""
+
+    def abort(self, error: SwarmError) -> None:
+        """End the response with this error, now."""
+
+
+class GatewayState:
+    """Models, keys, admission, metrics and threads of one gateway.
+
+    Args:
+        models: the first one is the chat page's default.
+        settings: of the operator.
+        keys: None lets everyone in.
+        registry: for metrics.
+    """
+
+    def __init__(
+        self, models: Sequence[ServedModel], settings: GatewaySettings, keys: KeyFile | None, registry: Registry
+    ) -> None:
+        self.models = {model.name: model for model in models}
+        self.settings = settings
+        self.registry = registry
+        self.admission = AdmissionControl(settings.max_concurrent_texts, settings.max_waiting, time.monotonic)
+        self.body_memory = BodyMemory(max(MAX_BODY_MEMORY_BYTES, settings.max_request_bytes))
+        self.metrics = GatewayMetrics(registry, self.models)
+        self.metrics.watch(lambda: self.admission.running, lambda: self.admission.waiting)
+        # For what blocks or computes for long before a generation: not in the event loop.
+        self._threads = ThreadPoolExecutor(PREPARATION_THREADS, thread_name_prefix="swarm-gateway")
+        self._thread_limits: dict[str, asyncio.Semaphore] = {}
+        self._requests: set[AbortableRequest] = set()
+        self._shutting_down = False
+        self._keys = keys
+        self._keys_lock = asyncio.Lock()
+        self._readiness: tuple[float, str | None] = (float("-inf"), None)
+        self._readiness_lock = asyncio.Lock()
+        client_metrics = ClientMetrics(registry)
+        for model in models:
+            model.model.swarm.listen(client_metrics.heard)
+
+    async def keys(self) -> KeyFile | None:
+        """The keys as they are in the file now."""
+        if self._keys is not None and self._keys.is_outdated:
+            async with self._keys_lock:  # in a thread: reading a file of thousands of keys takes a second
+                self._keys = await asyncio.to_thread(self._keys.refreshed)
+        return self._keys
+
+    def model(self, name: str) -> ServedModel:
+        """The model with this name.
+
+        Raises:
+            NotFound: there is no such model.
+        """
+        if name not in self.models:
+            raise NotFound(
+                f"the model {name[:100]!r} is not served here; this gateway has {', '.join(self.models)}",
+                param="model",
+                code="model_not_found",
+            )
+        return self.models[name]
+
+    async def run_in_thread(self, receive: Receive, key: ApiKey | None, work: Callable[[], T]) -> T:
+        """Run `work` in a thread: tokenizing a long text takes a while, and so does compiling a schema.
+
+        A key gets at most half of the threads, so that its requests, however bad, do not block those of other keys.
+
+        Raises:
+            ClientDisconnected: the client disconnected before a thread was free; `work` does not run then.
+        """
+        name = key.name if key is not None else ""
+        count = PREPARATION_THREADS // 2 if key is not None else PREPARATION_THREADS
+        limit = self._thread_limits.setdefault(name, asyncio.Semaphore(count))
+        await cancel_on_disconnect(receive, limit.acquire())
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        finally:
+            limit.release()
+
+    @contextmanager
+    def abortable(self, request: AbortableRequest) -> Iterator[None]:
+        """Inside of the context, a shutdown of the gateway aborts the request.
+
+        Raises:
+            ServiceUnavailable: the gateway is already shutting down.
+        """
+        if self._shutting_down:
+            raise _shutdown_error()
+        self._requests.add(request)
+        try:
+            yield
+        finally:
+            self._requests.remove(request)
+
+    def abort_requests(self) -> None:
+        """The gateway is shutting down: end all requests with an error that says so."""
+        self._shutting_down = True
+        for request in self._requests:
+            request.abort(_shutdown_error())
+
+    async def check_ready(self) -> None:
+        """Check that servers hold all blocks of all models.
+
+        Raises:
+            ServiceUnavailable: blocks are missing.
+        """
+        # One check for all callers: they need no key, and each check occupies a thread for seconds.
+        async with self._readiness_lock:
+            checked_at, problem = self._readiness
+            if time.monotonic() - checked_at > READINESS_TTL_S:
+                problem = await asyncio.get_running_loop().run_in_executor(self._threads, self._find_missing_blocks)
+                self._readiness = (time.monotonic(), problem)
+        if problem is not None:
+            raise ServiceUnavailable(problem, code="blocks_missing", retry_after_s=READINESS_TTL_S)
+
+    def _find_missing_blocks(self) -> str | None:
+        for model in self.models.values():
+            missing = model.missing_blocks()
+            if missing:
+                return f"no server holds blocks {format_blocks(missing)} of {model.name}"
+        return None
+
+    def close(self) -> None:
+        """End the threads. The models are closed by the code that loaded them."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _shutdown_error() -> ServiceUnavailable:
+    return ServiceUnavailable(
+        "this gateway is shutting down; try again in a moment", code="leaving", retry_after_s=READINESS_TTL_S
+    )

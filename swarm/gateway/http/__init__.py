@@ -1,0 +1,1 @@
+"""HTTP mechanics that all endpoints share: bounded bodies, streams, clients that disconnect, middleware."""

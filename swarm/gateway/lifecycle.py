@@ -1,0 +1,122 @@
+"""The life of a gateway process: join the swarm with every model, listen, serve, and leave."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from starlette.middleware import Middleware
+from starlette.routing import Mount
+
+from swarm.gateway.access.authentication import RequireApiKey
+from swarm.gateway.access.host_check import is_loopback
+from swarm.gateway.admission.api_keys import KeyFile
+from swarm.gateway.app import make_app
+from swarm.gateway.gateway_state import GatewayState
+from swarm.gateway.openai.api_errors import ServiceUnavailable
+from swarm.gateway.settings import GatewaySettings
+from swarm.generation.served_model import ServedModel
+from swarm.metrics.registry import new_registry
+from swarm.monitor.http_routes import make_routes
+from swarm.monitor.swarm_poller import SwarmPoller
+from swarm.web.http_server import listen, serve_until_signal, url_of
+
+logger = logging.getLogger("swarm.gateway")
+
+MAX_CONNECTIONS = 2000
+"""Open at the same time. The usual limit is the number of files that a process may have open."""
+
+
+@dataclass(frozen=True)
+class ListenAddress:
+    """Where the gateway listens; port 0 takes any free one."""
+
+    host: str
+    port: int
+
+
+def serve_gateway(
+    sources: Sequence[str | None],
+    options: Mapping[str, Any],
+    settings: GatewaySettings,
+    key_file: Path | None,
+    address: ListenAddress,
+    with_monitor: bool,
+    on_ready: Callable[[str], None] = lambda url: None,
+) -> None:
+    """Serve until SIGINT or SIGTERM.
+
+    Args:
+        sources: local folder or hub id of each model; None for the demo model.
+        options: of `from_pretrained`, for all models.
+        key_file: None lets everyone in.
+        with_monitor: whether the monitor is at `/monitor/`.
+        on_ready: called with the gateway's URL when it accepts requests.
+
+    Raises:
+        KeyFileError: the key file cannot be used.
+        AddressUnavailable: the address is taken or does not exist.
+        UsageError: a model cannot be loaded, or no initial peer answers; see `from_pretrained`.
+    """
+    keys = KeyFile.read(key_file) if key_file is not None else None
+    with ExitStack() as stack:
+        listening = stack.enter_context(listen(address.host, address.port))
+        models = [_load_model(stack, source, options) for source in sources]
+        gateway = GatewayState(models, settings, keys, new_registry())
+        stack.callback(gateway.close)
+        watch = SwarmPoller(models[0].model.swarm.config.initial_peers) if with_monitor else None
+        check_host = keys is None and is_loopback(listening)
+        if keys is None and not check_host:
+            logger.warning("Everyone who can reach %s may use this gateway: give it --keys", address.host)
+
+        async def serve() -> None:
+            url = url_of(listening)
+            routes = [_monitor_routes(gateway, watch)] if watch is not None else []
+            if watch is not None:
+                await watch.start()
+            readiness = asyncio.create_task(_log_readiness(gateway))
+            try:
+                logger.info("Gateway: %s", url)
+                logger.info("OpenAI's interface: %sv1", url)
+                on_ready(url)
+                app = make_app(gateway, routes, check_host)
+                await serve_until_signal(app, listening, MAX_CONNECTIONS, before_shutdown)
+            finally:
+                readiness.cancel()
+                if watch is not None:
+                    await watch.stop()
+
+        def before_shutdown() -> None:
+            gateway.abort_requests()
+            if watch is not None:
+                watch.hang_up()
+
+        uvloop.run(serve())
+        logger.info("Leaving the swarm")
+
+
+def _monitor_routes(gateway: GatewayState, watch: SwarmPoller) -> Mount:
+    return Mount("/monitor", routes=make_routes(watch), middleware=[Middleware(RequireApiKey, gateway=gateway)])
+
+
+async def _log_readiness(gateway: GatewayState) -> None:
+    """Check the swarm once at the start, so that the first request does not have to."""
+    try:
+        await gateway.check_ready()
+        logger.info("Ready: servers hold every block")
+    except ServiceUnavailable as error:
+        logger.warning("%s; requests wait for them", error)
+
+
+def _load_model(stack: ExitStack, source: str | None, options: Mapping[str, Any]) -> ServedModel:
+    served = ServedModel.load(source, **options)
+    connection = served.model.swarm
+    stack.callback(connection.close)
+    logger.info("Model: %s, %d blocks, wire format %s", served.name, connection.blocks, connection.config.wire)
+    return served

@@ -1,0 +1,85 @@
+"""From the events of a request's sequences to its response: chunk by chunk, or whole."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from swarm.gateway.openai.response_writers import AccumulatedAnswer, ResponseWriter, usage_object
+from swarm.generation.route_details import route_detail
+from swarm.generation.sequence_generation import SequenceDelta, SequenceEnd
+from swarm.generation.sequence_group import SequenceGroup
+
+
+@dataclass(frozen=True)
+class ResponseChunk:
+    """A chunk of a streamed response, in OpenAI's form."""
+
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ResponseDetail:
+    """News of the session's route or the request's timing, for clients that ask for it; see `docs/gateway.md`."""
+
+    body: dict[str, Any]
+
+
+async def stream_response(
+    group: SequenceGroup, writer: ResponseWriter, include_usage: bool
+) -> AsyncGenerator[ResponseChunk | ResponseDetail]:
+    """The response piece by piece.
+
+    Raises:
+        SwarmError: the response cannot be completed.
+    """
+    answers = [AccumulatedAnswer() for _ in range(len(group))]
+    started: set[int] = set()
+    async with aclosing(group.events()) as events:
+        async for index, event in events:
+            if not isinstance(event, SequenceDelta | SequenceEnd):
+                if (detail := route_detail(event)) is not None:
+                    yield ResponseDetail(detail)
+                continue
+            # Not before there is output: once a response has begun, an error can no longer set its status.
+            if index not in started and (first := writer.first_chunk(index)) is not None:
+                yield ResponseChunk(first)
+            started.add(index)
+            if isinstance(event, SequenceDelta):
+                yield ResponseChunk(writer.delta_chunk(index, event, answers[index]))
+                answers[index].add_delta(event)
+            else:
+                yield ResponseChunk(writer.last_chunk(index, event.reason))
+    if include_usage:
+        yield ResponseChunk(writer.usage_chunk(group_usage(group)))
+    yield ResponseDetail(group.timing.summary())
+
+
+async def complete_response(group: SequenceGroup, writer: ResponseWriter, *, with_details: bool) -> dict[str, Any]:
+    """The whole response, with its details under `swarm` if they are requested.
+
+    Raises:
+        SwarmError: the response cannot be completed.
+    """
+    answers = [AccumulatedAnswer() for _ in range(len(group))]
+    details: list[dict[str, Any]] = []
+    async with aclosing(group.events()) as events:
+        async for index, event in events:
+            if isinstance(event, SequenceDelta):
+                answers[index].add_delta(event)
+            elif isinstance(event, SequenceEnd):
+                answers[index].reason = event.reason
+            elif (detail := route_detail(event)) is not None:
+                details.append(detail)
+    details.append(group.timing.summary())
+    # In a thread: the log probabilities of a long answer are some hundred thousand tokens to decode.
+    body = await asyncio.to_thread(writer.body, answers, group_usage(group))
+    return {**body, "swarm": details} if with_details else body
+
+
+def group_usage(group: SequenceGroup) -> dict[str, int]:
+    """OpenAI's `usage` of a request so far."""
+    return usage_object(group.prompt_tokens, group.completion_tokens)

@@ -1,0 +1,220 @@
+"""Writes responses in OpenAI's form, whole and as chunks of a stream."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from swarm.generation.detokenizer import token_text
+from swarm.generation.sampling import SampledToken
+from swarm.generation.sequence_generation import SequenceDelta
+from swarm.generation.served_model import ServedModel
+from swarm.generation.tool_calls import ToolCall
+
+MIN_LOGPROB = -9999.0
+"""JSON has no infinity; OpenAI writes this for an impossible token."""
+
+ID_BYTES = 12
+
+
+@dataclass
+class AccumulatedAnswer:
+    """One of the answers to a request, as far as it has been generated.
+
+    Attributes:
+        reason: why it ended; None as long as it has not.
+    """
+
+    texts: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    tokens: list[SampledToken] = field(default_factory=list)
+    reason: str | None = None
+
+    def add_delta(self, delta: SequenceDelta) -> None:
+        self.texts.append(delta.text)
+        self.calls.extend(delta.calls)
+        self.tokens.extend(delta.tokens)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+def usage_object(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    """OpenAI's `usage`: how many tokens a request took."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+def model_object(served: ServedModel) -> dict[str, Any]:
+    """OpenAI's model object, with this project's fields under `swarm`."""
+    return {
+        "id": served.name,
+        "object": "model",
+        "created": served.created,
+        "owned_by": "swarm",
+        "swarm": {
+            "chat_template": served.chat_template is not None,
+            "tools": served.tool_syntax is not None,
+            "context_length": served.context_length,
+            "blocks": served.model.swarm.blocks,
+        },
+    }
+
+
+class ResponseWriter:
+    """Writes the response to one request.
+
+    Args:
+        model: its name.
+        tokenizer: the model's, for log probabilities.
+        prompts: texts to repeat in front of the answers (`echo`).
+        include_usage: whether a stream ends with the usage; then `usage` is null in the chunks before.
+    """
+
+    id_prefix: str
+    object_type: str
+    chunk_object_type: str
+
+    def __init__(self, model: str, tokenizer: Any, prompts: Sequence[str] = (), *, include_usage: bool = False) -> None:
+        self.id = f"{self.id_prefix}-{secrets.token_hex(ID_BYTES)}"
+        self._model = model
+        self._tokenizer = tokenizer
+        self._prompts = prompts
+        self._created = int(time.time())
+        self._unknown_usage: dict[str, None] = {"usage": None} if include_usage else {}
+
+    def body(self, answers: Sequence[AccumulatedAnswer], usage: dict[str, int]) -> dict[str, Any]:
+        """The body of a response that is not streamed."""
+        choices = [
+            {"index": index, **self._choice(index, answer), "finish_reason": answer.reason}
+            for index, answer in enumerate(answers)
+        ]
+        return {**self._envelope(self.object_type), "choices": choices, "usage": usage}
+
+    def first_chunk(self, index: int) -> dict[str, Any] | None:
+        """The chunk that begins an answer; None if there is no such chunk."""
+        raise NotImplementedError
+
+    def delta_chunk(self, index: int, delta: SequenceDelta, before: AccumulatedAnswer) -> dict[str, Any]:
+        """The chunk for new output of an answer; `before` is the answer without it."""
+        raise NotImplementedError
+
+    def last_chunk(self, index: int, reason: str) -> dict[str, Any]:
+        """The chunk that ends an answer."""
+        raise NotImplementedError
+
+    def _choice(self, index: int, answer: AccumulatedAnswer) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def usage_chunk(self, usage: dict[str, int]) -> dict[str, Any]:
+        """The chunk that ends a stream with the request's usage."""
+        return {**self._envelope(self.chunk_object_type), "choices": [], "usage": usage}
+
+    def _envelope(self, object_type: str) -> dict[str, Any]:
+        return {"id": self.id, "object": object_type, "created": self._created, "model": self._model}
+
+    def _chunk(self, index: int, content: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+        choice = {"index": index, **content, "finish_reason": reason}
+        return {**self._envelope(self.chunk_object_type), "choices": [choice], **self._unknown_usage}
+
+
+class ChatResponseWriter(ResponseWriter):
+    """Responses of `/v1/chat/completions`."""
+
+    id_prefix, object_type, chunk_object_type = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def first_chunk(self, index: int) -> dict[str, Any] | None:
+        return self._chunk(index, {"delta": {"role": "assistant", "content": ""}, "logprobs": None})
+
+    def delta_chunk(self, index: int, delta: SequenceDelta, before: AccumulatedAnswer) -> dict[str, Any]:
+        content: dict[str, Any] = {"content": delta.text} if delta.text else {}
+        if delta.calls:
+            count = len(before.calls)
+            content["tool_calls"] = [{"index": count + i, **_tool_call(call)} for i, call in enumerate(delta.calls)]
+        return self._chunk(index, {"delta": content, "logprobs": self._logprobs(delta.tokens)})
+
+    def last_chunk(self, index: int, reason: str) -> dict[str, Any]:
+        return self._chunk(index, {"delta": {}, "logprobs": None}, reason)
+
+    def _choice(self, index: int, answer: AccumulatedAnswer) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+        if answer.calls:
+            message["content"] = answer.text.strip() or None
+            message["tool_calls"] = [_tool_call(call) for call in answer.calls]
+        return {"message": message, "logprobs": self._logprobs(answer.tokens)}
+
+    def _logprobs(self, tokens: Sequence[SampledToken]) -> dict[str, Any] | None:
+        reported = [sampled for sampled in tokens if sampled.logprob is not None]
+        if not reported:
+            return None
+        return {
+            "content": [
+                {
+                    **self._token_logprob(sampled.token, sampled.logprob or 0.0),
+                    "top_logprobs": [self._token_logprob(token, logprob) for token, logprob in sampled.top_logprobs],
+                }
+                for sampled in reported
+            ],
+            "refusal": None,
+        }
+
+    def _token_logprob(self, token: int, logprob: float) -> dict[str, Any]:
+        text, raw = token_text(self._tokenizer, token)
+        return {"token": text, "logprob": _finite(logprob), "bytes": raw}
+
+
+class CompletionResponseWriter(ResponseWriter):
+    """Responses of `/v1/completions`."""
+
+    id_prefix, object_type, chunk_object_type = "cmpl", "text_completion", "text_completion"
+
+    def first_chunk(self, index: int) -> dict[str, Any] | None:
+        return self._chunk(index, {"text": self._prompts[index], "logprobs": None}) if self._prompts else None
+
+    def delta_chunk(self, index: int, delta: SequenceDelta, before: AccumulatedAnswer) -> dict[str, Any]:
+        return self._chunk(index, {"text": delta.text, "logprobs": self._logprobs(delta.tokens, len(before.text))})
+
+    def last_chunk(self, index: int, reason: str) -> dict[str, Any]:
+        return self._chunk(index, {"text": "", "logprobs": None}, reason)
+
+    def _choice(self, index: int, answer: AccumulatedAnswer) -> dict[str, Any]:
+        front = self._prompts[index] if self._prompts else ""
+        return {"text": front + answer.text, "logprobs": self._logprobs(answer.tokens, 0)}
+
+    def _logprobs(self, tokens: Sequence[SampledToken], offset: int) -> dict[str, Any] | None:
+        reported = [sampled for sampled in tokens if sampled.logprob is not None]
+        if not reported:
+            return None
+        texts = [token_text(self._tokenizer, sampled.token)[0] for sampled in reported]
+        offsets = []
+        for text in texts:
+            offsets.append(offset)
+            offset += len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": [_finite(sampled.logprob or 0.0) for sampled in reported],
+            "top_logprobs": [
+                {token_text(self._tokenizer, token)[0]: _finite(logprob) for token, logprob in sampled.top_logprobs}
+                for sampled in reported
+            ],
+            "text_offset": offsets,
+        }
+
+
+def _tool_call(call: ToolCall) -> dict[str, Any]:
+    return {
+        "id": f"call_{secrets.token_hex(ID_BYTES)}",
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, MIN_LOGPROB)

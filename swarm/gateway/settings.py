@@ -1,0 +1,32 @@
+"""The settings of a gateway."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swarm.generation.prompts import DEFAULT_CHAT_TOKENS
+
+
+@dataclass(frozen=True)
+class GatewaySettings:
+    """What the operator of a gateway decides.
+
+    Attributes:
+        default_max_tokens: new tokens of a chat answer if the request sets no limit.
+        max_request_bytes: of a request's body.
+        read_timeout_s: within which a request's body has to arrive.
+        send_timeout_s: within which a client has to take the next part of its response.
+        cors_origins: other web sites whose pages may use this gateway; none by default.
+        max_concurrent_texts: texts that are generated at the same time; a request has one for each of its answers.
+        max_waiting: requests that may wait.
+        public_status: whether metrics and monitor are open to clients without a key, if there are keys.
+    """
+
+    default_max_tokens: int = DEFAULT_CHAT_TOKENS
+    max_request_bytes: int = 2 * 2**20
+    read_timeout_s: float = 30.0
+    send_timeout_s: float = 60.0
+    cors_origins: tuple[str, ...] = ()
+    max_concurrent_texts: int = 64
+    max_waiting: int = 256
+    public_status: bool = False

@@ -1,0 +1,173 @@
+"""The sequences of one request: starts them, follows them together, and ends them when the request ends."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from swarm.errors import SwarmError
+from swarm.generation.sequence_generation import (
+    SequenceDelta,
+    SequenceEnd,
+    SequenceEvent,
+    SequenceFailed,
+    SequenceGeneration,
+    SequenceRequest,
+)
+from swarm.generation.served_model import ServedModel
+
+
+class TokenMetrics(Protocol):
+    """Receives the token counts and latencies of requests."""
+
+    def first_token(self, model: str, seconds: float) -> None:
+        """The first token of a request came this long after the request."""
+
+    def next_token(self, model: str, seconds: float) -> None:
+        """A further token came this long after the one before it."""
+
+    def used(self, model: str, prompt: int, completion: int) -> None:
+        """A request has ended and took this many tokens."""
+
+
+@dataclass
+class GenerationTiming:
+    """When a request's tokens came.
+
+    Attributes:
+        started_at: `time.perf_counter()` when the request came.
+        first_token_at: when its first token came.
+    """
+
+    started_at: float
+    first_token_at: float | None = None
+    tokens: int = 0
+
+    def summary(self) -> dict[str, Any]:
+        """The detail of kind `done`, which clients show below an answer; see `docs/gateway.md`."""
+        now = time.perf_counter()
+        first = self.first_token_at
+        since_first = now - first if first is not None else 0.0
+        return {
+            "kind": "done",
+            "tokens": self.tokens,
+            "seconds": round(now - self.started_at, 3),
+            "tokens_per_second": round((self.tokens - 1) / since_first, 2) if since_first and self.tokens > 1 else None,
+            "first_token_seconds": round(first - self.started_at, 3) if first is not None else None,
+        }
+
+
+class SequenceGroup:
+    """All sequences of one request while they are generated.
+
+    Args:
+        served: the model.
+        requests: one for each sequence.
+        choices: sequences for each prompt; the tokens of a prompt are counted once.
+        started_at: `time.perf_counter()` when the request came.
+        metrics: None if nothing is measured.
+    """
+
+    def __init__(
+        self,
+        served: ServedModel,
+        requests: Sequence[SequenceRequest],
+        choices: int,
+        started_at: float,
+        metrics: TokenMetrics | None = None,
+    ) -> None:
+        self.timing = GenerationTiming(started_at)
+        self.prompt_tokens = sum(len(request.prompt) for request in requests) // choices
+        self._served = served
+        self._metrics = metrics
+        self._last_token_at = started_at
+        self._events: asyncio.Queue[tuple[int, SequenceEvent]] = asyncio.Queue()
+        self._generations = [self._generation(index, request) for index, request in enumerate(requests)]
+
+    def _generation(self, index: int, request: SequenceRequest) -> SequenceGeneration:
+        def on_event(event: SequenceEvent) -> None:
+            self._events.put_nowait((index, event))
+
+        return SequenceGeneration(self._served, request, on_event)
+
+    def __len__(self) -> int:
+        return len(self._generations)
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens generated so far."""
+        return sum(generation.tokens for generation in self._generations)
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of the prompts, and generated so far."""
+        return self.prompt_tokens + self.completion_tokens
+
+    def abort(self, error: SwarmError) -> None:
+        """End the request with this error, now."""
+        self._events.put_nowait((0, SequenceFailed(error)))
+
+    @asynccontextmanager
+    async def generating(self) -> AsyncIterator[None]:
+        """Generate the sequences inside of the context; those that are not complete at its end are cancelled."""
+        started: list[SequenceGeneration] = []
+        try:
+            for generation in self._generations:
+                generation.start()  # fails where the process may have no more threads
+                started.append(generation)
+            yield
+        finally:
+            for generation in started:
+                generation.cancel()
+            # The place in the gateway's queue is given up only after the servers' caches are free again.
+            await asyncio.shield(asyncio.gather(*(generation.wait_ended() for generation in started)))
+            if self._metrics is not None:
+                self._metrics.used(self._served.name, self.prompt_tokens, self.completion_tokens)
+
+    async def events(self) -> AsyncGenerator[tuple[int, SequenceEvent]]:
+        """Events of all sequences as (index, event), until all are complete. Consecutive deltas are merged.
+
+        Raises:
+            SwarmError: a sequence failed, or the request was aborted.
+        """
+        unfinished = len(self._generations)
+        while unfinished:
+            waiting = [await self._events.get()]
+            while not self._events.empty():
+                waiting.append(self._events.get_nowait())
+            for index, event in merge_deltas(waiting):
+                if isinstance(event, SequenceFailed):
+                    raise event.error
+                unfinished -= isinstance(event, SequenceEnd)
+                if isinstance(event, SequenceDelta):
+                    self._measure_delta()
+                yield index, event
+
+    def _measure_delta(self) -> None:
+        now = time.perf_counter()
+        if self.timing.first_token_at is None:
+            self.timing.first_token_at = now
+            if self._metrics is not None:
+                self._metrics.first_token(self._served.name, now - self.timing.started_at)
+        elif self._metrics is not None:
+            self._metrics.next_token(self._served.name, now - self._last_token_at)
+        self._last_token_at = now
+        self.timing.tokens = self.completion_tokens
+
+
+def merge_deltas(waiting: Sequence[tuple[int, SequenceEvent]]) -> list[tuple[int, SequenceEvent]]:
+    """Join consecutive deltas of the same sequence, so that a slow reader gets fewer and longer ones."""
+    merged: list[tuple[int, SequenceEvent]] = []
+    for index, event in waiting:
+        if merged and isinstance(event, SequenceDelta):
+            last_index, last = merged[-1]
+            if last_index == index and isinstance(last, SequenceDelta):
+                joined = SequenceDelta(last.text + event.text, last.calls + event.calls, last.tokens + event.tokens)
+                merged[-1] = (index, joined)
+                continue
+        merged.append((index, event))
+    return merged

@@ -1,0 +1,91 @@
+"""A model that is ready to answer requests, with everything that its requests share."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from swarm.client.auto_model import AutoDistributedModelForCausalLM
+from swarm.client.threads.compute_lock import ComputeLock
+from swarm.generation.response_format import GrammarCompiler
+from swarm.generation.tool_syntax import ToolSyntax, tool_syntax
+from swarm.models.checkpoints.chat_template import template_text
+from swarm.models.checkpoints.tokenizer import load_tokenizer
+
+DEFAULT_CONTEXT_TOKENS = 8192
+"""Context length of a model whose config does not state one."""
+
+
+@dataclass
+class ServedModel:
+    """One distributed model with its tokenizer, and what its requests share.
+
+    Attributes:
+        name: what clients call it.
+        model: the distributed model.
+        compute_lock: lets one sequence at a time compute its local part.
+        created: Unix time.
+    """
+
+    name: str
+    model: Any
+    tokenizer: Any
+    compute_lock: ComputeLock = field(default_factory=ComputeLock)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @classmethod
+    def load(cls, source: str | None, **options: Any) -> ServedModel:
+        """Load embeddings, head and tokenizer, and join the swarm.
+
+        Args:
+            source: local folder or hub id; None for the demo model.
+            options: of `from_pretrained`.
+
+        Raises:
+            UsageError: the model cannot be found or used, or no initial peer answers; see `from_pretrained`.
+        """
+        model = AutoDistributedModelForCausalLM.from_pretrained(source, **options)
+        with ExitStack() as on_failure:
+            on_failure.callback(model.swarm.close)
+            checkpoint = model.trained.checkpoint
+            tokenizer = load_tokenizer(checkpoint.source, checkpoint.revision)
+            on_failure.pop_all()
+        return cls(checkpoint.name, model, tokenizer)
+
+    @property
+    def context_length(self) -> int:
+        """Tokens that prompt and answer may have together."""
+        return int(getattr(self.model.config, "max_position_embeddings", None) or DEFAULT_CONTEXT_TOKENS)
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of scores that the head computes for a position."""
+        return int(self.model.config.vocab_size)
+
+    @cached_property
+    def chat_template(self) -> str | None:
+        return template_text(self.tokenizer)
+
+    @cached_property
+    def tool_syntax(self) -> ToolSyntax | None:
+        """How the model writes tool calls; None if its chat template does not support tools."""
+        return tool_syntax(self.chat_template) if self.chat_template is not None else None
+
+    @cached_property
+    def grammars(self) -> GrammarCompiler:
+        return GrammarCompiler(self.tokenizer, self.vocabulary_size, sorted(self.end_tokens))
+
+    @cached_property
+    def end_tokens(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        end = self.model.generation_config.eos_token_id
+        return frozenset([end] if isinstance(end, int) else end or ())
+
+    def missing_blocks(self) -> tuple[int, ...]:
+        """Blocks that no server holds now. Asks the swarm, which may take seconds."""
+        held = {block for server in self.model.swarm.servers() for block in range(server.span.start, server.span.end)}
+        needed = range(self.model.swarm.span.start, self.model.swarm.span.end)
+        return tuple(block for block in needed if block not in held)

@@ -1,0 +1,65 @@
+"""Names that nobody elsewhere can own, and what happens to requests for others."""
+
+from __future__ import annotations
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.testclient import TestClient
+
+from swarm.gateway.access.host_check import HostCheck, is_local_name, is_loopback
+from swarm.web.http_server import listen
+
+LOCAL = ["", "localhost", "LOCALHOST:8000", "localhost.", "127.0.0.1", "127.0.0.1:8000", "[::1]:8000", "192.168.1.5:80"]
+LOCAL += ["127.0.0.1.", "gateway:8000", "box.local", "host.docker.internal:8000", "chat.localhost:8000"]
+ELSEWHERE = [
+    "evil.example",
+    "evil.example:8000",
+    "127.0.0.1.evil.example",
+    "localhost.evil.example:8000",
+    "evil.example.",
+]
+ELSEWHERE += ["local.evil.example", "notlocal.example", "256.0.0.1", "1.2", "["]
+
+
+@pytest.mark.parametrize("host", LOCAL)
+def test_names_of_this_machine(host: str) -> None:
+    assert is_local_name(host)
+
+
+@pytest.mark.parametrize("host", ELSEWHERE)
+def test_names_that_somebody_may_own(host: str) -> None:
+    assert not is_local_name(host)
+
+
+async def _answer(request: Request) -> Response:
+    return PlainTextResponse("here")
+
+
+@pytest.mark.parametrize(
+    ("host", "also", "status"),
+    [
+        ("127.0.0.1:8000", (), 200),
+        ("evil.example", (), 403),
+        ("chat.example", ("chat.example",), 200),
+        ("chat.example", ("https://chat.example",), 200),
+        ("chat.example:8000", ("http://chat.example:8000",), 200),
+        ("Chat.Example", ("chat.example",), 200),
+        ("evil.chat.example", ("chat.example",), 403),
+        ("evil.example", ("*",), 200),
+    ],
+)
+def test_requests(host: str, also: tuple[str, ...], status: int) -> None:
+    app = HostCheck(Starlette(routes=[Route("/", _answer)]), also)
+    reply = TestClient(app).get("/", headers={"Host": host})
+    assert reply.status_code == status
+    if status == 403:
+        assert reply.json()["error"]["code"] == "wrong_host"
+
+
+@pytest.mark.parametrize(("host", "loopback"), [("127.0.0.1", True), ("127.1.2.3", True), ("0.0.0.0", False)])
+def test_where_only_this_machine_reaches(host: str, loopback: bool) -> None:
+    with listen(host, 0) as listening:
+        assert is_loopback(listening) is loopback

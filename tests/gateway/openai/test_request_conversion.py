@@ -1,0 +1,48 @@
+"""From requests to sequences."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from swarm.gateway.openai.api_errors import BadRequest
+from swarm.gateway.openai.request_conversion import completion_request_sequences
+from swarm.gateway.openai.request_schema import CompletionRequest
+from swarm.generation.errors import InvalidGenerationRequest
+from swarm.generation.prompts import DEFAULT_COMPLETION_TOKENS, prompt_texts
+from swarm.models.checkpoints.checkpoint import DEMO
+from swarm.models.checkpoints.tokenizer import load_tokenizer
+
+CONTEXT = 32
+
+
+@pytest.fixture(scope="module")
+def served() -> Any:
+    usual = SimpleNamespace(temperature=None, top_p=None, top_k=None)
+    tokenizer = load_tokenizer(DEMO)
+    model = SimpleNamespace(generation_config=usual)
+    return SimpleNamespace(name="m", tokenizer=tokenizer, model=model, context_length=CONTEXT, vocabulary_size=1000)
+
+
+@pytest.mark.parametrize(("prompt", "room"), [(4, DEFAULT_COMPLETION_TOKENS), (CONTEXT - 3, 3)])
+def test_who_does_not_say_gets_what_there_is_room_for(served, prompt, room):
+    (work,) = completion_request_sequences(CompletionRequest(model="m", prompt=[5] * prompt), served)
+    assert work.max_tokens == room
+
+
+def test_who_asks_for_more_than_there_is_room_for_is_told(served):
+    with pytest.raises(InvalidGenerationRequest, match="room for 3 more; 4 were requested"):
+        completion_request_sequences(CompletionRequest(model="m", prompt=[5] * (CONTEXT - 3), max_tokens=4), served)
+
+
+def test_prompts_are_repeated_for_each_of_their_answers(served):
+    works = completion_request_sequences(CompletionRequest(model="m", prompt=["Once", "upon a"], n=2), served)
+    assert prompt_texts(works, served) == ["Once", "Once", "upon a", "upon a"]
+
+
+def test_one_request_is_no_crowd(served):
+    assert len(completion_request_sequences(CompletionRequest(model="m", prompt=["Once"] * 4, n=2), served)) == 8
+    with pytest.raises(BadRequest, match="prompts times n are 9 texts; one request may have 8 at most"):
+        completion_request_sequences(CompletionRequest(model="m", prompt=["Once"] * 3, n=3), served)

@@ -1,0 +1,254 @@
+"""The chat page in a browser, on a real gateway of a real three-server swarm, whose models say known texts."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import httpx
+import pytest
+from playwright.sync_api import Page, expect
+
+from swarm.gateway import keys
+from tests.browser import open_page, picture, run_browser
+from tests.gateways import GatewayProcess, run_gateway
+from tests.scripted import make_scripted
+from tests.swarms import run_swarm
+
+SPANS = ("0:2", "2:4", "4:6")
+HELLO = "Hello! I am a swarm of **three** small servers, and each of us holds *two* blocks of this model.\n"
+EVIL = (
+    "<script>window.ran = 1</script>\n\n<img src=x onerror='window.ran = 2'>\n\n[click](javascript:window.ran=3)\n\n"
+    "<iframe src='javascript:parent.ran=4'></iframe> <svg onload=window.ran=5> "
+    "![i](javascript:window.ran=6) <a href='javascript:window.ran=7'>x</a> `<b onclick=f()>` **safe**\n\n"
+    "```html\n<script>window.ran = 8</script>\n```\n"
+)
+WIDE = (
+    "# A table, code, and words without end\n\n| Left column | Middle column | Right column | One more column |\n"
+    "|---|:--:|--:|---|\n| a long cell of many words | `code_that_does_not_break_anywhere` | 3.14159265 | last |\n\n"
+    "```python\n" + "print('" + "a line that is far too long for a telephone, " * 3 + "')\n```\n\n"
+    + "Unbreakable" * 12 + "\n\n1. one\n   - two\n2. three\n\n> quoted, https://example.com/" + "path/" * 20 + "end\n"
+)  # fmt: skip
+LONG = "".join(f"Line {number} of many, which say that it goes on.\n\n" for number in range(120))
+STORY = " there lived a beekeeper who counted every light of the evening, one by one, until it was dark."
+SCRIPTS = {"@hello": HELLO, "@evil": EVIL, "@wide": WIDE, "@long": LONG}
+
+
+@pytest.fixture(scope="module")
+def swarm(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    with run_swarm(make_scripted(folder / "chatty", SCRIPTS), SPANS) as running:
+        story = make_scripted(folder / "story", {"": STORY})
+        (story / "chat_template.jinja").unlink()
+        running.start("0:6", model=str(story)).wait_ready()
+        yield running
+
+
+@pytest.fixture(scope="module")
+def gateway(swarm):
+    models = [swarm.model, swarm.model.replace("chatty", "story")]
+    with run_gateway(swarm, models, with_monitor=True) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with run_browser() as running:
+        yield running
+
+
+@pytest.fixture
+def page(browser, gateway):
+    with open_page(browser) as opened:
+        opened.goto(gateway.url)
+        expect(opened.locator("#model")).to_have_value("chatty")
+        yield opened
+
+
+def send(page: Page, text: str) -> None:
+    page.locator("#prompt").fill(text)
+    page.keyboard.press("Enter")
+
+
+def whole(page: Page) -> Any:
+    """The last answer, once it is complete."""
+    expect(page.locator(".message.running")).to_have_count(0)
+    return page.locator(".message.assistant .body").last
+
+
+def words(text: str) -> str:
+    """Markdown's plain paragraphs as they are shown."""
+    return " ".join(text.split())
+
+
+def wait_until_idle(gateway: GatewayProcess) -> None:
+    """Until nothing is computed any more."""
+    deadline = time.monotonic() + 20
+    while not re.search(r"^swarm_gateway_running 0", httpx.get(f"{gateway.url}/metrics").text, re.MULTILINE):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_message_is_sent_and_answered_by_keyboard_only(page, swarm):
+    expect(page.locator("#welcome-model")).to_have_text(re.compile("chatty.*carried by 3 servers"))
+    picture(page, "chat-welcome")
+    expect(page.locator("#prompt")).to_be_focused()
+    page.keyboard.type("Say @hello")
+    page.keyboard.press("Shift+Enter")
+    expect(page.locator("#prompt")).to_have_value("Say @hello\n")
+    page.keyboard.press("Enter")
+    expect(whole(page)).to_have_text(HELLO.replace("*", "").strip())
+    expect(page.locator(".body strong")).to_have_text("three")
+    expect(page.locator("#status")).to_contain_text("Hello! I am a swarm")
+
+    figures = page.locator(".figures")
+    expect(figures).to_have_text(re.compile(r"^[\d.]+ tokens/s$"))
+    figures.focus()
+    page.keyboard.press("Enter")
+    expect(page.locator(".hop-blocks")).to_have_text([f"blocks {span}" for span in SPANS])
+    expect(page.locator(".hops code")).to_have_text(["…" + server.peer_id[-6:] for server in swarm.servers[:3]])
+    expect(page.locator(".facts p")).to_have_text(re.compile(r"^\d+ tokens in .* · first after .*$"))
+    picture(page, "chat-answer")
+
+    page.keyboard.press("Control+k")
+    expect(page.locator("#welcome")).to_be_visible()
+    expect(page.locator("#prompt")).to_be_focused()
+
+
+def test_stop_ends_the_computation_and_keeps_the_text(page, gateway):
+    send(page, "Say @long")
+    expect(page.locator(".message.assistant")).to_contain_text("Line 3")
+    page.keyboard.press("Escape")
+    expect(page.locator(".figures")).to_contain_text("stopped")
+    expect(page.locator(".message.assistant")).not_to_contain_text("Line 119")
+    wait_until_idle(gateway)
+    expect(page.locator("#prompt")).to_be_focused()
+
+
+def test_a_reload_brings_everything_back(page, gateway):
+    send(page, "Say @hello")
+    expect(whole(page)).to_contain_text("Hello!")
+    page.reload()
+    expect(page.locator(".message.assistant .body")).to_have_text(HELLO.replace("*", "").strip())
+    expect(page.locator(".figures")).to_contain_text("tokens/s")
+
+    send(page, "Now @long")
+    expect(page.locator(".message.assistant").last).to_contain_text("Line 3")
+    page.reload()  # in mid-answer
+    expect(page.locator(".message.assistant").last).to_contain_text("Line 3")
+    expect(page.locator(".figures").last).to_contain_text("stopped")
+    expect(page.locator("#conversations .open")).to_have_text(["Say @hello"])
+    wait_until_idle(gateway)
+
+
+def test_an_answer_can_be_written_again_and_a_question_changed(page):
+    send(page, "Say @hello")
+    expect(whole(page)).to_contain_text("Hello!")
+    page.get_by_role("button", name="Write another answer").click()
+    expect(page.locator(".versions span")).to_have_text("2/2")
+    expect(whole(page)).to_contain_text("Hello!")
+
+    page.get_by_role("button", name="Edit").click()
+    page.keyboard.press("Escape")
+    expect(page.locator(".bubble")).to_have_text("Say @hello")
+    page.get_by_role("button", name="Edit").click()
+    page.get_by_label("Edit the message").fill("Rather say @evil")
+    page.keyboard.press("Enter")
+    expect(whole(page)).to_contain_text("safe")
+    expect(page.locator(".user .versions span")).to_have_text("2/2")
+
+    page.locator(".user [aria-label='Earlier version']").click()
+    expect(page.locator(".bubble")).to_have_text("Say @hello")
+    expect(page.locator(".assistant .versions span")).to_have_text("2/2")
+    expect(page.locator(".user [aria-label='Later version']")).to_be_focused()
+    page.locator(".assistant [aria-label='Earlier version']").click()
+    page.reload()
+    expect(page.locator(".assistant .versions span")).to_have_text("1/2")
+
+
+def test_nothing_that_a_model_writes_runs(page):
+    send(page, "Say @evil")
+    expect(whole(page)).to_contain_text("safe")
+    assert page.evaluate("window.ran") is None
+    for selector in ("script", "img", "iframe", "[onclick]", "[onload]", "[onerror]", "a[href]"):
+        expect(page.locator(f"#messages {selector}")).to_have_count(0)
+    expect(page.locator(".body > p").first).to_have_text("<script>window.ran = 1</script>")
+    expect(page.locator(".body pre code")).to_have_text("<script>window.ran = 8</script>")
+    picture(page, "chat-hostile")
+
+
+def test_a_telephone_shows_everything_without_scrolling_sideways(page):
+    page.set_viewport_size({"width": 400, "height": 800})
+    picture(page, "chat-narrow-welcome")
+    send(page, "Say @wide")
+    expect(whole(page)).to_contain_text("three")
+    wide = "[document.documentElement, document.body, document.getElementById('scroll')].map(node => node.scrollWidth)"
+    assert page.evaluate(wide) == [400, 400, 400]
+    page.locator("#scroll").evaluate("scroll => { scroll.scrollTop = 0 }")
+    picture(page, "chat-narrow")
+    page.get_by_role("button", name="Conversations").click()
+    expect(page.get_by_role("button", name="Close the list")).to_be_focused()
+    picture(page, "chat-drawer")
+    page.keyboard.press("Escape")
+    expect(page.locator("#sidebar")).to_be_hidden()
+    expect(page.get_by_role("button", name="Conversations")).to_be_focused()
+
+
+def test_a_server_is_killed_in_mid_answer(page, swarm):
+    send(page, "Say @long")
+    answer = page.locator(".message.assistant")
+    expect(answer).to_contain_text("Line 3")
+    swarm.holders("2:4")[0].kill()
+    expect(page.locator(".notice.trouble")).to_contain_text(re.compile("A server was lost|Nobody holds blocks 2:4"))
+    picture(page, "chat-recovering")
+    swarm.start("2:4").wait_ready()
+    expect(page.locator(".notice.good")).to_be_visible(timeout=60_000)
+    expect(page.locator(".message.running")).to_have_count(0, timeout=60_000)
+    assert words(page.locator(".body").inner_text()) == words(LONG)
+    page.locator(".figures").click()
+    expect(page.locator(".facts p")).to_contain_text("lost and replaced within")
+
+
+def test_another_model_continues_texts(page):
+    page.locator("#model").select_option("story")
+    expect(page.get_by_text("This model continues texts.")).to_be_visible()
+    send(page, "Once upon a time")
+    expect(whole(page)).to_have_text(STORY.strip())
+    page.get_by_role("button", name="Go on").click()
+    expect(page.locator(".message.assistant .body")).to_have_text([STORY.strip()] * 2)
+    page.reload()
+    expect(page.locator("#model")).to_have_value("story")
+    expect(page.get_by_role("button", name="Go on")).to_have_count(1)
+
+
+def test_dark_is_dark(page):
+    page.emulate_media(color_scheme="dark")
+    send(page, "Say @wide")
+    expect(whole(page)).to_contain_text("three")
+    red, green, blue = map(
+        int, re.findall(r"\d+", page.evaluate("getComputedStyle(document.body).backgroundColor"))[:3]
+    )
+    assert max(red, green, blue) < 64
+    page.locator("#scroll").evaluate("scroll => { scroll.scrollTop = 0 }")
+    picture(page, "chat-dark")
+
+
+def test_a_gateway_with_keys_asks_for_one(browser, swarm, tmp_path):
+    secret = keys.add(tmp_path / "keys.yaml", "ann", keys.Limits())
+    with run_gateway(swarm, keys=tmp_path / "keys.yaml") as gateway, open_page(browser) as page:
+        page.goto(gateway.url)
+        dialog = page.get_by_role("dialog")
+        expect(dialog).to_contain_text("This gateway asks who you are.")
+        picture(page, "chat-key")
+        page.keyboard.type("sk-swarm-wrong")
+        page.keyboard.press("Enter")
+        expect(dialog).to_contain_text("does not know this key")
+        dialog.get_by_role("textbox").fill(secret)
+        page.keyboard.press("Enter")
+        expect(page.locator("#model")).to_have_value("chatty")
+        send(page, "Say @hello")
+        expect(whole(page)).to_contain_text("Hello!")
+        page.reload()
+        expect(page.locator("#model")).to_have_value("chatty")
+        expect(dialog).to_be_hidden()

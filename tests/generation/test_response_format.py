@@ -1,0 +1,313 @@
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+import swarm.models
+from swarm.gateway.openai.request_conversion import tool_options
+from swarm.gateway.openai.request_schema import ChatRequest, parse_chat_request
+from swarm.generation.errors import InvalidGenerationRequest
+from swarm.generation.response_format import GrammarCompiler
+from swarm.generation.tool_calls import ToolCallParser
+from swarm.generation.tool_syntax import TABLE
+from tests.scripted import make_scripted
+
+DEMO = Path(swarm.models.__file__).parent / "demo"
+PADDED = 10
+"""Scores that belong to no token, as many heads have them."""
+
+ENOUGH = 3000
+HERMES = next(syntax for syntax in TABLE if syntax.family == "Hermes and Qwen")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(DEMO)
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer):
+    return GrammarCompiler(tokenizer, len(tokenizer) + PADDED)
+
+
+def request(**fields) -> ChatRequest:
+    body = {"model": "m", "messages": [{"role": "user", "content": "hello"}], **fields}
+    return parse_chat_request(json.dumps(body).encode())
+
+
+def schema_request(schema, strict=True) -> ChatRequest:
+    return request(
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": strict}}
+    )
+
+
+def constrain(grammars: GrammarCompiler, asked: ChatRequest, syntax):
+    return grammars.constraint(asked.response_format, tool_options(asked), syntax)
+
+
+def sample(grammars, tokenizer, asked, syntax=None, seed=0) -> str:
+    """An answer of random scores, which prefer to end what they have begun: else texts would be endless."""
+    constraint = constrain(grammars, asked, syntax)
+    random = torch.Generator().manual_seed(seed)
+    closing = [n for n, token in enumerate(tokenizer.convert_ids_to_tokens(range(len(tokenizer)))) if token in '"}],:']
+    tokens = []
+    while len(tokens) < ENOUGH:
+        scores_V = torch.randn(len(tokenizer) + PADDED, generator=random)
+        scores_V[closing] += 6.0
+        masked_V = constraint.mask(scores_V)
+        allowed_V = masked_V > float("-inf")
+        assert allowed_V.any()
+        assert torch.equal(masked_V[allowed_V], scores_V[allowed_V])
+        assert not allowed_V[len(tokenizer) :].any()
+        token = int(torch.multinomial(torch.softmax(masked_V, -1), 1, generator=random))
+        constraint.accept(token)
+        if token == tokenizer.eos_token_id:
+            return tokenizer.decode(tokens)
+        tokens.append(token)
+        if constraint.is_complete:  # then only the end may follow
+            assert torch.nonzero(constraint.mask(scores_V) > float("-inf")).flatten().tolist() == [
+                tokenizer.eos_token_id
+            ]
+    raise AssertionError(f"no end: {tokenizer.decode(tokens)}")
+
+
+class Person(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    age: int
+    tags: list[str]
+    friend: Person | None = None
+
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+        "friend": {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+SCHEMAS = {
+    "person": (PERSON, lambda value: msgspec.convert(value, Person) and 0 <= value["age"] <= 150),
+    "enum": ({"enum": ["one", 2, None]}, lambda value: value in ("one", 2, None)),
+    "pattern": ({"type": "string", "pattern": "^[a-c]{2,4}$"}, lambda value: set(value) <= set("abc")),
+    "number": ({"type": "number", "minimum": 1, "maximum": 2}, lambda value: 1 <= value <= 2),
+    "definitions": (
+        {"$defs": {"n": {"type": "boolean"}}, "type": "array", "items": {"$ref": "#/$defs/n"}, "maxItems": 4},
+        lambda value: all(isinstance(item, bool) for item in value),
+    ),
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_whatever_is_sampled_fits_the_schema(grammars, tokenizer, name, seed):
+    schema, fits = SCHEMAS[name]
+    assert fits(json.loads(sample(grammars, tokenizer, schema_request(schema), seed=seed))) in (True, None)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_json_object(grammars, tokenizer, seed):
+    asked = request(response_format={"type": "json_object"})
+    assert isinstance(json.loads(sample(grammars, tokenizer, asked, seed=seed)), dict)
+
+
+@pytest.mark.parametrize("fields", [{}, {"response_format": None}, {"response_format": {"type": "text"}}])
+def test_text_is_not_constrained(grammars, fields):
+    assert constrain(grammars, request(**fields), None) is None
+
+
+def test_what_is_not_known_is_ignored_unless_strict(grammars):
+    schema = {"type": "array", "uniqueItems": True}
+    assert constrain(grammars, schema_request(schema, strict=False), None) is not None
+    with pytest.raises(InvalidGenerationRequest, match=r'Unimplemented keys: \["uniqueItems"\]'):
+        constrain(grammars, schema_request(schema), None)
+
+
+def deep(levels):
+    schema: dict = {}
+    for _ in range(levels):
+        schema = {"anyOf": [schema]}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("response_format", "says"),
+    [
+        ({"type": "yaml"}, "response_format: Invalid enum value 'yaml'"),
+        ({"type": "json_schema"}, "needs json_schema.schema"),
+        ({"type": "json_schema", "json_schema": {"name": "x"}}, "needs json_schema.schema"),
+        ({"type": "json_schema", "json_schema": {"schema": [1]}}, "Expected `object | null`, got `array`"),
+        ({}, "missing required field `type`"),
+    ],
+)
+def test_unknown_formats_are_refused(grammars, response_format, says):
+    with pytest.raises(InvalidGenerationRequest) as raised:
+        constrain(grammars, request(response_format=response_format), None)
+    assert says in str(raised.value)
+    assert raised.value.parameter == "response_format"
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        ({"type": "banana"}, "Invalid type: banana"),
+        ({"$ref": "http://example.org/schema"}, "does not fetch resources"),
+        ({"$ref": "file:///etc/passwd"}, "does not fetch resources"),
+        ({"$ref": "#"}, "no text fulfils it"),
+        ({"type": "integer", "minimum": 5, "maximum": 1}, "Unsatisfiable schema"),
+        ({"type": "string", "pattern": "(?=x)"}, "regex parse error"),
+        ({"enum": ["x" * 70_000]}, "the schemas are longer than 64 KiB"),
+        (deep(200), "recursion limit"),
+        ({"allOf": [{"type": "string", "pattern": f".*a.*{n}"} for n in range(40)]}, "it is too complex"),
+    ],
+)
+def test_schemas_that_cannot_be_used_are_refused(grammars, schema, says):
+    with pytest.raises(InvalidGenerationRequest) as raised:
+        constrain(grammars, schema_request(schema), None)
+    assert says in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "$defs": {"city": {"enum": ["Bern", "Zürich"]}},
+            "type": "object",
+            "properties": {"city": {"$ref": "#/$defs/city"}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"additionalProperties": False}}}
+
+
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+@pytest.mark.parametrize(
+    ("syntax", "choice"),
+    [*((syntax, "required") for syntax in TABLE), (HERMES, NAMED)],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_forced_call_is_one_that_can_be_read(grammars, tokenizer, syntax, choice):
+    asked = request(tools=[WEATHER, CLOCK], tool_choice=choice)
+    for seed in range(2):
+        text = sample(grammars, tokenizer, asked, syntax, seed)
+        parser = ToolCallParser(syntax, frozenset({"weather", "clock"}))
+        (before, calls), (behind, more) = parser.feed(text), parser.finish()
+        assert (before, behind, more) == ("", "", [])
+        (call,) = calls
+        arguments = json.loads(call.arguments)
+        assert arguments.get("city") in ("Bern", "Zürich") if call.name == "weather" else arguments == {}
+        assert call.name == "weather" or choice == "required"
+
+
+def test_marks_that_are_tokens_are_written_as_these(tokenizer):
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"], special_tokens=True)
+    first, last = tokenizer.convert_tokens_to_ids(["<tool_call>", "</tool_call>"])
+    constraint = constrain(
+        GrammarCompiler(tokenizer, len(tokenizer)), request(tools=[CLOCK], tool_choice="required"), HERMES
+    )
+    allowed_V = constraint.mask(torch.zeros(len(tokenizer))) == 0
+    assert allowed_V.nonzero().flatten().tolist() == [first]
+    constraint.accept(first)
+    for token in tokenizer.encode('\n{"name": "clock", "arguments": {}}\n'):
+        constraint.accept(token)
+    assert (constraint.mask(torch.zeros(len(tokenizer))) == 0).nonzero().flatten().tolist() == [last]
+    constraint.accept(last)
+    assert constraint.is_complete
+
+
+def test_with_tools_an_answer_of_a_form_may_be_a_call_too(grammars, tokenizer):
+    schema = {"const": 7}
+    asked = request(
+        tools=[CLOCK], response_format={"type": "json_schema", "json_schema": {"schema": schema, "strict": True}}
+    )
+    texts = {sample(grammars, tokenizer, asked, HERMES, seed) for seed in range(12)}
+    assert "7" in texts
+    assert any(text.startswith("<tool_call>") for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "syntax", "says"),
+    [
+        (
+            [WEATHER],
+            {"type": "function", "function": {"name": "other"}},
+            HERMES,
+            "names 'other', which is not in tools",
+        ),
+        ([WEATHER], "required", None, "cannot be forced to call a tool"),
+        (
+            [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}],
+            "required",
+            HERMES,
+            "parameters of f are not an object",
+        ),
+    ],
+)
+def test_calls_that_cannot_be_forced(grammars, tools, choice, syntax, says):
+    with pytest.raises(InvalidGenerationRequest, match=says):
+        constrain(grammars, request(tools=tools, tool_choice=choice), syntax)
+
+
+def test_a_token_that_may_not_come_is_an_error(grammars, tokenizer):
+    constraint = constrain(grammars, request(response_format={"type": "json_object"}), None)
+    with pytest.raises(InvalidGenerationRequest):
+        constraint.accept(tokenizer.encode("x")[0])
+
+
+def test_other_ends_than_the_tokenizers(tokenizer):
+    ends = [5, 7]
+    constraint = constrain(GrammarCompiler(tokenizer, len(tokenizer), ends), schema_request({"const": 1}), None)
+    constraint.accept(tokenizer.encode("1")[0])
+    assert (constraint.mask(torch.zeros(len(tokenizer))) == 0).nonzero().flatten().tolist() == ends
+
+
+def test_a_tokenizer_without_a_description_is_refused():
+    slow = SimpleNamespace(eos_token_id=0)
+    with pytest.raises(InvalidGenerationRequest, match="tokenizer does not support response formats"):
+        constrain(GrammarCompiler(slow, 10), request(response_format={"type": "json_object"}), None)
+
+
+def test_answers_at_the_same_time_do_not_disturb_each_other(tokenizer):
+    grammars = GrammarCompiler(tokenizer, len(tokenizer) + PADDED)
+    asked = schema_request(PERSON)
+    texts: dict[int, str] = {}
+
+    def write(seed):
+        texts[seed] = sample(grammars, tokenizer, asked, seed=seed)
+
+    threads = [threading.Thread(target=write, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts == {seed: sample(grammars, tokenizer, asked, seed=seed) for seed in range(4)}
+
+
+def test_a_scripted_model_can_be_held_to_a_form(tmp_path):
+    """Its tokens are odd pieces, which end in the middle of characters."""
+    tokenizer = AutoTokenizer.from_pretrained(make_scripted(tmp_path, {"hello": '{"name": "Zoë ☕", "age": 5}'}))
+    constraint = constrain(
+        GrammarCompiler(tokenizer, len(tokenizer)), request(response_format={"type": "json_object"}), None
+    )
+    pieces = [n for n in range(len(tokenizer)) if n > 255 and n < tokenizer.eos_token_id]
+    for token in pieces:
+        assert constraint.mask(torch.zeros(len(tokenizer)))[token] == 0
+        constraint.accept(token)
+    assert constraint.is_complete
