@@ -183,7 +183,7 @@ def test_refusals_have_their_class(client):
         ask(client, max_tokens=2000)
     assert caught.value.code == "context_length_exceeded"
     assert "which leaves room for 1019 more; 2000 were requested" in str(caught.value)
-    with pytest.raises(openai.BadRequestError, match="demo does not know tools"):
+    with pytest.raises(openai.BadRequestError, match="demo does not support tools"):
         ask(client, tools=[{"type": "function", "function": {"name": "f"}}])
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(model="gpt", messages=[{"role": "user", "content": "a"}])
