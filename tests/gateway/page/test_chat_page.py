@@ -10,7 +10,7 @@ import httpx
 import pytest
 from playwright.sync_api import Page, expect
 
-from swarm.gateway import keys
+from swarm.gateway.admission import api_keys
 from tests.browser import open_page, picture, run_browser
 from tests.gateways import GatewayProcess, run_gateway
 from tests.scripted import make_scripted
@@ -235,7 +235,7 @@ def test_dark_is_dark(page):
 
 
 def test_a_gateway_with_keys_asks_for_one(browser, swarm, tmp_path):
-    secret = keys.add(tmp_path / "keys.yaml", "ann", keys.Limits())
+    secret = api_keys.add_key(tmp_path / "keys.yaml", "ann", api_keys.KeyLimits())
     with run_gateway(swarm, keys=tmp_path / "keys.yaml") as gateway, open_page(browser) as page:
         page.goto(gateway.url)
         dialog = page.get_by_role("dialog")
