@@ -106,7 +106,7 @@ def measure(swarms: list[SwarmSnapshot], wanted: Span, reference: bool) -> list[
         if reference:
             best = shortest_path(known, wanted, SESSION)
         else:
-            best = find_route(known, wanted, SESSION, width=len(known))
+            best = find_route(known, wanted, SESSION, beam_width=len(known))
         found = route_seconds(known, find_route(known, wanted, SESSION), SESSION)
         ratios.append(found / route_seconds(known, best, SESSION))
     both = [one + other for one, other in zip(index, route, strict=True)]

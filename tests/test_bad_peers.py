@@ -83,7 +83,7 @@ def health(model: Any) -> PeerHealth:
 
 
 def banned(model: Any) -> frozenset[str]:
-    return health(model).all_banned(time.monotonic())
+    return health(model).banned_peers(time.monotonic())
 
 
 def misbehave(

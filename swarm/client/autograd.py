@@ -115,7 +115,7 @@ class _RemoteForward:
         values = sum(tensor.numel() for part in self.parts.values() for tensor in part.tensors)
         planned = []
         for portion in self.connection.split(self.span, [self.rows.counts[row] for row in filled]) if filled else ():
-            mine = [filled[row] for row in portion.rows]
+            mine = [filled[row] for row in portion.sequences]
             servers = [hop.server for hop in portion.route.hops]
             counts = [self.rows.counts[row] for row in mine]
             for group in split_into_micro_batches(counts, servers, values / self.span.length / hidden_size):

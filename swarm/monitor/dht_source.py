@@ -148,10 +148,10 @@ class DhtSource:
         self._tried.update(dict.fromkeys(turn, now))
         for peer in turn:
             if peer in measured:
-                self._measured.add(peer, measured[peer], now)
+                self._measured.record(peer, measured[peer], now)
             else:
                 self._measured.forget(peer)
-        return self._measured.all(now)
+        return self._measured.recent(now)
 
     async def close(self) -> None:
         peer, self._peer = self._peer, None

@@ -1,1 +1,1 @@
-"""Which servers to use: pure functions from a snapshot of the swarm to a route. No torch, no hivemind, no clock."""
+"""Route planning: pure functions from a snapshot of the swarm to a route. No torch, no hivemind, no clock."""

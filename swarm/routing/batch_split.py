@@ -1,8 +1,8 @@
-"""Splitting a batch without a session among several routes, in proportion to what they compute (SWARM parallelism,
-Ryabinin et al. 2023, section 3.2; Petals, section 3.2).
+"""Splits a batch without a session among several routes, in proportion to their speed.
 
-The portions are sized so that all end at about the same time. Each more route costs the same travel again for ever
-fewer rows, so routes are added only while the batch ends clearly sooner.
+See SWARM parallelism (Ryabinin et al. 2023, section 3.2) and Petals (section 3.2). The shares are sized so that all
+of them end at about the same time. Every additional route costs the same travel time for fewer and fewer sequences,
+so a route is added only while the batch ends noticeably sooner.
 """
 
 from __future__ import annotations
@@ -18,147 +18,151 @@ from swarm.routing.beam_search import find_route
 from swarm.routing.cost_model import CostModel, RouteRequirements, route_seconds
 from swarm.routing.swarm_snapshot import SwarmSnapshot
 
-MAX_PORTIONS = 8
-"""Routes that a batch is split among at most: planning each takes a search of its own."""
+MAX_ROUTES_PER_BATCH = 8
+"""Maximum number of routes for one batch: each of them takes a route search of its own."""
 
-WORTHWHILE = 0.95
-"""Share of the time without it that a batch may take at most with one more route."""
+MAX_TIME_RATIO = 0.95
+"""A route is added only if the batch then takes at most this fraction of the time it takes without that route."""
 
-SPREAD = 0.1
-"""Share of a hop's time by which chance may favour a server, so that clients do not all choose the same ones."""
+RANDOM_PREFERENCE = 0.1
+"""A server is penalised at random by up to this fraction of a hop's time, so that clients choose different servers."""
 
-
-FASTEST = 1e-12
-"""Seconds a token below which no route is taken to be."""
+MIN_SECONDS_PER_TOKEN = 1e-12
+"""Lower bound on the assumed time per token, to avoid a division by zero."""
 
 
 @dataclass(frozen=True)
 class BatchShare:
-    """Some rows of a batch and where they go.
+    """Some sequences of a batch and the route they take.
 
     Attributes:
-        rows: their indices in the batch, ascending.
-        route: over all wanted blocks.
+        sequences: their indices in the batch, ascending.
+        route: a route over all requested blocks.
     """
 
-    rows: tuple[int, ...]
+    sequences: tuple[int, ...]
     route: Route
 
 
 @dataclass(frozen=True)
 class _TimedRoute:
-    """A route, and its expected seconds for n tokens: `fixed + n * each`."""
+    """A route and its expected time for n tokens: `fixed_seconds + n * token_seconds`."""
 
     route: Route
-    fixed: float
-    each: float
+    fixed_seconds: float
+    token_seconds: float
 
 
 def split_batch(
     snapshot: SwarmSnapshot,
-    wanted: Span,
+    span: Span,
     token_counts: Sequence[int],
     rng: random.Random,
-    demand: RouteRequirements | None = None,
-    max_portions: int = MAX_PORTIONS,
+    requirements: RouteRequirements | None = None,
+    max_routes: int = MAX_ROUTES_PER_BATCH,
 ) -> tuple[BatchShare, ...]:
-    """Decide which rows of a batch take which route.
+    """Decide which sequences of a batch take which route.
 
     Args:
         snapshot: the swarm.
-        wanted: blocks to compute.
-        token_counts: tokens of each row, >= 1.
+        span: the blocks to compute.
+        token_counts: number of tokens of each sequence, >= 1.
         rng: decides between servers that are about equally good.
-        demand: whom to avoid and penalties; its `tokens` are not read.
-        max_portions: routes used at most.
+        requirements: servers to avoid and penalties; its `tokens` are ignored.
+        max_routes: maximum number of routes.
 
     Returns:
-        Portions that hold every row exactly once; one portion if more would not be worthwhile; none without rows.
+        Shares that together hold every sequence exactly once. A single share if splitting would not pay off, none if
+        there are no sequences.
 
     Raises:
         MissingBlocks: no usable server holds some of the blocks.
     """
     if not token_counts:
         return ()
-    most = min(max_portions, len(token_counts))
-    lanes = _choose_lanes(snapshot, wanted, token_counts, rng, demand or RouteRequirements(), most)
-    rows: list[list[int]] = [[] for _ in lanes]
-    ends = [lane.fixed for lane in lanes]
-    # Longest rows first, each where it ends soonest: the classic rule for machines of different speed.
-    for row in sorted(range(len(token_counts)), key=lambda row: (-token_counts[row], row)):
-        finish, best = min((ends[k] + token_counts[row] * lane.each, k) for k, lane in enumerate(lanes))
-        rows[best].append(row)
+    limit = min(max_routes, len(token_counts))
+    routes = _choose_routes(snapshot, span, token_counts, rng, requirements or RouteRequirements(), limit)
+    shares: list[list[int]] = [[] for _ in routes]
+    ends = [route.fixed_seconds for route in routes]
+    # Longest sequences first, each where it ends soonest: the classic rule for machines of different speed.
+    for sequence in sorted(range(len(token_counts)), key=lambda sequence: (-token_counts[sequence], sequence)):
+        tokens = token_counts[sequence]
+        finish, best = min((ends[k] + tokens * route.token_seconds, k) for k, route in enumerate(routes))
+        shares[best].append(sequence)
         ends[best] = finish
-    return tuple(BatchShare(tuple(sorted(mine)), lane.route) for mine, lane in zip(rows, lanes, strict=True) if mine)
+    pairs = zip(shares, routes, strict=True)
+    return tuple(BatchShare(tuple(sorted(share)), timed.route) for share, timed in pairs if share)
 
 
-def _choose_lanes(
+def _choose_routes(
     snapshot: SwarmSnapshot,
-    wanted: Span,
+    span: Span,
     token_counts: Sequence[int],
     rng: random.Random,
-    demand: RouteRequirements,
-    most: int,
+    requirements: RouteRequirements,
+    limit: int,
 ) -> list[_TimedRoute]:
-    """Routes to split the batch among: one more as long as that is worthwhile."""
+    """Choose the routes to split the batch among, adding routes while that pays off."""
     total = sum(token_counts)
-    lone = find_route(snapshot, wanted, replace(demand, tokens=total))
-    spread = SPREAD * route_seconds(snapshot, lone, replace(demand, tokens=total)) / len(lone.hops)
-    taste = {server.peer_id: rng.uniform(0, spread) for server in snapshot.servers}
+    single = find_route(snapshot, span, replace(requirements, tokens=total))
+    single_seconds = route_seconds(snapshot, single, replace(requirements, tokens=total))
+    max_penalty = RANDOM_PREFERENCE * single_seconds / len(single.hops)
+    random_penalties = {server.peer_id: rng.uniform(0, max_penalty) for server in snapshot.servers}
 
-    def best_lane(tokens: float, waits: Mapping[str, float]) -> _TimedRoute:
-        wish = replace(demand, tokens=math.ceil(tokens), penalties=_add(taste, waits))
-        return _lane(snapshot, find_route(snapshot, wanted, wish), total, replace(demand, penalties=waits))
+    def best_route(tokens: float, penalties: Mapping[str, float]) -> _TimedRoute:
+        all_penalties = _sum_by_peer(random_penalties, penalties)
+        route = find_route(snapshot, span, replace(requirements, tokens=math.ceil(tokens), penalties=all_penalties))
+        return _timed_route(snapshot, route, total, replace(requirements, penalties=penalties))
 
-    lanes = [best_lane(total, demand.penalties)]
-    finish = _finish(lanes, total)
+    routes = [best_route(total, requirements.penalties)]
+    finish = _finish_time(routes, total)
     tokens = total / 2
-    while len(lanes) < most and tokens >= min(token_counts):
-        # What a server already computes for this batch, another portion would have to wait for.
-        lane = best_lane(tokens, _add(demand.penalties, _busy(snapshot, lanes, total)))
-        if lane.fixed + tokens * lane.each > finish:
-            tokens /= 2  # more than it could do in time; another route may be better for less
+    while len(routes) < limit and tokens >= min(token_counts):
+        # Another share would have to wait for what a server already computes for this batch.
+        route = best_route(tokens, _sum_by_peer(requirements.penalties, _busy_seconds(snapshot, routes, total)))
+        if route.fixed_seconds + tokens * route.token_seconds > finish:
+            tokens /= 2  # too many tokens to finish in time; for fewer tokens another route may be better
             continue
-        sooner = _finish([*lanes, lane], total)
-        if sooner > WORTHWHILE * finish:
+        sooner = _finish_time([*routes, route], total)
+        if sooner > MAX_TIME_RATIO * finish:
             break
-        lanes.append(lane)
+        routes.append(route)
         finish = sooner
-    return lanes
+    return routes
 
 
-def _lane(snapshot: SwarmSnapshot, route: Route, total: int, demand: RouteRequirements) -> _TimedRoute:
-    one = route_seconds(snapshot, route, replace(demand, tokens=1))
-    every = route_seconds(snapshot, route, replace(demand, tokens=total))
-    each = max(every - one, 0.0) / max(total - 1, 1)
-    return _TimedRoute(route, max(one - each, 0.0), each)
+def _timed_route(snapshot: SwarmSnapshot, route: Route, total: int, requirements: RouteRequirements) -> _TimedRoute:
+    first = route_seconds(snapshot, route, replace(requirements, tokens=1))
+    all_tokens = route_seconds(snapshot, route, replace(requirements, tokens=total))
+    token_seconds = max(all_tokens - first, 0.0) / max(total - 1, 1)
+    return _TimedRoute(route, max(first - token_seconds, 0.0), token_seconds)
 
 
-def _busy(snapshot: SwarmSnapshot, lanes: Sequence[_TimedRoute], total: int) -> dict[str, float]:
-    """Peer id -> seconds that it computes if `total` tokens are split among the lanes so that all end together."""
-    finish = _finish(lanes, total)
-    per_token = CostModel(snapshot, RouteRequirements(tokens=total)).block / total
+def _busy_seconds(snapshot: SwarmSnapshot, routes: Sequence[_TimedRoute], total: int) -> dict[str, float]:
+    """Peer id -> seconds of computing if `total` tokens are split among the routes so that all end together."""
+    finish = _finish_time(routes, total)
+    per_token = CostModel(snapshot, RouteRequirements(tokens=total)).block_seconds / total
     busy: dict[str, float] = defaultdict(float)
-    for lane in lanes:
-        tokens = min(total, max(finish - lane.fixed, 0.0) / max(lane.each, FASTEST))
-        for hop in lane.route.hops:
+    for timed in routes:
+        tokens = min(total, max(finish - timed.fixed_seconds, 0.0) / max(timed.token_seconds, MIN_SECONDS_PER_TOKEN))
+        for hop in timed.route.hops:
             peer_id = hop.server.peer_id
             busy[peer_id] += tokens * hop.span.length * float(per_token[snapshot.numbers[peer_id]])
     return busy
 
 
-def _add(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+def _sum_by_peer(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
     return {**one, **{peer_id: one.get(peer_id, 0.0) + seconds for peer_id, seconds in other.items()}}
 
 
-def _finish(lanes: Sequence[_TimedRoute], total: int) -> float:
-    """When `total` tokens are done, if they are split so that all lanes that are used end together."""
+def _finish_time(routes: Sequence[_TimedRoute], total: int) -> float:
+    """Seconds until `total` tokens are done if they are split so that all routes in use end together."""
     finish = float("inf")
     rate = weighted = 0.0
-    for lane in sorted(lanes, key=lambda lane: lane.fixed):
-        if lane.fixed >= finish:
-            break  # the others are done before this one would begin
-        rate += 1 / max(lane.each, FASTEST)
-        weighted += lane.fixed / max(lane.each, FASTEST)
+    for timed in sorted(routes, key=lambda timed: timed.fixed_seconds):
+        if timed.fixed_seconds >= finish:
+            break  # the other routes are done before this one would begin
+        rate += 1 / max(timed.token_seconds, MIN_SECONDS_PER_TOKEN)
+        weighted += timed.fixed_seconds / max(timed.token_seconds, MIN_SECONDS_PER_TOKEN)
         finish = (total + weighted) / rate
     return finish

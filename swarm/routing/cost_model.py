@@ -1,11 +1,11 @@
-"""How long one step takes on a route.
+"""Estimates how long one step takes on a route.
 
-A server pushes its output straight to the next one, so a step travels once around: half a round trip from the client to
-the first server, half a round trip between neighbours, half a round trip back from the last server. At each server it
-waits in the queue, is computed, and is put on the wire.
+A server pushes its output straight to the next one, so a step travels in a circle: half a round trip from the client
+to the first server, half a round trip between neighbours, half a round trip back from the last server. At each server
+it waits in the queue, is computed, and is sent.
 
-Every number comes from others and may be a lie, so every term is bounded: a cost is never infinite, negative or NaN,
-and a server that nobody would want costs much but is still better than no route.
+All numbers are announced by other peers and may be false, so every term is bounded: a cost is never infinite, negative
+or NaN. A server that nothing speaks for costs much, but is still better than no route.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ import numpy as np
 
 from swarm.data_structures import Hop, Route, Span
 from swarm.errors import MissingBlocks
-from swarm.routing.swarm_snapshot import LONGEST, Flags, Floats, Indices, SwarmSnapshot
+from swarm.routing.swarm_snapshot import MAX_SECONDS, Flags, Floats, Indices, SwarmSnapshot
 
-CACHE_PENALTY = 100.0
-"""Seconds for a server whose free cache is too small for the session: more than any step that somebody waits for, but
-not infinite. The room may be free again by the time the session is opened."""
+FULL_CACHE_PENALTY_S = 100.0
+"""Penalty of a server whose free cache is too small for the session. It exceeds the time of any step that a user waits
+for but is not infinite: the cache may be free again by the time the session is opened."""
 
-SLOWEST = 1e-6
-"""Blocks (or tokens on a link) per second below which nobody is taken to be: keeps 1 / rate far from overflowing."""
+MIN_RATE = 1e-6
+"""Lower bound on assumed rates (blocks/s, or tokens/s on a link): keeps 1 / rate far from overflowing."""
 
 
 @dataclass(frozen=True)
 class RouteRequirements:
-    """What a route is for.
+    """What a route has to carry, where it begins and ends, and which servers it should avoid.
 
     Attributes:
         tokens: tokens of one step: 1 while generating, more for a prefill or a forward pass.
-        cache_tokens: what the session will reserve at every server, rows x max_length; 0 without a session.
-        before: peer id of the server that hands over its output to the first hop; None if the client does.
-        after: peer id of the server that takes the last hop's output; None if the client does.
-        avoid: peer ids not to be used at all.
+        cache_tokens: what the session will reserve at every server, sequences x max_length; 0 without a session.
+        before: peer id of the server that sends its output to the first hop; None if the client does.
+        after: peer id of the server that receives the last hop's output; None if the client does.
+        avoid: peer ids that must not be used.
         penalties: peer id -> seconds >= 0 added where that server is used (see `swarm.routing.peer_health`).
     """
 
@@ -50,109 +50,109 @@ class RouteRequirements:
 
 
 class CostModel:
-    """Prices of all servers of a snapshot for one demand. `S` servers; sources and targets are server numbers.
+    """Costs of all `S` servers of a snapshot for one route. Sources and targets are server numbers.
 
     Attributes:
         usable: which servers may be used, [S].
-        enter: seconds for using the server at all: queue, putting the output on the wire, penalties, [S].
-        block: seconds for each block that it computes, [S].
+        server_seconds: fixed cost of using the server: queue, sending the output, penalties, [S].
+        block_seconds: cost of each block that it computes, [S].
     """
 
-    def __init__(self, snapshot: SwarmSnapshot, demand: RouteRequirements) -> None:
+    def __init__(self, snapshot: SwarmSnapshot, requirements: RouteRequirements) -> None:
         self.snapshot = snapshot
-        self.demand = demand
+        self.requirements = requirements
         self.usable: Flags = np.ones(len(snapshot), np.bool_)
-        self.enter: Floats = _queue_and_wire(snapshot, demand)
-        self.block: Floats = _block_seconds(snapshot, demand)
-        self._half_client: Floats = np.minimum(snapshot.client_round_trips, LONGEST) / 2
+        self.server_seconds: Floats = _queue_and_wire(snapshot, requirements)
+        self.block_seconds: Floats = _block_seconds(snapshot, requirements)
+        self._half_client: Floats = np.minimum(snapshot.client_round_trips, MAX_SECONDS) / 2
         numbers = snapshot.numbers
-        for peer_id in demand.avoid & numbers.keys():
+        for peer_id in requirements.avoid & numbers.keys():
             self.usable[numbers[peer_id]] = False
-        for peer_id in demand.penalties.keys() & numbers.keys():
-            self.enter[numbers[peer_id]] += min(demand.penalties[peer_id], LONGEST)
+        for peer_id in requirements.penalties.keys() & numbers.keys():
+            self.server_seconds[numbers[peer_id]] += min(requirements.penalties[peer_id], MAX_SECONDS)
 
     def holders(self, block: int) -> Indices:
         """Numbers of the usable servers that hold the block, ascending."""
         return np.flatnonzero(self.snapshot.holders(block) & self.usable)
 
-    def travel(self, sources: Indices, targets: Indices) -> Floats:
+    def travel_seconds(self, sources: Indices, targets: Indices) -> Floats:
         """One-way seconds from each source to each target, [sources, targets]: announced, or else estimated."""
-        seconds = self.estimated_travel(sources, targets)
+        seconds = self.estimated_travel_seconds(sources, targets)
         links = self.snapshot.links
-        rows = self.places(sources)[links.sources]
-        columns = self.places(targets)[links.targets]
+        rows = self.positions_in(sources)[links.sources]
+        columns = self.positions_in(targets)[links.targets]
         both = (rows >= 0) & (columns >= 0)
         seconds[rows[both], columns[both]] = links.seconds[both]
         return seconds
 
-    def estimated_travel(self, sources: Indices, targets: Indices) -> Floats:
-        """One-way seconds where nobody announced them, [sources, targets]; 0 from a server to itself.
+    def estimated_travel_seconds(self, sources: Indices, targets: Indices) -> Floats:
+        """Estimated one-way seconds, [sources, targets]; 0 from a server to itself.
 
-        The longer one of both servers' round trips to the client: by the triangle inequality the truth lies between
-        their difference and their sum, and the longer one is the middle.
+        The estimate is the longer of both servers' distances to the client: by the triangle inequality the true
+        distance lies between their difference and their sum, and the longer one is the middle.
         """
         seconds: Floats = np.maximum(self._half_client[sources][:, None], self._half_client[targets])
-        columns = self.places(targets)[sources]
+        columns = self.positions_in(targets)[sources]
         same = np.flatnonzero(columns >= 0)
         seconds[same, columns[same]] = 0.0
         return seconds
 
-    def places(self, servers: Indices) -> Indices:
-        """Where each server of the snapshot stands in `servers`, -1 for those that do not, [S]."""
-        places = np.full(len(self.snapshot), -1)
-        places[servers] = np.arange(len(servers))
-        return places
+    def positions_in(self, servers: Indices) -> Indices:
+        """Index of each server of the snapshot in `servers`, or -1 if it is not there, [S]."""
+        positions = np.full(len(self.snapshot), -1)
+        positions[servers] = np.arange(len(servers))
+        return positions
 
-    def arrive(self, targets: Indices) -> Floats:
-        """One-way seconds to each target from where the route begins, [targets]."""
-        before = self.demand.before
+    def arrival_seconds(self, targets: Indices) -> Floats:
+        """One-way seconds from the start of the route to each target, [targets]."""
+        before = self.requirements.before
         if before in self.snapshot.numbers:
-            return self.travel(np.array([self.snapshot.numbers[before]]), targets).reshape(-1)
+            return self.travel_seconds(np.array([self.snapshot.numbers[before]]), targets).reshape(-1)
         return self._to_outside(before, targets)
 
-    def leave(self, sources: Indices) -> Floats:
-        """One-way seconds from each source to where the route ends, [sources]."""
-        after = self.demand.after
+    def return_seconds(self, sources: Indices) -> Floats:
+        """One-way seconds from each source to the end of the route, [sources]."""
+        after = self.requirements.after
         if after in self.snapshot.numbers:
-            return self.travel(sources, np.array([self.snapshot.numbers[after]])).reshape(-1)
+            return self.travel_seconds(sources, np.array([self.snapshot.numbers[after]])).reshape(-1)
         return self._to_outside(after, sources)
 
     def _to_outside(self, peer_id: str | None, servers: Indices) -> Floats:
-        """To or from the client, or a server that the snapshot does not hold (any more)."""
+        """One-way seconds to or from the client, or a server that is not in the snapshot, [servers]."""
         seconds = self._half_client[servers]
         if peer_id is not None:
-            seconds = np.maximum(seconds, min(self.snapshot.client_round_trip(peer_id), LONGEST) / 2)
+            seconds = np.maximum(seconds, min(self.snapshot.client_round_trip(peer_id), MAX_SECONDS) / 2)
         return seconds
 
 
-def check_held(costs: CostModel, wanted: Span) -> None:
-    """Raises `MissingBlocks` with exactly those wanted blocks that no usable server holds."""
+def raise_if_blocks_missing(costs: CostModel, span: Span) -> None:
+    """Raise `MissingBlocks` with exactly those blocks of the span that no usable server holds."""
     snapshot = costs.snapshot
-    # One more wherever a span begins, one less behind its end; the running sum is the number of holders.
-    changes = np.zeros(wanted.length + 1, np.int64)
-    np.add.at(changes, np.clip(snapshot.starts[costs.usable] - wanted.start, 0, wanted.length), 1)
-    np.add.at(changes, np.clip(snapshot.ends[costs.usable] - wanted.start, 0, wanted.length), -1)
+    # +1 where a server's span begins, -1 after its end: the running sum is the number of holders.
+    changes = np.zeros(span.length + 1, np.int64)
+    np.add.at(changes, np.clip(snapshot.starts[costs.usable] - span.start, 0, span.length), 1)
+    np.add.at(changes, np.clip(snapshot.ends[costs.usable] - span.start, 0, span.length), -1)
     missing = np.flatnonzero(np.cumsum(changes)[:-1] == 0)
     if missing.size:
-        raise MissingBlocks(wanted.start + int(block) for block in missing)
+        raise MissingBlocks(span.start + int(block) for block in missing)
 
 
-def route_seconds(snapshot: SwarmSnapshot, route: Route, demand: RouteRequirements) -> float:
+def route_seconds(snapshot: SwarmSnapshot, route: Route, requirements: RouteRequirements) -> float:
     """Expected seconds of one step on a route of the snapshot's servers."""
-    costs = CostModel(snapshot, demand)
+    costs = CostModel(snapshot, requirements)
     numbers = np.array([snapshot.numbers[hop.server.peer_id] for hop in route.hops])
-    seconds = float(costs.arrive(numbers[:1])[0] + costs.leave(numbers[-1:])[0])
+    seconds = float(costs.arrival_seconds(numbers[:1])[0] + costs.return_seconds(numbers[-1:])[0])
     for number, hop in zip(numbers, route.hops, strict=True):
-        seconds += float(costs.enter[number] + hop.span.length * costs.block[number])
-    # A server may be there twice.
-    once, places = np.unique(numbers, return_inverse=True)
-    return seconds + float(np.sum(costs.travel(once, once)[places[:-1], places[1:]]))
+        seconds += float(costs.server_seconds[number] + hop.span.length * costs.block_seconds[number])
+    # A server may be on the route twice.
+    unique, positions = np.unique(numbers, return_inverse=True)
+    return seconds + float(np.sum(costs.travel_seconds(unique, unique)[positions[:-1], positions[1:]]))
 
 
-def as_route(snapshot: SwarmSnapshot, wanted: Span, servers: list[int]) -> Route:
-    """The route on which `servers[k]` computes block `wanted.start + k`; a run of one server is one hop."""
+def route_of_servers(snapshot: SwarmSnapshot, span: Span, servers: list[int]) -> Route:
+    """The route on which `servers[k]` computes block `span.start + k`; a run of one server is one hop."""
     hops = []
-    block = wanted.start
+    block = span.start
     for number, group in itertools.groupby(servers):
         end = block + sum(1 for _ in group)
         hops.append(Hop(snapshot.servers[number], Span(block, end)))
@@ -160,20 +160,20 @@ def as_route(snapshot: SwarmSnapshot, wanted: Span, servers: list[int]) -> Route
     return Route(tuple(hops))
 
 
-def _queue_and_wire(snapshot: SwarmSnapshot, demand: RouteRequirements) -> Floats:
+def _queue_and_wire(snapshot: SwarmSnapshot, requirements: RouteRequirements) -> Floats:
     network = snapshot.network_throughputs
-    wire = np.where(network > 0, demand.tokens / np.maximum(network, SLOWEST), 0.0)
-    full = snapshot.caches < demand.cache_tokens
-    seconds: Floats = np.minimum(snapshot.queues, LONGEST) + wire + CACHE_PENALTY * full
+    wire = np.where(network > 0, requirements.tokens / np.maximum(network, MIN_RATE), 0.0)
+    full = snapshot.caches < requirements.cache_tokens
+    seconds: Floats = np.minimum(snapshot.queues, MAX_SECONDS) + wire + FULL_CACHE_PENALTY_S * full
     return seconds
 
 
-def _block_seconds(snapshot: SwarmSnapshot, demand: RouteRequirements) -> Floats:
+def _block_seconds(snapshot: SwarmSnapshot, requirements: RouteRequirements) -> Floats:
     one_by_one = snapshot.throughputs
-    if demand.tokens == 1:
-        return 1 / np.maximum(one_by_one, SLOWEST)
-    # Who announced no speed for many tokens at once is taken to compute them one by one.
+    if requirements.tokens == 1:
+        return 1 / np.maximum(one_by_one, MIN_RATE)
+    # A server that announces no speed for many tokens at once is assumed to compute them one by one.
     at_once = np.where(snapshot.forward_throughputs > 0, snapshot.forward_throughputs, one_by_one)
-    many: Floats = demand.tokens / np.maximum(at_once, SLOWEST)
-    # Many tokens never take less than one.
-    return np.maximum(many, 1 / np.maximum(one_by_one, SLOWEST))
+    many: Floats = requirements.tokens / np.maximum(at_once, MIN_RATE)
+    # Many tokens never take less time than one token.
+    return np.maximum(many, 1 / np.maximum(one_by_one, MIN_RATE))

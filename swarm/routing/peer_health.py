@@ -1,4 +1,4 @@
-"""Which servers to leave alone for a while, after they failed this client. Exponential back-off with typed reasons."""
+"""Temporary bans of servers that failed this client: exponential backoff with typed reasons."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import enum
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
-LONGEST_BAN = 1800.0
-"""Seconds of the longest ban; doubling ends here."""
+MAX_BAN_S = 1800.0
+"""Upper bound on a ban, where doubling ends."""
 
-FORGET = 3600.0
-"""Seconds after the end of a ban when the peer is as good as new, even if it was not used since."""
+FORGET_AFTER_S = 3600.0
+"""Time after the end of a ban when all failures of the peer are forgotten, even if it was not used since."""
 
-STRIKE_PENALTY = 0.1
-"""Seconds that a route through a peer is taken to last longer for each strike it still has: one more round trip, so
-that a peer that failed is taken again only where it is clearly better."""
+STRIKE_PENALTY_S = 0.1
+"""Cost added to a route for each strike of a peer on it: about one round trip, so that a peer that failed is chosen
+again only where it is clearly better."""
 
 MAX_STRIKES = 16
-"""Strikes that are counted at most: by then every ban has reached `LONGEST_BAN`, and the penalty stays finite."""
+"""Maximum number of counted strikes: by then every ban has reached `MAX_BAN_S`, and the penalty stays finite."""
 
-MAX_REASONS = 8
+MAX_KEPT_REASONS = 8
 
 
 class PeerFailure(enum.Enum):
-    """Why a peer was of no use. Each comes with the seconds of its first ban."""
+    """Why a peer could not be used. Each reason has its own first ban."""
 
     UNREACHABLE = "could not be reached"
     TIMED_OUT = "did not answer in time"
@@ -34,20 +34,20 @@ class PeerFailure(enum.Enum):
     CLOSING = "is closing or moving"
 
     @property
-    def seconds(self) -> float:
-        """How long the peer is avoided after the first failure of this kind."""
-        return _BASE[self]
+    def ban_seconds(self) -> float:
+        """How long the peer is banned after the first failure of this kind."""
+        return _FIRST_BAN_S[self]
 
     @property
-    def is_blame(self) -> bool:
-        """False if the peer behaved well in saying so: it is avoided for a short while, always the same."""
+    def counts_as_strike(self) -> bool:
+        """False if the peer did right to refuse: then the ban is short and does not grow."""
         return self not in (PeerFailure.CACHE_FULL, PeerFailure.CLOSING)
 
 
-_BASE = {
+_FIRST_BAN_S = {
     PeerFailure.UNREACHABLE: 15.0,
     PeerFailure.TIMED_OUT: 15.0,
-    PeerFailure.WRONG_ANSWER: 300.0,  # a lost connection happens to everybody, a wrong answer does not
+    PeerFailure.WRONG_ANSWER: 300.0,  # any peer may lose a connection, but none should give a wrong answer
     PeerFailure.REFUSED: 30.0,
     PeerFailure.FAULT: 30.0,
     PeerFailure.CACHE_FULL: 5.0,
@@ -57,24 +57,26 @@ _BASE = {
 
 @dataclass
 class _PeerRecord:
+    """Failures of one peer; times are those of the caller's clock."""
+
     strikes: int = 0
-    until: float = float("-inf")
-    blamed_until: float = float("-inf")
-    lasted: float = 0.0
-    reasons: deque[PeerFailure] = field(default_factory=lambda: deque(maxlen=MAX_REASONS))
+    banned_until: float = float("-inf")
+    same_strike_until: float = float("-inf")
+    ban_seconds: float = 0.0
+    reasons: deque[PeerFailure] = field(default_factory=lambda: deque(maxlen=MAX_KEPT_REASONS))
 
 
 class PeerHealth:
-    """What this client remembers of its peers' failures. All times are seconds of one clock that the caller reads.
+    """This client's record of its peers' failures. All times are seconds of one clock, passed in by the caller.
 
-    A failure bans the peer for the base seconds of its reason, doubled with each strike it has already, up to
-    `LONGEST_BAN`. A ban is never shortened by another failure. What fails while the peer is banned began before: a
-    client with fifty sessions sees one fault fifty times, and that is one strike. A success forgives all once the peer
-    has been free for as long as its last ban was; one before that says little, since a bad peer answers rightly most
-    of the time.
+    A failure bans the peer for the first ban of its reason, doubled with each strike that the peer already has, up to
+    `MAX_BAN_S`. Another failure never shortens a ban. Failures during a ban belong to requests that began before it:
+    a client with fifty sessions sees one fault fifty times, and that counts as one strike. A success clears the record
+    once the peer has been unbanned for as long as its last ban lasted; an earlier success says little, since a bad
+    peer answers correctly most of the time.
 
     Args:
-        max_peers: how many peers are remembered; the one whose last failure is oldest is forgotten first.
+        max_peers: number of peers that are remembered; the one whose last failure is oldest is forgotten first.
     """
 
     def __init__(self, max_peers: int = 4096) -> None:
@@ -84,50 +86,50 @@ class PeerHealth:
     def __len__(self) -> int:
         return len(self._records)
 
-    def failed(self, peer_id: str, reason: PeerFailure, now: float) -> float:
-        """Note a failure. Returns the time until when the peer is banned."""
+    def record_failure(self, peer_id: str, reason: PeerFailure, now: float) -> float:
+        """Record a failure. Returns the time at which the ban ends."""
         record = self._records.pop(peer_id, None)
-        if record is None or now >= record.until + FORGET:
+        if record is None or now >= record.banned_until + FORGET_AFTER_S:
             record = _PeerRecord()
-        seconds, is_new = reason.seconds, True
-        if reason.is_blame:
-            is_new = now >= record.blamed_until
+        seconds, is_new = reason.ban_seconds, True
+        if reason.counts_as_strike:
+            is_new = now >= record.same_strike_until
             record.strikes = min(record.strikes + is_new, MAX_STRIKES)
-            seconds = min(seconds * 2 ** (record.strikes - 1), LONGEST_BAN)
-            record.blamed_until = max(record.blamed_until, now + seconds)
+            seconds = min(seconds * 2 ** (record.strikes - 1), MAX_BAN_S)
+            record.same_strike_until = max(record.same_strike_until, now + seconds)
         if is_new or reason not in record.reasons:
             record.reasons.append(reason)
-        if now + seconds >= record.until:
-            record.until, record.lasted = now + seconds, seconds
+        if now + seconds >= record.banned_until:
+            record.banned_until, record.ban_seconds = now + seconds, seconds
         self._records[peer_id] = record
         while len(self._records) > self.max_peers:
             self._records.popitem(last=False)
-        return record.until
+        return record.banned_until
 
-    def succeeded(self, peer_id: str, now: float) -> None:
-        """Note that the peer did what it was asked to."""
+    def record_success(self, peer_id: str, now: float) -> None:
+        """Record that the peer did what was requested."""
         record = self._records.get(peer_id)
-        if record is not None and now >= record.until + record.lasted:
+        if record is not None and now >= record.banned_until + record.ban_seconds:
             del self._records[peer_id]
 
     def banned_until(self, peer_id: str, now: float) -> float | None:
-        """When the ban ends; None if there is none at present."""
+        """The time at which the ban ends; None if the peer is not banned."""
         record = self._records.get(peer_id)
-        return record.until if record is not None and now < record.until else None
+        return record.banned_until if record is not None and now < record.banned_until else None
 
-    def banned(self, peer_id: str, now: float) -> bool:
+    def is_banned(self, peer_id: str, now: float) -> bool:
         return self.banned_until(peer_id, now) is not None
 
-    def all_banned(self, now: float) -> frozenset[str]:
-        """Peer ids that are banned at present."""
-        return frozenset(peer_id for peer_id, record in self._records.items() if now < record.until)
+    def banned_peers(self, now: float) -> frozenset[str]:
+        """Ids of the peers that are banned now."""
+        return frozenset(peer_id for peer_id, record in self._records.items() if now < record.banned_until)
 
     def penalties(self, now: float) -> dict[str, float]:
-        """Peer id -> seconds to add to the cost of using the peer, for those with strikes that are not forgiven yet."""
+        """Peer id -> seconds to add to the cost of using the peer, for peers with strikes."""
         return {
-            peer_id: record.strikes * STRIKE_PENALTY
+            peer_id: record.strikes * STRIKE_PENALTY_S
             for peer_id, record in self._records.items()
-            if record.strikes and now < record.until + FORGET
+            if record.strikes and now < record.banned_until + FORGET_AFTER_S
         }
 
     def reasons(self, peer_id: str) -> tuple[PeerFailure, ...]:

@@ -1,4 +1,4 @@
-"""A client's router: the newest snapshot, the health of the peers, and the person's own choice of servers."""
+"""Plans a client's routes from the newest snapshot, the health of the peers, and the user's own choice of servers."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from swarm.routing.peer_health import PeerHealth
 from swarm.routing.round_trips import RoundTrips
 from swarm.routing.swarm_snapshot import SwarmSnapshot
 
-PINGS = 32
-"""Servers that a client pings at a time: enough to find near ones soon, few enough to disturb nobody."""
+PINGS_PER_ROUND = 32
+"""Servers that a client pings at a time: enough to find near ones soon, few enough not to cause noticeable load."""
 
-MAX_NAMED = 3
-"""Servers that an error names one by one."""
+MAX_NAMED_SERVERS = 3
+"""Number of servers that an error message lists one by one."""
 
 
 class Router:
-    """Plans routes for one client. All times are seconds of one clock that the caller reads.
+    """Plans routes for one client. All times are seconds of one clock, passed in by the caller.
 
     Args:
         allowed_servers: peer ids that may be used; None allows all.
         blocked_servers: peer ids that are never used.
-        health: shared with whoever notes failures; an own one by default.
+        health: failures of the peers, which other components may record; a new, empty record by default.
     """
 
     def __init__(
@@ -48,30 +48,30 @@ class Router:
 
     @property
     def snapshot(self) -> SwarmSnapshot:
-        """The servers that this client may use, as last updated; banned ones included."""
+        """The servers that this client may use, as of the last update, including banned ones."""
         return self._snapshot
 
     def update(self, servers: Iterable[ServerInfo], excluded: Mapping[str, str] | None = None) -> None:
-        """Take a new view of the swarm, and the round trips measured until now, into use.
+        """Replace the known servers.
 
         Args:
-            servers: online and compatible, one for each peer id.
-            excluded: peer id -> why the server cannot be used (see `swarm.routing.compatibility`); for errors only.
+            servers: online and compatible servers, one for each peer id.
+            excluded: peer id -> why the server cannot be used (see `swarm.routing.compatibility`), for error messages.
         """
         self._announced = tuple(servers)
         self._excluded = dict(excluded or {})
         permitted = tuple(server for server in self._announced if self._is_permitted(server.peer_id))
         self._snapshot = SwarmSnapshot(permitted, self._snapshot.round_trips)
 
-    def measured(self, round_trips: Mapping[str, float], now: float) -> None:
-        """Note measured round trips: peer id -> seconds from this client to the server and back."""
+    def record_round_trips(self, round_trips: Mapping[str, float], now: float) -> None:
+        """Record measured round trips: peer id -> seconds from this client to the server and back."""
         for peer_id, seconds in round_trips.items():
-            self.round_trips.add(peer_id, seconds, now)
-        self._snapshot = self._snapshot.with_round_trips(self.round_trips.all(now))
+            self.round_trips.record(peer_id, seconds, now)
+        self._snapshot = self._snapshot.with_round_trips(self.round_trips.recent(now))
 
     def route(
         self,
-        wanted: Span,
+        span: Span,
         now: float,
         *,
         before: str | None = None,
@@ -80,20 +80,21 @@ class Router:
         cache_tokens: int = 0,
         tokens: int = 1,
     ) -> Route:
-        """The best route over `wanted` that this client knows; see `RouteRequirements` for the arguments.
+        """Find the best route over `span`; see `RouteRequirements` for the arguments.
 
         Raises:
-            MissingBlocks: names the blocks that no server can be used for, and why those who hold them cannot.
+            MissingBlocks: no usable server holds some of the blocks. The error names them, and says why the servers
+                that hold them cannot be used.
         """
-        demand = self._demand(now, RouteRequirements(tokens, cache_tokens, before, after, avoid))
+        requirements = self._with_health(now, RouteRequirements(tokens, cache_tokens, before, after, avoid))
         try:
-            return find_route(self._snapshot, wanted, demand)
+            return find_route(self._snapshot, span, requirements)
         except MissingBlocks as error:
-            raise MissingBlocks(error.blocks, self._why(error.blocks, now)) from None
+            raise MissingBlocks(error.blocks, self._explain_missing_blocks(error.blocks, now)) from None
 
     def split(
         self,
-        wanted: Span,
+        span: Span,
         token_counts: Sequence[int],
         now: float,
         rng: random.Random,
@@ -101,59 +102,62 @@ class Router:
         avoid: frozenset[str] = frozenset(),
     ) -> tuple[BatchShare, ...]:
         """Split a batch without a session among several routes; see `split_batch`. Raises `MissingBlocks`."""
-        demand = self._demand(now, RouteRequirements(avoid=avoid))
+        requirements = self._with_health(now, RouteRequirements(avoid=avoid))
         try:
-            return split_batch(self._snapshot, wanted, token_counts, rng, demand)
+            return split_batch(self._snapshot, span, token_counts, rng, requirements)
         except MissingBlocks as error:
-            raise MissingBlocks(error.blocks, self._why(error.blocks, now)) from None
+            raise MissingBlocks(error.blocks, self._explain_missing_blocks(error.blocks, now)) from None
 
-    def candidates_to_ping(self, wanted: Span, now: float, rng: random.Random, limit: int = PINGS) -> list[str]:
-        """Peer ids to ping next, most useful first.
+    def candidates_to_ping(self, span: Span, now: float, rng: random.Random, limit: int = PINGS_PER_ROUND) -> list[str]:
+        """Ids of the peers to ping next, the most useful first.
 
-        The client itself talks to the first and to the last server of a route only, so those who hold the first or the
-        last block come first, in turn, in three of four places; then all others, whose round trips tell roughly where
-        they are. Those measured lately come last. Faster servers, likelier to be used, tend to come sooner; by
-        chance, so that each is reached some time.
+        The client itself talks only to the first and the last server of a route. So three of four places alternate
+        between holders of the first and of the last block; the rest go to all other servers, whose round trips tell
+        roughly where they are. Servers that were measured recently come last. Faster servers are more likely to be
+        used and tend to come sooner, but at random, so that every server is pinged eventually.
         """
-        costs = CostModel(self._snapshot, self._demand(now, RouteRequirements()))
-        pace = (costs.enter / (self._snapshot.ends - self._snapshot.starts) + costs.block).tolist()
+        costs = CostModel(self._snapshot, self._with_health(now, RouteRequirements()))
+        seconds = (costs.server_seconds / (self._snapshot.ends - self._snapshot.starts) + costs.block_seconds).tolist()
         order = {}
         for number in costs.usable.nonzero()[0].tolist():
-            # Weighted sampling without replacement: exponential times, those of the faster servers shorter.
+            # Weighted sampling without replacement: exponential waiting times, shorter ones for faster servers.
             fresh = self.round_trips.is_fresh(self._snapshot.servers[number].peer_id, now)
-            order[number] = (fresh, rng.expovariate(1.0) * pace[number])
+            order[number] = (fresh, rng.expovariate(1.0) * seconds[number])
         ranked = sorted(order, key=order.__getitem__)
         spans = [self._snapshot.servers[number].span for number in ranked]
-        first = [number for number, span in zip(ranked, spans, strict=True) if wanted.start in span]
-        last = [number for number, span in zip(ranked, spans, strict=True) if wanted.end - 1 in span]
+        first = [number for number, held in zip(ranked, spans, strict=True) if span.start in held]
+        last = [number for number, held in zip(ranked, spans, strict=True) if span.end - 1 in held]
         ends = [number for pair in itertools.zip_longest(first, last) for number in pair if number is not None]
-        # A server may stand in several lists; its first place counts. Then, stable, those measured lately go last.
-        due = dict.fromkeys([*ends[: limit - limit // 4], *ranked, *ends])
-        chosen = sorted(due, key=lambda number: order[number][0])
+        # A server may be in several lists; its first position counts. A stable sort then puts recent ones last.
+        candidates = dict.fromkeys([*ends[: limit - limit // 4], *ranked, *ends])
+        chosen = sorted(candidates, key=lambda number: order[number][0])
         return [self._snapshot.servers[number].peer_id for number in chosen[:limit]]
 
-    def _demand(self, now: float, demand: RouteRequirements) -> RouteRequirements:
-        """The demand, with what is known of the peers' health."""
-        return replace(demand, avoid=demand.avoid | self.health.all_banned(now), penalties=self.health.penalties(now))
+    def _with_health(self, now: float, requirements: RouteRequirements) -> RouteRequirements:
+        """The requirements plus the bans and penalties of the peers."""
+        avoid = requirements.avoid | self.health.banned_peers(now)
+        return replace(requirements, avoid=avoid, penalties=self.health.penalties(now))
 
     def _is_permitted(self, peer_id: str) -> bool:
         allowed = self.allowed_servers is None or peer_id in self.allowed_servers
         return allowed and peer_id not in self.blocked_servers
 
-    def _why(self, blocks: Sequence[int], now: float) -> str:
-        """Why nobody can be used for the blocks, for people."""
+    def _explain_missing_blocks(self, blocks: Sequence[int], now: float) -> str:
+        """Why no server can be used for the blocks, for an error message."""
         holders = [server for server in self._announced if any(block in server.span for block in blocks)]
         if holders:
-            reasons = [f"{one.short_id} {self._why_not(one.peer_id, now)}" for one in holders[:MAX_NAMED]]
-            if len(holders) > MAX_NAMED:
-                reasons.append(f"{len(holders) - MAX_NAMED} more servers cannot be used either")
+            named = holders[:MAX_NAMED_SERVERS]
+            reasons = [f"{server.short_id} {self._explain_exclusion(server.peer_id, now)}" for server in named]
+            if len(holders) > MAX_NAMED_SERVERS:
+                reasons.append(f"{len(holders) - MAX_NAMED_SERVERS} more servers cannot be used either")
             return "; ".join(reasons)
         if self._excluded:
             peer_id, reason = next(iter(self._excluded.items()))
             return f"{len(self._excluded)} server(s) cannot be used, such as …{peer_id[-6:]}: {reason}"
         return "no online server announces them"
 
-    def _why_not(self, peer_id: str, now: float) -> str:
+    def _explain_exclusion(self, peer_id: str, now: float) -> str:
+        """Why the server cannot be used now, as the end of a sentence."""
         if peer_id in self.blocked_servers:
             return "is in blocked_servers"
         if not self._is_permitted(peer_id):

@@ -1,7 +1,7 @@
-"""What a client knows about the swarm at one moment: who serves, and how far away they are.
+"""What a client knows about the swarm at one moment: the servers, and how far away they are.
 
-A snapshot never changes. Many routes are planned from one, so what planning needs as numpy columns is built once, when
-it is first asked for. Servers are numbered by their place in `servers`; `S` in a shape is their number.
+A snapshot never changes. Many routes are planned from one, so the numpy columns that planning needs are built once,
+when they are first used. Servers are numbered by their position in `servers`; `S` in a shape is the number of servers.
 """
 
 from __future__ import annotations
@@ -21,26 +21,25 @@ Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.integer]
 Flags = npt.NDArray[np.bool_]
 
-DEFAULT_ROUND_TRIP = 0.1
-"""Seconds assumed to a server that was not pinged yet: the slow network of the Petals paper's measurements (section
-3.3). Most servers are nearer, so what was measured is preferred until it turns out to be worse than that."""
+DEFAULT_ROUND_TRIP_S = 0.1
+"""Round trip assumed for a server that was not pinged yet: the slow network of the Petals paper (section 3.3). Most
+servers are nearer, so measured servers are preferred unless they are even slower."""
 
-
-LONGEST = 1e6
-"""Seconds that anything announced or measured counts at most."""
+MAX_SECONDS = 1e6
+"""Upper bound on every announced or measured time."""
 
 
 @dataclass(frozen=True)
 class AnnouncedLinks:
-    """Ways between two servers that the first one announced, `L` of them, at most one for each pair.
+    """The `L` links between two servers that the first one announced, at most one for each pair.
 
     Attributes:
         sources: numbers of the announcing servers, [L].
-        targets: numbers of the others, [L].
-        seconds: one-way seconds, half of what was announced, [L].
-        first: first boundary (the block behind it) at which the target can take over from the source, [L], ascending.
+        targets: numbers of the other servers, [L].
+        seconds: one-way seconds, half of the announced round trips, [L].
+        first: first boundary (number of the block after it) at which the target can take over, [L], ascending.
         last: last such boundary, [L]; less than `first` if there is none.
-        longest: the largest difference of the two.
+        longest: the largest difference between `last` and `first`.
     """
 
     sources: Indices
@@ -51,8 +50,8 @@ class AnnouncedLinks:
     longest: int
 
     def at(self, boundary: int) -> Indices:
-        """Which links a route may take from block `boundary - 1` to block `boundary`."""
-        # In the type of the column, or all of it would be converted for each question.
+        """Indices of the links that a route may take from block `boundary - 1` to block `boundary`."""
+        # In the dtype of the column, or searchsorted would convert the whole column on every call.
         bounds = np.array([boundary - self.longest, boundary + 1]).astype(self.first.dtype)
         begin, end = np.searchsorted(self.first, bounds)
         found: Indices = np.flatnonzero(self.last[begin:end] >= boundary)
@@ -66,19 +65,19 @@ class SwarmSnapshot:
 
     Attributes:
         servers: compatible and online, at most one for each peer id.
-        round_trips: peer id -> seconds from this client to the server and back; who is missing was not measured.
-        default_round_trip: seconds assumed where nothing was measured.
+        round_trips: peer id -> seconds from this client to the server and back; without the servers not yet measured.
+        default_round_trip: seconds assumed for servers that were not measured.
     """
 
     servers: tuple[ServerInfo, ...]
     round_trips: Mapping[str, float] = field(default_factory=dict)
-    default_round_trip: float = DEFAULT_ROUND_TRIP
+    default_round_trip: float = DEFAULT_ROUND_TRIP_S
 
     def __len__(self) -> int:
         return len(self.servers)
 
     def with_round_trips(self, round_trips: Mapping[str, float]) -> SwarmSnapshot:
-        """The same servers with newer measurements. What was read of the servers is kept, which is the costly part."""
+        """The same servers with newer measurements. Cached columns, which are costly to build, are kept."""
         renewed = replace(self, round_trips=round_trips)
         for name, value in vars(self).items():
             if name != "client_round_trips":
@@ -101,7 +100,7 @@ class SwarmSnapshot:
 
     @cached_property
     def ends(self) -> Indices:
-        """The block behind each server's last one, [S]."""
+        """The block after each server's last one, [S]."""
         return self._blocks("span.end")
 
     @cached_property
@@ -121,7 +120,7 @@ class SwarmSnapshot:
 
     @cached_property
     def queues(self) -> Floats:
-        """Seconds that a step waits, [S]."""
+        """Seconds that a step waits in the queue, [S]."""
         return self._column("queue_delay")
 
     @cached_property
@@ -143,7 +142,7 @@ class SwarmSnapshot:
 
     @cached_property
     def links(self) -> AnnouncedLinks:
-        """All announced ways between the servers. Reading them is most of the work of a new snapshot."""
+        """All announced links between the servers. Collecting them is most of the work for a new snapshot."""
         announced = [dict(server.round_trips) for server in self.servers]
         counts = np.fromiter(map(len, announced), np.int64, len(self))
         total = int(counts.sum())
@@ -156,7 +155,7 @@ class SwarmSnapshot:
         kept = np.flatnonzero((targets >= 0) & (sources != targets))
         kept = kept[np.argsort(first[kept], kind="stable")]
         first, last = first[kept], last[kept]
-        half = np.minimum(seconds[kept], LONGEST) / 2
+        half = np.minimum(seconds[kept], MAX_SECONDS) / 2
         return AnnouncedLinks(sources[kept], targets[kept], half, first, last, int(np.max(last - first, initial=0)))
 
     def _column(self, attribute: str) -> Floats:

@@ -129,10 +129,10 @@ class RoutingPlanner:
 
     def report_failure(self, peer_id: str, error: Exception) -> None:
         self.failures.append((peer_id, error))
-        self.router.health.failed(peer_id, PeerFailure.UNREACHABLE, time.monotonic())
+        self.router.health.record_failure(peer_id, PeerFailure.UNREACHABLE, time.monotonic())
 
     def report_success(self, peer_id: str) -> None:
-        self.router.health.succeeded(peer_id, time.monotonic())
+        self.router.health.record_success(peer_id, time.monotonic())
 
     def timeout_factor(self, peer_id: str) -> float:
         return 1.0

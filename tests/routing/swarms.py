@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from swarm.data_structures import Route, ServerInfo, Span
-from swarm.routing.cost_model import CACHE_PENALTY, LONGEST, SLOWEST, RouteRequirements
+from swarm.routing.cost_model import FULL_CACHE_PENALTY_S, MAX_SECONDS, MIN_RATE, RouteRequirements
 from swarm.routing.swarm_snapshot import SwarmSnapshot
 from tests.infos import server_info
 
@@ -88,15 +88,15 @@ def plain_seconds(snapshot: SwarmSnapshot, route: Route, demand: RouteRequiremen
 
 
 def _stay(server: ServerInfo, blocks: int, demand: RouteRequirements) -> float:
-    alone = 1 / max(server.throughput, SLOWEST)
+    alone = 1 / max(server.throughput, MIN_RATE)
     per_block = alone
     if demand.tokens > 1:
-        per_block = max(alone, demand.tokens / max(server.forward_throughput or server.throughput, SLOWEST))
-    total = server.queue_delay + blocks * per_block + min(demand.penalties.get(server.peer_id, 0.0), LONGEST)
+        per_block = max(alone, demand.tokens / max(server.forward_throughput or server.throughput, MIN_RATE))
+    total = server.queue_delay + blocks * per_block + min(demand.penalties.get(server.peer_id, 0.0), MAX_SECONDS)
     if server.network_throughput:
-        total += demand.tokens / max(server.network_throughput, SLOWEST)
+        total += demand.tokens / max(server.network_throughput, MIN_RATE)
     if server.cache_tokens_free < demand.cache_tokens:
-        total += CACHE_PENALTY
+        total += FULL_CACHE_PENALTY_S
     return total
 
 

@@ -22,8 +22,8 @@ def split(servers, token_counts, **options) -> tuple[BatchShare, ...]:
     return split_batch(snapshot, WANTED, token_counts, random.Random(0), **options)
 
 
-def rows_by_server(portions) -> dict[str, int]:
-    return {portion.route.hops[0].server.peer_id: len(portion.rows) for portion in portions}
+def sequences_by_server(shares) -> dict[str, int]:
+    return {share.route.hops[0].server.peer_id: len(share.sequences) for share in shares}
 
 
 @given(
@@ -35,7 +35,7 @@ def rows_by_server(portions) -> dict[str, int]:
     st.integers(1, 5),
 )
 @settings(deadline=None, max_examples=300)
-def test_every_row_goes_one_way_over_all_blocks(snapshot, wanted, demand, token_counts, seed, most):
+def test_every_sequence_goes_one_way_over_all_blocks(snapshot, wanted, demand, token_counts, seed, most):
     def once():
         return split_batch(snapshot, wanted, token_counts, random.Random(seed), demand, most)
 
@@ -45,36 +45,36 @@ def test_every_row_goes_one_way_over_all_blocks(snapshot, wanted, demand, token_
             once()
         assert raised.value.blocks == missing
         return
-    portions = once()
-    assert sorted(row for portion in portions for row in portion.rows) == list(range(len(token_counts)))
-    assert len(portions) <= most
-    assert portions == once()
-    for portion in portions:
-        assert list(portion.rows) == sorted(portion.rows) != []
-        assert_covers(portion.route, wanted, snapshot, demand)
+    shares = once()
+    assert sorted(sequence for share in shares for sequence in share.sequences) == list(range(len(token_counts)))
+    assert len(shares) <= most
+    assert shares == once()
+    for share in shares:
+        assert list(share.sequences) == sorted(share.sequences) != []
+        assert_covers(share.route, wanted, snapshot, demand)
 
 
-def test_rows_go_to_servers_in_proportion_to_their_throughput():
+def test_sequences_go_to_servers_in_proportion_to_their_throughput():
     servers = [
         server_info(0, 4, "one", throughput=100.0, forward_throughput=100.0),
         server_info(0, 4, "three", throughput=100.0, forward_throughput=300.0),
         server_info(0, 4, "four", throughput=100.0, forward_throughput=400.0),
     ]
-    assert rows_by_server(split(servers, [50] * 80)) == {"one": 10, "three": 30, "four": 40}
+    assert sequences_by_server(split(servers, [50] * 80)) == {"one": 10, "three": 30, "four": 40}
 
 
-def test_all_portions_end_at_about_the_same_time():
+def test_all_shares_end_at_about_the_same_time():
     servers = [
         server_info(0, 4, f"{n}", throughput=100.0, forward_throughput=100.0 * (n + 1), queue_delay=n / 2)
         for n in range(5)
     ]
-    token_counts = [20 + 40 * (row % 7) % 41 for row in range(100)]
-    portions = split(servers, token_counts)
+    token_counts = [20 + 40 * (sequence % 7) % 41 for sequence in range(100)]
+    shares = split(servers, token_counts)
     snapshot = SwarmSnapshot(tuple(servers), {server.peer_id: 0.01 for server in servers})
-    assert len(portions) > 3
+    assert len(shares) > 3
     ends = [
-        route_seconds(snapshot, portion.route, RouteRequirements(tokens=sum(token_counts[row] for row in portion.rows)))
-        for portion in portions
+        route_seconds(snapshot, share.route, RouteRequirements(tokens=sum(token_counts[i] for i in share.sequences)))
+        for share in shares
     ]
     assert max(ends) - min(ends) < 0.05 * max(ends)
 
@@ -85,8 +85,9 @@ def test_a_small_batch_takes_one_way():
     assert len(split(servers, [10_000] * 8)) == 4
 
 
-def test_one_row_is_never_split():
-    assert [portion.rows for portion in split([server_info(0, 4, "a"), server_info(0, 4, "b")], [10_000])] == [(0,)]
+def test_one_sequence_is_never_split():
+    shares = split([server_info(0, 4, "a"), server_info(0, 4, "b")], [10_000])
+    assert [share.sequences for share in shares] == [(0,)]
 
 
 def test_no_rows():
@@ -96,9 +97,9 @@ def test_no_rows():
 def test_a_stretch_that_only_one_server_holds_is_shared():
     wide = [server_info(0, 3, f"{n}", throughput=100.0) for n in range(4)]
     fast = server_info(3, 4, "fast", throughput=1e4)
-    portions = split([*wide, fast], [100] * 20)
-    assert rows_by_server(portions) == {"0": 5, "1": 5, "2": 5, "3": 5}
-    assert {portion.route.hops[1].server.peer_id for portion in portions} == {"fast"}
+    shares = split([*wide, fast], [100] * 20)
+    assert sequences_by_server(shares) == {"0": 5, "1": 5, "2": 5, "3": 5}
+    assert {share.route.hops[1].server.peer_id for share in shares} == {"fast"}
 
 
 def test_nothing_is_split_where_all_would_wait_for_one_server():

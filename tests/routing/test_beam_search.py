@@ -38,7 +38,7 @@ def test_equal_to_the_exact_reference_in_small_swarms(snapshot, wanted, demand):
 def test_a_narrow_beam_still_finds_a_whole_route(snapshot, wanted, demand, width):
     if missing_blocks(snapshot, wanted, demand):
         return
-    route = find_route(snapshot, wanted, demand, width=width)
+    route = find_route(snapshot, wanted, demand, beam_width=width)
     assert_covers(route, wanted, snapshot, demand)
     exact = route_seconds(snapshot, shortest_path(snapshot, wanted, demand), demand)
     assert route_seconds(snapshot, route, demand) >= exact * (1 - 1e-9)
@@ -50,7 +50,7 @@ def test_within_one_percent_where_the_beam_is_far_narrower_than_the_swarm(seed):
     snapshot = random_swarm(rng, servers=400, blocks=16, announced=rng.choice([4, 16]), pinged=rng.choice([32, 400]))
     demand = RouteRequirements(cache_tokens=rng.choice([0, 4096]))
     wanted = Span(rng.randrange(3), 16)
-    exact = route_seconds(snapshot, find_route(snapshot, wanted, demand, width=len(snapshot)), demand)
+    exact = route_seconds(snapshot, find_route(snapshot, wanted, demand, beam_width=len(snapshot)), demand)
     assert exact <= (found := route_seconds(snapshot, find_route(snapshot, wanted, demand), demand)) * (1 + 1e-9)
     assert found <= exact * 1.01
 
@@ -59,7 +59,7 @@ def test_a_beam_as_wide_as_the_swarm_is_exact():
     snapshot = random_swarm(random.Random(0), servers=120, blocks=12, announced=8, pinged=60)
     wanted = Span(0, 12)
     exact = route_seconds(snapshot, shortest_path(snapshot, wanted), RouteRequirements())
-    found = route_seconds(snapshot, find_route(snapshot, wanted, width=len(snapshot)), RouteRequirements())
+    found = route_seconds(snapshot, find_route(snapshot, wanted, beam_width=len(snapshot)), RouteRequirements())
     assert math.isclose(found, exact, rel_tol=1e-9)
 
 

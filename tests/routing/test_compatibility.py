@@ -53,9 +53,9 @@ def test_only_servers_of_a_precision():
     assert len(compatible_servers(servers, "main").servers) == 3
     found = compatible_servers(servers, "main", quant={"none", "int8"})
     assert [one.peer_id for one in found.servers] == ["a", "b"]
-    assert found.excluded == {"c": "its weights are nf4, this client wants int8 or none"}
+    assert found.excluded == {"c": "its weights are nf4, this client accepts int8 or none"}
     found = compatible_servers(servers, "main", quant={"nf4"})
-    assert found.excluded["a"] == "its weights are not quantized, this client wants nf4"
+    assert found.excluded["a"] == "its weights are not quantized, this client accepts nf4"
 
 
 def test_servers_of_an_unwanted_precision_still_say_which_weights_are_right():

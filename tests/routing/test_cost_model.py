@@ -6,8 +6,8 @@ from hypothesis import given, settings
 
 from swarm.data_structures import Hop, Route, Span
 from swarm.routing.beam_search import find_route
-from swarm.routing.cost_model import CACHE_PENALTY, RouteRequirements, route_seconds
-from swarm.routing.swarm_snapshot import DEFAULT_ROUND_TRIP, SwarmSnapshot
+from swarm.routing.cost_model import FULL_CACHE_PENALTY_S, RouteRequirements, route_seconds
+from swarm.routing.swarm_snapshot import DEFAULT_ROUND_TRIP_S, SwarmSnapshot
 from tests.infos import server_info
 from tests.routing.swarms import demands, missing_blocks, plain_seconds, snapshots, spans
 
@@ -40,7 +40,7 @@ def test_between_servers_the_client_is_not_visited():
     snapshot = SwarmSnapshot((A, B, x), {"a": 0.04, "b": 0.06})
     assert price(snapshot, before="x") == round(price() - 0.02 + 0.004, 9)
     # Nobody announced the way from b to x, and the client has not measured x.
-    assert price(snapshot, after="x") == round(price() - 0.03 + DEFAULT_ROUND_TRIP / 2, 9)
+    assert price(snapshot, after="x") == round(price() - 0.03 + DEFAULT_ROUND_TRIP_S / 2, 9)
 
 
 def test_what_nobody_measured_is_the_longer_way_to_the_client():
@@ -48,12 +48,12 @@ def test_what_nobody_measured_is_the_longer_way_to_the_client():
     route = Route((Hop(a, Span(0, 2)), Hop(B, Span(2, 6))))
     assert price(SwarmSnapshot((a, B), {"a": 0.04, "b": 0.06}), route) == round(price() - 0.01 + 0.03, 9)
     assert price(SwarmSnapshot((a, B), {"a": 0.04}), route) == round(
-        price() - 0.01 - 0.03 + 2 * DEFAULT_ROUND_TRIP / 2, 9
+        price() - 0.01 - 0.03 + 2 * DEFAULT_ROUND_TRIP_S / 2, 9
     )
 
 
 def test_penalties():
-    assert price(cache_tokens=2**30) == round(price() + 2 * CACHE_PENALTY, 9)
+    assert price(cache_tokens=2**30) == round(price() + 2 * FULL_CACHE_PENALTY_S, 9)
     assert price(penalties={"a": 0.5, "nobody": 9.0}) == round(price() + 0.5, 9)
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.routing.peer_health import FORGET, LONGEST_BAN, MAX_REASONS, PeerFailure, PeerHealth
+from swarm.routing.peer_health import FORGET_AFTER_S, MAX_BAN_S, MAX_KEPT_REASONS, PeerFailure, PeerHealth
 
 failures = st.sampled_from(list(PeerFailure))
 pauses = st.floats(0, 3000)
@@ -11,10 +11,10 @@ pauses = st.floats(0, 3000)
 
 def test_a_peer_that_never_failed_is_well():
     health = PeerHealth()
-    assert not health.banned("a", 0.0)
+    assert not health.is_banned("a", 0.0)
     assert health.banned_until("a", 0.0) is None
     assert health.reasons("a") == ()
-    assert health.all_banned(0.0) == frozenset()
+    assert health.banned_peers(0.0) == frozenset()
     assert health.penalties(0.0) == {}
 
 
@@ -22,101 +22,103 @@ def test_bans_double_up_to_the_longest():
     health = PeerHealth()
     now, lengths = 0.0, []
     for _ in range(12):
-        until = health.failed("a", PeerFailure.TIMED_OUT, now)
+        until = health.record_failure("a", PeerFailure.TIMED_OUT, now)
         lengths.append(until - now)
         now = until
-    first = PeerFailure.TIMED_OUT.seconds
+    first = PeerFailure.TIMED_OUT.ban_seconds
     assert lengths[:4] == [first, 2 * first, 4 * first, 8 * first]
-    assert lengths[-1] == LONGEST_BAN
+    assert lengths[-1] == MAX_BAN_S
 
 
 def test_many_sessions_that_see_one_fault_are_one_strike():
     one, many = PeerHealth(), PeerHealth()
-    until = one.failed("a", PeerFailure.TIMED_OUT, 0.0)
+    until = one.record_failure("a", PeerFailure.TIMED_OUT, 0.0)
     for number in range(50):
-        assert many.failed("a", PeerFailure.TIMED_OUT, 0.01 * number) == until + 0.01 * number
+        assert many.record_failure("a", PeerFailure.TIMED_OUT, 0.01 * number) == until + 0.01 * number
     assert many.reasons("a") == one.reasons("a")
     assert many.penalties(1.0) == one.penalties(1.0)
     again = many.banned_until("a", 1.0)
     assert (
-        many.failed("a", PeerFailure.TIMED_OUT, again) - again == 2 * PeerFailure.TIMED_OUT.seconds
+        many.record_failure("a", PeerFailure.TIMED_OUT, again) - again == 2 * PeerFailure.TIMED_OUT.ban_seconds
     )  # it was used again
 
 
 def test_a_worse_fault_during_a_ban_makes_it_longer():
     health = PeerHealth()
-    health.failed("a", PeerFailure.UNREACHABLE, 0.0)
-    assert health.failed("a", PeerFailure.WRONG_ANSWER, 1.0) == 1.0 + PeerFailure.WRONG_ANSWER.seconds
+    health.record_failure("a", PeerFailure.UNREACHABLE, 0.0)
+    assert health.record_failure("a", PeerFailure.WRONG_ANSWER, 1.0) == 1.0 + PeerFailure.WRONG_ANSWER.ban_seconds
     assert health.reasons("a") == (PeerFailure.UNREACHABLE, PeerFailure.WRONG_ANSWER)
 
 
 def test_to_be_full_does_not_hide_a_fault():
     health = PeerHealth()
     for now in (0.0, 1.0, 2.0):
-        health.failed("a", PeerFailure.CACHE_FULL, now)
-    health.failed("a", PeerFailure.FAULT, 3.0)
+        health.record_failure("a", PeerFailure.CACHE_FULL, now)
+    health.record_failure("a", PeerFailure.FAULT, 3.0)
     assert health.penalties(3.0)["a"] > 0
 
 
 def test_a_ban_ends():
     health = PeerHealth()
-    until = health.failed("a", PeerFailure.UNREACHABLE, 100.0)
-    assert health.banned("a", until - 0.01)
-    assert health.all_banned(until - 0.01) == {"a"}
-    assert not health.banned("a", until)
-    assert not health.banned("b", 100.0)
+    until = health.record_failure("a", PeerFailure.UNREACHABLE, 100.0)
+    assert health.is_banned("a", until - 0.01)
+    assert health.banned_peers(until - 0.01) == {"a"}
+    assert not health.is_banned("a", until)
+    assert not health.is_banned("b", 100.0)
 
 
 def test_a_wrong_answer_weighs_more_than_a_lost_connection():
-    assert PeerFailure.WRONG_ANSWER.seconds > 5 * max(PeerFailure.UNREACHABLE.seconds, PeerFailure.TIMED_OUT.seconds)
+    assert PeerFailure.WRONG_ANSWER.ban_seconds > 5 * max(
+        PeerFailure.UNREACHABLE.ban_seconds, PeerFailure.TIMED_OUT.ban_seconds
+    )
 
 
 def test_who_says_that_it_is_full_or_closing_is_avoided_shortly_and_not_blamed():
     for reason in (PeerFailure.CACHE_FULL, PeerFailure.CLOSING):
         health = PeerHealth()
         for now in (0.0, 100.0, 200.0):
-            assert health.failed("a", reason, now) == now + reason.seconds
-        assert reason.seconds <= PeerFailure.UNREACHABLE.seconds
+            assert health.record_failure("a", reason, now) == now + reason.ban_seconds
+        assert reason.ban_seconds <= PeerFailure.UNREACHABLE.ban_seconds
         assert health.penalties(200.0) == {}
 
 
 def test_a_mild_failure_does_not_shorten_a_long_ban():
     health = PeerHealth()
-    until = health.failed("a", PeerFailure.WRONG_ANSWER, 0.0)
-    assert health.failed("a", PeerFailure.CACHE_FULL, 1.0) == until
+    until = health.record_failure("a", PeerFailure.WRONG_ANSWER, 0.0)
+    assert health.record_failure("a", PeerFailure.CACHE_FULL, 1.0) == until
     assert health.reasons("a") == (PeerFailure.WRONG_ANSWER, PeerFailure.CACHE_FULL)
 
 
 def test_success_forgives_once_the_peer_was_free_as_long_as_it_was_banned():
     health = PeerHealth()
-    until = health.failed("a", PeerFailure.TIMED_OUT, 0.0)
-    health.succeeded("a", 1.0)  # a session that still runs
-    assert health.banned("a", 1.0)
-    health.succeeded("a", until)
+    until = health.record_failure("a", PeerFailure.TIMED_OUT, 0.0)
+    health.record_success("a", 1.0)  # a session that still runs
+    assert health.is_banned("a", 1.0)
+    health.record_success("a", until)
     assert health.penalties(until)["a"] > 0
-    health.succeeded("a", 2 * until)
+    health.record_success("a", 2 * until)
     assert health.penalties(2 * until) == {}
-    assert health.failed("a", PeerFailure.TIMED_OUT, 1000.0) == 1000.0 + PeerFailure.TIMED_OUT.seconds
+    assert health.record_failure("a", PeerFailure.TIMED_OUT, 1000.0) == 1000.0 + PeerFailure.TIMED_OUT.ban_seconds
 
 
 def test_time_forgives():
     health = PeerHealth()
-    until = health.failed("a", PeerFailure.TIMED_OUT, 0.0)
-    later = until + FORGET
+    until = health.record_failure("a", PeerFailure.TIMED_OUT, 0.0)
+    later = until + FORGET_AFTER_S
     assert health.penalties(later) == {}
-    assert health.failed("a", PeerFailure.TIMED_OUT, later) == later + PeerFailure.TIMED_OUT.seconds
+    assert health.record_failure("a", PeerFailure.TIMED_OUT, later) == later + PeerFailure.TIMED_OUT.ban_seconds
 
 
 def test_memory_is_bounded_and_the_oldest_failure_is_forgotten_first():
     health = PeerHealth(max_peers=3)
     for now, peer in enumerate("abcad"):
-        health.failed(peer, PeerFailure.TIMED_OUT, now)
+        health.record_failure(peer, PeerFailure.TIMED_OUT, now)
     assert len(health) == 3
-    assert health.all_banned(5.0) == {"c", "a", "d"}
+    assert health.banned_peers(5.0) == {"c", "a", "d"}
     now = 5.0
     for _ in range(100):
-        now = health.failed("a", PeerFailure.REFUSED, now)
-    assert len(health.reasons("a")) == MAX_REASONS
+        now = health.record_failure("a", PeerFailure.REFUSED, now)
+    assert len(health.reasons("a")) == MAX_KEPT_REASONS
 
 
 @given(st.lists(st.tuples(failures, pauses, st.booleans()), min_size=1, max_size=40))
@@ -128,12 +130,12 @@ def test_while_failing_a_ban_never_ends_sooner_than_it_was_said(events):
         now += pause
         before = health.banned_until("a", now)
         if answers:
-            health.succeeded("a", now)
+            health.record_success("a", now)
             assert health.banned_until("a", now) == before
             continue
-        until = health.failed("a", reason, now)
-        assert until >= now + reason.seconds
-        assert until <= now + LONGEST_BAN
+        until = health.record_failure("a", reason, now)
+        assert until >= now + reason.ban_seconds
+        assert until <= now + MAX_BAN_S
         assert before is None or until >= before
         assert health.banned_until("a", now) == until
         assert reason in health.reasons("a")
@@ -146,8 +148,8 @@ def test_after_good_behaviour_a_peer_is_as_good_as_new(events):
     now = 0.0
     for reason, pause in events:
         now += pause
-        health.failed("a", reason, now)
-    now += 2 * LONGEST_BAN
-    health.succeeded("a", now)
+        health.record_failure("a", reason, now)
+    now += 2 * MAX_BAN_S
+    health.record_success("a", now)
     assert len(health) == 0
-    assert health.failed("a", PeerFailure.REFUSED, now) == now + PeerFailure.REFUSED.seconds
+    assert health.record_failure("a", PeerFailure.REFUSED, now) == now + PeerFailure.REFUSED.ban_seconds

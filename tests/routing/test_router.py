@@ -8,7 +8,7 @@ from swarm.data_structures import Span
 from swarm.errors import MissingBlocks
 from swarm.routing.peer_health import PeerFailure
 from swarm.routing.router import Router
-from swarm.routing.swarm_snapshot import DEFAULT_ROUND_TRIP
+from swarm.routing.swarm_snapshot import DEFAULT_ROUND_TRIP_S
 from tests.infos import server_info
 
 WANTED = Span(0, 4)
@@ -57,18 +57,18 @@ def test_blocked_and_allowed_servers():
 
 def test_a_server_that_failed_is_left_alone_until_its_ban_ends_and_then_has_to_be_better():
     made = router()
-    until = made.health.failed("first-fast", PeerFailure.TIMED_OUT, 0.0)
+    until = made.health.record_failure("first-fast", PeerFailure.TIMED_OUT, 0.0)
     assert used(made.route(WANTED, 0.0)) == ["first-slow", "second-fast"]
     assert used(made.route(WANTED, until)) == ["first-fast", "second-fast"]
     for _ in range(3):
-        until = made.health.failed("first-fast", PeerFailure.TIMED_OUT, until)
+        until = made.health.record_failure("first-fast", PeerFailure.TIMED_OUT, until)
     assert used(made.route(WANTED, until)) == ["first-slow", "second-fast"]
 
 
 def test_when_all_who_hold_a_block_are_banned_the_error_says_so_and_how_long():
     made = router()
-    made.health.failed("first-fast", PeerFailure.WRONG_ANSWER, 0.0)
-    made.health.failed("first-slow", PeerFailure.TIMED_OUT, 0.0)
+    made.health.record_failure("first-fast", PeerFailure.WRONG_ANSWER, 0.0)
+    made.health.record_failure("first-slow", PeerFailure.TIMED_OUT, 0.0)
     with pytest.raises(MissingBlocks) as raised:
         made.route(WANTED, 5.0)
     assert raised.value.blocks == (0, 1)
@@ -99,11 +99,11 @@ def test_avoid_is_for_one_route_only():
 def test_measured_round_trips_count_at_once_and_survive_a_new_view():
     made = router()
     assert used(made.route(Span(0, 2), 0.0)) == ["first-fast"]
-    made.measured({"first-slow": 0.001, "first-fast": 2.0}, 0.0)
+    made.record_round_trips({"first-slow": 0.001, "first-fast": 2.0}, 0.0)
     assert used(made.route(Span(0, 2), 0.0)) == ["first-slow"]
     made.update(swarm())
     assert used(made.route(Span(0, 2), 0.0)) == ["first-slow"]
-    assert made.snapshot.client_round_trip("second-fast") == DEFAULT_ROUND_TRIP
+    assert made.snapshot.client_round_trip("second-fast") == DEFAULT_ROUND_TRIP_S
 
 
 def test_a_part_of_a_route_between_two_servers():
@@ -140,7 +140,7 @@ def test_pings_are_decided_by_the_random_source_alone_and_reach_everybody_some_t
         chosen = made.candidates_to_ping(WANTED, rounds, rng, limit=20)
         assert reached.isdisjoint(chosen)  # those not measured yet come first
         reached.update(chosen)
-        made.measured(dict.fromkeys(chosen, 0.05), rounds)
+        made.record_round_trips(dict.fromkeys(chosen, 0.05), rounds)
         rounds += 1
     assert rounds == 5
 
@@ -154,8 +154,8 @@ def test_fast_servers_are_pinged_sooner():
 
 def test_stale_measurements_are_repeated_before_fresh_ones():
     made = router()
-    made.measured({"first-fast": 0.1}, 0.0)
-    made.measured({"first-slow": 0.1, "second-slow": 0.1}, 300.0)
+    made.record_round_trips({"first-fast": 0.1}, 0.0)
+    made.record_round_trips({"first-slow": 0.1, "second-slow": 0.1}, 300.0)
     chosen = made.candidates_to_ping(WANTED, 300.0, random.Random(0), limit=4)
     assert set(chosen[:2]) == {"first-fast", "second-fast"}
     assert set(chosen) == {server.peer_id for server in swarm()}
@@ -163,7 +163,7 @@ def test_stale_measurements_are_repeated_before_fresh_ones():
 
 def test_banned_and_blocked_servers_are_not_pinged():
     made = router(blocked_servers=frozenset({"second-slow"}))
-    made.health.failed("first-slow", PeerFailure.UNREACHABLE, 0.0)
+    made.health.record_failure("first-slow", PeerFailure.UNREACHABLE, 0.0)
     assert set(made.candidates_to_ping(WANTED, 0.0, random.Random(0))) == {"first-fast", "second-fast"}
     assert Router().candidates_to_ping(WANTED, 0.0, random.Random(0)) == []
 
@@ -171,7 +171,7 @@ def test_banned_and_blocked_servers_are_not_pinged():
 def test_a_batch_is_split_with_the_same_knowledge():
     made = Router()
     made.update([server_info(0, 4, f"peer{n}", throughput=100.0) for n in range(3)])
-    made.health.failed("peer1", PeerFailure.REFUSED, 0.0)
+    made.health.record_failure("peer1", PeerFailure.REFUSED, 0.0)
     portions = made.split(WANTED, [100] * 10, 0.0, random.Random(0))
     assert {hop.server.peer_id for portion in portions for hop in portion.route.hops} == {"peer0", "peer2"}
     with pytest.raises(MissingBlocks, match="has just failed"):

@@ -142,15 +142,15 @@ class RoutePlanner:
         """Keep the peer out of routes for a while."""
         reason = next((reason for kind, reason in _FAILURES if isinstance(error, kind)), PeerFailure.FAULT)
         now, health = time.monotonic(), self.router.health
-        is_known = health.banned(peer_id, now) and reason in health.reasons(peer_id)
-        until = health.failed(peer_id, reason, now)
+        is_known = health.is_banned(peer_id, now) and reason in health.reasons(peer_id)
+        until = health.record_failure(peer_id, reason, now)
         logger.debug("…%s %s; avoided for %.0f s: %s", peer_id[-6:], reason.value, until - now, error)
         if not is_known:  # another session has seen it before
             self._tell(PeerAvoided(peer_id, reason.value, until - now))
 
     def report_success(self, peer_id: str) -> None:
         """The peer works."""
-        self.router.health.succeeded(peer_id, time.monotonic())
+        self.router.health.record_success(peer_id, time.monotonic())
 
     def timeout_factor(self, peer_id: str) -> float:
         """Twice for each time that it lately did not answer in time: it may be slow, not dead."""
@@ -199,7 +199,7 @@ class RoutePlanner:
     async def _ping(self) -> None:
         candidates = self.router.candidates_to_ping(self._blocks, time.monotonic(), self._random)
         found = await ping_many(self._peer, candidates)
-        self.router.measured(found, time.monotonic())
+        self.router.record_round_trips(found, time.monotonic())
 
     async def _keep(self) -> None:
         while True:

@@ -170,7 +170,7 @@ class LinkMeasurement:
         self._tried = {peer: when for peer, when in self._tried.items() if peer in current}
         for peer in chosen:
             if peer in found:
-                self._measured.add(peer, found[peer], now)
+                self._measured.record(peer, found[peer], now)
             else:
                 self._measured.forget(peer)  # announcing it would lead routes to a link that is gone
 

@@ -255,7 +255,7 @@ def test_missing_blocks_are_looked_for_once(play):
 def test_batches_are_split_by_the_same_picture(play):
     async def act(world, planner):
         portions = await planner.split(ALL, [5] * 4)
-        assert sorted(row for portion in portions for row in portion.rows) == [0, 1, 2, 3]
+        assert sorted(row for portion in portions for row in portion.sequences) == [0, 1, 2, 3]
         await asyncio.sleep(5)
         for name in "ac":
             planner.report_failure(name, PeerLost("x"))
