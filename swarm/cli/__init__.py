@@ -1,1 +1,1 @@
-"""The console script `swarm`: thin commands over the rooms below. Nobody imports this room."""
+"""The console script `swarm`: thin commands over the other packages. No other package imports this one."""

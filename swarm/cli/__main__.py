@@ -1,4 +1,4 @@
-"""`swarm COMMAND`. Commands are imported when they are called, so that `swarm --help` is quick."""
+"""`swarm COMMAND`. Commands are imported when they are called, so that `swarm --help` is fast."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are modules with a `main`."""
+    """A command group that imports a command's module only when the command is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -40,7 +40,7 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(VERSION, prog_name="swarm")
 def main() -> None:
-    """Run large language models together: many people's machines, one swarm."""
+    """Run large language models on many people's machines together, as one swarm."""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`swarm keys`: who may use a gateway, and how much."""
+"""`swarm keys`: manages a gateway's API keys and their limits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swarm.gateway.admission import api_keys
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-COUNT = click.IntRange(1, 2**53)
+POSITIVE_INT = click.IntRange(1, 2**53)
 
 
 def _file_option(function: F) -> F:
@@ -22,34 +22,36 @@ def _file_option(function: F) -> F:
         "path",
         required=True,
         type=click.Path(dir_okay=False, path_type=Path),
-        help="File of the gateway's keys: what `swarm gateway --keys` is given.",
+        help="File with the gateway's keys: the value of `swarm gateway --keys`.",
     )(function)
 
 
 @click.group(name="keys")
 def main() -> None:
-    """Give and take keys of a gateway. One that runs sees every change at once."""
+    """Add, list and remove API keys of a gateway. A running gateway applies every change at once."""
 
 
 @main.command()
 @click.argument("name")
 @_file_option
-@click.option("--requests-per-minute", type=COUNT, help="Requests in any 60 seconds.  [default: no limit]")
-@click.option("--tokens-per-minute", type=COUNT, help="Tokens of prompts and answers in any 60 s.  [default: no limit]")
-@click.option("--concurrent", type=COUNT, help="Requests at the same time.  [default: no limit]")
-@console.exit_codes
+@click.option("--requests-per-minute", type=POSITIVE_INT, help="Requests in any 60 seconds.  [default: no limit]")
+@click.option(
+    "--tokens-per-minute", type=POSITIVE_INT, help="Prompt and answer tokens in any 60 s.  [default: no limit]"
+)
+@click.option("--concurrent", type=POSITIVE_INT, help="Requests at the same time.  [default: no limit]")
+@console.errors_to_exit_codes
 def add(
     name: str, path: Path, requests_per_minute: int | None, tokens_per_minute: int | None, concurrent: int | None
 ) -> None:
-    """Make a key for NAME and print its secret. It is shown this once: the file holds only its hash."""
+    """Create a key for NAME and print its secret. It is shown only once: the file holds only its hash."""
     secret = api_keys.add_key(path, name, api_keys.KeyLimits(requests_per_minute, tokens_per_minute, concurrent))
     click.echo(secret)
-    click.echo(f"{path} has the key {name} now. Keep the secret: it cannot be shown again.", err=True)
+    click.echo(f"Added key {name} to {path}. Keep the secret: it cannot be shown again.", err=True)
 
 
 @main.command(name="list")
 @_file_option
-@console.exit_codes
+@console.errors_to_exit_codes
 def list_keys(path: Path) -> None:
     """Print each key's name and limits."""
     found = sorted(api_keys.KeyFile.read(path).keys.values(), key=lambda key: key.name)
@@ -57,17 +59,17 @@ def list_keys(path: Path) -> None:
     for key in found:
         click.echo(f"{key.name:<{width}}  {_limits(key.limits)}")
     if not found:
-        click.echo(f"{path} has no keys: make one with `swarm keys add NAME --file {path}`", err=True)
+        click.echo(f"{path} has no keys: create one with `swarm keys add NAME --file {path}`", err=True)
 
 
 @main.command()
 @click.argument("name")
 @_file_option
-@console.exit_codes
+@console.errors_to_exit_codes
 def remove(name: str, path: Path) -> None:
-    """Take away NAME's key. What it asked for before is still answered."""
+    """Remove the key of NAME. Requests that it has already sent are still answered."""
     api_keys.remove_key(path, name)
-    click.echo(f"{path} has no key {name} any more.", err=True)
+    click.echo(f"Removed key {name} from {path}.", err=True)
 
 
 def _limits(limits: api_keys.KeyLimits) -> str:

@@ -1,6 +1,6 @@
-"""A whole swarm on this machine: a bootstrap peer and servers, each a process of its own, on loopback.
+"""Runs a whole swarm on this machine: a bootstrap peer and servers, each its own process, on loopback.
 
-For the demo, for benchmarks, and for trying things out.
+Used by the demo, by benchmarks, and for experiments.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 
 from swarm.errors import SwarmError
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
-START_TIMEOUT = 120.0
-STOP_TIMEOUT = 6.0
-_JOIN = re.compile(r"^Join:.*--initial-peers (\S+)")
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 6.0
+_JOIN_LINE = re.compile(r"^Join:.*--initial-peers (\S+)")
 
 
 class PeerProcess:
-    """One command of this package, running as a process. Its output is kept line by line.
+    """One command of this package, running as a child process. Its output is kept line by line.
 
     Args:
         arguments: what follows `python`, such as `-m swarm.server --new-swarm`.
-        environment: added to this process's own.
+        environment: added to this process's own environment.
     """
 
     def __init__(self, arguments: Sequence[str], environment: dict[str, str] | None = None) -> None:
@@ -44,7 +45,7 @@ class PeerProcess:
             stderr=subprocess.STDOUT,
             text=True,
             env={**os.environ, "PYTHONUNBUFFERED": "1", "SWARM_LOG_FORMAT": "plain", **(environment or {})},
-            start_new_session=True,  # Ctrl-C goes to the parent alone, which then ends its children in order
+            start_new_session=True,  # Ctrl-C reaches the parent only, which then ends its children in order
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -63,8 +64,8 @@ class PeerProcess:
             self._ended = True
             self._changed.notify_all()
 
-    def wait_for(self, pattern: str | re.Pattern[str], timeout: float = START_TIMEOUT) -> re.Match[str]:
-        """The first line that matches. Raises `SwarmError`, with the output, if the process ends or time runs out."""
+    def wait_for(self, pattern: str | re.Pattern[str], timeout: float = START_TIMEOUT_S) -> re.Match[str]:
+        """Wait for the first line that matches. Raises `SwarmError`, with the output, on exit or timeout."""
         found: list[re.Match[str]] = []
         compiled = re.compile(pattern)
 
@@ -75,28 +76,28 @@ class PeerProcess:
         with self._changed:
             self._changed.wait_for(ready, timeout)
         if not found:
-            state = "ended" if self._ended else f"said nothing of the kind within {timeout:.0f} s"
+            state = "ended" if self._ended else f"printed no line that matches {compiled.pattern!r} in {timeout:.0f} s"
             output = "\n  ".join(self.lines[-20:])
             raise SwarmError(f"python {' '.join(self.arguments)} {state}:\n  {output}")
         return found[0]
 
     def address(self) -> str:
-        """The multiaddress that others join by, once the process is ready."""
-        return self.wait_for(_JOIN)[1]
+        """Wait until the process is ready; returns the multiaddress that other peers join by."""
+        return self.wait_for(_JOIN_LINE)[1]
 
     def stop(self) -> int:
-        """Ask the process to leave, insist after a while, and return its exit code."""
+        """End the process with SIGTERM, or with SIGKILL after a timeout. Returns its exit code."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
-        return self.wait(STOP_TIMEOUT)
+        return self.wait(STOP_TIMEOUT_S)
 
     def kill(self) -> None:
-        """End the process as a power cut would."""
+        """End the process with SIGKILL, as abruptly as a power cut."""
         self._process.kill()
-        self.wait(STOP_TIMEOUT)
+        self.wait(STOP_TIMEOUT_S)
 
     def wait(self, timeout: float) -> int:
-        """Wait for the end, killing the process when time runs out; the exit code."""
+        """Wait for the process to end, and kill it after `timeout` seconds. Returns its exit code."""
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -109,14 +110,14 @@ class PeerProcess:
 
 
 class LocalSwarm:
-    """A bootstrap peer and one server for each entry of `blocks`; a context manager that ends what it started.
+    """A bootstrap peer and one server for each entry of `blocks`: a context manager that ends what it started.
 
     Args:
         model: local folder or hub id; None for the demo model.
         blocks: `--blocks` of each server, such as ("0:4", "4:8").
         options: further options of every server.
         environment: added to every process's environment.
-        starting: called with a line of text while the processes start.
+        on_start: called with a line of text as processes start.
     """
 
     def __init__(
@@ -126,41 +127,40 @@ class LocalSwarm:
         *,
         options: Sequence[str] = (),
         environment: dict[str, str] | None = None,
-        starting: Callable[[str], None] = lambda line: None,
+        on_start: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.servers: list[PeerProcess] = []
         self.bootstrap: PeerProcess | None = None
         self._model = model
         self._blocks = tuple(blocks)
         self._options = tuple(options)
-        # Of its own, because whoever is killed cannot remove what is in it.
+        # A folder for the temporary files of all processes: a process that is killed cannot remove its own.
         self._temporary = tempfile.TemporaryDirectory(prefix="swarm-", ignore_cleanup_errors=True)
         self._environment = {"TMPDIR": self._temporary.name, **(environment or {})}
-        self._starting = starting
+        self._on_start = on_start
 
     @property
     def address(self) -> str:
-        """Where clients join."""
+        """The multiaddress that clients join by."""
         if self.bootstrap is None:
             raise SwarmError("the swarm is not running")
         return self.bootstrap.address()
 
     def __enter__(self) -> LocalSwarm:
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.stop)
             arguments = ("-m", "swarm.dht", "--host-maddrs", LOOPBACK)
             self.bootstrap = PeerProcess(arguments, self._environment)
-            self._starting(f"bootstrap peer: {self.bootstrap.address()}")
+            self._on_start(f"bootstrap peer: {self.bootstrap.address()}")
             for blocks in self._blocks:
                 self.add_server(blocks)
             for server in self.servers:
                 server.address()
-        except BaseException:
-            self.stop()
-            raise
+            undo.pop_all()
         return self
 
     def add_server(self, blocks: str, *options: str) -> PeerProcess:
-        """Start one more server; call `address()` on it to wait until it serves."""
+        """Start one more server. Call its `address()` to wait until it serves."""
         model = (self._model,) if self._model is not None else ()
         where = ("--initial-peers", self.address, "--host-maddrs", LOOPBACK)
         arguments = ("-m", "swarm.server", *model, "--blocks", blocks, *where, *self._options, *options)
@@ -168,13 +168,13 @@ class LocalSwarm:
         return self.servers[-1]
 
     def stop(self) -> None:
-        """End all processes: all are asked at once, then waited for. What they left is removed."""
-        everyone = [*self.servers, *([self.bootstrap] if self.bootstrap is not None else [])]
-        for process in everyone:
+        """End all processes at once, wait for them, and remove their temporary files."""
+        processes = [*self.servers, *([self.bootstrap] if self.bootstrap is not None else [])]
+        for process in processes:
             if process._process.poll() is None:
                 process._process.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + STOP_TIMEOUT
-        for process in everyone:
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        for process in processes:
             process.wait(max(0.1, deadline - time.monotonic()))
         self._temporary.cleanup()
 

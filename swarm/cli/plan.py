@@ -1,4 +1,4 @@
-"""`swarm plan`: which blocks each device of a private swarm should hold, so that the slowest stage is fastest."""
+"""`swarm plan`: finds the blocks that each device of a private swarm should hold for the best throughput."""
 
 from __future__ import annotations
 
@@ -16,32 +16,30 @@ from swarm.planning.group_description import GroupDescription, ModelDescription
 from swarm.planning.partition import partition
 from swarm.planning.plan_plot import draw
 
-OUTPUT = click.Path(dir_okay=False, path_type=Path)
+FILE_PATH = click.Path(dir_okay=False, path_type=Path)
 
 
 @click.command(name="plan", cls=console.MultiAddressCommand)
-@click.argument("file", required=False, type=OUTPUT)
+@click.argument("file", required=False, type=FILE_PATH)
 @click.option("--model", help="Local folder or hub id, instead of the file's.  [default: the demo model]")
 @click.option("--revision", help="Branch, tag or commit of a model from the hub.")
 @click.option(
     "--dtype",
     type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-    help="What the servers compute in.  [default: the checkpoint's]",
+    help="Data type that the servers compute in.  [default: the checkpoint's]",
 )
 @click.option(
     "--quant",
     type=click.Choice(["none", "int8", "nf4"]),
-    help="Form of the servers' weights.  [default: what all servers announce, else none]",
+    help="Quantization of the servers' weights.  [default: what all servers announce, else none]",
 )
-@click.option("--cache-tokens", type=click.IntRange(1, 2**40), help="Room in the attention cache.  [default: 16384]")
-@click.option(
-    "--cache-dir", type=click.Path(file_okay=False, path_type=Path), help="Where files from the hub are kept."
-)
+@click.option("--cache-tokens", type=click.IntRange(1, 2**40), help="Tokens in the attention cache.  [default: 16384]")
+@click.option("--cache-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder for files from the hub.")
 @console.initial_peers_option
-@click.option("--write", type=OUTPUT, help="Write the description of the group as YAML, to edit and plan again.")
-@click.option("--json", "json_file", type=OUTPUT, help="Write the plan as JSON.")
-@click.option("--plot", type=OUTPUT, help="Draw how busy each device is, as PNG.")
-@console.exit_codes
+@click.option("--write", type=FILE_PATH, help="Write the group's description as YAML, to edit and plan again.")
+@click.option("--json", "json_file", type=FILE_PATH, help="Write the plan as JSON.")
+@click.option("--plot", type=FILE_PATH, help="Write a chart of how busy each device is, as PNG.")
+@console.errors_to_exit_codes
 def main(
     file: Path | None,
     model: str | None,
@@ -55,22 +53,25 @@ def main(
     json_file: Path | None,
     plot: Path | None,
 ) -> None:
-    """Plan a private swarm: print which blocks each device should hold, and the commands that start it so.
+    """Plan a private swarm: print which blocks each device should hold, and the commands that start the servers.
 
-    FILE describes the devices (see docs/private-swarm.md). Without it, the servers that are online in the swarm of
-    --initial-peers are planned for, by what they announce.
+    FILE describes the devices (see docs/private-swarm.md). Without it, the plan is for the servers that are online in
+    the swarm of --initial-peers, based on what they announce.
     """
-    peers = console.split(initial_peers)
-    wishes = {"model": model, "revision": revision, "dtype": dtype, "quant": quant, "cache_tokens": cache_tokens}
-    given = {name: value for name, value in wishes.items() if value is not None}
+    peers = console.split_addresses(initial_peers)
+    options = {"model": model, "revision": revision, "dtype": dtype, "quant": quant, "cache_tokens": cache_tokens}
+    given = {name: value for name, value in options.items() if value is not None}
     if file is not None:
         description = msgspec.structs.replace(group_description.read(file), **given)
-        size = _size(description, cache_dir)
+        size = _model_size(description, cache_dir)
     elif peers:
-        description, size = _measure(peers, model, revision, dtype or "auto", quant, cache_tokens, cache_dir)
+        description, size = _describe_running_swarm(
+            peers, model, revision, dtype or "auto", quant, cache_tokens, cache_dir
+        )
     else:
         raise UsageError(
-            "say what to plan for: a FILE that describes the devices, or --initial-peers ADDRESS... of a running swarm"
+            "nothing to plan for: give a FILE that describes the devices, "
+            "or --initial-peers ADDRESS... of a running swarm"
         )
     if write is not None:
         _write_new(write, group_description.to_yaml(description, announced_group.HEADING if file is None else ""))
@@ -78,7 +79,7 @@ def main(
     group = group_description.to_group(description, size)
     plan = partition(group)
     advice = advise(group, plan)
-    startup = _startup(description, peers)
+    startup = _start_options(description, peers)
     click.echo(plan_report.text(group, plan, advice, str(description.link)))
     click.echo(f"\n{plan_report.command_text(plan, startup)}")
     if json_file is not None:
@@ -87,7 +88,7 @@ def main(
         draw(plan, plot)
 
 
-def _size(description: GroupDescription, cache_dir: Path | None) -> ModelSize:
+def _model_size(description: GroupDescription, cache_dir: Path | None) -> ModelSize:
     model = description.model
     if isinstance(model, ModelDescription):
         return group_description.size_in_numbers(model, description.dtype)
@@ -96,7 +97,7 @@ def _size(description: GroupDescription, cache_dir: Path | None) -> ModelSize:
     return open_model(model, description.revision, description.dtype, cache_dir, description.quant)[1]
 
 
-def _measure(
+def _describe_running_swarm(
     peers: tuple[str, ...],
     model: str | None,
     revision: str | None,
@@ -114,7 +115,7 @@ def _measure(
     checkpoint, _ = open_model(model, revision, dtype, cache_dir)
     found = uvloop.run(servers_of(checkpoint, peers))
     for peer, reason in found.excluded.items():
-        click.echo(f"Not planned for: …{peer[-6:]}, {reason}", err=True)
+        click.echo(f"Left out of the plan: …{peer[-6:]}, {reason}", err=True)
     form = quant or announced_group.common_quantization(found.servers)
 
     def size_in(form: str) -> ModelSize:
@@ -126,7 +127,7 @@ def _measure(
     return msgspec.structs.replace(description, revision=revision, dtype=dtype, quant=form), size
 
 
-def _startup(description: GroupDescription, peers: tuple[str, ...]) -> plan_report.StartOptions:
+def _start_options(description: GroupDescription, peers: tuple[str, ...]) -> plan_report.StartOptions:
     model = description.model.name if isinstance(description.model, ModelDescription) else description.model
     options = ["--cache-tokens", str(description.cache_tokens)]
     if description.revision is not None:
@@ -140,7 +141,7 @@ def _startup(description: GroupDescription, peers: tuple[str, ...]) -> plan_repo
 
 def _write_new(path: Path, content: str) -> None:
     if path.exists():
-        raise UsageError(f"--write {path}: the file exists and may have been edited; choose another name")
+        raise UsageError(f"--write {path}: the file exists and may have been edited; give another name")
     _write(path, content.encode())
 
 

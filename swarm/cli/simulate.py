@@ -1,4 +1,4 @@
-"""`swarm simulate`: a swarm of up to thousands of servers on a virtual clock."""
+"""`swarm simulate`: simulates a swarm of up to thousands of servers on a virtual clock."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from swarm.planning.simulation.result_statistics import figures
 from swarm.planning.simulation.runner import simulate
 from swarm.planning.simulation.scenario import find, shipped
 
-OUTPUT = click.Path(dir_okay=False, path_type=Path)
+FILE_PATH = click.Path(dir_okay=False, path_type=Path)
 
 
 @click.command(name="simulate")
 @click.argument("scenario", required=False)
-@click.option("--list", "list_shipped", is_flag=True, help="List the scenarios that come with swarm, and end.")
-@click.option("--plot", type=OUTPUT, help="Draw throughput, moves and gaps as PNG.")
-@click.option("--json", "json_file", type=OUTPUT, help="Write figures and samples as JSON.")
-@click.option("--seed", type=click.IntRange(0, 2**63), help="Seed of all that is random.  [default: the scenario's]")
-@console.exit_codes
+@click.option("--list", "list_shipped", is_flag=True, help="List the scenarios that come with swarm, then exit.")
+@click.option("--plot", type=FILE_PATH, help="Write a chart of throughput, moves and gaps, as PNG.")
+@click.option("--json", "json_file", type=FILE_PATH, help="Write statistics and samples as JSON.")
+@click.option("--seed", type=click.IntRange(0, 2**63), help="Random seed.  [default: the scenario's]")
+@console.errors_to_exit_codes
 def main(scenario: str | None, list_shipped: bool, plot: Path | None, json_file: Path | None, seed: int | None) -> None:
-    """Simulate a swarm: print its throughput against the optimum, the moves that servers made, and the gaps.
+    """Simulate a swarm: print its throughput relative to the optimum, the moves of its servers, and the gaps.
 
-    SCENARIO is a .yaml file or the name of one that comes with swarm (see --list). The servers decide with the very
-    functions that real ones use.
+    SCENARIO is a .yaml file or the name of a scenario that comes with swarm (see --list). The simulated servers run
+    the same placement code as real ones.
     """
     if list_shipped:
         known = shipped()
@@ -37,7 +37,7 @@ def main(scenario: str | None, list_shipped: bool, plot: Path | None, json_file:
             click.echo(f"{name:{width}}  {one.description}")
         return
     if scenario is None:
-        raise UsageError("say what to simulate: a .yaml file, or a name that swarm simulate --list shows")
+        raise UsageError("nothing to simulate: give a .yaml file, or a name from swarm simulate --list")
     began = time.perf_counter()
     outcome = simulate(find(scenario), seed)
     seconds = time.perf_counter() - began

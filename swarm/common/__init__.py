@@ -1,1 +1,1 @@
-"""Small helpers that every room may use: console output, units, YAML files, the version."""
+"""Small helpers for all packages: console output, units, YAML files, the version."""

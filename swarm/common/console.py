@@ -1,6 +1,6 @@
-"""What all commands share: options that mean the same everywhere, log lines, progress bars, and exit codes.
+"""What all commands share: common options, logging, progress bars, and exit codes.
 
-Exit code 2: something was asked for that cannot be done (one line says what to do). 1: the program failed.
+Exit code 2: the request cannot be carried out as given (one line says what to do). Exit code 1: the program failed.
 """
 
 from __future__ import annotations
@@ -29,39 +29,39 @@ LOG_LEVEL_VARIABLE = "SWARM_LOGLEVEL"
 
 
 def initial_peers_option(function: F) -> F:
-    """`--initial-peers A B ...`: may be repeated or hold several addresses separated by spaces or commas."""
+    """Add `--initial-peers A B ...`: repeatable, and takes several addresses separated by spaces or commas."""
     return click.option(
         "--initial-peers",
         multiple=True,
         metavar="ADDRESS...",
         envvar=INITIAL_PEERS_VARIABLE,
-        help=f"Addresses of peers of the swarm to join. {INITIAL_PEERS_VARIABLE} stands in for the option.",
+        help=f"Addresses of peers of the swarm to join. Default: the value of {INITIAL_PEERS_VARIABLE}.",
     )(function)
 
 
 def log_format_option(function: F) -> F:
-    """`--log-format plain|json`, for every command that runs for long; see `log_lines`."""
+    """Add `--log-format plain|json`, for every long-running command; see `configure_logging`."""
     return click.option(
         "--log-format",
         type=click.Choice(["plain", "json"]),
         default="plain",
         envvar=LOG_FORMAT_VARIABLE,
-        help=f"Log lines for people, or one JSON object a line. {LOG_FORMAT_VARIABLE} stands in for the option.",
+        help=f"Plain log lines, or one JSON object per line. Default: the value of {LOG_FORMAT_VARIABLE}, else plain.",
     )(function)
 
 
 def metrics_option(function: F) -> F:
-    """`--metrics [HOST:]PORT`, for peers without a web server of their own; see `swarm.metrics.endpoint`."""
+    """Add `--metrics [HOST:]PORT`, for peers without a web server of their own; see `swarm.metrics.endpoint`."""
     return click.option(
         "--metrics",
         metavar="[HOST:]PORT",
-        help="Answer Prometheus at http://HOST:PORT/metrics; without HOST for this machine only. "
+        help="Serve Prometheus metrics at http://HOST:PORT/metrics; without HOST, on this machine only. "
         "Port 0 takes any free port.  [default: off]",
     )(function)
 
 
 def network_options(default_port: int) -> Callable[[F], F]:
-    """Options of every peer that others can reach."""
+    """Add the options of every peer that other peers can reach: addresses and identity."""
 
     def decorate(function: F) -> F:
         options = (
@@ -71,18 +71,18 @@ def network_options(default_port: int) -> Callable[[F], F]:
                 default=(f"/ip4/0.0.0.0/tcp/{default_port}",),
                 show_default=True,
                 metavar="ADDRESS...",
-                help="Where to listen. Port 0 takes any free port.",
+                help="Addresses to listen on. Port 0 takes any free port.",
             ),
             click.option(
                 "--announce-maddrs",
                 multiple=True,
                 metavar="ADDRESS...",
-                help="Addresses that others should use, if they differ from those listened on (port forwarding).",
+                help="Addresses that other peers should use, if they differ from --host-maddrs (port forwarding).",
             ),
             click.option(
                 "--identity-path",
                 type=click.Path(dir_okay=False, path_type=Path),
-                help="File of this peer's key, made if missing. Without it the peer id is new at every start.",
+                help="File with this peer's key, created if missing. Without it, every start has a new peer id.",
             ),
         )
         for option in reversed(options):
@@ -92,24 +92,24 @@ def network_options(default_port: int) -> Callable[[F], F]:
     return decorate
 
 
-def split(values: tuple[str, ...]) -> tuple[str, ...]:
-    """The addresses in option values that may hold several each."""
+def split_addresses(values: tuple[str, ...]) -> tuple[str, ...]:
+    """Split option values that may hold several addresses each."""
     return tuple(part for value in values for part in value.replace(",", " ").split())
 
 
-def spread_multiple(arguments: list[str], options: frozenset[str]) -> list[str]:
-    """Let `--option A B C` mean `--option A --option B --option C`, for the options that take several addresses."""
+def repeat_option_names(arguments: list[str], options: frozenset[str]) -> list[str]:
+    """Turn `--option A B C` into `--option A --option B --option C`, for options that take several addresses."""
     result: list[str] = []
     current: str | None = None
-    taken = 0
+    values = 0
     for argument in arguments:
         if argument.startswith("-"):
             name, _, value = argument.partition("=")
-            current, taken = (name, 0) if name in options and not value else (None, 0)
+            current, values = (name, 0) if name in options and not value else (None, 0)
             result.append(argument)
-        elif current is not None and (taken == 0 or argument.startswith("/")):
-            result.extend([argument] if taken == 0 else [current, argument])
-            taken += 1
+        elif current is not None and (values == 0 or argument.startswith("/")):
+            result.extend([argument] if values == 0 else [current, argument])
+            values += 1
         else:
             current = None
             result.append(argument)
@@ -122,13 +122,13 @@ class MultiAddressCommand(click.Command):
     OPTIONS = frozenset({"--initial-peers", "--host-maddrs", "--announce-maddrs"})
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, spread_multiple(args, self.OPTIONS))
+        return super().parse_args(ctx, repeat_option_names(args, self.OPTIONS))
 
 
-def exit_codes(function: F) -> F:
-    """Turn `SwarmError` into one line and an exit code; Ctrl-C into 130.
+def errors_to_exit_codes(function: F) -> F:
+    """Turn a `SwarmError` into one line and an exit code, and Ctrl-C into exit code 130.
 
-    The line goes to stderr, or into the log where that is JSON, which a program reads.
+    The line goes to stderr, or into the log if the log is JSON.
     """
 
     @functools.wraps(function)
@@ -136,10 +136,10 @@ def exit_codes(function: F) -> F:
         try:
             return function(*args, **kwargs)
         except UsageError as error:
-            _say(error)
+            _print_error(error)
             sys.exit(2)
         except SwarmError as error:
-            _say(error)
+            _print_error(error)
             sys.exit(1)
         except KeyboardInterrupt:
             sys.exit(130)
@@ -147,7 +147,7 @@ def exit_codes(function: F) -> F:
     return run  # type: ignore[return-value]
 
 
-def _say(error: SwarmError) -> None:
+def _print_error(error: SwarmError) -> None:
     logger = logging.getLogger("swarm")
     if any(isinstance(handler.formatter, _JsonLineFormatter) for handler in logger.handlers):
         logger.error("%s", error, extra={"error": type(error).__name__})
@@ -155,19 +155,19 @@ def _say(error: SwarmError) -> None:
         click.echo(f"Error: {error}", err=True)
 
 
-SECRETS = re.compile(r"\bsk-swarm-[\w-]+|\bhf_[A-Za-z0-9]{8,}|(?<=Bearer )[^\s\"\\]+")
-"""Keys of gateways, tokens of the model hub, and whatever else comes in an Authorization header."""
+SECRET_PATTERN = re.compile(r"\bsk-swarm-[\w-]+|\bhf_[A-Za-z0-9]{8,}|(?<=Bearer )[^\s\"\\]+")
+"""Matches gateway keys, model hub tokens, and anything else after `Bearer` in an Authorization header."""
 
 
 class _RedactingHandler(logging.StreamHandler[TextIO]):
-    """Writes log lines above a progress bar that is on the terminal, not into it, and no secrets."""
+    """Writes log lines without secrets, and above a progress bar if one is on the terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return SECRETS.sub("[secret]", super().format(record))
+        return SECRET_PATTERN.sub("[secret]", super().format(record))
 
     def emit(self, record: logging.LogRecord) -> None:
-        shown = "tqdm" in sys.modules and sys.stderr.isatty()
-        if not shown:
+        may_have_bar = "tqdm" in sys.modules and sys.stderr.isatty()
+        if not may_have_bar:
             super().emit(record)
             return
         from tqdm import tqdm
@@ -177,7 +177,7 @@ class _RedactingHandler(logging.StreamHandler[TextIO]):
 
 
 class _JsonLineFormatter(JsonFormatter):
-    """One object a line."""
+    """Formats each log record as one line of JSON."""
 
     def __init__(self) -> None:
         names = {"asctime": "time", "levelname": "level", "name": "logger", "exc_info": "exception"}
@@ -185,7 +185,7 @@ class _JsonLineFormatter(JsonFormatter):
         super().__init__(fields, rename_fields=names, json_ensure_ascii=False)
 
     def format(self, record: logging.LogRecord) -> str:
-        # hivemind renames a level for the whole process.
+        # hivemind renames the level WARNING for the whole process.
         record.levelname = "WARNING" if record.levelno == logging.WARNING else record.levelname
         return super().format(record)
 
@@ -194,13 +194,13 @@ class _JsonLineFormatter(JsonFormatter):
         return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def log_lines(log_format: str = "plain") -> None:
+def configure_logging(log_format: str = "plain") -> None:
     """Log to stdout from now on. For entry points only.
 
     Args:
-        log_format: "plain": lines without ornaments, for a person who watches a command. "json": one object a line,
-            with `time` (RFC 3339, UTC), `level`, `logger`, `message`, what the code gives as `extra`, and `exception`
-            where there is one. Python's warnings come the same way, and what other packages leave to the root logger.
+        log_format: "plain" writes only the message. "json" writes one object per line with `time` (RFC 3339, UTC),
+            `level`, `logger`, `message`, the fields that the code passes as `extra`, and `exception` if there is one.
+            It also covers Python's warnings and what other packages send to the root logger.
     """
     handler = _RedactingHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s"))
@@ -215,19 +215,19 @@ def log_lines(log_format: str = "plain") -> None:
 
 
 def progress_bar(title: str | None, total: int, unit: str) -> Any:
-    """A bar on stderr for `with`, moved on by `update(count)`. Nothing without a title, or where no terminal is."""
+    """A progress bar on stderr, as a context manager with `update(count)`. Hidden without a title or a terminal."""
     from tqdm import tqdm
 
-    return tqdm(total=total, desc=title, unit=unit, file=sys.stderr, disable=_hidden(title), leave=False)
+    return tqdm(total=total, desc=title, unit=unit, file=sys.stderr, disable=_is_bar_hidden(title), leave=False)
 
 
-def progress(items: Sequence[T], title: str | None, unit: str) -> Iterator[T]:
-    """The items, with a bar as in `progress_bar` that counts those done."""
+def iterate_with_progress(items: Sequence[T], title: str | None, unit: str) -> Iterator[T]:
+    """Yield the items and show a `progress_bar` that counts the finished ones."""
     with progress_bar(title, len(items), unit) as bar:
         for item in items:
             yield item
             bar.update()
 
 
-def _hidden(title: str | None) -> bool:
+def _is_bar_hidden(title: str | None) -> bool:
     return title is None or not sys.stderr.isatty()

@@ -31,7 +31,7 @@ logger = logging.getLogger("swarm.dht")
 )
 @console.metrics_option
 @console.log_format_option
-@console.exit_codes
+@console.errors_to_exit_codes
 def main(
     initial_peers: tuple[str, ...],
     host_maddrs: tuple[str, ...],
@@ -50,12 +50,12 @@ def main(
     from swarm.metrics.endpoint import MetricsAddress
     from swarm.transport.p2p import P2PConfig, quiet_hivemind
 
-    console.log_lines(log_format)
+    console.configure_logging(log_format)
     quiet_hivemind()
     config = P2PConfig(
-        initial_peers=console.split(initial_peers),
-        host_maddrs=console.split(host_maddrs),
-        announce_maddrs=console.split(announce_maddrs),
+        initial_peers=console.split_addresses(initial_peers),
+        host_maddrs=console.split_addresses(host_maddrs),
+        announce_maddrs=console.split_addresses(announce_maddrs),
         identity_path=identity_path,
     )
     uvloop.run(_serve(config, address_file, MetricsAddress.parse(metrics) if metrics is not None else None))

@@ -60,7 +60,7 @@ logger = logging.getLogger("swarm.gateway")
 @click.option("--cache-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder for files from the hub.")
 @click.option("--threads", type=click.IntRange(min=1), help="Torch threads.  [default: torch's choice]")
 @console.log_format_option
-@console.exit_codes
+@console.errors_to_exit_codes
 def main(
     models: tuple[str, ...],
     initial_peers: tuple[str, ...],
@@ -85,10 +85,10 @@ def main(
     A MODEL is a local folder or a hub id, as for the server. The default is the demo model.
     """
     try:
-        max_request_bytes = ByteSize.read(max_request)
+        max_request_bytes = ByteSize.parse(max_request)
     except ValueError as error:
         raise InvalidOption(f"--max-request {max_request}: {error}") from None
-    console.log_lines(log_format)
+    console.configure_logging(log_format)
 
     import torch
 
@@ -108,7 +108,7 @@ def main(
         public_status=public_status,
     )
     options: dict[str, Any] = {"wire": wire, "wait_for_blocks": wait_for_blocks, "cache_dir": cache_dir}
-    peers = console.split(initial_peers)
+    peers = console.split_addresses(initial_peers)
     if peers:
         options["initial_peers"] = peers
     serve_gateway(models or (None,), options, settings, keys, ListenAddress(host, port), with_monitor=monitor)

@@ -66,7 +66,7 @@ def _load_blocks(
     digests: list[str] = []
     doing = "Loading" if quant == quantization.NONE else f"Quantizing to {quant}:"
     title = f"{doing} blocks {span}" if progress else None
-    for block in console.progress(range(span.start, span.end), title, "block"):
+    for block in console.iterate_with_progress(range(span.start, span.end), title, "block"):
         model, digest = _load_block(checkpoint, block, dtype)
         quantization.quantize(model.get_submodule(path), quant, device)
         # On a CPU, what was not quantized.

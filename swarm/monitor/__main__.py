@@ -22,7 +22,7 @@ from swarm.errors import InvalidOption
     help="File that keeps the last hours over a restart.",
 )
 @console.log_format_option
-@console.exit_codes
+@console.errors_to_exit_codes
 def main(
     models: tuple[str, ...],
     initial_peers: tuple[str, ...],
@@ -37,7 +37,7 @@ def main(
     It knows the swarm from its DHT alone, so it works for private swarms too. With names of models it shows these only.
     The same as JSON is at /api/v1/swarm.
     """
-    peers = console.split(initial_peers)
+    peers = console.split_addresses(initial_peers)
     if not peers:
         raise InvalidOption(
             f"say which swarm to show: --initial-peers ADDRESS... ({console.INITIAL_PEERS_VARIABLE} stands in for it)"
@@ -50,7 +50,7 @@ def main(
     from swarm.transport.p2p import quiet_hivemind
     from swarm.web.http_server import listen
 
-    console.log_lines(log_format)
+    console.configure_logging(log_format)
     quiet_hivemind()
     watch = SwarmPoller(parse_peers(peers), models, period, history)
     with listen(host, port) as listening:

@@ -13,7 +13,7 @@ import msgspec
 import yaml
 
 from swarm.common import yaml_file
-from swarm.common.units import ByteSize, BytesPerSecond, Duration, human
+from swarm.common.units import ByteSize, BytesPerSecond, Duration, format_bytes
 from swarm.errors import UsageError
 from swarm.planning.device_group import DeviceGroup, ModelSize, PlannedDevice, tables
 from swarm.planning.partition import tries_all_orders
@@ -41,7 +41,7 @@ class DefaultLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bandwidth: BytesPerSecond = BytesPerSecond(100e6 / 8)
 
     def __str__(self) -> str:
-        return f"{self.latency * 1000:.3g} ms one way and {human(self.bandwidth)}/s"
+        return f"{self.latency * 1000:.3g} ms one way and {format_bytes(self.bandwidth)}/s"
 
 
 class DeviceLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -107,18 +107,18 @@ class GroupDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def read(path: Path) -> GroupDescription:
     """Read and check a file. Raises `UsageError` that names the field."""
-    return yaml_file.read(path, parse, "description of a group", UsageError)
+    return yaml_file.read_file(path, parse, "description of a group", UsageError)
 
 
 def parse(data: bytes) -> GroupDescription:
     """Check the content of a file. Raises `UsageError` that names the field."""
-    description = yaml_file.convert(data, GroupDescription, UsageError, dec_hook=_quantity)
+    description = yaml_file.parse_yaml(data, GroupDescription, UsageError, dec_hook=_quantity)
     _check_names(description)
     return description
 
 
 def _quantity(kind: type[Any], value: object) -> Any:
-    return kind.read(value)
+    return kind.parse(value)
 
 
 def _check_names(description: GroupDescription) -> None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from swarm.common.units import human
+from swarm.common.units import format_bytes
 from swarm.data_structures import Span
 from swarm.errors import NotEnoughMemory
 from swarm.planning.device_group import DeviceGroup, PipelinePlan, PipelineStage
@@ -76,9 +76,10 @@ def _what_is_missing(group: DeviceGroup, placed: int) -> str:
     total, missing = model.memory(0, model.blocks, tokens), model.memory(placed, model.blocks, tokens)
     budget = sum(device.budget for device in group.devices)
     return (
-        f"the {model.blocks} blocks take {human(total)} with an attention cache of {tokens} tokens and do not fit: "
-        f"{human(budget)} can be filled ({MAX_MEMORY_SHARE:.0%} of the memory) and hold whole blocks only, so blocks "
-        f"{placed}:{model.blocks} ({human(missing)}) find no place; add a device or memory, or lower --cache-tokens"
+        f"the {model.blocks} blocks take {format_bytes(total)} with an attention cache of {tokens} tokens and do not "
+        f"fit: {format_bytes(budget)} can be filled ({MAX_MEMORY_SHARE:.0%} of the memory), with whole blocks only, so "
+        f"blocks {placed}:{model.blocks} ({format_bytes(missing)}) find no place; "
+        "add a device or memory, or lower --cache-tokens"
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from swarm.common.units import human
+from swarm.common.units import format_bytes
 from swarm.planning.device_advice import LeaveOutAdvice
 from swarm.planning.device_group import DeviceGroup, PipelinePlan, PipelineStage
 from swarm.planning.partition import tries_all_orders
@@ -39,7 +39,7 @@ def text(group: DeviceGroup, plan: PipelinePlan, advice: Iterable[LeaveOutAdvice
 def _heading(group: DeviceGroup, link: str) -> str:
     model = group.model
     order = _order(group)
-    memory = human(model.memory(0, model.blocks, group.cache_tokens))
+    memory = format_bytes(model.memory(0, model.blocks, group.cache_tokens))
     return (
         f"{model.name}: {model.blocks} blocks take {memory} with an attention cache of {group.cache_tokens} tokens\n"
         f"The ring goes through the devices {order}; {MAX_MEMORY_SHARE:.0%} of a device's memory may be filled\n"
@@ -61,7 +61,7 @@ def _table(group: DeviceGroup, plan: PipelinePlan) -> str:
             (
                 stage.device.name,
                 str(stage.span),
-                f"{human(stage.memory)} of {human(stage.device.budget)}",
+                f"{format_bytes(stage.memory)} of {format_bytes(stage.device.budget)}",
                 *(f"{seconds * 1000:.2f}" for seconds in (stage.seconds, stage.compute, stage.send)),
                 f"{stage.seconds / plan.slowest:.0%}",
             )
@@ -69,7 +69,7 @@ def _table(group: DeviceGroup, plan: PipelinePlan) -> str:
     used = {stage.device.name for stage in plan.stages}
     for device in group.devices:
         if device.name not in used:
-            rows.append((device.name, "none", f"0 B of {human(device.budget)}", "", "", "", ""))
+            rows.append((device.name, "none", f"0 B of {format_bytes(device.budget)}", "", "", "", ""))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(_line(row, widths) for row in rows) + "\n"
 

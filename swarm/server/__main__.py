@@ -85,13 +85,13 @@ OPTIONS_AS_GIVEN = (
 @click.option("--threads", type=click.IntRange(min=1), help="Number of torch threads.  [default: torch decides]")
 @console.metrics_option
 @console.log_format_option
-@console.exit_codes
+@console.errors_to_exit_codes
 def main(**options: Any) -> None:
     """Serve blocks of MODEL: a local folder, a model's name on the hub, or nothing for the demo model.
 
     Once clients can use the server, it prints a line that begins with "Ready:".
     """
-    peers = console.split(options["initial_peers"])
+    peers = console.split_addresses(options["initial_peers"])
     if bool(peers) == options["new_swarm"]:
         raise InvalidOption(
             "say which swarm to serve: --initial-peers ADDRESS... joins one "
@@ -100,7 +100,7 @@ def main(**options: Any) -> None:
     config = _server_config(options, peers)
     from swarm.transport.p2p import quiet_hivemind
 
-    console.log_lines(options["log_format"])
+    console.configure_logging(options["log_format"])
     quiet_hivemind()
     _use_huge_pages()
 
@@ -128,8 +128,8 @@ def _server_config(options: Mapping[str, Any], peers: tuple[str, ...]) -> Server
         blocks=BlocksOption.parse(options["blocks"]),
         p2p=P2PConfig(
             initial_peers=peers,
-            host_maddrs=console.split(options["host_maddrs"]),
-            announce_maddrs=console.split(options["announce_maddrs"]),
+            host_maddrs=console.split_addresses(options["host_maddrs"]),
+            announce_maddrs=console.split_addresses(options["announce_maddrs"]),
             identity_path=options["identity_path"],
         ),
         throughput=ThroughputOption.parse(options["throughput"]),
@@ -172,7 +172,7 @@ async def _serve(server: Server, model: str | None, peers: tuple[str, ...]) -> N
 
 def _size_option(option: str, text: str | None) -> int | None:
     try:
-        return ByteSize.read(text) if text is not None else None
+        return ByteSize.parse(text) if text is not None else None
     except ValueError as error:
         raise InvalidOption(f"{option}: {error}") from None
 

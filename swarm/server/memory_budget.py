@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from swarm.common.units import human
+from swarm.common.units import format_bytes
 from swarm.data_structures import Span
 from swarm.errors import InvalidOption, NotEnoughMemory
 from swarm.models.checkpoints.checkpoint import Checkpoint
@@ -32,8 +32,8 @@ def blocks_that_fit(memory_footprint: MemoryFootprint, free: int, cache_tokens: 
     count = min(len(memory_footprint.weights), budget // per_block)
     if count == 0:
         raise NotEnoughMemory(
-            f"one block takes {human(per_block)} with its attention cache of {cache_tokens} tokens, and "
-            f"{human(budget)} are free; lower --cache-tokens or use --quant nf4"
+            f"one block takes {format_bytes(per_block)} with its attention cache of {cache_tokens} tokens, and "
+            f"{format_bytes(budget)} are free; lower --cache-tokens or use --quant nf4"
         )
     return count
 
@@ -43,8 +43,8 @@ def check_fits(memory_footprint: MemoryFootprint, start: int, end: int, free: in
     needed = memory_footprint.of(start, end, cache_tokens)
     if needed > int(free * MAX_MEMORY_SHARE):
         raise NotEnoughMemory(
-            f"blocks {start}:{end} take {human(needed)} with an attention cache of {cache_tokens} tokens, and "
-            f"{human(int(free * MAX_MEMORY_SHARE))} are free; ask for fewer blocks, lower --cache-tokens "
+            f"blocks {start}:{end} take {format_bytes(needed)} with an attention cache of {cache_tokens} tokens, and "
+            f"{format_bytes(int(free * MAX_MEMORY_SHARE))} are free; ask for fewer blocks, lower --cache-tokens "
             "or use --quant int8"
         )
 

@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-from swarm.common.units import human
+from swarm.common.units import format_bytes
 from swarm.data_structures import Span
 from swarm.metrics.server import ServerObserver
 from swarm.models.adapters.adapter_files import read_parts
@@ -73,7 +73,7 @@ class SpanService:
         began = time.monotonic()
         model = await _load_model(config, span, compute_thread)
         load_seconds = time.monotonic() - began
-        logger.info("Loaded: %s of weights in %.1f s", human(model.weight_bytes), load_seconds)
+        logger.info("Loaded: %s of weights in %.1f s", format_bytes(model.weight_bytes), load_seconds)
         await _choose_forward(config, model, compute_thread)
         throughput = await _determine_throughput(config, model, compute_thread)
         page = model.paging.pool.page_size if model.paging is not None else 1

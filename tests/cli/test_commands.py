@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from swarm.cli.__main__ import COMMANDS, LazyGroup, main
-from swarm.common.console import spread_multiple
+from swarm.common.console import repeat_option_names
 from swarm.common.version import VERSION
 
 OPTIONS = {
@@ -85,5 +85,5 @@ def test_several_addresses_behind_one_option() -> None:
     options = frozenset({"--initial-peers"})
     given = ["model", "--initial-peers", "/a", "/b", "--name", "x", "--initial-peers=/c"]
     expected = ["model", "--initial-peers", "/a", "--initial-peers", "/b", "--name", "x", "--initial-peers=/c"]
-    assert spread_multiple(given, options) == expected
-    assert spread_multiple(["--initial-peers", "/a", "model"], options) == ["--initial-peers", "/a", "model"]
+    assert repeat_option_names(given, options) == expected
+    assert repeat_option_names(["--initial-peers", "/a", "model"], options) == ["--initial-peers", "/a", "model"]

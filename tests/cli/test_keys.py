@@ -54,7 +54,7 @@ def test_removed_keys_are_gone(path):
     secret = run("add", "ann", "--file", path).stdout.strip()
     assert run("remove", "ann", "--file", path).exit_code == 0
     assert KeyFile.read(path).find(secret) is None
-    assert "has no keys: make one with" in run("list", "--file", path).stderr
+    assert "has no keys: create one with" in run("list", "--file", path).stderr
 
 
 @pytest.mark.parametrize(

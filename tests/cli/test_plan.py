@@ -116,7 +116,9 @@ def test_the_model_does_not_fit(file: Path) -> None:
     file.write_text(file.read_text().replace("blocks: 6", "blocks: 12"))
     result = plan(file)
     assert result.exit_code == 2
-    assert result.output.startswith("Error: the 12 blocks take 12.2 GB with an attention cache of 16384 tokens")
+    assert result.output.startswith(
+        "Error: the 12 blocks do not fit: with an attention cache of 16384 tokens they take 12.2 GB. "
+    )
     assert "blocks 10:12 (2.03 GB) find no place" in result.output
     assert result.output.count("\n") == 1
 
@@ -132,7 +134,7 @@ def test_a_wrong_field(file: Path) -> None:
 def test_nothing_to_plan_for() -> None:
     result = plan()
     assert result.exit_code == 2
-    assert result.output.startswith("Error: say what to plan for: a FILE")
+    assert result.output.startswith("Error: nothing to plan for: give a FILE")
 
 
 def test_nobody_answers() -> None:

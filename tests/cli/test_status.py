@@ -45,7 +45,7 @@ def test_a_swarm_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None
 def test_without_a_swarm() -> None:
     result = CliRunner(env={"SWARM_INITIAL_PEERS": ""}).invoke(status.main, [])
     assert result.exit_code == 2
-    assert "say which swarm to show" in result.output
+    assert "no swarm to show" in result.output
 
 
 def test_json_is_one_line_for_programs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def test_colours_only_for_people_who_want_them(
 
 
 def test_it_looks_again_until_it_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status, "PERIOD", 0.01)
+    monkeypatch.setattr(status, "PERIOD_S", 0.01)
 
     class Interrupted(DescribedSwarm):
         async def look(self, remembered):

@@ -38,19 +38,19 @@ def terminal(monkeypatch) -> Terminal:
 
 
 def test_progress_on_a_terminal(terminal):
-    assert list(console.progress(range(3), "Counting", "number")) == [0, 1, 2]
+    assert list(console.iterate_with_progress(range(3), "Counting", "number")) == [0, 1, 2]
     assert "Counting" in terminal.getvalue()
     assert "0/3" in terminal.getvalue()
     assert terminal.getvalue().endswith("\r")
 
 
 def test_nothing_without_a_title(terminal):
-    assert list(console.progress(range(3), None, "number")) == [0, 1, 2]
+    assert list(console.iterate_with_progress(range(3), None, "number")) == [0, 1, 2]
     assert terminal.getvalue() == ""
 
 
 def test_nothing_on_a_pipe(capsys):
-    assert list(console.progress(range(3), "Counting", "number")) == [0, 1, 2]
+    assert list(console.iterate_with_progress(range(3), "Counting", "number")) == [0, 1, 2]
     with console.progress_bar("Counting", 3, "number") as bar:
         bar.update()
     assert capsys.readouterr().err == ""
@@ -58,7 +58,7 @@ def test_nothing_on_a_pipe(capsys):
 
 def test_a_bar_is_removed_when_its_work_fails(terminal):
     def work() -> None:
-        for _ in console.progress(range(3), "Counting", "number"):
+        for _ in console.iterate_with_progress(range(3), "Counting", "number"):
             raise ValueError("in between")
 
     with pytest.raises(ValueError, match="in between"):
@@ -68,9 +68,9 @@ def test_a_bar_is_removed_when_its_work_fails(terminal):
 
 CODE = """
 import logging
-from swarm import console
-console.log_lines()
-for number in console.progress(range(3), "Counting", "number"):
+from swarm.common import console
+console.configure_logging()
+for number in console.iterate_with_progress(range(3), "Counting", "number"):
     logging.getLogger("swarm.test").info("line %d", number)
 """
 
@@ -126,7 +126,7 @@ def own_logging(monkeypatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("own_logging")
 def test_log_lines_replace_earlier_handlers():
-    console.log_lines()
+    console.configure_logging()
     logger = logging.getLogger("swarm")
     assert len(logger.handlers) == 1
     assert isinstance(logger.handlers[0], logging.StreamHandler)
@@ -142,7 +142,7 @@ def objects(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
 @pytest.mark.usefixtures("own_logging")
 def test_json_has_a_time_a_level_a_logger_a_message_and_what_the_code_gives(capsys):
     before = datetime.now(UTC)
-    console.log_lines("json")
+    console.configure_logging("json")
     logging.getLogger("swarm.test").info("peer %s — “here”\nand there", "ann", extra={"blocks": "0:4", "seconds": 0.5})
     [line] = objects(capsys)
     assert list(line) == ["time", "level", "logger", "message", "blocks", "seconds"]
@@ -155,7 +155,7 @@ def test_json_has_a_time_a_level_a_logger_a_message_and_what_the_code_gives(caps
 
 @pytest.mark.usefixtures("own_logging")
 def test_json_has_an_exception_as_one_field(capsys):
-    console.log_lines("json")
+    console.configure_logging("json")
     try:
         raise ValueError("of the test")
     except ValueError:
@@ -168,7 +168,7 @@ def test_json_has_an_exception_as_one_field(capsys):
 
 @pytest.mark.usefixtures("own_logging")
 def test_json_takes_what_others_warn_of(capsys, recwarn, monkeypatch):
-    console.log_lines("json")
+    console.configure_logging("json")
     monkeypatch.setattr(logging, "_levelToName", {**logging._levelToName, logging.WARNING: "WARN"})  # as hivemind does
     logging.getLogger("somebody.else").warning("careful")
     logging.getLogger("somebody.else").info("not worth a line")
@@ -191,7 +191,7 @@ def test_json_takes_what_others_warn_of(capsys, recwarn, monkeypatch):
     ],
 )
 def test_secrets_are_not_logged(capsys, log_format, text):
-    console.log_lines(log_format)
+    console.configure_logging(log_format)
     logging.getLogger("swarm.test").warning("%s", text, extra={"also": text})
     try:
         raise ValueError(text)
@@ -207,9 +207,9 @@ def test_secrets_are_not_logged(capsys, log_format, text):
 
 @click.command()
 @console.log_format_option
-@console.exit_codes
+@console.errors_to_exit_codes
 def failing(log_format: str) -> None:
-    console.log_lines(log_format)
+    console.configure_logging(log_format)
     raise InvalidOption("nothing fits")
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from swarm.common.units import ByteSize, BytesPerSecond, Duration, human
+from swarm.common.units import ByteSize, BytesPerSecond, Duration, format_bytes
 
 
 @pytest.mark.parametrize(
@@ -15,7 +15,7 @@ from swarm.common.units import ByteSize, BytesPerSecond, Duration, human
     ],
 )  # fmt: skip
 def test_sizes(text: object, size: int) -> None:
-    assert ByteSize.read(text) == size
+    assert ByteSize.parse(text) == size
 
 
 @pytest.mark.parametrize(
@@ -23,12 +23,12 @@ def test_sizes(text: object, size: int) -> None:
     [("100 Mbit/s", 12.5e6), ("1Gbit/s", 125e6), ("20 Mbps", 2.5e6), ("12 MB/s", 12e6), ("1 MiB/s", 1 << 20), (9, 9)],
 )
 def test_rates(text: object, rate: float) -> None:
-    assert BytesPerSecond.read(text) == rate
+    assert BytesPerSecond.parse(text) == rate
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("5 ms", 0.005), ("0.2s", 0.2), ("80us", 8e-5), ("80 µs", 8e-5), (1, 1)])
 def test_times(text: object, seconds: float) -> None:
-    assert Duration.read(text) == pytest.approx(seconds)
+    assert Duration.parse(text) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(
@@ -36,19 +36,19 @@ def test_times(text: object, seconds: float) -> None:
 )
 def test_what_is_no_size(value: object) -> None:
     with pytest.raises(ValueError, match="is not a size such as 8GB or 512 MiB"):
-        ByteSize.read(value)
+        ByteSize.parse(value)
 
 
 @pytest.mark.parametrize("value", ["100 MB", "0", 0, "5 ms", math.nan])
 def test_what_is_no_rate(value: object) -> None:
     with pytest.raises(ValueError, match="is not a bandwidth"):
-        BytesPerSecond.read(value)
+        BytesPerSecond.parse(value)
 
 
 @pytest.mark.parametrize("value", ["5 min", -1, "2000000 s", math.inf])
 def test_what_is_no_time(value: object) -> None:
     with pytest.raises(ValueError, match="is not a time"):
-        Duration.read(value)
+        Duration.parse(value)
 
 
 @pytest.mark.parametrize(
@@ -56,4 +56,4 @@ def test_what_is_no_time(value: object) -> None:
     [(0, "0 B"), (999, "999 B"), (1000, "1 KB"), (1_440_000_000, "1.44 GB"), (3.2e15, "3.2e+03 TB")],
 )
 def test_bytes_for_people(size, text):
-    assert human(size) == text
+    assert format_bytes(size) == text

@@ -128,8 +128,12 @@ def test_the_example_of_the_documentation_is_right() -> None:
         ("cache_tokens: 1000", "dtype: int3", "dtype: Invalid enum value 'int3'"),
         ("cache_tokens: 1000", "order: [pi]", "order: name every device once"),
         ("cache_tokens: 1000", "order: [pi, pi, desktop]", "order: name every device once"),
-        ("cache_tokens: 1000", "order: [pi", "no YAML: line 4: "),
-        ("cache_tokens: 1000", "a: !!python/object/apply:os.abort []", "no YAML: line 3: could not determine a constr"),
+        ("cache_tokens: 1000", "order: [pi", "invalid YAML: line 4: "),
+        (
+            "cache_tokens: 1000",
+            "a: !!python/object/apply:os.abort []",
+            "invalid YAML: line 3: could not determine a constr",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(old: str, new: str, message: str) -> None:

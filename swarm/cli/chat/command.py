@@ -31,7 +31,7 @@ KEY_VARIABLE = "SWARM_API_KEY"
     "--max-tokens", type=click.IntRange(1, 2**31), help="Length limit of answers.  [default: 1024, or the gateway's]"
 )
 @click.option("--seed", type=click.IntRange(-(2**63), 2**63 - 1), help="The same seed gives the same answers.")
-@console.exit_codes
+@console.errors_to_exit_codes
 def main(
     model: str | None,
     initial_peers: tuple[str, ...],
@@ -55,7 +55,7 @@ def main(
     terminal = Terminal()
     with terminal.conversation():
         with terminal.working():
-            backend = _make_backend(terminal.interactive, model, console.split(initial_peers), url, key)
+            backend = _make_backend(terminal.interactive, model, console.split_addresses(initial_peers), url, key)
         try:
             Dialogue(backend, terminal, AnswerOptions(temperature, max_tokens, seed), system).run()
         finally:

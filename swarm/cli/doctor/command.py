@@ -1,4 +1,4 @@
-"""`swarm doctor`: what keeps this machine from taking part, and what to do about it."""
+"""`swarm doctor`: finds what keeps this machine from joining a swarm, and says how to fix it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from swarm.errors import AddressUnavailable
 if TYPE_CHECKING:
     from swarm.cli.doctor.verdicts import Finding
 
-SECONDS = 60.0
-"""For each look at this machine: loading torch, or asking the model hub, may take long."""
+CHECK_TIMEOUT_S = 60.0
+"""Limit for each check of this machine: loading torch, or a request to the model hub, may take long."""
 
 
 @click.command(name="doctor", cls=console.MultiAddressCommand)
@@ -33,13 +33,11 @@ SECONDS = 60.0
     default=("/ip4/0.0.0.0/tcp/0",),
     show_default=True,
     metavar="ADDRESS...",
-    help="Where a server would listen. Port 0 takes any free port.",
+    help="Addresses on which a server would listen. Port 0 takes any free port.",
 )
-@click.option(
-    "--cache-dir", type=click.Path(file_okay=False, path_type=Path), help="Where files from the hub are kept."
-)
+@click.option("--cache-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder for files from the hub.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: a list of findings.")
-@console.exit_codes
+@console.errors_to_exit_codes
 def main(
     model: str | None,
     initial_peers: tuple[str, ...],
@@ -48,92 +46,96 @@ def main(
     cache_dir: Path | None,
     as_json: bool,
 ) -> None:
-    """Check this machine: software, device, memory for blocks of MODEL, disk, ports; and with --initial-peers the way
-    to the swarm: each peer, the clock, a record written to the DHT and read again.
+    """Check this machine: software, device, memory for blocks of MODEL, disk and ports. With --initial-peers, check the
+    connection to the swarm too: each peer, the clock, and a record written to the DHT and read back.
 
-    Without MODEL it is the demo model. Exit code 1 if something failed.
+    The default MODEL is the demo model. The exit code is 1 if a check failed.
     """
     import uvloop
 
     from swarm.cli.doctor import report
-    from swarm.cli.doctor.verdicts import worst
+    from swarm.cli.doctor.verdicts import exit_code
     from swarm.transport.addresses import check_free, parse_peers
 
-    peers = parse_peers(console.split(initial_peers))
-    listen = console.split(host_maddrs)
-    with suppress(AddressUnavailable):  # which is a finding; an address that is none is not
+    peers = parse_peers(console.split_addresses(initial_peers))
+    listen = console.split_addresses(host_maddrs)
+    with suppress(AddressUnavailable):  # reported as a finding; an invalid address is a usage error
         check_free(listen)
     findings: list[Finding] = []
 
-    async def examine() -> None:
+    async def run_checks() -> None:
         async for finding in _findings(model, peers, device, listen, cache_dir):
             findings.append(finding)
             if not as_json:
-                click.echo(_seen(report.text(finding)), color=True)
+                click.echo(_coloured_on_terminal(report.format_finding(finding)), color=True)
 
-    uvloop.run(examine())
-    click.echo(report.to_json(findings) if as_json else report.summary(findings))
-    sys.exit(worst(findings))
+    uvloop.run(run_checks())
+    click.echo(report.to_json(findings) if as_json else report.format_summary(findings))
+    sys.exit(exit_code(findings))
 
 
 async def _findings(
     model: str | None, peers: tuple[str, ...], device: str, listen: tuple[str, ...], cache_dir: Path | None
 ) -> AsyncIterator[Finding]:
-    """All findings, one after the other as they come."""
+    """Run all checks and yield their findings, one after the other."""
     from swarm.cli.doctor import machine_checks as machine
     from swarm.cli.doctor.verdicts import Verdict
 
-    for finding in machine.software():
+    for finding in machine.check_software():
         yield finding
-    looks: tuple[tuple[str, Callable[[], Finding]], ...] = (
-        ("CPU", machine.processor),
-        ("GPU", lambda: machine.graphics(device)),
-        ("Memory", lambda: machine.room(model, device, cache_dir)),
-        ("Disk", lambda: machine.disk(cache_dir)),
+    checks: tuple[tuple[str, Callable[[], Finding]], ...] = (
+        ("CPU", machine.check_cpu),
+        ("GPU", lambda: machine.check_gpu(device)),
+        ("Memory", lambda: machine.check_memory(model, device, cache_dir)),
+        ("Disk", lambda: machine.check_disk(cache_dir)),
     )
-    for check, look in looks:
-        yield await _limited(check, look)
+    for name, check in checks:
+        yield await _run_check(name, check)
     from swarm.cli.doctor import network_checks as network
     from swarm.transport.p2p import quiet_hivemind
 
     quiet_hivemind()
-    for finding in await network.listening(listen):
+    for finding in await network.check_listening(listen):
         yield finding
-    of_peers, answering = await network.peers(peers)
-    for finding in of_peers:
+    peer_findings, answering = await network.check_peers(peers)
+    for finding in peer_findings:
         yield finding
-    right = all(one.check != "Clock" or one.verdict is not Verdict.FAILURE for one in of_peers)
-    yield await network.record(answering, right)
+    clock_is_right = all(
+        finding.check != "Clock" or finding.verdict is not Verdict.FAILURE for finding in peer_findings
+    )
+    yield await network.check_dht(answering, clock_is_right)
 
 
-async def _limited(check: str, look: Callable[[], Finding]) -> Finding:
-    """What `look` finds, in a thread that nobody waits for if it takes too long."""
+async def _run_check(name: str, check: Callable[[], Finding]) -> Finding:
+    """Run a check in a thread, which is abandoned after `CHECK_TIMEOUT_S`."""
     from swarm.cli.doctor import verdicts
 
     loop = asyncio.get_running_loop()
-    found: asyncio.Future[Finding] = loop.create_future()
+    result: asyncio.Future[Finding] = loop.create_future()
 
-    def tell(finding: Finding) -> None:
-        if not found.done():
-            found.set_result(finding)
+    def set_result(finding: Finding) -> None:
+        if not result.done():
+            result.set_result(finding)
 
-    def work() -> None:
+    def run() -> None:
         try:
-            finding = look()
-        except Exception as error:  # whatever is broken here is what the person wants to know
+            finding = check()
+        except Exception as error:  # a broken installation can raise anything, and the report has to show it
             first = (str(error).splitlines() or [""])[0]
-            finding = verdicts.failure(check, f"{type(error).__name__}: {first}", verdicts.INSTALL)
-        with suppress(RuntimeError):  # the report is complete, and its loop closed
-            loop.call_soon_threadsafe(tell, finding)
+            finding = verdicts.failure(name, f"{type(error).__name__}: {first}", verdicts.UPGRADE_COMMAND)
+        with suppress(RuntimeError):  # the report is complete and its event loop closed
+            loop.call_soon_threadsafe(set_result, finding)
 
-    threading.Thread(target=work, name="swarm-doctor", daemon=True).start()
+    threading.Thread(target=run, name="swarm-doctor", daemon=True).start()
     try:
-        return await asyncio.wait_for(found, SECONDS)
+        return await asyncio.wait_for(result, CHECK_TIMEOUT_S)
     except TimeoutError:
-        return verdicts.failure(check, f"no result within {SECONDS:.0f} s", "try again when the machine is less busy")
+        return verdicts.failure(
+            name, f"no result within {CHECK_TIMEOUT_S:.0f} s", "try again when the machine is less busy"
+        )
 
 
-def _seen(text: str) -> str:
+def _coloured_on_terminal(text: str) -> str:
     return text if sys.stdout.isatty() and "NO_COLOR" not in os.environ else click.unstyle(text)
 
 

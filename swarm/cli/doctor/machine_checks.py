@@ -1,4 +1,4 @@
-"""What this machine has. Each function looks and hands what it saw to a verdict."""
+"""Checks of this machine: each function inspects one thing and passes what it found to `verdicts`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from swarm.errors import InvalidOption, NotEnoughMemory, SwarmError
 PACKAGES = ("torch", "transformers", "hivemind")
 
 
-def software() -> Iterator[Finding]:
-    """Python, this package, and what decides most."""
+def check_software() -> Iterator[Finding]:
+    """Check Python, this package, and its most important dependencies."""
     yield verdicts.python(sys.version_info[:3])
     yield verdicts.ok("swarm", VERSION)
-    wanted = _requirements()
+    required = _required_packages()
     for name in PACKAGES:
-        requirement = wanted.get(name)
+        requirement = required.get(name)
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -35,8 +35,8 @@ def software() -> Iterator[Finding]:
         yield verdicts.package(name, version, str(requirement.specifier) if requirement else "", fits)
 
 
-def _requirements() -> dict[str, Requirement]:
-    """What this package says that it needs; nothing where it runs without being installed."""
+def _required_packages() -> dict[str, Requirement]:
+    """The requirements in this package's metadata; empty if the package is not installed."""
     try:
         lines = metadata.requires("swarm") or []
     except metadata.PackageNotFoundError:
@@ -52,16 +52,16 @@ def _requirements() -> dict[str, Requirement]:
     return found
 
 
-def processor() -> Finding:
-    """Cores that this process may use."""
+def check_cpu() -> Finding:
+    """Report the cores that this process may use."""
     import torch
 
     cores = len(os.sched_getaffinity(0))
     return verdicts.ok("CPU", f"{cores} cores ({platform.machine()}), torch uses {torch.get_num_threads()} threads")
 
 
-def graphics(requested: str) -> Finding:
-    """The GPU, as torch sees it. `requested` is the value of --device."""
+def check_gpu(requested: str) -> Finding:
+    """Check whether torch can use a GPU. `requested` is the value of --device."""
     import torch
 
     from swarm.server.memory_budget import resolve_device
@@ -69,28 +69,30 @@ def graphics(requested: str) -> Finding:
     try:
         device = resolve_device(requested)
     except InvalidOption as error:
-        return verdicts.failure("GPU", str(error), "leave --device out to take what there is")
+        return verdicts.failure("GPU", str(error), "leave out --device to use what there is")
     if device.type != "cuda":
         return verdicts.no_gpu(Path("/proc/driver/nvidia/version").exists(), torch.version.cuda)
     properties = torch.cuda.get_device_properties(device)
     free, total = torch.cuda.mem_get_info(device)
     return verdicts.gpu(
-        verdicts.GpuProperties(properties.name, total, free, (properties.major, properties.minor), _driver_interface())
+        verdicts.GpuProperties(
+            properties.name, total, free, (properties.major, properties.minor), _cuda_driver_version()
+        )
     )
 
 
-def _driver_interface() -> str:
+def _cuda_driver_version() -> str:
     import torch
 
     try:
-        number = int(torch._C._cuda_getDriverVersion())  # type: ignore[attr-defined]  # in builds for CUDA only
+        number = int(torch._C._cuda_getDriverVersion())  # type: ignore[attr-defined]  # CUDA builds only
     except (AttributeError, RuntimeError):
         return ""
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
-def room(model: str | None, requested: str, cache_dir: Path | None) -> Finding:
-    """How many blocks of the model would fit."""
+def check_memory(model: str | None, requested: str, cache_dir: Path | None) -> Finding:
+    """Check how many blocks of the model fit into memory."""
     from swarm.models.checkpoints.checkpoint import open_checkpoint
     from swarm.models.checkpoints.footprint import memory_footprint
     from swarm.models.checkpoints.partial_model import resolve_dtype
@@ -102,7 +104,7 @@ def room(model: str | None, requested: str, cache_dir: Path | None) -> Finding:
         checkpoint = open_checkpoint(model, cache_dir=cache_dir)
         needs = memory_footprint(checkpoint, resolve_dtype("auto", checkpoint.config))
     except SwarmError as error:
-        return verdicts.failure("Memory", str(error), "name a model that there is, or none for the demo model")
+        return verdicts.failure("Memory", str(error), "give another MODEL, or none for the demo model")
     try:
         fitting = blocks_that_fit(needs, free, DEFAULT_CACHE_TOKENS)
     except NotEnoughMemory:
@@ -111,8 +113,8 @@ def room(model: str | None, requested: str, cache_dir: Path | None) -> Finding:
     return verdicts.memory(free, checkpoint.name, checkpoint.blocks, fitting, per_block, DEFAULT_CACHE_TOKENS)
 
 
-def disk(cache_dir: Path | None) -> Finding:
-    """Where files from the hub are kept."""
+def check_disk(cache_dir: Path | None) -> Finding:
+    """Check the folder for files from the hub."""
     from huggingface_hub import constants
 
     folder = cache_dir or Path(constants.HF_HUB_CACHE)

@@ -1,4 +1,4 @@
-"""What this machine's network does. Each check ends in its own time, whatever others do or do not."""
+"""Checks of this machine's network. Each check has a timeout of its own, so a silent peer cannot delay the report."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from swarm.dht.validation import AnnouncementValidator
 from swarm.errors import AddressUnavailable, PeerLost
 from swarm.transport.p2p import P2PConfig, Peer
 
-PATIENCE = 15.0
-"""Seconds for each check."""
+CHECK_TIMEOUT_S = 15.0
+"""Limit for each check."""
 
-REINSTALL = "install hivemind anew: pip install --force-reinstall hivemind"
+REINSTALL = "reinstall hivemind: pip install --force-reinstall hivemind"
 
 NO_PEERS = "no --initial-peers were given"
-GIVE_PEERS = "swarm doctor --initial-peers ADDRESS..."
+NO_PEERS_REMEDY = "swarm doctor --initial-peers ADDRESS..."
 
 
 @asynccontextmanager
-async def _peer(config: P2PConfig) -> AsyncIterator[Peer]:
+async def _temporary_peer(config: P2PConfig) -> AsyncIterator[Peer]:
     peer = await Peer.create(config, AnnouncementValidator())
     try:
         yield peer
@@ -31,15 +31,15 @@ async def _peer(config: P2PConfig) -> AsyncIterator[Peer]:
         await peer.shutdown()
 
 
-async def listening(host_maddrs: Sequence[str]) -> list[Finding]:
-    """Start a libp2p daemon that listens there, as a server does; who could reach it."""
+async def check_listening(host_maddrs: Sequence[str]) -> list[Finding]:
+    """Start a libp2p daemon that listens as a server does, and find out who could reach it."""
     try:
-        async with asyncio.timeout(PATIENCE), _peer(P2PConfig(host_maddrs=tuple(host_maddrs))) as peer:
+        async with asyncio.timeout(CHECK_TIMEOUT_S), _temporary_peer(P2PConfig(host_maddrs=tuple(host_maddrs))) as peer:
             addresses = await peer.visible_addresses()
     except AddressUnavailable as error:
-        return [verdicts.failure("Listening", str(error), "end that program, or name another port with --host-maddrs")]
+        return [verdicts.failure("Listening", str(error), "stop that program, or choose another port: --host-maddrs")]
     except TimeoutError:
-        why = f"the libp2p daemon was not ready in {PATIENCE:.0f} s"
+        why = f"the libp2p daemon was not ready in {CHECK_TIMEOUT_S:.0f} s"
         return [verdicts.failure("Listening", why, "try again when the machine is less busy")]
     except (PeerLost, OSError) as error:
         return [verdicts.failure("Listening", str(error), REINSTALL)]
@@ -48,53 +48,54 @@ async def listening(host_maddrs: Sequence[str]) -> list[Finding]:
     return [found, verdicts.reachable(plain, [address for address in plain if verdicts.is_public(address)])]
 
 
-async def peers(addresses: Sequence[str]) -> tuple[list[Finding], list[str]]:
-    """Dial each initial peer, compare clocks; the addresses by which one can join."""
+async def check_peers(addresses: Sequence[str]) -> tuple[list[Finding], list[str]]:
+    """Dial each initial peer and compare clocks. Returns the findings and the addresses that can be used to join."""
     if not addresses:
-        return [verdicts.unknown("Peers", NO_PEERS, GIVE_PEERS), verdicts.clock([])], []
-    asked = await asyncio.gather(*(_echo(address) for address in addresses))
-    ahead = [echo.clock_ahead for echo in asked if isinstance(echo, ProbeResult)]
+        return [verdicts.unknown("Peers", NO_PEERS, NO_PEERS_REMEDY), verdicts.clock([])], []
+    replies = await asyncio.gather(*(_probe_peer(address) for address in addresses))
+    ahead = [reply.clock_ahead for reply in replies if isinstance(reply, ProbeResult)]
     findings, usable = [], []
-    for address, echo in zip(addresses, asked, strict=True):
-        if not isinstance(echo, ProbeResult):
-            findings.append(verdicts.peer_lost(address, str(echo)))
+    for address, reply in zip(addresses, replies, strict=True):
+        if not isinstance(reply, ProbeResult):
+            findings.append(verdicts.peer_lost(address, str(reply)))
             continue
-        off = abs(echo.clock_ahead - verdicts.peers_time(ahead))
-        findings.append(verdicts.peer(address, echo.round_trip, off))
-        if off <= verdicts.CLOCK_TOLERANCE:
+        offset = abs(reply.clock_ahead - verdicts.median_clock_offset(ahead))
+        findings.append(verdicts.peer(address, reply.round_trip, offset))
+        if offset <= verdicts.MAX_CLOCK_OFFSET_S:
             usable.append(address)
     return [*findings, verdicts.clock(ahead)], usable
 
 
-async def _echo(address: str) -> ProbeResult | PeerLost:
-    """With a daemon of its own: one that is connected to a peer already does not try another address of it."""
+async def _probe_peer(address: str) -> ProbeResult | PeerLost:
+    """Dial one address with a daemon of its own: a daemon that knows the peer would not try its other addresses."""
     try:
-        async with asyncio.timeout(2 * PATIENCE), _peer(P2PConfig()) as peer:
-            return await probe(peer, address, PATIENCE)
+        async with asyncio.timeout(2 * CHECK_TIMEOUT_S), _temporary_peer(P2PConfig()) as peer:
+            return await probe(peer, address, CHECK_TIMEOUT_S)
     except PeerLost as error:
         return error
     except (TimeoutError, OSError) as error:
         return PeerLost(f"the libp2p daemon did not start: {error}")
 
 
-async def record(addresses: Sequence[str], clock_is_right: bool) -> Finding:
-    """Write a signed record to the DHT and read it again; see `swarm.dht.probe.write_record`."""
+async def check_dht(addresses: Sequence[str], clock_is_right: bool) -> Finding:
+    """Write a signed record to the DHT and read it back; see `swarm.dht.probe.write_record`."""
     check = "DHT"
     if not addresses or not clock_is_right:
         return verdicts.unknown(check, "not tried: " + ("no initial peer answers" if clock_is_right else "see Clock"))
     try:
-        async with asyncio.timeout(PATIENCE), _peer(P2PConfig(initial_peers=tuple(addresses))) as peer:
+        async with asyncio.timeout(CHECK_TIMEOUT_S), _temporary_peer(P2PConfig(initial_peers=tuple(addresses))) as peer:
             return await _write_and_read(peer)
     except TimeoutError:
-        return verdicts.failure(check, f"no answer within {PATIENCE:.0f} s", "try again; else join by another peer")
-    except Exception as error:  # hivemind raises many types, among them for clocks that differ
-        why = (str(error).splitlines() or [type(error).__name__])[0]
-        return verdicts.failure(check, why, "join by another peer of the swarm")
+        found = f"no answer within {CHECK_TIMEOUT_S:.0f} s"
+        return verdicts.failure(check, found, "try again, or join by another peer")
+    except Exception as error:  # hivemind raises many types, for example when clocks differ
+        found = (str(error).splitlines() or [type(error).__name__])[0]
+        return verdicts.failure(check, found, "join by another peer of the swarm")
 
 
 async def _write_and_read(peer: Peer) -> Finding:
     if not await write_record(peer):
         return verdicts.failure("DHT", "no peer stored a record", "the peers may run another version: update them")
     if not await read_record(peer):
-        return verdicts.failure("DHT", "a record was stored, but not found again", "join by another peer of the swarm")
-    return verdicts.ok("DHT", "a signed record was written and read again")
+        return verdicts.failure("DHT", "a record was stored but not found again", "join by another peer of the swarm")
+    return verdicts.ok("DHT", "a signed record was written and read back")

@@ -174,14 +174,14 @@ def _api_key(name: str, entry: _KeyEntry) -> ApiKey:
 
 
 def _read_entries(path: Path) -> dict[str, _KeyEntry]:
-    entries = yaml_file.read(path, _parse, FILE_DESCRIPTION, KeyFileError)
+    entries = yaml_file.read_file(path, _parse, FILE_DESCRIPTION, KeyFileError)
     if path.stat().st_mode & 0o022:
         raise KeyFileError(f"users other than its owner can change {path}: chmod 600 {path}")
     return entries
 
 
 def _parse(data: bytes) -> dict[str, _KeyEntry]:
-    entries = yaml_file.convert(data, _KeyFileContent, KeyFileError).keys
+    entries = yaml_file.parse_yaml(data, _KeyFileContent, KeyFileError).keys
     owners: dict[str, str] = {}
     for name, entry in entries.items():
         if not KEY_NAME.fullmatch(name):
@@ -212,8 +212,8 @@ def _locked_entries(path: Path) -> Iterator[dict[str, _KeyEntry]]:
 def _write(path: Path, entries: dict[str, _KeyEntry]) -> None:
     """Replace the file atomically, so that a gateway reads either the old or the new content."""
     text = HEADING + yaml.safe_dump(msgspec.to_builtins(_KeyFileContent(entries)), sort_keys=False)
-    if len(text) > yaml_file.MAX_FILE:
-        raise KeyFileError(f"{path} would become larger than {yaml_file.MAX_FILE >> 20} MiB: remove keys first")
+    if len(text) > yaml_file.MAX_FILE_BYTES:
+        raise KeyFileError(f"{path} would become larger than {yaml_file.MAX_FILE_BYTES >> 20} MiB: remove keys first")
     temporary = None
     try:
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:  # only the owner may read it

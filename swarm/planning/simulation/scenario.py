@@ -148,12 +148,12 @@ def find(name: str) -> Scenario:
         if name not in _shipped_names():
             raise ScenarioError(f"{name}: no such scenario; give a .yaml file, or one of {', '.join(_shipped_names())}")
         return parse((_SHIPPED / f"{name}.yaml").read_bytes())
-    return yaml_file.read(path, parse, "scenario", ScenarioError)
+    return yaml_file.read_file(path, parse, "scenario", ScenarioError)
 
 
 def parse(data: bytes) -> Scenario:
     """Check the content of a file. Raises `ScenarioError` that names the field."""
-    scenario = yaml_file.convert(data, Scenario, ScenarioError, strict=False)  # to YAML 1e9 is a string
+    scenario = yaml_file.parse_yaml(data, Scenario, ScenarioError, strict=False)  # to YAML 1e9 is a string
     _check(scenario)
     return scenario
 

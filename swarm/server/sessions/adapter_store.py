@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from swarm.common.units import human
+from swarm.common.units import format_bytes
 from swarm.data_structures import Span
 from swarm.errors import AdapterRefused, CacheFull, UnknownAdapter, WrongShape
 from swarm.metrics.server import ServerObserver
@@ -98,7 +98,8 @@ class AdapterStore:
             size += _size(block, hidden_size, message.dtype)
         if size > self.limits.peer_memory:
             raise AdapterRefused(
-                f"the adapter takes {human(size)}; this server takes up to {human(self.limits.peer_memory)} of a peer"
+                f"the adapter takes {format_bytes(size)}; "
+                f"this server takes up to {format_bytes(self.limits.peer_memory)} of a peer"
             )
 
     def put(self, peer: str, parts: Mapping[tuple[int, bytes], BlockAdapterWeights]) -> None:
@@ -120,8 +121,8 @@ class AdapterStore:
         own = [key for key in self._kept if key[0] == peer and key not in known]
         if not self._make_room(own, lambda: self._held(peer) + needed <= self.limits.peer_memory):
             raise CacheFull(
-                f"sessions of this peer hold {human(self._held(peer))} of adapters, of the "
-                f"{human(self.limits.peer_memory)} that a peer may have; close some, or ask another server"
+                f"sessions of this peer hold {format_bytes(self._held(peer))} of adapters, of the "
+                f"{format_bytes(self.limits.peer_memory)} that a peer may have; close some, or ask another server"
             )
         others = [key for key in self._kept if key not in known]
         if not self._make_room(others, lambda: self.memory + needed <= self.limits.memory):

@@ -58,7 +58,7 @@ def test_all_is_well(bootstrap: str):
     assert "12 of 12 blocks of swarm-demo fit" in findings["Memory"]["found"]
     assert findings["Peer"]["found"].startswith(f"{bootstrap} answers in ")
     assert findings["Clock"]["verdict"] == "ok"
-    assert findings["DHT"]["found"] == "a signed record was written and read again"
+    assert findings["DHT"]["found"] == "a signed record was written and read back"
 
 
 def test_what_is_wrong_comes_with_its_remedy(bootstrap: str, tmp_path: Any):
@@ -69,7 +69,7 @@ def test_what_is_wrong_comes_with_its_remedy(bootstrap: str, tmp_path: Any):
     assert done.exit_code == 1
     shown = done.stdout.splitlines()
     assert f"failure  Listening     cannot listen on {taken}: another program listens there" in done.stdout
-    assert shown[shown.index(f"failure  Peer          {dead}: nobody listens there") + 1].strip() == (
+    assert shown[shown.index(f"failure  Peer          {dead}: nothing listens there") + 1].strip() == (
         "→ start that peer (swarm dht), or correct the port"
     )
     assert "failure  GPU           --device cuda:99: torch cannot use it here" in done.stdout
@@ -104,9 +104,9 @@ def test_each_peer_is_looked_at_by_itself(bootstrap: str):
             f"{where}/p2p/{OTHER}",
             f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}/p2p/{OTHER}",
         ]
-        findings, answering = uvloop.run(_peers(addresses, patience=3.0))
+        findings, answering = uvloop.run(_peers(addresses, limit=3.0))
     found = [finding.found.removeprefix(address) for finding, address in zip(findings, addresses, strict=False)]
-    assert found[0] == ": nobody listens there"
+    assert found[0] == ": nothing listens there"
     assert found[1].startswith(" answers in ")
     assert found[2] == ": another peer answers there"
     assert found[3] == ": it does not answer in time"
@@ -114,10 +114,10 @@ def test_each_peer_is_looked_at_by_itself(bootstrap: str):
     assert verdict_of(findings, "Clock") == [Verdict.OK]
 
 
-async def _peers(addresses: list[str], patience: float) -> tuple[list[Finding], list[str]]:
+async def _peers(addresses: list[str], limit: float) -> tuple[list[Finding], list[str]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(network, "PATIENCE", patience)
-        return await network.peers(addresses)
+        patch.setattr(network, "CHECK_TIMEOUT_S", limit)
+        return await network.check_peers(addresses)
 
 
 @pytest.mark.parametrize("ahead", [3600.0, -3600.0])
@@ -132,11 +132,11 @@ def test_a_wrong_clock_is_found_where_joining_would_only_fail(
             return time.time() + ahead
 
     monkeypatch.setattr(probe, "time", Clock)
-    findings, answering = uvloop.run(network.peers([bootstrap]))
+    findings, answering = uvloop.run(network.check_peers([bootstrap]))
     assert answering == [bootstrap]
     assert verdict_of(findings, "Clock") == [Verdict.FAILURE]
     assert f"3600.00 s {'ahead of' if ahead > 0 else 'behind'} the peers'" in findings[-1].found
-    assert uvloop.run(network.record(answering, clock_is_right=False)) == verdicts.unknown(
+    assert uvloop.run(network.check_dht(answering, clock_is_right=False)) == verdicts.unknown(
         "DHT", "not tried: see Clock"
     )
 
@@ -163,9 +163,9 @@ def test_a_dht_that_loses_what_it_is_given(bootstrap: str, monkeypatch: pytest.M
         return False
 
     monkeypatch.setattr(network, "read_record", no)
-    assert uvloop.run(network.record([bootstrap], clock_is_right=True)).verdict is Verdict.FAILURE
+    assert uvloop.run(network.check_dht([bootstrap], clock_is_right=True)).verdict is Verdict.FAILURE
     monkeypatch.setattr(network, "write_record", no)
-    assert "no peer stored" in uvloop.run(network.record([bootstrap], clock_is_right=True)).found
+    assert "no peer stored" in uvloop.run(network.check_dht([bootstrap], clock_is_right=True)).found
 
 
 def test_one_peer_with_a_wrong_clock_is_left_out(bootstrap: str, monkeypatch: pytest.MonkeyPatch):
@@ -174,8 +174,8 @@ def test_one_peer_with_a_wrong_clock_is_left_out(bootstrap: str, monkeypatch: py
     async def echo(address: str) -> probe.ProbeResult:
         return probe.ProbeResult(0.01, clocks[address])
 
-    monkeypatch.setattr(network, "_echo", echo)
-    findings, usable = uvloop.run(network.peers(list(clocks)))
+    monkeypatch.setattr(network, "_probe_peer", echo)
+    findings, usable = uvloop.run(network.check_peers(list(clocks)))
     assert usable == ["/a", "/b"]
     assert [finding.verdict for finding in findings] == [Verdict.OK, Verdict.OK, Verdict.WARNING, Verdict.OK]
 
@@ -185,15 +185,15 @@ def test_a_join_that_fails_in_ways_of_its_own(monkeypatch: pytest.MonkeyPatch):
         raise ValueError("local time must be within 3 seconds of others\n(more)")
 
     monkeypatch.setattr(Peer, "create", refuse)
-    finding = uvloop.run(network.record(["/a"], clock_is_right=True))
+    finding = uvloop.run(network.check_dht(["/a"], clock_is_right=True))
     assert (finding.verdict, finding.found) == (Verdict.FAILURE, "local time must be within 3 seconds of others")
 
 
 def test_without_peers():
-    findings, answering = uvloop.run(network.peers([]))
+    findings, answering = uvloop.run(network.check_peers([]))
     assert [finding.verdict for finding in findings] == [Verdict.UNKNOWN] * 2
     assert answering == []
-    assert uvloop.run(network.record([], clock_is_right=True)).verdict is Verdict.UNKNOWN
+    assert uvloop.run(network.check_dht([], clock_is_right=True)).verdict is Verdict.UNKNOWN
 
 
 def test_a_daemon_that_does_not_start(monkeypatch: pytest.MonkeyPatch):
@@ -201,7 +201,7 @@ def test_a_daemon_that_does_not_start(monkeypatch: pytest.MonkeyPatch):
         raise PeerLost("the libp2p daemon did not start: no such file")
 
     monkeypatch.setattr(Peer, "create", broken)
-    (finding,) = uvloop.run(network.listening([LOOPBACK]))
+    (finding,) = uvloop.run(network.check_listening([LOOPBACK]))
     assert (finding.verdict, finding.remedy) == (Verdict.FAILURE, network.REINSTALL)
 
 
@@ -209,14 +209,14 @@ def test_packages_that_do_not_fit(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(machine.metadata, "version", {"torch": "1.0", "transformers": "5.20", "hivemind": "9"}.get)
     wanted = ["torch>=2.8", "transformers>=5.20,<6", "hivemind==1.1.12", "matplotlib>=3; extra == 'plot'", "§"]
     monkeypatch.setattr(machine.metadata, "requires", lambda name: wanted)
-    found = {finding.check: finding.verdict for finding in machine.software()}
+    found = {finding.check: finding.verdict for finding in machine.check_software()}
     assert (found["torch"], found["transformers"], found["hivemind"]) == (
         Verdict.FAILURE, Verdict.OK, Verdict.FAILURE
     )  # fmt: skip
 
 
 def test_a_look_that_hangs_or_breaks_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(doctor, "SECONDS", 0.05)
+    monkeypatch.setattr(doctor, "CHECK_TIMEOUT_S", 0.05)
 
     over = threading.Event()
 
@@ -227,13 +227,13 @@ def test_a_look_that_hangs_or_breaks_does_not_end_the_others(monkeypatch: pytest
     def broken() -> Finding:
         raise ImportError("libcudart.so.12: cannot open shared object file")
 
-    assert "no result within" in uvloop.run(doctor._limited("CPU", hang)).found
+    assert "no result within" in uvloop.run(doctor._run_check("CPU", hang)).found
     over.set()
-    assert "ImportError: libcudart" in uvloop.run(doctor._limited("GPU", broken)).found
+    assert "ImportError: libcudart" in uvloop.run(doctor._run_check("GPU", broken)).found
 
 
 def test_a_full_or_forbidden_disk(tmp_path: Any):
-    assert machine.disk(tmp_path / "not" / "yet").verdict in (Verdict.OK, Verdict.WARNING)
+    assert machine.check_disk(tmp_path / "not" / "yet").verdict in (Verdict.OK, Verdict.WARNING)
     file = tmp_path / "file"
     file.write_text("")
-    assert machine.disk(file / "below").verdict is Verdict.FAILURE
+    assert machine.check_disk(file / "below").verdict is Verdict.FAILURE

@@ -48,9 +48,9 @@ ADDRESS = "/ip4/192.0.2.1/tcp/31337/p2p/QmPeer"
         (verdicts.peer(ADDRESS, 0.02, 0.1), OK, "answers in 20.0 ms", ""),
         (verdicts.peer(ADDRESS, 0.02, 9.0), WARNING, "its clock is 9 s off the others'", "tell its owner"),
         (verdicts.peer(ADDRESS, 0.5, 0.1), WARNING, "answers in 500.0 ms", "nearer peer"),
-        (verdicts.peer_lost(ADDRESS, "dial tcp4: connect: connection REFUSED"), FAILURE, "nobody listens", "swarm dht"),
+        (verdicts.peer_lost(ADDRESS, "dial tcp4: connect: connection REFUSED"), FAILURE, "nothing listens", "start"),
         (verdicts.peer_lost(ADDRESS, "negotiate security: peer id mismatch"), FAILURE, "another peer", "copy"),
-        (verdicts.peer_lost(ADDRESS, "failed to negotiate security protocol"), FAILURE, "no peer of a swarm", "port"),
+        (verdicts.peer_lost(ADDRESS, "failed to negotiate security protocol"), FAILURE, "not a peer of a s", "port"),
         (verdicts.peer_lost(ADDRESS, "no answer within 15 s"), FAILURE, "in time", "firewall"),
         (verdicts.peer_lost(ADDRESS, "some\n * thing"), FAILURE, f"{ADDRESS}: some * thing", "peer id are right"),
         (verdicts.reachable([], []), FAILURE, "no address", "--host-maddrs"),
@@ -93,19 +93,20 @@ def test_report():
         verdicts.failure("Disk", "full", "make room"),
         verdicts.unknown("DHT", "?"),
     ]
-    shown = click.unstyle("\n".join(report.text(finding) for finding in findings)).splitlines()
+    shown = click.unstyle("\n".join(report.format_finding(finding) for finding in findings)).splitlines()
     assert shown == [
         "ok       CPU           8 cores",
         "failure  Disk          full",
         "                       → make room",
         "unknown  DHT           ?",
     ]
-    assert [report.summary(some) for some in (findings, findings[:1], [verdicts.warning("Disk", "small", "grow")])] == [
+    warned = [verdicts.warning("Disk", "small", "grow")]
+    assert [report.format_summary(some) for some in (findings, findings[:1], warned)] == [
         "1 of 3 checks failed.",
-        "All is well, as far as it could be found out.",
-        "Nothing failed; 1 of 1 checks warn.",
+        "No problems found.",
+        "No check failed; 1 of 1 checks warn.",
     ]
-    assert [verdicts.worst(some) for some in (findings, findings[:1], [])] == [1, 0, 0]
+    assert [verdicts.exit_code(some) for some in (findings, findings[:1], [])] == [1, 0, 0]
     assert json.loads(report.to_json(findings))[1] == {
         "check": "Disk", "verdict": "failure", "found": "full", "remedy": "make room"
     }  # fmt: skip

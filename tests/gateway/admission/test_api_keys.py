@@ -89,7 +89,7 @@ def test_a_file_that_vanished_keeps_the_keys_until_it_is_back(path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("keys: [", "no YAML: line 1"),
+        ("keys: [", "invalid YAML: line 1"),
         ("", "Expected `object`, got `null`"),
         ("keys: {ann: {}}", "keys[...]: Object missing required field `sha256`"),
         ("keys: {ann: {sha256: secret}}", "keys[...].sha256"),
