@@ -116,9 +116,7 @@ def test_the_model_does_not_fit(file: Path) -> None:
     file.write_text(file.read_text().replace("blocks: 6", "blocks: 12"))
     result = plan(file)
     assert result.exit_code == 2
-    assert result.output.startswith(
-        "Error: the 12 blocks do not fit: with an attention cache of 16384 tokens they take 12.2 GB. "
-    )
+    assert result.output.startswith("Error: the 12 blocks take 12.2 GB with an attention cache of 16384 tokens")
     assert "blocks 10:12 (2.03 GB) find no place" in result.output
     assert result.output.count("\n") == 1
 
