@@ -32,7 +32,7 @@ from swarm.data_structures import Span, StepLayout
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from swarm.models.execution.session_cache import SessionCache, advance_steps
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.execution.strategy import try_capture
+from swarm.models.execution.strategy_trials import choose_forward
 from swarm.models.span_loading import load_span
 from swarm.models.weights.quantization import form_on
 
@@ -156,8 +156,8 @@ def measure(
             device=device,
             quant=form_on(device, form),
         )
-        forward = try_capture(model)
-        way = f"{'pages' if model.paging is not None else 'rows'}, {forward}"
+        model = choose_forward(model)
+        way = str(model.strategy)
         for batch in batches:
             times = step_times(model, batch, past, steps)
             stopped = model.graphs is not None and not model.graphs.works

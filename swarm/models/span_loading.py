@@ -17,8 +17,9 @@ from swarm.models.checkpoints.block_digest import block_digest
 from swarm.models.checkpoints.checkpoint import Checkpoint
 from swarm.models.checkpoints.partial_model import load_cut
 from swarm.models.cutting import families, surgery
-from swarm.models.execution import strategy
+from swarm.models.execution.cut_model import CutModel
 from swarm.models.execution.span_model import SpanModel
+from swarm.models.execution.strategy_trials import LayoutRequest, choose_layout
 from swarm.models.weights import frozen_linear, quantization
 
 
@@ -30,7 +31,7 @@ def load_span(
     device: torch.device,
     quant: str = quantization.NONE,
     progress: bool = False,
-    layout: strategy.CacheLayout = "auto",
+    layout: LayoutRequest = "auto",
 ) -> SpanModel:
     """Load the tensors of `span` and nothing else.
 
@@ -39,7 +40,7 @@ def load_span(
     Args:
         quant: form of the weights, see `swarm.models.weights.quantization`.
         progress: show progress on the terminal.
-        layout: how the attention cache is laid out, see `swarm.models.execution.strategy`.
+        layout: how the attention cache is laid out, see `swarm.models.execution.strategy_trials`.
 
     Raises:
         InvalidSpan: the span lies outside the model.
@@ -51,9 +52,9 @@ def load_span(
     model, digests = _load_blocks(checkpoint, span, dtype, device, quant, progress)
     # After loading, because rotary tables are filled while it happens, for the layer types of the whole model.
     surgery.slice_config(model.config, span, checkpoint.blocks)
-    result = SpanModel(model, checkpoint.structure.path, span, digests, checkpoint.config.hidden_size)
-    strategy.decide(result, layout)
-    return result
+    cut = CutModel(model, checkpoint.structure.path)
+    loaded = SpanModel(cut, span, digests, checkpoint.config.hidden_size)
+    return choose_layout(loaded, layout)
 
 
 def _load_blocks(

@@ -13,7 +13,7 @@ from swarm.data_structures import Span
 from swarm.metrics.server import ServerObserver
 from swarm.models.adapters.adapter_files import read_parts
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.execution.strategy import try_capture
+from swarm.models.execution.strategy_trials import choose_forward
 from swarm.models.span_loading import load_span
 from swarm.protocol.compression import dtype_name
 from swarm.server.compute.compute_thread import ComputeThread
@@ -74,9 +74,10 @@ class SpanService:
         model = await _load_model(config, span, compute_thread)
         load_seconds = time.monotonic() - began
         logger.info("Loaded: %s of weights in %.1f s", format_bytes(model.weight_bytes), load_seconds)
-        await _choose_forward(config, model, compute_thread)
+        model = await _choose_forward(config, model, compute_thread)
         throughput = await _determine_throughput(config, model, compute_thread)
-        page = model.paging.pool.page_size if model.paging is not None else 1
+        paging = model.strategy.paging
+        page = paging.pool.page_size if paging is not None else 1
         sessions = SessionTable(config.cache_tokens, time.monotonic, page=page, observer=observer)
         logger.info("Attention cache: room for %d tokens", sessions.capacity)
         engine = Engine(compute_thread, token_budget(throughput.forward / span.length), observer)
@@ -135,16 +136,17 @@ async def _load_model(config: ResolvedConfig, span: Span, compute_thread: Comput
     )
 
 
-async def _choose_forward(config: ResolvedConfig, model: SpanModel, compute_thread: ComputeThread) -> None:
-    """Find the quickest way to compute these blocks."""
+async def _choose_forward(config: ResolvedConfig, model: SpanModel, compute_thread: ComputeThread) -> SpanModel:
+    """The model of the same blocks that computes them in the fastest way."""
     began = time.monotonic()
     if config.options.compile_cache_dir is not None:
         logger.info("Compiling, unless it was done before: about half a minute")
-    if model.paging is not None:
+    if model.strategy.paging is not None:
         # All pages at once: a pool that grows moves, and graphs recorded on it would have to be recorded again.
-        await compute_thread.run(model.paging.pool.reserve, config.cache_tokens)
-    chosen = await compute_thread.run(try_capture, model, config.options.compile_cache_dir)
-    logger.info("Forward: %s, after %.1f s", chosen, time.monotonic() - began)
+        await compute_thread.run(model.strategy.paging.pool.reserve, config.cache_tokens)
+    chosen = await compute_thread.run(choose_forward, model, config.options.compile_cache_dir)
+    logger.info("Execution: %s, chosen in %.1f s", chosen.strategy, time.monotonic() - began)
+    return chosen
 
 
 async def _determine_throughput(config: ResolvedConfig, model: SpanModel, compute_thread: ComputeThread) -> Throughput:

@@ -137,7 +137,7 @@ def test_rollback(local, chain):
     chain.run(local.entered, caches)
     kept = WHOLE.shape[1] - ROLLBACK
     for cache in caches:
-        cache.set_length(kept)
+        cache.truncate(kept)
     # The family's own sliding caches cannot go back, so the local model computes the whole sequence again.
     local.run(torch.cat([WHOLE[:, :kept], OTHER], dim=1))
     result = chain.run(local.entered[:, kept:], caches)

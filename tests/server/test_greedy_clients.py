@@ -11,6 +11,7 @@ import pytest
 
 from swarm.data_structures import WireFormat
 from swarm.models.execution.span_model import SpanModel
+from swarm.models.execution.strategy import ExecutionStrategy
 from swarm.protocol import messages
 from swarm.protocol.compression import pack
 from swarm.server.sessions.push import MIN_BYTES_PER_S, PUSH_TIMEOUT_S
@@ -41,8 +42,7 @@ def model(tmp_path_factory) -> SpanModel:
 @pytest.fixture(scope="module")
 def slow_model(tmp_path_factory) -> SpanModel:
     model = make_model(tmp_path_factory.mktemp("checkpoint"))
-    model.packed = False
-    return model
+    return model.with_strategy(ExecutionStrategy("padded"))
 
 
 def now() -> float:

@@ -1,4 +1,4 @@
-"""Attention over rows that lie in stores, each session's in its own; see `swarm.models.attention.packed_attention`."""
+"""Attention over contiguous sequences, in one store for each session; see `swarm.models.attention.packed_attention`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,15 @@ from swarm.models.attention.packed_attention import AttentionExtras, ExpandKV, P
 
 @dataclass(frozen=True, slots=True)
 class ContiguousSegment:
-    """Rows `first` to `first + rows` of a store, `new` tokens each; the first of all is token `token` of the batch.
+    """Neighbouring sequences of a store that bring equally many tokens to a batch.
 
-    Rows that bring more than one token all begin at the same slot.
+    If they bring more than one token each, they all begin at the same slot.
+
+    Attributes:
+        first: number of the first sequence in the store.
+        starts: the slot of each sequence's first new token.
+        new: tokens of each sequence.
+        token: number of the first sequence's first token in the batch.
     """
 
     store: ContiguousKV
@@ -26,26 +32,26 @@ class ContiguousSegment:
     token: int
 
     @property
-    def rows(self) -> int:
+    def sequences(self) -> int:
         return len(self.starts)
 
     @property
     def end(self) -> int:
-        """Slots that the longest of the rows will have."""
+        """Slots that the longest of the sequences will have."""
         return max(self.starts) + self.new
 
     @property
     def even(self) -> bool:
-        """Whether all rows begin at the same slot."""
+        """Whether all sequences begin at the same slot."""
         return self.starts.count(self.starts[0]) == len(self.starts)
 
     @property
     def tokens(self) -> slice:
-        return slice(self.token, self.token + self.rows * self.new)
+        return slice(self.token, self.token + self.sequences * self.new)
 
 
 class ContiguousBatch(PackedBatch):
-    """A batch of tokens whose rows lie in stores.
+    """A batch of tokens whose sequences lie in contiguous stores.
 
     Args:
         segments: the tokens of the batch, in order.
@@ -77,7 +83,7 @@ class ContiguousBatch(PackedBatch):
         return results[0] if len(results) == 1 else torch.cat(results)
 
     def _mask(self, number: int, segment: ContiguousSegment, mask: PackedMask) -> torch.Tensor | None:
-        """What each row of a segment may see, `[rows or 1, new, slots]`; None if it is everything, or just causal."""
+        """What each sequence may see, `[sequences or 1, new, slots]`; None if it is everything, or just causal."""
         key = number, id(mask)
         if key not in self._masks:
             self._masks[key] = _visible(segment, mask, self._written[number][0].device)
@@ -87,8 +93,8 @@ class ContiguousBatch(PackedBatch):
 def _write(
     segment: ContiguousSegment, layer: int, keys_NH1D: torch.Tensor, values_NH1D: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Append a segment's new keys and values; everything that its rows have now, `[rows, heads, slots, dim]`."""
-    end, rows = segment.end, slice(segment.first, segment.first + segment.rows)
+    """Append a segment's new keys and values; all that its sequences have now, `[sequences, heads, slots, dim]`."""
+    end, chosen = segment.end, slice(segment.first, segment.first + segment.sequences)
     written = []
     for stored, new in zip(
         segment.store.layer_storage(layer, end, keys_NH1D, values_NH1D), (keys_NH1D, values_NH1D), strict=True
@@ -97,13 +103,13 @@ def _write(
         if segment.even:
             start = segment.starts[0]
             if segment.new > 1:
-                part = part.reshape(segment.rows, segment.new, part.shape[1], -1).transpose(1, 2)
-            stored[rows, :, start:end] = part
+                part = part.reshape(segment.sequences, segment.new, part.shape[1], -1).transpose(1, 2)
+            stored[chosen, :, start:end] = part
         else:
             device = stored.device
-            index = torch.arange(rows.start, rows.stop, device=device), slice(None), _tensor(segment.starts, device)
+            index = torch.arange(chosen.start, chosen.stop, device=device), slice(None), _tensor(segment.starts, device)
             stored[index] = part.squeeze(2)
-        written.append(stored[rows, :, :end])
+        written.append(stored[chosen, :, :end])
     return written[0], written[1]
 
 
@@ -116,7 +122,7 @@ def _visible(segment: ContiguousSegment, mask: PackedMask, device: torch.device)
         queries = torch.arange(start, start + segment.new, device=device).view(1, -1, 1)
     else:
         queries = _tensor(segment.starts, device).view(-1, 1, 1)
-    # A rule may look no further than at distances, so that a row is told its own end.
+    # A rule may look at distances only, so what lies behind a sequence's own end is excluded here.
     seen = mask.function(0, 0, queries, slots_S) & (slots_S <= queries)
     if segment.new == 1 and bool(seen.all()):
         return None
@@ -132,26 +138,26 @@ def _attend(
     scale: float | None,
     extra: AttentionExtras,
 ) -> torch.Tensor:
-    """Attention of one segment, `[rows * new, 1, heads, dim]`.
+    """Attention of one segment, `[sequences * new, 1, heads, dim]`.
 
-    Heads that share keys are handled as if they were further tokens: nothing is repeated in memory.
+    Heads that share keys are handled like further tokens: nothing is repeated in memory.
     """
-    rows, new = segment.rows, segment.new
+    sequences, new = segment.sequences, segment.new
     heads, shared = query_NH1D.shape[1], keys_RKSD.shape[1]
     group = heads // shared
     if not extra.plain:
         out = _general(segment, query_NH1D, keys_RKSD, values_RKSD, mask, scale, extra)
     elif new == 1:
-        query = query_NH1D.reshape(rows, shared, group, -1)
+        query = query_NH1D.reshape(sequences, shared, group, -1)
         seen = mask.unsqueeze(1) if mask is not None else None
         out = functional.scaled_dot_product_attention(query, keys_RKSD, values_RKSD, attn_mask=seen, scale=scale)
     else:
-        query = query_NH1D.reshape(rows, new, heads, -1).transpose(1, 2)
+        query = query_NH1D.reshape(sequences, new, heads, -1).transpose(1, 2)
         seen = mask.unsqueeze(1) if mask is not None else None
         out = functional.scaled_dot_product_attention(
             query, keys_RKSD, values_RKSD, attn_mask=seen, is_causal=mask is None, scale=scale, enable_gqa=group > 1
         ).transpose(1, 2)
-    return out.reshape(rows * new, 1, heads, values_RKSD.shape[-1])
+    return out.reshape(sequences * new, 1, heads, values_RKSD.shape[-1])
 
 
 def _general(
@@ -163,9 +169,9 @@ def _general(
     scale: float | None,
     extra: AttentionExtras,
 ) -> torch.Tensor:
-    """Attention written out, for what the fused kernels do not know; `[rows, new, heads, dim]`."""
-    rows, new, (_, shared, slots, dim) = segment.rows, segment.new, keys_RKSD.shape
-    query_RKGTD = query_NH1D.reshape(rows, new, shared, -1, dim).permute(0, 2, 3, 1, 4)
+    """Attention written out, for what the fused kernels do not support; `[sequences, new, heads, dim]`."""
+    sequences, new, (_, shared, slots, dim) = segment.sequences, segment.new, keys_RKSD.shape
+    query_RKGTD = query_NH1D.reshape(sequences, new, shared, -1, dim).permute(0, 2, 3, 1, 4)
     scores_RKGTS = query_RKGTD @ keys_RKSD.unsqueeze(2).transpose(3, 4) * (scale if scale is not None else dim**-0.5)
     if extra.softcap is not None:
         scores_RKGTS = torch.tanh(scores_RKGTS / extra.softcap) * extra.softcap
@@ -174,7 +180,7 @@ def _general(
     if mask is not None:
         scores_RKGTS = scores_RKGTS.masked_fill(~mask[:, None, None], torch.finfo(scores_RKGTS.dtype).min)
     if extra.sinks is not None:
-        sinks = extra.sinks.view(1, shared, -1, 1, 1).expand(rows, -1, -1, new, 1).to(scores_RKGTS.dtype)
+        sinks = extra.sinks.view(1, shared, -1, 1, 1).expand(sequences, -1, -1, new, 1).to(scores_RKGTS.dtype)
         scores_RKGTS = torch.cat([scores_RKGTS, sinks], dim=-1)
     weights = torch.softmax(scores_RKGTS.float(), dim=-1)[..., :slots].to(values_RKSD.dtype)
     return (weights @ values_RKSD.unsqueeze(2)).permute(0, 3, 1, 2, 4)

@@ -1,13 +1,13 @@
-"""Attention over packed tokens: one forward of the family's layers for tokens of many rows of many sessions.
+"""Attention over packed tokens: one forward of the family's layers for tokens of many sequences of many sessions.
 
 The layers see a batch of single tokens `[tokens, 1, hidden]`, as in any decode step, so everything but attention is the
 family's own code on one big product. transformers lets attention and masks be exchanged (`AttentionInterface`,
-`AttentionMaskInterface`); ours finds each token's row, writes its keys and values there, and lets it see what the
-family's own mask function allows.
+`AttentionMaskInterface`); ours finds the sequence of each token, writes its keys and values there, and lets it see what
+the family's own mask function allows.
 
-Where keys and values are kept is the batch's business: in stores of rows (`row_attention`) or in pages of a pool
-(`page_attention`). The layers hand on neither batch nor cache to the attention function, so the batch in progress is
-kept by thread.
+The kind of batch decides where keys and values are kept: in contiguous stores (`contiguous_attention`) or in pages of a
+pool (`paged_attention`). The layers pass neither batch nor cache to the attention function, so each thread remembers
+its batch in progress.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ PACKED_IMPLEMENTATION = "swarm_packed"
 MaskFunction = Callable[[Any, Any, torch.Tensor, torch.Tensor], torch.Tensor]
 
 ExpandKV = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Makes keys and values of what the cache holds."""
+"""Computes keys and values from what the cache holds."""
 
 
 class PackingUnsupported(Exception):
-    """The family's layers do something between cache and attention that packed tokens cannot follow."""
+    """The family's layers do something between cache and attention that does not work with packed tokens."""
 
 
 class PackedBatch(Cache):
-    """What the layers get in the place of a cache. How keys and values are kept, and attention computed, is left open.
+    """What the layers get in place of a cache. Subclasses keep keys and values, and compute attention.
 
     Args:
-        longest: positions that the longest of the batch's rows will have.
+        longest: positions that the longest sequence of the batch will have.
     """
 
     def __init__(self, longest: int = 1) -> None:
         super().__init__(layers=[])
         self._longest = longest
-        self._handed_on: torch.Tensor | None = None
-        self._open = 0
+        self._stored_keys: torch.Tensor | None = None
+        self._unanswered_writes = 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._longest - 1
@@ -64,10 +64,10 @@ class PackedBatch(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write `[tokens, heads, 1, dim]`, and return just that: attention takes the whole past from where it is."""
-        self._open += 1
+        """Store `[tokens, heads, 1, dim]`, and return just that: attention reads the past where it is stored."""
+        self._unanswered_writes += 1
         self.write_kv(layer_idx, key_states, value_states)
-        self._handed_on = key_states
+        self._stored_keys = key_states
         return key_states, value_states
 
     def attend(
@@ -84,26 +84,26 @@ class PackedBatch(Cache):
 
         Args:
             module: the family's attention.
-            keys: as the layer hands them to attention, which must be as they were written.
+            keys: as the layer passes them to attention; they must be what was stored.
 
         Raises `PackingUnsupported`.
         """
-        self._open -= 1
+        self._unanswered_writes -= 1
         # With `expand_kv` the cache holds what keys and values are computed from (DeepSeek's latents).
         expand = getattr(module, "expand_kv", None)
-        if expand is None and keys is not self._handed_on:
-            raise PackingUnsupported("the layers change keys on their way to attention, or share them between layers")
+        if expand is None and keys is not self._stored_keys:
+            raise PackingUnsupported("the layers change keys before attention, or share them between layers")
         return self.compute_attention(query_NH1D, expand, width, mask, scale, extra)
 
     def require_attention_called(self) -> None:
-        """Raise `PackingUnsupported` if a layer computed its attention without us."""
-        if self._open or self._handed_on is None:
+        """Raise `PackingUnsupported` if a layer did not call this attention."""
+        if self._unanswered_writes or self._stored_keys is None:
             raise PackingUnsupported(
                 "the layers bypass transformers' AttentionInterface, so packed tokens cannot be computed"
             )
 
     def write_kv(self, layer: int, keys_NH1D: torch.Tensor, values_NH1D: torch.Tensor) -> None:
-        """Put a layer's new keys and values where they belong."""
+        """Store a layer's new keys and values."""
         raise NotImplementedError
 
     def compute_attention(
@@ -115,13 +115,13 @@ class PackedBatch(Cache):
         scale: float | None,
         extra: AttentionExtras,
     ) -> torch.Tensor:
-        """Attention of all tokens over what was written, now and before; see `attend`."""
+        """Attention of all tokens over what was stored, now and before; see `attend`."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False)
 class PackedMask:
-    """The family's own rule for which slot a token may see, in the place of a tensor."""
+    """The family's own rule for which slots a token may see, in place of a tensor."""
 
     function: MaskFunction
 
@@ -147,7 +147,7 @@ _running = threading.local()
 
 
 def current_batch() -> PackedBatch:
-    """What this thread is running. Raises `PackingUnsupported` if it is nothing."""
+    """The batch that this thread computes. Raises `PackingUnsupported` if there is none."""
     batch: PackedBatch | None = getattr(_running, "batch", None)
     if batch is None:
         raise PackingUnsupported("the layers call attention outside of a forward over packed tokens")
@@ -155,7 +155,7 @@ def current_batch() -> PackedBatch:
 
 
 class running_batch:
-    """`with running(batch):` the layers that this thread runs belong to `batch`."""
+    """Context in which the layers that this thread runs belong to `batch`."""
 
     def __init__(self, batch: PackedBatch) -> None:
         self._batch = batch
@@ -179,7 +179,7 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """The attention function that transformers calls, on `[tokens, heads, 1, dim]`."""
     if not isinstance(attention_mask, PackedMask) or query.shape[2] != 1:
-        raise PackingUnsupported("the layers call attention in a way of their own")
+        raise PackingUnsupported("the layers call attention in an unknown way")
     extra = AttentionExtras(kwargs.get("softcap"), kwargs.get("s_aux"))
     return current_batch().attend(module, query, key, value.shape[-1], attention_mask, scaling, extra), None
 

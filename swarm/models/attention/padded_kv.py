@@ -1,8 +1,8 @@
-"""The attention cache that a span's layers write to: a rectangle of rows, all ending at the same slot.
+"""The attention cache that a span's layers write to: a rectangle of sequences, all ending at the same slot.
 
-transformers' own dynamic cache concatenates at every step, which copies the whole past of every layer; this one writes
-in place and grows ahead of need. It keeps every position, also in sliding-window layers (the mask hides what lies
-outside of the window), so that a session can be rolled back to any position.
+transformers' own dynamic cache concatenates at every step, which copies the whole past of every layer. This one writes
+in place and grows ahead of need. It keeps every position, also in layers with a sliding window (the mask hides what
+lies outside of the window), so that a session can be rolled back to any position.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from swarm.models.attention.contiguous_kv import MIN_GROWTH_POSITIONS, grown_cap
 
 
 class PaddedKVLayer(CacheLayerMixin):
-    """Keys and values of one layer, `[rows, heads, capacity, dim]`, of which the first `length` slots are used."""
+    """Keys and values of one layer, `[sequences, heads, capacity, dim]`; the first `length` slots are used."""
 
     is_sliding = False
     is_croppable = True
@@ -35,7 +35,7 @@ class PaddedKVLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append `[rows, heads, new, dim]` and return everything so far."""
+        """Append `[sequences, heads, new, dim]` and return everything so far."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None
@@ -69,7 +69,7 @@ def _grown(storage: torch.Tensor, used: int, needed: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class PaddedSlice:
-    """One row of a rectangle: `length` positions, the first at slot `pad`."""
+    """One sequence of a rectangle: `length` positions, the first at slot `pad` of row `index`."""
 
     cache: PaddedKV
     index: int
@@ -78,7 +78,7 @@ class PaddedSlice:
 
 
 class PaddedKV(Cache):
-    """One `PaddedKVLayer` for each layer used; all rows end at slot `length`.
+    """Keys and values of a rectangle of sequences, which all end at slot `length`; one `PaddedKVLayer` a layer.
 
     Args:
         end: number of layers of the model, or of those up to the last one used.
@@ -93,20 +93,20 @@ class PaddedKV(Cache):
         super().__init__(layers=[used[0]] * first + used)
 
     @property
-    def rows(self) -> int:
-        """Rows that it holds; 0 before the first step."""
+    def sequences(self) -> int:
+        """How many sequences it holds; 0 before the first step."""
         keys = self.layers[self.first].keys
         return 0 if keys is None else int(keys.shape[0])
 
     def truncate(self, length: int) -> None:
-        """Forget what lies at `length` and behind, in every layer; also mends a forward that failed half-way."""
+        """Drop what lies at `length` and behind, in every layer; also repairs a forward that failed half-way."""
         self.length = length
         for layer in self.layers:
             layer.length = length  # type: ignore[union-attr]
 
     @classmethod
     def from_slices(cls, pieces: Sequence[PaddedSlice]) -> PaddedKV:
-        """A new rectangle out of copies of rows, aligned at their ends."""
+        """A new rectangle of copies of sequences, aligned at their ends."""
         length = max(piece.length for piece in pieces)
         like = pieces[0].cache
         result = cls(len(like.layers), like.first, length)
@@ -130,7 +130,7 @@ def _assembled(sources: list[torch.Tensor], pieces: Sequence[PaddedSlice], lengt
         source is first and piece.pad == pieces[0].pad and piece.length == length
         for source, piece in zip(sources, pieces, strict=True)
     )
-    if same:  # a reordering of one rectangle, the case of beam search: one copy for all rows
+    if same:  # a reordering of one rectangle, as in beam search: one copy for all sequences
         pad = pieces[0].pad
         index = torch.tensor([piece.index for piece in pieces], device=first.device)
         result[:, :, :length] = first[:, :, pad : pad + length].index_select(0, index)

@@ -1,10 +1,11 @@
-"""Keys and values of all sessions in pages of one pool, so that one kernel reads the rows of all of them.
+"""Keys and values of all sessions in pages of one pool, so that one kernel reads the sequences of all of them.
 
-A page holds `page` positions of one row, in every layer of the span. Rows that are copied share their full pages; who
-holds a page is counted. Page 0 belongs to nobody: what has to be written somewhere, but is read by no row, goes there.
+A page holds `page_size` positions of one sequence, in every layer of the span. Copies of a sequence share their full
+pages, and holders of a page are counted. Page 0 is the scratch page: it takes what has to be written somewhere, but
+is never read.
 
-Only the compute thread takes pages. They are given back from any thread, also by the garbage collector in the middle
-of anything, so that giving back is no more than putting them into a queue that the next taker empties.
+Only the compute thread allocates pages. Any thread releases them, even the garbage collector in the middle of anything
+else. So a release only puts pages into a queue, which the next allocation empties.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from collections.abc import Iterable, Sequence
 import torch
 
 PAGE_POSITIONS = 256
-"""Positions of a page: FlashAttention 2, which is what torch brings, takes multiples of 256 and nothing else."""
+"""Positions of a page: FlashAttention 2, which is what torch brings, takes multiples of 256 only."""
 
 MIN_GROWTH_PAGES = 4
 """Pages by which a pool grows at least."""
 
 SCRATCH_PAGE = 0
+"""The page that does not belong to any sequence."""
 
 
 class PagePool:
@@ -29,9 +31,9 @@ class PagePool:
 
     Attributes:
         page_size: positions of a page.
-        page_count: how many pages there are, the one that belongs to nobody included.
-        layers: number of a layer that has written -> keys, values `[pages or more, page, heads, dim]`.
-        relocations: how often a layer's storage came to lie elsewhere.
+        page_count: how many pages there are, including the scratch page.
+        layers: number of a layer that has written -> keys, values `[pages or more, page size, heads, dim]`.
+        relocations: how often the storage of a layer was moved.
     """
 
     def __init__(self, page_size: int = PAGE_POSITIONS) -> None:
@@ -45,7 +47,7 @@ class PagePool:
 
     @property
     def in_use(self) -> int:
-        """Pages that somebody holds."""
+        """Pages that are held."""
         self._collect_released()
         return self.page_count - 1 - len(self._free)
 
@@ -55,14 +57,14 @@ class PagePool:
         return self._holders[page]
 
     def reserve(self, positions: int) -> None:
-        """Have room for so many positions in full pages from now on, so that the pool need not grow step by step.
+        """Grow to so many positions in full pages, so that the pool need not grow step by step.
 
         Raises `torch.OutOfMemoryError`, which leaves the pool as it was.
         """
         self._grow(1 + -(-positions // self.page_size))
 
     def allocate(self, count: int) -> list[int]:
-        """Pages that nobody holds, held once from now on; the pool grows if there are too few.
+        """Take free pages, which are held once from now on; the pool grows if there are too few.
 
         Raises `torch.OutOfMemoryError`, and takes none, if the pool cannot grow.
         """
@@ -75,7 +77,7 @@ class PagePool:
         return taken
 
     def retain(self, pages: Iterable[int]) -> None:
-        """Hold pages, which somebody holds already, once more."""
+        """Hold pages, which are held already, once more."""
         for page in pages:
             self._holders[page] += 1
 
@@ -85,7 +87,7 @@ class PagePool:
 
     @torch.inference_mode()
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy what some pages hold to others, in every layer."""
+        """Copy the contents of some pages to others, in every layer."""
         if not sources:
             return
         for layer in self.layers.values():
@@ -102,20 +104,20 @@ class PagePool:
         return stored
 
     def _empty(self, like: torch.Tensor) -> torch.Tensor:
-        # Zeros, because kernels may multiply what lies behind a row's end by a weight of zero.
+        # Zeros, because kernels may multiply what lies behind a sequence's end by a weight of zero.
         return like.new_zeros(self.page_count, self.page_size, like.shape[1], like.shape[-1])
 
     def _grow_for(self, needed: int) -> None:
-        """By a quarter, so that what is ever copied stays below five times what is held; by less if memory is short."""
+        """Grow by a quarter, so that all copying stays below five times the size; by less if memory is short."""
         try:
             self._grow(max(needed, self.page_count + max(MIN_GROWTH_PAGES, self.page_count // 4)))
         except torch.OutOfMemoryError:
             self._grow(needed)
 
     def _grow(self, pages: int) -> None:
-        """One layer after the other, so that no more than one is there twice at any time.
+        """Grow one layer after the other, so that only one layer exists twice at any time.
 
-        If memory ends in between, some layers have room for pages that do not exist yet. That harms nothing.
+        If memory runs out in between, some layers have space for pages that do not exist yet, which is harmless.
         """
         if pages <= self.page_count:
             return
@@ -126,7 +128,7 @@ class PagePool:
         self._holders.extend([0] * (pages - self.page_count))
         self.page_count = pages
 
-    # Two functions, whose variables end with them: what was copied is freed before the next is made.
+    # Two functions, because their variables end with them: the old storage is freed before the next one is made.
     def _grow_keys(self, number: int, pages: int) -> None:
         keys, values = self.layers[number]
         self.layers[number] = _grown(keys, pages), values
@@ -145,13 +147,13 @@ class PagePool:
 
 
 class PageLease:
-    """The pages of some rows, held until nobody has the lease any more: neither session nor step that is computed.
+    """The pages of some sequences, held as long as a session or a step in progress refers to the lease.
 
-    However a session ends (closed, expired, disconnected, its step failed), its pages come back, and never while a step
-    still writes to them.
+    However a session ends (closed, expired, disconnected, its step failed), its pages return to the pool, and never
+    while a step still writes to them.
 
     Attributes:
-        tables: the pages of each row, in order.
+        tables: the pages of each sequence, in order.
     """
 
     def __init__(self, pool: PagePool, tables: tuple[tuple[int, ...], ...]) -> None:

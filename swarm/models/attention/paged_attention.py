@@ -1,7 +1,7 @@
-"""Attention over rows that lie in pages of a pool: one call a layer for all rows.
+"""Attention over sequences that lie in pages of a pool: one call a layer for all sequences.
 
-Only what the kernel knows is computed so: causal attention, with a sliding window or without. Everything else (chunks,
-soft-capped scores, sinks, latents in the cache) raises `PackingUnsupported`, and such models keep their rows in stores.
+The kernel knows causal attention, with a sliding window or without. Everything else (chunks, soft-capped scores, sinks,
+latents in the cache) raises `PackingUnsupported`, and such models use the contiguous layout.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CAUSAL_WINDOW: Window = (-1, 0)
 
 @dataclass(frozen=True)
 class PagedAttention:
-    """Where a span's rows lie, and what computes attention over them. Shared by all parts of a loaded span."""
+    """Where a span's sequences lie, and what computes attention over them. Shared by all parts of a loaded span."""
 
     pool: PagePool
     kernel: PagedKernel
@@ -39,7 +39,7 @@ class PagedAttention:
 
 @dataclass(frozen=True, slots=True)
 class BatchSequence:
-    """A row of a batch: `new` tokens from position `start` on; `table` has a page for every position up to the last."""
+    """A sequence of a batch: `new` tokens from position `start` on; `table` has pages up to the last of them."""
 
     table: Sequence[int]
     start: int
@@ -52,14 +52,14 @@ class BatchSequence:
 
 @dataclass(frozen=True)
 class PagedBatchIndex:
-    """Where the tokens and rows of a batch lie, for the kernel.
+    """Where the tokens and sequences of a batch lie, as the kernel needs to know.
 
     Attributes:
-        slots_N: int64, where each token's keys and values go: page x positions of a page + position in the page.
-        bounds: int32 `[rows + 1]`, where each row's tokens begin.
-        lengths: int32 `[rows]`, positions that each row has with its new tokens.
-        table: int32 `[rows, width]`, the pages of each row.
-        most_new, longest: tokens and positions that no row has more of.
+        slots_N: int64, where each token's keys and values go: page x page size + position in the page.
+        bounds: int32 `[sequences + 1]`, where each sequence's tokens begin.
+        lengths: int32 `[sequences]`, positions that each sequence has with its new tokens.
+        table: int32 `[sequences, width]`, the pages of each sequence.
+        most_new, longest: the largest number of tokens and of positions of a sequence.
     """
 
     slots_N: torch.Tensor
@@ -70,8 +70,8 @@ class PagedBatchIndex:
     longest: int
 
 
-def build_index(members: Sequence[BatchSequence], page: int, device: torch.device) -> PagedBatchIndex:
-    """The index of a batch of rows that all bring tokens, which come one row after the other."""
+def build_index(members: Sequence[BatchSequence], page_size: int, device: torch.device) -> PagedBatchIndex:
+    """The index of a batch of sequences that all bring tokens, one sequence after the other."""
     width = max(len(member.table) for member in members)
     table = [[*member.table, *[0] * (width - len(member.table))] for member in members]
     bounds = list(itertools.accumulate((member.new for member in members), initial=0))
@@ -80,7 +80,7 @@ def build_index(members: Sequence[BatchSequence], page: int, device: torch.devic
         return torch.tensor(values, dtype=torch.int32, device=device)
 
     return PagedBatchIndex(
-        torch.tensor([slot for member in members for slot in slots(member, page)], device=device),
+        torch.tensor([slot for member in members for slot in new_slots(member, page_size)], device=device),
         integers(bounds),
         integers([member.end for member in members]),
         integers(table),
@@ -89,13 +89,14 @@ def build_index(members: Sequence[BatchSequence], page: int, device: torch.devic
     )
 
 
-def slots(member: BatchSequence, page: int) -> list[int]:
-    """Where a row's new tokens go."""
-    return [member.table[position // page] * page + position % page for position in range(member.start, member.end)]
+def new_slots(member: BatchSequence, page_size: int) -> list[int]:
+    """Where a sequence's new tokens go."""
+    positions = range(member.start, member.end)
+    return [member.table[position // page_size] * page_size + position % page_size for position in positions]
 
 
 class PagedBatch(PackedBatch):
-    """A batch of tokens whose rows lie in pages.
+    """A batch of tokens whose sequences lie in pages.
 
     Args:
         index: the tokens of the batch.
@@ -125,7 +126,9 @@ class PagedBatch(PackedBatch):
         assert self._layer is not None
         keys, values = self._layer
         if expand is not None or not extra.plain:
-            raise PackingUnsupported("attention over pages has neither latents in the cache, nor soft caps, nor sinks")
+            raise PackingUnsupported(
+                "attention over pages supports neither latents in the cache, nor soft caps, nor sinks"
+            )
         index = self._index
         output: torch.Tensor = self._paging.kernel(
             query_NH1D.squeeze(2),
@@ -153,20 +156,20 @@ class PagedBatch(PackedBatch):
 def window_of(function: MaskFunction) -> Window:
     """The window that a family's mask function describes. Raises `PackingUnsupported` for any other rule.
 
-    transformers makes a function for each forward, so it is recognised by what it is made of.
+    transformers makes a new function for each forward, so it is recognised by its parts.
     """
     if function is causal_mask_function:
         return CAUSAL_WINDOW
-    made_of = _closure(function, like=sliding_window_causal_mask_function(1)).get("mask_functions", ())
-    if len(made_of) == 2 and made_of[1] is causal_mask_function:
-        size = _closure(made_of[0], like=sliding_window_overlay(1)).get("sliding_window")
+    parts = _closure(function, like=sliding_window_causal_mask_function(1)).get("mask_functions", ())
+    if len(parts) == 2 and parts[1] is causal_mask_function:
+        size = _closure(parts[0], like=sliding_window_overlay(1)).get("sliding_window")
         if isinstance(size, int) and size > 0 and _is_window(size):
             return size - 1, 0
-    raise PackingUnsupported("attention over pages knows causal masks and sliding windows, and this is another rule")
+    raise PackingUnsupported("attention over pages supports causal masks and sliding windows, and this is another rule")
 
 
 def _closure(function: Any, like: Any) -> dict[str, Any]:
-    """What a function was made with, by name, if it was made by the same code as `like`."""
+    """The variables that a function closes over, by name, if it has the same code as `like`."""
     code = getattr(function, "__code__", None)
     if code is None or code is not like.__code__:
         return {}

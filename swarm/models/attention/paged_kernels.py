@@ -1,8 +1,8 @@
-"""Attention over a pool of pages in one call for all rows of a batch: torch's kernel, and what it has to compute.
+"""Attention over a pool of pages in one call for all sequences of a batch: torch's kernel and its reference.
 
 The kernel is `torch.nn.attention.varlen.varlen_attn` with a block table (Kwon et al. 2023, "Efficient memory management
-for large language model serving with PagedAttention"). The reference is the same function written out; a CPU, which has
-no such kernel, computes with it, and no kernel is used that does not agree with it.
+for large language model serving with PagedAttention"). The reference is the same function written out. A CPU has no
+such kernel and computes with the reference, and a kernel is only used if it agrees with it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 Window = tuple[int, int]
-"""Positions that a token sees to its left and to its right, beside itself; -1 for any number."""
+"""Positions that a token sees to its left and to its right, besides itself; -1 for any number."""
 
 MAX_RELATIVE_ERROR = {torch.bfloat16: 3e-2, torch.float16: 5e-3}
 """Error of a kernel's outputs relative to their norm."""
@@ -42,28 +42,28 @@ class PagedKernel(Protocol):
     ) -> Any:
         """Outputs `[T, Hq, D]`.
 
-        Shapes: T tokens of N rows, Hq heads that share Hkv keys, D wide, P pages of S positions each.
+        Shapes: T tokens of N sequences, Hq heads that share Hkv keys, D wide, P pages of S positions each.
 
         Args:
-            query: `[T, Hq, D]`, one row after the other; a row's last token is at the row's last position.
+            query: `[T, Hq, D]`, one sequence after the other, each of which ends with its last new token.
             key, value: `[P, S, Hkv, D]`.
-            cu_seq_q: int32 `[N + 1]`, where each row's tokens begin, and where the last one's end.
+            cu_seq_q: int32 `[N + 1]`, where each sequence's tokens begin, and where the last one's end.
             cu_seq_k: not used with pages.
-            max_q, max_k: tokens and positions that no row has more of.
-            seqused_k: int32 `[N]`, positions of each row.
-            block_table: int32 `[N, ...]`, the pages of each row in order; what is behind the last one is not read.
-            num_splits: 1. FlashAttention 2 writes wrong rows if it divides a row's positions (pytorch issue 194167).
+            max_q, max_k: the largest number of tokens and of positions of a sequence.
+            seqused_k: int32 `[N]`, positions of each sequence.
+            block_table: int32 `[N, ...]`, the pages of each sequence in order; what is behind the last one is not read.
+            num_splits: 1. FlashAttention 2 writes wrong results if it splits a sequence (pytorch issue 194167).
         """
 
 
 def candidate_kernels(device: torch.device) -> tuple[PagedKernel, ...]:
-    """What a device may compute with, to be tried in this order. Raises `ImportError` if this torch has no kernel."""
+    """Kernels that a device may have, to be tried in this order. Raises `ImportError` if this torch has none."""
     if device.type != "cuda":
         return (reference_kernel,)
-    from torch.nn.attention.varlen import varlen_attn  # late: a second, and of no use without a GPU
+    from torch.nn.attention.varlen import varlen_attn  # late: it takes a second, and is not needed without a GPU
 
     def with_bounds_of_keys(*args: Any, **kwargs: Any) -> Any:
-        """FlashAttention 3 refuses `cu_seq_k` beside pages; FlashAttention 2 wants one, and goes by `seqused_k`."""
+        """FlashAttention 3 refuses `cu_seq_k` beside pages; FlashAttention 2 requires it, but uses `seqused_k`."""
         query, key, value, cu_seq_q, _, *rest = args
         return varlen_attn(query, key, value, cu_seq_q, cu_seq_q, *rest, **kwargs)
 
@@ -86,34 +86,36 @@ def reference_kernel(
     block_table: torch.Tensor,
     num_splits: int,
 ) -> torch.Tensor:
-    """See `PagedKernel`. One row after the other, in any dtype and on any device.
+    """A `PagedKernel` that computes one sequence after the other, in any dtype and on any device.
 
-    Raises `ValueError` where the kernel would refuse, or would read what is not there.
+    Raises `ValueError` where a kernel would refuse, or would read memory that is not there.
     """
     bounds, lengths, tables = cu_seq_q.tolist(), seqused_k.tolist(), block_table.tolist()
     if any(one.dtype is not torch.int32 for one in (cu_seq_q, seqused_k, block_table)):
-        raise ValueError("bounds, lengths and pages have to be int32")
+        raise ValueError("bounds, lengths and the block table have to be int32")
     if query.shape[1] % key.shape[2] or (query.shape[1] != key.shape[2] and not enable_gqa):
         raise ValueError(f"{query.shape[1]} heads cannot share {key.shape[2]} keys")
     if not len(bounds) - 1 == len(lengths) == len(tables) or (bounds[0], bounds[-1]) != (0, len(query)):
-        raise ValueError("rows, their tokens and their pages do not fit together")
+        raise ValueError("sequences, their tokens and their pages do not fit together")
     output = torch.empty_like(query)
     for first, end, length, table in zip(bounds, bounds[1:], lengths, tables, strict=False):
         if not (first <= end <= first + min(max_q, length) and length <= max_k):
-            raise ValueError("a row is longer than was said, or brings more tokens than it has positions")
+            raise ValueError("a sequence is longer than max_k, or brings more tokens than max_q or its positions allow")
         pages = table[: -(-length // key.shape[1])]
         if length > len(table) * key.shape[1] or any(not 0 <= page < len(key) for page in pages):
             raise ValueError("the block table names pages that do not exist, or too few")
         if first < end:
-            output[first:end] = _row(query[first:end], key, value, pages, length, scale, window_size, enable_gqa)
+            output[first:end] = _attend_sequence(
+                query[first:end], key, value, pages, length, scale, window_size, enable_gqa
+            )
     return output
 
 
 def agrees_with_reference(kernel: PagedKernel, pages: torch.Tensor) -> bool:
-    """Whether a kernel computes what the reference does, for the pages of a model, `[pages, page, heads, dim]`.
+    """Whether a kernel computes what the reference does, for pages like those of a model, `[pages, page, heads, dim]`.
 
-    Rows that begin, go on, and bring one token, over several pages, with and without a window. Real windows are far
-    longer than what a model is tried with, so a kernel that ignores them would go unnoticed there.
+    Tries sequences that begin, continue, and bring one token, over several pages, with and without a window. Trials of
+    whole models are far shorter than real windows, so they would not notice a kernel that ignores windows.
     """
     _, page, heads, dim = pages.shape
     generator = torch.Generator().manual_seed(0)
@@ -137,12 +139,12 @@ def agrees_with_reference(kernel: PagedKernel, pages: torch.Tensor) -> bool:
                 for one in (kernel, reference_kernel)
             ]  # fmt: skip
             error = (outputs[0] - outputs[1]).norm() / outputs[1].norm()
-            if not error < MAX_RELATIVE_ERROR.get(pages.dtype, 1e-4):  # nor if it is no number
+            if not error < MAX_RELATIVE_ERROR.get(pages.dtype, 1e-4):  # also if it is not a number
                 return False
     return True
 
 
-def _row(
+def _attend_sequence(
     query_THD: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

@@ -1,4 +1,7 @@
-"""A session's rows, and one forward for tokens of many sessions; see `swarm.models.attention.contiguous_attention`."""
+"""The sequences of a session in a store of its own, and one forward for tokens of many sessions.
+
+See `swarm.models.attention.contiguous_attention`.
+"""
 
 from __future__ import annotations
 
@@ -12,27 +15,28 @@ from swarm.data_structures import StepLayout
 from swarm.models.attention.contiguous_attention import ContiguousBatch, ContiguousSegment
 from swarm.models.attention.contiguous_kv import ContiguousKV
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.execution.step_part import StepPart, adapter_shares
+from swarm.models.execution.step_part import StepPart, adapter_segments
 
 
 @dataclass
 class StagedContiguousSequences:
-    """Rows as a step leaves them: `starts` are their lengths before the step's tokens, `lengths` after them."""
+    """Sequences as a step leaves them: `starts` are their lengths before the step's tokens, `lengths` after them."""
 
-    rows: ContiguousSequences
+    sequences: ContiguousSequences
     store: ContiguousKV
     starts: tuple[int, ...]
     lengths: tuple[int, ...]
 
     def commit(self) -> None:
-        self.rows.store, self.rows.lengths = self.store, self.lengths
+        """Make them the session's sequences."""
+        self.sequences.store, self.sequences.lengths = self.store, self.lengths
 
 
 class ContiguousSequences:
-    """The rows of one session, all in one store.
+    """The sequences of one session, all in one store.
 
     Attributes:
-        lengths: positions of each row.
+        lengths: positions of each sequence.
     """
 
     def __init__(self) -> None:
@@ -40,48 +44,48 @@ class ContiguousSequences:
         self.lengths: tuple[int, ...] = ()
 
     def stage(self, layout: StepLayout) -> StagedContiguousSequences:
-        """The rows copied and set back as the layout says."""
+        """The sequences copied and rolled back as the layout says."""
         ends = tuple(start + count for start, count in zip(layout.starts, layout.counts, strict=True))
-        store = self._arranged(layout)
+        store = self._arrange(layout)
         store.reserve(max(ends))
         if store is self.store:
-            # What lies behind a start is going to be overwritten; should the step fail, nobody may continue from there.
+            # The step overwrites what lies behind a start. If it fails, the session must not continue from there.
             self.lengths = tuple(map(min, self.lengths, layout.starts))
         return StagedContiguousSequences(self, store, layout.starts, ends)
 
-    def _arranged(self, layout: StepLayout) -> ContiguousKV:
+    def _arrange(self, layout: StepLayout) -> ContiguousKV:
         known = len(self.lengths)
         sources = layout.sources if layout.sources is not None else tuple(range(layout.sequences))
         if sources == tuple(range(known)):
             return self.store
         if not any(layout.starts):
             return ContiguousKV(layout.sequences)
-        # Rows that are new, or begin again, may take the place of any: what is in it is not looked at.
-        taken = [source if source < known else 0 for source in sources]
-        return self.store.select_sequences(taken, max(layout.starts))
+        # A sequence that is new, or begins again, may be a copy of any other: what is in it is not looked at.
+        copied = [source if source < known else 0 for source in sources]
+        return self.store.select_sequences(copied, max(layout.starts))
 
 
-def compute(model: SpanModel, parts: Sequence[StepPart]) -> list[torch.Tensor]:
-    """One forward for all parts, whose drafts are `StagedContiguousSequences`s."""
+def compute_parts(model: SpanModel, parts: Sequence[StepPart]) -> list[torch.Tensor]:
+    """One forward for all parts, whose sequences are `StagedContiguousSequences`; the outputs of each part."""
     segments: list[ContiguousSegment] = []
     positions: list[int] = []
     for part in parts:
         for segment in _segments(part.staged.store, part.layout, len(positions)):
             segments.append(segment)
-            for row, start in enumerate(segment.starts, segment.first):
-                offset = part.layout.offsets[row] if part.layout.offsets is not None else 0
+            for number, start in enumerate(segment.starts, segment.first):
+                offset = part.layout.offsets[number] if part.layout.offsets is not None else 0
                 positions.extend(range(start + offset, start + offset + segment.new))
     inputs = [part.inputs for part in parts]
     hidden_NH = inputs[0] if len(inputs) == 1 else torch.cat(inputs)
-    with model.adapted.activate(adapter_shares(parts)):
+    with model.adapted.activate(adapter_segments(parts)):
         output_NH = model.forward_tokens(hidden_NH, positions, ContiguousBatch(segments))
     return list(output_NH.split([len(hidden) for hidden in inputs]))
 
 
 def _segments(store: ContiguousKV, layout: StepLayout, token: int) -> Iterator[ContiguousSegment]:
-    """Neighbouring rows that attention can handle at once: equally many tokens each, and one, or the same start."""
-    rows = zip(itertools.count(), layout.starts, layout.counts)
-    for (new, _), group in itertools.groupby(rows, key=lambda row: (row[2], row[1] if row[2] > 1 else 0)):
+    """Neighbouring sequences for one call of attention: equally many tokens each, and either one or the same start."""
+    sequences = zip(itertools.count(), layout.starts, layout.counts)
+    for (new, _), group in itertools.groupby(sequences, key=lambda one: (one[2], one[1] if one[2] > 1 else 0)):
         members = list(group)
         if new:
             yield ContiguousSegment(store, members[0][0], tuple(start for _, start, _ in members), new, token)

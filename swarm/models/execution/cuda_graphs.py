@@ -1,10 +1,9 @@
-"""Decode steps as recorded graphs: the GPU repeats a whole forward without Python naming one kernel after the other.
+"""Decode steps as recorded graphs: the GPU repeats a whole forward without Python launching kernel after kernel.
 
-A recording always works on the same memory and with the same shapes, so a batch is copied into buffers of the next
-size, and what is missing to that size are rows that lie in the page that belongs to nobody. Batches that bring more
-than a token a row, or are larger than the largest recording, are computed the plain way; so is everything from the
-moment on at which a recording fails (a family or a quantized product that waits for the GPU in between cannot be
-recorded).
+A recording always works on the same memory and with the same shapes. So a batch is copied into the buffers of the next
+larger size, and filled up with sequences in the scratch page. A batch is computed without a recording if a sequence
+brings more than one token, or if it is larger than the largest recording. Once a recording has failed, every batch is:
+a family or a quantized product that waits for the GPU in between cannot be recorded.
 """
 
 from __future__ import annotations
@@ -12,36 +11,36 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
+from swarm.models.attention.packed_attention import PackedBatch
 from swarm.models.attention.page_pool import SCRATCH_PAGE
-from swarm.models.attention.paged_attention import BatchSequence, PagedBatch, PagedBatchIndex
-
-if TYPE_CHECKING:
-    from swarm.models.execution.span_model import SpanModel
+from swarm.models.attention.paged_attention import BatchSequence, PagedAttention, PagedBatch, PagedBatchIndex
 
 logger = logging.getLogger(__name__)
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
-"""Rows of a recording. Up to a hundred rows or so a step costs what reading the weights costs, so that doubling keeps
-the recordings few and wastes little."""
+"""Sequences of a recording. Up to about a hundred sequences a step costs what reading the weights costs, so doubling
+keeps the recordings few and wastes little."""
 
 TABLE_WIDTHS = (4, 16, 64, 256)
-"""Pages of a recording's longest row. The kernel is launched for the longest row that a recording allows, and stops at
-the end of each row, so that a recording much too wide costs little; one for every length would be recorded all day."""
+"""Pages of a recording's longest sequence. The kernel is launched for the longest sequence that a recording allows, and
+stops at the end of each one. So a recording that is much too wide costs little, and few widths are enough."""
 
 WARM_UP_RUNS = 2
-"""Plain runs before a recording: libraries choose their kernels and take their memory in them."""
+"""Runs before a recording, in which libraries choose their kernels and take their memory."""
 
 Replay = Callable[[], None]
 GraphRecorder = Callable[[Callable[[], None]], Replay]
-"""Takes a function that reads and writes the same memory whenever it is called; what it returns does that again."""
+"""Takes a function that reads and writes the same memory whenever it is called. What it returns does that again."""
+
+PackedForward = Callable[[torch.Tensor, torch.Tensor, PackedBatch], torch.Tensor]
+"""Hidden states `[tokens, hidden]`, positions `[tokens, 1]` and their batch to outputs; see `SpanModel.run_packed`."""
 
 
 class CudaGraphRecorder:
-    """Records with CUDA graphs, which share their memory: they never run at the same time."""
+    """Records CUDA graphs. They never run at the same time, so they share their memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -55,7 +54,7 @@ class CudaGraphRecorder:
                 for _ in range(WARM_UP_RUNS):
                     function()
             torch.cuda.current_stream().wait_stream(aside)
-            # Other threads may use the GPU meanwhile, for what has nothing to do with this.
+            # Other threads may use the GPU meanwhile, for something that has nothing to do with this.
             with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
                 function()
         return graph.replay
@@ -63,16 +62,17 @@ class CudaGraphRecorder:
 
 @dataclass(frozen=True)
 class _RecordedGraph:
-    """A forward over buffers, for so many rows of so many pages (`width`).
+    """A forward over buffers, for a fixed number of sequences with a fixed number of pages each.
 
     Attributes:
+        width: pages of each sequence.
         hidden_NH: the inputs.
-        numbers: int32, one after the other: the rows' positions, slots, lengths and pages. One copy brings all of them.
+        numbers: int32, one after the other: the sequences' positions, slots, lengths and pages, copied at once.
         output_NH: the outputs.
         replay: computes them.
     """
 
-    rows: int
+    sequences: int
     width: int
     hidden_NH: torch.Tensor
     numbers: torch.Tensor
@@ -80,13 +80,15 @@ class _RecordedGraph:
     replay: Replay
 
     def fill(
-        self, hidden_NH: torch.Tensor, positions: Sequence[int], members: Sequence[BatchSequence], page: int
+        self, hidden_NH: torch.Tensor, positions: Sequence[int], members: Sequence[BatchSequence], page_size: int
     ) -> None:
-        """Put a batch in front; the rows behind it go to the page that belongs to nobody."""
-        empty = self.rows - len(members)
+        """Copy a batch into the buffers; the places behind it are sequences in the scratch page."""
+        empty = self.sequences - len(members)
         numbers = [*positions, *[0] * empty]
-        numbers += [member.table[member.start // page] * page + member.start % page for member in members]
-        numbers += [SCRATCH_PAGE * page] * empty
+        numbers += [
+            member.table[member.start // page_size] * page_size + member.start % page_size for member in members
+        ]
+        numbers += [SCRATCH_PAGE * page_size] * empty
         numbers += [member.end for member in members]
         numbers += [1] * empty
         for member in members:
@@ -101,81 +103,79 @@ class DecodeGraphs:
     """The recordings of one span's forward, made when they are first needed.
 
     Args:
-        record: a `CudaGraphRecorder`, or for tests a function that returns its argument.
+        forward: what is recorded.
+        paging: where the sequences lie.
+        recorder: a `CudaGraphRecorder`, or for tests a function that returns its argument.
+        like: an empty tensor of hidden states, `[0, hidden]`, of the span's dtype and on its device.
 
     Attributes:
         works: False once a recording has failed.
     """
 
-    def __init__(self, model: SpanModel, record: GraphRecorder) -> None:
-        self._model = model
-        self.record = record
+    def __init__(
+        self, forward: PackedForward, paging: PagedAttention, recorder: GraphRecorder, like: torch.Tensor
+    ) -> None:
+        self._forward = forward
+        self._paging = paging
+        self._recorder = recorder
+        self._like = like
         self.works = True
         self._recordings: dict[tuple[int, int], _RecordedGraph] = {}
-        self._moves = -1
+        self._relocations = -1
 
     @torch.inference_mode()
     def step(
         self, hidden_NH: torch.Tensor, positions: Sequence[int], members: Sequence[BatchSequence]
     ) -> torch.Tensor | None:
-        """`SpanModel.forward_tokens` of a batch of rows; None if it has to be computed the plain way."""
+        """The outputs of a batch; None if it has to be computed without a recording."""
         if len(members) != len(positions):
-            return None  # some row brings more than one token
-        rows, width = (
-            _bucket(len(members), BATCH_SIZES),
-            _bucket(max(len(member.table) for member in members), TABLE_WIDTHS),
-        )
-        recording = self._recording(rows, width) if rows is not None and width is not None else None
+            return None  # some sequence brings more than one token
+        sequences = _next_size(len(members), BATCH_SIZES)
+        width = _next_size(max(len(member.table) for member in members), TABLE_WIDTHS)
+        recording = self._recording(sequences, width) if sequences is not None and width is not None else None
         if recording is None:
             return None
-        recording.fill(hidden_NH, positions, members, self._page)
+        recording.fill(hidden_NH, positions, members, self._paging.pool.page_size)
         recording.replay()
         return recording.output_NH[: len(members)].clone()
 
-    def _recording(self, rows: int, width: int) -> _RecordedGraph | None:
-        paging = self._model.paging
-        assert paging is not None
-        if paging.pool.relocations != self._moves:
+    def _recording(self, sequences: int, width: int) -> _RecordedGraph | None:
+        pool = self._paging.pool
+        if pool.relocations != self._relocations:
             self._recordings.clear()  # they would write to where the pool was
-            self._moves = paging.pool.relocations
-        if (rows, width) not in self._recordings and self.works:
+            self._relocations = pool.relocations
+        if (sequences, width) not in self._recordings and self.works:
             try:
-                made = self._made(rows, width)
-            except Exception as error:  # whatever CUDA makes of a family's code
+                recording = self._record(sequences, width)
+            except RuntimeError as error:  # CUDA's own errors are of this class
                 self.works = False
                 self._recordings.clear()
                 logger.warning("Decode steps are not recorded as CUDA graphs: %s", str(error).partition("\n")[0])
                 return None
-            if (
-                paging.pool.relocations != self._moves
-            ):  # its first run made layers of the pool; all are where they stay now
-                return self._recording(rows, width)
-            self._recordings[rows, width] = made
-        return self._recordings.get((rows, width))
+            if pool.relocations != self._relocations:  # the first run made layers of the pool
+                return self._recording(sequences, width)
+            self._recordings[sequences, width] = recording
+        return self._recordings.get((sequences, width))
 
-    def _made(self, rows: int, width: int) -> _RecordedGraph:
-        model, page = self._model, self._page
-        hidden_NH = torch.zeros(rows, model.hidden_size, dtype=model.dtype, device=model.device)
+    def _record(self, sequences: int, width: int) -> _RecordedGraph:
+        page_size, device = self._paging.pool.page_size, self._like.device
+        hidden_NH = self._like.new_zeros(sequences, self._like.shape[1])
         output_NH = torch.zeros_like(hidden_NH)
-        numbers = torch.zeros(rows * (3 + width), dtype=torch.int32, device=model.device)
-        bounds = torch.arange(rows + 1, dtype=torch.int32, device=model.device)
+        numbers = torch.zeros(sequences * (3 + width), dtype=torch.int32, device=device)
+        bounds = torch.arange(sequences + 1, dtype=torch.int32, device=device)
 
         def forward() -> None:
-            assert model.paging is not None
-            positions_N, slots_N, lengths, table = numbers.split([rows, rows, rows, rows * width])
-            index = PagedBatchIndex(slots_N.long(), bounds, lengths, table.view(rows, width), 1, width * page)
-            batch = PagedBatch(model.paging, index)
-            output_NH.copy_(model.run_packed(hidden_NH, positions_N.long().unsqueeze(1), batch))
+            positions_N, slots_N, lengths, table = numbers.split([sequences, sequences, sequences, sequences * width])
+            table = table.view(sequences, width)
+            index = PagedBatchIndex(slots_N.long(), bounds, lengths, table, 1, width * page_size)
+            batch = PagedBatch(self._paging, index)
+            output_NH.copy_(self._forward(hidden_NH, positions_N.long().unsqueeze(1), batch))
 
-        recording = _RecordedGraph(rows, width, hidden_NH, numbers, output_NH, lambda: None)
-        recording.fill(hidden_NH[:0], (), (), page)
-        return replace(recording, replay=self.record(forward))
-
-    @property
-    def _page(self) -> int:
-        assert self._model.paging is not None
-        return self._model.paging.pool.page_size
+        recording = _RecordedGraph(sequences, width, hidden_NH, numbers, output_NH, lambda: None)
+        recording.fill(hidden_NH[:0], (), (), page_size)
+        return replace(recording, replay=self._recorder(forward))
 
 
-def _bucket(count: int, sizes: Sequence[int]) -> int | None:
+def _next_size(count: int, sizes: Sequence[int]) -> int | None:
+    """The smallest size that is large enough, if there is one."""
     return next((size for size in sizes if size >= count), None)

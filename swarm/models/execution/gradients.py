@@ -1,11 +1,11 @@
 """Gradients through frozen blocks: what a client's inputs and adapters need, and nothing for the blocks themselves.
 
-The family's own modules run over rectangles, and torch's autograd goes back through them. Rows are padded at their
-ends: what comes behind a token is invisible to it, so nothing has to be masked. A forward is computed again in the
-backward, and nothing is kept in between (Petals, section 2.2).
+The family's own modules run over rectangles, and torch's autograd goes back through them. Sequences are padded at their
+ends: what comes behind a token is invisible to it, so nothing has to be masked. The backward computes the forward
+again, and nothing is kept in between (Petals, section 2.2).
 
-What a graph remembers is bounded: rows that would make it too large are computed one after the other. Of a row that
-does so alone only the blocks' inputs are remembered, and each block is computed once more (Chen et al. 2016).
+The memory of a graph is bounded: sequences that would make it too large are computed one after the other. If a single
+sequence is too large, its graph keeps only the blocks' inputs and computes each block once more (Chen et al. 2016).
 """
 
 from __future__ import annotations
@@ -33,18 +33,20 @@ from swarm.models.execution.padded_sequences import padded_groups
 from swarm.models.execution.span_model import SpanModel
 
 MAX_GRAPH_BYTES = 1 << 29
-"""Bytes that one graph may remember."""
+"""Memory that one graph may keep."""
 
 GRAPH_HIDDEN_SIZES_PER_TOKEN = 24
-"""Numbers that a graph remembers of a token in a block, in hidden sizes. Counted: 13 (llama) to 26 (mixtral), and more
-where attention writes out its scores (bloom: 10 + 1/64 of the row's length)."""
+"""Numbers that a graph keeps of a token in a block, in hidden sizes. Counted: 13 (llama) to 26 (mixtral), and more
+where attention writes out its scores (bloom: 10 + 1/64 of the sequence's length)."""
 
 
 @dataclass(frozen=True)
 class SpanGradients:
-    """Attributes:
-    inputs: `[tokens, hidden]`, in the span's dtype.
-    parts: by block, one for each of `BlockAdapterWeights.tensors`, in that order, of the same shapes, float32.
+    """Gradients of a span's inputs and of an adapter on its blocks.
+
+    Attributes:
+        inputs: `[tokens, hidden]`, in the span's dtype.
+        parts: by block, one for each of `BlockAdapterWeights.tensors`, in that order, of the same shapes, float32.
     """
 
     inputs: torch.Tensor
@@ -54,7 +56,7 @@ class SpanGradients:
 def forward_with_graph(
     model: SpanModel, inputs_TH: torch.Tensor, layout: StepLayout, adapter: AdapterWeights = NO_ADAPTER
 ) -> torch.Tensor:
-    """Run whole sequences, as `kv_cache.forward_packed`, with a way back to inputs and adapter if they want gradients.
+    """Run whole sequences like `forward_without_cache`, with gradients for inputs and adapter if they require them.
 
     Args:
         inputs_TH: packed, in the span's dtype and on its device.
@@ -62,13 +64,13 @@ def forward_with_graph(
     Returns:
         outputs `[tokens, hidden]`.
     """
-    rows = inputs_TH.split(list(layout.counts))
-    outputs = [rows[0][:0]] * layout.sequences
+    sequences = inputs_TH.split(list(layout.counts))
+    outputs = [sequences[0][:0]] * layout.sequences
     for group in padded_groups(layout):
-        hidden_RTH = pad_sequence([rows[row] for row in group], batch_first=True)
+        hidden_RTH = pad_sequence([sequences[number] for number in group], batch_first=True)
         result_RTH = _run(model, hidden_RTH, layout, group, adapter)
-        for row, output_TH in zip(group, result_RTH, strict=True):
-            outputs[row] = output_TH[: layout.counts[row]]
+        for number, output_TH in zip(group, result_RTH, strict=True):
+            outputs[number] = output_TH[: layout.counts[number]]
     return torch.cat(outputs)
 
 
@@ -83,26 +85,26 @@ def compute_gradients(
 
     Args:
         inputs_TH: packed, in the span's dtype and on its device.
-        gradients_TH: of the outputs, alike.
+        gradients_TH: of the outputs, packed alike.
     """
-    rows = inputs_TH.detach().split(list(layout.counts))
+    sequences = inputs_TH.detach().split(list(layout.counts))
     ends = gradients_TH.split(list(layout.counts))
-    found = [row.new_zeros(row.shape) for row in rows]
+    found = [one.new_zeros(one.shape) for one in sequences]
     parts = {block: part for block, part in sorted(adapter.items()) if block in model.span}
     totals = {
         block: [torch.zeros_like(tensor, dtype=torch.float32) for tensor in part.tensors]
         for block, part in parts.items()
     }
     with torch.enable_grad():
-        for group in _groups(model, layout):
+        for group in _groups_within_memory(model, layout):
             leaves = {block: part.map_tensors(_leaf) for block, part in parts.items()}
-            hidden_RTH = pad_sequence([rows[row] for row in group], batch_first=True).requires_grad_()
+            hidden_RTH = pad_sequence([sequences[number] for number in group], batch_first=True).requires_grad_()
             result_RTH = _run(model, hidden_RTH, layout, group, leaves)
-            wanted = [hidden_RTH, *(tensor for part in leaves.values() for tensor in part.tensors)]
-            ends_RTH = pad_sequence([ends[row] for row in group], batch_first=True)
-            first, *rest = torch.autograd.grad(result_RTH, wanted, ends_RTH, materialize_grads=True)
-            for row, gradient_TH in zip(group, first, strict=True):
-                found[row] = gradient_TH[: layout.counts[row]]
+            requested = [hidden_RTH, *(tensor for part in leaves.values() for tensor in part.tensors)]
+            ends_RTH = pad_sequence([ends[number] for number in group], batch_first=True)
+            first, *rest = torch.autograd.grad(result_RTH, requested, ends_RTH, materialize_grads=True)
+            for number, gradient_TH in zip(group, first, strict=True):
+                found[number] = gradient_TH[: layout.counts[number]]
             for total, gradient in zip(itertools.chain(*totals.values()), rest, strict=True):
                 total += gradient
     return SpanGradients(torch.cat(found), totals)
@@ -111,31 +113,31 @@ def compute_gradients(
 def _run(
     model: SpanModel, hidden_RTH: torch.Tensor, layout: StepLayout, group: Sequence[int], adapter: AdapterWeights
 ) -> torch.Tensor:
-    """Some rows as a rectangle, `[R, T, H]`; what comes behind their ends has no meaning."""
-    rows, length, _ = hidden_RTH.shape
-    offsets = [layout.offsets[row] for row in group] if layout.offsets is not None else None
-    segments = [AdapterSegment(adapter, list(range(length)) * rows)] if adapter else []
-    too_large = _graph(model, rows * length) > MAX_GRAPH_BYTES
-    with model.adapted.activate(segments), _frugal(model) if too_large else nullcontext():
+    """Some sequences as a rectangle, `[R, T, H]`; what comes behind their ends has no meaning."""
+    sequences, length, _ = hidden_RTH.shape
+    offsets = [layout.offsets[number] for number in group] if layout.offsets is not None else None
+    segments = [AdapterSegment(adapter, list(range(length)) * sequences)] if adapter else []
+    too_large = _graph_bytes(model, sequences * length) > MAX_GRAPH_BYTES
+    with model.adapted.activate(segments), _checkpointed_blocks(model) if too_large else nullcontext():
         return model.run_padded(hidden_RTH, None, None, offsets)
 
 
-def _graph(model: SpanModel, tokens: int) -> int:
-    """Bytes that a graph of so many tokens remembers."""
+def _graph_bytes(model: SpanModel, tokens: int) -> int:
+    """Memory that a graph of so many tokens keeps."""
     return tokens * model.span.length * GRAPH_HIDDEN_SIZES_PER_TOKEN * model.hidden_size * model.dtype.itemsize
 
 
-def _groups(model: SpanModel, layout: StepLayout) -> Iterator[list[int]]:
-    """Rows that are computed as one rectangle, as few as the size of their graph demands."""
+def _groups_within_memory(model: SpanModel, layout: StepLayout) -> Iterator[list[int]]:
+    """Sequences that are computed as one rectangle, so few that their graph stays small enough."""
     for group in padded_groups(layout):
-        longest = max(layout.counts[row] for row in group)
-        rows = max(1, MAX_GRAPH_BYTES // max(1, _graph(model, longest)))
-        yield from (group[first : first + rows] for first in range(0, len(group), rows))
+        longest = max(layout.counts[number] for number in group)
+        size = max(1, MAX_GRAPH_BYTES // max(1, _graph_bytes(model, longest)))
+        yield from (group[first : first + size] for first in range(0, len(group), size))
 
 
 @contextmanager
-def _frugal(model: SpanModel) -> Iterator[None]:
-    """Graphs that are made meanwhile remember blocks' inputs and compute the blocks again."""
+def _checkpointed_blocks(model: SpanModel) -> Iterator[None]:
+    """Meanwhile, graphs keep only the inputs of blocks, and compute the blocks again."""
     running = active_adapters()
 
     def contexts() -> tuple[Any, Any]:
@@ -153,5 +155,5 @@ def _frugal(model: SpanModel) -> Iterator[None]:
 
 
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers, of which gradients are wanted."""
+    """The same numbers as a leaf that requires gradients."""
     return tensor.detach().requires_grad_()

@@ -1,8 +1,8 @@
-"""A session's rows as rectangles: they grow, are rolled back and are reordered independently of each other.
+"""The sequences of a session in rectangles: they grow, are rolled back and are reordered independently of each other.
 
-transformers computes on rectangles. Rows that grew together lie in one rectangle and stay there; rows that no longer
-fit together (one was rolled back alone, a beam was copied) are copied into a new one. So the ordinary case, every row
-one token further, copies nothing.
+transformers computes on rectangles. Sequences that grew together lie in one rectangle and stay there. Sequences that no
+longer fit together (one was rolled back alone, a beam was copied) are copied into a new one. So the ordinary case,
+every sequence one token further, copies nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from swarm.models.execution.step_part import StepPart
 
 @dataclass(frozen=True, slots=True)
 class _PaddedSequence:
-    """Where a row's past lies: `length` positions from slot `pad` of row `index` of a rectangle."""
+    """Where a sequence's past lies: `length` positions from slot `pad` of row `index` of a rectangle."""
 
     rectangle: PaddedKV | None
     index: int
@@ -32,60 +32,56 @@ class _PaddedSequence:
 
 
 _Uses = Counter[PaddedKV | None]
-"""How many rows lie in each rectangle, before or after a step's copying."""
+"""How many sequences lie in each rectangle, before or after a step's copying."""
 
 _EMPTY = _PaddedSequence(None, 0, 0, 0)
 
 
 @dataclass
 class StagedPaddedSequences:
-    """Rows as a step leaves them, changed by every part of the step that is computed."""
+    """Sequences as a step leaves them, changed by every part of the step that is computed."""
 
-    keeper: PaddedSequences
-    rows: list[_PaddedSequence]
+    session: PaddedSequences
+    sequences: list[_PaddedSequence]
 
     def commit(self) -> None:
-        self.keeper.rows = _compacted(self.rows)
+        """Make them the session's sequences."""
+        self.session.sequences = _compacted(self.sequences)
 
 
 class PaddedSequences:
-    """The rows of one session.
+    """The sequences of one session."""
 
-    Args:
-        model: the blocks, which make the rectangles.
-    """
-
-    def __init__(self, model: SpanModel) -> None:
-        self.model = model
-        self.rows: list[_PaddedSequence] = []
+    def __init__(self) -> None:
+        self.sequences: list[_PaddedSequence] = []
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Positions of each row."""
-        return tuple(row.length for row in self.rows)
+        """Positions of each sequence."""
+        return tuple(one.length for one in self.sequences)
 
     def stage(self, layout: StepLayout) -> StagedPaddedSequences:
-        """The rows copied and set back as the layout says."""
+        """The sequences copied and rolled back as the layout says."""
         sources = layout.sources if layout.sources is not None else range(layout.sequences)
-        rows = []
+        staged = []
         for source, start in zip(sources, layout.starts, strict=True):
-            row = self.rows[source] if source < len(self.rows) and start > 0 else _EMPTY
-            rows.append(_PaddedSequence(row.rectangle, row.index, row.pad, start))
-        return StagedPaddedSequences(self, rows)
+            past = self.sequences[source] if source < len(self.sequences) and start > 0 else _EMPTY
+            staged.append(replace(past, length=start))
+        return StagedPaddedSequences(self, staged)
 
 
-def compute(model: SpanModel, parts: Sequence[StepPart]) -> list[torch.Tensor]:
-    """Compute parts, whose drafts are `StagedPaddedSequences`s, one after the other."""
-    return [_computed(model, part) for part in parts]
+def compute_parts(model: SpanModel, parts: Sequence[StepPart]) -> list[torch.Tensor]:
+    """Compute parts, whose sequences are `StagedPaddedSequences`, one after the other; the outputs of each."""
+    return [_compute_part(model, part) for part in parts]
 
 
-def _computed(model: SpanModel, part: StepPart) -> torch.Tensor:
-    """The draft's rows get their new tokens."""
-    draft: StagedPaddedSequences = part.staged
+def _compute_part(model: SpanModel, part: StepPart) -> torch.Tensor:
+    """Append the new tokens to the staged sequences."""
+    staged: StagedPaddedSequences = part.staged
     bounds = list(itertools.accumulate(part.layout.counts, initial=0))
     output = torch.empty_like(part.inputs)
-    kept = draft.keeper.rows
-    uses = Counter(row.rectangle for row in kept) | Counter(row.rectangle for row in draft.rows)
+    before = Counter(one.rectangle for one in staged.session.sequences)
+    uses = before | Counter(one.rectangle for one in staged.sequences)
     for group in padded_groups(part.layout):
         _compute_group(model, part, output, bounds, group, uses)
     return output
@@ -99,98 +95,100 @@ def _compute_group(
     group: Sequence[int],
     uses: _Uses,
 ) -> None:
-    """Compute the rows of `group` as one rectangle: read their tokens, write to `output_TH` and the draft."""
-    draft: StagedPaddedSequences = part.staged
+    """Compute the sequences of `group` as one rectangle: read their tokens, write to `output_TH` and `part.staged`."""
+    staged: StagedPaddedSequences = part.staged
     layout, packed_TH = part.layout, part.inputs
-    rows, counts = draft.rows, layout.counts
-    new = max(counts[row] for row in group)
-    rectangle = _rectangle(model, draft, group, uses)
+    sequences, counts = staged.sequences, layout.counts
+    new = max(counts[number] for number in group)
+    rectangle = _rectangle(model, staged, group, uses)
     end = rectangle.length + new
-    pads = [end - rows[row].length - counts[row] for row in group]
-    offsets = [layout.offsets[row] for row in group] if layout.offsets is not None else None
-    with model.adapted.activate(_shares(part.adapter, rectangle.length, new, pads)):
+    pads = [end - sequences[number].length - counts[number] for number in group]
+    offsets = [layout.offsets[number] for number in group] if layout.offsets is not None else None
+    with model.adapted.activate(_adapter_segments(part.adapter, rectangle.length, new, pads)):
         if _is_whole(packed_TH, counts, group, new):
             hidden = packed_TH.view(len(group), new, -1)
             output_TH.copy_(model.forward(hidden, rectangle, pads, offsets).reshape(output_TH.shape))
         else:
             hidden = packed_TH.new_zeros(len(group), new, packed_TH.shape[-1])
-            for place, row in enumerate(group):
-                hidden[place, new - counts[row] :] = packed_TH[bounds[row] : bounds[row + 1]]
+            for place, number in enumerate(group):
+                hidden[place, new - counts[number] :] = packed_TH[bounds[number] : bounds[number + 1]]
             result = model.forward(hidden, rectangle, pads, offsets)
-            for place, row in enumerate(group):
-                output_TH[bounds[row] : bounds[row + 1]] = result[place, new - counts[row] :]
-    for place, row in enumerate(group):
-        rows[row] = _PaddedSequence(rectangle, place, pads[place], rows[row].length + counts[row])
+            for place, number in enumerate(group):
+                output_TH[bounds[number] : bounds[number + 1]] = result[place, new - counts[number] :]
+    for place, number in enumerate(group):
+        length = sequences[number].length + counts[number]
+        sequences[number] = _PaddedSequence(rectangle, place, pads[place], length)
 
 
-def _rectangle(model: SpanModel, draft: StagedPaddedSequences, group: Sequence[int], uses: _Uses) -> PaddedKV:
-    """The rectangle that holds just these rows, all ending at the same slot; copied together if there is none."""
-    rows = draft.rows
-    first = rows[group[0]]
+def _rectangle(model: SpanModel, staged: StagedPaddedSequences, group: Sequence[int], uses: _Uses) -> PaddedKV:
+    """The rectangle of just these sequences, all ending at the same slot; they are copied together if there is none."""
+    sequences = staged.sequences
+    first = sequences[group[0]]
     if first.rectangle is None:
         return model.new_padded_kv()
     end = first.pad + first.length
-    together = first.rectangle.rows == len(group) and all(
-        rows[row].rectangle is first.rectangle and rows[row].index == place and rows[row].pad + rows[row].length == end
-        for place, row in enumerate(group)
+    together = first.rectangle.sequences == len(group) and all(
+        one.rectangle is first.rectangle and one.index == place and one.pad + one.length == end
+        for place, one in enumerate(sequences[number] for number in group)
     )
-    # A row outside of the group may be a copy that has not parted from its original yet.
+    # A sequence outside of the group may be a copy that has not parted from its original yet.
     if not together or uses[first.rectangle] > len(group):
-        return _copied([rows[row] for row in group])
-    # What lies behind is going to be overwritten; should the step fail, nobody may continue from there.
-    draft.keeper.rows = [
-        replace(row, length=min(row.length, end - row.pad)) if row.rectangle is first.rectangle else row
-        for row in draft.keeper.rows
+        return _copied([sequences[number] for number in group])
+    # The step overwrites what lies behind. If it fails, the session must not continue from there.
+    staged.session.sequences = [
+        replace(one, length=min(one.length, end - one.pad)) if one.rectangle is first.rectangle else one
+        for one in staged.session.sequences
     ]
     first.rectangle.truncate(end)
     return first.rectangle
 
 
-def _shares(adapter: AdapterWeights, past: int, new: int, pads: Sequence[int]) -> list[AdapterSegment]:
+def _adapter_segments(adapter: AdapterWeights, past: int, new: int, pads: Sequence[int]) -> list[AdapterSegment]:
     """What is added to the new slots of a rectangle."""
     return [AdapterSegment(adapter, [past + slot - pad for pad in pads for slot in range(new)])] if adapter else []
 
 
 def padded_groups(layout: StepLayout) -> list[list[int]]:
-    """Rows that can be computed as one rectangle: those that begin, padded on the left, and those of equal count.
+    """Sequences to compute as one rectangle: those that begin, padded on the left, and those of equal count.
 
-    Beginning rows of very different lengths are divided further, so that at most half of a rectangle is padding.
+    Beginning sequences of very different lengths are divided further, so that at most half of a rectangle is padding.
     """
-    fresh = [row for row, start in enumerate(layout.starts) if not start and layout.counts[row]]
-    counts = [layout.counts[row] for row in fresh]
+    fresh = [number for number, start in enumerate(layout.starts) if not start and layout.counts[number]]
+    counts = [layout.counts[number] for number in fresh]
     ragged = len(fresh) * max(counts, default=0) > 2 * sum(counts)
-    found: dict[int, list[int]] = {}
-    for row in fresh:
-        found.setdefault(-layout.counts[row].bit_length() if ragged else 0, []).append(row)
-    for row, (start, count) in enumerate(zip(layout.starts, layout.counts, strict=True)):
+    groups: dict[int, list[int]] = {}
+    for number in fresh:
+        groups.setdefault(-layout.counts[number].bit_length() if ragged else 0, []).append(number)
+    for number, (start, count) in enumerate(zip(layout.starts, layout.counts, strict=True)):
         if start and count:
-            found.setdefault(count, []).append(row)
-    return list(found.values())
+            groups.setdefault(count, []).append(number)
+    return list(groups.values())
 
 
-def _copied(rows: Sequence[_PaddedSequence]) -> PaddedKV:
-    pieces = [PaddedSlice(row.rectangle, row.index, row.pad, row.length) for row in rows if row.rectangle is not None]
-    return PaddedKV.from_slices(pieces)
+def _copied(sequences: Sequence[_PaddedSequence]) -> PaddedKV:
+    return PaddedKV.from_slices(
+        [PaddedSlice(one.rectangle, one.index, one.pad, one.length) for one in sequences if one.rectangle is not None]
+    )
 
 
-def _compacted(rows: list[_PaddedSequence]) -> list[_PaddedSequence]:
-    """The rows, those that have stopped moved out of rectangles of which they are the lesser part.
+def _compacted(sequences: list[_PaddedSequence]) -> list[_PaddedSequence]:
+    """The sequences, moved out of rectangles of which they use at most half.
 
-    Without this, rows that end one after the other would each keep a rectangle of all rows alive.
+    Without this, sequences that end one after the other would each keep a rectangle of all of them alive.
     """
     holders: dict[PaddedKV, list[int]] = {}
-    for place, row in enumerate(rows):
-        if row.rectangle is not None:
-            holders.setdefault(row.rectangle, []).append(place)
+    for place, one in enumerate(sequences):
+        if one.rectangle is not None:
+            holders.setdefault(one.rectangle, []).append(place)
     for rectangle, places in holders.items():
-        if 2 * len(places) <= rectangle.rows:
-            copy = _copied([rows[place] for place in places])
+        if 2 * len(places) <= rectangle.sequences:
+            copy = _copied([sequences[place] for place in places])
             for index, place in enumerate(places):
-                length = rows[place].length
-                rows[place] = _PaddedSequence(copy, index, copy.length - length, length)
-    return rows
+                length = sequences[place].length
+                sequences[place] = _PaddedSequence(copy, index, copy.length - length, length)
+    return sequences
 
 
 def _is_whole(packed: torch.Tensor, counts: Sequence[int], group: Sequence[int], new: int) -> bool:
-    """True if the group is the whole step and has no ragged row, so that packed tokens already form a rectangle."""
+    """True if the group is the whole step and all counts are equal: packed tokens are a rectangle already."""
     return len(group) == len(counts) and packed.shape[0] == len(group) * new

@@ -1,12 +1,12 @@
-"""One session's attention cache, and the computation of its steps, many sessions' at once.
+"""One session's attention cache, and the computation of its steps, many sessions' steps at once.
 
-A step is begun, computed (whole, or in portions between other sessions' steps), and committed. Only then do the
-session's rows change: a step that fails can be sent again.
+A step is started, computed (whole, or in portions between other sessions' steps), and committed. Only a commit changes
+the session's sequences, so a step that fails can be sent again.
 
-There are three ways to lay out sequences and to compute. `contiguous_sequences` and `paged_sequences` put tokens of all
-sessions into one forward and need a family whose attention can be exchanged; the latter keeps all sequences in pages of
-one pool, which is for GPUs. `padded_sequences` is slow, readable, and works for every family. All give the same
-results.
+There are three ways to store the sequences and to compute. `contiguous_sequences` and `paged_sequences` put tokens of
+all sessions into one forward, and need a family whose attention can be exchanged; the latter keeps all sequences in
+pages of one pool, which is for GPUs. `padded_sequences` is slow, readable, and works for every family. All give the
+same results.
 """
 
 from __future__ import annotations
@@ -24,34 +24,37 @@ from swarm.models.adapters.adapter_batch import NO_ADAPTER, AdapterWeights
 from swarm.models.execution import contiguous_sequences, padded_sequences, paged_sequences
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.step_part import StepPart
+from swarm.models.execution.strategy import CacheLayout, ExecutionStrategy
 
 
 class StagedSequences(Protocol):
-    """The rows of a session as a step leaves them, while it is being computed."""
+    """The sequences of a session as a step leaves them, while it is being computed."""
 
     def commit(self) -> None:
-        """Make them the session's rows."""
+        """Make them the session's sequences."""
 
 
 class SequenceStorage(Protocol):
-    """A session's rows."""
+    """The keys and values of a session's sequences, in one of the three layouts."""
 
     @property
-    def lengths(self) -> tuple[int, ...]: ...
+    def lengths(self) -> tuple[int, ...]:
+        """Positions of each sequence."""
 
     def stage(self, layout: StepLayout) -> StagedSequences:
-        """Arrange the rows as the layout says (copied, set back) without changing what the session could go on from."""
+        """Copy and roll back sequences as the layout says, without changing what the session could continue from."""
 
 
 @dataclass
 class StepComputation:
-    """A step that is being computed. Made by `SessionCache.begin`.
+    """A step that is being computed. Made by `SessionCache.start_step`.
 
     Attributes:
-        model: the blocks that compute it; only works of the same blocks can be computed together.
+        model: the blocks that compute it; only steps of the same model can be computed together.
         inputs: `[tokens, hidden]`, packed.
+        staged: the session's sequences as this step leaves them.
         adapter: what the client adds to the blocks.
-        done: how many of the packed tokens are computed.
+        tokens_done: how many of the packed tokens are computed.
     """
 
     model: SpanModel
@@ -64,7 +67,7 @@ class StepComputation:
 
     @property
     def output(self) -> torch.Tensor:
-        """What is computed so far, `[done, hidden]`."""
+        """What is computed so far, `[tokens_done, hidden]`."""
         if len(self._outputs) != 1:
             self._outputs = [torch.cat(self._outputs) if self._outputs else self.inputs[:0]]
         return self._outputs[0]
@@ -74,17 +77,13 @@ class StepComputation:
         """Tokens still to be computed."""
         return self.layout.tokens - self.tokens_done
 
-    def add_output(self, output: torch.Tensor) -> None:
-        """The next tokens are computed."""
-        self._outputs.append(output)
-        self.tokens_done += len(output)
-
-    def commit(self) -> None:
-        """Append what was computed to the session's rows."""
-        self.staged.commit()
+    def next_part(self, tokens: int) -> StepPart:
+        """The next `tokens` packed tokens."""
+        inputs = self.inputs[self.tokens_done : self.tokens_done + tokens]
+        return StepPart(self.staged, self.next_layout(tokens), inputs, self.adapter)
 
     def next_layout(self, tokens: int) -> StepLayout:
-        """The layout of the next `tokens` packed tokens: other rows of the step bring none."""
+        """The layout of the next `tokens` packed tokens: other sequences of the step bring none."""
         if not self.tokens_done and tokens == len(self.inputs):
             return replace(self.layout, sources=None) if self.layout.sources is not None else self.layout
         starts, counts = [], []
@@ -95,9 +94,18 @@ class StepComputation:
             counts.append(max(0, end - begin))
         return StepLayout(tuple(starts), tuple(counts), None, self.layout.offsets)
 
+    def add_output(self, output: torch.Tensor) -> None:
+        """Take the outputs of the next tokens."""
+        self._outputs.append(output)
+        self.tokens_done += len(output)
+
+    def commit(self) -> None:
+        """Append what was computed to the session's sequences."""
+        self.staged.commit()
+
 
 class SessionCache:
-    """The cached past of a session's rows.
+    """The cached past of a session's sequences.
 
     Attributes:
         model: the blocks.
@@ -107,16 +115,19 @@ class SessionCache:
     def __init__(self, model: SpanModel, adapter: AdapterWeights = NO_ADAPTER) -> None:
         self.model = model
         self.adapter = adapter
-        self._storage = _empty_rows(model)
+        self._storage = _empty_storage(model.strategy)
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Cached positions of each row."""
+        """Cached positions of each sequence."""
         return self._storage.lengths
 
     def clear(self) -> None:
-        """Forget everything, whoever still has the session. For any thread: a step in progress goes on, for nothing."""
-        self._storage = _empty_rows(self.model)
+        """Free everything, even if others still hold the session. For any thread.
+
+        A step in progress goes on, and has no effect.
+        """
+        self._storage = _empty_storage(self.model.strategy)
         self.adapter = NO_ADAPTER
 
     def validate_layout(self, layout: StepLayout) -> None:
@@ -134,66 +145,56 @@ class SessionCache:
                 raise WrongPosition(f"row {row} continues at position {start}, but only {length} positions are cached")
 
     def start_step(self, packed_TH: torch.Tensor, layout: StepLayout) -> StepComputation:
-        """Prepare a step: `packed_TH` is `[layout.tokens, hidden]`, the rows' new tokens one row after the other.
+        """Prepare a step of the new tokens `packed_TH`, `[layout.tokens, hidden]`, one sequence after the other.
 
-        Raises `WrongPosition`. A step that is never committed leaves the rows as they were, except that rows which it
-        set back stay so.
+        Raises `WrongPosition`. A step that is never committed leaves the sequences as they were, except that those
+        which it rolled back stay so.
         """
         self.validate_layout(layout)
         return StepComputation(self.model, layout, packed_TH, self._storage.stage(layout), self.adapter)
 
     def step(self, packed_TH: torch.Tensor, layout: StepLayout) -> torch.Tensor:
         """Compute a whole step and append it to the cache; the outputs, packed alike."""
-        work = self.start_step(packed_TH, layout)
-        advance_steps([(work, work.tokens_left)])
-        work.commit()
-        return work.output
+        step = self.start_step(packed_TH, layout)
+        advance_steps([(step, step.tokens_left)])
+        step.commit()
+        return step.output
 
 
-def _empty_rows(model: SpanModel) -> SequenceStorage:
-    if not model.packed:
-        return padded_sequences.PaddedSequences(model)
-    return (
-        paged_sequences.PagedSequences(model.paging.pool)
-        if model.paging is not None
-        else contiguous_sequences.ContiguousSequences()
-    )
+def _empty_storage(strategy: ExecutionStrategy) -> SequenceStorage:
+    if strategy.paging is not None:
+        return paged_sequences.PagedSequences(strategy.paging.pool)
+    return contiguous_sequences.ContiguousSequences() if strategy.packed else padded_sequences.PaddedSequences()
+
+
+_COMPUTATIONS: dict[CacheLayout, Callable[[SpanModel, Sequence[StepPart]], list[torch.Tensor]]] = {
+    "contiguous": contiguous_sequences.compute_parts,
+    "paged": paged_sequences.compute_parts,
+    "padded": padded_sequences.compute_parts,
+}
 
 
 def advance_steps(portions: Sequence[tuple[StepComputation, int]]) -> None:
-    """Compute the next tokens of some works, all of the same model, in one forward if its family allows.
+    """Compute the next tokens of some steps of the same model, in one forward if its family allows that.
 
     Args:
-        portions: works, none of them twice, and how many packed tokens of each to compute, at most what is left.
+        portions: different steps, and how many packed tokens of each to compute, at most what is left.
     """
-    portions = [(work, tokens) for work, tokens in portions if tokens]
+    portions = [(step, tokens) for step, tokens in portions if tokens]
     if not portions:
         return
     model = portions[0][0].model
-    if model.packed:
-        _advance(portions, paged_sequences.compute if model.paging is not None else contiguous_sequences.compute)
-    else:
-        for portion in portions:
-            _advance([portion], padded_sequences.compute)
-
-
-def _advance(portions: Sequence[tuple[StepComputation, int]], compute: Callable[..., list[torch.Tensor]]) -> None:
-    parts = [
-        StepPart(
-            work.staged,
-            work.next_layout(tokens),
-            work.inputs[work.tokens_done : work.tokens_done + tokens],
-            work.adapter,
-        )
-        for work, tokens in portions
-    ]
-    outputs = compute(portions[0][0].model, parts)
-    for (work, _), output in zip(portions, outputs, strict=True):
-        work.add_output(output)
+    # Padded steps are computed one after the other. Each one counts at once, also if a later one fails.
+    forwards = [portions] if model.strategy.packed else [[portion] for portion in portions]
+    for together in forwards:
+        parts = [step.next_part(tokens) for step, tokens in together]
+        outputs = _COMPUTATIONS[model.strategy.layout](model, parts)
+        for (step, _), output in zip(together, outputs, strict=True):
+            step.add_output(output)
 
 
 def forward_without_cache(
     model: SpanModel, packed_TH: torch.Tensor, layout: StepLayout, adapter: AdapterWeights = NO_ADAPTER
 ) -> torch.Tensor:
-    """Run whole sequences. Same packing as `SessionCache.step`, nothing is kept."""
+    """Run whole sequences, packed as in `SessionCache.step`, and keep nothing."""
     return SessionCache(model, adapter).step(packed_TH, layout)

@@ -1,4 +1,4 @@
-"""The next tokens of one step, as each way of computing (`packed_rows`, `page_rows`, `rectangle_rows`) gets them."""
+"""A part of one step: the tokens of it that one forward computes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from swarm.models.adapters.adapter_batch import AdapterSegment, AdapterWeights
 
 @dataclass(frozen=True, slots=True)
 class StepPart:
-    """Attributes:
-    staged: rows as the step leaves them, of the kind that belongs to the way of computing.
-    layout: how many tokens each of these rows brings.
-    inputs: the tokens, `[tokens, hidden]`.
-    adapter: what their client adds to blocks.
+    """The next tokens of one step, as the contiguous, paged and padded computations get them.
+
+    Attributes:
+        staged: the sequences as the step leaves them, of the class that belongs to the layout of the cache.
+        layout: how many tokens each of these sequences brings.
+        inputs: the tokens, `[tokens, hidden]`.
+        adapter: what their client adds to blocks.
     """
 
     staged: Any
@@ -27,13 +29,13 @@ class StepPart:
     adapter: AdapterWeights
 
 
-def adapter_shares(parts: Sequence[StepPart]) -> list[AdapterSegment]:
-    """The adapters of packed tokens, one part behind the other; none if no part has any."""
+def adapter_segments(parts: Sequence[StepPart]) -> list[AdapterSegment]:
+    """The adapters of packed tokens, one part after the other; none if no part has one."""
     if not any(part.adapter for part in parts):
         return []
     return [AdapterSegment(part.adapter, _positions(part.layout)) for part in parts]
 
 
 def _positions(layout: StepLayout) -> list[int]:
-    rows = zip(layout.starts, layout.counts, strict=True)
-    return [start + number for start, count in rows for number in range(count)]
+    sequences = zip(layout.starts, layout.counts, strict=True)
+    return [start + number for start, count in sequences for number in range(count)]

@@ -1,11 +1,12 @@
-"""A span's forward over single tokens without the family's modules: a flat list of torch calls, or compiled code.
+"""A span's forward over packed tokens without the family's modules: a flat list of torch calls, or compiled code.
 
 Most of a decode step of small blocks is Python: modules that call modules, hooks, attributes, arguments passed on
-(about 0.3 ms a layer). `torch.export` runs the family's own code once and writes down the operations that it comes to.
-`flat` calls these one after the other; `compiled` lets AOTInductor make machine code of them, which takes half a minute
-and a C++ compiler, once: the result is kept on disk.
+(about 0.3 ms a layer). `torch.export` runs the family's own code once and traces its operations. `flat` calls these one
+after the other; `compiled` lets AOTInductor turn them into machine code. That takes half a minute and a C++ compiler,
+but only once: the result is kept on disk.
 
-Attention (whose work differs with every batch) and products of weights in a layout of their own stay calls of ours.
+Two kinds of operations stay calls of ours: attention, which differs with every batch, and products of frozen weights,
+which have a layout of their own.
 """
 
 from __future__ import annotations
@@ -13,10 +14,8 @@ from __future__ import annotations
 import hashlib
 import operator
 import os
-import statistics
 import tempfile
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,7 +37,7 @@ from swarm.models.attention.packed_attention import (
 from swarm.models.weights.frozen_linear import FrozenLinear
 
 TokenForward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Hidden states `[tokens, 1, hidden]` and positions `[tokens, 1]` to outputs like the former."""
+"""Hidden states `[tokens, 1, hidden]` and positions `[tokens, 1]` to outputs, shaped like the hidden states."""
 
 _library = torch.library.Library("swarm", "DEF")
 _library.define("attend(Tensor query, Tensor keys, Tensor values, Tensor? sinks, int width, int site) -> Tensor")
@@ -65,7 +64,7 @@ _DIRECT: dict[Any, Callable[..., Any]] = {
     _ATEN.transpose.int: torch.transpose,
     _ATEN.unsqueeze.default: torch.unsqueeze,
 }
-"""The same functions by a shorter way: a call of an overload by name costs a microsecond more."""
+"""Shortcuts to the same functions: calling an overload by name costs a microsecond more."""
 
 
 @dataclass(frozen=True)
@@ -89,18 +88,18 @@ class _AttentionSite:
 
 
 class _TracingBatch(PackedBatch):
-    """Stands for a batch while the forward is written down: remembers what each attention was called with."""
+    """Stands for a batch while the forward is traced: remembers how each attention was called."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sites: list[_AttentionSite] = []
         self._layer = 0
-        self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._new_kv: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._layer, self._kept = layer_idx, (key_states, value_states)
+        self._layer, self._new_kv = layer_idx, (key_states, value_states)
         return key_states, value_states
 
     def attend(
@@ -113,24 +112,24 @@ class _TracingBatch(PackedBatch):
         scale: float | None,
         extra: AttentionExtras,
     ) -> torch.Tensor:
-        assert self._kept is not None
+        assert self._new_kv is not None
         self.sites.append(_AttentionSite(module, self._layer, mask, scale, extra.softcap))
         site = len(self.sites) - 1
-        return cast(torch.Tensor, torch.ops.swarm.attend(query_NH1D, *self._kept, extra.sinks, width, site))
+        return cast(torch.Tensor, torch.ops.swarm.attend(query_NH1D, *self._new_kv, extra.sinks, width, site))
 
 
 _running = threading.local()
-"""The capture whose compiled code this thread is in: how its calls find their way back."""
+"""The trace whose compiled code this thread runs, so that its calls find the modules that they stand for."""
 
 
 def _attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None, width: int, site: int
 ) -> torch.Tensor:
-    return cast(torch.Tensor, _running.capture.sites[site](query, keys, values, sinks, width))
+    return cast(torch.Tensor, _running.trace.sites[site](query, keys, values, sinks, width))
 
 
 def _multiply(inputs: torch.Tensor, width: int, site: int) -> torch.Tensor:
-    return cast(torch.Tensor, _running.capture.products[site].product(inputs))
+    return cast(torch.Tensor, _running.trace.products[site].product(inputs))
 
 
 for _device in ("CPU", "CUDA"):
@@ -139,12 +138,12 @@ for _device in ("CPU", "CUDA"):
 
 
 class TracedForward:
-    """A forward `run(batch, hidden, positions)` of `model`, written down.
+    """A forward `run(batch, hidden, positions)` of `model`, traced as a list of operations.
 
     Args:
         example: hidden states `[tokens, 1, hidden]` of at least two tokens.
 
-    Raises whatever torch makes of a forward that cannot be written down.
+    Raises errors of torch's own if the forward cannot be traced.
     """
 
     def __init__(
@@ -173,7 +172,7 @@ class TracedForward:
         self.sites, self.products = recorder.sites, products
 
     def flat(self) -> TokenForward:
-        """The operations one after the other: weights are bound, checks and empty conversions left out."""
+        """The operations one after the other, with bound weights and without checks and conversions that do nothing."""
         module = self._program.module(check_guards=False)
         graph = module.graph
         graph.set_codegen(fx.graph.CodeGen())
@@ -210,7 +209,7 @@ class TracedForward:
         return function
 
     def compiled(self, folder: Path) -> TokenForward:
-        """Machine code, taken from `folder` or compiled and put there. It shares the model's weights."""
+        """Machine code from `folder`, compiled and saved there if it is missing. It shares the model's weights."""
         path = folder / f"{self._fingerprint()}.pt2"
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -227,7 +226,7 @@ class TracedForward:
         package.load_constants(constants, check_full_update=True, user_managed=True)
 
         def function(hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-            _running.capture = self
+            _running.trace = self
             return _only(package(hidden, positions))
 
         return function
@@ -241,7 +240,7 @@ class TracedForward:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch warns of its own deprecated calls."""
+    """Silence torch's warnings about its own deprecated calls."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -254,14 +253,14 @@ def _only(result: Any) -> torch.Tensor:
 def _processor_flags() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return ""
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
 @contextmanager
 def _opaque_products(model: nn.Module) -> Iterator[list[FrozenLinear]]:
-    """While the forward is written down, products of frozen weights are calls that nobody looks into."""
+    """While the forward is traced, products of frozen weights are calls that are not traced into."""
     products = [module for module in model.modules() if isinstance(module, FrozenLinear)]
 
     def replaced(module: FrozenLinear, site: int) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -274,19 +273,3 @@ def _opaque_products(model: nn.Module) -> Iterator[list[FrozenLinear]]:
     finally:
         for module in products:
             del module.forward
-
-
-def is_faster(
-    function: Callable[[], object],
-    other: Callable[[], object],
-    rounds: int = 15,
-    clock: Callable[[], float] = time.thread_time,
-) -> bool:
-    """Whether `function` takes less of this thread's time, or of another clock's, than `other`: medians of turns."""
-    times: tuple[list[float], list[float]] = ([], [])
-    for _ in range(rounds):
-        for one, mine in zip((function, other), times, strict=True):
-            began = clock()
-            one()
-            mine.append(clock() - began)
-    return statistics.median(times[0]) < statistics.median(times[1])

@@ -1,1 +1,1 @@
-"""Linear layers whose weights never change: arranged for the processor, or quantized."""
+"""Linear layers whose weights never change: prepacked for the processor, or quantized."""

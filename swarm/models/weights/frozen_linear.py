@@ -1,6 +1,6 @@
 """Linear layers whose weights never change: on a CPU they are held in the layout that oneDNN computes with.
 
-A plain `nn.Linear` leaves oneDNN to rearrange the weight at every product, or takes another path; arranged once, the
+With a plain `nn.Linear`, oneDNN rearranges the weight for every product, or takes another path. Prepacked once, the
 same product is up to twice as fast (`benchmarks/quantization.py`). Gradients flow to the inputs, never to the weights.
 """
 
@@ -13,23 +13,24 @@ from typing import Any
 import torch
 from torch import nn
 
-PREPACKED_BATCH = 128
-"""Batch that weights are arranged for. oneDNN has two layouts: one for a single row, which loses where there are more,
-and one for everything else, which is the same from 4 rows on and as good as the other for a single one."""
+PREPACKED_TOKENS = 128
+"""Tokens that weights are prepacked for. oneDNN has two layouts: one for a single token, which is slower for more, and
+one for everything else, which is the same from 4 tokens on and as good as the other for a single one."""
 
-MIN_PRODUCT_INPUTS = 4
-"""Rows that a product gets at least, zeros if need be. Reading the weight is all that so few rows cost, and oneDNN
-reads it slower for one row (by a quarter in fp32, a seventh in bfloat16) and for two (half, a third) than for four."""
+MIN_PRODUCT_TOKENS = 4
+"""Tokens that a product gets at least, padded with zeros. So few tokens cost no more than reading the weight, and
+oneDNN reads it slower for one token (by a quarter in fp32, a seventh in bfloat16) and for two (half, a third) than for
+four."""
 
 MIN_PREPACKED_FP32_WEIGHTS = 1 << 18
-"""Numbers in the smallest fp32 weight that is arranged. A call costs 8 us more than a plain one, which a smaller weight
-that lies in the processor's cache does not give back. In bfloat16 the plain call costs more, so all are arranged."""
+"""Numbers in the smallest fp32 weight that is prepacked. A call costs 8 us more than a plain one, which is not worth it
+for a smaller weight that lies in the processor's cache. In bfloat16 the plain call costs more, so all are prepacked."""
 
 
 class FrozenLinear(nn.Module):
-    """`x @ weight.T + bias` for a weight that is held in a form of its own.
+    """`x @ weight.T + bias` for a weight that is held in a special form.
 
-    Subclasses say how to multiply (`product`) and what the plain weight is (`dense`).
+    Subclasses implement the product (`product`) and restore the plain weight (`dense`).
 
     Shapes: any number of dimensions in front, `[..., in_features]` to `[..., out_features]`.
     """
@@ -41,11 +42,11 @@ class FrozenLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The plain weight, made for this call: a family that reads it gets the right one, slowly."""
+        """The plain weight, restored for this call. A family that reads it gets the right numbers, slowly."""
         return self.dense()
 
     def product(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The result for inputs, without a way back for gradients."""
+        """The result for inputs, without gradients."""
         raise NotImplementedError
 
     def dense(self) -> torch.Tensor:
@@ -63,7 +64,7 @@ class FrozenLinear(nn.Module):
 
 
 class _WithInputGradient(torch.autograd.Function):
-    """A frozen product whose gradient goes to its inputs. Keeps nothing but the module."""
+    """A frozen product whose gradient goes to its inputs. Keeps only the module."""
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, module: FrozenLinear) -> torch.Tensor:
@@ -77,27 +78,27 @@ class _WithInputGradient(torch.autograd.Function):
 
 
 class PrepackedLinear(FrozenLinear):
-    """A linear layer on the CPU whose weight is held in oneDNN's layout alone."""
+    """A linear layer on the CPU whose weight is held in oneDNN's layout only."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear)
-        arranged = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), PREPACKED_BATCH)
-        self.arranged = nn.Parameter(arranged, requires_grad=False)
+        prepacked = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), PREPACKED_TOKENS)
+        self.prepacked = nn.Parameter(prepacked, requires_grad=False)
 
     def product(self, inputs: torch.Tensor) -> torch.Tensor:
-        rows = inputs.numel() // self.in_features
-        if 0 < rows < MIN_PRODUCT_INPUTS:
-            padded = inputs.new_zeros(MIN_PRODUCT_INPUTS, self.in_features)
-            padded[:rows] = inputs.reshape(rows, self.in_features)
-            return self._multiplied(padded)[:rows].view(*inputs.shape[:-1], self.out_features)
+        tokens = inputs.numel() // self.in_features
+        if 0 < tokens < MIN_PRODUCT_TOKENS:
+            padded = inputs.new_zeros(MIN_PRODUCT_TOKENS, self.in_features)
+            padded[:tokens] = inputs.reshape(tokens, self.in_features)
+            return self._multiplied(padded)[:tokens].view(*inputs.shape[:-1], self.out_features)
         return self._multiplied(inputs)
 
     def dense(self) -> torch.Tensor:
-        return self.arranged.to_dense()
+        return self.prepacked.to_dense()
 
     def _multiplied(self, inputs: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(
-            inputs, self.arranged, self.bias, "none", [], ""
+            inputs, self.prepacked, self.bias, "none", [], ""
         )
         return result
 
@@ -115,7 +116,7 @@ def can_prepack(dtype: torch.dtype) -> bool:
 
 
 def prepack(layers: nn.Module) -> None:
-    """Replace, in place, the plain linear layers on the CPU that gain by it; one plain weight after the other is freed.
+    """Prepack, in place, the plain linear layers on the CPU that become faster; plain weights are freed one by one.
 
     Subclasses of `nn.Linear` stay: they may read their weight in their own way.
     """
@@ -129,7 +130,7 @@ def _gains(linear: nn.Linear) -> bool:
 
 
 def replace_linears(layers: nn.Module, replacement: Callable[[nn.Linear], nn.Module | None]) -> None:
-    """Put what `replacement` returns in the place of every plain `nn.Linear`; None leaves it.
+    """Replace every plain `nn.Linear` by what `replacement` returns for it; None leaves it.
 
     A linear layer that stands in several places is replaced by one module in all of them.
     """
@@ -142,7 +143,7 @@ def replace_linears(layers: nn.Module, replacement: Callable[[nn.Linear], nn.Mod
 
 
 def _plain_linears(layers: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Where each plain linear layer stands. It is not named itself: nobody but its places may keep its weight alive."""
+    """Where each plain linear layer stands. Only these places refer to the layer, so its weight is freed with them."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for parent in layers.modules():
         for name, child in parent._modules.items():

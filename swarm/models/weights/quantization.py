@@ -1,15 +1,15 @@
-"""Weights in 8 and 4 bits. Which forms there are, what they take, and the linear layers that hold them.
+"""Weights in 8 and 4 bits: the forms, the memory that they take, and the linear layers that hold them.
 
     none    the dtype that the server computes in
     int8    on a CPU one scale for each output, weights only; on a GPU LLM.int8 of bitsandbytes, where inputs beyond a
             threshold are multiplied in 16 bits (Dettmers et al. 2022a, Petals section 3.1)
     nf4     on a GPU: 4-bit NormalFloat of bitsandbytes, scales quantized too (Dettmers et al. 2023)
-    int4    on a CPU, where nothing fast computes with NF4: 16 evenly spaced values between the least and the greatest
-            of each group of weights
+    int4    on a CPU, which has no fast kernels for NF4: 16 evenly spaced values between the least and the greatest of
+            each group of weights
 
-On a CPU torch's own kernels multiply few tokens by the packed weights. For many tokens they lose to a plain product in
-bfloat16, so one part of the weight after the other is unpacked and multiplied while it is in the processor's cache.
-Both compute with inputs rounded to bfloat16. Only plain linear layers are quantized: a mixture's fused experts are not.
+On a CPU, torch's own kernels multiply few tokens by the packed weights. For many tokens a plain product in bfloat16 is
+faster, so the weight is unpacked part by part, and each part is multiplied while it is in the processor's cache. Both
+ways round the inputs to bfloat16. Only plain linear layers are quantized; the fused experts of a mixture are not.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ INT4_GROUP_SIZE = 64
 """Weights that share a scale and an offset in int4."""
 
 UNPACKED_PART_WEIGHTS = 1 << 20
-"""Weights that are unpacked at once: they stay in the processor's cache until they are multiplied."""
+"""Weights that are unpacked at once, few enough to stay in the processor's cache until they are multiplied."""
 
 LLM_INT8_INPUT_THRESHOLD = 6.0
-"""Inputs beyond it are multiplied in 16 bits by LLM.int8."""
+"""LLM.int8 multiplies inputs beyond it in 16 bits."""
 
 
 def form_on(device: torch.device, requested: str) -> str:
@@ -72,7 +72,7 @@ def weight_bytes(model: nn.Module) -> int:
 
 def _bytes(parameter: torch.Tensor) -> int:
     found: list[Any] = [parameter, getattr(parameter, "SCB", None)]
-    state = getattr(parameter, "quant_state", None)  # NF4's scales are no parameters
+    state = getattr(parameter, "quant_state", None)  # NF4's scales are not parameters
     while state is not None:
         found += [state.absmax, state.code]
         state = state.state2
@@ -105,16 +105,18 @@ def require_available(form: str, device: torch.device) -> None:
     if device.type != "cpu":
         raise InvalidOption(f"--quant: weights are quantized on CPUs and CUDA devices, not on {device.type}; use none")
     if form == INT4 and _int4_layout() is None:
-        raise InvalidOption("--quant nf4: this torch packs 4-bit weights in a way that is not known; use int8 or none")
+        raise InvalidOption(
+            "--quant nf4: this version of torch packs 4-bit weights in an unknown way; use int8 or none"
+        )
     if form == INT8 and not hasattr(torch.ops.aten, "_weight_int8pack_mm"):
-        raise InvalidOption("--quant int8: this torch has no 8-bit products on CPUs; use none")
+        raise InvalidOption("--quant int8: this version of torch has no 8-bit products on CPUs; use none")
 
 
 class _WeightOnly(FrozenLinear):
     """A linear layer on the CPU with packed weights: a kernel for few tokens, unpacking by parts for many."""
 
     KERNEL_TOKENS: int
-    """The largest batch for which the kernel on packed weights is the faster way."""
+    """The largest batch for which the kernel on packed weights is faster."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear)
@@ -196,7 +198,7 @@ class Int4Linear(_WeightOnly):
         groups = self.in_features // INT4_GROUP_SIZE
         values = torch.empty(self.out_features, self.in_features // 2, dtype=torch.uint8)
         scales_GO2 = torch.empty(groups, self.out_features, 2, dtype=torch.bfloat16)
-        for start, end in self._bounds():  # as torch packs whole blocks of 64 rows, parts can be packed by themselves
+        for start, end in self._bounds():  # torch packs blocks of 64 rows, so parts can be packed alone
             weight_OGK = (
                 linear.weight[start:end].to(torch.float32, copy=True).view(end - start, groups, INT4_GROUP_SIZE)
             )
@@ -243,7 +245,7 @@ class Int4Linear(_WeightOnly):
 
 
 def _pack_int4(levels: torch.Tensor) -> torch.Tensor:
-    """Levels 0 to 15, `[out, in]` int32, as torch's kernel wants them."""
+    """Levels 0 to 15, `[out, in]` int32, packed as torch's kernel expects them."""
     return cast(torch.Tensor, torch.ops.aten._convert_weight_to_int4pack_for_cpu.default(levels, 1))
 
 
@@ -266,7 +268,7 @@ def _unpack_int4(packed: torch.Tensor, rows: int, block: int, halves: bool) -> l
 
 @cache
 def _int4_layout() -> tuple[int, bool] | None:
-    """How torch packs 4-bit weights on this processor, found by packing known ones; None if in no known way."""
+    """How torch packs 4-bit weights on this processor, found by packing known ones; None if the way is unknown."""
     levels = torch.randint(16, (176, 64), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
     try:
         packed = _pack_int4(levels).view(-1)

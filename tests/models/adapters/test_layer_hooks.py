@@ -25,7 +25,7 @@ from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.cutting.lora_targets import linear_size
 from swarm.models.execution.session_cache import SessionCache, advance_steps, forward_without_cache
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.execution.strategy import try_capture
+from swarm.models.execution.strategy_trials import choose_forward
 from swarm.models.span_loading import load_span
 from swarm.models.weights import quantization
 from swarm.protocol.adapter_encoding import BlockAdapterWeights, LoraFactors
@@ -151,16 +151,21 @@ def alone(model: SpanModel, row: torch.Tensor, adapter: AdapterWeights) -> torch
         return model.forward(row.unsqueeze(0))[0]
 
 
-def test_what_is_captured_is_left_out_where_an_adapter_runs(tmp_path_factory):
+def test_a_traced_forward_is_left_out_where_an_adapter_runs(tmp_path_factory):
     model = load("llama", tmp_path_factory)
     adapter = make_adapter(model)
     hidden = rows_of(4)
     layout = StepLayout((0,), (4,))
     plain, adapted = (forward_without_cache(model, hidden, layout, parts) for parts in (NO_ADAPTER, adapter))
-    try_capture(model)
+    chosen = choose_forward(model).strategy
     calls = []
-    flat = model.captured
-    model.captured = lambda *args: calls.append(1) or (flat(*args) if flat else model.run_tokens(*args))
+    flat = chosen.traced
+
+    def noted(*args):
+        calls.append(1)
+        return flat(*args) if flat else model.run_modules(*args)
+
+    model = model.with_strategy(replace(chosen, forward="flat", traced=noted))
     close(forward_without_cache(model, hidden, layout, adapter), adapted)
     assert not calls
     if flat is not None:
@@ -273,7 +278,7 @@ def test_modules_that_see_other_tokens_are_computed_alone(tmp_path_factory):
     hidden = rows_of(4)
     caches = [SessionCache(model, adapter) for adapter in both]
     works = [cache.start_step(hidden, StepLayout((0,), (4,))) for cache in caches]
-    if model.packed:
+    if model.strategy.packed:
         with pytest.raises(AdapterRefused, match="not computed token by token"):
             advance_steps([(work, 4) for work in works])
     for work, adapter in zip(works, both, strict=True):

@@ -79,10 +79,10 @@ def test_rollback_mends_layers_that_a_failed_forward_left_behind():
 
 def test_a_cache_of_later_layers_answers_for_layer_0():
     cache = PaddedKV(end=3, first=2)
-    assert cache.rows == 0
+    assert cache.sequences == 0
     cache.update(*states(rows=4, slots=5), 2)
     assert cache.get_seq_length() == 5
-    assert cache.rows == 4
+    assert cache.sequences == 4
 
 
 def test_assembling_before_the_first_step_gives_an_empty_cache():

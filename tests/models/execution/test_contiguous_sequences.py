@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from swarm.data_structures import StepLayout
 from swarm.models.attention.packed_attention import PackingUnsupported
-from swarm.models.execution import strategy
 from swarm.models.execution.session_cache import SessionCache, StepComputation, advance_steps
 from swarm.models.execution.span_model import SpanModel
+from swarm.models.execution.strategy_trials import choose_layout
 from tests.models.execution.test_session_cache import HIDDEN, Both, close, layouts, load, slow
 
 FAMILIES = {
@@ -53,7 +53,7 @@ class Session(Both):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_schedule_of_several_sessions_is_as_if_each_were_alone(family, tmp_path_factory):
     model = load(family, tmp_path_factory)
-    assert model.packed == (family != "falcon_alibi")
+    assert model.strategy.packed == (family != "falcon_alibi")
 
     @given(st.data())
     @settings(slow, max_examples=FAMILIES[family])
@@ -114,7 +114,7 @@ def test_a_failed_forward_of_many_sessions_harms_none(tmp_path_factory, monkeypa
     layout = StepLayout((4,), (2,))
     works = [session.cache.start_step(session.inputs(layout), layout) for session in sessions]
     with monkeypatch.context() as patch:
-        patch.setattr(model, "_run", lambda *args: (_ for _ in ()).throw(MemoryError))
+        patch.setattr(model.cut, "run", lambda *args: (_ for _ in ()).throw(MemoryError))
         with pytest.raises(MemoryError):
             advance_steps([(work, work.tokens_left) for work in works])
     for session in sessions:
@@ -124,7 +124,7 @@ def test_a_failed_forward_of_many_sessions_harms_none(tmp_path_factory, monkeypa
 def test_a_part_of_the_span_is_packed_too(tmp_path_factory):
     model = load("llama", tmp_path_factory)
     part = model.narrowed(type(model.span)(2, 4))
-    assert part.packed
+    assert part.strategy.packed
     both, whole = Both(part), Both(model)
     for one in (both, whole, both, whole):
         one.append(3, 5)
@@ -132,26 +132,23 @@ def test_a_part_of_the_span_is_packed_too(tmp_path_factory):
 
 def test_attention_that_is_wrong_is_found_out_before_it_is_used(tmp_path_factory, monkeypatch):
     model = load("llama", tmp_path_factory)
-    attend = strategy.SpanModel.forward_tokens
+    attend = SpanModel.forward_tokens
 
     def forgets_the_past(self, hidden, positions, batch):
         outputs = attend(self, hidden, positions, batch)
         return outputs if len(hidden) > 3 else outputs + 0.01 * outputs.norm()
 
-    monkeypatch.setattr(strategy.SpanModel, "forward_tokens", forgets_the_past)
-    strategy.decide(model)
-    assert model.packed  # three tokens of many: a mixture of experts may differ as much
+    monkeypatch.setattr(SpanModel, "forward_tokens", forgets_the_past)
+    assert choose_layout(model).strategy.packed  # three tokens of many: a mixture of experts may differ as much
 
     def forgets_everything(self, hidden, positions, batch):
         return attend(self, hidden, [0] * len(positions), batch)
 
-    monkeypatch.setattr(strategy.SpanModel, "forward_tokens", forgets_everything)
-    strategy.decide(model)
-    assert not model.packed
+    monkeypatch.setattr(SpanModel, "forward_tokens", forgets_everything)
+    assert not choose_layout(model).strategy.packed
 
     def fails(self, hidden, positions, batch):
         raise PackingUnsupported("no")
 
-    monkeypatch.setattr(strategy.SpanModel, "forward_tokens", fails)
-    strategy.decide(model)
-    assert not model.packed
+    monkeypatch.setattr(SpanModel, "forward_tokens", fails)
+    assert not choose_layout(model).strategy.packed

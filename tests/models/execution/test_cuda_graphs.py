@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 
 from swarm.data_structures import StepLayout
 from swarm.models.attention.page_pool import PagePool
-from swarm.models.execution import strategy
-from swarm.models.execution.cuda_graphs import BATCH_SIZES, TABLE_WIDTHS, DecodeGraphs
+from swarm.models.execution import strategy_trials
+from swarm.models.execution.cuda_graphs import BATCH_SIZES, TABLE_WIDTHS, GraphRecorder
 from swarm.models.execution.session_cache import SessionCache, advance_steps
 from swarm.models.execution.span_model import SpanModel
+from swarm.models.execution.strategy import ExecutionStrategy
+from swarm.models.execution.strategy_trials import choose_forward
 from tests.models.execution.test_session_cache import HIDDEN, close, load_in_pages, slow
-from tests.models.execution.test_traced_forward import capture_of
+from tests.models.execution.test_traced_forward import trace_of, traced
 
 PAGE = 3
 
@@ -48,19 +50,19 @@ def recorder() -> Again:
     return Again()
 
 
+def recorded(model: SpanModel, recorder: GraphRecorder) -> SpanModel:
+    return model.with_strategy(replace(model.strategy, graph_recorder=recorder))
+
+
 @pytest.fixture(params=["llama", "mistral"])
 def model(request, recorder, tmp_path_factory) -> SpanModel:
-    model = load_in_pages(request.param, tmp_path_factory, PAGE)
-    model.graphs = DecodeGraphs(model, recorder)
-    return model
+    return recorded(load_in_pages(request.param, tmp_path_factory, PAGE), recorder)
 
 
 def plainly(model: SpanModel, session: SessionCache, hidden: torch.Tensor, layout: StepLayout) -> torch.Tensor:
-    graphs, model.graphs = model.graphs, None
-    try:
-        return session.step(hidden, layout)
-    finally:
-        model.graphs = graphs
+    """A step of a session that has no recordings from now on."""
+    session.model = model.with_strategy(replace(model.strategy, graph_recorder=None))
+    return session.step(hidden, layout)
 
 
 def test_any_decode_steps_are_as_without_recordings(model, recorder):
@@ -78,7 +80,7 @@ def test_any_decode_steps_are_as_without_recordings(model, recorder):
             close(one.step(hidden, layout), plainly(model, other, hidden, layout))
         for number, counts in enumerate(steps):
             if move and number == 1:
-                model.paging.pool.reserve((model.paging.pool.page_count + 5) * PAGE)
+                model.strategy.paging.pool.reserve((model.strategy.paging.pool.page_count + 5) * PAGE)
             works = []
             for one, _ in sessions:
                 rows = len(one.lengths)
@@ -93,14 +95,13 @@ def test_any_decode_steps_are_as_without_recordings(model, recorder):
                 close(work.output, plainly(model, other, work.inputs, work.layout))
 
     sessions_together()
-    assert model.paging.pool.in_use == 0
+    assert model.strategy.paging.pool.in_use == 0
     assert model.graphs.works
 
 
 def test_a_flat_forward_is_recorded_too(recorder, tmp_path_factory):
     model = load_in_pages("llama", tmp_path_factory, PAGE)
-    model.captured = capture_of(model).flat()
-    model.graphs = DecodeGraphs(model, recorder)
+    model = recorded(traced(model, "flat", trace_of(model).flat()), recorder)
     one, other = SessionCache(model), SessionCache(model)
     for counts in ((4, 2), (1, 1), (1, 1)):
         hidden, layout = torch.randn(sum(counts), HIDDEN), StepLayout(one.lengths or (0, 0), counts)
@@ -117,7 +118,7 @@ def decode(model: SpanModel, rows: int, length: int, steps: int = 1) -> SessionC
 
 
 def test_batches_of_like_size_share_a_recording(model, recorder):
-    model.paging.pool.reserve(200 * PAGE)
+    model.strategy.paging.pool.reserve(200 * PAGE)
     for rows in (3, 4, 3, 4):
         decode(model, rows, 2, steps=3)
     assert (recorder.made, recorder.replayed) == (1, 12)
@@ -146,13 +147,13 @@ def test_what_is_no_decode_step_or_too_large_is_computed_plainly(model, recorder
 def test_a_pool_that_moved_is_recorded_anew(model, recorder):
     """The old recordings would write to where it was."""
     cache = decode(model, 2, 2)
-    made, moves = recorder.made, model.paging.pool.relocations
-    model.paging.pool.reserve(1000 * PAGE)
-    assert model.paging.pool.relocations > moves
-    old = [(id(keys), keys.clone()) for keys, _ in model.paging.pool.layers.values()]
+    made, moves = recorder.made, model.strategy.paging.pool.relocations
+    model.strategy.paging.pool.reserve(1000 * PAGE)
+    assert model.strategy.paging.pool.relocations > moves
+    old = [(id(keys), keys.clone()) for keys, _ in model.strategy.paging.pool.layers.values()]
     cache.step(torch.randn(2, HIDDEN), StepLayout((3, 3), (1, 1)))
     assert recorder.made == made + 1
-    for (_, before), (keys, _) in zip(old, model.paging.pool.layers.values(), strict=True):
+    for (_, before), (keys, _) in zip(old, model.strategy.paging.pool.layers.values(), strict=True):
         assert not torch.equal(before, keys), "the new token went elsewhere"
 
 
@@ -160,11 +161,11 @@ def test_recording_writes_to_no_row(model):
     """The page that belongs to nobody takes what the warm-up and the rows that fill a batch write."""
     cache = decode(model, 5, 4, steps=0)
     held = [page for table in cache._storage.lease.tables for page in table]
-    before = [keys[held].clone() for keys, _ in model.paging.pool.layers.values()]
+    before = [keys[held].clone() for keys, _ in model.strategy.paging.pool.layers.values()]
     with torch.inference_mode():
         model.graphs._recording(8, 4)
     assert model.graphs._recordings
-    for keys, (now, _) in zip(before, model.paging.pool.layers.values(), strict=True):
+    for keys, (now, _) in zip(before, model.strategy.paging.pool.layers.values(), strict=True):
         assert torch.equal(keys, now[held])
 
 
@@ -184,7 +185,7 @@ def test_where_recording_fails_everything_is_computed_plainly(tmp_path_factory, 
         calls.append(function)
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
-    model.graphs = DecodeGraphs(model, fails)
+    model = recorded(model, fails)
     one, other = SessionCache(model), SessionCache(model)
     with caplog.at_level(logging.WARNING):
         for counts in ((4, 2), (1, 1), (1, 1), (0, 1)):
@@ -213,7 +214,7 @@ def test_a_replay_that_fails_harms_no_session(model, recorder):
     one.step(torch.randn(2, HIDDEN), StepLayout((4, 4), (1, 1)))
     assert one.lengths == (5, 5)
     del one, other
-    assert model.paging.pool.in_use == 0
+    assert model.strategy.paging.pool.in_use == 0
 
 
 def test_parts_of_a_span_have_recordings_of_their_own(model, recorder):
@@ -233,62 +234,75 @@ def test_parts_of_a_span_have_recordings_of_their_own(model, recorder):
 
 def test_recordings_are_kept_if_they_are_right_and_faster(tmp_path_factory, monkeypatch):
     model = load_in_pages("llama", tmp_path_factory, PAGE)
-    monkeypatch.setattr(strategy, "_try_written_down", lambda model, folder: "plain")
-    monkeypatch.setattr(strategy, "is_faster", lambda one, other: (one(), other(), True)[-1])
+    monkeypatch.setattr(strategy_trials, "_try_traced_forwards", lambda model, folder: model)
+    monkeypatch.setattr(strategy_trials, "is_faster", lambda one, other: (one(), other(), True)[-1])
     recorder = Again()
-    assert strategy.try_capture(model, record=recorder) == "graphs"
-    assert model.graphs is not None
-    assert model.graphs.works
+    chosen = choose_forward(model, recorder=recorder)
+    assert chosen.strategy == replace(model.strategy, graph_recorder=recorder)
+    assert chosen.graphs is not None
+    assert chosen.graphs.works
     assert recorder.replayed
-    monkeypatch.setattr(strategy, "is_faster", lambda one, other: (one(), other(), False)[-1])
-    assert strategy.try_capture(model, record=Again()) == "plain"
-    assert model.graphs is None
-    monkeypatch.setattr(strategy, "is_faster", lambda one, other: True)
-    assert strategy.try_capture(model, record=lambda function: lambda: None) == "plain"  # computes nothing
-    assert model.graphs is None
+    monkeypatch.setattr(strategy_trials, "is_faster", lambda one, other: (one(), other(), False)[-1])
+    assert is_plain(choose_forward(model, recorder=Again()))
+    monkeypatch.setattr(strategy_trials, "is_faster", lambda one, other: True)
+    assert is_plain(choose_forward(model, recorder=lambda function: lambda: None))  # computes nothing
 
     def fails(function):
         raise RuntimeError("no")
 
-    assert strategy.try_capture(model, record=fails) == "plain"
-    assert model.graphs is None
-    model.paging = None
-    assert strategy.try_capture(model, record=Again()) == "plain"
+    def fails_unexpectedly(function):
+        raise TypeError("no")
+
+    assert is_plain(choose_forward(model, recorder=fails))
+    assert is_plain(choose_forward(model, recorder=fails_unexpectedly))
+    contiguous = model.with_strategy(ExecutionStrategy("contiguous"))
+    assert is_plain(choose_forward(contiguous, recorder=Again()))
+
+
+def is_plain(model: SpanModel) -> bool:
+    return (model.strategy.forward, model.strategy.graph_recorder, model.graphs) == ("plain", None, None)
 
 
 def test_what_is_written_down_as_a_constant_is_found_out(tmp_path_factory, monkeypatch):
     """A recording repeats what it did the first time. A family that reads a position in Python would be wrong."""
     model = load_in_pages("llama", tmp_path_factory, PAGE)
-    run = SpanModel.run_packed
-    monkeypatch.setattr(strategy, "is_faster", lambda one, other: True)
+    run = SpanModel.run_modules
+    monkeypatch.setattr(strategy_trials, "_try_traced_forwards", lambda model, folder: model)
+    monkeypatch.setattr(strategy_trials, "is_faster", lambda one, other: True)
 
-    def at_the_beginning(self, hidden, positions, batch):
-        return run(self, hidden, positions * 0, batch)
+    def at_the_beginning(self, batch, hidden, positions):
+        return run(self, batch, hidden, positions * 0)
 
     def with_constants(function):
         def replay() -> None:
+            replayed.append(function)
             with monkeypatch.context() as patch:
-                patch.setattr(SpanModel, "run_packed", at_the_beginning)
+                patch.setattr(SpanModel, "run_modules", at_the_beginning)
                 function()
 
         return replay
 
-    assert strategy.try_capture(model, record=with_constants) != "graphs"
-    assert model.graphs is None
+    replayed = []
+    found = choose_forward(model, recorder=with_constants)
+    assert replayed
+    assert found.strategy.graph_recorder is None
+    assert found.graphs is None
 
 
 def test_nothing_is_recorded_on_a_cpu_unless_asked(tmp_path_factory):
     model = load_in_pages("llama", tmp_path_factory, PAGE)
-    assert strategy.try_capture(model) in ("plain", "flat")
-    assert model.graphs is None
+    found = choose_forward(model)
+    assert found.strategy.forward in ("plain", "flat")
+    assert found.strategy.graph_recorder is None
+    assert found.graphs is None
 
 
 def test_a_pool_of_a_fresh_model_is_recorded(recorder, tmp_path_factory):
     """No layer has written yet when the first step is a decode step, so the recording's own run makes them."""
     model = load_in_pages("llama", tmp_path_factory, PAGE)
-    model.graphs = DecodeGraphs(model, recorder)
-    assert isinstance(model.paging.pool, PagePool)
-    assert not model.paging.pool.layers
+    model = recorded(model, recorder)
+    assert isinstance(model.strategy.paging.pool, PagePool)
+    assert not model.strategy.paging.pool.layers
     one, other = SessionCache(model), SessionCache(model)
     hidden = torch.randn(2, HIDDEN)
     close(one.step(hidden, StepLayout((0, 0), (1, 1))), plainly(model, other, hidden, StepLayout((0, 0), (1, 1))))

@@ -16,6 +16,7 @@ from swarm.models.execution.padded_sequences import PaddedSequences
 from swarm.models.execution.paged_sequences import PagedSequences, StagedPagedSequences, plan_pages
 from swarm.models.execution.session_cache import SessionCache, StepComputation, advance_steps
 from swarm.models.execution.span_model import SpanModel
+from swarm.models.execution.strategy import ExecutionStrategy
 from tests.models.execution.test_session_cache import HIDDEN, MAX_STEPS, close, layouts, load_in_pages, slow
 
 PAGE = 3
@@ -199,7 +200,7 @@ class Pair:
 def test_any_schedule_in_pages_is_as_in_rectangles(family, tmp_path_factory):
     model = load_in_pages(family, tmp_path_factory, PAGE)
     reference = load_like(model)
-    assert (model.paging is None) == (family in IN_STORES)
+    assert (model.strategy.paging is None) == (family in IN_STORES)
 
     @given(st.data())
     @settings(slow, max_examples=FAMILIES[family])
@@ -220,15 +221,15 @@ def test_any_schedule_in_pages_is_as_in_rectangles(family, tmp_path_factory):
             for session in sessions:
                 if session.work is not None and not session.work.tokens_left:
                     session.finish()
-        if model.paging is not None:
+        if model.strategy.paging is not None:
             held = {
                 page for one in sessions if one.work is None for row in one.cache._storage.lease.tables for page in row
             }
-            assert model.paging.pool.in_use >= len(held)
+            assert model.strategy.paging.pool.in_use >= len(held)
 
     schedule()
-    if model.paging is not None:
-        assert model.paging.pool.in_use == 0
+    if model.strategy.paging is not None:
+        assert model.strategy.paging.pool.in_use == 0
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +243,7 @@ def step(cache: SessionCache, *counts: int) -> None:
 
 
 def test_beams_share_what_they_have_in_common(llama):
-    pool, cache = llama.paging.pool, SessionCache(llama)
+    pool, cache = llama.strategy.paging.pool, SessionCache(llama)
     step(cache, 10 * PAGE + 1)
     assert pool.in_use == 11
     cache.step(torch.randn(4, HIDDEN), StepLayout((10 * PAGE + 1,) * 4, (1,) * 4, (0,) * 4))
@@ -252,7 +253,7 @@ def test_beams_share_what_they_have_in_common(llama):
 
 
 def test_what_a_session_holds_ends_with_it(llama):
-    pool = llama.paging.pool
+    pool = llama.strategy.paging.pool
     cache = SessionCache(llama)
     step(cache, 7, 4)
     assert pool.in_use == 3 + 2
@@ -266,7 +267,7 @@ def test_what_a_session_holds_ends_with_it(llama):
 
 
 def test_rows_that_are_left_out_give_their_pages_back(llama):
-    pool, cache = llama.paging.pool, SessionCache(llama)
+    pool, cache = llama.strategy.paging.pool, SessionCache(llama)
     step(cache, 7, 7)
     cache.step(torch.randn(1, HIDDEN), StepLayout((7,), (1,)))
     assert pool.in_use == 3
@@ -277,11 +278,11 @@ def test_rows_that_are_left_out_give_their_pages_back(llama):
 def test_parts_of_a_span_share_the_pool_of_the_whole(llama):
     """One token has room in all blocks, as the accountant counts, whichever blocks a session uses."""
     part = llama.narrowed(type(llama.span)(2, 4))
-    assert part.paging is llama.paging
+    assert part.strategy.paging is llama.strategy.paging
     whole, cache = SessionCache(llama), SessionCache(part)
     step(whole, 4)
     step(cache, 5)
-    assert llama.paging.pool.in_use == 2 + 2
+    assert llama.strategy.paging.pool.in_use == 2 + 2
 
 
 def test_memory_that_ends_leaves_the_session_as_it_was(llama, monkeypatch):
@@ -290,7 +291,7 @@ def test_memory_that_ends_leaves_the_session_as_it_was(llama, monkeypatch):
     pair.begin(StepLayout((0, 0), (5, 4)))
     advance_steps([(pair.work, 9)])
     pair.finish()
-    in_use, room = llama.paging.pool.in_use, llama.paging.pool.page_count * PAGE
+    in_use, room = llama.strategy.paging.pool.in_use, llama.strategy.paging.pool.page_count * PAGE
 
     def no_memory(*args):
         raise torch.OutOfMemoryError("no memory left")
@@ -300,18 +301,16 @@ def test_memory_that_ends_leaves_the_session_as_it_was(llama, monkeypatch):
         with pytest.raises(torch.OutOfMemoryError):
             pair.begin(StepLayout((5, 2), (room, 1)))
     assert pair.cache.lengths == (5, 4)
-    assert llama.paging.pool.in_use == in_use
+    assert llama.strategy.paging.pool.in_use == in_use
     pair.begin(StepLayout((5, 2), (room, 1)))
     advance_steps([(pair.work, pair.work.tokens_left)])
     pair.finish()
 
 
 def load_like(model: SpanModel) -> SpanModel:
-    """The same blocks, computed in rectangles."""
-    twin = SpanModel(
-        model.module, model._path, model.span, model.digests, model.hidden_size, attention=model._attention
-    )
-    assert not twin.packed
+    """The same blocks with a padded cache."""
+    twin = model.with_strategy(ExecutionStrategy("padded"))
+    assert not twin.strategy.packed
     return twin
 
 

@@ -19,6 +19,7 @@ from swarm.models.attention.page_pool import PagePool
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.execution.session_cache import SessionCache, advance_steps, forward_without_cache
 from swarm.models.execution.span_model import SpanModel
+from swarm.models.execution.strategy import ExecutionStrategy
 from swarm.models.span_loading import load_span
 from tests import zoo
 
@@ -44,9 +45,10 @@ def load(family: str, factory, *, packed: bool = True, layout: str = "auto") -> 
 def load_in_pages(family: str, factory, page: int) -> SpanModel:
     """Small pages, so that tiny rows have many."""
     model = load(family, factory, layout="paged")
-    if model.paging is not None:
-        model.paging = replace(model.paging, pool=PagePool(page))
-    return model
+    paging = model.strategy.paging
+    if paging is None:
+        return model
+    return model.with_strategy(ExecutionStrategy("paged", replace(paging, pool=PagePool(page))))
 
 
 def load_as(layout: str, family: str, factory, page: int = 8) -> SpanModel:
@@ -56,7 +58,12 @@ def load_as(layout: str, family: str, factory, page: int = 8) -> SpanModel:
 @pytest.fixture(scope="module", params=["paged", "contiguous", "padded"])
 def llama(request, tmp_path_factory) -> SpanModel:
     model = load_as(request.param, "llama", tmp_path_factory)
-    assert (model.packed, model.paging is not None) == (request.param != "padded", request.param == "paged")
+    found = model.strategy
+    assert (found.layout, found.packed, found.paging is not None) == (
+        request.param,
+        request.param != "padded",
+        request.param == "paged",
+    )
     return model
 
 
@@ -158,8 +165,8 @@ def test_any_sequence_of_steps_is_as_if_there_were_no_cache(family, layout, tmp_
             both.step(data.draw(layouts(both.lengths, both.offsets)))
 
     steps()
-    if model.paging is not None:
-        assert model.paging.pool.in_use == 0
+    if model.strategy.paging is not None:
+        assert model.strategy.paging.pool.in_use == 0
 
 
 class Failing:
@@ -179,7 +186,7 @@ class Failing:
 
 
 def step_that_fails(both: Both, layout: StepLayout, calls: int, late: bool, packed: torch.Tensor) -> bool:
-    name = "forward_tokens" if both.model.packed else "forward"
+    name = "forward_tokens" if both.model.strategy.packed else "forward"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(both.model, name, Failing(getattr(both.model, name), calls, late))
         try:
@@ -321,14 +328,14 @@ def test_the_ordinary_case_copies_nothing(llama, monkeypatch):
 def held(model: SpanModel) -> int:
     """Slots of attention cache that exist in this process, one layer's keys."""
     gc.collect()
-    if model.paging is not None:
-        return model.paging.pool.in_use * model.paging.pool.page_size
-    if model.packed:
+    if model.strategy.paging is not None:
+        return model.strategy.paging.pool.in_use * model.strategy.paging.pool.page_size
+    if model.strategy.packed:
         keys = [
             next(iter(one.layers.values()))[0] for one in gc.get_objects() if type(one) is ContiguousKV and one.layers
         ]
     else:
-        caches = [one for one in gc.get_objects() if type(one) is PaddedKV and one.rows]
+        caches = [one for one in gc.get_objects() if type(one) is PaddedKV and one.sequences]
         keys = [one.layers[one.first].keys for one in caches]
     return sum(one.shape[0] * one.shape[2] for one in keys)
 

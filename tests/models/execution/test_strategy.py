@@ -1,106 +1,51 @@
-"""Which layout is chosen for a model's rows, and that it is tried before it is used."""
+"""What an execution strategy may be made of."""
 
 from __future__ import annotations
 
 import pytest
-import torch
 
-from swarm.models.attention.page_pool import PAGE_POSITIONS
+from swarm.models.attention.page_pool import PagePool
+from swarm.models.attention.paged_attention import PagedAttention
 from swarm.models.attention.paged_kernels import reference_kernel
-from swarm.models.execution import strategy
-from swarm.models.execution.span_model import SpanModel
-from tests.models.execution.test_session_cache import load
+from swarm.models.execution.strategy import ExecutionStrategy
+
+PAGING = PagedAttention(PagePool(), reference_kernel)
 
 
-@pytest.fixture
-def model(tmp_path_factory) -> SpanModel:
-    return load("llama", tmp_path_factory)
+def traced(hidden, positions):
+    return hidden
 
 
-def test_a_cpu_keeps_rows_in_stores_unless_told(model):
-    assert model.packed
-    assert model.paging is None
-    strategy.decide(model, "contiguous")
-    assert (model.packed, model.paging) == (True, None)
-    strategy.decide(model, "padded")
-    assert (model.packed, model.paging) == (False, None)
-    strategy.decide(model, "paged")
-    assert model.packed
-    assert model.paging is not None
-    assert (model.paging.kernel, model.paging.pool.page_size, model.paging.pool.in_use) == (
-        reference_kernel,
-        PAGE_POSITIONS,
-        0,
-    )
+def recorder(function):
+    return function
+
+
+def test_every_layout_but_the_padded_one_is_packed():
+    assert not ExecutionStrategy().packed
+    assert not ExecutionStrategy("padded").packed
+    assert ExecutionStrategy("contiguous").packed
+    assert ExecutionStrategy("paged", PAGING).packed
 
 
 @pytest.mark.parametrize(
-    ("family", "packed", "paged"),
-    [("mistral", True, True), ("gemma2", True, False), ("deepseek_v3", True, False), ("mpt", False, False)],
+    "parts",
+    [
+        {"layout": "paged"},
+        {"layout": "contiguous", "paging": PAGING},
+        {"layout": "contiguous", "forward": "flat"},
+        {"layout": "contiguous", "traced": traced},
+        {"layout": "padded", "forward": "flat", "traced": traced},
+        {"layout": "contiguous", "graph_recorder": recorder},
+    ],
 )
-def test_what_cannot_be_in_pages_takes_the_next_best_layout(family, packed, paged, tmp_path_factory):
-    model = load(family, tmp_path_factory, layout="paged")
-    assert (model.packed, model.paging is not None) == (packed, paged)
+def test_parts_that_do_not_go_together_are_refused(parts):
+    with pytest.raises(ValueError, match=" "):
+        ExecutionStrategy(**parts)
 
 
-def refuses(*args, **kwargs):
-    raise RuntimeError("this kernel wants head dimensions that are multiples of 8")
-
-
-def ignores_windows(*args, **kwargs):
-    return reference_kernel(*args, **{**kwargs, "window_size": (-1, 0)})
-
-
-def forgets(*args, **kwargs):
-    """Everything beyond the first page, which shows in long rows alone."""
-    lengths = kwargs["seqused_k"].clamp(max=PAGE_POSITIONS)
-    return reference_kernel(*args, **kwargs) if (lengths == kwargs["seqused_k"]).all() else torch.zeros_like(args[0])
-
-
-@pytest.mark.parametrize("kernel", [refuses, ignores_windows, forgets])
-def test_a_kernel_that_does_not_do_what_it_should_is_not_used(model, kernel, monkeypatch):
-    """Also where this model is computed right with it, until one with a window, or a longer row, comes."""
-    monkeypatch.setattr(strategy, "candidate_kernels", lambda device: (kernel,))
-    strategy.decide(model, "paged")
-    assert (model.packed, model.paging) == (True, None)
-    monkeypatch.setattr(strategy, "candidate_kernels", lambda device: (kernel, reference_kernel))
-    strategy.decide(model, "paged")
-    assert model.paging is not None
-    assert model.paging.kernel is reference_kernel
-
-
-def test_a_torch_without_such_a_kernel_keeps_rows_in_stores(model, monkeypatch):
-    def missing(device):
-        raise ImportError("no module named torch.nn.attention.varlen")
-
-    monkeypatch.setattr(strategy, "candidate_kernels", missing)
-    strategy.decide(model, "paged")
-    assert (model.packed, model.paging) == (True, None)
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype", "paged"),
-    [("cuda", torch.bfloat16, True), ("cuda", torch.float32, False), ("cpu", torch.bfloat16, False)],
-)
-def test_by_itself_a_model_is_in_pages_on_a_gpu_in_16_bits(model, monkeypatch, device, dtype, paged):
-    tried = []
-    monkeypatch.setattr(strategy, "_schedule", lambda model, longer=0: (torch.zeros(1, 1), torch.ones(1, 1)))
-    monkeypatch.setattr(strategy, "_try_pages", tried.append)
-    model.device, model.dtype = torch.device(device), dtype
-    strategy.decide(model)
-    assert tried == ([model] if paged else [])
-
-
-def test_rows_are_no_longer_tried_than_a_model_has_positions(model, monkeypatch):
-    """A position beyond a table would end a GPU's process."""
-    tried = []
-    schedule = strategy._schedule
-    monkeypatch.setattr(
-        strategy, "_schedule", lambda model, longer=0: (tried.append(longer), schedule(model, longer))[1]
-    )
-    strategy.decide(model, "paged")
-    assert max(tried) == PAGE_POSITIONS
-    tried.clear()
-    model.positions = 128
-    strategy.decide(model, "paged")
-    assert set(tried) == {0}
+def test_what_is_left_of_a_strategy():
+    whole = ExecutionStrategy("paged", PAGING, "flat", traced, recorder)
+    assert str(whole) == "paged cache, flat forward, recorded decode steps"
+    assert whole.plain() == ExecutionStrategy("paged", PAGING)
+    assert whole.without_traced_forward() == ExecutionStrategy("paged", PAGING, graph_recorder=recorder)
+    assert str(ExecutionStrategy()) == "padded cache, plain forward"

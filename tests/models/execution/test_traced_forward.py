@@ -1,8 +1,9 @@
-"""A captured forward against the family's own modules, for any batch."""
+"""A traced forward against the family's own modules, for any batch."""
 
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.data_structures import StepLayout
-from swarm.models.execution import strategy
+from swarm.models.execution import strategy_trials
 from swarm.models.execution.session_cache import SessionCache, advance_steps
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.execution.traced_forward import TracedForward
+from swarm.models.execution.strategy import ForwardKind
+from swarm.models.execution.strategy_trials import choose_forward
+from swarm.models.execution.traced_forward import TokenForward, TracedForward
 from swarm.models.weights.frozen_linear import prepack
 from tests.models.execution.test_session_cache import HIDDEN, close, load, slow
 
@@ -22,8 +25,12 @@ FAMILIES = ("llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_moe",
 LENGTHS = st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=3).filter(any), min_size=1, max_size=3)
 
 
-def capture_of(model: SpanModel) -> TracedForward:
-    return TracedForward(model.module, model.run_tokens, torch.randn(2, 1, HIDDEN))
+def trace_of(model: SpanModel) -> TracedForward:
+    return TracedForward(model.module, model.run_modules, torch.randn(2, 1, HIDDEN))
+
+
+def traced(model: SpanModel, kind: ForwardKind, function: TokenForward) -> SpanModel:
+    return model.with_strategy(replace(model.strategy, forward=kind, traced=function))
 
 
 def outputs(model: SpanModel, sessions: list[list[int]], steps: int) -> torch.Tensor:
@@ -49,26 +56,23 @@ def outputs(model: SpanModel, sessions: list[list[int]], steps: int) -> torch.Te
 @pytest.mark.parametrize("family", FAMILIES)
 def test_flat_is_what_the_modules_compute(family, tmp_path_factory):
     model = load(family, tmp_path_factory)
-    function = capture_of(model).flat()
+    flat = traced(model, "flat", trace_of(model).flat())
 
     @given(LENGTHS, st.integers(1, 3))
     @settings(slow, max_examples=15)
     def batches(sessions, steps):
-        model.captured = None
-        expected = outputs(model, sessions, steps)
-        model.captured = function
-        close(outputs(model, sessions, steps), expected)
+        close(outputs(flat, sessions, steps), outputs(model, sessions, steps))
 
     batches()
 
 
-def test_products_of_arranged_weights_stay_calls(tmp_path_factory, monkeypatch):
+def test_products_of_prepacked_weights_stay_calls(tmp_path_factory, monkeypatch):
     model = load("llama", tmp_path_factory)
     expected = outputs(model, [[3], [2, 2]], 3)
     monkeypatch.setattr("swarm.models.weights.frozen_linear.MIN_PREPACKED_FP32_WEIGHTS", 0)
     prepack(model.module)
-    model.captured = capture_of(model).flat()
-    close(outputs(model, [[3], [2, 2]], 3), expected)
+    flat = traced(model, "flat", trace_of(model).flat())
+    close(outputs(flat, [[3], [2, 2]], 3), expected)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiling takes a C++ compiler")
@@ -78,23 +82,24 @@ def test_compiled_is_what_the_modules_compute(tmp_path_factory, tmp_path):
     batches = ([[1]], [[3], [2, 2], [7]])
     expected = [outputs(model, sessions, 2) for sessions in batches]
     for _ in range(2):
-        model.captured = capture_of(model).compiled(tmp_path)
+        compiled = traced(model, "compiled", trace_of(model).compiled(tmp_path))
         for sessions, one in zip(batches, expected, strict=True):
-            close(outputs(model, sessions, 2), one)
+            close(outputs(compiled, sessions, 2), one)
     assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_what_is_wrong_or_slower_is_not_used(tmp_path_factory, monkeypatch):
     model = load("llama", tmp_path_factory)
-    monkeypatch.setattr(strategy, "is_faster", lambda one, other: False)
-    assert strategy.try_capture(model) == "plain"
-    assert model.captured is None
-    monkeypatch.setattr(strategy, "is_faster", lambda one, other: True)
-    assert strategy.try_capture(model) == "flat"
-    assert model.captured is not None
+    monkeypatch.setattr(strategy_trials, "is_faster", lambda one, other: False)
+    found = choose_forward(model).strategy
+    assert (found.forward, found.traced) == ("plain", None)
+    monkeypatch.setattr(strategy_trials, "is_faster", lambda one, other: True)
+    found = choose_forward(model).strategy
+    assert found.forward == "flat"
+    assert found.traced is not None
     monkeypatch.setattr(TracedForward, "flat", lambda self: lambda hidden, positions: hidden)
-    assert strategy.try_capture(model) == "plain"
-    assert model.captured is None
+    found = choose_forward(model).strategy
+    assert (found.forward, found.traced) == ("plain", None)
 
 
 def test_what_is_faster_stays_in_use_after_the_comparison(tmp_path_factory, monkeypatch):
@@ -105,19 +110,42 @@ def test_what_is_faster_stays_in_use_after_the_comparison(tmp_path_factory, monk
         one(), other()
         return True
 
-    monkeypatch.setattr(strategy, "is_faster", slower_last)
-    assert strategy.try_capture(model) == "flat"
-    assert model.captured is not None
-    used = model.captured
-    monkeypatch.setattr(strategy, "is_faster", lambda one, other: (one(), other(), False)[-1])
-    monkeypatch.setattr(
-        TracedForward, "compiled", lambda self, folder: lambda hidden, positions: used(hidden, positions)
-    )
-    assert strategy.try_capture(model, "unused") == "plain"
-    assert model.captured is None
+    monkeypatch.setattr(strategy_trials, "is_faster", slower_last)
+    found = choose_forward(model).strategy
+    assert found.forward == "flat"
+    assert found.traced is not None
+    used = found.traced
+    monkeypatch.setattr(strategy_trials, "is_faster", lambda one, other: (one(), other(), False)[-1])
+    monkeypatch.setattr(TracedForward, "compiled", lambda self, folder: lambda *inputs: used(*inputs))
+    found = choose_forward(model, "unused").strategy
+    assert (found.forward, found.traced) == ("plain", None)
+
+
+def test_trials_leave_the_model_as_it_was(tmp_path_factory, monkeypatch):
+    model = load("llama", tmp_path_factory)
+    monkeypatch.setattr(strategy_trials, "is_faster", lambda one, other: True)
+    before = model.strategy
+    chosen = choose_forward(model)
+    assert model.strategy is before
+    assert (chosen.strategy.layout, chosen.strategy.forward) == (before.layout, "flat")
+    sessions = [[3], [2, 2]]
+    close(outputs(chosen, sessions, 3), outputs(model, sessions, 3))
+
+
+def test_a_trial_that_fails_is_a_candidate_that_is_not_used(tmp_path_factory, monkeypatch, caplog):
+    model = load("llama", tmp_path_factory)
+
+    def fails(*arguments):
+        raise LookupError("no such operation")
+
+    monkeypatch.setattr(TracedForward, "flat", fails)
+    assert choose_forward(model).strategy.forward == "plain"
+    assert "A flat forward is not possible here: LookupError('no such operation')" in caplog.text
+    monkeypatch.setattr(strategy_trials, "TracedForward", fails)
+    assert choose_forward(model).strategy.forward == "plain"
 
 
 def test_a_family_that_cannot_be_packed_is_left_alone(tmp_path_factory):
     model = load("falcon_alibi", tmp_path_factory)
-    assert strategy.try_capture(model) == "plain"
-    assert model.captured is None
+    found = choose_forward(model).strategy
+    assert (found.forward, found.traced) == ("plain", None)

@@ -144,7 +144,7 @@ def test_small_weights_stay_plain():
 
 
 @needs_fp32
-def test_each_plain_weight_is_freed_before_the_next_is_arranged(pack_all, monkeypatch):
+def test_each_plain_weight_is_freed_before_the_next_is_prepacked(pack_all, monkeypatch):
     layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(5))
     plain = [weakref.ref(layer.weight) for layer in layers]
     alive = []
@@ -171,7 +171,7 @@ def test_every_family_computes_the_same(family, tmp_path, monkeypatch, pack_all)
     assert packed.weight_bytes == plain.weight_bytes
     assert packed.digests == plain.digests
     assert (packed.dtype, packed.device, packed.positions) == (plain.dtype, plain.device, plain.positions)
-    assert packed.packed == plain.packed
+    assert packed.strategy.packed == plain.strategy.packed
     hidden = torch.randn(2, 7, packed.hidden_size, generator=torch.Generator().manual_seed(0))
     expected = plain.forward(hidden)
     assert (packed.forward(hidden) - expected).norm() <= 1e-4 * expected.norm()

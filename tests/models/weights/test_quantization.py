@@ -229,7 +229,7 @@ def test_a_quantized_span(form, dtype):
     checkpoint, span = open_checkpoint(), Span(2, 6)
     plain, model = load(None, NONE, span, dtype), load(None, form, span, dtype)
     assert model.digests == plain.digests
-    assert (model.dtype, model.positions, model.packed) == (dtype, plain.positions, plain.packed)
+    assert (model.dtype, model.positions, model.strategy.packed) == (dtype, plain.positions, plain.strategy.packed)
     assert sum(isinstance(module, FrozenLinear) for module in model.module.modules()) == span.length * 7
     counted = memory_footprint(checkpoint, dtype, form)
     assert model.weight_bytes <= sum(counted.weights[2:6]) <= 1.02 * model.weight_bytes

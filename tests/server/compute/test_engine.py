@@ -56,7 +56,7 @@ def llama(tmp_path_factory) -> SpanModel:
 @pytest.fixture(scope="module", params=FAMILIES)
 def model(request, tmp_path_factory) -> SpanModel:
     model = both(request.param, tmp_path_factory)
-    assert model.packed == (request.param == "llama")
+    assert model.strategy.packed == (request.param == "llama")
     return model
 
 
@@ -510,7 +510,7 @@ def test_training_keeps_nothing_and_waits_for_inference(llama, monkeypatch):
 def test_a_lone_quick_step_is_computed_where_it_came(llama, monkeypatch):
     """Once it is known that steps are quick, and only if nothing else waits."""
     threads: list[int] = []
-    advance = engine_module.advance
+    advance = engine_module.advance_steps
 
     def watched(works: Any) -> None:
         threads.append(threading.get_ident())
@@ -522,7 +522,7 @@ def test_a_lone_quick_step_is_computed_where_it_came(llama, monkeypatch):
             while not engine.runtime.try_now(lambda: None):
                 await asyncio.sleep(0)
 
-        monkeypatch.setattr(engine_module, "advance", watched)
+        monkeypatch.setattr(engine_module, "advance_steps", watched)
         one, two = Session(engine, llama, 1), Session(engine, llama, 2)
         monkeypatch.setattr(engine_module, "MAX_INLINE_ITERATION_S", 0.0)
         for tokens in (5, 1, 1):

@@ -1,0 +1,90 @@
+"""The family's model cut down to a span: hidden states go in at its first layer and come out at its last.
+
+The family's own forward computes masks, position embeddings and per-layer arguments. Whatever it does before the first
+layer and after the last one (embedding scale, learned positions, final norm) has no effect here: the client does it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from swarm.models.attention.attention_switch import AttentionSwitch
+from swarm.models.cutting import surgery
+
+
+class CutModel:
+    """The cut transformers model, with hooks that replace what its layers receive and take what they produce.
+
+    Args:
+        module: the cut model.
+        path: where its list of layers is, such as "layers".
+        first: place of its first layer among those that the weights were loaded for.
+        attention: shared by all models around the same layers; None for a model that was just loaded.
+
+    Attributes:
+        takes_positions: whether the forward accepts `position_ids`.
+        positions: how many positions the model's tables hold, or None if it computes any position.
+    """
+
+    def __init__(self, module: nn.Module, path: str, first: int = 0, attention: AttentionSwitch | None = None) -> None:
+        self.module = module
+        self.first = first
+        self.attention = attention or AttentionSwitch(module)
+        self.takes_positions = "position_ids" in inspect.signature(module.forward).parameters
+        self.positions = _table_length(module)
+        self._path = path
+        self._narrowed: dict[tuple[int, int], CutModel] = {}
+        self._received: torch.Tensor | None = None
+        self._produced: torch.Tensor | None = None
+        # Before hooks that add to a layer's inputs, which may have been there for a wider span.
+        self.layers[0].register_forward_pre_hook(self._replace_input, with_kwargs=True, prepend=True)
+        self.layers[-1].register_forward_hook(self._take_output)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The blocks' own modules."""
+        layers: Any = self.module.get_submodule(self._path)
+        return cast(nn.ModuleList, layers)
+
+    def narrowed(self, start: int, end: int) -> CutModel:
+        """The model around the layers [start, end) of this one. It shares their weights."""
+        if (start, end) not in self._narrowed:
+            module = surgery.slice_model(self.module, self._path, start, end)
+            self.attention.include_model(module)
+            self._narrowed[start, end] = CutModel(module, self._path, self.first + start, self.attention)
+        return self._narrowed[start, end]
+
+    def run(self, hidden: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
+        """Run the family's forward with `hidden` in front of the first layer; what the last layer returns."""
+        self._received = hidden
+        try:
+            self.module(**arguments)
+            assert self._produced is not None
+            return self._produced
+        finally:
+            self._received = self._produced = None
+
+    def _replace_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._received is None:
+            return None  # the layer runs for a wider or a narrower span
+        if args:
+            return (self._received, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": self._received}
+
+    def _take_output(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._received is not None:
+            self._produced = output[0] if isinstance(output, tuple) else output
+
+
+def _table_length(model: Any) -> int | None:
+    """Length of a table that the model indexes by position (such as GPT-J's sines), if it has one."""
+    limit: int | None = getattr(model.config, "max_position_embeddings", None)
+    for module in model.modules():
+        for value in (*vars(module).values(), *module.buffers(recurse=False)):
+            if isinstance(value, torch.Tensor) and value.ndim == 2 and value.shape[0] == limit:
+                return limit
+    return None

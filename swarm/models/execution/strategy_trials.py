@@ -1,0 +1,256 @@
+"""Finding the best `ExecutionStrategy` for some loaded blocks: every candidate is tried on them before it is used.
+
+There is no list of families. A short schedule (prompts of different lengths, then single tokens of several sessions at
+once) runs through a model of each candidate. A candidate is kept if its outputs are right and, where that is the
+question, if it is faster. If it fails or differs, the slower way that works for every family stays. Each candidate is a
+`SpanModel` of its own around the same weights, so a trial never changes a model that serves.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import torch
+
+from swarm.data_structures import StepLayout
+from swarm.models.attention.page_pool import PAGE_POSITIONS, PagePool
+from swarm.models.attention.paged_attention import PagedAttention
+from swarm.models.attention.paged_kernels import agrees_with_reference, candidate_kernels
+from swarm.models.cutting.families import POSITIONS_BY_SLOT
+from swarm.models.execution.cuda_graphs import CudaGraphRecorder, GraphRecorder
+from swarm.models.execution.session_cache import SessionCache, advance_steps
+from swarm.models.execution.span_model import SpanModel
+from swarm.models.execution.strategy import CacheLayout, ExecutionStrategy, ForwardKind
+from swarm.models.execution.traced_forward import TokenForward, TracedForward
+
+logger = logging.getLogger(__name__)
+
+LayoutRequest = CacheLayout | Literal["auto"]
+"""Which layout to use. One that the family or the device cannot compute with is replaced by the next of paged,
+contiguous, padded. "auto" is paged on a GPU in 16 bits, for which kernels exist, and contiguous elsewhere. On a CPU
+(hidden 256, 8 blocks, fp32 and one thread) pages took 1.05 times as long for sequences of 64 positions; for 1,024, 1.5
+times (1 session) and 2.3 times (8 sessions)."""
+
+LAYOUT_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 2e-2}
+"""Error of a token's output, relative to the norm of what the blocks add to the token."""
+
+MIN_AGREEING_SHARE = 0.75
+"""Share of tokens that have to agree. A mixture of experts may send a token elsewhere because of a rounding error."""
+
+FORWARD_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+"""Error of all outputs together, relative to their norm."""
+
+MAX_FLAT_BLOCK_BYTES = 64e6
+"""Weights of a block up to which a flat forward is tried. On a CPU it saves 0.4 ms a block: a tenth where the block has
+45 MB, a hundredth where it has 500 MB, which is not worth the 32 MB of memory that tracing leaves behind."""
+
+HALF_PRECISION = frozenset({torch.bfloat16, torch.float16})
+
+T = TypeVar("T")
+
+
+def choose_layout(model: SpanModel, requested: LayoutRequest = "auto") -> SpanModel:
+    """A model of the same blocks that lays out keys and values as requested, or in the next best way that works."""
+    padded = model.with_strategy(ExecutionStrategy())
+    if requested == "padded" or model.family in POSITIONS_BY_SLOT:
+        return padded
+    contiguous = model.with_strategy(ExecutionStrategy("contiguous"))
+    if not _attempt("A contiguous cache", partial(_agrees, contiguous, *_run_schedule(padded))):
+        logger.info("These blocks compute one session at a time: their attention cannot be shared between sessions")
+        return padded
+    automatic = model.device.type == "cuda" and model.dtype in HALF_PRECISION
+    if requested == "paged" or (requested == "auto" and automatic):
+        return _try_pages(contiguous) or contiguous
+    return contiguous
+
+
+def _try_pages(contiguous: SpanModel) -> SpanModel | None:
+    """A model with a paged cache, if the blocks and one of this machine's kernels can compute with it."""
+    # A sequence of more than a page, unless the model has a table of positions that ends before.
+    positions = contiguous.positions
+    longer = PAGE_POSITIONS if positions is None or positions > 2 * PAGE_POSITIONS else 0
+    inputs, expected = _run_schedule(contiguous, longer)
+    try:
+        for kernel in candidate_kernels(contiguous.device):
+            paging = PagedAttention(PagePool(), kernel)
+            paged = contiguous.with_strategy(ExecutionStrategy("paged", paging))
+            agrees = _attempt("A paged cache", partial(_agrees, paged, inputs, expected, longer))
+            # A kernel may ignore a window that is longer than what was tried, and still compute this model right.
+            if agrees and _attempt("Attention over pages", partial(_kernel_agrees, paging)):
+                return paged
+    except ImportError as error:
+        logger.debug("This torch has no attention over pages: %r", error)
+    logger.info("The attention cache is not kept in pages: these blocks, or this GPU, cannot compute with them")
+    return None
+
+
+def _agrees(model: SpanModel, inputs: torch.Tensor, expected: torch.Tensor, longer: int = 0) -> bool:
+    """Whether the outputs of the schedule are what is expected."""
+    # Relative to what the blocks add, not to what goes through them: small weights would hide a wrong attention.
+    error_T = (_run_schedule(model, longer)[1] - expected).norm(dim=1) / (expected - inputs).norm(dim=1)
+    return bool((error_T < LAYOUT_TOLERANCE[model.dtype]).float().mean() >= MIN_AGREEING_SHARE)
+
+
+def _kernel_agrees(paging: PagedAttention) -> bool:
+    """Whether the kernel is right for layers of each shape that have written to the pool."""
+    kinds = {keys.shape: keys for keys, _ in paging.pool.layers.values()}.values()
+    return all(agrees_with_reference(paging.kernel, keys) for keys in kinds)
+
+
+def choose_forward(
+    model: SpanModel, compile_in: Path | None = None, recorder: GraphRecorder | None = None
+) -> SpanModel:
+    """A model of the same blocks and layout that runs packed tokens in the fastest way with the same results.
+
+    Takes a second or two for small models, and half a minute more where it compiles.
+
+    Args:
+        compile_in: folder of compiled code; None not to compile.
+        recorder: records decode steps; None for CUDA graphs on a GPU, and for no recording elsewhere.
+    """
+    plain = model.with_strategy(model.strategy.plain())
+    if not plain.strategy.packed:
+        return plain
+    best = _try_traced_forwards(plain, compile_in)
+    if recorder is None and model.device.type == "cuda":
+        recorder = CudaGraphRecorder(model.device)
+    if recorder is None or best.strategy.paging is None:
+        return best
+    return _attempt("Recording decode steps", partial(_try_graphs, best, recorder)) or best
+
+
+def _try_traced_forwards(plain: SpanModel, compile_in: Path | None) -> SpanModel:
+    """The fastest of the model itself and its traced forwards."""
+    small = plain.weight_bytes < MAX_FLAT_BLOCK_BYTES * plain.span.length
+    if not small and compile_in is None:
+        return plain
+    _, expected = _run_schedule(plain)
+    example = torch.randn(2, 1, plain.hidden_size).to(plain.device, plain.dtype)
+    traced = _attempt("Tracing", partial(TracedForward, plain.module, plain.run_modules, example))
+    if traced is None:
+        logger.info("The forward of this family cannot be traced; its modules run as they are")
+        return plain
+    makers: dict[ForwardKind, Callable[[], TokenForward]] = {"flat": traced.flat}
+    if compile_in is not None:
+        makers["compiled"] = partial(traced.compiled, compile_in)
+    best = plain
+    for kind, make in makers.items():
+        trial = partial(_try_traced_forward, best, kind, make, expected)
+        best = _attempt(f"A {kind} forward", trial, logging.WARNING) or best
+    return best
+
+
+def _try_traced_forward(
+    best: SpanModel, kind: ForwardKind, make: Callable[[], TokenForward], expected: torch.Tensor
+) -> SpanModel | None:
+    """A model with that forward, if it is right and faster than the best so far."""
+    candidate = best.with_strategy(replace(best.strategy, forward=kind, traced=make()))
+    error = _relative_error(candidate, expected)
+    if error < FORWARD_TOLERANCE[best.dtype] and _decodes_faster(candidate, best):
+        return candidate
+    logger.debug("A %s forward is not better: relative error %.1e", kind, error)
+    return None
+
+
+def _try_graphs(best: SpanModel, recorder: GraphRecorder) -> SpanModel | None:
+    """A model with recorded decode steps, if they can be recorded, and are right and faster."""
+    _, expected = _run_schedule(best)
+    candidate = best.with_strategy(replace(best.strategy, graph_recorder=recorder))
+    graphs = candidate.graphs
+    assert graphs is not None
+    error = _relative_error(candidate, expected)
+    right = graphs.works and error < FORWARD_TOLERANCE[best.dtype]
+    if right and _decodes_faster(candidate, best) and graphs.works:
+        return candidate
+    logger.debug("Recorded decode steps are not better: relative error %.1e", error)
+    return None
+
+
+def _attempt(what: str, trial: Callable[[], T | None], level: int = logging.DEBUG) -> T | None:
+    """The result of a trial; None if it fails.
+
+    The one place where every error is expected: a trial runs a family's own code, torch's tracer and compiler, or a
+    kernel on something that they may not support, and each of them has errors of its own.
+    """
+    try:
+        return trial()
+    except Exception as error:
+        logger.log(level, "%s is not possible here: %r", what, error)
+        return None
+
+
+def _relative_error(model: SpanModel, expected: torch.Tensor) -> float:
+    """How far the outputs of the schedule are from what is expected."""
+    return float((_run_schedule(model)[1] - expected).norm() / expected.norm())
+
+
+def _decodes_faster(model: SpanModel, other: SpanModel) -> bool:
+    """Whether a decode step takes less time in `model` than in `other`."""
+    steps = _decode_step(model), _decode_step(other)
+    # A GPU computes while this thread does nothing, so the thread's time is not a measure there.
+    return is_faster(*steps, clock=time.perf_counter) if model.device.type == "cuda" else is_faster(*steps)
+
+
+def is_faster(
+    function: Callable[[], object],
+    other: Callable[[], object],
+    rounds: int = 15,
+    clock: Callable[[], float] = time.thread_time,
+) -> bool:
+    """Whether `function` takes less of this thread's time, or of another clock's, than `other`: medians of turns."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(rounds):
+        for one, seconds in zip((function, other), times, strict=True):
+            began = clock()
+            one()
+            seconds.append(clock() - began)
+    return statistics.median(times[0]) < statistics.median(times[1])
+
+
+def _decode_step(model: SpanModel) -> Callable[[], object]:
+    """A step of one token, again and again at the same position."""
+    cache = SessionCache(model)
+    cache.step(torch.randn(16, model.hidden_size).to(model.device, model.dtype), StepLayout((0,), (16,)))
+    hidden = torch.randn(1, model.hidden_size).to(model.device, model.dtype)
+
+    def step() -> None:
+        cache.step(hidden, StepLayout((16,), (1,)))
+        if model.device.type == "cuda":
+            torch.cuda.synchronize(model.device)
+
+    return step
+
+
+def _run_schedule(model: SpanModel, longer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and outputs of a short schedule of two sessions, each `[tokens, hidden]`.
+
+    Args:
+        longer: tokens that one of the sequences has beyond a few.
+    """
+    generator = torch.Generator().manual_seed(0)
+    inputs: list[torch.Tensor] = []
+
+    def hidden(tokens: int) -> torch.Tensor:
+        inputs.append(torch.randn(tokens, model.hidden_size, generator=generator).to(model.device, model.dtype))
+        return inputs[-1]
+
+    first, second = SessionCache(model), SessionCache(model)
+    outputs = [
+        first.step(hidden(10), StepLayout((0, 0), (5, 5))),
+        second.step(hidden(9 + longer), StepLayout((0,), (9 + longer,))),
+        second.step(hidden(3), StepLayout((9 + longer,), (3,))),
+    ]
+    steps = [
+        first.start_step(hidden(2), StepLayout((5, 5), (1, 1))),
+        second.start_step(hidden(1), StepLayout((12 + longer,), (1,))),
+    ]
+    advance_steps([(step, step.tokens_left) for step in steps])
+    outputs += [step.output for step in steps]
+    return torch.cat(inputs).float(), torch.cat(outputs).float()

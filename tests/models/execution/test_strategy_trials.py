@@ -1,0 +1,104 @@
+"""Which layout is chosen for a model's rows, and that it is tried before it is used."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from swarm.models.attention.page_pool import PAGE_POSITIONS
+from swarm.models.attention.paged_kernels import reference_kernel
+from swarm.models.execution import strategy_trials
+from swarm.models.execution.span_model import SpanModel
+from swarm.models.execution.strategy import ExecutionStrategy
+from swarm.models.execution.strategy_trials import choose_layout
+from tests.models.execution.test_session_cache import load
+
+
+@pytest.fixture
+def model(tmp_path_factory) -> SpanModel:
+    return load("llama", tmp_path_factory)
+
+
+def test_a_cpu_keeps_sequences_contiguous_unless_told(model):
+    assert model.strategy == ExecutionStrategy("contiguous")
+    assert model.strategy.packed
+    assert choose_layout(model, "contiguous").strategy == ExecutionStrategy("contiguous")
+    padded = choose_layout(model, "padded").strategy
+    assert padded == ExecutionStrategy("padded")
+    assert not padded.packed
+    paged = choose_layout(model, "paged").strategy
+    assert paged.packed
+    assert paged.paging is not None
+    pool = paged.paging.pool
+    assert (paged.paging.kernel, pool.page_size, pool.in_use) == (reference_kernel, PAGE_POSITIONS, 0)
+    assert model.strategy == ExecutionStrategy("contiguous"), "the model that was given is as it was"
+
+
+@pytest.mark.parametrize(
+    ("family", "packed", "paged"),
+    [("mistral", True, True), ("gemma2", True, False), ("deepseek_v3", True, False), ("mpt", False, False)],
+)
+def test_what_cannot_be_in_pages_takes_the_next_best_layout(family, packed, paged, tmp_path_factory):
+    model = load(family, tmp_path_factory, layout="paged")
+    assert (model.strategy.packed, model.strategy.paging is not None) == (packed, paged)
+
+
+def refuses(*args, **kwargs):
+    raise RuntimeError("this kernel wants head dimensions that are multiples of 8")
+
+
+def ignores_windows(*args, **kwargs):
+    return reference_kernel(*args, **{**kwargs, "window_size": (-1, 0)})
+
+
+def forgets(*args, **kwargs):
+    """Everything beyond the first page, which shows in long rows alone."""
+    lengths = kwargs["seqused_k"].clamp(max=PAGE_POSITIONS)
+    return reference_kernel(*args, **kwargs) if (lengths == kwargs["seqused_k"]).all() else torch.zeros_like(args[0])
+
+
+@pytest.mark.parametrize("kernel", [refuses, ignores_windows, forgets])
+def test_a_kernel_that_does_not_do_what_it_should_is_not_used(model, kernel, monkeypatch):
+    """Also where this model is computed right with it, until one with a window, or a longer row, comes."""
+    monkeypatch.setattr(strategy_trials, "candidate_kernels", lambda device: (kernel,))
+    assert choose_layout(model, "paged").strategy == ExecutionStrategy("contiguous")
+    monkeypatch.setattr(strategy_trials, "candidate_kernels", lambda device: (kernel, reference_kernel))
+    paging = choose_layout(model, "paged").strategy.paging
+    assert paging is not None
+    assert paging.kernel is reference_kernel
+
+
+def test_a_torch_without_such_a_kernel_keeps_rows_in_stores(model, monkeypatch):
+    def missing(device):
+        raise ImportError("no module named torch.nn.attention.varlen")
+
+    monkeypatch.setattr(strategy_trials, "candidate_kernels", missing)
+    assert choose_layout(model, "paged").strategy == ExecutionStrategy("contiguous")
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "paged"),
+    [("cuda", torch.bfloat16, True), ("cuda", torch.float32, False), ("cpu", torch.bfloat16, False)],
+)
+def test_by_itself_a_model_is_in_pages_on_a_gpu_in_16_bits(model, monkeypatch, device, dtype, paged):
+    tried = []
+    monkeypatch.setattr(strategy_trials, "_run_schedule", lambda model, longer=0: (torch.zeros(1, 1), torch.ones(1, 1)))
+    monkeypatch.setattr(strategy_trials, "_try_pages", tried.append)
+    model.device, model.dtype = torch.device(device), dtype
+    choose_layout(model)
+    assert [one.strategy.layout for one in tried] == (["contiguous"] if paged else [])
+
+
+def test_rows_are_no_longer_tried_than_a_model_has_positions(model, monkeypatch):
+    """A position beyond a table would end a GPU's process."""
+    tried = []
+    schedule = strategy_trials._run_schedule
+    monkeypatch.setattr(
+        strategy_trials, "_run_schedule", lambda model, longer=0: (tried.append(longer), schedule(model, longer))[1]
+    )
+    choose_layout(model, "paged")
+    assert max(tried) == PAGE_POSITIONS
+    tried.clear()
+    model.cut.positions = 128
+    choose_layout(model, "paged")
+    assert set(tried) == {0}
