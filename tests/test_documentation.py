@@ -26,6 +26,8 @@ FILE = re.compile(rf"(?<![\w/.-])(?:{'|'.join(FOLDERS)})/[\w./-]*\w/?")
 MODULE_RUN = re.compile(r"python -m ([\w.]+)")
 CLASS_NAME = re.compile(r"([A-Z][a-z]\w*)(?:[.(].*)?")
 
+MEMBER = re.compile(r"[A-Z][a-z]\w*\.(\w+)")
+
 FOREIGN = {"Conv1D", "None", "PyYAML"}
 """Names from elsewhere that look like classes of ours."""
 
@@ -119,6 +121,8 @@ def test_files_exist(page: Path) -> None:
 def test_classes_exist(page: Path) -> None:
     named = {match[1] for one in backticked(page) if (match := CLASS_NAME.fullmatch(one))}
     assert named <= classes() | FOREIGN
+    members = {match[1] for one in backticked(page) if (match := MEMBER.match(one))}
+    assert members <= source()
 
 
 def test_the_way_of_a_token_names_modules() -> None:
