@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import configparser
 import re
 from functools import cache
 from pathlib import Path
@@ -141,3 +142,13 @@ def test_every_decision_is_in_the_index() -> None:
     assert sorted(set(LINK.findall((folder / "README.md").read_text())) & set(pages)) == pages
     for page in pages:
         assert (folder / page).read_text().startswith(f"# {int(page[:4])}. "), page
+
+
+def test_every_dependency_has_a_reason() -> None:
+    options = configparser.ConfigParser()
+    options.read(ROOT / "setup.cfg")
+    required = re.findall(r"^[\w-]+", options["options"]["install_requires"], re.MULTILINE)
+    page = (ROOT / "docs" / "decisions" / "0029-dependencies.md").read_text()
+    reasons = " ".join(re.findall(r"^\| ([^|]+) \|", page, re.MULTILINE))
+    assert required
+    assert [name for name in required if not re.search(rf"\b{name}\b", reasons)] == []
