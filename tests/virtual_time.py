@@ -79,7 +79,7 @@ class InlineRuntime:
             await asyncio.sleep(self._seconds)
         return job(*args, **kwargs)
 
-    def try_now(self, job: Callable[[], None]) -> bool:
+    def try_run_inline(self, job: Callable[[], None]) -> bool:
         return False  # where no time passes, no step is quick
 
     def post(self, job: Callable[[], None]) -> bool:

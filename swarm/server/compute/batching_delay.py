@@ -1,17 +1,17 @@
-"""How long an iteration should wait for more sessions to join it. Pure: what happens is told, the answer is seconds.
+"""How long an iteration should wait for more sessions to join it. Pure: events come in, a number of seconds comes out.
 
-Reading the weights costs about the same for one row as for several, so sessions that are computed together cost one
-iteration instead of several. But who waits for others loses that time. A session that was answered comes again when its
-token has been round the other servers and its client, each time after about as long; so it is known who is about to
-come, and an iteration waits as long as that shortens the waiting of all together.
+Reading the weights costs about the same for one sequence as for several, so sessions that are computed together cost
+one iteration instead of several. But the requests that wait lose that time. A session comes back once its token has
+been through the other servers and its client, each time after about the same interval. The next arrivals are therefore
+known in advance, and an iteration waits for as long as that shortens the total waiting time.
 
-Suppose `w` requests wait, `n` more come within `d` seconds, and an iteration takes `T`. If nobody waits, each of the
-`n` finds the server at work, for `T` less the time until it came. If all wait, they start in `d` seconds. The
-difference, summed over all of them, is `n T - (w + n) d`.
+Suppose that `w` requests wait, `n` more arrive within `d` seconds, and an iteration takes `T`. Without a delay, each of
+the `n` finds the server busy, for `T` minus the time until it arrived. With a delay, all start after `d` seconds. The
+difference, summed over all requests, is `n T - (w + n) d`.
 
-Where other programs want the same processors (other servers, the clients), an iteration that is avoided is theirs as
-well: every session that is about, wherever it is, goes on `T` sooner. Sessions that have come together stay together,
-as they are answered at the same time; so a server waits longer for that, up to `MAX_DELAY_ITERATIONS` iterations.
+Where other programs compete for the same processors (other servers, the clients), an iteration that is avoided helps
+them, too: every active session, wherever it is, continues `T` sooner. Sessions that have met stay together, because
+they are answered at the same time. A server under contention therefore waits longer, up to `MAX_DELAY_ITERATIONS`.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 MAX_DELAY_S = 0.1
-"""Seconds. A slow server computes for seconds; who is due that late may come much later."""
+"""Longest delay. A slow server computes for seconds, and sessions expected that late may come much later."""
 
 MAX_DELAY_ITERATIONS = 3.0
-"""Iterations to wait at most, on a machine that has other work; one otherwise."""
+"""Longest delay, in iterations, on a machine that is busy with other work. On an idle machine it is one iteration."""
 
 SESSION_EXPECTED_S = 2.0
-"""Seconds since its last answer, after which a session is not expected any more."""
+"""A session that has not come back for this long after its last answer is not expected any more."""
 
 MIN_DELAY_ITERATIONS = 0.05
-"""Part of an iteration: times are not known better."""
+"""Arrival times are known with this precision, in iterations."""
 
 
-def best_delay(waiting: int, coming: Sequence[float], iteration: float, elsewhere: float = 0.0) -> float:
-    """Seconds to wait so that all together lose least.
+def best_delay(waiting: int, arrivals: Sequence[float], iteration: float, elsewhere: float = 0.0) -> float:
+    """The delay in seconds with which all requests together lose the least time.
 
     Args:
-        waiting: requests that wait.
-        coming: in how many seconds others are expected, ascending.
-        iteration: seconds that it takes.
-        elsewhere: sessions that are held up by an iteration although they are not here.
+        waiting: number of requests that wait already.
+        arrivals: seconds until each further request is expected, ascending.
+        iteration: duration of an iteration in seconds.
+        elsewhere: number of sessions that an iteration holds up although they are not at this server.
     """
     best, result = 0.0, 0.0
-    for more, seconds in enumerate(coming, 1):
+    for more, seconds in enumerate(arrivals, 1):
         gain = (more + elsewhere) * iteration - (waiting + more) * seconds
         if gain > best:
             best, result = gain, seconds
@@ -51,9 +51,11 @@ def best_delay(waiting: int, coming: Sequence[float], iteration: float, elsewher
 
 @dataclass(slots=True)
 class _SessionTiming:
-    """Attributes:
-    answered: when it was answered last; None while it waits for an answer.
-    away: seconds from that to its next request, the last time; None before it has come twice.
+    """When a session was answered, and how long it usually stays away.
+
+    Attributes:
+        answered: time of its last answer; None while it waits for one.
+        away: seconds between the last answer and the request after it; None until it has come twice.
     """
 
     answered: float | None = None
@@ -62,7 +64,7 @@ class _SessionTiming:
 
 @dataclass
 class BatchingDelay:
-    """When each session is expected.
+    """Predicts when each session comes back, and how long the next iteration should wait for them.
 
     Attributes:
         iteration: seconds that the last iteration of short requests took.
@@ -73,50 +75,50 @@ class BatchingDelay:
 
     @property
     def sessions(self) -> int:
-        """Sessions that are about."""
+        """Number of active sessions."""
         return len(self._sessions)
 
-    def came(self, session: Hashable, now: float) -> None:
-        """A session wants a step."""
+    def on_request(self, session: Hashable, now: float) -> None:
+        """A session has sent a request."""
         known = self._sessions.setdefault(session, _SessionTiming())
         if known.answered is not None:
             known.away, known.answered = now - known.answered, None
 
-    def answered(self, session: Hashable, now: float) -> None:
-        """A session has got what it wanted, or never will."""
+    def on_answer(self, session: Hashable, now: float) -> None:
+        """A session's request has been answered or has failed."""
         known = self._sessions.pop(session, None) or _SessionTiming()
         known.answered = now
         self._sessions[session] = known  # at the end: those that were answered longest ago come first
-        for gone in [*self._gone(now)]:
-            del self._sessions[gone]
+        for inactive in [*self._inactive(now)]:
+            del self._sessions[inactive]
 
-    def computed(self, seconds: float) -> None:
-        """An iteration of short requests is over."""
+    def on_iteration(self, seconds: float) -> None:
+        """An iteration of short requests has taken this long."""
         self.iteration = seconds
 
-    def patience(self, waiting: int, waited: float, crowded: float, now: float) -> float:
-        """Seconds to wait for others; 0 if it is better to begin.
+    def delay(self, waiting: int, waited: float, contention: float, now: float) -> float:
+        """Seconds to wait for more sessions; 0 if it is better to start now.
 
         Args:
-            waiting: sessions that wait.
-            waited: seconds that this iteration has been put off already.
-            crowded: how much other work the machine has, 0 to 1.
+            waiting: number of sessions that wait.
+            waited: seconds by which this iteration has been delayed already.
+            contention: how much other work the machine has, 0 to 1.
         """
-        left = min(MAX_DELAY_S, self.iteration * (1 + crowded * (MAX_DELAY_ITERATIONS - 1))) - waited
+        left = min(MAX_DELAY_S, self.iteration * (1 + contention * (MAX_DELAY_ITERATIONS - 1))) - waited
         if left <= 0:
             return 0.0
-        elsewhere = crowded * self.sessions
-        return min(left, best_delay(waiting, sorted(self._coming(now)), self.iteration, elsewhere))
+        elsewhere = contention * self.sessions
+        return min(left, best_delay(waiting, sorted(self._arrivals(now)), self.iteration, elsewhere))
 
-    def _coming(self, now: float) -> Iterator[float]:
-        for one in self._sessions.values():
-            if one.answered is not None and one.away is not None:
-                # One that is late is expected to be as late again: nothing else is known of it.
-                yield max(MIN_DELAY_ITERATIONS * self.iteration, abs(one.answered + one.away - now))
+    def _arrivals(self, now: float) -> Iterator[float]:
+        for timing in self._sessions.values():
+            if timing.answered is not None and timing.away is not None:
+                # A session that is late is expected to be late by as much again: nothing else is known about it.
+                yield max(MIN_DELAY_ITERATIONS * self.iteration, abs(timing.answered + timing.away - now))
 
-    def _gone(self, now: float) -> Iterator[Hashable]:
-        for session, known in self._sessions.items():
-            if known.answered is not None:
-                if now - known.answered <= SESSION_EXPECTED_S:
+    def _inactive(self, now: float) -> Iterator[Hashable]:
+        for session, timing in self._sessions.items():
+            if timing.answered is not None:
+                if now - timing.answered <= SESSION_EXPECTED_S:
                     return
                 yield session

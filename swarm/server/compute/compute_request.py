@@ -1,4 +1,4 @@
-"""What the engine computes, and how it is made of what travelled."""
+"""What the engine computes, and how it is decoded from a message and encoded for the reply."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ Bytes = bytes | memoryview
 
 @dataclass(frozen=True)
 class ForwardWork:
-    """A step, or a forward of which nothing is kept.
+    """A step of a session, or a forward that leaves nothing behind.
 
     Attributes:
-        peer: who asked.
-        session: what its share is counted by.
-        cache: the session's past, or an empty one that nobody keeps.
-        layout: which rows bring tokens.
-        decode: makes the packed inputs `[tokens, hidden]` from what travelled.
-        encode: makes what travels from the outputs.
-        training: nobody waits for the next token.
+        peer: the client.
+        session: whose share of the compute time it counts towards.
+        cache: the session's cache, or an empty one that is dropped afterwards.
+        layout: which sequences bring tokens.
+        decode: turns the payload into packed inputs `[tokens, hidden]`.
+        encode: turns the outputs into the reply's payload.
+        training: part of a training step, so that no generation waits for it.
     """
 
     peer: str
@@ -48,7 +48,7 @@ class ForwardWork:
 
     @property
     def kind(self) -> str:
-        """One of `swarm.metrics.server.KINDS`. A few tokens are a prompt where a row begins with them."""
+        """One of `swarm.metrics.server.KINDS`. A few tokens count as a prompt where a sequence starts with them."""
         if self.training:
             return "forward"
         short = max(self.layout.counts) <= MAX_SHORT_TOKENS
@@ -57,10 +57,10 @@ class ForwardWork:
 
 @dataclass(frozen=True)
 class BackwardWork:
-    """Gradients of a forward, computed whole. Fields as of a `ForwardWork`, and:
+    """Gradients of a forward, computed in one piece. Fields are those of `ForwardWork`, except for:
 
     Attributes:
-        decode: makes inputs and gradients of the outputs, each `[tokens, hidden]`.
+        decode: turns the payload into inputs and gradients of the outputs, each `[tokens, hidden]`.
     """
 
     peer: str
@@ -80,9 +80,11 @@ class BackwardWork:
 
 @dataclass(frozen=True)
 class ComputeResult:
-    """Attributes:
-    payload: the encoded outputs.
-    milliseconds: spent in the blocks, together with the other requests of the same iterations.
+    """The outcome of one piece of work.
+
+    Attributes:
+        payload: the encoded outputs.
+        milliseconds: time spent in the blocks, including the other requests of the same iterations.
     """
 
     payload: Bytes
@@ -97,11 +99,11 @@ def forward_work(
     payload: Bytes,
     wire: WireFormat,
     dtype: str,
-    wanted: WireFormat | None,
+    reply_wire: WireFormat | None,
 ) -> ForwardWork:
-    """A request for the outputs in the format `wanted`, or for none.
+    """A request for the outputs in the format `reply_wire`, or for no outputs if that is None.
 
-    Without a session it is a forward, of which nothing is kept: training, or work that nobody waits for token by token.
+    Without a session it is a forward that leaves nothing behind: training, or other work that is not generation.
     """
     model = cache.model
 
@@ -109,7 +111,7 @@ def forward_work(
         return unpack(payload, layout.tokens, model.hidden_size, wire, dtype, model.device)
 
     def encode(output: torch.Tensor) -> Bytes:
-        return pack(output, wanted) if wanted is not None else b""
+        return pack(output, reply_wire) if reply_wire is not None else b""
 
     return ForwardWork(peer, (peer, session_id), cache, layout, decode, encode, training=session_id is None)
 
@@ -124,10 +126,10 @@ def backward_work(
     gradient_wire: WireFormat,
     dtype: str,
 ) -> BackwardWork:
-    """A request for gradients: those of the inputs in the format `gradient_wire`, then those of the adapter's tensors.
+    """A request for gradients: of the inputs, in the format `gradient_wire`, then of the adapter's tensors.
 
     Args:
-        payload: inputs, then gradients of the outputs.
+        payload: inputs, followed by gradients of the outputs.
     """
     length = payload_length(layout.tokens * model.hidden_size, wire, dtype)
 

@@ -1,6 +1,8 @@
-"""The one compute thread. Everything that touches torch runs here, one job after the other; the network loop never
-waits for arithmetic and arithmetic never waits for the network. What is over sooner than it could be handed over may
-take the thread's turn instead."""
+"""The one compute thread. Everything that touches torch runs here, one job after the other.
+
+The network loop never waits for arithmetic, and arithmetic never waits for the network. A job that takes less time than
+handing it over may run in the calling thread instead, while the compute thread is idle.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +20,22 @@ T = TypeVar("T")
 
 
 class ComputeThread:
-    """Runs jobs in order in its own thread.
+    """Runs jobs in order in a thread of its own.
 
     Attributes:
-        thread: a daemon, so that a process that leaves does not wait for a job that never ends, such as loading.
+        thread: a daemon thread, so that a process that exits does not wait for a long job such as loading.
     """
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         self._closed = False
-        self._closing = threading.Lock()  # nothing may slip in behind the end of the queue, where it would never run
-        self._turn = threading.Lock()
+        self._posting = threading.Lock()  # no job may be queued behind the end marker, where it would never run
+        self._computing = threading.Lock()
         self.thread = threading.Thread(target=self._work, name="swarm-compute", daemon=True)
         self.thread.start()
 
     async def run(self, job: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The job's result, or its exception. Raises `ServerClosing` after `close`."""
+        """Run a job in the thread and return its result. Raises what it raises, or `ServerClosing` after `close`."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
@@ -42,7 +44,7 @@ class ComputeThread:
                 return
             try:
                 result, error = job(*args, **kwargs), None
-            except BaseException as raised:
+            except BaseException as raised:  # whatever it is, it is raised where the job was requested
                 result, error = None, raised
             call_in_loop(loop, settle_future, future, result, error)
 
@@ -51,49 +53,49 @@ class ComputeThread:
         return await future
 
     def post(self, job: Callable[[], None]) -> bool:
-        """Run a job that tells nobody of its end and never raises. False after `close`. For any thread."""
-        with self._closing:
+        """Queue a job that returns nothing and never raises. False after `close`. May be called from any thread."""
+        with self._posting:
             if not self._closed:
                 self._jobs.put(job)
             return not self._closed
 
-    def try_now(self, job: Callable[[], None]) -> bool:
-        """Run a job that never raises in the calling thread, instead of the compute thread, if that has nothing to do.
+    def try_run_inline(self, job: Callable[[], None]) -> bool:
+        """Run a job that never raises in the calling thread, if the compute thread is idle.
 
-        False, and nothing is run, if it has, and after `close`.
+        Returns False without running it if the compute thread is busy, and after `close`.
         """
-        if self._closed or not self._jobs.empty() or not self._turn.acquire(blocking=False):
+        if self._closed or not self._jobs.empty() or not self._computing.acquire(blocking=False):
             return False
         try:
             job()
         finally:
-            self._turn.release()
+            self._computing.release()
         return True
 
     def close(self) -> None:
-        """Accept no more jobs; the thread ends after those it has."""
-        with self._closing:
+        """Accept no more jobs. The thread ends after the jobs that are queued."""
+        with self._posting:
             if not self._closed:
                 self._closed = True
                 self._jobs.put(None)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            with self._turn:
+            with self._computing:
                 job()
 
 
 def call_in_loop(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *args: Any) -> None:
-    """Call a function in another thread's loop, if that still runs."""
-    with suppress(RuntimeError):  # it is closed, and nobody waits there
+    """Call a function in the loop of another thread, if that loop still runs."""
+    with suppress(RuntimeError):  # the loop is closed, so nothing waits for the result
         loop.call_soon_threadsafe(function, *args)
 
 
 def settle_future(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    """Give a future its result or its error, unless nobody waits for it any more."""
+    """Give a future its result or its error, unless it was cancelled."""
     if future.cancelled():
         return
-    if isinstance(error, StopIteration):  # which a future cannot carry
+    if isinstance(error, StopIteration):  # a future cannot carry it
         error = RuntimeError(f"a job raised {error!r}")
     if error is not None:
         future.set_exception(error)

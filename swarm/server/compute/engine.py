@@ -1,8 +1,8 @@
-"""The loop around the scheduler: takes what all sessions wait for, lets it decide, and computes, iteration after
-iteration, in the compute thread. One request's trouble never reaches another.
+"""The loop around the scheduler: collects the requests of all sessions, has the scheduler choose, and computes,
+iteration after iteration, in the compute thread. An error in one request never reaches another.
 
-Blocks that take a millisecond or two (small models, few blocks) compute a lone step in the network loop: two changes of
-thread would cost as much."""
+Blocks that take a millisecond or two (small models, few blocks) compute a lone step in the network loop, because two
+changes of thread would cost as much."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
 
 from swarm.errors import ServerClosing
 from swarm.metrics.server import ServerObserver
 from swarm.models.execution.gradients import compute_gradients
-from swarm.models.execution.session_cache import advance_steps
+from swarm.models.execution.session_cache import StepComputation, advance_steps
 from swarm.server.compute.batching_delay import BatchingDelay
 from swarm.server.compute.compute_request import BackwardWork, ComputeResult, ForwardWork
 from swarm.server.compute.compute_thread import ComputeThread, call_in_loop, settle_future
@@ -28,234 +28,246 @@ from swarm.server.compute.queued_request import QueuedRequest
 from swarm.server.compute.scheduler import MAX_SHORT_TOKENS, FairShares, next_batch
 
 MAX_ITERATION_S = 0.2
-"""Seconds that an iteration should take at most: so long a decode step may wait for a prompt's chunk."""
+"""How long an iteration should take at most, because a decode step may have to wait for the chunk of a prompt."""
 
 MAX_INLINE_ITERATION_S = 5e-3
-"""Seconds. An iteration of less may be computed in the network loop, which answers nobody else meanwhile."""
+"""A shorter iteration may be computed in the network loop, which answers no other peer meanwhile."""
 
 MIN_ITERATION_TOKENS, MAX_ITERATION_TOKENS = 64, 4096
-"""Tokens of an iteration. Fewer would make products inefficient; more would take memory and gain nothing."""
+"""Bounds of an iteration's size. Fewer tokens would make products inefficient; more would take memory for no gain."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def token_budget(tokens_per_second: float) -> int:
-    """Tokens of one iteration, for blocks that compute so many tokens a second in batches."""
+    """Tokens of one iteration, for blocks that compute `tokens_per_second` in batches."""
     return int(min(MAX_ITERATION_TOKENS, max(MIN_ITERATION_TOKENS, tokens_per_second * MAX_ITERATION_S)))
 
 
-@dataclass
 class Engine:
-    """Attributes:
-    runtime: the compute thread.
-    budget: tokens of one iteration.
-    observer: hears of every iteration.
+    """Computes the requests of all peers of one server.
+
+    Args:
+        compute_thread: where it computes.
+        budget: tokens of one iteration.
+        observer: is told of every iteration.
     """
 
-    runtime: ComputeThread
-    budget: int = MIN_ITERATION_TOKENS
-    observer: ServerObserver = field(default_factory=ServerObserver)
-    _incoming: deque[QueuedRequest] = field(default_factory=deque)
-    _entries: dict[int, QueuedRequest] = field(default_factory=dict)
-    _shares: FairShares = field(default_factory=FairShares)
-    _meter: QueueMeter = field(default_factory=QueueMeter)
-    _numbers: itertools.count[int] = field(default_factory=itertools.count)
-    _lock: threading.Condition = field(default_factory=threading.Condition)
-    _gathering: BatchingDelay = field(default_factory=BatchingDelay)
-    _contention: CpuContentionMeter = field(default_factory=CpuContentionMeter)
-    _running: bool = False
-    _trained: float = -math.inf
+    def __init__(
+        self,
+        compute_thread: ComputeThread,
+        budget: int = MIN_ITERATION_TOKENS,
+        observer: ServerObserver | None = None,
+    ) -> None:
+        self.compute_thread = compute_thread
+        self.budget = budget
+        self._observer = observer or ServerObserver()
+        self._arrived: deque[QueuedRequest] = deque()
+        self._queue: dict[int, QueuedRequest] = {}
+        self._shares = FairShares()
+        self._meter = QueueMeter()
+        self._numbers = itertools.count()
+        self._lock = threading.Condition()
+        self._batching_delay = BatchingDelay()
+        self._contention = CpuContentionMeter()
+        self._running = False
+        self._trained_at = -math.inf
 
     @property
     def queue_seconds(self) -> float:
-        """How long a request may expect to wait for its first token to be computed."""
-        return self._meter.seconds(time.monotonic())
+        """How long a request may expect to wait until its first token is computed."""
+        return self._meter.expected_wait(time.monotonic())
 
     async def compute(self, request: ForwardWork | BackwardWork) -> ComputeResult:
         """Compute a request. Raises what decoding, computing or encoding it raises, or `ServerClosing`.
 
-        The cache changes only if this returns, or would have: a caller that is cancelled may find either.
+        The cache changes only if this returns. If the caller is cancelled, it may have changed or not.
         """
         loop, now = asyncio.get_running_loop(), time.monotonic()
-        entry = QueuedRequest(next(self._numbers), request, loop.create_future(), loop, came=now, served=now)
+        queued = QueuedRequest(next(self._numbers), request, loop.create_future(), loop, now, now)
         with self._lock:
-            self._incoming.append(entry)
-            self._gathering.came(request.session, now)
+            self._arrived.append(queued)
+            self._batching_delay.on_request(request.session, now)
             self._lock.notify()
             start, self._running = not self._running, True
-        if start and not self._at_once(entry):
-            self._go_on()
-        outcome = await entry.future
-        self.observer.step(request.kind, time.monotonic() - now)
-        return outcome
+        if start and not self._try_compute_inline(queued):
+            self._post_iteration()
+        result = await queued.future
+        self._observer.step(request.kind, time.monotonic() - now)
+        return result
 
-    def _at_once(self, entry: QueuedRequest) -> bool:
-        """Compute a request in this thread, if that takes less than is lost by handing it to another one and back.
+    def _try_compute_inline(self, queued: QueuedRequest) -> bool:
+        """Compute a request in this thread, if that takes less time than handing it to another one and back.
 
         In between, the other thread's processor has fallen asleep and its caches have gone cold (0.3 ms a step).
         """
-        if (
-            entry.whole
-            or entry.left > MAX_SHORT_TOKENS
-            or not 0 < self._gathering.iteration < MAX_INLINE_ITERATION_S
-            or self._patience(1, 0.0)
-        ):
+        if queued.is_whole or queued.tokens_left > MAX_SHORT_TOKENS:
             return False
-        return self.runtime.try_now(self._iterate)
+        if not 0 < self._batching_delay.iteration < MAX_INLINE_ITERATION_S or self._delay(1, 0.0):
+            return False
+        return self.compute_thread.try_run_inline(self._iterate)
 
-    def _go_on(self) -> None:
-        def gather_and_iterate() -> None:
-            self._gather()
+    def _post_iteration(self) -> None:
+        def wait_and_iterate() -> None:
+            self._wait_for_sessions()
             self._iterate()
 
-        if not self.runtime.post(gather_and_iterate):
-            self._give_up(ServerClosing("this server is leaving; use another one"))
+        if not self.compute_thread.post(wait_and_iterate):
+            self._fail_all(ServerClosing("this server is leaving; use another one"))
 
-    def _give_up(self, error: BaseException) -> None:
-        """Nothing that waits will be computed."""
+    def _fail_all(self, error: BaseException) -> None:
+        """Answer all requests with an error."""
         with self._lock:
-            left, self._running = [*self._entries.values(), *self._incoming], False
-            self._entries.clear()
-            self._incoming.clear()
-        _settle([(entry, error) for entry in left])
+            left, self._running = [*self._queue.values(), *self._arrived], False
+            self._queue.clear()
+            self._arrived.clear()
+        _deliver_results([(queued, error) for queued in left])
 
     def _iterate(self) -> None:
-        """One iteration."""
+        """Compute one iteration, and post the next one if requests are left."""
         try:
-            self._take_in()
-            settled = self._compute_next(time.monotonic())
-        except BaseException as error:  # no request's fault: whoever waits has to hear of it
-            return self._give_up(error)
-        self._forget([entry for entry, _ in settled])
-        _settle(settled)
+            self._enqueue_arrived()
+            results = self._compute_next_batch(time.monotonic())
+        except BaseException as error:  # a fault of the engine itself: without an answer, the peers would wait for ever
+            return self._fail_all(error)
+        self._remove_requests([queued for queued, _ in results])
+        _deliver_results(results)
         with self._lock:
-            self._running = running = bool(self._entries or self._incoming)
+            self._running = running = bool(self._queue or self._arrived)
         if running:
-            self._go_on()
+            self._post_iteration()
 
-    def _compute_next(self, now: float) -> list[_Settled]:
-        """Compute the next batch; what became of the requests that are through with it, one way or the other."""
-        waiting = [entry.waiting(now, self._trained) for entry in self._entries.values()]
+    def _compute_next_batch(self, now: float) -> list[_Result]:
+        """Compute the next batch. Returns the results of the requests that are finished or have failed."""
+        waiting = [queued.for_scheduler(now, self._trained_at) for queued in self._queue.values()]
         batch = next_batch(waiting, self._shares, self.budget)
-        self._shares.charge(waiting, batch)
-        chosen = [(self._entries[portion.number], portion.tokens) for portion in batch]
-        if any(entry.request.training for entry, _ in chosen):
-            self._trained = now
-        if chosen and chosen[0][0].whole:
-            return [self._backward(entry, now) for entry, _ in chosen]
-        settled = self._begin([entry for entry, _ in chosen], now)
-        settled += self._advance([(entry, tokens) for entry, tokens in chosen if entry.work is not None], now)
-        settled += [
-            (entry, _finished(entry)) for entry, _ in chosen if entry.work is not None and not entry.work.tokens_left
-        ]
-        return settled
+        self._shares.charge_batch(waiting, batch)
+        chosen = [(self._queue[part.number], part.tokens) for part in batch]
+        if any(queued.request.training for queued, _ in chosen):
+            self._trained_at = now
+        if chosen and chosen[0][0].is_whole:
+            return [(queued, _result_or_error(self._compute_backward, queued, now)) for queued, _ in chosen]
+        results = self._start_computations([queued for queued, _ in chosen], now)
+        results += self._advance([(queued, tokens) for queued, tokens in chosen if queued.computation is not None], now)
+        finished = [one for one, _ in chosen if one.computation is not None and not one.computation.tokens_left]
+        results += [(queued, _result_or_error(_finish_computation, queued)) for queued in finished]
+        return results
 
-    def _gather(self) -> None:
-        """Wait for sessions that are about to come, unless a prompt is to compute anyway."""
+    def _wait_for_sessions(self) -> None:
+        """Wait for sessions that are about to come back, unless there is a prompt to compute meanwhile."""
         began = time.monotonic()
         with self._lock:
-            while all(entry.short for entry in (*self._entries.values(), *self._incoming)):
-                patience = self._patience(len(self._entries) + len(self._incoming), time.monotonic() - began)
-                if not patience:
+            while all(queued.is_short for queued in (*self._queue.values(), *self._arrived)):
+                delay = self._delay(len(self._queue) + len(self._arrived), time.monotonic() - began)
+                if not delay:
                     return
-                self._lock.wait(patience)
+                self._lock.wait(delay)
 
-    def _patience(self, waiting: int, waited: float) -> float:
-        """Seconds that `waiting` requests should wait for more, after they have waited so long."""
-        if self._gathering.sessions < 2:
+    def _delay(self, waiting: int, waited: float) -> float:
+        """Seconds that `waiting` requests should wait for more, having waited for `waited` seconds."""
+        if self._batching_delay.sessions < 2:
             return 0.0
-        return self._gathering.patience(waiting, waited, self._contention.level(), time.monotonic())
+        return self._batching_delay.delay(waiting, waited, self._contention.level(), time.monotonic())
 
-    def _take_in(self) -> None:
-        while self._incoming:
-            entry = self._incoming.popleft()
-            self._entries[entry.number] = entry
-        self._forget([entry for entry in self._entries.values() if entry.future.cancelled()])
+    def _enqueue_arrived(self) -> None:
+        while self._arrived:
+            queued = self._arrived.popleft()
+            self._queue[queued.number] = queued
+        self._remove_requests([queued for queued in self._queue.values() if queued.future.cancelled()])
 
-    def _forget(self, entries: Sequence[QueuedRequest]) -> None:
-        """These requests are over."""
+    def _remove_requests(self, finished: Sequence[QueuedRequest]) -> None:
         with self._lock:
-            for entry in entries:
-                del self._entries[entry.number]
-                self._gathering.answered(entry.request.session, time.monotonic())
+            for queued in finished:
+                del self._queue[queued.number]
+                self._batching_delay.on_answer(queued.request.session, time.monotonic())
 
-    def _begin(self, entries: Sequence[QueuedRequest], now: float) -> list[_Settled]:
-        failed: list[_Settled] = []
-        for entry in entries:
-            if entry.work is not None:
-                continue
-            self._started(entry, now)
-            request = entry.request
-            assert isinstance(request, ForwardWork)
-            try:
-                entry.work = request.cache.start_step(request.decode().to(request.cache.model.dtype), request.layout)
-            except BaseException as error:
-                failed.append((entry, error))
+    def _start_computations(self, chosen: Sequence[QueuedRequest], now: float) -> list[_Result]:
+        """Start the requests that have not been started. Returns the errors of those that cannot be."""
+        failed: list[_Result] = []
+        for queued in chosen:
+            if queued.computation is None:
+                self._record_start(queued, now)
+                started = _result_or_error(_start_computation, queued)
+                if isinstance(started, BaseException):
+                    failed.append((queued, started))
+                else:
+                    queued.computation = started
         return failed
 
-    def _started(self, entry: QueuedRequest, now: float) -> None:
-        self._meter.started(now - entry.came, now)
-        self.observer.started(now - entry.came)
+    def _record_start(self, queued: QueuedRequest, now: float) -> None:
+        self._meter.record_start(now - queued.arrived_at, now)
+        self._observer.started(now - queued.arrived_at)
 
-    def _backward(self, entry: QueuedRequest, now: float) -> _Settled:
-        self._started(entry, now)
-        request = entry.request
+    def _compute_backward(self, queued: QueuedRequest, now: float) -> ComputeResult:
+        self._record_start(queued, now)
+        request = queued.request
         assert isinstance(request, BackwardWork)
-        try:
-            inputs, gradients = (tensor.to(request.model.dtype) for tensor in request.decode())
-            began = time.perf_counter()
-            found = compute_gradients(request.model, inputs, gradients, request.layout, request.adapter)
-            seconds = time.perf_counter() - began
-            self.observer.iteration([entry.portion(request.layout.tokens)], seconds)
-            return entry, ComputeResult(request.encode(found), seconds * 1e3)
-        except BaseException as error:
-            return entry, error
-
-    def _advance(self, portions: Sequence[tuple[QueuedRequest, int]], now: float) -> list[_Settled]:
-        """Compute the portions together; if that fails, each half alone, down to the ones that are to blame."""
+        inputs, gradients = (tensor.to(request.model.dtype) for tensor in request.decode())
         began = time.perf_counter()
-        failed: list[_Settled] = []
-        try:
-            works = [(entry.work, tokens) for entry, tokens in portions if entry.work is not None]
-            advance_steps([(work, min(tokens, work.tokens_left)) for work, tokens in works])
-        except BaseException as error:
-            if len(portions) > 1:
-                middle = len(portions) // 2
-                return self._advance(portions[:middle], now) + self._advance(portions[middle:], now)
-            failed = [(entry, error) for entry, _ in portions]
-            for entry, _ in portions:
-                entry.work = None
+        found = compute_gradients(request.model, inputs, gradients, request.layout, request.adapter)
         seconds = time.perf_counter() - began
-        if portions and not failed:
-            self.observer.iteration([entry.portion(tokens) for entry, tokens in portions], seconds)
-        if all(entry.short for entry, _ in portions):
-            self._gathering.computed(seconds)
-        for entry, _ in portions:
-            entry.seconds += seconds
-            entry.served = now
-        return failed
+        self._observer.iteration([queued.for_observer(request.layout.tokens)], seconds)
+        return ComputeResult(request.encode(found), seconds * 1e3)
+
+    def _advance(self, chosen: Sequence[tuple[QueuedRequest, int]], now: float) -> list[_Result]:
+        """Compute tokens of several requests together. If that fails, compute each half alone, down to the culprits."""
+        began = time.perf_counter()
+        error = _result_or_error(_advance_together, chosen)
+        if error is not None and len(chosen) > 1:
+            middle = len(chosen) // 2
+            return self._advance(chosen[:middle], now) + self._advance(chosen[middle:], now)
+        seconds = time.perf_counter() - began
+        if chosen and error is None:
+            self._observer.iteration([queued.for_observer(tokens) for queued, tokens in chosen], seconds)
+        if all(queued.is_short for queued, _ in chosen):
+            self._batching_delay.on_iteration(seconds)
+        for queued, _ in chosen:
+            queued.compute_seconds += seconds
+            queued.served_at = now
+            if error is not None:
+                queued.computation = None
+        return [(queued, error) for queued, _ in chosen] if error is not None else []
 
 
-_Settled = tuple[QueuedRequest, ComputeResult | BaseException]
+_Result = tuple[QueuedRequest, ComputeResult | BaseException]
 
 
-def _finished(entry: QueuedRequest) -> ComputeResult | BaseException:
-    """Commit a request that is computed, and encode its outputs."""
-    assert entry.work is not None
-    assert isinstance(entry.request, ForwardWork)
+def _result_or_error(compute: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | BaseException:
+    """The result, or the exception. Computing for peers may raise anything, and each request gets its own error."""
     try:
-        payload = entry.request.encode(entry.work.output)
-        entry.work.commit()
+        return compute(*args, **kwargs)
     except BaseException as error:
         return error
-    return ComputeResult(payload, entry.seconds * 1e3)
 
 
-def _settle(settled: Sequence[_Settled]) -> None:
-    """Hand results to their loops; one wake-up for each loop."""
-    for loop in {entry.loop for entry, _ in settled}:
-        call_in_loop(loop, _deliver, [(entry.future, result) for entry, result in settled if entry.loop is loop])
+def _start_computation(queued: QueuedRequest) -> StepComputation:
+    request = queued.request
+    assert isinstance(request, ForwardWork)
+    return request.cache.start_step(request.decode().to(request.cache.model.dtype), request.layout)
 
 
-def _deliver(results: Sequence[tuple[asyncio.Future[ComputeResult], ComputeResult | BaseException]]) -> None:
+def _advance_together(chosen: Sequence[tuple[QueuedRequest, int]]) -> None:
+    parts = [(queued.computation, tokens) for queued, tokens in chosen if queued.computation is not None]
+    advance_steps([(computation, min(tokens, computation.tokens_left)) for computation, tokens in parts])
+
+
+def _finish_computation(queued: QueuedRequest) -> ComputeResult:
+    """Encode the outputs of a request that is computed, and commit it to the session's cache."""
+    assert queued.computation is not None
+    assert isinstance(queued.request, ForwardWork)
+    payload = queued.request.encode(queued.computation.output)
+    queued.computation.commit()
+    return ComputeResult(payload, queued.compute_seconds * 1e3)
+
+
+def _deliver_results(results: Sequence[_Result]) -> None:
+    """Hand results to the loops that wait for them, with one wake-up for each loop."""
+    for loop in {queued.loop for queued, _ in results}:
+        call_in_loop(loop, _settle_all, [(queued.future, result) for queued, result in results if queued.loop is loop])
+
+
+def _settle_all(results: Sequence[tuple[asyncio.Future[ComputeResult], ComputeResult | BaseException]]) -> None:
     for future, result in results:
         if isinstance(result, BaseException):
             settle_future(future, None, result)

@@ -1,4 +1,4 @@
-"""A request in the engine, from its coming to its answer."""
+"""A request in the engine, from its arrival to its answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from swarm.server.compute.compute_request import BackwardWork, ComputeResult, Fo
 from swarm.server.compute.scheduler import MAX_SHORT_TOKENS, QueuedTokens
 
 BACKWARD_TOKEN_COST = 3
-"""What a token costs in a backward: a forward that is computed again, and about two of them back."""
+"""Cost of a token in a backward, in forward tokens: the forward once more, and about two of them for the gradients."""
 
 
 @dataclass(eq=False)
@@ -18,50 +18,55 @@ class QueuedRequest:
     """A request that waits or is being computed.
 
     Attributes:
-        came, served: when it came, and when it was last served or came.
-        work: once it has begun.
-        seconds: spent in the blocks so far.
+        number: smaller ones came earlier.
+        future: gets the result, in `loop`.
+        arrived_at: when it came.
+        served_at: when it was last part of an iteration; until then, when it came.
+        computation: once it has started.
+        compute_seconds: time spent in the blocks so far.
     """
 
     number: int
     request: ForwardWork | BackwardWork
     future: asyncio.Future[ComputeResult]
     loop: asyncio.AbstractEventLoop
-    came: float
-    served: float
-    work: StepComputation | None = None
-    seconds: float = 0.0
+    arrived_at: float
+    served_at: float
+    computation: StepComputation | None = None
+    compute_seconds: float = 0.0
 
     @property
-    def short(self) -> bool:
-        return not self.whole and max(self.request.layout.counts) <= MAX_SHORT_TOKENS
+    def is_short(self) -> bool:
+        """A decode step rather than a prompt."""
+        return not self.is_whole and max(self.request.layout.counts) <= MAX_SHORT_TOKENS
 
     @property
-    def whole(self) -> bool:
+    def is_whole(self) -> bool:
+        """Computed in one piece, alone."""
         return isinstance(self.request, BackwardWork)
 
     @property
-    def left(self) -> int:
-        """Tokens to compute, or what costs as much as so many."""
-        tokens = self.work.tokens_left if self.work is not None else self.request.layout.tokens
-        return tokens * BACKWARD_TOKEN_COST if self.whole else tokens
+    def tokens_left(self) -> int:
+        """Tokens to compute, or the number of tokens that cost as much."""
+        tokens = self.computation.tokens_left if self.computation is not None else self.request.layout.tokens
+        return tokens * BACKWARD_TOKEN_COST if self.is_whole else tokens
 
-    def waiting(self, now: float, trained: float) -> QueuedTokens:
-        """As the scheduler sees it, if training was last served at `trained`."""
+    def for_scheduler(self, now: float, trained_at: float) -> QueuedTokens:
+        """What the scheduler needs to know, where `trained_at` is when any training was last served."""
         request = self.request
         return QueuedTokens(
             number=self.number,
             span=request.span,
             peer=request.peer,
             session=request.session,
-            tokens=self.left,
-            short=self.short,
-            whole=self.whole,
+            tokens=self.tokens_left,
+            short=self.is_short,
+            whole=self.is_whole,
             training=request.training,
-            idle=now - (max(self.served, trained) if request.training else self.served),
-            waited=now - self.served,
+            idle=now - (max(self.served_at, trained_at) if request.training else self.served_at),
+            waited=now - self.served_at,
         )
 
-    def portion(self, tokens: int) -> tuple[str, int, int]:
-        """So many of its tokens, as `swarm.metrics.server.ServerObserver` is told of them."""
+    def for_observer(self, tokens: int) -> tuple[str, int, int]:
+        """What `swarm.metrics.server.ServerObserver` is told of this many of its tokens."""
         return self.request.kind, self.request.layout.sequences, tokens

@@ -250,7 +250,7 @@ class MessageHandler:
             patience=message.wait_timeout_s,
         )
         if message.reply_format is WireFormat.BLOCKWISE8:
-            await self._engine.runtime.run(warm_up, self._model.device)
+            await self._engine.compute_thread.run(warm_up, self._model.device)
         try:
             conversation.session = await self._sessions.open(fresh, message.sequences, stream)
         except CacheFull:

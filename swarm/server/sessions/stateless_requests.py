@@ -98,7 +98,7 @@ class StatelessRequests:
             described = [block for _, block in named]
             return unpack_adapters(described, payload, message.dtype, self._model.hidden_size, self._model.device)
 
-        unpacked = parts() if len(payload) <= MAX_INLINE_BYTES else await self._engine.runtime.run(parts)
+        unpacked = parts() if len(payload) <= MAX_INLINE_BYTES else await self._engine.compute_thread.run(parts)
         for (number, _), part in zip(named, unpacked, strict=True):
             self._model.adapted.validate(number, part)
         found = zip(named, unpacked, strict=True)
@@ -108,7 +108,7 @@ class StatelessRequests:
     async def _warm_up(self, *formats: WireFormat) -> None:
         """Load what 8 bits need before a token's turn in the queue, not in the middle of it."""
         if WireFormat.BLOCKWISE8 in formats and not self._warm:
-            await self._engine.runtime.run(warm_up, self._model.device)
+            await self._engine.compute_thread.run(warm_up, self._model.device)
             self._warm = True
 
     @property

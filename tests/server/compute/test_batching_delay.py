@@ -59,61 +59,61 @@ def cycles(sessions: dict[str, float], count: int = 3) -> tuple[BatchingDelay, f
     one, now = BatchingDelay(iteration=T), 100.0
     for _ in range(count):
         for session, away in sessions.items():
-            one.came(session, now + away)
+            one.on_request(session, now + away)
         now += max(sessions.values()) + T
         for session in sessions:
-            one.answered(session, now)
+            one.on_answer(session, now)
     return one, now
 
 
 def test_sessions_that_travel_together_are_waited_for():
     one, now = cycles({"a": 3 * T, "b": 3.2 * T, "c": 3.4 * T})
-    one.came("a", now + 3 * T)
-    assert one.patience(1, 0.0, 0.0, now + 3 * T) == pytest.approx(0.4 * T)
-    one.came("b", now + 3.2 * T)
-    assert one.patience(2, 0.2 * T, 0.0, now + 3.2 * T) == pytest.approx(0.2 * T)
-    one.came("c", now + 3.4 * T)
-    assert one.patience(3, 0.4 * T, 0.0, now + 3.4 * T) == 0
+    one.on_request("a", now + 3 * T)
+    assert one.delay(1, 0.0, 0.0, now + 3 * T) == pytest.approx(0.4 * T)
+    one.on_request("b", now + 3.2 * T)
+    assert one.delay(2, 0.2 * T, 0.0, now + 3.2 * T) == pytest.approx(0.2 * T)
+    one.on_request("c", now + 3.4 * T)
+    assert one.delay(3, 0.4 * T, 0.0, now + 3.4 * T) == 0
 
 
 def test_a_session_alone_and_lanes_that_take_turns_wait_for_nobody():
     alone, now = cycles({"a": 3 * T})
-    alone.came("a", now + 3 * T)
-    assert alone.patience(1, 0.0, 1.0, now + 3 * T) == 0
+    alone.on_request("a", now + 3 * T)
+    assert alone.delay(1, 0.0, 1.0, now + 3 * T) == 0
     lanes, now = cycles({"a": 3 * T, "b": 4 * T})
-    lanes.came("a", now + 3 * T)
-    assert lanes.patience(1, 0.0, 0.0, now + 3 * T) == 0
+    lanes.on_request("a", now + 3 * T)
+    assert lanes.delay(1, 0.0, 0.0, now + 3 * T) == 0
 
 
 def test_one_that_does_not_come_is_given_up():
     one, now = cycles({"a": 3 * T, "b": 3.2 * T})
-    one.came("a", now + 3 * T)
+    one.on_request("a", now + 3 * T)
     clock, waited = now + 3 * T, 0.0
-    while patience := one.patience(1, waited, 0.0, clock):
-        clock, waited = clock + patience, waited + patience
+    while delay := one.delay(1, waited, 0.0, clock):
+        clock, waited = clock + delay, waited + delay
     assert 0.2 * T < waited <= T
 
 
 def test_where_others_want_the_processors_it_waits_longer():
     one, now = cycles({"a": 3 * T, "b": 4.2 * T})
-    one.came("a", now + 3 * T)
-    assert one.patience(1, 0.0, 0.0, now + 3 * T) == 0
-    assert one.patience(1, 0.0, 1.0, now + 3 * T) == pytest.approx(1.2 * T)
-    assert one.patience(1, MAX_DELAY_ITERATIONS * T, 1.0, now + 3 * T) == 0
+    one.on_request("a", now + 3 * T)
+    assert one.delay(1, 0.0, 0.0, now + 3 * T) == 0
+    assert one.delay(1, 0.0, 1.0, now + 3 * T) == pytest.approx(1.2 * T)
+    assert one.delay(1, MAX_DELAY_ITERATIONS * T, 1.0, now + 3 * T) == 0
 
 
 def test_slow_blocks_wait_no_longer_than_it_can_be_of_use():
     one, now = cycles({"a": 3.0, "b": 3.2})
-    one.computed(1.0)
-    one.came("a", now + 3.0)
-    assert one.patience(1, 0.0, 0.0, now + 3.0) == MAX_DELAY_S
+    one.on_iteration(1.0)
+    one.on_request("a", now + 3.0)
+    assert one.delay(1, 0.0, 0.0, now + 3.0) == MAX_DELAY_S
 
 
 def test_who_has_not_come_for_long_is_not_expected():
     one, now = cycles(dict.fromkeys("abcdefgh", 3 * T))
     assert one.sessions == 8
-    one.came("a", now + SESSION_EXPECTED_S + 0.1)
-    one.answered("a", now + SESSION_EXPECTED_S + 0.1 + T)
+    one.on_request("a", now + SESSION_EXPECTED_S + 0.1)
+    one.on_answer("a", now + SESSION_EXPECTED_S + 0.1 + T)
     assert one.sessions == 1
 
 
@@ -121,13 +121,13 @@ def test_what_is_remembered_is_bounded_by_what_came_lately():
     one, now = BatchingDelay(iteration=T), 0.0
     for number in range(10_000):
         now += 0.01
-        one.came(number, now)
-        one.answered(number, now + 0.005)
+        one.on_request(number, now)
+        one.on_answer(number, now + 0.005)
     assert one.sessions <= SESSION_EXPECTED_S / 0.01 + 2
 
 
 def test_the_first_iteration_of_all_waits_for_nothing():
     one = BatchingDelay()
     for session in "abcdefgh":
-        one.came(session, 0.0)
-    assert one.patience(1, 0.0, 1.0, 0.0) == 0
+        one.on_request(session, 0.0)
+    assert one.delay(1, 0.0, 1.0, 0.0) == 0

@@ -204,7 +204,7 @@ def test_a_short_job_may_take_the_threads_turn_while_that_is_idle():
     async def scenario(runtime):
         assert await runtime.run(lambda: 1) == 1
         threads = []
-        while not runtime.try_now(lambda: threads.append(threading.get_ident())):
+        while not runtime.try_run_inline(lambda: threads.append(threading.get_ident())):
             await asyncio.sleep(0)  # the thread has told of its last job before it is through with it
         assert threads == [threading.get_ident()]
         assert await runtime.run(lambda: 2) == 2
@@ -222,7 +222,7 @@ def test_a_short_job_never_runs_beside_another():
 
         computing = asyncio.create_task(runtime.run(job))
         await asyncio.to_thread(begun.wait, SOON)
-        assert not runtime.try_now(pytest.fail)
+        assert not runtime.try_run_inline(pytest.fail)
         go_on.set()
         assert await computing
 
@@ -237,7 +237,7 @@ def test_what_is_posted_during_a_short_job_waits_for_its_end():
             assert runtime.post(lambda: log.append("posted"))
             log.append("short job")
 
-        assert runtime.try_now(job)
+        assert runtime.try_run_inline(job)
         await runtime.run(lambda: None)
         assert log == ["short job", "posted"]
 
@@ -247,4 +247,4 @@ def test_what_is_posted_during_a_short_job_waits_for_its_end():
 def test_a_closed_runtime_runs_nothing_now():
     runtime = ComputeThread()
     runtime.close()
-    assert not runtime.try_now(pytest.fail)
+    assert not runtime.try_run_inline(pytest.fail)

@@ -127,7 +127,7 @@ class Pause:
 
     def __init__(self, engine: Engine) -> None:
         self._go_on = threading.Event()
-        assert engine.runtime.post(lambda: self._go_on.wait(SOON) or None)
+        assert engine.compute_thread.post(lambda: self._go_on.wait(SOON) or None)
 
     async def end(self, *awaitables: Awaitable[Any]) -> list[Any]:
         """The outcomes, or errors, of what began during the pause."""
@@ -214,7 +214,7 @@ def test_chunks_of_a_long_prompt_leave_room_for_decode_rows(llama, monkeypatch):
             sizes.append(len(hidden))
             if len(sizes) % 2:  # the writer asks for its next token while this is computed
                 steps.append(asyncio.run_coroutine_threadsafe(writer.step(1), loop))
-                while not engine._incoming:
+                while not engine._arrived:
                     time.sleep(0)
             return forward(hidden, *args)
 
@@ -385,7 +385,7 @@ def test_close_ends_what_waits_and_finishes_what_was_posted(llama):
         asking = [asyncio.create_task(engine.compute(one.request(one.inputs(50)))) for one in sessions]
         short = asyncio.create_task(Session(engine, llama, 9).step(1))
         await asyncio.sleep(0)
-        engine.runtime.close()
+        engine.compute_thread.close()
         await pause.end()
         assert isinstance(await short, ComputeResult)  # the one iteration that was posted before
         for one in await asyncio.gather(*asking, return_exceptions=True):
@@ -416,7 +416,7 @@ def test_close_at_any_moment_leaves_nobody_waiting(llama, round_):
 
         results: list[int] = []
         other = asyncio.to_thread(asyncio.run, writers(range(4), results))
-        closing = threading.Timer(0.01 * (round_ + 1), engine.runtime.close)
+        closing = threading.Timer(0.01 * (round_ + 1), engine.compute_thread.close)
         closing.start()
         await asyncio.gather(other, writers(range(4, 8), results))
         closing.join()
@@ -519,7 +519,7 @@ def test_a_lone_quick_step_is_computed_where_it_came(llama, monkeypatch):
     async def scenario(engine: Engine) -> None:
         async def idle() -> None:
             """Return when the compute thread is through with its last job."""
-            while not engine.runtime.try_now(lambda: None):
+            while not engine.compute_thread.try_run_inline(lambda: None):
                 await asyncio.sleep(0)
 
         monkeypatch.setattr(engine_module, "advance_steps", watched)
@@ -538,7 +538,7 @@ def test_a_lone_quick_step_is_computed_where_it_came(llama, monkeypatch):
         assert threads.pop() != here
         await idle()
         waits = [0.001, 0.001]
-        monkeypatch.setattr(BatchingDelay, "patience", lambda *_: waits.pop() if waits else 0.0)
+        monkeypatch.setattr(BatchingDelay, "delay", lambda *_: waits.pop() if waits else 0.0)
         threads.clear()
         await one.step(1)  # others are about to come, for whom the loop cannot wait
         assert here not in threads

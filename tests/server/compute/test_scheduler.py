@@ -91,7 +91,7 @@ class Schedule:
         waiting = self.seen()
         batch = next_batch(waiting, self.shares, self.budget)
         assert next_batch(waiting, self.shares, self.budget) == batch
-        self.shares.charge(waiting, batch)
+        self.shares.charge_batch(waiting, batch)
         chosen = self._checked(batch)
         for one, tokens in chosen:
             one.tokens -= tokens
