@@ -8,13 +8,23 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS)
 WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test check lint types imports unit programs soak bench format clean
+.PHONY: demo test test-slow test-all check lint types imports unit programs soak bench format clean
 
 demo: $(VENV)/runtime
 	$(BIN)/swarm demo
 
+# What to run before every commit: ten minutes on two cores.
 test: check unit
+
+# The tests marked `slow`, which `make test` leaves out. `make unit TESTS=...` and the others run a part of theirs.
+test-slow: $(VENV)/dev programs
+	$(PYTEST) -m slow $(TESTS)
+
+# Everything: `make test` and `make test-slow` in one run.
+test-all: check programs
+	$(PYTEST) $(TESTS)
 
 check: lint types imports
 
@@ -29,7 +39,7 @@ imports: $(VENV)/dev
 	$(BIN)/lint-imports
 
 unit: $(VENV)/dev programs
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
+	$(PYTEST) -m "not slow" $(TESTS)
 
 # Chromium for the tests of the pages (what they looked like lies in artifacts/ then), Prometheus, Compose.
 programs:

@@ -37,8 +37,15 @@ SPANS = ("0:4", "4:8", "8:12") * 2
 LENGTHS = (3, 4, 5, 6)
 """Blocks that a newcomer may hold, so that spans get cut in all ways."""
 
+MAX_STARTING = 3
+"""Servers that may be on their way at a time. The next kill waits where more are: on a machine that is busy with other
+things a start takes longer than the time between two kills, and a swarm whose last server is gone cannot be joined."""
+
+POLL_PERIOD_S = 0.2
+"""How often an overdue kill is tried again."""
+
 MEMORY_EVERY = 10.0
-CLIENT_TIMEOUT = 120.0
+CLIENT_TIMEOUT = 300.0
 """Seconds that a client gets to end its last text."""
 
 PROMPTS = (
@@ -117,12 +124,17 @@ def make_texts(new: int = 96) -> list[Text]:
     return [Text(prompt, _generate(model, prompt, new)) for prompt in prompts]
 
 
-def run_churn(seconds: float, clients: int, every: float, seed: int, texts: Sequence[Text]) -> Churn:
-    """Clients write for `seconds`, while every `every` seconds a random server is killed and another one started."""
+def run_churn(
+    seconds: float, clients: int, every: float, seed: int, texts: Sequence[Text], min_kills: int = 0
+) -> Churn:
+    """Clients write for `seconds`, while every `every` seconds a random server is killed and another one started.
+
+    They go on beyond `seconds` until `min_kills` servers were killed and every client has written a text.
+    """
     with run_swarm(DEMO, SPANS, dtype="float32") as swarm, _run_clients(swarm, clients, texts, seed) as connections:
         churn = Churn(time.monotonic())
         director = _Director(swarm, connections, churn, random.Random(seed))
-        director.run(seconds, every)
+        director.run(seconds, every, min_kills)
         pids = director.pids()
         churn.ended = time.monotonic()
         director.finish()
@@ -141,19 +153,24 @@ class _Director:
         self._coming: list[ServerProcess] = []
         self._pids: set[int] = set()
 
-    def run(self, seconds: float, every: float) -> None:
+    def run(self, seconds: float, every: float, min_kills: int) -> None:
         now = time.monotonic()
         end, next_kill, next_look = now + seconds, now + every, now
-        while now < end:
-            if now >= next_kill:
+        while now < end or not self._has_seen_enough(min_kills):
+            if now >= next_kill and len(self._coming) < MAX_STARTING:
                 self._kill_one()
-                next_kill += every
+                next_kill = max(next_kill + every, now)
             if now >= next_look:
                 self._look()
                 next_look += MEMORY_EVERY
-            self._listen(min(end, next_kill, next_look) - time.monotonic())
+            events = [next_look, max(next_kill, now + POLL_PERIOD_S), *([end] if now < end else [])]
+            self._listen(min(events) - time.monotonic())
             now = time.monotonic()
         self._look()
+
+    def _has_seen_enough(self, min_kills: int) -> bool:
+        wrote = {written.client for written in self._churn.written}
+        return len(self._churn.kills) >= min_kills and len(wrote) >= len(self._clients)
 
     def finish(self) -> None:
         """Let every client end its text. Raises `TimeoutError` if one does not."""

@@ -26,11 +26,12 @@ from swarm.server.throughput.throughput_option import ThroughputOption
 from swarm.transport.p2p import P2PConfig
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
-START_TIMEOUT = 90.0
-STOP_TIMEOUT = 10.0
+# Limits for what hangs: on a busy machine a start takes many times as long as on a quiet one.
+START_TIMEOUT = 300.0
+STOP_TIMEOUT = 30.0
 
-KNOWN = 3
-"""Servers that whoever joins is told of, so that one of them may die meanwhile."""
+KNOWN = 5
+"""Servers whose addresses a newcomer gets, so that some of them may die while it starts."""
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.server_process"])

@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import termios
@@ -64,6 +65,17 @@ class Screen:
         return bool(data)
 
 
+def _become_foreground() -> None:
+    """Make standard input the controlling terminal, and let its keys interrupt.
+
+    A process that a shell starts in the background ignores SIGINT and SIGQUIT, under nohup SIGHUP too, and so do its
+    children: pytest's own may be such ones.
+    """
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @contextmanager
 def at_terminal(arguments: Sequence[str], **environment: str) -> Iterator[Screen]:
     """`python ARGUMENTS` at a terminal of its own, as its foreground process group. It ends with the block."""
@@ -75,7 +87,7 @@ def at_terminal(arguments: Sequence[str], **environment: str) -> Iterator[Screen
         stderr=screen,
         env={**os.environ, "TERM": "xterm", **environment},
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=_become_foreground,
     )
     os.close(screen)
     try:
