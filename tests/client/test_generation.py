@@ -14,20 +14,10 @@ from transformers.generation.streamers import BaseStreamer
 
 from swarm.errors import InvalidSpan, SessionClosed, TooLong, UsageError
 from tests.swarms import TestSwarm, run_client, run_swarm
-from tests.zoo import PROMPTS, make_checkpoint
+from tests.zoo import PROMPTS
 
 SPANS = ("0:2", "2:3", "3:6")
 PAD = 0
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("llama", tmp_path_factory.mktemp("checkpoint"))
-
-
-@pytest.fixture(scope="module")
-def local(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
 
 from swarm.client.local_blocks import LocalBlocks, LocalSession, describe_route, local_sources, parse_local_blocks
 from swarm.data_structures import Hop, Route, Span, StepLayout
@@ -106,16 +105,6 @@ def test_steps_that_fail_behind_and_come_again(span_model: SpanModel, fails: int
         session.confirm()
     assert session.timing is not None
     assert session.timing.overhead == 0
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("llama", tmp_path_factory.mktemp("checkpoint"))
-
-
-@pytest.fixture(scope="module")
-def local(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")

@@ -18,16 +18,11 @@ from swarm.data_structures import StepLayout
 from swarm.errors import UsageError
 from tests.disturbances import Before, holder
 from tests.swarms import TestSwarm, run_client, run_swarm
-from tests.zoo import BLOCKS, make_checkpoint
+from tests.zoo import BLOCKS
 
 SPANS = ("0:2", "2:3", "3:6")
 NEW = 24
 LOOKUP = {"prompt_lookup_num_tokens": 4}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("llama", tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.fixture(scope="module")

@@ -15,13 +15,10 @@ import pytest
 from swarm.gateway.admission import api_keys
 from swarm.gateway.admission.api_keys import KeyLimits
 from swarm.gateway.settings import GatewaySettings
-from swarm.metrics.endpoint import MetricsAddress
 from swarm.models.checkpoints.checkpoint import DEMO
 from swarm.models.checkpoints.tokenizer import load_tokenizer
 from tests.gateways import GatewayProcess, run_gateway
-from tests.swarms import run_swarm
 
-SPANS = ("0:4", "4:8", "8:12")
 LIMIT = 2 * 2**20
 TIMEOUT_S = 1.5
 SMALL = GatewaySettings(
@@ -30,18 +27,6 @@ SMALL = GatewaySettings(
 MESSAGES = [{"role": "user", "content": "Once upon a time"}]
 ENDLESS = {"max_tokens": 1000, "logit_bias": {"0": -100}}
 """The end of a text, token 0, never comes."""
-
-
-@pytest.fixture(scope="module")
-def swarm():
-    with run_swarm(DEMO, SPANS, metrics=MetricsAddress("127.0.0.1", 0)) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def gateway(swarm):
-    with run_gateway(swarm) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

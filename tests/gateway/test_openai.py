@@ -13,7 +13,6 @@ import openai
 import pytest
 from langchain_openai import ChatOpenAI
 
-from swarm.metrics.endpoint import MetricsAddress
 from swarm.models.checkpoints.checkpoint import DEMO
 from swarm.models.checkpoints.tokenizer import load_local_model, load_tokenizer
 from tests.gateways import GatewayProcess, run_gateway
@@ -22,18 +21,6 @@ from tests.swarms import TestSwarm, run_swarm
 MODEL = "demo"
 PROMPT = "Once upon a time"
 SPANS = ("0:4", "4:8", "8:12")
-
-
-@pytest.fixture(scope="module")
-def swarm():
-    with run_swarm(DEMO, SPANS, metrics=MetricsAddress("127.0.0.1", 0)) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def gateway(swarm):
-    with run_gateway(swarm) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

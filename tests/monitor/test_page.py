@@ -13,7 +13,7 @@ from swarm.data_structures import ServerState
 from swarm.monitor.dht_source import PollResult
 from swarm.monitor.history import BUCKET, SwarmHistory
 from swarm.monitor.swarm_poller import swarm_view
-from tests.browser import open_page, picture, run_browser
+from tests.browser import open_page, picture
 from tests.infos import server_info
 from tests.monitor.serving import Monitor, serve
 from tests.monitor.sources import DescribedSwarm, found
@@ -26,12 +26,6 @@ SERVERS = (
     server_info(8, 12, "peer-four", name="tiny", throughput=400.0, cache_tokens_free=16384),
 )
 TRIPS = {"peer-one": 0.012, "peer-two": 0.19, "peer-three": 0.0004}
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with run_browser() as browser:
-        yield browser
 
 
 @pytest.fixture

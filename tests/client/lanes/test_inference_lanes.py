@@ -10,23 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from swarm.errors import CacheFull, InvalidOption, ServerFault, SessionClosed, TooLong
 from tests.swarms import run_client, run_swarm
-from tests.zoo import PROMPTS, make_checkpoint
+from tests.zoo import PROMPTS
 
 TOKENS = 6
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("llama", tmp_path_factory.mktemp("checkpoint"))
-
-
-@pytest.fixture(scope="module")
-def local(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder)
 
 
 @pytest.fixture(scope="module")

@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from swarm.client.lanes.lane_threads import run_lanes
 from swarm.client.threads.compute_lock import ComputeTicket, RandomState
 from swarm.client.threads.network_thread import NetworkThread
 from swarm.errors import CacheFull, InvalidOption, SwarmError, UsageError
 from tests.swarms import TestSwarm, run_client, run_swarm
-from tests.zoo import make_checkpoint
 
 SPANS = ("0:2", "2:3", "3:6")
 PAD = 0
@@ -29,16 +28,6 @@ LONGEST = max(map(len, TEXTS))
 IDS = torch.tensor([[PAD] * (LONGEST - len(text)) + text for text in TEXTS])
 BATCH = {"input_ids": IDS, "attention_mask": (IDS != PAD).long()}
 NEW = 10
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("llama", tmp_path_factory.mktemp("checkpoint"))
-
-
-@pytest.fixture(scope="module")
-def local(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")

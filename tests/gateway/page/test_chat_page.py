@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from swarm.gateway.admission import api_keys
-from tests.browser import open_page, picture, run_browser
+from tests.browser import open_page, picture
 from tests.gateways import GatewayProcess, run_gateway
 from tests.scripted import make_scripted
 from tests.swarms import run_swarm
@@ -49,12 +49,6 @@ def swarm(tmp_path_factory):
 def gateway(swarm):
     models = [swarm.model, swarm.model.replace("chatty", "story")]
     with run_gateway(swarm, models, with_monitor=True) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with run_browser() as running:
         yield running
 
 

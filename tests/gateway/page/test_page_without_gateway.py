@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.browser import HOST, Answers, failure, open_page, picture, run_browser, serve_files, stream
+from tests.browser import HOST, Answers, failure, open_page, picture, serve_files, stream
 
 QUOTA = 5 * 2**20
 """Characters that browsers keep for a page."""
@@ -39,12 +39,6 @@ CONTRAST = """
   });
 }
 """
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with run_browser() as running:
-        yield running
 
 
 @pytest.fixture
