@@ -40,6 +40,7 @@ from tests.bad_peers import (
     start_bad_server,
 )
 from tests.disturbances import demo_prompt, demo_text, holder, write
+from tests.slow import slow_except
 from tests.swarms import ServerProcess, TestSwarm, run_client, run_swarm
 
 BLOCKS = 12
@@ -120,15 +121,20 @@ def misbehave(
     return reasons
 
 
-@pytest.mark.parametrize("block", [0, 4, 8])
+@pytest.mark.parametrize("block", slow_except([0, 4, 8], 4))
 @pytest.mark.parametrize(
     ("lie", "applies", "reason"),
-    [
+    slow_except(
+        [
+            (bad_peers.nan, is_reply, PeerFailure.WRONG_ANSWER),
+            (bad_peers.half, is_reply, PeerFailure.WRONG_ANSWER),
+            (bad_peers.ten_megabytes, is_reply, PeerFailure.WRONG_ANSWER),
+            (bad_peers.nothing, is_output, PeerFailure.TIMED_OUT),
+        ],
         (bad_peers.nan, is_reply, PeerFailure.WRONG_ANSWER),
-        (bad_peers.half, is_reply, PeerFailure.WRONG_ANSWER),
-        (bad_peers.ten_megabytes, is_reply, PeerFailure.WRONG_ANSWER),
         (bad_peers.nothing, is_output, PeerFailure.TIMED_OUT),
-    ],
+        unpack=True,
+    ),
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_server_that_lies(
@@ -146,7 +152,11 @@ def test_a_server_that_lies(
 
 
 @pytest.mark.parametrize(
-    "lie", [bad_peers.one_infinity, bad_peers.wrong_kind, bad_peers.wrong_step, bad_peers.unknown_format]
+    "lie",
+    slow_except(
+        [bad_peers.one_infinity, bad_peers.wrong_kind, bad_peers.wrong_step, bad_peers.unknown_format],
+        bad_peers.wrong_step,
+    ),
 )
 def test_a_server_whose_answers_are_no_answers(
     swarm: TestSwarm, bystander: Any, prompt: torch.Tensor, expected: list[int], lie: Lie
@@ -155,7 +165,9 @@ def test_a_server_whose_answers_are_no_answers(
     assert misbehave(swarm, bystander, bad, 4, prompt, expected) == (PeerFailure.WRONG_ANSWER,)
 
 
-@pytest.mark.parametrize("lie", [bad_peers.nan, bad_peers.half, bad_peers.ten_megabytes, bad_peers.nothing])
+@pytest.mark.parametrize(
+    "lie", slow_except([bad_peers.nan, bad_peers.half, bad_peers.ten_megabytes, bad_peers.nothing], bad_peers.nan)
+)
 def test_a_server_that_pushes_something_else_than_it_answers(
     swarm: TestSwarm, bystander: Any, prompt: torch.Tensor, expected: list[int], lie: Lie
 ) -> None:
@@ -164,6 +176,7 @@ def test_a_server_that_pushes_something_else_than_it_answers(
     assert misbehave(swarm, bystander, bad, 4, prompt, expected) == ()
 
 
+@pytest.mark.slow
 def test_a_server_that_lets_nobody_in(
     swarm: TestSwarm, bystander: Any, prompt: torch.Tensor, expected: list[int]
 ) -> None:
@@ -297,6 +310,7 @@ def test_a_client_that_opens_a_thousand_sessions(
 TOKENS, REQUESTS, STREAMS = 400, 60, 6
 
 
+@pytest.mark.slow
 def test_a_client_that_never_reads(swarm: TestSwarm, bystander: Any, prompt: torch.Tensor, expected: list[int]) -> None:
     """Its streams stand still and are given up in the end; what it is owed stays small, and the server can leave."""
     server = swarm.start("4:8", dtype="float32", throughput=ThroughputOption(40.0)).wait_ready()

@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.slow import slow_except
 from tests.swarms import run_client, run_swarm
-from tests.zoo import FAMILIES, PROMPTS, make_checkpoint
+from tests.zoo import FAMILIES, PROMPTS, REPRESENTATIVES, make_checkpoint
 
 SPANS = ("0:2", "2:3", "3:6")  # the second and third start in the middle of every pattern
 NEW_TOKENS = 12
@@ -23,7 +24,7 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "attention_mask": (tokens != PAD).long()}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_except(FAMILIES, *REPRESENTATIVES))
 def test_family(family: str, tmp_path: Path) -> None:
     folder = make_checkpoint(family, tmp_path)
     local = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

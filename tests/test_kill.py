@@ -25,6 +25,7 @@ from swarm.errors import MissingBlocks
 from swarm.models.checkpoints.checkpoint import DEMO
 from swarm.server.throughput.throughput_option import ThroughputOption
 from tests.disturbances import Before, Event, demo_prompt, demo_text, greedy, holder, write
+from tests.slow import slow_except
 from tests.swarms import ServerProcess, TestSwarm, run_client, run_swarm
 
 SPANS = ("0:4", "4:8", "8:12")
@@ -125,7 +126,9 @@ def replaced(swarm: TestSwarm, blocks: str, after: float = 0.0) -> Iterator[None
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    ("blocks", "block", "tokens"), [("0:4", 0, (1, 33)), ("4:8", 4, (2, NEW)), ("8:12", 8, (1, NEW))], ids=SPANS
+    ("blocks", "block", "tokens"),
+    slow_except([("0:4", 0, (1, 33)), ("4:8", 4, (2, NEW)), ("8:12", 8, (1, NEW))], ("4:8", 4, (2, NEW)), unpack=True),
+    ids=SPANS,
 )
 def test_a_server_is_killed_before_a_token(
     swarm: TestSwarm, model: Any, prompt: torch.Tensor, expected: list[int], blocks: str, block: int, tokens: tuple[int]
@@ -136,13 +139,16 @@ def test_a_server_is_killed_before_a_token(
             assert write(model, prompt, NEW, {token: kill(swarm, block)}) == expected, f"killed before token {token}"
 
 
-@pytest.mark.parametrize("dying", [(0, 4), (4, 8), (0, 4, 8)], ids=lambda dying: "+".join(map(str, dying)))
+@pytest.mark.parametrize(
+    "dying", slow_except([(0, 4), (4, 8), (0, 4, 8)], (4, 8)), ids=lambda dying: "+".join(map(str, dying))
+)
 def test_several_servers_are_killed_at_once(
     swarm: TestSwarm, model: Any, prompt: torch.Tensor, expected: list[int], dying: tuple[int, ...]
 ) -> None:
     assert write(model, prompt, NEW, {20: kill(swarm, *dying)}) == expected
 
 
+@pytest.mark.slow
 def test_servers_are_killed_in_the_middle_of_steps(
     swarm: TestSwarm, model: Any, prompt: torch.Tensor, expected: list[int]
 ) -> None:
@@ -162,7 +168,7 @@ def test_servers_are_killed_in_the_middle_of_steps(
             assert write(model, prompt, NEW, {1: start_timer}) == expected
 
 
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("block", slow_except(BLOCKS, 4))
 def test_a_server_is_killed_during_the_prefill(swarm: TestSwarm, model: Any, block: int) -> None:
     """It is hung first, so that the kill surely falls between the prefill's request and its answer."""
     prompt = demo_prompt("Once upon a time there was a little dog who wanted to see the sea. " * 12)
@@ -175,6 +181,7 @@ def test_a_server_is_killed_during_the_prefill(swarm: TestSwarm, model: Any, blo
     assert write(model, prompt, 8, {1: hang}) == demo_text(prompt, 8)
 
 
+@pytest.mark.slow
 def test_servers_hang(swarm: TestSwarm, prompt: torch.Tensor, expected: list[int]) -> None:
     """Each span's server hangs once, for some time, and goes on where it was when nobody needs it any more."""
     hung: list[ServerProcess] = []
@@ -207,6 +214,7 @@ def test_a_session_waits_for_blocks_that_nobody_holds(
     assert "Waiting up to 60 s" in said
 
 
+@pytest.mark.slow
 def test_a_session_is_resumed_when_servers_return(swarm: TestSwarm, prompt: torch.Tensor, expected: list[int]) -> None:
     written = Written()
     with (
@@ -229,6 +237,7 @@ def test_a_session_is_resumed_when_servers_return(swarm: TestSwarm, prompt: torc
         assert greedy(model, torch.tensor([written.tokens]), NEW - 19) == expected[19:]
 
 
+@pytest.mark.slow
 def test_the_replacement_is_cut_differently(swarm: TestSwarm, prompt: torch.Tensor, expected: list[int]) -> None:
     # Too slow to be anybody's first choice.
     others = [swarm.start(blocks, dtype="float32", throughput=ThroughputOption(1.0)) for blocks in ("0:6", "6:12")]
@@ -249,6 +258,7 @@ def test_the_replacement_is_cut_differently(swarm: TestSwarm, prompt: torch.Tens
         server.kill()
 
 
+@pytest.mark.slow
 def test_the_replacement_is_killed_during_the_replay(
     swarm: TestSwarm, model: Any, prompt: torch.Tensor, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,6 +277,7 @@ def test_the_replacement_is_killed_during_the_replay(
     assert len(killed) == 1
 
 
+@pytest.mark.slow
 def test_the_servers_before_and_behind_are_killed_during_the_replay(
     swarm: TestSwarm, model: Any, prompt: torch.Tensor, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.churn import make_texts, run_churn
 from benchmarks.soak import draw, failures, table
 
 
+@pytest.mark.slow
 def test_half_a_minute_of_churn(tmp_path: Path) -> None:
     churn = run_churn(seconds=22.0, clients=2, every=3.0, seed=1, texts=make_texts(new=48), min_kills=5)
     assert failures(churn) == []

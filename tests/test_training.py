@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from swarm.data_structures import Span
 from swarm.errors import AdapterRefused, SwarmError
 from swarm.protocol.adapter_encoding import BlockAdapterWeights, LoraFactors
+from tests.slow import slow_except
 from tests.swarms import TestSwarm, run_client, run_swarm
 from tests.tuned import ListedAdapter, adapted, random_adapter
 from tests.zoo import PROMPTS, VOCABULARY, config_of, make_checkpoint
@@ -67,7 +68,7 @@ def assert_equal(found: Sequence[torch.Tensor | None], right: Sequence[torch.Ten
         assert float((one - other).norm() / other.norm()) <= most
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_except(FAMILIES, "llama", "gpt2", "mixtral"))
 def test_gradients_equal_local_ones(family: str, tmp_path: Path) -> None:
     """Also when the server in the middle is killed between the passes, and another one comes for it."""
     folder = make_checkpoint(family, tmp_path)
@@ -401,6 +402,7 @@ def texts(local: Any, adapter: ListedAdapter, prompt: torch.Tensor, tokens: int)
         return local.generate(prompt, max_new_tokens=tokens, do_sample=False, use_cache=False).tolist()
 
 
+@pytest.mark.slow
 def test_a_session_keeps_its_adapter_when_servers_are_killed(folder: Path, local: Any) -> None:
     """And when the client goes on training meanwhile."""
     adapter = random_adapter(local, prompt=3)
@@ -424,7 +426,11 @@ def test_a_session_keeps_its_adapter_when_servers_are_killed(folder: Path, local
 
 @pytest.mark.parametrize(
     ("family", "wire", "most"),
-    [*((family, "float16", 5e-3) for family in FAMILIES), ("llama", "bfloat16", 2e-2), ("gpt2", "bfloat16", 2e-2)],
+    slow_except(
+        [*((family, "float16", 5e-3) for family in FAMILIES), ("llama", "bfloat16", 2e-2), ("gpt2", "bfloat16", 2e-2)],
+        ("llama", "float16", 5e-3),
+        unpack=True,
+    ),
 )
 def test_16_bits_on_the_wire(family: str, wire: str, most: float, tmp_path: Path) -> None:
     """Models as they are initialised by transformers: those of the zoo multiply every error. bfloat16 has three bits

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import torch
 
 from tests.swarms import TestSwarm, run_swarm
@@ -38,6 +39,7 @@ def trainer(model: Any) -> Callable[[int], None]:
     return train
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_over_500_steps_of_four_clients(tmp_path: Path) -> None:
     folder = make_checkpoint("llama", tmp_path / "tiny-llama")
     with run_swarm(folder, SPANS, dtype="float32") as swarm, ExitStack() as stack:

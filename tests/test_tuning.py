@@ -22,6 +22,7 @@ import swarm
 from swarm.data_structures import WireFormat
 from swarm.errors import AdapterError, AdapterMismatch, InvalidOption, UsageError
 from swarm.models.cutting import surgery
+from tests.slow import slow_except
 from tests.swarms import TestSwarm, run_swarm
 from tests.zoo import BLOCKS, PROMPTS, make_checkpoint
 
@@ -47,7 +48,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return folder
 
 
-@pytest.fixture(scope="module", params=JUDGED)
+@pytest.fixture(scope="module", params=slow_except(JUDGED, "llama", "gpt2"))
 def family_swarm(request: pytest.FixtureRequest, folders: Any) -> Iterator[TestSwarm]:
     with run_swarm(folders(request.param), SPANS, dtype="float32") as swarm:
         yield swarm

@@ -34,6 +34,7 @@ def log_probabilities(model: object, ids: torch.Tensor) -> torch.Tensor:
     return model(input_ids=ids).logits.float().log_softmax(-1)  # type: ignore[operator]
 
 
+@pytest.mark.slow
 def test_the_default_changes_the_perplexity_over_real_servers_by_less_than_half_a_percent(windows) -> None:
     ids, targets = windows[:, :-1], windows[:, 1:]
     exact = log_probabilities(load_local_model(DEMO), ids)

@@ -180,6 +180,9 @@ TUNED = {
 """Seed and spread of families that repeat one token with the usual ones."""
 
 FAMILIES: tuple[str, ...] = tuple(TABLE)
+REPRESENTATIVES = ("llama", "gpt2", "mixtral", "gemma2", "bloom", "deepseek_v3")
+"""Families for tests that run real servers: rotary and learned positions and ALiBi, grouped and latent attention,
+experts, windows and soft caps. What a single process can tell is tried with every family."""
 
 
 def config_of(family: str) -> PreTrainedConfig:

@@ -13,6 +13,8 @@ from collections.abc import Callable
 import psutil
 import pytest
 
+from tests.slow import slow_except
+
 DEMO = [sys.executable, "-m", "swarm.cli", "demo"]
 
 
@@ -43,7 +45,7 @@ def test_three_servers_write_what_the_model_alone_writes() -> None:
     assert "All 12 tokens equal the local model's." in result.stdout
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", slow_except([signal.SIGINT, signal.SIGTERM], signal.SIGINT))
 def test_an_interrupted_demo_leaves_nothing_running(number: signal.Signals) -> None:
     with subprocess.Popen(
         [*DEMO, "--tokens", "900"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True

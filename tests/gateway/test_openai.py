@@ -240,6 +240,7 @@ def kill(swarm: TestSwarm, short_id: str) -> None:
     next(server for server in swarm.working() if server.peer_id.endswith(short_id[1:])).kill()
 
 
+@pytest.mark.slow
 def test_blocks_that_nobody_holds_are_told_and_come_back():
     with run_swarm(DEMO, ("0:6", "6:12")) as swarm, run_gateway(swarm, wait_for_blocks=1.0) as gateway:
         with openai.OpenAI(base_url=gateway.api, api_key="none", max_retries=0) as client:

@@ -17,6 +17,7 @@ from swarm.protocol import messages
 from swarm.protocol.compression import pack, unpack
 from tests.models.execution.test_session_cache import layouts, load, slow
 from tests.server.conversations import CPU, HIDDEN, OPEN, REVISION, SPAN, Server, assert_close, changed, on_virtual_time
+from tests.slow import slow_except
 
 FAMILIES = {"llama": 40, "mistral": 15, "qwen3_moe": 10, "falcon_alibi": 5}
 """Family to the number of examples."""
@@ -91,7 +92,7 @@ async def follow(server: Server, reference: SpanModel, number: int, acts: list[A
         assert_close(output, right)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_except(FAMILIES, "llama", "falcon_alibi"))
 def test_any_schedule_of_several_clients_is_as_if_each_were_alone(family, tmp_path_factory):
     model, reference = load(family, tmp_path_factory), load(family, tmp_path_factory, packed=False)
     assert model.strategy.packed == (family != "falcon_alibi")

@@ -22,6 +22,7 @@ from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy import ExecutionStrategy
 from swarm.models.span_loading import load_span
 from tests import zoo
+from tests.slow import slow_except
 
 torch.set_num_threads(1)
 
@@ -153,7 +154,7 @@ def layouts(draw, lengths: Sequence[int], offsets: Sequence[int] = ()) -> StepLa
 
 
 @pytest.mark.parametrize("layout", ["paged", "contiguous", "padded"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_except(FAMILIES, "llama", "falcon_alibi"))
 def test_any_sequence_of_steps_is_as_if_there_were_no_cache(family, layout, tmp_path_factory):
     model = load_as(layout, family, tmp_path_factory, page=3)
 

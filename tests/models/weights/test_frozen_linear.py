@@ -17,6 +17,7 @@ from swarm.models.weights import frozen_linear
 from swarm.models.weights.frozen_linear import FrozenLinear, PrepackedLinear, can_prepack, prepack
 from tests import zoo
 from tests.models import test_zoo_spans
+from tests.slow import slow_except
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -161,7 +162,7 @@ def test_each_plain_weight_is_freed_before_the_next_is_prepacked(pack_all, monke
 
 
 @needs_fp32
-@pytest.mark.parametrize("family", zoo.FAMILIES)
+@pytest.mark.parametrize("family", slow_except(zoo.FAMILIES, *zoo.REPRESENTATIVES))
 def test_every_family_computes_the_same(family, tmp_path, monkeypatch, pack_all):
     """Also those that subclass linear layers, fuse experts, or read weights themselves."""
     folder = zoo.make_checkpoint(family, tmp_path)

@@ -38,6 +38,7 @@ from swarm.models.weights.quantization import (
     weight_bytes,
 )
 from tests import zoo
+from tests.slow import slow_except
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -247,7 +248,7 @@ def test_a_footprint_without_quantization_is_what_is_loaded():
     )
 
 
-@pytest.mark.parametrize("family", zoo.FAMILIES)
+@pytest.mark.parametrize("family", slow_except(zoo.FAMILIES, *zoo.REPRESENTATIVES))
 def test_every_family(family, tmp_path):
     """Loaded block by block, quantized where the shapes allow: each step computes what the whole sequence does."""
     folder = zoo.make_checkpoint(family, tmp_path)
