@@ -1,18 +1,18 @@
-// Puts the page together: which conversation is shown, which model is asked, what the keys do.
+// Connects the parts of the page: the shown conversation, the chosen model, keyboard shortcuts, banners.
 
-import { Chat } from "./chat.js";
-import { newConversation, shownPath } from "./conversation.js";
-import { ask } from "./dialogs.js";
-import { byId, element, textButton } from "./dom.js";
-import { apiKey, fetchModels, fetchSwarm } from "./gateway.js";
-import { connectSettings } from "./settings.js";
-import { Sidebar } from "./sidebar.js";
-import { ConversationStore, keep, recall } from "./storage.js";
-import { shortName, Welcome } from "./welcome.js";
+import { Chat } from "./chat/chat_view.js";
+import { newConversation, shownPath } from "./chat/conversation.js";
+import { ask } from "./ui/dialog.js";
+import { byId, element, textButton } from "./ui/dom.js";
+import { apiKey, fetchModels, fetchSwarm } from "./api/gateway_client.js";
+import { connectSettings } from "./chat/settings.js";
+import { Sidebar } from "./ui/sidebar.js";
+import { ConversationStore, keep, recall } from "./chat/storage.js";
+import { shortName, Welcome } from "./ui/welcome.js";
 
-const SWARM_EVERY = 30_000; // milliseconds
+const SWARM_POLL_INTERVAL_MS = 30_000;
 
-class Page {
+class ChatPage {
   constructor() {
     this.store = new ConversationStore();
     this.models = [];
@@ -24,13 +24,13 @@ class Page {
     connectSettings();
     this.#connectComposer();
     this.#connectKeys();
-    this.#connectRest();
+    this.#connectEvents();
     this.show(this.store.get(location.hash.slice(1)) ?? newConversation(""));
     this.loadModels();
-    setInterval(() => document.hidden || byId("welcome").hidden || this.#lookAtSwarm(), SWARM_EVERY);
+    setInterval(() => document.hidden || byId("welcome").hidden || this.#pollSwarm(), SWARM_POLL_INTERVAL_MS);
   }
 
-  /** The model that is asked, or null if there is none. */
+  /** The chosen model, or null if there is none. */
   model() {
     return this.models.find(({ id }) => id === byId("model").value) ?? null;
   }
@@ -38,30 +38,30 @@ class Page {
   async loadModels() {
     try {
       this.models = await fetchModels();
-      this.#banner(null);
-      this.#lookAtSwarm();
+      this.#showBanner(null);
+      this.#pollSwarm();
     } catch (error) {
       this.models = [];
-      this.#banner(error.message, "Try again", () => this.loadModels());
+      this.#showBanner(error.message, "Try again", () => this.loadModels());
       if (error.kind === "key" && (await this.askForKey(error.message))) return this.loadModels();
     }
     const select = byId("model");
-    const wanted = this.chat.conversation.model || recall("model");
+    const preferred = this.chat.conversation.model || recall("model");
     const options = this.models.map(({ id }) => element("option", { value: id, text: shortName(id) }));
     select.replaceChildren(...(options.length ? options : [element("option", { value: "", text: "no model" })]));
-    if (this.models.some(({ id }) => id === wanted)) select.value = wanted;
+    if (this.models.some(({ id }) => id === preferred)) select.value = preferred;
     select.disabled = !this.models.length;
     this.chat.draw();
   }
 
-  /** Show a conversation, which need not be kept yet. */
+  /** Show a conversation, whether it is stored or not. */
   show(conversation) {
-    const isKept = this.store.get(conversation.id) !== null;
-    history.replaceState(null, "", isKept ? `#${conversation.id}` : location.pathname);
+    const isStored = this.store.get(conversation.id) !== null;
+    history.replaceState(null, "", isStored ? `#${conversation.id}` : location.pathname);
     if (this.models.some(({ id }) => id === conversation.model)) byId("model").value = conversation.model;
     this.chat.show(conversation);
     document.title = conversation.title ? `${conversation.title} · swarm` : "swarm";
-    if (!matchMedia("(pointer: coarse)").matches) this.prompt.focus(); // on a telephone the keyboard would come up
+    if (!matchMedia("(pointer: coarse)").matches) this.prompt.focus(); // on a phone this would open the keyboard
   }
 
   open(id) {
@@ -75,12 +75,12 @@ class Page {
   }
 
   save(conversation) {
-    const isKept = this.store.save(conversation);
+    const isStored = this.store.save(conversation);
     if (this.chat.conversation === conversation && location.hash.slice(1) !== conversation.id) {
       history.replaceState(null, "", `#${conversation.id}`);
     }
-    if (!isKept) this.#tellFull(conversation);
-    else if (this.isFull && !this.store.unsaved.size) this.#banner(null);
+    if (!isStored) this.#showStorageFull(conversation);
+    else if (this.isStorageFull && !this.store.unsaved.size) this.#showBanner(null);
     this.changed();
   }
 
@@ -100,7 +100,7 @@ class Page {
     return this.chat.running.has(id);
   }
 
-  /** Bring everything around the messages up to date. */
+  /** Update everything around the messages. */
   changed() {
     const { conversation } = this.chat;
     const isRunning = this.chat.isRunning();
@@ -108,12 +108,12 @@ class Page {
     byId("send").hidden = isRunning;
     byId("send").disabled = !this.prompt.value.trim() || !this.model();
     const chats = this.model()?.swarm?.chat_template !== false;
-    this.prompt.placeholder = chats ? "Write to the swarm" : "Begin a text, or add to it";
+    this.prompt.placeholder = chats ? "Write to the swarm" : "Start a text, or add to it";
     this.welcome.draw(!shownPath(conversation).length, this.model(), this.swarm);
     this.sidebar.draw(conversation.id);
   }
 
-  /** Ask for a key. True if one was given. */
+  /** Ask the user for a key. True if one was entered. */
   async askForKey(reason) {
     const field = { type: "password", value: apiKey.read() ?? "", placeholder: "sk-swarm-…", autocomplete: "off" };
     const text = `${reason} The key stays in this browser.`;
@@ -162,63 +162,63 @@ class Page {
 
   #connectKeys() {
     document.addEventListener("keydown", (event) => {
-      const isOver = document.querySelector("dialog[open], :popover-open");
-      if (event.key === "Escape" && !isOver) this.chat.stop();
+      const isDialogOpen = document.querySelector("dialog[open], :popover-open");
+      if (event.key === "Escape" && !isDialogOpen) this.chat.stop();
       if (event.key.toLowerCase() === "k" && (event.ctrlKey || event.metaKey) && !event.shiftKey && !event.altKey) {
         event.preventDefault();
-        if (!isOver) this.startNew();
+        if (!isDialogOpen) this.startNew();
       }
     });
   }
 
-  #connectRest() {
+  #connectEvents() {
     byId("new-chat").addEventListener("click", () => this.startNew());
     byId("model").addEventListener("change", ({ target }) => {
       keep("model", target.value);
       this.chat.draw();
     });
     byId("key-button").addEventListener("click", async () => {
-      const reason = "Gateways that several people use ask for one.";
+      const reason = "Shared gateways require a key.";
       if (await this.askForKey(reason)) this.loadModels();
     });
     addEventListener("storage", ({ key }) => {
-      if (!this.store.changedElsewhere(key)) return;
+      if (!this.store.onStorageChange(key)) return;
       const shown = this.chat.conversation;
-      const fresh = this.store.get(shown.id);
-      if (fresh && fresh !== shown && !this.isRunning(shown.id)) this.chat.show(fresh);
+      const stored = this.store.get(shown.id);
+      if (stored && stored !== shown && !this.isRunning(shown.id)) this.chat.show(stored);
       else this.changed();
     });
     addEventListener("hashchange", () => this.open(location.hash.slice(1)));
     addEventListener("pagehide", () => {
-      for (const answering of this.chat.running.values()) {
-        this.store.save(answering.conversation);
-        answering.discard(); // that the connection ends now is no failure
+      for (const request of this.chat.running.values()) {
+        this.store.save(request.conversation);
+        request.discard(); // the connection ends with the page, which is not an error
       }
     });
     addEventListener("online", () => this.models.length || this.loadModels());
   }
 
-  async #lookAtSwarm() {
+  async #pollSwarm() {
     this.swarm = await fetchSwarm();
     this.changed();
   }
 
-  #tellFull(conversation) {
-    this.#banner(
-      "This browser has no room left: the conversation is not kept when you leave. Save it as a file, or make room.",
+  #showStorageFull(conversation) {
+    this.#showBanner(
+      "The browser's storage is full: this conversation will be lost when you leave. Save it as a file, or free space.",
       "Delete the five oldest",
       () => {
-        this.store.makeRoom(5, conversation.id);
-        if (!this.store.unsaved.size) this.#banner(null);
+        this.store.freeSpace(5, conversation.id);
+        if (!this.store.unsaved.size) this.#showBanner(null);
         this.changed();
       },
     );
-    this.isFull = true;
+    this.isStorageFull = true;
   }
 
-  #banner(text, verb, action) {
+  #showBanner(text, verb, action) {
     const banner = byId("banner");
-    this.isFull = false;
+    this.isStorageFull = false;
     banner.hidden = text === null;
     if (text === null || banner.dataset.text === text) return;
     banner.dataset.text = text;
@@ -226,4 +226,4 @@ class Page {
   }
 }
 
-new Page();
+new ChatPage();

@@ -85,7 +85,7 @@ def wait_until_idle(gateway: GatewayProcess) -> None:
 
 
 def test_a_message_is_sent_and_answered_by_keyboard_only(page, swarm):
-    expect(page.locator("#welcome-model")).to_have_text(re.compile("chatty.*carried by 3 servers"))
+    expect(page.locator("#welcome-model")).to_have_text(re.compile("chatty.*held by 3 servers"))
     picture(page, "chat-welcome")
     expect(page.locator("#prompt")).to_be_focused()
     page.keyboard.type("Say @hello")
@@ -194,7 +194,7 @@ def test_a_server_is_killed_in_mid_answer(page, swarm):
     answer = page.locator(".message.assistant")
     expect(answer).to_contain_text("Line 3")
     swarm.holders("2:4")[0].kill()
-    expect(page.locator(".notice.trouble")).to_contain_text(re.compile("A server was lost|Nobody holds blocks 2:4"))
+    expect(page.locator(".notice.trouble")).to_contain_text(re.compile("A server was lost|No server holds blocks 2:4"))
     picture(page, "chat-recovering")
     swarm.start("2:4").wait_ready()
     expect(page.locator(".notice.good")).to_be_visible(timeout=60_000)
@@ -209,11 +209,11 @@ def test_another_model_continues_texts(page):
     expect(page.get_by_text("This model continues texts.")).to_be_visible()
     send(page, "Once upon a time")
     expect(whole(page)).to_have_text(STORY.strip())
-    page.get_by_role("button", name="Go on").click()
+    page.get_by_role("button", name="Continue").click()
     expect(page.locator(".message.assistant .body")).to_have_text([STORY.strip()] * 2)
     page.reload()
     expect(page.locator("#model")).to_have_value("story")
-    expect(page.get_by_role("button", name="Go on")).to_have_count(1)
+    expect(page.get_by_role("button", name="Continue")).to_have_count(1)
 
 
 def test_dark_is_dark(page):
@@ -233,7 +233,7 @@ def test_a_gateway_with_keys_asks_for_one(browser, swarm, tmp_path):
     with run_gateway(swarm, keys=tmp_path / "keys.yaml") as gateway, open_page(browser) as page:
         page.goto(gateway.url)
         dialog = page.get_by_role("dialog")
-        expect(dialog).to_contain_text("This gateway asks who you are.")
+        expect(dialog).to_contain_text("This gateway requires an API key.")
         picture(page, "chat-key")
         page.keyboard.type("sk-swarm-wrong")
         page.keyboard.press("Enter")

@@ -11,7 +11,7 @@ from tests.browser import HOST, open_page, run_browser, serve_files
 
 SHOW = """
 async (cases) => {
-  const { MarkdownView } = await import("/page/markdown.js");
+  const { MarkdownView } = await import("/page/markdown/markdown_view.js");
   return cases.map(([text, cuts]) => {
     const container = document.createElement("div");
     const view = new MarkdownView(container);
@@ -23,7 +23,7 @@ async (cases) => {
 """
 SHOWN_TEXT = """
 async (text) => {
-  const { MarkdownView } = await import("/page/markdown.js");
+  const { MarkdownView } = await import("/page/markdown/markdown_view.js");
   const container = document.createElement("div");
   new MarkdownView(container).update(text);
   const found = (selector) => [...container.querySelectorAll(selector)];
@@ -207,7 +207,7 @@ def test_hostile_text_does_not_stop_the_page(page, text):
 def test_only_the_end_of_a_long_text_is_drawn_again(page):
     """What was drawn once is the same node later, so that thousands of tokens stay quick and a selection stays."""
     kept = page.evaluate("""async () => {
-      const { MarkdownView } = await import("/page/markdown.js");
+      const { MarkdownView } = await import("/page/markdown/markdown_view.js");
       const container = document.createElement("div");
       const view = new MarkdownView(container);
       let text = "";

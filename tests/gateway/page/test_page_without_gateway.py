@@ -93,7 +93,7 @@ def test_a_failure_says_what_happened_and_can_be_tried_again(page, reply, text):
 def test_what_came_before_the_connection_was_lost_is_kept(page):
     Answers(page, stream("Half an ", whole=False), stream("A whole answer"))
     send(page, "hello")
-    expect(page.locator(".notice.failed")).to_contain_text("lost in mid-answer")
+    expect(page.locator(".notice.failed")).to_contain_text("lost during the answer")
     expect(answers(page)).to_have_text(["Half an "])
     page.get_by_role("button", name="Try again").click()
     expect(answers(page)).to_have_text(["A whole answer"])
@@ -202,7 +202,7 @@ def test_a_browser_without_room_still_chats_and_says_so(page):
     page.keyboard.press("Control+k")
     send(page, "third " + "y" * 500)
     expect(answers(page)).to_have_text(["Yes."])
-    expect(page.locator("#banner")).to_contain_text("no room left")
+    expect(page.locator("#banner")).to_contain_text("storage is full")
     page.get_by_role("button", name="Delete the five oldest").click()
     expect(page.locator("#banner")).to_be_hidden()
     page.reload()

@@ -1,19 +1,19 @@
-// The conversation that is shown: its messages, what is written to it, where the reader looks.
+// The conversation that is shown: its messages, sending and request, and scrolling.
 
-import { Answering } from "./answering.js";
+import { AnswerRequest } from "./answer_request.js";
 import { addMessage, chooseVersion, removeLeaf, ROOT, shownPath, versionOf } from "./conversation.js";
-import { byId } from "./dom.js";
-import { MessageView } from "./messages.js";
+import { byId } from "../ui/dom.js";
+import { MessageView } from "./message_view.js";
 
-const NEAR_END = 48; // pixels
-const SLOWEST = 500; // milliseconds between two drawings of an answer that takes long to draw
-const READ_OUT = 600; // characters of an answer that are read out at its end
+const NEAR_END_PX = 48;
+const MAX_DRAW_PAUSE_MS = 500; // between two drawings of an answer that is slow to draw
+const MAX_ANNOUNCED_CHARACTERS = 600; // of an answer that screen readers announce at its end
 
 /** `page` offers `model()`, `save(conversation)`, `changed()`, `askForKey()`. */
 export class Chat {
   constructor(page) {
     this.page = page;
-    this.running = new Map(); // answers under way, by conversation: they go on while another one is shown
+    this.running = new Map(); // unfinished answers by conversation; they continue while another conversation is shown
     this.views = new Map();
     this.conversation = null;
     this.follows = true;
@@ -23,11 +23,11 @@ export class Chat {
       edit: (id, text) => this.send(text, this.conversation.nodes[id].parent),
       regenerate: (id) => this.answer(this.conversation.nodes[id].parent),
       retry: (id) => this.retry(id),
-      goOn: (id) => this.answer(id),
-      canGoOn: (node) => !node.error && !node.children.length && this.page.model()?.swarm?.chat_template === false,
+      continueAnswer: (id) => this.answer(id),
+      canContinue: (node) => !node.error && !node.children.length && this.page.model()?.swarm?.chat_template === false,
       choose: (id, direction) => this.choose(id, direction),
     };
-    this.#followEnd();
+    this.#connectScrolling();
   }
 
   /** Show this conversation. */
@@ -42,7 +42,7 @@ export class Chat {
     return this.running.has(this.conversation?.id);
   }
 
-  /** Add a message of the reader's at the end, or as another version below `parent`, and have it answered. */
+  /** Add a message of the user at the end, or as another version below `parent`, and request its answer. */
   send(text, parent = null) {
     if (this.isRunning()) return;
     const { conversation } = this;
@@ -50,34 +50,34 @@ export class Chat {
     this.answer(message.id);
   }
 
-  /** Have a message answered, once more if it is already. */
+  /** Request an answer to a message, another one if there is one already. */
   async answer(parent) {
     const model = this.page.model();
     if (this.isRunning() || !model) return;
     const { conversation } = this;
     conversation.model = model.id;
     const save = () => this.page.save(conversation);
-    const answering = new Answering(conversation, parent, model, () => this.#changed(answering), save);
-    this.running.set(conversation.id, answering);
+    const request = new AnswerRequest(conversation, parent, model, () => this.#scheduleDraw(request), save);
+    this.running.set(conversation.id, request);
     this.follows = true;
     save();
     this.draw();
-    say("The swarm is answering.");
-    const node = await answering.run();
+    announce("The swarm is answering.");
+    const node = await request.run();
     this.running.delete(conversation.id);
-    this.#ended(conversation, node);
+    this.#onEnd(conversation, node);
   }
 
   stop() {
     this.running.get(this.conversation?.id)?.stop();
   }
 
-  /** The conversation is gone for good. */
+  /** The conversation was deleted. */
   drop(id) {
     this.running.get(id)?.discard();
   }
 
-  /** Ask again for an answer that failed. What had come of it stays as a version. */
+  /** Request an answer that failed again. The text that had arrived stays as a version. */
   retry(id) {
     const { parent, text } = this.conversation.nodes[id];
     if (this.isRunning()) return;
@@ -87,72 +87,73 @@ export class Chat {
 
   choose(id, direction) {
     const version = versionOf(this.conversation, id);
-    const wanted = direction === "left" ? version.before : version.after;
-    if (wanted === null) return;
-    chooseVersion(this.conversation, wanted);
+    const target = direction === "left" ? version.before : version.after;
+    if (target === null) return;
+    chooseVersion(this.conversation, target);
     this.follows = false;
     this.page.save(this.conversation);
     this.draw();
-    const buttons = [...this.views.get(wanted).element.querySelectorAll("[data-direction]:not(:disabled)")];
+    const buttons = [...this.views.get(target).element.querySelectorAll("[data-direction]:not(:disabled)")];
     (buttons.find((button) => button.dataset.direction === direction) ?? buttons[0])?.focus();
   }
 
-  /** Draw all messages that are shown; those that are drawn already are kept. */
+  /** Draw all shown messages; elements that exist already are kept. */
   draw() {
     const nodes = shownPath(this.conversation);
     const elements = nodes.map((node) => {
       if (!this.views.has(node.id)) this.views.set(node.id, new MessageView(node, this.actions));
-      this.#drawOne(node);
+      this.#drawMessage(node);
       return this.views.get(node.id).element;
     });
     const isSame = elements.length === this.messages.children.length
       && elements.every((node, index) => this.messages.children[index] === node);
     if (!isSame) this.messages.replaceChildren(...elements);
     this.page.changed();
-    if (nodes.length) this.toEnd();
+    if (nodes.length) this.scrollToEnd();
     else this.scroll.scrollTop = 0;
   }
 
-  toEnd() {
+  scrollToEnd() {
     if (this.follows) this.scroll.scrollTop = this.scroll.scrollHeight;
   }
 
-  #drawOne(node) {
-    const answering = this.running.get(this.conversation.id);
-    const notice = answering?.node === node ? answering.notice : null;
+  #drawMessage(node) {
+    const request = this.running.get(this.conversation.id);
+    const notice = request?.node === node ? request.notice : null;
     this.views.get(node.id).update(versionOf(this.conversation, node.id), notice);
   }
 
-  /** Draws an answer once a frame, less often if drawing takes long. */
-  #changed(answering) {
-    if (this.waits || answering.conversation !== this.conversation) return;
-    this.waits = true;
+  /** Draw an answer once a frame, less often if drawing is slow. */
+  #scheduleDraw(request) {
+    if (this.isDrawScheduled || request.conversation !== this.conversation) return;
+    this.isDrawScheduled = true;
     const draw = () => {
-      this.waits = false;
-      const isShown = this.conversation === answering.conversation && this.views.has(answering.node.id);
+      this.isDrawScheduled = false;
+      const isShown = this.conversation === request.conversation && this.views.has(request.node.id);
       if (!isShown) return;
-      this.#tell(answering.notice);
+      this.#announceNotice(request.notice);
       const before = performance.now();
-      this.#drawOne(answering.node);
-      this.toEnd();
-      this.pause = Math.min(SLOWEST, 4 * (performance.now() - before));
+      this.#drawMessage(request.node);
+      this.scrollToEnd();
+      this.pause = Math.min(MAX_DRAW_PAUSE_MS, 4 * (performance.now() - before));
     };
     if ((this.pause ?? 0) > 32) setTimeout(() => requestAnimationFrame(draw), this.pause);
     else requestAnimationFrame(draw);
   }
 
-  #tell(notice) {
-    if (notice && notice !== this.told) say(notice.text);
-    this.told = notice;
+  #announceNotice(notice) {
+    if (notice && notice !== this.announcedNotice) announce(notice.text);
+    this.announcedNotice = notice;
   }
 
-  #ended(conversation, node) {
+  #onEnd(conversation, node) {
     if (this.conversation === conversation) this.draw();
     else this.page.changed();
     if (node.error?.kind === "key") this.#askForKey(conversation, node);
     if (this.conversation !== conversation) return;
-    const words = node.text.length > READ_OUT ? `${node.text.slice(0, READ_OUT)} …` : node.text;
-    say(node.state === "done" ? `Answer: ${words}` : node.state === "stopped" ? "The answer was stopped." : "");
+    const isLong = node.text.length > MAX_ANNOUNCED_CHARACTERS;
+    const text = isLong ? `${node.text.slice(0, MAX_ANNOUNCED_CHARACTERS)} …` : node.text;
+    announce(node.state === "done" ? `Answer: ${text}` : node.state === "stopped" ? "The answer was stopped." : "");
   }
 
   async #askForKey(conversation, node) {
@@ -160,8 +161,8 @@ export class Chat {
     if (isGiven && this.conversation === conversation) this.retry(node.id);
   }
 
-  /** The view follows the text until the reader scrolls up, and again from when they are back at the end. */
-  #followEnd() {
+  /** The view follows the text until the user scrolls up, and again once they have scrolled back to the end. */
+  #connectScrolling() {
     const { scroll } = this;
     const button = byId("to-end");
     const distance = () => scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight;
@@ -169,23 +170,23 @@ export class Chat {
     scroll.addEventListener("scroll", () => {
       const wentUp = scroll.scrollTop < before - 1;
       before = scroll.scrollTop;
-      if (distance() < NEAR_END) this.follows = !wentUp || distance() < 2;
+      if (distance() < NEAR_END_PX) this.follows = !wentUp || distance() < 2;
       else if (wentUp) this.follows = false;
-      button.hidden = distance() < 2 * NEAR_END;
+      button.hidden = distance() < 2 * NEAR_END_PX;
     });
     scroll.addEventListener("wheel", ({ deltaY }) => {
       if (deltaY < 0 && scroll.scrollHeight > scroll.clientHeight) this.follows = false;
     }, { passive: true });
     button.addEventListener("click", () => {
       this.follows = true;
-      this.toEnd();
+      this.scrollToEnd();
       byId("prompt").focus();
     });
-    new ResizeObserver(() => this.messages.children.length && this.toEnd()).observe(scroll);
+    new ResizeObserver(() => this.messages.children.length && this.scrollToEnd()).observe(scroll);
   }
 }
 
-/** For those who hear the page. */
-function say(text) {
+/** Announce a text to screen readers. */
+function announce(text) {
   byId("status").textContent = text;
 }

@@ -1,7 +1,7 @@
-// A conversation as a file: Markdown for people, JSON with every version for programs.
+// Saves a conversation as a file: Markdown for people, JSON with all versions for programs.
 
 import { shownPath } from "./conversation.js";
-import { element } from "./dom.js";
+import { element } from "../ui/dom.js";
 
 /** The shown messages as Markdown. */
 export function asMarkdown(conversation) {
@@ -12,7 +12,7 @@ export function asMarkdown(conversation) {
   return [`# ${conversation.title || "Conversation"}\n`, ...parts].join("\n");
 }
 
-/** Everything that is known of the conversation. */
+/** The whole conversation with all versions. */
 export function asJson(conversation) {
   return JSON.stringify(conversation, null, 2);
 }
@@ -25,7 +25,7 @@ export function download(name, text, type) {
   setTimeout(() => URL.revokeObjectURL(address), 10_000);
 }
 
-/** A file's name from a title: letters and digits of any script. */
+/** A file name from the title: letters and digits of any script. */
 export function fileName(conversation, extension) {
   const words = conversation.title.toLowerCase().match(/[\p{L}\p{N}]+/gu) ?? [];
   return `${words.slice(0, 8).join("-").slice(0, 60) || "conversation"}.${extension}`;

@@ -1,22 +1,22 @@
-// Markdown's blocks: text -> a list of plain objects. Pure, and linear in the length of the text.
+// Parses Markdown into blocks: text -> a list of plain objects. Pure, and linear in the length of the text.
 
-const DEEPEST = 8;
-const MOST_COLUMNS = 50;
+const MAX_DEPTH = 8;
+const MAX_COLUMNS = 50;
 const FENCE = /^ {0,3}(`{3,}|~{3,})[ \t]{0,8}([^\s`]{0,40})[^`]*$/;
 const HEADING = /^ {0,3}(#{1,6})(?:[ \t]+(.*))?$/;
 const RULE = /^ {0,3}(?:(?:\*[ \t]*){3,}|(?:-[ \t]*){3,}|(?:_[ \t]*){3,})$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( {0,3})(?:([-*+])|(\d{1,9})([.)]))(?:([ \t]{1,4})(?=\S)|[ \t]*$)/;
 const TABLE_RULE = /^ {0,3}\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*){0,50}\|?[ \t]*$/;
-const LONGEST_MARK = 2000; // longer lines are looked at as text only
+const MAX_MARKUP_LINE = 2000; // characters; longer lines are text only
 
 /**
- * The blocks of a text, in order. Each knows `start`, the index of its first line. Types: `paragraph` and `heading`
+ * The blocks of a text, in order. Each has `start`, the index of its first line. Types: `paragraph` and `heading`
  * (`text`, `level`), `code` (`text`, `language`), `quote` (`blocks`), `list` (`ordered`, `first`, `items`: each
  * `{blocks, done}`), `table` (`align`, `head`, `rows`), `rule`.
  *
- * What is added at the end changes at most the last two blocks (the last line may turn out to belong to the table or
- * list before it); the blocks before these stay as they are.
+ * Text that is added at the end changes at most the last two blocks (the last line may turn out to belong to the table
+ * or list before it). The blocks before these stay as they are.
  */
 export function parseBlocks(lines, depth = 0) {
   const blocks = [];
@@ -35,7 +35,7 @@ export function parseBlocks(lines, depth = 0) {
 
 function readBlock(lines, at, depth) {
   const line = lines[at];
-  if (line.length > LONGEST_MARK || depth > DEEPEST) return readParagraph(lines, at, depth);
+  if (line.length > MAX_MARKUP_LINE || depth > MAX_DEPTH) return readParagraph(lines, at, depth);
   const fence = FENCE.exec(line);
   if (fence) return readCode(lines, at, fence);
   const heading = HEADING.exec(line);
@@ -52,7 +52,7 @@ function readBlock(lines, at, depth) {
 
 function readCode(lines, at, [, fence, language]) {
   const indent = /^ */.exec(lines[at])[0].length;
-  const isEnd = (line) => line.length <= LONGEST_MARK && line.trim().length >= fence.length
+  const isEnd = (line) => line.length <= MAX_MARKUP_LINE && line.trim().length >= fence.length
     && line.search(/\S/) < 4 && line.trim() === fence[0].repeat(line.trim().length);
   let end = at + 1;
   while (end < lines.length && !isEnd(lines[end])) end += 1;
@@ -72,20 +72,20 @@ function readList(lines, at, depth) {
   const kind = first[2] ?? first[4];
   const items = [];
   for (;;) {
-    const item = at < lines.length && lines[at].length <= LONGEST_MARK ? ITEM.exec(lines[at]) : null;
+    const item = at < lines.length && lines[at].length <= MAX_MARKUP_LINE ? ITEM.exec(lines[at]) : null;
     if (!item || (item[2] ?? item[4]) !== kind || RULE.test(lines[at])) break;
     const width = item[0].length + (item[5] ? 0 : 1);
-    const inside = Math.min(width, item[1].length + 2); // two spaces are enough, also below "10. "
+    const inside = Math.min(width, item[1].length + 2); // two spaces are enough, even below "10. "
     const end = endOfItem(lines, at, inside, depth);
     const inner = [lines[at].slice(item[0].length), ...lines.slice(at + 1, end).map((line) => dedent(line, width))];
-    items.push(task(inner, depth));
+    items.push(readItem(inner, depth));
     at = end;
     while (at < lines.length && lines[at].trim() === "") at += 1;
   }
   return [{ type: "list", ordered: first[3] !== undefined, first: Number(first[3] ?? 1), items }, at];
 }
 
-/** An item goes on while lines stand at least at column `inside`, or continue its paragraph. */
+/** An item includes the lines that are indented to column `inside`, or that continue its paragraph. */
 function endOfItem(lines, at, inside, depth) {
   let end = at + 1;
   let blank = false;
@@ -103,7 +103,7 @@ function endOfItem(lines, at, inside, depth) {
   return end;
 }
 
-function task(inner, depth) {
+function readItem(inner, depth) {
   const box = /^\[([ xX])\][ \t]+/.exec(inner[0]);
   if (box) inner[0] = inner[0].slice(box[0].length);
   return { done: box ? box[1] !== " " : null, blocks: parseBlocks(inner, depth + 1) };
@@ -111,7 +111,7 @@ function task(inner, depth) {
 
 function startsTable(lines, at) {
   const next = lines[at + 1];
-  if (!lines[at].includes("|") || next === undefined || next.length > LONGEST_MARK) return false;
+  if (!lines[at].includes("|") || next === undefined || next.length > MAX_MARKUP_LINE) return false;
   if (!TABLE_RULE.test(next)) return false;
   return next.includes("-") && cells(lines[at]).length === cells(next).length;
 }
@@ -131,14 +131,14 @@ function readTable(lines, at) {
   return [{ type: "table", head, align, rows }, end];
 }
 
-/** The cells of a table's line; `\|` does not part them. */
+/** The cells of a table's line; `\|` does not separate them. */
 function cells(line) {
   const inner = line.trim().replace(/^\|/, "").replace(/(?<!\\)\|$/, "");
-  return inner.split(/(?<!\\)\|/, MOST_COLUMNS).map((cell) => cell.trim().replaceAll("\\|", "|"));
+  return inner.split(/(?<!\\)\|/, MAX_COLUMNS).map((cell) => cell.trim().replaceAll("\\|", "|"));
 }
 
 function startsBlock(line, depth) {
-  if (line.length > LONGEST_MARK || depth > DEEPEST) return false;
+  if (line.length > MAX_MARKUP_LINE || depth > MAX_DEPTH) return false;
   return FENCE.test(line) || HEADING.test(line) || RULE.test(line) || QUOTE.test(line) || ITEM.test(line);
 }
 
@@ -149,9 +149,9 @@ function readParagraph(lines, at, depth) {
   return [{ type: "paragraph", text }, end];
 }
 
-/** What begins a block within a paragraph. A line such as "1984. It was" does not. */
+/** Whether a line ends the paragraph before it. A line such as "1984. It was" does not. */
 function interrupts(lines, at, depth) {
-  if (lines[at].length > LONGEST_MARK || depth > DEEPEST) return false;
+  if (lines[at].length > MAX_MARKUP_LINE || depth > MAX_DEPTH) return false;
   const item = ITEM.exec(lines[at]);
   if (item) return item[3] === undefined || item[3] === "1";
   return startsBlock(lines[at], depth) || startsTable(lines, at);

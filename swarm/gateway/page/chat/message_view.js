@@ -1,12 +1,12 @@
-// How one message looks: text, versions, figures, the route, notices and errors. Knows nothing of requests.
+// Draws one message: text, versions, figures, the route, notices and errors. Sends no requests.
 
-import { element, icon, iconButton, textButton } from "./dom.js";
-import { drawFacts, drawLights } from "./facts.js";
-import { copyText, MarkdownView } from "./markdown.js";
+import { element, icon, iconButton, textButton } from "../ui/dom.js";
+import { drawDetails, drawLights } from "./answer_details.js";
+import { copyText, MarkdownView } from "../markdown/markdown_view.js";
 
 /**
  * The view of one message. `actions`: `edit(id, text)`, `regenerate(id)`, `choose(id, direction)`, `retry(id)`,
- * `goOn(id)`, `canGoOn(node)`.
+ * `continueAnswer(id)`, `canContinue(node)`.
  */
 export class MessageView {
   constructor(node, actions) {
@@ -24,7 +24,7 @@ export class MessageView {
     if (this.isUser) this.body.textContent = node.text;
   }
 
-  /** Show the message as it is now. `notice` is `{kind, text}` or null; `version` as of `versionOf`. */
+  /** Show the message as it is now. `notice` is `{kind, text}` or null; `version` comes from `versionOf`. */
   update(version, notice = null) {
     const { node } = this;
     this.element.classList.toggle("running", node.state === "running");
@@ -34,25 +34,25 @@ export class MessageView {
       this.#drawNotice(notice);
     }
     const facts = [node.state, version, node.figures, node.route, node.error, node.recoveries, node.finish];
-    const look = JSON.stringify([...facts, !this.isUser && this.actions.canGoOn(node)]);
-    if (look === this.look) return; // the foot stays while the text grows, and so does the focus in it
-    this.look = look;
+    const signature = JSON.stringify([...facts, !this.isUser && this.actions.canContinue(node)]);
+    if (signature === this.signature) return; // unchanged: the foot stays, and with it the focus
+    this.signature = signature;
     this.foot.replaceChildren(...this.#footParts(version));
-    if (!this.isUser) this.facts.replaceChildren(...drawFacts(node));
+    if (!this.isUser) this.facts.replaceChildren(...drawDetails(node));
   }
 
   #drawNotice(notice) {
-    const waits = this.node.state === "running" && this.node.text === "" && !notice;
-    const kind = notice?.kind ?? (waits ? "waiting" : this.node.error ? "failed" : "");
-    const look = JSON.stringify([kind, notice, this.node.error]);
-    if (look === this.noticeLook) return;
-    this.noticeLook = look;
+    const isWaiting = this.node.state === "running" && this.node.text === "" && !notice;
+    const kind = notice?.kind ?? (isWaiting ? "waiting" : this.node.error ? "failed" : "");
+    const signature = JSON.stringify([kind, notice, this.node.error]);
+    if (signature === this.noticeSignature) return;
+    this.noticeSignature = signature;
     this.notice.hidden = kind === "";
     this.notice.className = `notice ${kind}`;
     if (kind === "failed") this.notice.replaceChildren(...this.#failure());
     else if (kind) {
       const text = notice?.text ?? "Waiting for the first words";
-      this.notice.replaceChildren(wanderingLights(), element("span", { text }));
+      this.notice.replaceChildren(waitingAnimation(), element("span", { text }));
     }
     if (kind === "failed") this.notice.setAttribute("role", "alert");
     else this.notice.removeAttribute("role");
@@ -74,8 +74,8 @@ export class MessageView {
     if (this.isUser) parts.push(iconButton("edit", "Edit", () => this.startEdit()));
     else if (!node.error) parts.push(iconButton("again", "Write another answer", () => actions.regenerate(node.id)));
     if (!this.isUser) parts.push(...this.#figures());
-    if (!this.isUser && this.actions.canGoOn(node)) {
-      parts.push(textButton("Go on", () => actions.goOn(node.id), { class: "figures" }));
+    if (!this.isUser && this.actions.canContinue(node)) {
+      parts.push(textButton("Continue", () => actions.continueAnswer(node.id), { class: "figures" }));
     }
     return parts;
   }
@@ -100,7 +100,7 @@ export class MessageView {
     const rate = figures?.tokens_per_second;
     if (rate !== undefined) words.push(`${rate.toFixed(rate < 10 ? 1 : 0)} tokens/s`);
     if (state === "stopped") words.push("stopped");
-    if (finish === "length" && state === "done") words.push("cut off at the limit of tokens");
+    if (finish === "length" && state === "done") words.push("cut off at the token limit");
     if (!words.length && !route) return [];
     const button = element(
       "button",
@@ -123,7 +123,7 @@ export class MessageView {
     setTimeout(() => label.remove(), 1500);
   }
 
-  /** Let the reader change this message; it is sent again as a new version. */
+  /** Let the user change this message; it is sent again as a new version. */
   startEdit() {
     const rows = Math.min(this.node.text.split("\n").length + 1, 12);
     const field = element("textarea", { "aria-label": "Edit the message", rows });
@@ -137,8 +137,8 @@ export class MessageView {
       end();
       if (text) this.actions.edit(this.node.id, text);
     };
-    const agree = element("button", { type: "submit", class: "primary", text: "Send" });
-    const row = element("div", { class: "row" }, textButton("Cancel", end), agree);
+    const submit = element("button", { type: "submit", class: "primary", text: "Send" });
+    const row = element("div", { class: "row" }, textButton("Cancel", end), submit);
     const form = element("form", { class: "edit" }, field, row);
     form.addEventListener("submit", (event) => {
       event.preventDefault();
@@ -164,11 +164,11 @@ function routeTitle(route) {
   return route ? `Computed by ${route.map(({ name, peer }) => name || peer).join(", ")}` : "How this was computed";
 }
 
-function wanderingLights() {
+function waitingAnimation() {
   return element("span", { class: "wander", "aria-hidden": "true" }, element("i"), element("i"), element("i"));
 }
 
-/** A button that says how long one has to wait, and can be pressed then. */
+/** Show on the button how long to wait, and enable it afterwards. */
 function countDown(button, end) {
   const seconds = Math.ceil((end - Date.now()) / 1000);
   button.disabled = seconds > 0;

@@ -1,10 +1,10 @@
-// Makes DOM nodes. Nothing in this page is ever made from a string of HTML.
+// Creates DOM nodes. Nothing in this page is created from a string of HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
 
 /**
- * One element. `properties`: `class`, `text`, `dataset`, `on` (listeners by event), anything else is an attribute;
- * true is an empty attribute, false, null and undefined are none. Children may be nodes, strings or null.
+ * An element. `properties`: `class`, `text`, `dataset`, `on` (listeners by event), anything else is an attribute: true
+ * gives an empty one; false, null and undefined give none. Children may be nodes, strings or null.
  */
 export function element(tag, properties = {}, ...children) {
   const node = document.createElement(tag);
@@ -30,12 +30,12 @@ export function icon(name) {
   return svg;
 }
 
-/** A button with words on it. */
+/** A button with a text. */
 export function textButton(text, onClick, properties = {}) {
   return element("button", { type: "button", class: "plain", text, on: { click: onClick }, ...properties });
 }
 
-/** A button that shows an icon only; its label is read out and shown as a tooltip. */
+/** A button with an icon; its label is the tooltip and the accessible name. */
 export function iconButton(name, label, onClick, properties = {}) {
   return element(
     "button",

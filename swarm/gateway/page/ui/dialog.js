@@ -1,11 +1,11 @@
-// Questions to the reader, in the browser's own dialog: it keeps the focus inside and closes with Esc.
+// Asks the user in the browser's own dialog, which keeps the focus inside and closes with Esc.
 
 import { byId, element, textButton } from "./dom.js";
 
 /**
- * Asks something. `field`, if given, are the attributes of an input; `verb` is the button that agrees.
+ * Ask a question. `field`, if given, holds the attributes of an input; `verb` is the text of the button that confirms.
  *
- * Returns the input's text ("" without a field), or null if the reader does not want to.
+ * Returns the input's text ("" without a field), or null if the user cancels.
  */
 export function ask({ title, text = null, field = null, verb, isDangerous = false }) {
   const dialog = byId("dialog");

@@ -1,20 +1,20 @@
-// One answer under way: asks the gateway, writes into the conversation, tells who looks at it.
+// One answer while it is generated: sends the request, adds the text to the conversation, and reports changes.
 
 import { addMessage, pathTo, ROOT } from "./conversation.js";
-import { readFigures, readHops } from "./facts.js";
-import { askForAnswer, GatewayError } from "./gateway.js";
+import { readFigures, readHops } from "./answer_details.js";
+import { streamAnswer, GatewayError } from "../api/gateway_client.js";
 import { makeRequest, readSettings } from "./settings.js";
 
-const NEWS_SHOWN = 5000; // milliseconds for which good news stay
-const SAVE_EVERY = 2000; // milliseconds: a page that is closed in mid-answer keeps what had come
+const RECOVERY_NOTICE_MS = 5000;
+const SAVE_INTERVAL_MS = 2000; // so that closing the page during an answer loses little of it
 
-export class Answering {
+export class AnswerRequest {
   /**
-   * @param conversation it belongs to
+   * @param conversation that the answer belongs to
    * @param parent id of the message that is answered
    * @param model of the gateway, as `/v1/models` has it
-   * @param changed called whenever there is something new to show
-   * @param save called now and then, and at the end
+   * @param changed called when there is something new to show
+   * @param save called every few seconds, and at the end
    */
   constructor(conversation, parent, model, changed, save) {
     this.conversation = conversation;
@@ -26,18 +26,18 @@ export class Answering {
     this.node = addMessage(conversation, parent, "assistant", "", { state: "running", model: model.id });
   }
 
-  /** Runs until the answer is complete, was stopped, or failed. Never raises; failures stand in the message. */
+  /** Runs until the answer is complete, stopped or failed. Never throws: errors are recorded in the message. */
   async run() {
     const { node, conversation, controller } = this;
     const messages = node.parent === ROOT ? [] : pathTo(conversation, node.parent);
     const request = makeRequest(this.model.id, messages, readSettings(), this.model.swarm?.chat_template !== false);
-    const saving = setInterval(() => this.save(), SAVE_EVERY);
+    const saving = setInterval(() => this.save(), SAVE_INTERVAL_MS);
     try {
-      for await (const event of askForAnswer(request, controller.signal)) this.#take(event);
+      for await (const event of streamAnswer(request, controller.signal)) this.#onEvent(event);
       node.state = "done";
     } catch (error) {
       node.state = controller.signal.aborted ? "stopped" : "failed";
-      if (node.state === "failed") node.error = describe(error);
+      if (node.state === "failed") node.error = describeError(error);
     }
     clearInterval(saving);
     this.notice = null;
@@ -47,51 +47,51 @@ export class Answering {
     return node;
   }
 
-  /** The connection is closed; the gateway frees the session at once. */
+  /** Close the connection; the gateway then frees the session at once. */
   stop() {
     this.controller.abort();
   }
 
-  /** Stop, and save nothing any more. */
+  /** Stop, without saving. */
   discard() {
     this.save = () => {};
     this.stop();
   }
 
-  #take(event) {
+  #onEvent(event) {
     const { node } = this;
     if (event.kind === "text") node.text += event.text;
     else if (event.kind === "finish") node.finish = event.reason;
     else if (event.kind === "route") node.route = readHops(event.hops) ?? node.route;
     else if (event.kind === "done") node.figures = readFigures(event);
-    else this.#takeNews(event);
+    else this.#onRouteEvent(event);
     this.changed();
   }
 
-  #takeNews(event) {
+  #onRouteEvent(event) {
     if (event.kind === "lost") {
-      const hope = "The swarm is finding another way; nothing written is lost.";
-      this.#tell("trouble", `A server was lost in mid-answer. ${hope}`);
+      const outlook = "The swarm is finding another route; no text is lost.";
+      this.#setNotice("trouble", `A server was lost during the answer. ${outlook}`);
     } else if (event.kind === "missing") {
       const blocks = String(event.blocks).slice(0, 80);
-      this.#tell("trouble", `Nobody holds blocks ${blocks} at present. Waiting for a server that does.`);
+      this.#setNotice("trouble", `No server holds blocks ${blocks} at present. Waiting for one.`);
     } else if (event.kind === "recovered" && Number.isFinite(event.seconds)) {
       this.node.recoveries = [...(this.node.recoveries ?? []), event.seconds];
-      this.#tell("good", "A server was lost; the swarm has recovered and goes on.");
-      const told = this.notice;
+      this.#setNotice("good", "A server was lost. The swarm has recovered and continues.");
+      const shown = this.notice;
       setTimeout(() => {
-        if (this.notice === told) this.notice = null;
+        if (this.notice === shown) this.notice = null;
         this.changed();
-      }, NEWS_SHOWN);
+      }, RECOVERY_NOTICE_MS);
     }
   }
 
-  #tell(kind, text) {
+  #setNotice(kind, text) {
     this.notice = { kind, text };
   }
 }
 
-function describe(error) {
+function describeError(error) {
   const isKnown = error instanceof GatewayError;
   return {
     kind: isKnown ? error.kind : "unknown",

@@ -1,11 +1,11 @@
-// Markdown within one paragraph: text -> a tree of plain objects. Pure, and linear in the length of the text.
+// Parses Markdown within one paragraph: text -> a tree of plain objects. Pure, and linear in the length of the text.
 
-/** A longer paragraph stays plain text: nobody formats so much, and it would be parsed anew with every token. */
-export const LONGEST_FORMATTED = 20_000;
+/** Characters. A longer paragraph stays plain text, since it would be parsed again with every token. */
+export const MAX_FORMATTED = 20_000;
 
-const DEEPEST = 12;
+const MAX_DEPTH = 12;
 const SAFE_SCHEMES = new Set(["http:", "https:", "mailto:"]);
-const ADDRESS = /[^\s<>()]{1,2000}(?:\([^\s<>()]{0,500}\)[^\s<>()]{0,500})?/.source; // may hold one (pair)
+const ADDRESS = /[^\s<>()]{1,2000}(?:\([^\s<>()]{0,500}\)[^\s<>()]{0,500})?/.source; // may contain one (pair)
 const TITLE = /(?:[ \n]{1,4}"[^"\n]{0,500}")?/.source;
 const LINK_TARGET = new RegExp(`\\]\\([ \\n]{0,4}<?(${ADDRESS})>?${TITLE}[ \\n]{0,4}\\)`, "y");
 const BARE_LINK = /https?:\/\/[^\s<>"'`\])}*]{1,2000}/y;
@@ -14,13 +14,13 @@ const PUNCTUATION = /[!-/:-@[-`{-~]/;
 const WORD = /[\p{L}\p{N}]/u;
 const MARKS = { "**": "strong", __: "strong", "*": "emphasis", _: "emphasis", "~~": "deleted" };
 
-/** The address if a reader may follow it (http, https or mailto with a full address), else null. */
+/** The address if it is safe as a link (a full http, https or mailto address), else null. */
 export function safeAddress(text) {
   try {
     const url = new URL(text);
     return SAFE_SCHEMES.has(url.protocol) ? url.href : null;
   } catch {
-    return null; // relative ones too: they would lead into this gateway
+    return null; // also relative addresses, which would lead into this gateway
   }
 }
 
@@ -29,19 +29,19 @@ export function safeAddress(text) {
  * `children`, `strong`, `emphasis`, `deleted` and `link` (which has an `address`).
  */
 export function parseInline(text) {
-  if (text.length > LONGEST_FORMATTED) return [{ type: "text", text }];
-  return nest(new Scanner(text).tokens());
+  if (text.length > MAX_FORMATTED) return [{ type: "text", text }];
+  return buildTree(new InlineScanner(text).tokens());
 }
 
-/** Cuts a paragraph into tokens; `open` and `close` are set on those marks that found their partner. */
-class Scanner {
+/** Splits a paragraph into tokens; `open` and `close` are set on markers that have a partner. */
+class InlineScanner {
   constructor(text) {
     this.text = text;
     this.at = 0;
     this.out = [];
-    this.openers = []; // marks and brackets that may still find their partner, the innermost last
-    this.waiting = new Map(); // how many of each kind are among them: a search that must fail is not begun
-    this.ticks = backticks(text);
+    this.openers = []; // markers and brackets that may still find their partner, the innermost last
+    this.openCounts = new Map(); // how many of each kind are among them, so that no search is in vain
+    this.backticks = findBackticks(text);
   }
 
   tokens() {
@@ -59,7 +59,7 @@ class Scanner {
     else if (char === "\\" && PUNCTUATION.test(text[at + 1] ?? "")) this.add(text[at + 1], 2);
     else if (char === "`") this.code();
     else if (char === "*" || char === "_" || char === "~") this.mark(char);
-    else if (char === "!" && text[at + 1] === "[") this.bracket(2); // a picture becomes a link: nothing is loaded
+    else if (char === "!" && text[at + 1] === "[") this.bracket(2); // an image becomes a link: nothing is loaded
     else if (char === "[") this.bracket(1);
     else if (char === "]") this.closeBracket();
     else if (char === "h") this.bareLink();
@@ -80,9 +80,9 @@ class Scanner {
 
   code() {
     const start = this.at;
-    const length = this.ticks.runs.get(start);
+    const length = this.backticks.runs.get(start);
     if (length === undefined) return this.add("`"); // the rest of a run that began with an escaped one
-    const ends = this.ticks.byLength.get(length);
+    const ends = this.backticks.byLength.get(length);
     while (ends.length && ends.at(-1) <= start) ends.pop();
     if (!ends.length) return this.add("`".repeat(length));
     const end = ends.at(-1);
@@ -101,12 +101,12 @@ class Scanner {
     const before = text[at - 1] ?? " ";
     const after = text[at + mark.length] ?? " ";
     const inWord = char === "_" && WORD.test(before) && WORD.test(after); // snake_case
-    const isEmpty = innermost !== undefined && this.out.at(-1) === innermost.token; // **** is no bold nothing
+    const isEmpty = innermost !== undefined && this.out.at(-1) === innermost.token; // **** is not an empty bold text
     const token = { type: "text", text: mark, mark: true };
     this.out.push(token);
     this.at += mark.length;
     if (inWord) return;
-    const opener = isEmpty || /\s/.test(before) ? null : this.partner(mark);
+    const opener = isEmpty || /\s/.test(before) ? null : this.takeOpener(mark);
     if (opener) {
       opener.token.open = { type: MARKS[mark] };
       token.close = true;
@@ -122,7 +122,7 @@ class Scanner {
 
   closeBracket() {
     LINK_TARGET.lastIndex = this.at;
-    const opener = this.partner("[");
+    const opener = this.takeOpener("[");
     const target = opener && LINK_TARGET.exec(this.text);
     const address = target && safeAddress(target[1]);
     if (!address) return this.add("]");
@@ -135,7 +135,7 @@ class Scanner {
     BARE_LINK.lastIndex = this.at;
     const found = WORD.test(this.text[this.at - 1] ?? " ") ? null : BARE_LINK.exec(this.text);
     const shown = found?.[0].replace(/[.,;:!?]{1,20}$/, "");
-    const address = shown && !this.waiting.get("[") ? safeAddress(shown) : null;
+    const address = shown && !this.openCounts.get("[") ? safeAddress(shown) : null;
     if (!address) return this.add("h");
     this.out.push({ type: "link", address, children: [{ type: "text", text: shown }] });
     this.at += shown.length;
@@ -143,22 +143,22 @@ class Scanner {
 
   push(kind, token) {
     this.openers.push({ kind, token });
-    this.waiting.set(kind, (this.waiting.get(kind) ?? 0) + 1);
+    this.openCounts.set(kind, (this.openCounts.get(kind) ?? 0) + 1);
   }
 
-  /** The innermost opener of this kind, or null. What was opened within it can find no partner any more. */
-  partner(kind) {
-    if (!this.waiting.get(kind)) return null;
+  /** Remove and return the innermost opener of this kind, or null. Openers within it cannot find a partner any more. */
+  takeOpener(kind) {
+    if (!this.openCounts.get(kind)) return null;
     for (;;) {
       const opener = this.openers.pop();
-      this.waiting.set(opener.kind, this.waiting.get(opener.kind) - 1);
+      this.openCounts.set(opener.kind, this.openCounts.get(opener.kind) - 1);
       if (opener.kind === kind) return opener;
     }
   }
 }
 
-/** Where backticks stand, found once: each run's length by its place, and the places of each length, last first. */
-function backticks(text) {
+/** All runs of backticks: their lengths by position, and the positions of each length, last first. */
+function findBackticks(text) {
   const runs = new Map();
   const byLength = new Map();
   for (const match of text.matchAll(/`+/g)) {
@@ -171,13 +171,13 @@ function backticks(text) {
   return { runs, byLength };
 }
 
-/** Tokens with partners -> a tree. What is nested deeper than `DEEPEST` loses its marks, not its text. */
-function nest(tokens) {
+/** Tokens -> a tree. What is nested deeper than `MAX_DEPTH` loses its formatting, not its text. */
+function buildTree(tokens) {
   const root = { children: [] };
   const stack = [root];
   let tooDeep = 0;
   for (const token of tokens) {
-    if (token.open && stack.length > DEEPEST) tooDeep += 1;
+    if (token.open && stack.length > MAX_DEPTH) tooDeep += 1;
     else if (token.open) {
       const node = { ...token.open, children: [] };
       stack.at(-1).children.push(node);

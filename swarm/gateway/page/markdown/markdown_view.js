@@ -1,12 +1,12 @@
-// Shows markdown as DOM nodes, made one by one: text from a model is never parsed as HTML, whatever it holds.
+// Shows Markdown as DOM nodes that are created one by one: a model's text is never parsed as HTML.
 
-import { parseBlocks } from "./blocks.js";
-import { element, icon } from "./dom.js";
-import { parseInline } from "./inline.js";
+import { parseBlocks } from "./block_parser.js";
+import { element, icon } from "../ui/dom.js";
+import { parseInline } from "./inline_parser.js";
 
-const MAY_HOLD_CODE = new Set(["code", "quote", "list"]); // there, blanks at the end are seen
+const MAY_CONTAIN_CODE = new Set(["code", "quote", "list"]); // where white space at the end is visible
 
-/** A text that grows. Only the blocks at its end are parsed again, only those that changed are drawn again. */
+/** A text that grows. Only the blocks at its end are parsed again, and only changed ones are drawn again. */
 export class MarkdownView {
   constructor(container) {
     this.container = container;
@@ -20,7 +20,7 @@ export class MarkdownView {
     this.tail = []; // {source, block, node} of the blocks after `settled`
   }
 
-  /** Shows this text. It is cheap if the text goes on where the last one ended. */
+  /** Show this text. Cheap if it continues the last one. */
   update(written) {
     const text = written.replaceAll("\r", "");
     if (!text.startsWith(this.text)) this.clear();
@@ -30,7 +30,7 @@ export class MarkdownView {
     const before = this.tail;
     this.tail = blocks.map((block, index) => {
       const source = lines.slice(block.start, blocks[index + 1]?.start).join("\n");
-      return this.#draw({ source: MAY_HOLD_CODE.has(block.type) ? source : source.trimEnd(), block }, before[index]);
+      return this.#draw({ source: MAY_CONTAIN_CODE.has(block.type) ? source : source.trimEnd(), block }, before[index]);
     });
     for (const { node } of before.slice(blocks.length)) node.remove();
     this.#settle(lines);
@@ -38,7 +38,7 @@ export class MarkdownView {
 
   #draw(entry, before) {
     if (before?.source === entry.source) return { ...entry, node: before.node };
-    if (before && growsCode(before, entry)) return { ...entry, node: before.node };
+    if (before && appendToCode(before, entry)) return { ...entry, node: before.node };
     const node = drawBlock(entry.block);
     if (before) before.node.replaceWith(node);
     else this.container.append(node);
@@ -53,8 +53,8 @@ export class MarkdownView {
   }
 }
 
-/** A code block that got longer: the new characters are added to its text node, which stays. */
-function growsCode(before, { block }) {
+/** If a code block only got longer, append the new characters to its text node. */
+function appendToCode(before, { block }) {
   const same = before.block.type === "code" && block.type === "code" && before.block.language === block.language;
   if (!same || before.block.text === "" || !block.text.startsWith(before.block.text)) return false;
   before.node.querySelector("code").firstChild.appendData(block.text.slice(before.block.text.length));
@@ -63,7 +63,7 @@ function growsCode(before, { block }) {
 
 function drawBlock(block) {
   switch (block.type) {
-    case "heading": // the page has its own h1 and h2
+    case "heading": // the page uses h1 and h2 itself
       return element(`h${Math.min(block.level + 2, 6)}`, { class: `level-${block.level}` }, ...drawInline(block.text));
     case "code":
       return drawCode(block);
@@ -129,7 +129,7 @@ function drawNode(node, insideLink) {
   return element("a", attributes, ...(children.length ? children : [node.address]));
 }
 
-/** Puts text into the clipboard and says so in `label` for a moment. */
+/** Copy text to the clipboard, and confirm it in `label` for a moment. */
 export async function copyText(text, label) {
   const before = label.dataset.before ?? label.textContent;
   label.dataset.before = before;
@@ -137,7 +137,7 @@ export async function copyText(text, label) {
     await navigator.clipboard.writeText(text);
     label.textContent = "Copied";
   } catch {
-    label.textContent = "Not allowed here"; // pages that are not local need HTTPS for this
+    label.textContent = "Not allowed here"; // only local pages may do this without HTTPS
   }
   setTimeout(() => (label.textContent = before), 1500);
 }

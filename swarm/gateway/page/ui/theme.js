@@ -1,4 +1,4 @@
-// Light or dark. A plain script in the head: the page is drawn in its colours from the start.
+// The light or dark theme. A plain script in the head, so that the page has its colours from the start.
 (() => {
   const root = document.documentElement;
   const prefersDark = matchMedia("(prefers-color-scheme: dark)");
@@ -22,7 +22,7 @@
     try {
       localStorage.setItem("swarm.theme", root.dataset.theme);
     } catch {
-      // without storage the choice lasts as long as this page
+      // without storage, the choice lasts until the page is closed
     }
     document.dispatchEvent(new Event("themechange"));
   });

@@ -1,14 +1,14 @@
-// What the page asks of the gateway. Failures become a GatewayError that says what to do next.
+// The page's requests to the gateway. Errors become a GatewayError that says what to do next.
 
-import { readEvents } from "./sse.js";
-import { keep, recall } from "./storage.js";
+import { readEvents } from "./event_stream.js";
+import { keep, recall } from "../chat/storage.js";
 
-/** Something that the reader is told: `kind` is key, busy, unavailable, network or request. */
+/** An error to show to the user: `kind` is key, busy, unavailable, network or request. */
 export class GatewayError extends Error {
   constructor(kind, message, { retryAfter = null, status = null } = {}) {
     super(message);
     this.kind = kind;
-    this.retryAfter = retryAfter; // seconds
+    this.retryAfter = retryAfter; // in seconds
     this.status = status;
   }
 }
@@ -18,40 +18,40 @@ export const apiKey = {
   keep: (key) => keep("key", key || null),
 };
 
-/** The models that can be asked: OpenAI's fields, and `swarm` with what this gateway knows of them. */
+/** The gateway's models: OpenAI's fields, and this project's own under `swarm`. */
 export async function fetchModels() {
-  const reply = await send("v1/models", {});
-  const { data } = await reply.json();
+  const response = await send("v1/models", {});
+  const { data } = await response.json();
   return Array.isArray(data) ? data.filter(({ id }) => typeof id === "string") : [];
 }
 
-/** The monitor's view of the swarm, or null if this gateway has none to show. */
+/** The monitor's view of the swarm, or null if this gateway does not have the monitor. */
 export async function fetchSwarm() {
   try {
-    const reply = await send("monitor/api/v1/swarm", {});
-    return await reply.json();
+    const response = await send("monitor/api/v1/swarm", {});
+    return await response.json();
   } catch {
     return null;
   }
 }
 
 /**
- * The answer to a request as it comes: `{kind: "text", text}`, `{kind: "finish", reason}` and the gateway's own events
+ * The events of an answer as they come: `{kind: "text", text}`, `{kind: "finish", reason}` and the gateway's own events
  * (`route`, `lost`, `missing`, `recovered`, `done`).
  *
  * Throws a GatewayError; an AbortError if `signal` was aborted.
  */
-export async function* askForAnswer({ path, body }, signal) {
-  const reply = await send(path, {
+export async function* streamAnswer({ path, body }, signal) {
+  const response = await send(path, {
     method: "POST",
     headers: { "Content-Type": "application/json", "X-Swarm-Details": "1" },
     body: JSON.stringify({ ...body, stream: true }),
     signal,
   });
-  let isWhole = false;
+  let isComplete = false;
   try {
-    for await (const { event, data } of readEvents(reply.body)) {
-      if (data === "[DONE]") isWhole = true;
+    for await (const { event, data } of readEvents(response.body)) {
+      if (data === "[DONE]") isComplete = true;
       else if (event === "swarm") yield JSON.parse(data);
       else if (event === "message") yield* readChunk(JSON.parse(data));
     }
@@ -59,11 +59,11 @@ export async function* askForAnswer({ path, body }, signal) {
     if (error instanceof GatewayError || signal.aborted) throw error;
     throw lostConnection();
   }
-  if (!isWhole) throw lostConnection();
+  if (!isComplete) throw lostConnection();
 }
 
 function* readChunk(chunk) {
-  if (chunk.error) throw new GatewayError("unavailable", sentence(chunk.error.message ?? "The answer broke off"));
+  if (chunk.error) throw new GatewayError("unavailable", toSentence(chunk.error.message ?? "The answer ended early"));
   const choice = chunk.choices?.[0];
   const text = choice?.delta?.content ?? choice?.text;
   if (typeof text === "string" && text !== "") yield { kind: "text", text };
@@ -73,23 +73,23 @@ function* readChunk(chunk) {
 async function send(path, options) {
   const key = apiKey.read();
   const headers = { ...options.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
-  let reply;
+  let response;
   try {
-    reply = await fetch(new URL(path, document.baseURI), { ...options, headers });
+    response = await fetch(new URL(path, document.baseURI), { ...options, headers });
   } catch (error) {
     if (options.signal?.aborted) throw error;
     throw new GatewayError("network", "The gateway cannot be reached. Is it running, and are you online?");
   }
-  if (!reply.ok) throw await failure(reply);
-  return reply;
+  if (!response.ok) throw await responseError(response);
+  return response;
 }
 
-async function failure(reply) {
-  const said = await reply.json().then(({ error }) => error?.message, () => null);
-  const message = reply.status === 401 ? whichKey() : sentence(said ?? `The gateway answered ${reply.status}`);
-  const seconds = Number(reply.headers.get("Retry-After") ?? NaN);
+async function responseError(response) {
+  const reason = await response.json().then(({ error }) => error?.message, () => null);
+  const message = response.status === 401 ? keyMessage() : toSentence(reason ?? `The gateway answered ${response.status}`);
+  const seconds = Number(response.headers.get("Retry-After") ?? NaN);
   const retryAfter = Number.isFinite(seconds) ? Math.min(Math.max(Math.ceil(seconds), 1), 3600) : null;
-  return new GatewayError(kindOf(reply.status), message, { retryAfter, status: reply.status });
+  return new GatewayError(kindOf(response.status), message, { retryAfter, status: response.status });
 }
 
 function kindOf(status) {
@@ -98,16 +98,16 @@ function kindOf(status) {
   return status >= 500 ? "unavailable" : "request";
 }
 
-function whichKey() {
+function keyMessage() {
   if (apiKey.read()) return "This gateway does not know this key.";
-  return "This gateway asks who you are. Whoever runs it can give you a key.";
+  return "This gateway requires an API key. Its operator can give you one.";
 }
 
 function lostConnection() {
-  return new GatewayError("network", "The connection to the gateway was lost in mid-answer. What had arrived is kept.");
+  return new GatewayError("network", "The connection to the gateway was lost during the answer. The text so far is kept.");
 }
 
-function sentence(text) {
+function toSentence(text) {
   const trimmed = String(text).trim();
   const whole = trimmed.charAt(0).toUpperCase() + trimmed.slice(1);
   return /[.!?…]$/.test(whole) ? whole : `${whole}.`;

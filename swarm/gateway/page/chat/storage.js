@@ -1,26 +1,26 @@
-// What the browser keeps: conversations, settings and the API key, in localStorage. A browser without room, or one
-// that keeps nothing (private windows), costs the memory of this page, never its work.
+// Stores conversations, settings and the API key in the browser's localStorage. If it is full or not available (private
+// windows), the page keeps them in memory and works as usual.
 
-import { revive } from "./conversation.js";
+import { restoreConversation } from "./conversation.js";
 
 const PREFIX = "swarm.conversation.";
-export const MOST_CONVERSATIONS = 500;
+export const MAX_CONVERSATIONS = 500;
 
-/** The value that is kept under this name, or `otherwise`. */
-export function recall(name, otherwise = null) {
+/** The value that is stored under this name, or `fallback`. */
+export function recall(name, fallback = null) {
   try {
-    return JSON.parse(localStorage.getItem(`swarm.${name}`)) ?? otherwise;
+    return JSON.parse(localStorage.getItem(`swarm.${name}`)) ?? fallback;
   } catch {
-    return otherwise;
+    return fallback;
   }
 }
 
-/** Keep a value (null forgets it). False if there is no room. */
+/** Store a value (null removes it). False if the storage is full. */
 export function keep(name, value) {
-  return value === null ? forget(`swarm.${name}`) : write(`swarm.${name}`, value);
+  return value === null ? remove(`swarm.${name}`) : write(`swarm.${name}`, value);
 }
 
-/** Conversations by id. What could not be kept is held in memory until the page is left. */
+/** Conversations by id. Those that could not be stored stay in memory until the page is closed. */
 export class ConversationStore {
   constructor() {
     this.all = new Map();
@@ -28,17 +28,17 @@ export class ConversationStore {
     this.load();
   }
 
-  /** Read everything again; conversations that are held here already stay the same objects. */
+  /** Read the storage again; conversations that are loaded already stay the same objects. */
   load() {
     for (const key of storedKeys()) {
       const id = key.slice(PREFIX.length);
       if (this.all.has(id)) continue;
-      const conversation = revive(recall(key.slice("swarm.".length)));
+      const conversation = restoreConversation(recall(key.slice("swarm.".length)));
       if (conversation?.id === id) this.all.set(id, conversation);
     }
   }
 
-  /** The newest first. */
+  /** All conversations, the newest first. */
   list() {
     return [...this.all.values()].sort((one, other) => other.updated - one.updated);
   }
@@ -47,12 +47,12 @@ export class ConversationStore {
     return this.all.get(id) ?? null;
   }
 
-  /** Keep a conversation. False if the browser has no room for it. */
+  /** Store a conversation. False if the storage is full. */
   save(conversation) {
     const isNew = !this.all.has(conversation.id);
     this.all.set(conversation.id, conversation);
-    const hasRoom = !isNew || storedKeys().length < MOST_CONVERSATIONS;
-    const isKept = hasRoom && write(PREFIX + conversation.id, conversation);
+    const hasSpace = !isNew || storedKeys().length < MAX_CONVERSATIONS;
+    const isKept = hasSpace && write(PREFIX + conversation.id, conversation);
     if (isKept) this.unsaved.delete(conversation.id);
     else this.unsaved.add(conversation.id);
     return isKept;
@@ -61,19 +61,19 @@ export class ConversationStore {
   delete(id) {
     this.all.delete(id);
     this.unsaved.delete(id);
-    forget(PREFIX + id);
+    remove(PREFIX + id);
   }
 
-  /** Delete the oldest conversations and try again to keep those that found no room. Returns how many went. */
-  makeRoom(count, except) {
+  /** Delete the oldest conversations, and store those again that did not fit. Returns the number of deleted ones. */
+  freeSpace(count, except) {
     const oldest = this.list().filter(({ id }) => id !== except && !this.unsaved.has(id)).slice(-count);
     for (const { id } of oldest) this.delete(id);
     for (const id of [...this.unsaved]) this.save(this.all.get(id));
     return oldest.length;
   }
 
-  /** Another tab wrote or deleted this key. True if it was a conversation. */
-  changedElsewhere(key) {
+  /** Another tab changed or removed this key. True if it is a conversation. */
+  onStorageChange(key) {
     if (key !== null && !key.startsWith(PREFIX)) return false;
     for (const id of this.all.keys()) {
       const isGone = (key === null || key === PREFIX + id) && !this.unsaved.has(id);
@@ -101,7 +101,7 @@ function write(key, value) {
   }
 }
 
-function forget(key) {
+function remove(key) {
   try {
     localStorage.removeItem(key);
     return true;

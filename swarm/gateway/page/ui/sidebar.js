@@ -1,10 +1,10 @@
-// The list of conversations, newest first, and what can be done with one. On narrow screens it is a drawer.
+// The list of conversations, newest first, with a menu for each. On narrow screens it is a drawer.
 
-import { ask } from "./dialogs.js";
+import { ask } from "./dialog.js";
 import { byId, element, icon, iconButton } from "./dom.js";
-import { asJson, asMarkdown, download, fileName } from "./exporting.js";
+import { asJson, asMarkdown, download, fileName } from "../chat/export.js";
 
-const DAY = 24 * 60 * 60 * 1000;
+const DAY_MS = 24 * 60 * 60 * 1000;
 
 /** `page` offers `store`, `open(id)`, `renamed(conversation)`, `deleted(id)`, `isRunning(id)`. */
 export class Sidebar {
@@ -43,16 +43,16 @@ export class Sidebar {
   /** Draw the list; `current` is the id of the conversation that is shown. */
   draw(current) {
     const conversations = this.page.store.list();
-    const lines = conversations.map(({ id, title, updated }) => [id, title, when(updated), this.page.isRunning(id)]);
-    const look = JSON.stringify([current, lines]);
-    if (look === this.look) return; // the focus stays where it is
-    this.look = look;
-    const groups = Map.groupBy(conversations, ({ updated }) => when(updated));
+    const lines = conversations.map(({ id, title, updated }) => [id, title, dateGroup(updated), this.page.isRunning(id)]);
+    const signature = JSON.stringify([current, lines]);
+    if (signature === this.signature) return; // unchanged: the focus stays
+    this.signature = signature;
+    const groups = Map.groupBy(conversations, ({ updated }) => dateGroup(updated));
     const parts = [...groups].map(([title, members]) => [
       element("h2", { text: title }),
       element("ul", {}, ...members.map((conversation) => this.#item(conversation, conversation.id === current))),
     ]);
-    const empty = "Your conversations stay in this browser and will be listed here.";
+    const empty = "Your conversations are listed here. They stay in this browser.";
     this.list.replaceChildren(...(parts.length ? parts.flat() : [element("p", { class: "empty", text: empty })]));
   }
 
@@ -74,7 +74,7 @@ export class Sidebar {
   }
 
   #openMenu(conversation, button) {
-    const act = (name, label, action, kind = null) =>
+    const menuItem = (name, label, action, kind = null) =>
       element("button", {
         type: "button",
         role: "menuitem",
@@ -88,10 +88,10 @@ export class Sidebar {
       }, icon(name), label);
     const save = (extension, write, type) => download(fileName(conversation, extension), write(conversation), type);
     this.menu.replaceChildren(
-      act("edit", "Rename", () => this.#rename(conversation)),
-      act("save", "Save as Markdown", () => save("md", asMarkdown, "text/markdown")),
-      act("save", "Save as JSON", () => save("json", asJson, "application/json")),
-      act("delete", "Delete", () => this.#delete(conversation), "danger"),
+      menuItem("edit", "Rename", () => this.#rename(conversation)),
+      menuItem("save", "Save as Markdown", () => save("md", asMarkdown, "text/markdown")),
+      menuItem("save", "Save as JSON", () => save("json", asJson, "application/json")),
+      menuItem("delete", "Delete", () => this.#delete(conversation), "danger"),
     );
     const place = button.getBoundingClientRect();
     this.menu.showPopover();
@@ -118,15 +118,15 @@ export class Sidebar {
   }
 
   async #delete(conversation) {
-    const text = `“${conversation.title || "New chat"}” will be deleted from this browser. Nobody else has a copy.`;
-    const isWanted = await ask({ title: "Delete this conversation?", text, verb: "Delete", isDangerous: true });
-    if (isWanted !== null) this.page.deleted(conversation.id);
+    const text = `“${conversation.title || "New chat"}” will be deleted from this browser. There is no other copy.`;
+    const answer = await ask({ title: "Delete this conversation?", text, verb: "Delete", isDangerous: true });
+    if (answer !== null) this.page.deleted(conversation.id);
   }
 }
 
-function when(time) {
+function dateGroup(time) {
   const midnight = new Date().setHours(0, 0, 0, 0);
   if (time >= midnight) return "Today";
-  if (time >= midnight - DAY) return "Yesterday";
-  return time >= midnight - 7 * DAY ? "Last seven days" : "Earlier";
+  if (time >= midnight - DAY_MS) return "Yesterday";
+  return time >= midnight - 7 * DAY_MS ? "Last seven days" : "Earlier";
 }

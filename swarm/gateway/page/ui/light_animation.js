@@ -1,36 +1,36 @@
-// The welcome picture: a swarm of small lights, and the lines between those that are near each other.
+// The animation of an empty conversation: a swarm of small lights, with lines between those that are near each other.
 
-const COUNT = 46;
-const REACH = 92; // pixels within which two lights are joined
+const LIGHT_COUNT = 46;
+const MAX_LINE_PX = 92; // lights at a shorter distance are joined by a line
 
-/** Draws on the canvas while it is shown. Who wants no motion sees one still picture. */
-export function showLights(canvas) {
-  const wantsStillness = matchMedia("(prefers-reduced-motion: reduce)");
+/** Draw on the canvas while it is shown. Users who prefer reduced motion see a still picture. */
+export function animateLights(canvas) {
+  const reducedMotion = matchMedia("(prefers-reduced-motion: reduce)");
   const context = canvas.getContext("2d");
-  const lights = Array.from({ length: COUNT }, (_, index) => makeLight(index));
+  const lights = Array.from({ length: LIGHT_COUNT }, (_, index) => makeLight(index));
   let before = 0;
 
   const draw = (now) => {
     if (!canvas.isConnected) return;
-    // 30 pictures a second are enough for something so slow, and leave the machine to the model
+    // 30 frames a second are enough for slow motion
     if (now - before > 32 && canvas.offsetParent !== null) {
       before = now;
-      drawOnce(canvas, context, lights, wantsStillness.matches ? 20_000 : now);
+      drawOnce(canvas, context, lights, reducedMotion.matches ? 20_000 : now);
     }
-    if (!wantsStillness.matches) requestAnimationFrame(draw);
+    if (!reducedMotion.matches) requestAnimationFrame(draw);
   };
   requestAnimationFrame(draw);
   const again = () => requestAnimationFrame(draw);
-  if (wantsStillness.matches) {
+  if (reducedMotion.matches) {
     document.addEventListener("themechange", again);
     new ResizeObserver(again).observe(canvas);
   }
 }
 
-/** Where a light is at home and how it drifts; spread by the golden angle, denser in the middle. */
+/** The centre of a light's path and how it drifts; spread by the golden angle, denser in the middle. */
 function makeLight(index) {
   const angle = index * 2.39996;
-  const distance = Math.sqrt((index + 0.5) / COUNT);
+  const distance = Math.sqrt((index + 0.5) / LIGHT_COUNT);
   const pace = 0.00022 + 0.00013 * ((index * 7) % 5);
   return { angle, distance, pace, phase: index * 1.7, size: 1.1 + ((index * 5) % 7) * 0.28 };
 }
@@ -64,8 +64,8 @@ function drawLines(context, places, colour) {
   for (let one = 0; one < places.length; one += 1) {
     for (let other = one + 1; other < places.length; other += 1) {
       const apart = Math.hypot(places[one].x - places[other].x, places[one].y - places[other].y);
-      if (apart > REACH) continue;
-      context.globalAlpha = 0.26 * (1 - apart / REACH);
+      if (apart > MAX_LINE_PX) continue;
+      context.globalAlpha = 0.26 * (1 - apart / MAX_LINE_PX);
       context.beginPath();
       context.moveTo(places[one].x, places[one].y);
       context.lineTo(places[other].x, places[other].y);
@@ -78,7 +78,7 @@ function drawLight(context, light, { x, y }, now, colour) {
   const glow = 0.62 + 0.38 * Math.sin(now * light.pace * 3 + light.phase);
   const halo = context.createRadialGradient(x, y, 0, x, y, light.size * 6);
   halo.addColorStop(0, colour);
-  halo.addColorStop(1, colour.replace("rgb(", "rgba(").replace(")", ", 0)")); // "transparent" would be a grey one
+  halo.addColorStop(1, colour.replace("rgb(", "rgba(").replace(")", ", 0)")); // "transparent" would fade to grey
   context.globalAlpha = 0.3 * glow;
   context.fillStyle = halo;
   context.beginPath();

@@ -1,19 +1,19 @@
-// A conversation: a tree of messages, of which one path is shown. Editing or regenerating adds a version, never
-// removes one. Plain objects, so that they can be kept as JSON.
+// A conversation: a tree of messages, of which one path is shown. Editing or regenerating adds a version and never
+// removes one. All objects are plain, so that they can be stored as JSON.
 
 export const ROOT = "root";
-const LONGEST_TITLE = 60;
-const MOST_MESSAGES = 10_000;
+const MAX_TITLE_CHARACTERS = 60;
+const MAX_MESSAGES = 10_000;
 
 /** A conversation without messages. */
 export function newConversation(model, now = Date.now()) {
   const root = { id: ROOT, parent: null, children: [], chosen: null };
-  return { id: freshId(), title: "", named: false, created: now, updated: now, model, nodes: { [ROOT]: root } };
+  return { id: newId(), title: "", named: false, created: now, updated: now, model, nodes: { [ROOT]: root } };
 }
 
-/** Add a message under `parent` and make it the one that is shown there. */
+/** Add a message below `parent`, and show it there. */
 export function addMessage(conversation, parent, role, text, more = {}) {
-  const node = { id: freshId(), parent, children: [], chosen: null, role, text, state: "done", ...more };
+  const node = { id: newId(), parent, children: [], chosen: null, role, text, state: "done", ...more };
   conversation.nodes[node.id] = node;
   conversation.nodes[parent].children.push(node.id);
   conversation.nodes[parent].chosen = node.id;
@@ -22,7 +22,7 @@ export function addMessage(conversation, parent, role, text, more = {}) {
   return node;
 }
 
-/** The messages that are shown, the first one first. */
+/** The shown messages, in their order. */
 export function shownPath(conversation) {
   const path = [];
   let node = conversation.nodes[ROOT];
@@ -33,7 +33,7 @@ export function shownPath(conversation) {
   return path;
 }
 
-/** The messages from the first to this one, which need not be shown. */
+/** The messages from the first to this one, whether they are shown or not. */
 export function pathTo(conversation, id) {
   const path = [];
   for (let node = conversation.nodes[id]; node.id !== ROOT; node = conversation.nodes[node.parent]) path.unshift(node);
@@ -66,17 +66,17 @@ export function removeLeaf(conversation, id) {
 /** A title from the first message's first line. */
 export function titleOf(text) {
   const line = text.trim().split("\n", 1)[0].replace(/\s+/g, " ");
-  return line.length <= LONGEST_TITLE ? line : `${line.slice(0, LONGEST_TITLE - 1).trimEnd()}…`;
+  return line.length <= MAX_TITLE_CHARACTERS ? line : `${line.slice(0, MAX_TITLE_CHARACTERS - 1).trimEnd()}…`;
 }
 
 /**
- * A conversation from what the browser kept, or null if it is none: anything may have been written there. An answer that
- * was under way is marked as stopped.
+ * A conversation from the browser's storage, or null if it is not valid: anything may have been written there. An
+ * unfinished answer is marked as stopped.
  */
-export function revive(value) {
+export function restoreConversation(value) {
   if (!isRecord(value) || typeof value.id !== "string" || !isRecord(value.nodes)) return null;
   const nodes = Object.entries(value.nodes);
-  if (nodes.length > MOST_MESSAGES) return null;
+  if (nodes.length > MAX_MESSAGES) return null;
   if (!nodes.every(([id, node]) => isNode(value, id, node)) || !isTree(value)) return null;
   for (const [, node] of nodes) if (node.state === "running") node.state = "stopped";
   const numbers = [value.created, value.updated].map((time) => (Number.isFinite(time) ? time : 0));
@@ -93,15 +93,15 @@ function isNode(conversation, id, node) {
   return typeof node.text === "string" && (node.role === "user" || node.role === "assistant");
 }
 
-/** True if everything is reached from the root, once: no loops. */
+/** Whether every message is reachable from the root exactly once. */
 function isTree(conversation) {
   const seen = new Set();
-  const waiting = [ROOT];
-  while (waiting.length) {
-    const id = waiting.pop();
+  const pending = [ROOT];
+  while (pending.length) {
+    const id = pending.pop();
     if (seen.has(id) || !conversation.nodes[id]) return false;
     seen.add(id);
-    waiting.push(...conversation.nodes[id].children);
+    pending.push(...conversation.nodes[id].children);
   }
   return seen.size === Object.keys(conversation.nodes).length;
 }
@@ -110,7 +110,7 @@ function isRecord(value) {
   return typeof value === "object" && value !== null && !Array.isArray(value);
 }
 
-function freshId() {
-  // crypto.randomUUID exists on secure origins only, and a gateway in a home network has no certificate.
+function newId() {
+  // crypto.randomUUID exists on secure origins only; a gateway in a home network often has no certificate.
   return Array.from(crypto.getRandomValues(new Uint8Array(9)), (byte) => byte.toString(36).padStart(2, "0")).join("");
 }

@@ -1,6 +1,6 @@
-// Server-sent events from the bytes of a reply. EventSource cannot be used: it knows neither POST nor headers.
+// Reads server-sent events from the body of a response. EventSource cannot be used: it supports neither POST nor headers.
 
-const LONGEST_EVENT = 4_000_000; // characters; whoever sends more without an end sends no events
+const MAX_EVENT_CHARACTERS = 4_000_000; // a longer line is not an event
 
 /** The events of a stream in order: `{event, data}`, `event` being "message" unless it is named. */
 export async function* readEvents(body) {
@@ -13,11 +13,11 @@ export async function* readEvents(body) {
       yield* parser.feed(value);
     }
   } finally {
-    reader.cancel().catch(() => {}); // the reader left early: let the gateway know
+    reader.cancel().catch(() => {}); // close the connection if the caller stopped early
   }
 }
 
-/** Pieces of text in, whole events out. */
+/** Takes pieces of text, and returns the events that are complete. */
 export class EventParser {
   constructor() {
     this.rest = "";
@@ -28,7 +28,7 @@ export class EventParser {
   feed(text) {
     const lines = (this.rest + text).split(/\r\n|\n|\r(?!$)/);
     this.rest = lines.pop();
-    if (this.rest.length > LONGEST_EVENT) throw new Error("the event is too long");
+    if (this.rest.length > MAX_EVENT_CHARACTERS) throw new Error("the event is too long");
     return lines.map((line) => this.#line(line)).filter((event) => event !== null);
   }
 
