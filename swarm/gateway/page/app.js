@@ -7,7 +7,7 @@ import { byId, element, textButton } from "./ui/dom.js";
 import { apiKey, fetchModels, fetchSwarm } from "./api/gateway_client.js";
 import { connectSettings } from "./chat/settings.js";
 import { Sidebar } from "./ui/sidebar.js";
-import { ConversationStore, keep, recall } from "./chat/storage.js";
+import { ConversationStore, loadValue, storeValue } from "./chat/storage.js";
 import { shortName, Welcome } from "./ui/welcome.js";
 
 const SWARM_POLL_INTERVAL_MS = 30_000;
@@ -46,7 +46,7 @@ class ChatPage {
       if (error.kind === "key" && (await this.askForKey(error.message))) return this.loadModels();
     }
     const select = byId("model");
-    const preferred = this.chat.conversation.model || recall("model");
+    const preferred = this.chat.conversation.model || loadValue("model");
     const options = this.models.map(({ id }) => element("option", { value: id, text: shortName(id) }));
     select.replaceChildren(...(options.length ? options : [element("option", { value: "", text: "no model" })]));
     if (this.models.some(({ id }) => id === preferred)) select.value = preferred;
@@ -119,7 +119,7 @@ class ChatPage {
     const text = `${reason} The key stays in this browser.`;
     const key = await ask({ title: "API key", text, field, verb: "Use this key" });
     if (key === null) return false;
-    apiKey.keep(key);
+    apiKey.store(key);
     return true;
   }
 
@@ -174,7 +174,7 @@ class ChatPage {
   #connectEvents() {
     byId("new-chat").addEventListener("click", () => this.startNew());
     byId("model").addEventListener("change", ({ target }) => {
-      keep("model", target.value);
+      storeValue("model", target.value);
       this.chat.draw();
     });
     byId("key-button").addEventListener("click", async () => {

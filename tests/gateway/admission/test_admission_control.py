@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from swarm.gateway.admission.admission_control import AdmissionControl
 from swarm.gateway.admission.api_keys import ApiKey, KeyLimits
-from swarm.gateway.admission.rate_limits import WINDOW_S, KeyUsage, NotAdmitted, SlidingWindow
+from swarm.gateway.admission.rate_limits import WINDOW_S, NotAdmitted
 
 FREE = KeyLimits()
 
@@ -284,23 +284,6 @@ def test_an_error_inside_frees_the_place():
     run(test())
 
 
-@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 9)), max_size=20), st.integers(0, 60), st.integers(0, 50))
-def test_window_says_how_long_to_wait(steps, rest, amount):
-    window, now = SlidingWindow(), 0.0
-    for seconds, count in steps:
-        now += seconds
-        window.add(now, count)
-    now += rest
-    wait = window.seconds_until(now, amount)
-    assert wait >= 0
-    assert window.sum(now + wait) <= amount
-    if wait > 0:
-        earlier = SlidingWindow()
-        for (_, count), when in zip(steps, [sum(s for s, _ in steps[: i + 1]) for i in range(len(steps))], strict=True):
-            earlier.add(when, count)
-        assert earlier.sum(now + wait - 0.5) > amount
-
-
 LIMITS = {
     "ann": KeyLimits(requests_per_minute=4, tokens_per_minute=60, concurrent=3),
     "berta": KeyLimits(tokens_per_minute=30),
@@ -412,14 +395,3 @@ def test_no_limit_is_ever_passed_and_everybody_gets_a_turn(steps):
 
 def is_running(one: Seen) -> bool:
     return one.visitor.entered.is_set() and not one.visitor.task.done()
-
-
-def test_an_account_without_limits_checks_nothing():
-    KeyUsage(open=10**6, reserved=10**9).check_limits(FREE, 10**9, 0.0)
-
-
-def test_a_window_forgets_though_nobody_asks():
-    window = SlidingWindow()
-    for second in range(1000):
-        window.add(float(second), 1)
-    assert len(window._entries) <= WINDOW_S

@@ -1,7 +1,7 @@
 // The page's requests to the gateway. Errors become a GatewayError that says what to do next.
 
 import { readEvents } from "./event_stream.js";
-import { keep, recall } from "../chat/storage.js";
+import { loadValue, storeValue } from "../chat/storage.js";
 
 /** An error to show to the user: `kind` is key, busy, unavailable, network or request. */
 export class GatewayError extends Error {
@@ -14,8 +14,8 @@ export class GatewayError extends Error {
 }
 
 export const apiKey = {
-  read: () => recall("key"),
-  keep: (key) => keep("key", key || null),
+  read: () => loadValue("key"),
+  store: (key) => storeValue("key", key || null),
 };
 
 /** The gateway's models: OpenAI's fields, and this project's own under `swarm`. */

@@ -1,7 +1,7 @@
 // Settings of the chat: read from their form, stored in the browser, and turned into requests.
 
 import { byId } from "../ui/dom.js";
-import { keep, recall } from "./storage.js";
+import { loadValue, storeValue } from "./storage.js";
 
 /** The range of each number. An empty field is not sent, so that the gateway's default applies. */
 export const NUMBERS = {
@@ -15,7 +15,7 @@ const COMPLETION_MAX_TOKENS = 256; // models that continue texts rarely end by t
 
 /** The stored settings: `{system, temperature, top_p, max_tokens, seed}`; those that are not set are absent. */
 export function readSettings() {
-  const stored = recall("settings", {});
+  const stored = loadValue("settings", {});
   const settings = typeof stored?.system === "string" && stored.system ? { system: stored.system } : {};
   for (const name of Object.keys(NUMBERS)) {
     const value = parseSetting(name, stored?.[name]);
@@ -68,7 +68,7 @@ export function connectSettings() {
       const isInvalid = values[name] === null && (field.value !== "" || field.validity.badInput);
       field.setAttribute("aria-invalid", String(isInvalid));
     }
-    keep("settings", values);
+    storeValue("settings", values);
     markButton();
   });
   byId("settings-reset").addEventListener("click", () => {

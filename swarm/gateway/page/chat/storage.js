@@ -7,7 +7,7 @@ const PREFIX = "swarm.conversation.";
 export const MAX_CONVERSATIONS = 500;
 
 /** The value that is stored under this name, or `fallback`. */
-export function recall(name, fallback = null) {
+export function loadValue(name, fallback = null) {
   try {
     return JSON.parse(localStorage.getItem(`swarm.${name}`)) ?? fallback;
   } catch {
@@ -16,7 +16,7 @@ export function recall(name, fallback = null) {
 }
 
 /** Store a value (null removes it). False if the storage is full. */
-export function keep(name, value) {
+export function storeValue(name, value) {
   return value === null ? remove(`swarm.${name}`) : write(`swarm.${name}`, value);
 }
 
@@ -33,7 +33,7 @@ export class ConversationStore {
     for (const key of storedKeys()) {
       const id = key.slice(PREFIX.length);
       if (this.all.has(id)) continue;
-      const conversation = restoreConversation(recall(key.slice("swarm.".length)));
+      const conversation = restoreConversation(loadValue(key.slice("swarm.".length)));
       if (conversation?.id === id) this.all.set(id, conversation);
     }
   }

@@ -1,0 +1,36 @@
+"""How clients are told of the project's errors."""
+
+from __future__ import annotations
+
+import pytest
+
+from swarm.errors import CacheFull, ChatTemplateError, MissingBlocks, NotEnoughMemory, PeerLost, SessionClosed, TooLong
+from swarm.gateway.openai.api_errors import BadRequest, api_error
+from swarm.generation.errors import GenerationCrashed, InvalidGenerationRequest
+
+FULL = "full; try again, or ask for fewer tokens"
+INTERNAL = "the gateway failed; its log has the details"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message", "param", "code", "headers"),
+    [
+        (BadRequest("no", param="n", code="x"), 400, "no", "n", "x", {}),
+        (InvalidGenerationRequest("no", parameter="prompt", code="x"), 400, "no", "prompt", "x", {}),
+        (ChatTemplateError("no"), 400, "no", "messages", "template_refused", {}),
+        (TooLong("long"), 400, "long", "max_tokens", "context_length_exceeded", {}),
+        (MissingBlocks((1,)), 503, str(MissingBlocks((1,))), None, "blocks_missing", {"Retry-After": "10"}),
+        (CacheFull("full"), 503, FULL, None, "swarm_full", {"Retry-After": "10"}),
+        (NotEnoughMemory("full"), 503, FULL, None, "swarm_full", {"Retry-After": "10"}),
+        (PeerLost("gone"), 503, "the swarm failed: gone", None, "peer_lost", {"Retry-After": "10"}),
+        (SessionClosed("closed"), 500, INTERNAL, None, "internal_error", {}),
+        (GenerationCrashed("why"), 500, INTERNAL, None, "internal_error", {}),
+        (KeyError("secret"), 500, INTERNAL, None, "internal_error", {}),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_statuses_and_messages(error, status, message, param, code, headers):
+    reported = api_error(error)
+    assert (reported.status, dict(reported.headers)) == (status, headers)
+    body = reported.body()["error"]
+    assert (body["message"], body["param"], body["code"]) == (message, param, code)

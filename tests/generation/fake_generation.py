@@ -1,0 +1,49 @@
+"""Sequences without a model, whose events the test gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from swarm.generation.sampling import SamplingOptions
+from swarm.generation.sequence_generation import SequenceEvent, SequenceRequest
+from swarm.generation.sequence_group import SequenceGroup
+from swarm.metrics.gateway import GatewayMetrics
+from swarm.metrics.registry import new_registry
+
+
+class FakeGeneration:
+    """Stands for a generation; a prompt `[n]` starts as a thread if n is above 0."""
+
+    tokens = 0
+
+    def __init__(self, served: Any, request: SequenceRequest, on_event: Callable[[SequenceEvent], None]):
+        self.works = request.prompt[0] > 0
+        self.on_event = on_event
+        self.running = False
+
+    def start(self) -> None:
+        if not self.works:
+            raise RuntimeError("can't start new thread")
+        self.running = True
+
+    def cancel(self) -> None:
+        self.running = False
+
+    async def wait_ended(self) -> None:
+        assert self.works
+
+
+@pytest.fixture
+def make_group(monkeypatch):
+    monkeypatch.setattr("swarm.generation.sequence_group.SequenceGeneration", FakeGeneration)
+
+    def make(*prompts: int) -> SequenceGroup:
+        served: Any = SimpleNamespace(name="m")
+        requests = [SequenceRequest([prompt], 1, SamplingOptions()) for prompt in prompts]
+        return SequenceGroup(served, requests, 1, 0.0, GatewayMetrics(new_registry()))
+
+    return make
