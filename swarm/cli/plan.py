@@ -14,7 +14,7 @@ from swarm.planning.device_advice import advise
 from swarm.planning.device_group import ModelSize
 from swarm.planning.group_description import GroupDescription, ModelDescription
 from swarm.planning.partition import partition
-from swarm.planning.plan_plot import draw
+from swarm.planning.plan_plot import plot_plan
 
 FILE_PATH = click.Path(dir_okay=False, path_type=Path)
 
@@ -62,7 +62,7 @@ def main(
     options = {"model": model, "revision": revision, "dtype": dtype, "quant": quant, "cache_tokens": cache_tokens}
     given = {name: value for name, value in options.items() if value is not None}
     if file is not None:
-        description = msgspec.structs.replace(group_description.read(file), **given)
+        description = msgspec.structs.replace(group_description.read_group_file(file), **given)
         size = _model_size(description, cache_dir)
     elif peers:
         description, size = _describe_running_swarm(
@@ -74,24 +74,24 @@ def main(
             "or --initial-peers ADDRESS... of a running swarm"
         )
     if write is not None:
-        _write_new(write, group_description.to_yaml(description, announced_group.HEADING if file is None else ""))
+        _write_new(write, group_description.to_yaml(description, announced_group.FILE_COMMENT if file is None else ""))
 
-    group = group_description.to_group(description, size)
+    group = group_description.build_group(description, size)
     plan = partition(group)
     advice = advise(group, plan)
     startup = _start_options(description, peers)
-    click.echo(plan_report.text(group, plan, advice, str(description.link)))
-    click.echo(f"\n{plan_report.command_text(plan, startup)}")
+    click.echo(plan_report.format_plan(group, plan, advice, str(description.link)))
+    click.echo(f"\n{plan_report.format_commands(plan, startup)}")
     if json_file is not None:
-        _write(json_file, plan_report.to_json(group, plan, advice, startup))
+        _write(json_file, plan_report.plan_to_json(group, plan, advice, startup))
     if plot is not None:
-        draw(plan, plot)
+        plot_plan(plan, plot)
 
 
 def _model_size(description: GroupDescription, cache_dir: Path | None) -> ModelSize:
     model = description.model
     if isinstance(model, ModelDescription):
-        return group_description.size_in_numbers(model, description.dtype)
+        return group_description.described_model_size(model, description.dtype)
     from swarm.planning.live_swarm import open_model  # loads torch, which numbers do without
 
     return open_model(model, description.revision, description.dtype, cache_dir, description.quant)[1]
@@ -108,12 +108,12 @@ def _describe_running_swarm(
 ) -> tuple[GroupDescription, ModelSize]:
     import uvloop
 
-    from swarm.planning.live_swarm import open_model, servers_of
+    from swarm.planning.live_swarm import fetch_compatible_servers, open_model
     from swarm.transport.p2p import quiet_hivemind
 
     quiet_hivemind()
     checkpoint, _ = open_model(model, revision, dtype, cache_dir)
-    found = uvloop.run(servers_of(checkpoint, peers))
+    found = uvloop.run(fetch_compatible_servers(checkpoint, peers))
     for peer, reason in found.excluded.items():
         click.echo(f"Left out of the plan: …{peer[-6:]}, {reason}", err=True)
     form = quant or announced_group.common_quantization(found.servers)
@@ -123,7 +123,7 @@ def _describe_running_swarm(
 
     size = size_in(form)
     held = {form: size_in(form) for form in ("none", "int8", "int4", "nf4")}
-    description = announced_group.describe(found.servers, size, model, cache_tokens, held)
+    description = announced_group.describe_servers(found.servers, size, model, cache_tokens, held)
     return msgspec.structs.replace(description, revision=revision, dtype=dtype, quant=form), size
 
 

@@ -10,9 +10,9 @@ import click
 from swarm.common import console
 from swarm.errors import UsageError
 from swarm.planning.simulation import result_plot, result_report
-from swarm.planning.simulation.result_statistics import figures
+from swarm.planning.simulation.result_statistics import compute_statistics
 from swarm.planning.simulation.runner import simulate
-from swarm.planning.simulation.scenario import find, shipped
+from swarm.planning.simulation.scenario import find_scenario, shipped_scenarios
 
 FILE_PATH = click.Path(dir_okay=False, path_type=Path)
 
@@ -31,7 +31,7 @@ def main(scenario: str | None, list_shipped: bool, plot: Path | None, json_file:
     the same placement code as real ones.
     """
     if list_shipped:
-        known = shipped()
+        known = shipped_scenarios()
         width = max(map(len, known))
         for name, one in known.items():
             click.echo(f"{name:{width}}  {one.description}")
@@ -39,18 +39,18 @@ def main(scenario: str | None, list_shipped: bool, plot: Path | None, json_file:
     if scenario is None:
         raise UsageError("nothing to simulate: give a .yaml file, or a name from swarm simulate --list")
     began = time.perf_counter()
-    outcome = simulate(find(scenario), seed)
+    result = simulate(find_scenario(scenario), seed)
     seconds = time.perf_counter() - began
-    found = figures(outcome)
-    click.echo(result_report.text(outcome, found))
+    found = compute_statistics(result)
+    click.echo(result_report.format_result(result, found))
     click.echo(f"Simulated in {seconds:.1f} s")
     if json_file is not None:
         try:
-            json_file.write_bytes(result_report.to_json(outcome, found))
+            json_file.write_bytes(result_report.result_to_json(result, found))
         except OSError as error:
             raise UsageError(f"{json_file} cannot be written: {error.strerror}") from None
     if plot is not None:
-        result_plot.draw(outcome, plot)
+        result_plot.plot_result(result, plot)
 
 
 if __name__ == "__main__":

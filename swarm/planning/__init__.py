@@ -1,1 +1,1 @@
-"""Who holds what in a closed group of devices: from their memory, speed and links to the blocks of each."""
+"""Plans which device of a private swarm holds which blocks, from the devices' memory, speed and links."""

@@ -1,6 +1,6 @@
-"""A description of the group from what its servers announce. Pure.
+"""Describes a group from what its servers announce. Pure.
 
-A server does not announce its memory. What it holds now, with the cache that is free, fits; so that much is sure.
+A server does not announce its memory. The blocks that it holds now and its free cache fit, so it has at least that.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from swarm.planning.group_description import (
 )
 from swarm.server.limits import DEFAULT_CACHE_TOKENS, MAX_MEMORY_SHARE
 
-HEADING = """From what the servers announce. memory is what their present blocks and free cache take, so they have at
-least that: put in what `swarm server` prints as free. speed, upload and links are as the servers measured them;
-link holds for every pair that was not measured, and for the client."""
+FILE_COMMENT = """From the servers' announcements. memory is a lower bound, what their current blocks and free cache take:
+replace it with what `swarm server` prints as free. speed, upload and links are as measured by the servers.
+link applies to every pair that was not measured, and to the client."""
 
 
-def describe(
+def describe_servers(
     servers: Sequence[ServerInfo],
     model: ModelSize,
     source: str | None,
     cache_tokens: int | None,
     held: Mapping[str, ModelSize] | None = None,
 ) -> GroupDescription:
-    """Describe online servers of a model.
+    """Describe online servers of a model as a group.
 
     Args:
-        servers: in the order in which they shall be listed.
+        servers: in the order in which they should be listed.
         source: local folder or hub id of the model; None for the demo model.
-        cache_tokens: room in the attention cache; None for a server's default, or less where servers have less.
-        held: the model's size in the forms of weights that servers announce, where that is not `model`.
+        cache_tokens: capacity of the attention cache; None for the default, or less if a server has less.
+        held: quantization -> the model's size in it, for servers that hold another quantization than `model`.
 
     Raises:
         UsageError: there are no servers, or too many.
@@ -65,20 +65,20 @@ def describe(
         devices=devices,
         model=source,
         cache_tokens=cache_tokens or min(DEFAULT_CACHE_TOKENS, least),
-        link=_usual_link(servers),
+        link=_default_link(servers),
         links=_links(servers, names),
     )
 
 
 def common_quantization(servers: Sequence[ServerInfo]) -> str:
-    """The `--quant` that all servers were started with; "none", which takes the most memory, where they differ."""
+    """The `--quant` of all servers; "none", which takes the most memory, if they differ."""
     forms = {"nf4" if server.quantization == "int4" else server.quantization for server in servers}
     return forms.pop() if forms in ({"int8"}, {"nf4"}) else "none"
 
 
 def _names(servers: Sequence[ServerInfo]) -> dict[str, str]:
-    """peer id -> a name that can be shown: the announced one where nobody else has it, else with the peer id's end."""
-    # Much shorter than a peer id, so that nobody can take another's.
+    """Peer id -> a name to show: the announced name if it is unique, else with the end of the peer id added."""
+    # Much shorter than a peer id, so that no server can take another server's peer id as its name.
     shown = [("".join(filter(str.isprintable, server.name)).strip()[:24], server) for server in servers]
     names: dict[str, str] = {}
     for candidates in ([(s, name) for name, s in shown], [(s, name + s.short_id) for name, s in shown]):
@@ -90,7 +90,7 @@ def _names(servers: Sequence[ServerInfo]) -> dict[str, str]:
 
 
 def _memory(server: ServerInfo, model: ModelSize, least_cache: int) -> ByteSize:
-    # A server with no free cache has sessions; it is taken to have as much cache as the others.
+    # A server without free cache is busy with sessions; assume that its cache is as large as the others'.
     cache = server.cache_tokens_free or least_cache
     filled = model.memory(server.span.start, server.span.end, cache)
     return ByteSize(min(-(-filled * 100 // round(MAX_MEMORY_SHARE * 100)), 10**18))
@@ -102,7 +102,7 @@ def _upload(server: ServerInfo, model: ModelSize) -> BytesPerSecond | None:
 
 
 def _one_way(servers: Sequence[ServerInfo]) -> dict[frozenset[str], float]:
-    """Pair of peers -> seconds one way: half of the shorter round trip, where both measured one."""
+    """Pair of peers -> one-way seconds: half of the shorter round trip if both peers measured one."""
     present = {server.peer_id for server in servers}
     found: dict[frozenset[str], float] = {}
     for server in servers:
@@ -118,7 +118,7 @@ def _links(servers: Sequence[ServerInfo], names: dict[str, str]) -> tuple[Device
     return tuple(DeviceLink((first, second), latency=Duration(seconds)) for (first, second), seconds in pairs)
 
 
-def _usual_link(servers: Sequence[ServerInfo]) -> DefaultLink:
-    """Pairs that were not measured are taken to be like the middle one of those that were."""
+def _default_link(servers: Sequence[ServerInfo]) -> DefaultLink:
+    """The link assumed for pairs that were not measured: the median of those that were."""
     measured = sorted(_one_way(servers).values())
     return DefaultLink(latency=Duration(measured[len(measured) // 2])) if measured else DefaultLink()

@@ -1,7 +1,7 @@
-"""Devices that make a group slower. Pure.
+"""Finds devices that make a group slower. Pure.
 
-A device can cost more than it brings: its link is slow, or it computes so slowly that even one block of it is the
-slowest stage. And every further device makes one token's way longer, whatever the pipeline gains by it.
+A device can cost more than it gains: its link may be slow, or it may compute so slowly that even a single block on it
+is the slowest stage. And every additional device adds travel time to each token, even if the pipeline gets faster.
 """
 
 from __future__ import annotations
@@ -13,70 +13,70 @@ from swarm.errors import NotEnoughMemory
 from swarm.planning.device_group import DeviceGroup, PipelinePlan
 from swarm.planning.partition import partition
 
-NOTICEABLE = 1.001
-"""By how much the group must be faster without a device before it is worth a word."""
+MIN_SPEEDUP = 1.001
+"""A device is reported only if the group is faster without it by more than this factor."""
 
 
 @dataclass(frozen=True)
 class LeaveOutAdvice:
-    """Leave some devices out.
+    """The advice to leave some devices out.
 
     Attributes:
-        names: the devices.
-        having: the best plan in which they take part.
-        without: the best plan without them.
+        names: names of the devices.
+        plan_with: the best plan that uses them.
+        plan_without: the best plan without them.
     """
 
     names: tuple[str, ...]
-    having: PipelinePlan
-    without: PipelinePlan
+    plan_with: PipelinePlan
+    plan_without: PipelinePlan
 
     def __str__(self) -> str:
         names, it = " and ".join(self.names), "it" if len(self.names) == 1 else "them"
-        rates = f"{_rates(self.having)} with {it}, {_rates(self.without)} without"
-        if self.without.pipeline_rate < self.having.pipeline_rate:
+        rates = f"{_format_rates(self.plan_with)} with {it}, {_format_rates(self.plan_without)} without"
+        if self.plan_without.pipeline_rate < self.plan_with.pipeline_rate:
             return f"leave out {names} if one session at a time matters most: {rates}"
         return f"leave out {names}: {rates}"
 
 
-def _rates(plan: PipelinePlan) -> str:
+def _format_rates(plan: PipelinePlan) -> str:
     return f"{plan.pipeline_rate:.3g} tokens/s ({plan.session_rate:.3g} in a single session)"
 
 
 def advise(group: DeviceGroup, best: PipelinePlan) -> list[LeaveOutAdvice]:
-    """Devices without which the group is faster, in all or for a single session.
+    """Find devices without which the group is faster, in total or for a single session.
 
     Args:
         best: the group's best plan.
     """
-    advice = [] if len(best.stages) == len(group.devices) else _idle(group, best)
-    return advice + _slow_for_one(group, best)
+    advice = [] if len(best.stages) == len(group.devices) else _advise_on_idle_devices(group, best)
+    return advice + _advise_for_single_session(group, best)
 
 
-def _idle(group: DeviceGroup, best: PipelinePlan) -> list[LeaveOutAdvice]:
-    """What it would cost if the devices that got no blocks held some."""
-    names = _names(best)
+def _advise_on_idle_devices(group: DeviceGroup, best: PipelinePlan) -> list[LeaveOutAdvice]:
+    """Compare the best plan with one that also uses the devices without blocks."""
+    names = _device_names(best)
     idle = tuple(device.name for device in group.devices if device.name not in names)
-    with suppress(NotEnoughMemory):  # some of them cannot hold even one
-        having = partition(group, everyone=True)
-        if max(best.pipeline_rate / having.pipeline_rate, best.session_rate / having.session_rate) > NOTICEABLE:
-            return [LeaveOutAdvice(idle, having, best)]
+    with suppress(NotEnoughMemory):  # some of them cannot hold even one block
+        plan_with = partition(group, use_all_devices=True)
+        if max(best.pipeline_rate / plan_with.pipeline_rate, best.session_rate / plan_with.session_rate) > MIN_SPEEDUP:
+            return [LeaveOutAdvice(idle, plan_with, best)]
     return []
 
 
-def _slow_for_one(group: DeviceGroup, best: PipelinePlan) -> list[LeaveOutAdvice]:
-    """The device without which a single session is fastest, if it is faster than in the best plan."""
+def _advise_for_single_session(group: DeviceGroup, best: PipelinePlan) -> list[LeaveOutAdvice]:
+    """Find the device without which a single session is fastest, if that is faster than the best plan."""
     found: list[LeaveOutAdvice] = []
     for index, device in enumerate(group.devices):
-        if device.name not in _names(best):
+        if device.name not in _device_names(best):
             continue
         with suppress(NotEnoughMemory):
             without = partition(group.without(index))
-            if without.session_rate > best.session_rate * NOTICEABLE:
-                names = tuple(name for name in _names(best) if name not in _names(without))
+            if without.session_rate > best.session_rate * MIN_SPEEDUP:
+                names = tuple(name for name in _device_names(best) if name not in _device_names(without))
                 found.append(LeaveOutAdvice(names, best, without))
-    return [max(found, key=lambda advice: advice.without.session_rate)] if found else []
+    return [max(found, key=lambda advice: advice.plan_without.session_rate)] if found else []
 
 
-def _names(plan: PipelinePlan) -> tuple[str, ...]:
+def _device_names(plan: PipelinePlan) -> tuple[str, ...]:
     return tuple(stage.device.name for stage in plan.stages)

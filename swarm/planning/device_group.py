@@ -1,7 +1,7 @@
-"""The nouns of planning: a closed group of devices, the model that it holds, and a plan. Pure.
+"""Data types of planning: a closed group of devices, the model that it holds, and a plan. Pure.
 
-The group is a ring: the client sends a token's hidden state to the first device, each device to the next, and the last
-one back to the client. In every table of times the last index is the client's.
+The group forms a ring: the client sends a token's hidden state to the first device, each device to the next one, and
+the last device back to the client. In every table of times, the last index is the client.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from swarm.server.limits import MAX_MEMORY_SHARE
 
 @dataclass(frozen=True)
 class PlannedDevice:
-    """Attributes:
-    memory: bytes that are free for blocks and their attention cache.
-    speed: blocks that it computes for one token, per second (`throughput` of an announcement).
+    """A device that can hold blocks.
+
+    Attributes:
+        memory: bytes that are free for blocks and their attention cache.
+        speed: blocks per second for one token (`throughput` of an announcement).
     """
 
     name: str
@@ -28,18 +30,20 @@ class PlannedDevice:
     speed: float
 
     @property
-    def budget(self) -> int:
-        """Bytes that may be filled."""
+    def usable_memory(self) -> int:
+        """Bytes that a plan may fill."""
         return int(self.memory * MAX_MEMORY_SHARE)
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Attributes:
-    name: what `swarm server` takes; "" for the demo model.
-    weights: bytes of each block's parameters.
-    cache_per_token: bytes of one position in the attention cache of one block.
-    hidden_bytes: bytes of one token's hidden state as it travels.
+    """The memory that a model's blocks take, and the size of its hidden state.
+
+    Attributes:
+        name: the model argument of `swarm server`; "" for the demo model.
+        weights: bytes of each block's parameters.
+        cache_per_token: bytes of one token in the attention cache of one block.
+        hidden_bytes: bytes of one token's hidden state as it is sent.
     """
 
     name: str
@@ -63,10 +67,12 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """Attributes:
-    send: seconds in which one device puts a token's hidden state on the way to another, `[from][to]`.
-    latency: seconds that it then travels, `[from][to]`.
-    fixed_order: the ring goes through the devices as they are listed; else in whatever order is best.
+    """A closed group of devices, their links, and the model that they hold.
+
+    Attributes:
+        send: seconds for which a device is busy sending a token's hidden state to another one, `[from][to]`.
+        latency: seconds for which the hidden state then travels, `[from][to]`.
+        fixed_order: the ring follows the listed order of the devices; otherwise the best order is searched.
     """
 
     devices: tuple[PlannedDevice, ...]
@@ -77,12 +83,12 @@ class DeviceGroup:
     fixed_order: bool = False
 
     @property
-    def client(self) -> int:
+    def client_index(self) -> int:
         """The client's index in `send` and `latency`."""
         return len(self.devices)
 
     def without(self, device: int) -> DeviceGroup:
-        """The group after one device has left."""
+        """The group without one device."""
 
         def cut(table: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
             return tuple(row[:device] + row[device + 1 :] for row in table[:device] + table[device + 1 :])
@@ -91,10 +97,10 @@ class DeviceGroup:
         return DeviceGroup(rest, self.model, self.cache_tokens, cut(self.send), cut(self.latency), self.fixed_order)
 
 
-def tables(
+def link_tables(
     ends: int, hidden_bytes: int, link: Callable[[int, int], tuple[float, float]]
 ) -> tuple[tuple[tuple[float, ...], ...], tuple[tuple[float, ...], ...]]:
-    """`send` and `latency` of a group, from the latency (seconds) and bandwidth (bytes/s) of each pair of `ends`."""
+    """Build `send` and `latency` of a group from the latency (seconds) and bandwidth (bytes/s) of each pair."""
     links = [[(0.0, math.inf) if a == b else link(a, b) for b in range(ends)] for a in range(ends)]
     send = tuple(tuple(hidden_bytes / bandwidth for _, bandwidth in row) for row in links)
     return send, tuple(tuple(latency for latency, _ in row) for row in links)
@@ -106,8 +112,8 @@ class PipelineStage:
 
     Attributes:
         compute: seconds for one token in all blocks of the span.
-        send: seconds to put the result on the way to the next stage.
-        latency: seconds that it travels; another token can be computed meanwhile.
+        send: seconds for which the device is busy sending the result to the next stage.
+        latency: seconds for which the result travels; meanwhile the device can compute another token.
         memory: bytes that blocks and cache take.
     """
 
@@ -120,17 +126,17 @@ class PipelineStage:
 
     @property
     def seconds(self) -> float:
-        """How long one token occupies the stage."""
+        """Seconds for which one token occupies the device."""
         return self.compute + self.send
 
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """Stages in the order of the ring; together they hold every block once.
+    """A division of the blocks among devices: stages in the order of the ring, which hold every block once.
 
     Attributes:
-        client_send: seconds in which the client puts one token on the way to the first stage.
-        client_latency: seconds that it then travels.
+        client_send: seconds for which the client is busy sending one token to the first stage.
+        client_latency: seconds for which the token then travels.
     """
 
     stages: tuple[PipelineStage, ...]
@@ -144,20 +150,20 @@ class PipelinePlan:
         return slowest if slowest.seconds >= self.client_send else None
 
     @property
-    def slowest(self) -> float:
-        """Seconds between two tokens when so many sessions are at work that the bottleneck never waits."""
+    def bottleneck_seconds(self) -> float:
+        """Seconds between two tokens when enough sessions are active that the bottleneck never waits."""
         return max(self.client_send, *(stage.seconds for stage in self.stages))
 
     @property
     def token_seconds(self) -> float:
-        """Seconds that one token takes round the ring with nothing else in flight."""
+        """Seconds that one token takes around the ring with nothing else in flight."""
         stages = sum(stage.seconds + stage.latency for stage in self.stages)
         return self.client_send + self.client_latency + stages
 
     @property
     def pipeline_rate(self) -> float:
-        """Tokens/s of all samples together with the pipeline full."""
-        return 1 / self.slowest
+        """Tokens/s of all sessions together with a full pipeline."""
+        return 1 / self.bottleneck_seconds
 
     @property
     def session_rate(self) -> float:
@@ -166,5 +172,5 @@ class PipelinePlan:
 
     @property
     def sessions(self) -> int:
-        """Sessions that must be at work at once for the pipeline to be full."""
-        return math.ceil(self.token_seconds / self.slowest * (1 - 1e-9))
+        """Number of concurrent sessions that fill the pipeline."""
+        return math.ceil(self.token_seconds / self.bottleneck_seconds * (1 - 1e-9))

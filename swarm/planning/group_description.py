@@ -1,6 +1,6 @@
-"""The YAML file that describes a closed group: read, checked, written, and made a `DeviceGroup`.
+"""The YAML file that describes a closed group: reads, validates and writes it, and builds a `DeviceGroup` from it.
 
-See docs/private-swarm.md for an example. A person writes it, or `swarm plan --write` from what servers announce.
+See docs/private-swarm.md for an example. The file is written by hand, or by `swarm plan --write` from announcements.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import yaml
 from swarm.common import yaml_file
 from swarm.common.units import ByteSize, BytesPerSecond, Duration, format_bytes
 from swarm.errors import UsageError
-from swarm.planning.device_group import DeviceGroup, ModelSize, PlannedDevice, tables
-from swarm.planning.partition import tries_all_orders
+from swarm.planning.device_group import DeviceGroup, ModelSize, PlannedDevice, link_tables
+from swarm.planning.partition import can_try_all_orders
 from swarm.server.limits import DEFAULT_CACHE_TOKENS
 
 CLIENT = "client"
-"""What links call the client's machine, if it is none of the devices."""
+"""Name of the client's machine in `links` if the client does not run on one of the devices."""
 
 MAX_DEVICES = 32
 MAX_BLOCKS = 256
@@ -30,11 +30,11 @@ Tokens = Annotated[int, msgspec.Meta(ge=1, le=2**40)]
 
 
 class DefaultLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How two devices reach each other where nothing else is said: a home network.
+    """The link between two devices without an entry of their own. The defaults are those of a home network.
 
     Attributes:
-        latency: one way.
-        bandwidth: in each direction.
+        latency: one-way latency.
+        bandwidth: bandwidth in each direction.
     """
 
     latency: Duration = Duration(0.005)
@@ -45,7 +45,7 @@ class DefaultLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DeviceLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A link that differs from the others. What it leaves out is as in the default link."""
+    """A link that differs from the default link. Omitted fields are those of the default link."""
 
     between: tuple[Name, Name]
     latency: Duration | None = None
@@ -53,10 +53,12 @@ class DeviceLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DeviceDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Attributes:
-    memory: free for blocks and their cache.
-    speed: blocks that it computes for one token, per second.
-    upload: what its own connection carries, whoever it sends to.
+    """A device of the group.
+
+    Attributes:
+        memory: memory that is free for blocks and their cache.
+        speed: blocks per second for one token.
+        upload: bandwidth of its own connection, an upper bound for all of its links.
     """
 
     name: Name
@@ -66,12 +68,12 @@ class DeviceDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 class ModelDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A model described by numbers, so that it need not be at hand.
+    """A model described by numbers, so that its files are not needed.
 
     Attributes:
-        block_memory: weights of one block.
-        cache_memory: one token in the attention cache of one block.
-        hidden_size: numbers in one token's hidden state.
+        block_memory: size of the weights of one block.
+        cache_memory: size of one token in the attention cache of one block.
+        hidden_size: number of values in one token's hidden state.
     """
 
     name: Name
@@ -85,11 +87,12 @@ class GroupDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The whole file.
 
     Attributes:
-        model: local folder or hub id, or numbers; None for the demo model.
+        model: local folder or hub id, or a description in numbers; None for the demo model.
         revision: branch, tag or commit of a hub model.
-        dtype: what the servers compute in and send; auto is the checkpoint's own, of a model in numbers bfloat16.
-        quant: form of the servers' weights; of a model in numbers, block_memory says what it comes to.
-    client: the device on which the client runs; None for a machine of its own.
+        dtype: data type that the servers compute in and send; auto is the checkpoint's own, or bfloat16 for a model
+            described by numbers.
+        quant: quantization of the servers' weights; block_memory of a model described by numbers already reflects it.
+        client: the device on which the client runs; None for a separate machine.
         order: all devices in the order of the ring; None for the best order.
     """
 
@@ -105,31 +108,31 @@ class GroupDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     order: tuple[Name, ...] | None = None
 
 
-def read(path: Path) -> GroupDescription:
-    """Read and check a file. Raises `UsageError` that names the field."""
-    return yaml_file.read_file(path, parse, "description of a group", UsageError)
+def read_group_file(path: Path) -> GroupDescription:
+    """Read and validate a file. Raises `UsageError`, which names the field."""
+    return yaml_file.read_file(path, parse_group_file, "description of a group", UsageError)
 
 
-def parse(data: bytes) -> GroupDescription:
-    """Check the content of a file. Raises `UsageError` that names the field."""
-    description = yaml_file.parse_yaml(data, GroupDescription, UsageError, dec_hook=_quantity)
-    _check_names(description)
+def parse_group_file(data: bytes) -> GroupDescription:
+    """Parse and validate the content of a file. Raises `UsageError`, which names the field."""
+    description = yaml_file.parse_yaml(data, GroupDescription, UsageError, dec_hook=_decode_unit)
+    _validate_names(description)
     return description
 
 
-def _quantity(kind: type[Any], value: object) -> Any:
+def _decode_unit(kind: type[Any], value: object) -> Any:
     return kind.parse(value)
 
 
-def _check_names(description: GroupDescription) -> None:
+def _validate_names(description: GroupDescription) -> None:
     names = [device.name for device in description.devices]
     repeated = [name for name, count in Counter(names).items() if count > 1]
     if repeated:
-        raise UsageError(f"devices: two are called {repeated[0]!r}")
+        raise UsageError(f"devices: two devices are named {repeated[0]!r}; give each its own name")
     if CLIENT in names:
-        raise UsageError(f"devices: {CLIENT!r} is the client's own name; call the device otherwise")
+        raise UsageError(f"devices: the name {CLIENT!r} is reserved for the client; give the device another name")
     if description.client is not None and description.client not in names:
-        raise UsageError(f"client: {description.client!r} is none of the devices; leave it out for another machine")
+        raise UsageError(f"client: {description.client!r} is not one of the devices; leave it out for another machine")
     if description.order is not None and sorted(description.order) != sorted(names):
         raise UsageError("order: name every device once, or leave it out")
     pairs: set[frozenset[str]] = set()
@@ -146,32 +149,32 @@ def _check_names(description: GroupDescription) -> None:
 
 
 def to_yaml(description: GroupDescription, heading: str = "") -> str:
-    """The file's text, which `parse` reads again. `heading` becomes comment lines."""
-    content = _said(msgspec.to_builtins(description, enc_hook=_plain))
+    """Format a description as YAML that `parse_group_file` can read. `heading` becomes comment lines."""
+    content = _without_empty_fields(msgspec.to_builtins(description, enc_hook=_encode_unit))
     comment = "".join(f"# {line}\n" for line in heading.splitlines())
     body: str = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120)
     return comment + body
 
 
-def _plain(value: object) -> float:
+def _encode_unit(value: object) -> float:
     return int(value) if isinstance(value, int) else float(value)  # type: ignore[arg-type]
 
 
-def _said(value: Any) -> Any:
-    """Without the fields that say nothing."""
+def _without_empty_fields(value: Any) -> Any:
+    """Remove fields without a value."""
     if isinstance(value, dict):
-        return {key: _said(part) for key, part in value.items() if part not in (None, [], ())}
-    return [_said(part) for part in value] if isinstance(value, list | tuple) else value
+        return {key: _without_empty_fields(part) for key, part in value.items() if part not in (None, [], ())}
+    return [_without_empty_fields(part) for part in value] if isinstance(value, list | tuple) else value
 
 
-def size_in_numbers(model: ModelDescription, dtype: str) -> ModelSize:
-    """The size of a model that is described by numbers."""
+def described_model_size(model: ModelDescription, dtype: str) -> ModelSize:
+    """The size of a model described by numbers."""
     weights = (int(model.block_memory),) * model.blocks
     return ModelSize(model.name, weights, int(model.cache_memory), model.hidden_size * (4 if dtype == "float32" else 2))
 
 
-def to_group(description: GroupDescription, model: ModelSize) -> DeviceGroup:
-    """The group for a model. Raises `UsageError` if the model has more blocks than are planned for."""
+def build_group(description: GroupDescription, model: ModelSize) -> DeviceGroup:
+    """Build the group for a model. Raises `UsageError` if the model has more than `MAX_BLOCKS` blocks."""
     if model.blocks > MAX_BLOCKS:
         raise UsageError(f"{model.name} has {model.blocks} blocks; plans are made for {MAX_BLOCKS} at most")
     by_name = {device.name: device for device in description.devices}
@@ -191,6 +194,6 @@ def to_group(description: GroupDescription, model: ModelSize) -> DeviceGroup:
         upload = entry.upload if entry is not None and entry.upload is not None else bandwidth
         return float(latency), float(min(upload, bandwidth))
 
-    send, latency = tables(len(ends), model.hidden_bytes, link)
-    fixed = description.order is not None or not tries_all_orders(len(devices), model.blocks)
+    send, latency = link_tables(len(ends), model.hidden_bytes, link)
+    fixed = description.order is not None or not can_try_all_orders(len(devices), model.blocks)
     return DeviceGroup(devices, model, description.cache_tokens, send, latency, fixed)

@@ -1,4 +1,4 @@
-"""Sizes of real models, and the servers that hold them now: the part of planning that loads torch and joins a swarm."""
+"""Looks up the size of a model and its online servers: the part of planning that loads torch and joins a swarm."""
 
 from __future__ import annotations
 
@@ -18,12 +18,16 @@ from swarm.transport.p2p import P2PConfig, Peer
 def open_model(
     model: str | None, revision: str | None, dtype: str, cache_dir: Path | None, quant: str = NONE
 ) -> tuple[Checkpoint, ModelSize]:
-    """A model's checkpoint and size; no weights are read. Raises `UsageError` of the fitting kind.
+    """Open a model's checkpoint and compute its size. No weights are read.
 
     Args:
         model: local folder or hub id; None for the demo model.
-        dtype: what the servers compute in; "auto" for the checkpoint's own.
-        quant: form of the servers' weights; for "nf4" what CPUs hold in its place, which is a little more.
+        dtype: data type that the servers compute in; "auto" for the checkpoint's own.
+        quant: quantization of the servers' weights; "nf4" is counted as int4, which CPUs use and which is larger.
+
+    Raises:
+        ModelNotFound: there is no such model.
+        CheckpointError: the checkpoint cannot be used.
     """
     checkpoint = open_checkpoint(model, revision=revision, cache_dir=cache_dir)
     resolved = resolve_dtype(dtype, checkpoint.config)
@@ -32,8 +36,8 @@ def open_model(
     return checkpoint, ModelSize(checkpoint.name, needs.weights, needs.cache_per_token, hidden_bytes)
 
 
-async def servers_of(checkpoint: Checkpoint, initial_peers: tuple[str, ...]) -> CompatibleServers:
-    """The servers of a model that are online now and hold the same weights. Raises `PeerUnreachable`."""
+async def fetch_compatible_servers(checkpoint: Checkpoint, initial_peers: tuple[str, ...]) -> CompatibleServers:
+    """Fetch the servers of a model that are online and hold the same weights. Raises `PeerUnreachable`."""
     peer = await Peer.create(P2PConfig(initial_peers=initial_peers), AnnouncementValidator())
     try:
         return compatible_servers(

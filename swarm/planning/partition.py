@@ -1,16 +1,17 @@
-"""The best partition of a model over a closed group of devices, exactly: dynamic programming. Pure.
+"""Finds the best partition of a model over a closed group of devices, exactly, by dynamic programming. Pure.
 
-Recurrent pipeline parallelism (MDI-LLM, section III-C): the tokens of several samples go round the ring at once, so the
-slowest stage alone decides the throughput. A stage is occupied while it computes its blocks for a token and while it
-sends the result; the time of travel delays a token but occupies nobody.
+Recurrent pipeline parallelism (MDI-LLM, section III-C): tokens of several sessions go around the ring at once, so the
+slowest stage alone decides the throughput. A stage is busy while it computes its blocks for a token and while it sends
+the result. Travel time delays a token but keeps no device busy.
 
-Minimised is, in this order: the slowest stage; the number of devices; the time of one token round the ring.
+The objectives, in this order: the fastest slowest stage, the fewest devices, the least time of one token around the
+ring.
 
-A state is (which devices may not come any more, where the token is now, how many blocks are done). For free orders the
-first is the set of devices visited, for a fixed order all devices up to the present one: one recursion serves both.
-The first pass finds the least possible slowest stage. The second looks among the plans in which no stage is slower than
-that for the fewest devices and the fastest token; two passes are needed, because the beginning of the fastest token's
-way need not have the fastest slowest stage.
+A state is (devices that cannot follow any more, device where the token is, number of blocks done). Without a fixed
+order, the first part is the set of devices visited; with a fixed order, all devices up to the current one. So one
+recursion serves both. The first pass finds the least possible time of the slowest stage. The second pass searches the
+plans in which no stage is slower than that for the fewest devices and the fastest token. Two passes are needed because
+a prefix of the fastest token's path need not be optimal for the slowest stage.
 """
 
 from __future__ import annotations
@@ -29,52 +30,52 @@ from swarm.server.limits import MAX_MEMORY_SHARE
 
 Array = NDArray[np.float64]
 State = tuple[int, int]
-"""(bit mask of the devices that may not come any more, device where the token is)."""
+"""(bit mask of the devices that cannot follow any more, device where the token is)."""
 
-WORK = 600_000_000
-"""Additions that a search over all orders may take: 10 devices for a model of 80 blocks, in a few seconds."""
+MAX_ADDITIONS = 600_000_000
+"""Limit for a search over all orders: enough for 10 devices and a model of 80 blocks, in a few seconds."""
 
 
-def tries_all_orders(devices: int, blocks: int) -> bool:
+def can_try_all_orders(devices: int, blocks: int) -> bool:
     """Whether a group is small enough for the best order of its devices to be found."""
     additions: int = devices * (devices + 1) * (blocks + 1) ** 2 << devices
-    return additions <= 2 * WORK
+    return additions <= 2 * MAX_ADDITIONS
 
 
-def partition(group: DeviceGroup, *, everyone: bool = False) -> PipelinePlan:
-    """The best plan.
+def partition(group: DeviceGroup, *, use_all_devices: bool = False) -> PipelinePlan:
+    """Find the best plan.
 
     Args:
-        everyone: every device holds at least one block; else devices that would not help get none.
+        use_all_devices: every device holds at least one block; otherwise devices that would not help get none.
 
     Raises:
         NotEnoughMemory: the blocks do not fit into the group.
     """
-    client = group.client
+    client = group.client_index
     compute = [_compute_seconds(group, device) for device in range(client)]
     send, latency = np.array(group.send), np.array(group.latency)
     # stage[d][to, s, e]: seconds for which blocks [s, e) occupy device d that sends to `to`.
     stage = [compute[d] + send[d][:, None, None] for d in range(client)]
-    counts = range(max(client, 1) if everyone else 1, client + 1)
+    counts = range(max(client, 1) if use_all_devices else 1, client + 1)
 
     first = _RingRecursion(group, stage, send[client], np.maximum)
-    slowest = min(map(first.finished, counts), default=np.inf)
+    slowest = min(map(first.best_value, counts), default=np.inf)
     if slowest == np.inf:
-        raise NotEnoughMemory(_what_is_missing(group, first.farthest()))
+        raise NotEnoughMemory(_explain_shortfall(group, first.max_blocks_placed()))
     delayed = [seconds + latency[d][:, None, None] for d, seconds in enumerate(stage)]
     allowed = [np.where(seconds <= slowest, delayed[d], np.inf) for d, seconds in enumerate(stage)]
     entry = np.where(send[client] <= slowest, send[client] + latency[client], np.inf)
     second = _RingRecursion(group, allowed, entry, np.add)
-    fewest = next(count for count in counts if second.finished(count) < np.inf)
-    return _plan(group, second.walk_back(fewest))
+    fewest = next(count for count in counts if second.best_value(count) < np.inf)
+    return _build_plan(group, second.walk_back(fewest))
 
 
-def _what_is_missing(group: DeviceGroup, placed: int) -> str:
+def _explain_shortfall(group: DeviceGroup, placed: int) -> str:
     model, tokens = group.model, group.cache_tokens
     if placed == model.blocks:
         return f"not all of {len(group.devices)} devices can hold one of the {placed} blocks at the same time"
     total, missing = model.memory(0, model.blocks, tokens), model.memory(placed, model.blocks, tokens)
-    budget = sum(device.budget for device in group.devices)
+    budget = sum(device.usable_memory for device in group.devices)
     return (
         f"the {model.blocks} blocks take {format_bytes(total)} with an attention cache of {tokens} tokens and do not "
         f"fit: {format_bytes(budget)} can be filled ({MAX_MEMORY_SHARE:.0%} of the memory), with whole blocks only, so "
@@ -84,12 +85,12 @@ def _what_is_missing(group: DeviceGroup, placed: int) -> str:
 
 
 def _compute_seconds(group: DeviceGroup, device: int) -> Array:
-    """[s, e] -> seconds of blocks [s, e) on the device, infinite where they do not fit or are none."""
+    """[s, e] -> seconds for blocks [s, e) on the device; infinite if they do not fit or the range is empty."""
     model, blocks = group.model, group.model.blocks
     seconds = np.full((blocks + 1, blocks + 1), np.inf)
     for start in range(blocks):
         for end in range(start + 1, blocks + 1):
-            if model.memory(start, end, group.cache_tokens) > group.devices[device].budget:
+            if model.memory(start, end, group.cache_tokens) > group.devices[device].usable_memory:
                 break
             seconds[start, end] = (end - start) / group.devices[device].speed
     return seconds
@@ -97,7 +98,7 @@ def _compute_seconds(group: DeviceGroup, device: int) -> Array:
 
 @dataclass(frozen=True)
 class _PlacedSpan:
-    """A device's span in a finished plan, and where its output goes."""
+    """A device's span in a plan, and the device that its output goes to."""
 
     device: int
     span: Span
@@ -105,14 +106,15 @@ class _PlacedSpan:
 
 
 class _RingRecursion:
-    """All ways round the ring, device by device.
+    """The dynamic program over all paths around the ring, device by device.
 
-    `layers[k]` has for every state with k devices before the present one the best value for each number of blocks done.
+    `layers[k]` holds, for every state with k devices before the current one, the best value for each number of blocks
+    done.
 
     Args:
-        cost: `cost[d][to, s, e]` of blocks [s, e) on device d that sends to `to`; infinite where it may not be.
-        entry: cost of the way from the client to each device.
-        combine: how the cost of a way and of what is added to it make the cost of the longer way.
+        cost: `cost[d][to, s, e]` of blocks [s, e) on device d that sends to `to`; infinite where that is not allowed.
+        entry: cost of the link from the client to each device.
+        combine: computes the cost of a longer path from the cost of a path and of what is added to it.
     """
 
     def __init__(
@@ -121,14 +123,14 @@ class _RingRecursion:
         self._group = group
         self._cost = cost
         self._combine = combine
-        start = {self._state(0, device): _only_at_zero(group, entry[device]) for device in range(group.client)}
+        start = {self._state(0, device): _start_values(group, entry[device]) for device in range(group.client_index)}
         self._layers: list[dict[State, Array]] = [start]
         self._finished: list[float] = []
-        for _ in range(group.client):
+        for _ in range(group.client_index):
             self._layers.append(self._advance(self._layers[-1]))
 
-    def finished(self, count: int) -> float:
-        """The best value of a plan with `count` devices, infinite if there is none."""
+    def best_value(self, count: int) -> float:
+        """The best value of a plan with `count` devices; infinite if there is none."""
         return self._finished[count - 1]
 
     def _state(self, closed: int, device: int) -> State:
@@ -136,7 +138,7 @@ class _RingRecursion:
         return closed | here, device
 
     def _advance(self, layer: dict[State, Array]) -> dict[State, Array]:
-        client = self._group.client
+        client = self._group.client_index
         following: dict[State, Array] = {}
         finished = np.inf
         for (closed, device), before in layer.items():
@@ -144,7 +146,7 @@ class _RingRecursion:
             if not len(done):
                 continue
             low, high = done[0], done[-1] + 1
-            left = (closed + 1 & ~closed).bit_length() - 1  # the first device that may still come, or the client
+            left = (closed + 1 & ~closed).bit_length() - 1  # the first device that may still follow, or the client
             after = self._combine(before[low:high, None], self._cost[device][left:, low:high, low:]).min(axis=1)
             finished = min(finished, after[-1, -1])
             for to in range(left, client):
@@ -159,7 +161,7 @@ class _RingRecursion:
     def walk_back(self, count: int) -> list[_PlacedSpan]:
         """The steps of the best plan with `count` devices, which must exist."""
         steps: list[_PlacedSpan] = []
-        to, end, value = self._group.client, self._group.model.blocks, self.finished(count)
+        to, end, value = self._group.client_index, self._group.model.blocks, self.best_value(count)
         target: State | None = None
         for layer in reversed(self._layers[:count]):
             state, start = self._origin(layer, target, to, end, value)
@@ -170,7 +172,7 @@ class _RingRecursion:
     def _origin(
         self, layer: dict[State, Array], target: State | None, to: int, end: int, value: float
     ) -> tuple[State, int]:
-        """The state and the number of blocks done from which `value` was reached, by the very same arithmetic."""
+        """Find the state and the number of blocks done that led to `value`, by repeating the same arithmetic."""
         for state, before in layer.items():
             closed, device = state
             if target is not None and (closed >> to & 1 or self._state(closed, to) != target):
@@ -181,8 +183,8 @@ class _RingRecursion:
                 return state, int(found[0])
         raise AssertionError("every value of the recursion has an origin")
 
-    def farthest(self) -> int:
-        """How many of the first blocks can be placed at most."""
+    def max_blocks_placed(self) -> int:
+        """The largest number of blocks, counted from the first one, that can be placed."""
         reached = 0
         for layer in self._layers:
             for (_, device), before in layer.items():
@@ -191,13 +193,13 @@ class _RingRecursion:
         return int(reached)
 
 
-def _only_at_zero(group: DeviceGroup, value: float) -> Array:
+def _start_values(group: DeviceGroup, value: float) -> Array:
     values = np.full(group.model.blocks + 1, np.inf)
     values[0] = value
     return values
 
 
-def _plan(group: DeviceGroup, steps: list[_PlacedSpan]) -> PipelinePlan:
+def _build_plan(group: DeviceGroup, steps: list[_PlacedSpan]) -> PipelinePlan:
     stages = tuple(
         PipelineStage(
             device=group.devices[step.device],
@@ -210,4 +212,4 @@ def _plan(group: DeviceGroup, steps: list[_PlacedSpan]) -> PipelinePlan:
         for step in steps
     )
     first = steps[0].device
-    return PipelinePlan(stages, group.send[group.client][first], group.latency[group.client][first])
+    return PipelinePlan(stages, group.send[group.client_index][first], group.latency[group.client_index][first])

@@ -1,4 +1,4 @@
-"""A picture of a plan: how long each device is busy with a token."""
+"""Draws a plan as a chart: how long each device is busy with a token."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from swarm.planning.device_group import PipelinePlan
 COMPUTING, SENDING, WAITING = "#2a6f97", "#e09f3e", "#e5e7eb"
 
 
-def draw(plan: PipelinePlan, path: Path) -> None:
-    """Write a PNG with one bar a device. Raises `UsageError` without matplotlib or where `path` cannot be written."""
+def plot_plan(plan: PipelinePlan, path: Path) -> None:
+    """Write a PNG with one bar per device. Raises `UsageError` without matplotlib or if `path` cannot be written."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -21,7 +21,7 @@ def draw(plan: PipelinePlan, path: Path) -> None:
     labels = [f"{stage.device.name}\nblocks {stage.span}" for stage in plan.stages]
     compute = [stage.compute * 1000 for stage in plan.stages]
     send = [stage.send * 1000 for stage in plan.stages]
-    slowest = plan.slowest * 1000
+    slowest = plan.bottleneck_seconds * 1000
     idle = [slowest - c - s for c, s in zip(compute, send, strict=True)]
 
     figure = Figure(figsize=(8, 1.6 + 0.55 * len(labels)), layout="constrained")
@@ -32,9 +32,9 @@ def draw(plan: PipelinePlan, path: Path) -> None:
     busy = [slowest - one for one in idle]
     axes.barh(labels, idle, left=busy, color=WAITING, label="waiting for the slowest")
     axes.invert_yaxis()
-    axes.set_xlabel("ms a token, with the pipeline full")
+    axes.set_xlabel("ms per token, with a full pipeline")
     axes.set_title(
-        f"{plan.pipeline_rate:.3g} tokens/s with {plan.sessions} or more sessions at once, "
+        f"{plan.pipeline_rate:.3g} tokens/s with {plan.sessions} or more concurrent sessions, "
         f"{plan.session_rate:.3g} in a single session",
         fontsize="medium",
     )

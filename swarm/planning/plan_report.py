@@ -1,4 +1,4 @@
-"""A plan for people and for machines: table, figures, commands to copy, JSON. Pure."""
+"""Formats a plan as text with commands to copy, and as JSON. Pure."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import msgspec
 from swarm.common.units import format_bytes
 from swarm.planning.device_advice import LeaveOutAdvice
 from swarm.planning.device_group import DeviceGroup, PipelinePlan, PipelineStage
-from swarm.planning.partition import tries_all_orders
+from swarm.planning.partition import can_try_all_orders
 from swarm.server.limits import MAX_MEMORY_SHARE
 
 
 @dataclass(frozen=True)
 class StartOptions:
-    """What the commands need beyond the plan.
+    """What the server commands need in addition to the plan.
 
     Attributes:
-        model: what `swarm server` takes; None for the demo model.
+        model: the model argument of `swarm server`; None for the demo model.
         options: options of every server.
-        initial_peers: addresses of a swarm that is there already; none if the first device starts it.
+        initial_peers: addresses of an existing swarm; empty if the first device starts it.
     """
 
     model: str | None
@@ -30,74 +30,79 @@ class StartOptions:
     initial_peers: tuple[str, ...] = ()
 
 
-def text(group: DeviceGroup, plan: PipelinePlan, advice: Iterable[LeaveOutAdvice], link: str) -> str:
-    """Everything but the commands. `link` says how devices reach each other where nothing else is described."""
-    parts = [_heading(group, link), _table(group, plan), _figures(plan), *(f"WARNING: {one}" for one in advice)]
+def format_plan(group: DeviceGroup, plan: PipelinePlan, advice: Iterable[LeaveOutAdvice], link: str) -> str:
+    """Format everything except the commands. `link` describes the link between devices without one of their own."""
+    parts = [
+        _format_heading(group, link),
+        _format_table(group, plan),
+        _format_predictions(plan),
+        *(f"WARNING: {one}" for one in advice),
+    ]
     return "\n".join(parts)
 
 
-def _heading(group: DeviceGroup, link: str) -> str:
+def _format_heading(group: DeviceGroup, link: str) -> str:
     model = group.model
-    order = _order(group)
+    order = _format_order(group)
     memory = format_bytes(model.memory(0, model.blocks, group.cache_tokens))
     return (
         f"{model.name}: {model.blocks} blocks take {memory} with an attention cache of {group.cache_tokens} tokens\n"
-        f"The ring goes through the devices {order}; {MAX_MEMORY_SHARE:.0%} of a device's memory may be filled\n"
-        f"Links: {link} where nothing else is known\n"
+        f"The ring visits the devices {order}; {MAX_MEMORY_SHARE:.0%} of a device's memory may be filled\n"
+        f"Links: {link} unless described otherwise\n"
     )
 
 
-def _order(group: DeviceGroup) -> str:
+def _format_order(group: DeviceGroup) -> str:
     if not group.fixed_order:
-        return "in the best of all orders"
-    few = tries_all_orders(len(group.devices), group.model.blocks)
+        return "in the best order"
+    few = can_try_all_orders(len(group.devices), group.model.blocks)
     return "in the order given" if few else "in the order given (too many to try all orders)"
 
 
-def _table(group: DeviceGroup, plan: PipelinePlan) -> str:
-    rows: list[tuple[str, ...]] = [("device", "blocks", "memory", "ms a token", "computing", "sending", "busy")]
+def _format_table(group: DeviceGroup, plan: PipelinePlan) -> str:
+    rows: list[tuple[str, ...]] = [("device", "blocks", "memory", "ms/token", "computing", "sending", "busy")]
     for stage in plan.stages:
         rows.append(
             (
                 stage.device.name,
                 str(stage.span),
-                f"{format_bytes(stage.memory)} of {format_bytes(stage.device.budget)}",
+                f"{format_bytes(stage.memory)} of {format_bytes(stage.device.usable_memory)}",
                 *(f"{seconds * 1000:.2f}" for seconds in (stage.seconds, stage.compute, stage.send)),
-                f"{stage.seconds / plan.slowest:.0%}",
+                f"{stage.seconds / plan.bottleneck_seconds:.0%}",
             )
         )
     used = {stage.device.name for stage in plan.stages}
     for device in group.devices:
         if device.name not in used:
-            rows.append((device.name, "none", f"0 B of {format_bytes(device.budget)}", "", "", "", ""))
+            rows.append((device.name, "none", f"0 B of {format_bytes(device.usable_memory)}", "", "", "", ""))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(_line(row, widths) for row in rows) + "\n"
+    return "\n".join(_format_row(row, widths) for row in rows) + "\n"
 
 
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+def _format_row(row: Sequence[str], widths: Sequence[int]) -> str:
     words = [cell.ljust(w) if n < 3 else cell.rjust(w) for n, (cell, w) in enumerate(zip(row, widths, strict=True))]
     return "  ".join(words).rstrip()
 
 
-def _figures(plan: PipelinePlan) -> str:
-    full = f"with a full pipeline ({plan.sessions} or more sessions at once)"
+def _format_predictions(plan: PipelinePlan) -> str:
+    full = f"with a full pipeline ({plan.sessions} or more concurrent sessions)"
     return (
         f"Predicted: {plan.pipeline_rate:.3g} tokens/s {full}, {plan.session_rate:.3g} in a single session\n"
-        f"Bottleneck: {_bottleneck(plan)}"
+        f"Bottleneck: {_format_bottleneck(plan)}"
     )
 
 
-def _bottleneck(plan: PipelinePlan) -> str:
+def _format_bottleneck(plan: PipelinePlan) -> str:
     stage = plan.bottleneck
     if stage is None:
         return f"the client, which sends a token to {plan.stages[0].device.name} in {plan.client_send * 1000:.2f} ms"
     doing = "computing" if stage.compute >= stage.send else "sending"
     share = max(stage.compute, stage.send) / stage.seconds
-    return f"{stage.device.name}, {stage.seconds * 1000:.2f} ms a token, {share:.0%} of it {doing}"
+    return f"{stage.device.name}, {stage.seconds * 1000:.2f} ms per token, {share:.0%} of it {doing}"
 
 
-def commands(plan: PipelinePlan, startup: StartOptions) -> list[str]:
-    """One shell command for each stage, in the order in which to start them."""
+def server_commands(plan: PipelinePlan, startup: StartOptions) -> list[str]:
+    """One shell command per stage, in the order in which to start the servers."""
     first = plan.stages[0].device.name
     return [_command(stage, startup, stage.device.name == first) for stage in plan.stages]
 
@@ -111,17 +116,19 @@ def _command(stage: PipelineStage, startup: StartOptions, first: bool) -> str:
     return shlex.join([*words, *swarm])
 
 
-def command_text(plan: PipelinePlan, startup: StartOptions) -> str:
-    """The commands with a comment line each."""
+def format_commands(plan: PipelinePlan, startup: StartOptions) -> str:
+    """Format the commands with a comment line each."""
     lines = []
-    for number, (stage, command) in enumerate(zip(plan.stages, commands(plan, startup), strict=True)):
-        where = f"; ADDRESS is what {plan.stages[0].device.name} prints behind --initial-peers"
+    for number, (stage, command) in enumerate(zip(plan.stages, server_commands(plan, startup), strict=True)):
+        where = f"; ADDRESS is what {plan.stages[0].device.name} prints after --initial-peers"
         lines.append(f"# {stage.device.name}{where if number == 1 and not startup.initial_peers else ''}\n{command}")
     return "\n".join(lines)
 
 
-def to_json(group: DeviceGroup, plan: PipelinePlan, advice: Iterable[LeaveOutAdvice], startup: StartOptions) -> bytes:
-    """The plan for machines: seconds, bytes, tokens/s."""
+def plan_to_json(
+    group: DeviceGroup, plan: PipelinePlan, advice: Iterable[LeaveOutAdvice], startup: StartOptions
+) -> bytes:
+    """Encode the plan as JSON, in seconds, bytes and tokens/s."""
     used = {stage.device.name for stage in plan.stages}
     stages = [
         {
@@ -129,14 +136,14 @@ def to_json(group: DeviceGroup, plan: PipelinePlan, advice: Iterable[LeaveOutAdv
             "start": stage.span.start,
             "end": stage.span.end,
             "memory": stage.memory,
-            "memory_available": stage.device.budget,
+            "memory_available": stage.device.usable_memory,
             "compute_seconds": stage.compute,
             "send_seconds": stage.send,
             "latency_seconds": stage.latency,
-            "busy": stage.seconds / plan.slowest,
+            "busy": stage.seconds / plan.bottleneck_seconds,
             "command": command,
         }
-        for stage, command in zip(plan.stages, commands(plan, startup), strict=True)
+        for stage, command in zip(plan.stages, server_commands(plan, startup), strict=True)
     ]
     bottleneck = plan.bottleneck
     content = {
@@ -150,7 +157,7 @@ def to_json(group: DeviceGroup, plan: PipelinePlan, advice: Iterable[LeaveOutAdv
         "sessions": plan.sessions,
         "bottleneck": bottleneck.device.name if bottleneck is not None else "client",
         "leave_out": [
-            {"devices": one.names, "with": _both_rates(one.having), "without": _both_rates(one.without)}
+            {"devices": one.names, "with": _both_rates(one.plan_with), "without": _both_rates(one.plan_without)}
             for one in advice
         ],
     }

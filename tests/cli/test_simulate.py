@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from swarm.cli.__main__ import main
-from swarm.planning.simulation.scenario import shipped
+from swarm.planning.simulation.scenario import shipped_scenarios
 
 SMALL = """
 description: A small swarm.
@@ -51,7 +51,7 @@ def test_a_file_is_simulated_drawn_and_written(file: Path, tmp_path: Path) -> No
 def test_the_shipped_ones_are_listed() -> None:
     result = run("--list")
     assert result.exit_code == 0
-    assert [line.split()[0] for line in result.output.splitlines()] == list(shipped())
+    assert [line.split()[0] for line in result.output.splitlines()] == list(shipped_scenarios())
 
 
 @pytest.mark.parametrize(

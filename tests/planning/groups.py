@@ -48,15 +48,15 @@ def groups(
     return DeviceGroup(devices, model, draw(st.integers(1, 3)), draw(table), draw(table), draw(st.booleans()))
 
 
-def all_plans(group: DeviceGroup, everyone: bool = False) -> Iterator[PipelinePlan]:
+def all_plans(group: DeviceGroup, use_all_devices: bool = False) -> Iterator[PipelinePlan]:
     """Every plan that fits, by trying every order of every part of the group with every cut of the model."""
     ids = range(len(group.devices))
-    for count in range(len(ids) if everyone else 1, len(ids) + 1):
+    for count in range(len(ids) if use_all_devices else 1, len(ids) + 1):
         for ring in itertools.combinations(ids, count) if group.fixed_order else itertools.permutations(ids, count):
             for cuts in itertools.combinations(range(1, group.model.blocks), count - 1):
                 spans = itertools.pairwise((0, *cuts, group.model.blocks))
                 plan = _plan(group, ring, [Span(*span) for span in spans])
-                if all(stage.memory <= stage.device.budget for stage in plan.stages):
+                if all(stage.memory <= stage.device.usable_memory for stage in plan.stages):
                     yield plan
 
 
@@ -79,4 +79,4 @@ def _plan(group: DeviceGroup, ring: tuple[int, ...], spans: list[Span]) -> Pipel
 
 def merit(plan: PipelinePlan) -> tuple[float, int, float]:
     """What is minimised."""
-    return plan.slowest, len(plan.stages), plan.token_seconds
+    return plan.bottleneck_seconds, len(plan.stages), plan.token_seconds

@@ -29,8 +29,8 @@ def test_a_device_that_only_slows_a_single_session_down() -> None:
     assert len(best.stages) == 2
     (advice,) = advise(group, best)
     assert advice.names == ("b",)
-    assert advice.without.session_rate > best.session_rate
-    assert advice.without.pipeline_rate < best.pipeline_rate
+    assert advice.plan_without.session_rate > best.session_rate
+    assert advice.plan_without.pipeline_rate < best.pipeline_rate
     assert str(advice).startswith("leave out b if one session at a time matters most: ")
 
 
@@ -52,20 +52,20 @@ def test_following_the_advice_helps(group: DeviceGroup) -> None:
     except NotEnoughMemory:
         return
     for advice in advise(group, best):
-        assert not {stage.device.name for stage in advice.without.stages} & set(advice.names)
-        assert {stage.device.name for stage in advice.having.stages} >= set(advice.names)
+        assert not {stage.device.name for stage in advice.plan_without.stages} & set(advice.names)
+        assert {stage.device.name for stage in advice.plan_with.stages} >= set(advice.names)
         assert (
-            advice.without.pipeline_rate > advice.having.pipeline_rate
-            or advice.without.session_rate > advice.having.session_rate
+            advice.plan_without.pipeline_rate > advice.plan_with.pipeline_rate
+            or advice.plan_without.session_rate > advice.plan_with.session_rate
         )
-        assert advice.without in all_plans(group)
-        assert advice.having in all_plans(group)
+        assert advice.plan_without in all_plans(group)
+        assert advice.plan_with in all_plans(group)
 
 
 @given(groups())
 @settings(deadline=None, max_examples=100)
 def test_devices_that_would_slow_the_group_down_are_named(group: DeviceGroup) -> None:
-    forced = list(all_plans(group, everyone=True))
+    forced = list(all_plans(group, use_all_devices=True))
     if not forced:
         return
     best = partition(group)

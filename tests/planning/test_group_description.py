@@ -18,7 +18,7 @@ from swarm.planning.group_description import (
     DeviceLink,
     GroupDescription,
     ModelDescription,
-    parse,
+    parse_group_file,
     to_yaml,
 )
 
@@ -38,10 +38,10 @@ links:
 
 
 def group_from(text: str) -> DeviceGroup:
-    description = parse(text.encode())
+    description = parse_group_file(text.encode())
     assert isinstance(description.model, ModelDescription)
-    return group_description.to_group(
-        description, group_description.size_in_numbers(description.model, description.dtype)
+    return group_description.build_group(
+        description, group_description.described_model_size(description.model, description.dtype)
     )
 
 
@@ -54,7 +54,7 @@ def test_a_file_becomes_a_group() -> None:
     assert group.model.memory(2, 4, group.cache_tokens) == 2 * (10**9 + 1000 * 4000)
     assert group.model.hidden_bytes == 8192
     assert not group.fixed_order
-    desktop, laptop, pi, client = 0, 1, 2, group.client
+    desktop, laptop, pi, client = 0, 1, 2, group.client_index
     assert group.latency[desktop][laptop] == group.latency[laptop][desktop] == 0.001
     assert group.latency[pi][desktop] == 0.002
     assert group.send[pi][desktop] == group.send[desktop][pi] == 8192 / 16e6
@@ -95,7 +95,7 @@ def test_hidden_states_of_float32_are_twice_as_large() -> None:
 
 def test_the_example_of_the_documentation_is_right() -> None:
     page = Path(__file__).parents[2] / "docs" / "private-swarm.md"
-    description = parse(page.read_text().split("```yaml\n")[1].split("```")[0].encode())
+    description = parse_group_file(page.read_text().split("```yaml\n")[1].split("```")[0].encode())
     assert [device.name for device in description.devices] == ["desktop", "laptop", "pi"]
     assert description.client == "laptop"
 
@@ -112,11 +112,11 @@ def test_the_example_of_the_documentation_is_right() -> None:
         ("8GB", "{}", "devices[0].memory: {} is not a size"),
         ("2 ms", "2 MB", "link.latency: '2 MB' is not a time such as 5 ms"),
         ("8 Mbit/s", "8 GB", "devices[1].upload: '8 GB' is not a bandwidth such as 100 Mbit/s"),
-        ("name: desktop,", "name: pi,", "devices: two are called 'pi'"),
-        ("name: pi", "name: client", "devices: 'client' is the client's own name"),
+        ("name: desktop,", "name: pi,", "devices: two devices are named 'pi'"),
+        ("name: pi", "name: client", "devices: the name 'client' is reserved for the client"),
         ("name: pi", "name: yes", "devices[2].name: Expected `str`, got `bool`"),
         ("name: pi", 'name: "a\\nb"', "devices[2].name: "),
-        ("client: laptop", "client: phone", "client: 'phone' is none of the devices"),
+        ("client: laptop", "client: phone", "client: 'phone' is not one of the devices"),
         ("[pi, desktop]", "[pi, tv]", "links[0].between: 'tv' is neither a device nor 'client'"),
         ("[pi, desktop]", "[pi, client]", "links[0].between: the client runs on 'laptop'"),
         ("[pi, desktop]", "[pi]", "links[0].between: Expected `array` of length 2"),
@@ -139,7 +139,7 @@ def test_the_example_of_the_documentation_is_right() -> None:
 def test_what_is_wrong_is_said_in_one_line(old: str, new: str, message: str) -> None:
     assert old in FILE
     with pytest.raises(UsageError) as caught:
-        parse(FILE.replace(old, new, 1).encode())
+        parse_group_file(FILE.replace(old, new, 1).encode())
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
 
@@ -161,32 +161,32 @@ def test_what_is_wrong_is_said_in_one_line(old: str, new: str, message: str) -> 
 )
 def test_what_is_no_description(data: bytes) -> None:
     with pytest.raises(UsageError) as caught:
-        parse(data)
+        parse_group_file(data)
     assert "\n" not in str(caught.value)
 
 
 @given(st.binary(max_size=200) | st.text(alphabet="{}[]:-,&*!|>'\"#% \nadevicsnm1", max_size=200).map(str.encode))
 def test_any_bytes_are_a_description_or_an_error(data: bytes) -> None:
     with pytest.raises(UsageError):
-        parse(data)
+        parse_group_file(data)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"absent\.yaml cannot be read: No such file"):
-        group_description.read(tmp_path / "absent.yaml")
+        group_description.read_group_file(tmp_path / "absent.yaml")
     with pytest.raises(UsageError, match="cannot be read: Is a directory"):
-        group_description.read(tmp_path)
+        group_description.read_group_file(tmp_path)
     (tmp_path / "large.yaml").write_bytes(b"#" * (2 << 20))
     with pytest.raises(UsageError, match=r"large\.yaml is larger than 1 MiB"):
-        group_description.read(tmp_path / "large.yaml")
+        group_description.read_group_file(tmp_path / "large.yaml")
 
 
 def test_a_model_with_too_many_blocks() -> None:
-    description = parse(FILE.encode())
+    description = parse_group_file(FILE.encode())
     assert isinstance(description.model, ModelDescription)
-    size = group_description.size_in_numbers(description.model, "auto")
+    size = group_description.described_model_size(description.model, "auto")
     with pytest.raises(UsageError, match="big has 257 blocks"):
-        group_description.to_group(description, type(size)("big", (1,) * 257, 1, 1))
+        group_description.build_group(description, type(size)("big", (1,) * 257, 1, 1))
 
 
 NAMES = st.text(st.characters(exclude_categories=("C",)), min_size=1, max_size=20).filter(lambda name: name != "client")
@@ -222,4 +222,4 @@ SIZES = st.integers(0, 10**15).map(ByteSize)
 
 @given(descriptions(), st.sampled_from(["", "two\nlines"]))
 def test_what_is_written_is_read_again(description: GroupDescription, heading: str) -> None:
-    assert parse(to_yaml(description, heading).encode()) == description
+    assert parse_group_file(to_yaml(description, heading).encode()) == description

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from swarm.errors import NotEnoughMemory
 from swarm.planning.device_group import DeviceGroup, PipelinePlan
-from swarm.planning.partition import partition, tries_all_orders
+from swarm.planning.partition import can_try_all_orders, partition
 from tests.planning.groups import all_plans, group_of, groups, merit
 
 SLOW = settings(deadline=None, max_examples=300)
@@ -23,13 +23,13 @@ def spans(plan: PipelinePlan) -> dict[str, str]:
 
 @given(groups(), st.booleans())
 @SLOW
-def test_no_other_plan_is_better(group: DeviceGroup, everyone: bool) -> None:
-    plans = list(all_plans(group, everyone))
+def test_no_other_plan_is_better(group: DeviceGroup, use_all_devices: bool) -> None:
+    plans = list(all_plans(group, use_all_devices))
     if not plans:
         with pytest.raises(NotEnoughMemory):
-            partition(group, everyone=everyone)
+            partition(group, use_all_devices=use_all_devices)
         return
-    plan = partition(group, everyone=everyone)
+    plan = partition(group, use_all_devices=use_all_devices)
     assert plan in plans
     assert merit(plan) == min(map(merit, plans))
 
@@ -69,13 +69,13 @@ def test_another_device_never_makes_the_best_plan_slower(group: DeviceGroup) -> 
             without = partition(group.without(index))
         except NotEnoughMemory:
             continue
-        assert partition(group).slowest <= without.slowest
+        assert partition(group).bottleneck_seconds <= without.bottleneck_seconds
 
 
 def test_one_device_holds_everything() -> None:
     plan = partition(group_of([4.0], 8, send=0.5, latency=1.0))
     assert spans(plan) == {"a": "0:8"}
-    assert plan.slowest == 2.5
+    assert plan.bottleneck_seconds == 2.5
     assert plan.token_seconds == 0.5 + 1.0 + 2.5 + 1.0
     assert plan.bottleneck is plan.stages[0]
 
@@ -108,7 +108,7 @@ def _slow_client(group: DeviceGroup, seconds: float) -> DeviceGroup:
 def test_the_client_can_be_the_bottleneck() -> None:
     plan = partition(_slow_client(group_of([1.0, 1.0], 2), 8.0))
     assert plan.bottleneck is None
-    assert plan.slowest == 8.0
+    assert plan.bottleneck_seconds == 8.0
 
 
 def test_of_equal_devices_the_fastest_token() -> None:
@@ -121,9 +121,9 @@ def test_of_equal_devices_the_fastest_token() -> None:
 def test_a_slow_device_gets_nothing() -> None:
     group = group_of([10.0, 10.0, 0.1], 10)
     assert set(spans(partition(group))) == {"a", "b"}
-    forced = partition(group, everyone=True)
+    forced = partition(group, use_all_devices=True)
     assert {stage.device.name: stage.span.length for stage in forced.stages}["c"] == 1
-    assert forced.slowest == 10.0
+    assert forced.bottleneck_seconds == 10.0
 
 
 def test_the_order_is_the_best_one_or_the_given_one() -> None:
@@ -133,9 +133,9 @@ def test_the_order_is_the_best_one_or_the_given_one() -> None:
     send = tuple(tuple(0.0 if (one, to) in fast else 8.0 for to in range(4)) for one in range(4))
     free = partition(DeviceGroup(base.devices, base.model, 1, send, base.latency))
     assert spans(free) == {"a": "0:1", "c": "1:2", "b": "2:3"}
-    assert free.slowest == 1.0
+    assert free.bottleneck_seconds == 1.0
     fixed = partition(DeviceGroup(base.devices, base.model, 1, send, base.latency, fixed_order=True))
-    assert fixed.slowest == 8.0  # b alone, to which the client sends slowly
+    assert fixed.bottleneck_seconds == 8.0  # b alone, to which the client sends slowly
     assert spans(fixed) == {"b": "0:3"}
 
 
@@ -157,15 +157,15 @@ def test_more_devices_than_blocks() -> None:
     group = group_of([1.0] * 4, 2)
     assert len(partition(group).stages) == 2
     with pytest.raises(NotEnoughMemory, match="4 devices"):
-        partition(group, everyone=True)
+        partition(group, use_all_devices=True)
 
 
 def test_huge_numbers() -> None:
     group = group_of([1e9, 1e-6], 256, memory=[10**18, 10**18], send=1e-12, latency=3600.0)
     plan = partition(group)
     assert spans(plan) == {"a": "0:256"}
-    assert plan.slowest == 256 / 1e9 + 1e-12
-    assert math.isfinite(partition(group, everyone=True).slowest)
+    assert plan.bottleneck_seconds == 256 / 1e9 + 1e-12
+    assert math.isfinite(partition(group, use_all_devices=True).bottleneck_seconds)
 
 
 def test_many_devices_in_a_fixed_order() -> None:
@@ -173,10 +173,10 @@ def test_many_devices_in_a_fixed_order() -> None:
     plan = partition(group)
     assert [stage.device.name for stage in plan.stages] == sorted(stage.device.name for stage in plan.stages)
     # No plan can be faster than blocks without a size: 126 / (1 + 2 + ... + 32) seconds; whole blocks cost some.
-    assert 126 / 528 <= plan.slowest <= 0.3
+    assert 126 / 528 <= plan.bottleneck_seconds <= 0.3
 
 
 def test_small_groups_try_all_orders() -> None:
-    assert tries_all_orders(10, 80)
-    assert tries_all_orders(8, 126)
-    assert not tries_all_orders(11, 80)
+    assert can_try_all_orders(10, 80)
+    assert can_try_all_orders(8, 126)
+    assert not can_try_all_orders(11, 80)

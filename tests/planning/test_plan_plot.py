@@ -7,23 +7,23 @@ import pytest
 
 from swarm.errors import UsageError
 from swarm.planning.partition import partition
-from swarm.planning.plan_plot import draw
+from swarm.planning.plan_plot import plot_plan
 from tests.planning.groups import group_of
 
 PLAN = partition(group_of([3.0, 1.0], 8, send=0.1))
 
 
 def test_a_png_is_written(tmp_path: Path) -> None:
-    draw(PLAN, tmp_path / "plan")
+    plot_plan(PLAN, tmp_path / "plan")
     assert (tmp_path / "plan").read_bytes().startswith(b"\x89PNG")
 
 
 def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(UsageError, match=r"pip install 'swarm\[plot\]'"):
-        draw(PLAN, tmp_path / "plan.png")
+        plot_plan(PLAN, tmp_path / "plan.png")
 
 
 def test_where_nothing_can_be_written(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be written: No such file"):
-        draw(PLAN, tmp_path / "absent" / "plan.png")
+        plot_plan(PLAN, tmp_path / "absent" / "plan.png")

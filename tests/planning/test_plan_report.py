@@ -8,7 +8,7 @@ import shlex
 from swarm.planning.device_advice import advise
 from swarm.planning.device_group import DeviceGroup, PlannedDevice
 from swarm.planning.partition import partition
-from swarm.planning.plan_report import StartOptions, command_text, commands, text, to_json
+from swarm.planning.plan_report import StartOptions, format_commands, format_plan, plan_to_json, server_commands
 from tests.planning.groups import group_of
 
 ADDRESSES = ("/ip4/1.2.3.4/tcp/1/p2p/Qm", "/ip4/5.6.7.8/tcp/1/p2p/Qn")
@@ -17,61 +17,60 @@ ADDRESSES = ("/ip4/1.2.3.4/tcp/1/p2p/Qm", "/ip4/5.6.7.8/tcp/1/p2p/Qn")
 def test_the_table() -> None:
     group = group_of([3.0, 1.0, 0.1], 8, memory=[100, 100, 50])
     plan = partition(group)
-    lines = text(group, plan, advise(group, plan), "5 ms").splitlines()
+    lines = format_plan(group, plan, advise(group, plan), "5 ms").splitlines()
     assert lines[0] == "model: 8 blocks take 8 B with an attention cache of 1 tokens"
-    assert "Links: 5 ms where nothing else is known" in lines
+    assert "Links: 5 ms unless described otherwise" in lines
     table = [" ".join(line.split()) for line in lines]
     assert "a 0:6 6 B of 90 B 2000.00 2000.00 0.00 100%" in table
     assert "b 6:8 2 B of 90 B 2000.00 2000.00 0.00 100%" in table
     assert "c none 0 B of 45 B" in table
-    assert (
-        "Predicted: 0.5 tokens/s with a full pipeline (2 or more sessions at once), 0.25 in a single session" in lines
-    )
-    assert "Bottleneck: a, 2000.00 ms a token, 100% of it computing" in lines
+    predicted = "0.5 tokens/s with a full pipeline (2 or more concurrent sessions), 0.25 in a single session"
+    assert f"Predicted: {predicted}" in lines
+    assert "Bottleneck: a, 2000.00 ms per token, 100% of it computing" in lines
     assert any(line.startswith("WARNING: leave out c: 0.1 tokens/s (") for line in lines)
 
 
 def test_how_the_order_was_found_is_said() -> None:
     for count, fixed, said in (
-        (3, False, "in the best of all orders"),
+        (3, False, "in the best order"),
         (3, True, "in the order given;"),
         (20, True, "in the order given (too many to try all orders)"),
     ):
         group = group_of([1.0] * count, 20, fixed_order=fixed)
-        assert said in text(group, partition(group), [], "5 ms")
+        assert said in format_plan(group, partition(group), [], "5 ms")
 
 
 def test_the_bottleneck_is_a_link() -> None:
     group = group_of([1e6, 1e6], 2, memory=[2, 2], send=1.0)
-    assert "Bottleneck: a, 1000.00 ms a token, 100% of it sending" in text(group, partition(group), [], "5 ms")
+    assert "Bottleneck: a, 1000.00 ms per token, 100% of it sending" in format_plan(group, partition(group), [], "5 ms")
     client_slow = DeviceGroup(group.devices, group.model, 1, ((0, 1, 1), (1, 0, 1), (4, 4, 0)), group.latency)
-    said = text(client_slow, partition(client_slow), [], "5 ms")
+    said = format_plan(client_slow, partition(client_slow), [], "5 ms")
     assert "Bottleneck: the client, which sends a token to a in 4000.00 ms" in said
 
 
 def test_commands_of_a_new_swarm() -> None:
     plan = partition(group_of([1.0, 1.0], 4))
-    assert commands(plan, StartOptions("org/model", ("--cache-tokens", "9"))) == [
+    assert server_commands(plan, StartOptions("org/model", ("--cache-tokens", "9"))) == [
         "swarm server org/model --blocks 0:2 --cache-tokens 9 --name a --new-swarm",
         "swarm server org/model --blocks 2:4 --cache-tokens 9 --name b --initial-peers ADDRESS",
     ]
-    assert "# b; ADDRESS is what a prints behind --initial-peers" in command_text(plan, StartOptions(None))
+    assert "# b; ADDRESS is what a prints after --initial-peers" in format_commands(plan, StartOptions(None))
 
 
 def test_commands_that_join() -> None:
     plan = partition(group_of([1.0, 1.0], 4))
     joined = " ".join(ADDRESSES)
-    assert commands(plan, StartOptions(None, initial_peers=ADDRESSES)) == [
+    assert server_commands(plan, StartOptions(None, initial_peers=ADDRESSES)) == [
         f"swarm server --blocks 0:2 --name a --initial-peers {joined}",
         f"swarm server --blocks 2:4 --name b --initial-peers {joined}",
     ]
-    assert "ADDRESS is" not in command_text(plan, StartOptions(None, initial_peers=ADDRESSES))
+    assert "ADDRESS is" not in format_commands(plan, StartOptions(None, initial_peers=ADDRESSES))
 
 
 def test_names_cannot_run_commands() -> None:
     group = group_of([1.0], 2)
     evil = DeviceGroup((PlannedDevice("x; rm -rf $HOME `id`'", 1000, 1.0),), group.model, 1, group.send, group.latency)
-    (command,) = commands(partition(evil), StartOptions("a folder/it's"))
+    (command,) = server_commands(partition(evil), StartOptions("a folder/it's"))
     words = shlex.split(command)
     assert words[words.index("--name") + 1] == "x; rm -rf $HOME `id`'"
     assert words[2] == "a folder/it's"
@@ -80,7 +79,7 @@ def test_names_cannot_run_commands() -> None:
 def test_json() -> None:
     group = group_of([3.0, 1.0, 0.1], 8)
     plan = partition(group)
-    content = json.loads(to_json(group, plan, advise(group, plan), StartOptions(None)))
+    content = json.loads(plan_to_json(group, plan, advise(group, plan), StartOptions(None)))
     assert [(stage["device"], stage["start"], stage["end"]) for stage in content["stages"]] == [
         ("a", 0, 6),
         ("b", 6, 8),

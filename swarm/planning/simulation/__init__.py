@@ -1,1 +1,1 @@
-"""A swarm of thousands of servers on a virtual clock, which decide with the very functions that real servers use."""
+"""Simulates a swarm of thousands of servers on a virtual clock, with the placement code of real servers."""

@@ -1,4 +1,4 @@
-"""What the simulated swarm really does, whatever its servers announce: true throughput, gaps, moves."""
+"""Records the true state of the simulated swarm, whatever its servers announce: throughput, gaps, moves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from swarm.server.placement.move_search import Floats
 
 @dataclass(frozen=True)
 class CoverageGap:
-    """A block that had been served and was not served from `began` to `ended` (seconds; None if it still is not)."""
+    """A period without a server for a block that was served before: from `began` to `ended` (seconds; None if open)."""
 
     block: int
     began: float
@@ -23,7 +23,7 @@ class CoverageGap:
 
 @dataclass(frozen=True)
 class CompletedMove:
-    """A move at the time when it was decided, in seconds."""
+    """A server's move to other blocks; `time` is that of the decision, in seconds."""
 
     time: float
     peer_id: str
@@ -33,12 +33,12 @@ class CompletedMove:
 
 
 class GroundTruth:
-    """Kept up to date by the world at every change.
+    """The true state of the swarm, updated by `SimulatedSwarm` at every change.
 
     Attributes:
-        gaps: those that have ended.
-        moves: all moves made.
-        joined, left: how many servers did.
+        gaps: gaps that have ended.
+        moves: all moves so far.
+        joined, left: number of servers that did so.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -52,53 +52,53 @@ class GroundTruth:
         self._gone_since: dict[int, float] = {}
         self._capacity: dict[int, float] = {}
 
-    def present(self, row: int, capacity: float) -> None:
-        """A server has joined that computes `capacity` blocks/s."""
+    def server_joined(self, row: int, capacity: float) -> None:
+        """Record a server that joined and computes `capacity` blocks/s."""
         self.joined += 1
         self._capacity[row] = capacity
 
-    def serves(self, row: int, span: Span, rate: float, lies: bool, now: float) -> None:
-        """A server has begun to serve, and truly adds `rate` tokens/s to each block of `span`."""
-        self._serving.put(row, span, rate, lies)
+    def start_serving(self, row: int, span: Span, rate: float, lies: bool, now: float) -> None:
+        """Record that a server began to serve `span` and really adds `rate` tokens/s to each of its blocks."""
+        self._serving.set_server(row, span, rate, lies)
         self._holders[span.start : span.end] += 1
         for block in range(span.start, span.end):
             if block in self._gone_since:
                 self.gaps.append(CoverageGap(block, self._gone_since.pop(block), now))
 
-    def serves_no_more(self, row: int, span: Span, now: float) -> None:
-        """A server has ceased to serve `span`."""
+    def stop_serving(self, row: int, span: Span, now: float) -> None:
+        """Record that a server stopped serving `span`."""
         self._serving.remove(row)
         self._holders[span.start : span.end] -= 1
         for block in range(span.start, span.end):
             if self._holders[block] == 0:
                 self._gone_since[block] = now
 
-    def gone(self, row: int) -> None:
-        """A server has left."""
+    def server_left(self, row: int) -> None:
+        """Record that a server left."""
         self.left += 1
         del self._capacity[row]
 
     def all_gaps(self) -> tuple[CoverageGap, ...]:
-        """Those that have ended and those that have not, in the order in which they began."""
-        still = [CoverageGap(block, since, None) for block, since in self._gone_since.items()]
-        return tuple(sorted([*self.gaps, *still], key=lambda gap: (gap.began, gap.block)))
+        """Gaps that have ended and gaps that are still open, in the order in which they began."""
+        still_open = [CoverageGap(block, since, None) for block, since in self._gone_since.items()]
+        return tuple(sorted([*self.gaps, *still_open], key=lambda gap: (gap.began, gap.block)))
 
     @property
     def servers(self) -> int:
-        """How many servers are there, serving or loading."""
+        """Number of servers that are serving or loading."""
         return len(self._capacity)
 
     @property
     def gaps_now(self) -> int:
-        """How many blocks nobody serves, also of those that never were served."""
+        """Number of blocks without a server, including those that never had one."""
         return int((self._holders == 0).sum())
 
     @property
     def optimum(self) -> float:
-        """Tokens/s of the weakest block that no placement of the servers that are there can exceed.
+        """Upper bound on the throughput of the weakest block (tokens/s) for any placement of the current servers.
 
         Each server adds throughput / n tokens/s to n blocks. So all blocks together have the sum of all throughputs,
-        and the weakest at most an even share of it. With whole servers and contiguous windows less may be possible.
+        and the weakest block has at most an equal share of it. Contiguous spans may not allow that much.
         """
         return sum(self._capacity.values()) / self._blocks
 
@@ -108,7 +108,7 @@ class GroundTruth:
         return sum_by_block(starts, ends, rates, self._blocks)
 
     def near_liars(self) -> Floats:
-        """Tokens/s of the blocks that liars hold."""
+        """Tokens/s of the blocks that servers with a false announcement hold."""
         starts, ends, _, lies, _ = self._serving.columns()
         held = sum_by_block(starts, ends, lies.astype(np.float64), self._blocks) > 0
         return self.throughputs()[held]

@@ -1,4 +1,4 @@
-"""Runs a scenario and takes down what happens."""
+"""Runs a scenario and records samples of what happens."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from swarm.routing.swarm_snapshot import SwarmSnapshot
 
 @dataclass(frozen=True)
 class SwarmSample:
-    """The swarm at one moment. Throughputs in tokens/s, true ones.
+    """The state of the swarm at one moment. Throughputs are true ones, in tokens/s.
 
     Attributes:
         time: seconds.
-        bottleneck: of the weakest block.
-        optimum: what no placement of these servers can exceed.
-        near_liars: of the weakest block that a liar holds; None if there is no liar.
-        servers: that are there, serving or loading.
-        visible: that are announced, those that vanished silently included.
-        moves: made until now.
-        gaps: blocks that nobody serves.
+        bottleneck: throughput of the weakest block.
+        optimum: upper bound on it for any placement of these servers.
+        near_liars: throughput of the weakest block that a liar holds; None if there is no liar.
+        servers: number of servers that are serving or loading.
+        visible: number of announced servers, including those that vanished silently.
+        moves: number of moves so far.
+        gaps: number of blocks without a server.
     """
 
     time: float
@@ -42,13 +42,13 @@ class SwarmSample:
 
 @dataclass(frozen=True)
 class RouteSample:
-    """A route that a client planned from what was announced.
+    """A route that a client planned from the announcements.
 
     Attributes:
         time: seconds.
-        hops: of the route; 0 if some block was announced by nobody.
-        seconds: a token was expected to take.
-        lost: servers of the route that were gone or held other blocks.
+        hops: number of hops; 0 if no server announced some block.
+        seconds: expected time of a token.
+        lost: number of servers on the route that were gone or held other blocks.
     """
 
     time: float
@@ -59,7 +59,7 @@ class RouteSample:
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """Everything that a simulation found."""
+    """Everything that a simulation recorded."""
 
     scenario: Scenario
     seed: int
@@ -72,32 +72,32 @@ class SimulationResult:
 
 
 def simulate(scenario: Scenario, seed: int | None = None) -> SimulationResult:
-    """Run a scenario to its end. The same seed gives the same outcome; without one the scenario's own is taken."""
+    """Run a scenario to its end. The same seed gives the same result; the default is the scenario's own seed."""
     seed = scenario.seed if seed is None else seed
     world = SimulatedSwarm(scenario, seed)
     samples: list[SwarmSample] = []
     routes: list[RouteSample] = []
-    _repeat(world, scenario.sample_every, lambda: samples.append(_sample(world)))
+    _call_every(world, scenario.sample_every, lambda: samples.append(_sample_swarm(world)))
     if scenario.route_every > 0:
-        _repeat(world, scenario.route_every, lambda: routes.append(_route(world, scenario.blocks)))
-    world.clock.run(scenario.duration)
+        _call_every(world, scenario.route_every, lambda: routes.append(_sample_route(world, scenario.blocks)))
+    world.clock.run_until(scenario.duration)
     truth = world.truth
     return SimulationResult(
         scenario, seed, truth.joined, truth.left, tuple(samples), tuple(routes), tuple(truth.moves), truth.all_gaps()
     )
 
 
-def _repeat(world: SimulatedSwarm, every: float, action: Callable[[], None]) -> None:
+def _call_every(world: SimulatedSwarm, every: float, action: Callable[[], None]) -> None:
     def happen() -> None:
         action()
-        world.clock.after(every, happen)
+        world.clock.call_after(every, happen)
 
-    world.clock.after(every, happen)
+    world.clock.call_after(every, happen)
 
 
-def _sample(world: SimulatedSwarm) -> SwarmSample:
+def _sample_swarm(world: SimulatedSwarm) -> SwarmSample:
     truth = world.truth
-    world.directory.look(world.clock.now)
+    world.directory.advance(world.clock.now)
     near_liars = truth.near_liars()
     return SwarmSample(
         time=world.clock.now,
@@ -111,19 +111,19 @@ def _sample(world: SimulatedSwarm) -> SwarmSample:
     )
 
 
-def _route(world: SimulatedSwarm, blocks: int) -> RouteSample:
-    world.directory.look(world.clock.now)
+def _sample_route(world: SimulatedSwarm, blocks: int) -> RouteSample:
+    world.directory.advance(world.clock.now)
     snapshot = SwarmSnapshot(world.directory.online())
     try:
         route = find_route(snapshot, Span(0, blocks))
     except MissingBlocks:
         return RouteSample(world.clock.now, 0, 0.0, 0)
     seconds = route_seconds(snapshot, route, RouteRequirements())
-    return RouteSample(world.clock.now, len(route.hops), seconds, _lost(world, route))
+    return RouteSample(world.clock.now, len(route.hops), seconds, _count_lost_servers(world, route))
 
 
-def _lost(world: SimulatedSwarm, route: Route) -> int:
-    """Servers of the route that do not serve the blocks that it wants of them."""
-    serving = {machine.peer_id: machine.span for machine in world.alive.values() if machine.serves}
+def _count_lost_servers(world: SimulatedSwarm, route: Route) -> int:
+    """Count the servers on the route that do not serve the blocks that it needs from them."""
+    serving = {server.peer_id: server.span for server in world.alive.values() if server.serves}
     spans = [(serving.get(hop.server.peer_id), hop.span) for hop in route.hops]
     return sum(span is None or wanted.start not in span or wanted.end - 1 not in span for span, wanted in spans)

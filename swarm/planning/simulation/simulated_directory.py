@@ -1,8 +1,8 @@
-"""What the servers of the simulated swarm see of each other: the announcements, a little late, until they expire.
+"""Simulates the DHT: announcements become visible a little late and remain visible until they expire.
 
-All see the same, and each change at the next multiple of `every` seconds: so servers that look between a change and
-that moment decide from what is no longer true, as over a real DHT. Renewals are not simulated one by one, because they
-change nothing; when a server vanishes, the time of its last one follows from the period.
+All servers see the same, and each change becomes visible at the next multiple of `every` seconds. A server that decides
+before that moment acts on outdated information, as with a real DHT. Renewals are not simulated one by one because they
+change nothing; when a server vanishes, the time of its last renewal follows from the period.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ class _DirectoryChange:
 
 
 class SimulatedDirectory:
-    """Seconds of the virtual clock throughout.
+    """The announcements that all servers see. All times are seconds of the virtual clock.
 
     Args:
-        blocks: of the model.
-        every: changes are seen at multiples of this.
-        period: between two renewals of an announcement.
-        lifetime: how long an announcement is seen that is not renewed.
+        blocks: number of blocks of the model.
+        every: changes become visible at multiples of this.
+        period: time between two renewals of an announcement.
+        lifetime: how long an announcement remains visible if it is not renewed.
 
     Attributes:
-        version: changes whenever something else is to be seen.
+        version: changes whenever the visible announcements change.
     """
 
     def __init__(self, blocks: int, every: float, period: float, lifetime: float) -> None:
@@ -51,26 +51,28 @@ class SimulatedDirectory:
 
     def announce(self, row: int, info: ServerInfo, now: float) -> None:
         """Server number `row` announces a change."""
-        self._at(self._next_look(now), _DirectoryChange(row, info if info.state is not ServerState.OFFLINE else None))
+        self._schedule(
+            self._next_visible_time(now), _DirectoryChange(row, info if info.state is not ServerState.OFFLINE else None)
+        )
 
     def vanish(self, row: int, announced: float, now: float) -> None:
-        """Server number `row` is gone without a word; its last change was announced at `announced`."""
+        """Server number `row` left silently; its last change was announced at `announced`."""
         renewed = now - (now - announced) % self._period
-        self._at(renewed + self._lifetime, _DirectoryChange(row, None))
+        self._schedule(renewed + self._lifetime, _DirectoryChange(row, None))
 
-    def look(self, now: float) -> None:
-        """Make everything visible that is to be seen by `now`."""
+    def advance(self, now: float) -> None:
+        """Apply all changes that become visible by `now`."""
         while self._due and self._due[0][0] <= now:
             _, _, change = heapq.heappop(self._due)
             self._apply(change)
 
     @property
     def visible(self) -> int:
-        """How many servers are to be seen, in any state."""
+        """Number of visible servers, in any state."""
         return len(self._infos)
 
     def online(self) -> tuple[ServerInfo, ...]:
-        """The visible servers that are routed to."""
+        """The visible servers that clients may use."""
         return tuple(info for info in self._infos.values() if info.state is ServerState.ONLINE)
 
     def throughputs(self) -> Floats:
@@ -79,7 +81,7 @@ class SimulatedDirectory:
         return believed_throughputs(starts, ends, rates, self._blocks)
 
     def snapshot(self) -> PlacementSnapshot:
-        """What plans are made from."""
+        """The snapshot from which servers plan their moves."""
         if self._snapshot is None:
             starts, ends, rates, online, mobility = self._table.columns()
             peers = tuple(self._infos[row].peer_id for row in self._table.rows.tolist())
@@ -88,10 +90,10 @@ class SimulatedDirectory:
             )
         return self._snapshot
 
-    def _next_look(self, now: float) -> float:
+    def _next_visible_time(self, now: float) -> float:
         return (math.floor(now / self._every) + 1) * self._every
 
-    def _at(self, time: float, change: _DirectoryChange) -> None:
+    def _schedule(self, time: float, change: _DirectoryChange) -> None:
         heapq.heappush(self._due, (time, next(self._count), change))
 
     def _apply(self, change: _DirectoryChange) -> None:
@@ -103,6 +105,6 @@ class SimulatedDirectory:
         else:
             info = change.info
             self._infos[change.row] = info
-            self._table.put(
+            self._table.set_server(
                 change.row, info.span, info.tokens_per_second, info.state is ServerState.ONLINE, info.mobility
             )

@@ -1,4 +1,4 @@
-"""The servers of a simulation: what they are, and what they have announced and decided so far."""
+"""A server of a simulation: its properties, and what it has announced and decided so far."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from swarm.server.placement.move_policy import MoveHistory
 
 @dataclass
 class SimulatedServer:
-    """One server.
+    """One server of the simulated swarm.
 
     Attributes:
-        row: its number; servers are numbered as they join.
-        length: blocks that it holds.
-        throughput: blocks/s that it computes.
-        announced: blocks/s that it says it computes.
-        load_seconds: how long it loads its blocks.
-        pinned: it never moves.
+        row: its number; servers are numbered in the order in which they join.
+        length: number of blocks that it holds.
+        throughput: blocks/s that it really computes.
+        announced: blocks/s that it announces.
+        load_seconds: how long it takes to load its blocks.
+        pinned: whether it never moves.
         state, span, mobility: what it announced last.
         changed: when it announced that.
-        history: what it remembers from one check to the next.
+        history: what it remembers between two checks for moves.
     """
 
     row: int
@@ -53,11 +53,11 @@ class SimulatedServer:
 
     @property
     def rate(self) -> float:
-        """Tokens/s that it truly adds to each of its blocks while it serves."""
+        """Tokens/s that it really adds to each of its blocks while it serves."""
         return self.throughput / self.length
 
     def announcement(self) -> ServerInfo:
-        """What it tells the others now."""
+        """What it announces now."""
         assert self.span is not None
         return ServerInfo(
             peer_id=self.peer_id,
@@ -74,8 +74,10 @@ class SimulatedServer:
         )
 
 
-def draw(scenario: Scenario, row: int, randomness: random.Random, lie: LieEvent | None = None) -> SimulatedServer:
-    """The next server to join; one that tells `lie`, if any."""
+def draw_server(
+    scenario: Scenario, row: int, randomness: random.Random, lie: LieEvent | None = None
+) -> SimulatedServer:
+    """Draw the properties of the next server to join, which makes the false announcement `lie` if there is one."""
     kind = scenario.machines
     length = randomness.randint(*kind.blocks)
     throughput = kind.throughput * math.exp(randomness.gauss(0.0, kind.spread))

@@ -10,8 +10,8 @@ from swarm.data_structures import Span
 from swarm.errors import UsageError
 from swarm.planning.simulation import result_report
 from swarm.planning.simulation.ground_truth import CompletedMove, CoverageGap
-from swarm.planning.simulation.result_plot import draw
-from swarm.planning.simulation.result_statistics import Outage, figures
+from swarm.planning.simulation.result_plot import plot_result
+from swarm.planning.simulation.result_statistics import Outage, compute_statistics
 from swarm.planning.simulation.runner import RouteSample, SimulationResult, SwarmSample
 from swarm.planning.simulation.scenario import Scenario
 
@@ -36,7 +36,7 @@ OUTCOME = SimulationResult(
 
 
 def test_figures():
-    found = figures(OUTCOME)
+    found = compute_statistics(OUTCOME)
     assert (found.steady, found.steady_lowest) == (pytest.approx(0.85), 0.8)
     assert found.near_liars == pytest.approx(0.875)
     assert (found.moves, found.steady_moves) == (2, 1)
@@ -46,16 +46,16 @@ def test_figures():
 
 
 def test_the_text_says_what_happened():
-    text = result_report.text(OUTCOME, figures(OUTCOME))
+    text = result_report.format_result(OUTCOME, compute_statistics(OUTCOME))
     assert "A drama" in text
     assert "0.850 of the optimum from 0:00:50 on" in text
     assert "blocks 4:6 from 0:00:20 on, first server decided after 10.0 s, closed after 20.0 s (0.67 update" in text
     assert "blocks 7:8 from 0:01:30 on, still open at the end" in text
-    assert "1 led through a server that was gone, 1 found no way" in text
+    assert "1 included a server that was gone, 1 found no route" in text
 
 
 def test_json_holds_figures_and_samples():
-    data = json.loads(result_report.to_json(OUTCOME, figures(OUTCOME)))
+    data = json.loads(result_report.result_to_json(OUTCOME, compute_statistics(OUTCOME)))
     assert data["figures"]["steady_lowest"] == 0.8
     assert len(data["outcome"]["samples"]) == 3
     assert data["outcome"]["moves"][0]["new"] == {"start": 4, "end": 6}
@@ -63,7 +63,7 @@ def test_json_holds_figures_and_samples():
 
 def test_the_picture_is_a_png_of_1200_pixels(tmp_path):
     path = tmp_path / "plot.png"
-    draw(OUTCOME, path)
+    plot_result(OUTCOME, path)
     content = path.read_bytes()
     assert content.startswith(b"\x89PNG")
     assert struct.unpack(">II", content[16:24]) == (1200, 900)
@@ -71,10 +71,10 @@ def test_the_picture_is_a_png_of_1200_pixels(tmp_path):
 
 def test_a_picture_that_cannot_be_written(tmp_path):
     with pytest.raises(UsageError, match="cannot be written"):
-        draw(OUTCOME, tmp_path / "missing" / "plot.png")
+        plot_result(OUTCOME, tmp_path / "missing" / "plot.png")
 
 
 def test_a_picture_without_matplotlib(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(UsageError, match=r"pip install 'swarm\[plot\]'"):
-        draw(OUTCOME, tmp_path / "plot.png")
+        plot_result(OUTCOME, tmp_path / "plot.png")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from swarm.planning.simulation.result_statistics import figures
+from swarm.planning.simulation.result_statistics import compute_statistics
 from swarm.planning.simulation.runner import SimulationResult, simulate
 from swarm.planning.simulation.scenario import (
     ChurnEvent,
@@ -14,7 +14,7 @@ from swarm.planning.simulation.scenario import (
     LieEvent,
     Scenario,
     ServerPopulation,
-    find,
+    find_scenario,
 )
 from swarm.server.placement import initial_blocks as block_selection
 from tests.slow import slow_except
@@ -36,8 +36,8 @@ def with_events(*events, **changes) -> Scenario:
 
 @pytest.mark.parametrize("seed", slow_except(range(3), 0))
 def test_a_thousand_unequal_servers_come_near_the_optimum_and_then_stay(seed):
-    scenario = msgspec.structs.replace(find("steady"), duration=2700)
-    found = figures(simulate(scenario, seed))
+    scenario = msgspec.structs.replace(find_scenario("steady"), duration=2700)
+    found = compute_statistics(simulate(scenario, seed))
     assert found.steady_lowest >= 0.95
     assert found.moves_per_server_hour < 0.1
     assert found.outages == ()
@@ -45,9 +45,9 @@ def test_a_thousand_unequal_servers_come_near_the_optimum_and_then_stay(seed):
 
 @pytest.mark.parametrize("seed", slow_except(range(3), 0))
 def test_when_all_servers_of_a_stretch_leave_the_gap_is_closed_within_two_update_periods(seed):
-    scenario = msgspec.structs.replace(find("stretch-leaves"), route_every=0)
+    scenario = msgspec.structs.replace(find_scenario("stretch-leaves"), route_every=0)
     outcome = simulate(scenario, seed)
-    found = figures(outcome)
+    found = compute_statistics(outcome)
     (outage,) = found.outages
     assert outage.blocks == tuple(range(30, 38))
     assert outage.decided - outage.began <= scenario.update_period
@@ -58,7 +58,7 @@ def test_when_all_servers_of_a_stretch_leave_the_gap_is_closed_within_two_update
 @pytest.mark.parametrize("seed", slow_except(range(3), 0))
 def test_a_stretch_that_vanishes_without_a_word_is_held_again_soon_after_its_records_expired(seed):
     scenario = with_events(LeaveEvent(at=1200, blocks=(8, 12), silently=True))
-    (outage,) = figures(simulate(scenario, seed)).outages
+    (outage,) = compute_statistics(simulate(scenario, seed)).outages
     expiry = scenario.record_periods * scenario.update_period
     assert expiry - scenario.update_period <= outage.ended - outage.began <= expiry + 2 * scenario.update_period
 
@@ -66,13 +66,13 @@ def test_a_stretch_that_vanishes_without_a_word_is_held_again_soon_after_its_rec
 @pytest.mark.parametrize("seed", slow_except(range(3), 0))
 def test_gaps_are_closed_by_the_others_though_half_of_all_servers_are_pinned(seed):
     scenario = with_events(LeaveEvent(at=1200, blocks=(8, 12)), machines=ServerPopulation(blocks=(2, 6), pinned=0.5))
-    *_, outage = figures(simulate(scenario, seed)).outages
+    *_, outage = compute_statistics(simulate(scenario, seed)).outages
     assert outage.began == 1200
     assert outage.ended - outage.began <= 2 * scenario.update_period
 
 
 def test_churn_opens_no_gaps_and_costs_few_moves():
-    found = figures(simulate(with_events(ChurnEvent(at=900, until=2400, hourly=0.1, silently=0.5))))
+    found = compute_statistics(simulate(with_events(ChurnEvent(at=900, until=2400, hourly=0.1, silently=0.5))))
     assert found.outages == ()
     assert found.steady >= 0.85
     assert found.moves_per_server_hour < 1
@@ -84,9 +84,9 @@ def liar(seed: int) -> SimulationResult:
 
 @pytest.mark.parametrize("seed", slow_except(range(3), 0))
 def test_a_liar_does_not_empty_his_stretch(seed, monkeypatch):
-    found = figures(liar(seed))
+    found = compute_statistics(liar(seed))
     monkeypatch.setattr(block_selection, "MAX_PLAUSIBLE_RATIO", 1e12)
-    believed = figures(liar(seed))
+    believed = compute_statistics(liar(seed))
     assert found.near_liars > 0.5
     assert believed.near_liars < found.near_liars
 
@@ -107,7 +107,7 @@ def test_nobody_there():
     outcome = simulate(msgspec.structs.replace(SMALL, events=()))
     assert all(sample.bottleneck == sample.optimum == 0 for sample in outcome.samples)
     assert all(route.hops == 0 for route in outcome.routes)
-    assert figures(outcome).steady == 0
+    assert compute_statistics(outcome).steady == 0
 
 
 def test_too_few_servers_for_all_blocks_do_not_move_about():

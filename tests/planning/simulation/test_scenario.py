@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from swarm.errors import ScenarioError, UsageError
-from swarm.planning.simulation.scenario import JoinEvent, find, parse, shipped
+from swarm.planning.simulation.scenario import JoinEvent, find_scenario, parse_scenario, shipped_scenarios
 
 SMALL = b"""
 description: a few servers
@@ -14,7 +14,7 @@ events: [{type: join, servers: 4}]
 
 
 def test_a_small_scenario():
-    scenario = parse(SMALL)
+    scenario = parse_scenario(SMALL)
     assert scenario.events == (JoinEvent(servers=4),)
     assert scenario.policy.check_period == scenario.update_period
 
@@ -47,7 +47,7 @@ def test_a_small_scenario():
 def test_what_is_wrong_is_named_in_one_line(old, new, named):
     assert old in SMALL.decode()
     with pytest.raises(ScenarioError, match=named.replace("[", r"\[").replace("]", r"\]")) as caught:
-        parse(SMALL.decode().replace(old, new).encode())
+        parse_scenario(SMALL.decode().replace(old, new).encode())
     assert "\n" not in str(caught.value)
     assert isinstance(caught.value, UsageError)
 
@@ -55,29 +55,29 @@ def test_what_is_wrong_is_named_in_one_line(old, new, named):
 @pytest.mark.parametrize("data", [b"a: [", b"\xff", b"12", b"", b"[" * 5000, b"!!python/object:os.system {}"])
 def test_other_content_is_refused(data):
     with pytest.raises(ScenarioError) as caught:
-        parse(data)
+        parse_scenario(data)
     assert "\n" not in str(caught.value)
 
 
 def test_numbers_with_an_exponent_are_numbers():
-    assert parse(SMALL.replace(b"blocks: 16", b"blocks: 16\nblock_bytes: 1e9")).block_bytes == 1e9
+    assert parse_scenario(SMALL.replace(b"blocks: 16", b"blocks: 16\nblock_bytes: 1e9")).block_bytes == 1e9
 
 
 def test_every_shipped_scenario_can_be_read():
-    assert set(shipped()) == {"churn", "growth", "large", "liar", "steady", "stretch-leaves", "unequal"}
-    assert all(find(name) == scenario for name, scenario in shipped().items())
+    assert set(shipped_scenarios()) == {"churn", "growth", "large", "liar", "steady", "stretch-leaves", "unequal"}
+    assert all(find_scenario(name) == scenario for name, scenario in shipped_scenarios().items())
 
 
 def test_files_that_are_not_there_or_too_large_are_named(tmp_path):
     with pytest.raises(ScenarioError, match="steady"):
-        find("nonsense")
+        find_scenario("nonsense")
     with pytest.raises(ScenarioError, match="cannot be read"):
-        find(str(tmp_path / "missing.yaml"))
+        find_scenario(str(tmp_path / "missing.yaml"))
     large = tmp_path / "large.yaml"
     large.write_bytes(b"#" * (1 << 20) + SMALL)
     with pytest.raises(ScenarioError, match="larger than"):
-        find(str(large))
+        find_scenario(str(large))
     wrong = tmp_path / "wrong.yaml"
     wrong.write_bytes(SMALL.replace(b"blocks", b"block"))
     with pytest.raises(ScenarioError, match=r"wrong.yaml: .*block"):
-        find(str(wrong))
+        find_scenario(str(wrong))

@@ -20,7 +20,7 @@ def announce(where: SimulatedDirectory, row: int, now: float, state: ServerState
 
 
 def visible(where: SimulatedDirectory, now: float) -> int:
-    where.look(now)
+    where.advance(now)
     return where.visible
 
 
@@ -52,7 +52,7 @@ def test_servers_see_what_real_ones_make_of_the_same_announcements():
     ]
     for row, info in enumerate(infos):
         where.announce(row, info, 0.0)
-    where.look(1.0)
+    where.advance(1.0)
     real = take_snapshot(infos, 8)
     ours = where.snapshot()
     assert ours.peers == real.peers
