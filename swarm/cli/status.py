@@ -51,12 +51,12 @@ def main(models: tuple[str, ...], initial_peers: tuple[str, ...], as_json: bool,
 
 async def _show(peers: tuple[str, ...], models: tuple[str, ...], as_json: bool, repeat: bool) -> bool:
     from swarm.monitor.dht_source import DhtSource
-    from swarm.monitor.swarm_poller import look_once
+    from swarm.monitor.swarm_poller import poll_once
 
     source = DhtSource(peers, models)
     try:
         while True:
-            view = await look_once(source, peers, PERIOD_S)
+            view = await poll_once(source, peers, PERIOD_S)
             _print(view, as_json, clear=repeat and _on_terminal())
             if not repeat:
                 return view.complete
@@ -68,13 +68,13 @@ async def _show(peers: tuple[str, ...], models: tuple[str, ...], as_json: bool, 
 def _print(view: SwarmView, as_json: bool, clear: bool) -> None:
     import msgspec
 
-    from swarm.monitor.terminal_text import text
+    from swarm.monitor.terminal_text import format_swarm
 
     if as_json:
         click.echo(msgspec.json.encode(view))
         return
     coloured = _on_terminal() and not os.environ.get("NO_COLOR")
-    shown = text(view, shutil.get_terminal_size((100, 24)).columns)
+    shown = format_swarm(view, shutil.get_terminal_size((100, 24)).columns)
     click.echo((CLEAR_SCREEN if clear else "") + (shown if coloured else click.unstyle(shown)), color=True)
 
 

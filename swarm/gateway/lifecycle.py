@@ -70,16 +70,16 @@ def serve_gateway(
         models = [_load_model(stack, source, options) for source in sources]
         gateway = GatewayState(models, settings, keys, new_registry())
         stack.callback(gateway.close)
-        watch = SwarmPoller(models[0].model.swarm.config.initial_peers) if with_monitor else None
+        poller = SwarmPoller(models[0].model.swarm.config.initial_peers) if with_monitor else None
         check_host = keys is None and is_loopback(listening)
         if keys is None and not check_host:
             logger.warning("Everyone who can reach %s may use this gateway: give it --keys", address.host)
 
         async def serve() -> None:
             url = url_of(listening)
-            routes = [_monitor_routes(gateway, watch)] if watch is not None else []
-            if watch is not None:
-                await watch.start()
+            routes = [_monitor_routes(gateway, poller)] if poller is not None else []
+            if poller is not None:
+                await poller.start()
             readiness = asyncio.create_task(_log_readiness(gateway))
             try:
                 logger.info("Gateway: %s", url)
@@ -89,20 +89,20 @@ def serve_gateway(
                 await serve_until_signal(app, listening, MAX_CONNECTIONS, before_shutdown)
             finally:
                 readiness.cancel()
-                if watch is not None:
-                    await watch.stop()
+                if poller is not None:
+                    await poller.stop()
 
         def before_shutdown() -> None:
             gateway.abort_requests()
-            if watch is not None:
-                watch.hang_up()
+            if poller is not None:
+                poller.end_streams()
 
         uvloop.run(serve())
         logger.info("Leaving the swarm")
 
 
-def _monitor_routes(gateway: GatewayState, watch: SwarmPoller) -> Mount:
-    return Mount("/monitor", routes=make_routes(watch), middleware=[Middleware(RequireApiKey, gateway=gateway)])
+def _monitor_routes(gateway: GatewayState, poller: SwarmPoller) -> Mount:
+    return Mount("/monitor", routes=make_routes(poller), middleware=[Middleware(RequireApiKey, gateway=gateway)])
 
 
 async def _log_readiness(gateway: GatewayState) -> None:

@@ -1,1 +1,1 @@
-"""What there is to see of a swarm, from its DHT alone: a page, JSON, and a table for the terminal."""
+"""Shows the state of a swarm, read from its DHT alone: as a page, as JSON, and as text for the terminal."""

@@ -1,4 +1,4 @@
-"""`python -m swarm.monitor`, also `swarm monitor`: the monitor alone, on a port of its own."""
+"""`python -m swarm.monitor`, also `swarm monitor`: runs the monitor alone, on its own port."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from swarm.errors import InvalidOption
 @click.command(name="monitor", cls=console.MultiAddressCommand, context_settings={"show_default": True})
 @click.argument("models", metavar="[MODEL]...", nargs=-1)
 @console.initial_peers_option
-@click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 lets everybody look.")
+@click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 makes the page public.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8081, help="0 takes any free port.")
-@click.option("--period", type=click.FloatRange(1, 600), default=10.0, help="Seconds between looks at the swarm.")
+@click.option("--period", type=click.FloatRange(1, 600), default=10.0, help="Seconds between two reads of the DHT.")
 @click.option(
     "--history",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="File that keeps the last hours over a restart.",
+    help="File that keeps the history across restarts.",
 )
 @console.log_format_option
 @console.errors_to_exit_codes
@@ -32,19 +32,19 @@ def main(
     history: Path | None,
     log_format: str,
 ) -> None:
-    """Serve a page that shows a swarm: its models, who holds which blocks, what is missing, and the last hours.
+    """Serve a page that shows a swarm: its models, which servers hold which blocks, missing blocks, and a history.
 
-    It knows the swarm from its DHT alone, so it works for private swarms too. With names of models it shows these only.
-    The same as JSON is at /api/v1/swarm.
+    It reads the swarm's DHT only, so it works for private swarms too. Give names of models to see only those. The same
+    data is available as JSON at /api/v1/swarm.
     """
     peers = console.split_addresses(initial_peers)
     if not peers:
         raise InvalidOption(
-            f"say which swarm to show: --initial-peers ADDRESS... ({console.INITIAL_PEERS_VARIABLE} stands in for it)"
+            f"no swarm to show: give --initial-peers ADDRESS..., or set {console.INITIAL_PEERS_VARIABLE}"
         )
     import uvloop
 
-    from swarm.monitor.standalone_server import serve
+    from swarm.monitor.standalone_server import serve_monitor
     from swarm.monitor.swarm_poller import SwarmPoller
     from swarm.transport.addresses import parse_peers
     from swarm.transport.p2p import quiet_hivemind
@@ -52,9 +52,9 @@ def main(
 
     console.configure_logging(log_format)
     quiet_hivemind()
-    watch = SwarmPoller(parse_peers(peers), models, period, history)
+    poller = SwarmPoller(parse_peers(peers), models, period, history)
     with listen(host, port) as listening:
-        uvloop.run(serve(watch, listening))
+        uvloop.run(serve_monitor(poller, listening))
 
 
 if __name__ == "__main__":

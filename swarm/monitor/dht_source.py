@@ -1,4 +1,4 @@
-"""Where the watch looks: the DHT, by a peer of its own that only asks."""
+"""Reads the state of the swarm from its DHT, through a peer that announces nothing itself."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ logger = logging.getLogger(__name__)
 
 MAX_MODELS = 32
 MAX_BLOCKS = 4096
-"""Models that are looked at, and blocks of all of them: each block is a question to the DHT."""
+"""Limits on the models, and on the blocks of all of them, that are read: each block takes one DHT request."""
 
-PATIENCE = 30.0
-"""Seconds that one look may take."""
+POLL_TIMEOUT_S = 30.0
+"""Limit for one poll."""
 
-PINGS = 32
-PING_LIMIT = 4.0
-"""Servers that are pinged after one look, and seconds for all of them."""
+PINGS_PER_POLL = 32
+PING_TIMEOUT_S = 4.0
+"""Number of servers that are pinged after a poll, and the limit for all of these pings."""
 
-EMPTY_LOOKS = 3
-REJOIN = 60.0
-"""After so many looks that found nothing, and so many seconds, it joins the swarm anew: a peer that has lost everybody
-it knew finds nobody again, though the initial peers may be back."""
+EMPTY_POLLS_BEFORE_REJOIN = 3
+REJOIN_AFTER_S = 60.0
+"""After this many polls without a model, and this much time, the peer joins again: a peer that has lost all peers it
+knew cannot find the swarm any more, even if the initial peers are back."""
 
 
 @dataclass(frozen=True, slots=True)
 class PollResult:
-    """What one look found.
+    """What one poll found.
 
     Attributes:
         found: the models, and their servers.
@@ -48,55 +48,55 @@ class PollResult:
         left_out: models that were not looked at.
     """
 
-    found: tuple[AnnouncedModel, ...]
+    models: tuple[AnnouncedModel, ...]
     absent: tuple[str, ...] = ()
     left_out: int = 0
 
 
 class SwarmSource(Protocol):
-    """What a watch needs."""
+    """Where a `SwarmPoller` reads the state of the swarm."""
 
-    async def look(self, remembered: Sequence[ModelInfo]) -> PollResult:
-        """The swarm now, and those models of `remembered` that nobody names any more. Raises a `SwarmError`."""
+    async def poll(self, remembered: Sequence[ModelInfo]) -> PollResult:
+        """Read the announced models, and those of `remembered` that are no longer announced. Raises a `SwarmError`."""
 
     async def round_trips(self, peer_ids: Iterable[str]) -> dict[str, float]:
-        """Seconds to the peers that were measured lately; some are measured now."""
+        """Measure some of the peers; returns the round trips of all peers measured recently, in seconds."""
 
     async def close(self) -> None:
         """Leave the swarm."""
 
 
-def chosen(
-    listed: Sequence[ModelInfo], remembered: Sequence[ModelInfo], wanted: Sequence[str]
+def select_models(
+    listed: Sequence[ModelInfo], remembered: Sequence[ModelInfo], requested: Sequence[str]
 ) -> tuple[list[ModelInfo], tuple[str, ...], int]:
-    """Which models to look at, which of the wanted ones are not there, and how many are left out. Pure.
+    """Select the models to read. Pure. Returns them, the requested ones that are absent, and the number left out.
 
     Args:
-        listed: as the DHT lists them, those that most peers name first.
+        listed: as listed by the DHT, those that most peers announce first.
         remembered: models seen before.
-        wanted: names to which the view is limited; empty for all.
+        requested: names of the models to show; empty for all.
     """
-    by_name = {info.name: info for info in [*remembered, *listed]}  # what is listed now is newer
+    by_name = {info.name: info for info in [*remembered, *listed]}  # listed entries are newer
     names = list(dict.fromkeys(info.name for info in [*listed, *remembered]))
-    if wanted:
-        names = [name for name in dict.fromkeys(wanted) if name in by_name]
-    taken: list[ModelInfo] = []
-    room = MAX_BLOCKS
+    if requested:
+        names = [name for name in dict.fromkeys(requested) if name in by_name]
+    selected: list[ModelInfo] = []
+    blocks_left = MAX_BLOCKS
     for name in names:
-        if len(taken) < MAX_MODELS and by_name[name].blocks <= room:
-            taken.append(by_name[name])
-            room -= by_name[name].blocks
-    absent = tuple(name for name in dict.fromkeys(wanted) if name not in by_name)
-    return taken, absent, len(names) - len(taken)
+        if len(selected) < MAX_MODELS and by_name[name].blocks <= blocks_left:
+            selected.append(by_name[name])
+            blocks_left -= by_name[name].blocks
+    absent = tuple(name for name in dict.fromkeys(requested) if name not in by_name)
+    return selected, absent, len(names) - len(selected)
 
 
 class DhtSource:
-    """The DHT of the swarm that the initial peers belong to.
+    """Reads the DHT of the swarm that the initial peers belong to.
 
     Args:
         initial_peers: addresses.
-        models: names to which it is limited; empty for all.
-        clock: seconds, never going back.
+        models: names of the models to read; empty for all.
+        clock: a monotonic clock, in seconds.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class DhtSource:
         self._tried: dict[str, float] = {}
 
     async def join(self) -> None:
-        """Be part of the swarm, unless it already is. Raises `PeerUnreachable` or `PeerLost`."""
+        """Join the swarm unless it has already joined. Raises `PeerUnreachable` or `PeerLost`."""
         if self._peer is not None and self._lost is not None and self._lost.done():
             await self.close()  # its daemon has ended
         if self._peer is None:
@@ -121,32 +121,32 @@ class DhtSource:
             self._lost = asyncio.create_task(self._peer.lost())
             self._joined, self._empty = self._clock(), 0
 
-    async def look(self, remembered: Sequence[ModelInfo] = ()) -> PollResult:
-        if self._empty >= EMPTY_LOOKS and self._clock() - self._joined >= REJOIN:
+    async def poll(self, remembered: Sequence[ModelInfo] = ()) -> PollResult:
+        if self._empty >= EMPTY_POLLS_BEFORE_REJOIN and self._clock() - self._joined >= REJOIN_AFTER_S:
             await self.close()
         await self.join()
         assert self._peer is not None
         dht = self._peer.dht
         try:
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(POLL_TIMEOUT_S):
                 listed = await fetch_models(dht)
-                models, absent, left_out = chosen(listed, remembered, self._models)
+                models, absent, left_out = select_models(listed, remembered, self._models)
                 servers = await asyncio.gather(*(fetch_servers(dht, model.name, model.blocks) for model in models))
         except TimeoutError:
-            raise PeerLost(f"the swarm did not answer within {PATIENCE:g} s") from None
+            raise PeerLost(f"the swarm did not answer within {POLL_TIMEOUT_S:g} s") from None
         self._empty = 0 if listed else self._empty + 1
         return PollResult(tuple(map(AnnouncedModel, models, map(tuple, servers))), absent, left_out)
 
     async def round_trips(self, peer_ids: Iterable[str]) -> dict[str, float]:
         assert self._peer is not None
         peers = list(dict.fromkeys(peer_ids))
-        # Trying counts, not success: peers that never answer must not keep the others from being measured.
-        turn = sorted(peers, key=lambda peer: self._tried.get(peer, -1.0))[:PINGS]
-        measured = await ping_many(self._peer, turn, concurrency=PINGS, limit=PING_LIMIT)
+        # Order by the last attempt, not the last success: peers that never answer must not block the others.
+        pinged = sorted(peers, key=lambda peer: self._tried.get(peer, -1.0))[:PINGS_PER_POLL]
+        measured = await ping_many(self._peer, pinged, concurrency=PINGS_PER_POLL, limit=PING_TIMEOUT_S)
         now = self._clock()
         self._tried = {peer: when for peer, when in self._tried.items() if peer in set(peers)}
-        self._tried.update(dict.fromkeys(turn, now))
-        for peer in turn:
+        self._tried.update(dict.fromkeys(pinged, now))
+        for peer in pinged:
             if peer in measured:
                 self._measured.record(peer, measured[peer], now)
             else:
@@ -164,8 +164,8 @@ class DhtSource:
             await peer.shutdown()
 
 
-def reachable(look: PollResult) -> list[str]:
-    """Peers whose round trip is worth measuring."""
+def peers_to_ping(look: PollResult) -> list[str]:
+    """Ids of the peers whose round trip is worth measuring."""
     return [
-        server.peer_id for found in look.found for server in found.servers if server.state is not ServerState.OFFLINE
+        server.peer_id for models in look.models for server in models.servers if server.state is not ServerState.OFFLINE
     ]

@@ -1,4 +1,4 @@
-"""The monitor as a web server of its own, until a signal ends it."""
+"""Runs the monitor as a web server of its own, until a signal ends it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from swarm.web.http_server import serve_until_signal, url_of
 
 logger = logging.getLogger(__name__)
 
-CONNECTIONS = 512
-"""That may be open at once."""
+MAX_CONNECTIONS = 512
+"""Maximum number of open connections."""
 
 
-async def serve(watch: SwarmPoller, listening: socket.socket) -> None:
-    """Run the watch and its pages until SIGINT or SIGTERM."""
-    await watch.start()
+async def serve_monitor(poller: SwarmPoller, listening: socket.socket) -> None:
+    """Run the poller and its pages until SIGINT or SIGTERM."""
+    await poller.start()
     try:
         logger.info("Monitor: %s", url_of(listening))
-        # Listeners go first, or the server would wait for them.
-        await serve_until_signal(Starlette(routes=make_routes(watch)), listening, CONNECTIONS, watch.hang_up)
+        # End the streams first, or the server would wait for their clients.
+        await serve_until_signal(Starlette(routes=make_routes(poller)), listening, MAX_CONNECTIONS, poller.end_streams)
     finally:
-        await watch.stop()
+        await poller.stop()

@@ -1,11 +1,11 @@
-"""What there is to see of a swarm at one moment, made from announcements and round trips. Pure.
+"""The state of a swarm at one moment, computed from announcements and round trips. Pure.
 
 The dataclasses are also the JSON of `/api/v1/swarm`, field by field: times are seconds, sizes tokens, rates tokens/s;
-`[start, end)` are blocks. Fields may be added; `VERSION` changes when one is taken away or gets another meaning.
+`[start, end)` are blocks. Fields may be added; `VIEW_VERSION` changes when a field is removed or changes its meaning.
 
-**Only what clients would use counts as coverage**: servers that are online, of the revision that most peers serve, with
-the weights that most of them have. And rates are believed as far as the servers themselves believe each other
-(`swarm.server.placement.initial_blocks`), so a liar cannot make the swarm look quick.
+**Only servers that clients would use count as coverage**: they are online, serve the revision that most peers serve,
+and have the weights that most of them have. Announced rates are capped as the servers themselves cap them
+(`swarm.server.placement.initial_blocks`), so a false announcement cannot make the swarm look fast.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from swarm.errors import printable
 from swarm.routing.compatibility import compatible_servers
 from swarm.server.placement.initial_blocks import block_throughputs
 
-VERSION = 1
+VIEW_VERSION = 1
 
 MAX_SERVERS = 1000
-"""Servers of one model that are listed one by one; all of them are counted."""
+"""Maximum number of servers listed per model; all of them are counted."""
 
-MAX_TEXT = 80
-"""Characters that are shown of what a peer calls itself."""
+MAX_TEXT_LENGTH = 80
+"""Maximum number of characters shown of a text that a peer announces."""
 
 DEMO_NAME = "swarm-demo"
-"""The model that `swarm server` serves if none is named."""
+"""The model that `swarm server` serves by default."""
 
-ADDRESS = "ADDRESS"
-"""Stands in a command for an address that is not known here."""
+ADDRESS_PLACEHOLDER = "ADDRESS"
+"""Placeholder in a command for an address that is not known."""
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 _FOLDER = re.compile(r"\w[\w.-]*", re.ASCII)
@@ -41,7 +41,7 @@ _FOLDER = re.compile(r"\w[\w.-]*", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class AnnouncedModel:
-    """What the DHT says of one model."""
+    """A model and its servers, as announced in the DHT."""
 
     model: ModelInfo
     servers: tuple[ServerInfo, ...]
@@ -49,7 +49,7 @@ class AnnouncedModel:
 
 @dataclass(frozen=True, slots=True)
 class BlockView:
-    """One block. `servers` serve it, `joining` are loading it; `throughput` is that of all who serve it."""
+    """One block: how many `servers` serve it, how many are `joining`, and the `throughput` of all that serve it."""
 
     servers: int
     joining: int
@@ -58,11 +58,11 @@ class BlockView:
 
 @dataclass(frozen=True, slots=True)
 class MissingBlocksView:
-    """Blocks that nobody serves.
+    """Consecutive blocks without a server.
 
     Attributes:
-        joining: servers that are loading some of them.
-        command: what would help; None if the model's name is none that a command could take.
+        joining: number of servers that are loading some of them.
+        command: a command that would serve them; None if the model's name cannot be used in a command.
     """
 
     start: int
@@ -77,13 +77,14 @@ class ServerView:
 
     Attributes:
         state: "joining", "online" or "offline".
-        excluded: why clients do not use it although it is online; empty if they do.
+        excluded: why clients do not use it although it is online; empty if they use it.
         throughput: tokens/s that it adds to each of its blocks.
-        compute: blocks x tokens/s, one token at a time; `forward` where many are computed at once, 0 if not told.
-        network: tokens/s of hidden states that its link carries; 0 if not told.
+        compute: blocks x tokens/s, one token at a time.
+        forward: blocks x tokens/s, many tokens at once; 0 if not announced.
+        network: tokens/s of hidden states on its link; 0 if not announced.
         queue: seconds that a step waited for its turn lately.
         relayed: whether it is reached through a relay.
-        round_trip: seconds from the peer that looks; None if it was not measured.
+        round_trip: seconds from this peer and back; None if it was not measured.
         mobility: "pinned", "cooling" or "free".
     """
 
@@ -115,15 +116,15 @@ class ModelView:
     """One model.
 
     Attributes:
-        blocks: number of blocks of the whole model.
+        blocks: number of blocks of the model.
         complete: whether every block is served.
-        throughput: tokens/s of the weakest block, 0 if one is missing.
-        median: tokens/s of the median block of those that are served, 0 if none is.
-        weakest: the served block with the least throughput; None if none is served or all do the same.
-        coverage: one entry a block.
-        missing: ranges, ascending.
-        servers: by span and name; `servers_total` counts those too many to list.
-        servers_online: how many clients can use.
+        throughput: tokens/s of the weakest block, 0 if a block is missing.
+        median: tokens/s of the median served block, 0 if no block is served.
+        weakest: the served block with the least throughput; None if no block is served or all are equal.
+        coverage: one entry per block.
+        missing: ranges of missing blocks, ascending.
+        servers: sorted by span and name, at most `MAX_SERVERS`; `servers_total` counts all of them.
+        servers_online: number of servers that clients can use.
     """
 
     name: str
@@ -142,15 +143,15 @@ class ModelView:
 
 @dataclass(frozen=True, slots=True)
 class SwarmView:
-    """All that is seen.
+    """The state of the swarm.
 
     Attributes:
-        version: of this form.
-        time: Unix time of the look, in seconds.
-        period: seconds until the next one while somebody watches.
-        problem: why the view may be old; empty if it is not.
-        absent: models asked for that nobody announces.
-        left_out: models announced beyond those that are looked at.
+        version: `VIEW_VERSION`.
+        time: Unix time of the poll, in seconds.
+        period: seconds until the next poll while clients are watching.
+        problem: why the view may be out of date; empty if it is not.
+        absent: requested models that no server announces.
+        left_out: number of announced models that were not read.
     """
 
     version: int
@@ -167,19 +168,21 @@ class SwarmView:
         return bool(self.models) and not self.absent and all(model.complete for model in self.models)
 
 
-def model_view(found: AnnouncedModel, round_trips: Mapping[str, float], addresses: Sequence[str] = ()) -> ModelView:
-    """What is to be said of one model.
+def build_model_view(
+    found: AnnouncedModel, round_trips: Mapping[str, float], addresses: Sequence[str] = ()
+) -> ModelView:
+    """Build the view of one model.
 
     Args:
-        round_trips: seconds to each peer that was measured.
-        addresses: of peers that others can join by, for the commands.
+        round_trips: peer id -> seconds, for each peer that was measured.
+        addresses: addresses of peers to join by, for the commands.
     """
     model, blocks = found.model, found.model.blocks
     compatible = compatible_servers(found.servers, model.revision)
     coverage = _coverage(found.servers, compatible.servers, blocks)
     served = [block.throughput for block in coverage if block.servers]
     complete = len(served) == blocks
-    name = shortened(model.name, 256)
+    name = shorten(model.name, 256)
     reasons = {
         server.peer_id: compatible.excluded[server.peer_id]
         if server.revision == model.revision
@@ -192,29 +195,29 @@ def model_view(found: AnnouncedModel, round_trips: Mapping[str, float], addresse
     return ModelView(
         name=name,
         blocks=blocks,
-        revision=shortened(model.revision),
+        revision=shorten(model.revision),
         complete=complete,
         throughput=min(served) if complete else 0.0,
         median=statistics.median(served) if served else 0.0,
         weakest=_weakest(coverage),
         coverage=coverage,
-        missing=_missing(coverage, model.name, addresses),
+        missing=_missing_ranges(coverage, model.name, addresses),
         servers=tuple(views[:MAX_SERVERS]),
         servers_online=len(compatible.servers),
         servers_total=len(views),
     )
 
 
-def shortened(text: str, limit: int = MAX_TEXT) -> str:
-    """Text of a peer as one `printable` line, cut to `limit` characters."""
+def shorten(text: str, limit: int = MAX_TEXT_LENGTH) -> str:
+    """Make a peer's text `printable`, on one line, and cut it to `limit` characters."""
     shown = printable(text[: limit + 1])
     return shown if len(shown) <= limit else shown[: limit - 1] + "…"
 
 
-def command(model: str, start: int, end: int, addresses: Sequence[str] = ()) -> str | None:
-    """The command that would serve these blocks, None if no command can name the model.
+def serve_command(model: str, start: int, end: int, addresses: Sequence[str] = ()) -> str | None:
+    """The command that would serve these blocks, or None if the model's name cannot be used in a command.
 
-    Names come from peers, and people copy commands: only names of the usual letters get one.
+    Names come from peers and users copy commands, so only names of ordinary characters are accepted.
     """
     if model == DEMO_NAME:
         named = ""
@@ -224,18 +227,18 @@ def command(model: str, start: int, end: int, addresses: Sequence[str] = ()) -> 
         named = f" path/to/{model}"
     else:
         return None
-    peers = " ".join(shlex.quote(address) for address in addresses) or ADDRESS
+    peers = " ".join(shlex.quote(address) for address in addresses) or ADDRESS_PLACEHOLDER
     return f"swarm server{named} --blocks {start}:{end} --initial-peers {peers}"
 
 
 def _coverage(servers: Sequence[ServerInfo], usable: Sequence[ServerInfo], blocks: int) -> tuple[BlockView, ...]:
     throughputs = block_throughputs(usable, blocks)
-    serving = _count(usable, blocks)
-    joining = _count([server for server in servers if server.state is ServerState.JOINING], blocks)
+    serving = _count_by_block(usable, blocks)
+    joining = _count_by_block([server for server in servers if server.state is ServerState.JOINING], blocks)
     return tuple(map(BlockView, serving, joining, throughputs))
 
 
-def _count(servers: Sequence[ServerInfo], blocks: int) -> list[int]:
+def _count_by_block(servers: Sequence[ServerInfo], blocks: int) -> list[int]:
     counts = [0] * blocks
     for server in servers:
         for block in range(server.span.start, min(server.span.end, blocks)):
@@ -245,13 +248,15 @@ def _count(servers: Sequence[ServerInfo], blocks: int) -> list[int]:
 
 def _weakest(coverage: Sequence[BlockView]) -> int | None:
     served = [(block.throughput, number) for number, block in enumerate(coverage) if block.servers]
-    # Half a percent is no difference that anybody would act on.
+    # A difference of half a percent or less does not matter.
     if not served or min(served)[0] > max(served)[0] * 0.995:
         return None
     return min(served)[1]
 
 
-def _missing(coverage: Sequence[BlockView], model: str, addresses: Sequence[str]) -> tuple[MissingBlocksView, ...]:
+def _missing_ranges(
+    coverage: Sequence[BlockView], model: str, addresses: Sequence[str]
+) -> tuple[MissingBlocksView, ...]:
     ranges: list[tuple[int, int, int]] = []
     for number, block in enumerate(coverage):
         if block.servers:
@@ -262,7 +267,8 @@ def _missing(coverage: Sequence[BlockView], model: str, addresses: Sequence[str]
         else:
             ranges.append((number, number + 1, block.joining))
     return tuple(
-        MissingBlocksView(start, end, joining, command(model, start, end, addresses)) for start, end, joining in ranges
+        MissingBlocksView(start, end, joining, serve_command(model, start, end, addresses))
+        for start, end, joining in ranges
     )
 
 
@@ -270,15 +276,15 @@ def _server_view(server: ServerInfo, round_trips: Mapping[str, float], excluded:
     return ServerView(
         peer_id=server.peer_id,
         short_id=server.short_id,
-        name=shortened(server.name),
+        name=shorten(server.name),
         start=server.span.start,
         end=server.span.end,
         state=server.state.name.lower(),
-        excluded=shortened(excluded.get(server.peer_id, ""), 256),
-        version=shortened(server.version),
-        revision=shortened(server.revision),
-        dtype=shortened(server.compute_dtype),
-        quantization=shortened(server.quantization),
+        excluded=shorten(excluded.get(server.peer_id, ""), 256),
+        version=shorten(server.version),
+        revision=shorten(server.revision),
+        dtype=shorten(server.compute_dtype),
+        quantization=shorten(server.quantization),
         throughput=server.tokens_per_second,
         compute=server.throughput,
         forward=server.forward_throughput,
@@ -287,6 +293,6 @@ def _server_view(server: ServerInfo, round_trips: Mapping[str, float], excluded:
         cache_tokens_free=server.cache_tokens_free,
         relayed=server.relayed,
         round_trip=round_trips.get(server.peer_id),
-        adapters=tuple(shortened(adapter) for adapter in server.adapters),
+        adapters=tuple(shorten(adapter) for adapter in server.adapters),
         mobility=server.mobility.name.lower(),
     )

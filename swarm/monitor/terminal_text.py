@@ -1,4 +1,4 @@
-"""The view as text for a terminal: a heading a model, the strip of blocks, what is missing, a table. Pure."""
+"""Formats a view for the terminal: for each model a heading, a strip of blocks, missing blocks, and a table. Pure."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ import click
 
 from swarm.monitor.swarm_view import MissingBlocksView, ModelView, ServerView, SwarmView
 
-LEVELS = "▁▂▃▄▅▆▇█"
+BAR_CHARACTERS = "▁▂▃▄▅▆▇█"
 MISSING = "×"
-FULL = 2.0
-"""Times the median throughput at which a block's bar is full, so that the median is half a bar."""
+FULL_BAR_RATIO = 2.0
+"""A block's bar is full at this multiple of the median throughput, so the median is half a bar."""
 
-COLUMNS = ("blocks", "server", "peer", "state", "tokens/s", "queue", "cache free", "ping", "precision", "version")
+TABLE_COLUMNS = ("blocks", "server", "peer", "state", "tokens/s", "queue", "cache free", "ping", "precision", "version")
 
 
-def text(view: SwarmView, width: int = 100) -> str:
-    """The whole view in lines of about `width` columns, with colours as click's styles."""
+def format_swarm(view: SwarmView, width: int = 100) -> str:
+    """Format the view in lines of about `width` columns, with click's colours."""
     parts = []
     if view.problem:
         parts.append(click.style(f"{view.problem}", fg="red"))
     parts += [_model(model, width) for model in view.models]
-    parts += [click.style(f"{name}: nobody of this swarm serves it", fg="red") for name in view.absent]
+    parts += [click.style(f"{name}: no server of this swarm serves it", fg="red") for name in view.absent]
     if view.left_out:
-        parts.append(f"{view.left_out} more models are announced; name one to see it")
+        parts.append(f"{view.left_out} more models are announced; give a model's name to see it")
     if not parts:
-        parts.append("No models: nobody serves anything in this swarm yet. Start with: swarm server MODEL")
+        parts.append("No models: this swarm has no servers yet. Start one with: swarm server MODEL")
     return "\n\n".join(parts)
 
 
-def level(throughput: float, median: float) -> str:
-    """The bar of one served block."""
-    share = min(1.0, throughput / (median * FULL)) if median > 0 else 1.0
-    return LEVELS[min(len(LEVELS) - 1, int(share * len(LEVELS)))]
+def bar_character(throughput: float, median: float) -> str:
+    """The bar character of a served block."""
+    share = min(1.0, throughput / (median * FULL_BAR_RATIO)) if median > 0 else 1.0
+    return BAR_CHARACTERS[min(len(BAR_CHARACTERS) - 1, int(share * len(BAR_CHARACTERS)))]
 
 
-def strip(model: ModelView, width: int) -> str:
-    """One character a block, over as many lines as needed, each with the number of its first block in front."""
+def block_strip(model: ModelView, width: int) -> str:
+    """Format one character per block, in lines that begin with the number of their first block."""
     margin = len(str(model.blocks)) + 1
-    room = max(10, (width - margin) // 10 * 10)
+    line_length = max(10, (width - margin) // 10 * 10)
     lines = []
-    for first in range(0, model.blocks, room):
-        cells = [_cell(model, block) for block in range(first, min(first + room, model.blocks))]
+    for first in range(0, model.blocks, line_length):
+        cells = [_cell(model, block) for block in range(first, min(first + line_length, model.blocks))]
         lines.append(f"{first:>{margin - 1}} " + "".join(cells))
     return "\n".join(lines)
 
@@ -53,11 +53,11 @@ def _cell(model: ModelView, block: int) -> str:
     if not view.servers:
         return click.style(MISSING, fg="red", bold=True)
     colour = "yellow" if block == model.weakest else "green"
-    return click.style(level(view.throughput, model.median), fg=colour)
+    return click.style(bar_character(view.throughput, model.median), fg=colour)
 
 
 def _model(model: ModelView, width: int) -> str:
-    lines = [_heading(model), strip(model, width), *(_missing(missing) for missing in model.missing)]
+    lines = [_heading(model), block_strip(model, width), *(_missing(missing) for missing in model.missing)]
     if model.servers:
         lines += ["", _table(model.servers)]
     if model.servers_total > len(model.servers):
@@ -72,9 +72,9 @@ def _heading(model: ModelView) -> str:
     weakest = ""
     if model.weakest is not None:
         throughput = model.coverage[model.weakest].throughput
-        weakest = f", weakest block {model.weakest} with {number(throughput)} tokens/s"
+        weakest = f", weakest block {model.weakest} with {format_number(throughput)} tokens/s"
     elif model.complete:
-        weakest = f", every block with {number(model.throughput)} tokens/s"
+        weakest = f", every block with {format_number(model.throughput)} tokens/s"
     servers = "1 server" if model.servers_online == 1 else f"{model.servers_online} servers"
     return f"{click.style(model.name, bold=True)}: {model.blocks} blocks, {servers}, {state}{weakest}"
 
@@ -89,17 +89,17 @@ def _missing(missing: MissingBlocksView) -> str:
 
 
 def _table(servers: Sequence[ServerView]) -> str:
-    rows = [COLUMNS, *(_row(server) for server in servers)]
-    widths = [max(map(columns_of, column)) for column in zip(*rows, strict=True)]
+    rows = [TABLE_COLUMNS, *(_row(server) for server in servers)]
+    widths = [max(map(display_width, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
-        cells = (cell + " " * (width - columns_of(cell)) for cell, width in zip(row, widths, strict=True))
+        cells = (cell + " " * (width - display_width(cell)) for cell, width in zip(row, widths, strict=True))
         lines.append("  ".join(cells).rstrip())
-    for number, server in enumerate(servers, 1):
+    for position, server in enumerate(servers, 1):
         if server.excluded:
-            lines[number] += "\n    " + click.style(f"not used: {server.excluded}", fg="yellow")
+            lines[position] += "\n    " + click.style(f"not used: {server.excluded}", fg="yellow")
         if server.adapters:
-            lines[number] += "\n    adapters: " + ", ".join(server.adapters)
+            lines[position] += "\n    adapters: " + ", ".join(server.adapters)
     return "\n".join([click.style(lines[0], dim=True), *lines[1:]])
 
 
@@ -112,7 +112,7 @@ def _row(server: ServerView) -> tuple[str, ...]:
         server.name or "-",
         server.short_id,
         server.state,
-        number(server.throughput),
+        format_number(server.throughput),
         f"{server.queue * 1000:.0f} ms",
         f"{server.cache_tokens_free:,}",
         how + ping,
@@ -121,12 +121,12 @@ def _row(server: ServerView) -> tuple[str, ...]:
     )
 
 
-def number(value: float) -> str:
-    """Three digits are enough for people."""
+def format_number(value: float) -> str:
+    """Format a number with about three digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def columns_of(line: str) -> int:
-    """Columns that a text takes on a terminal: letters of East Asia take two, marks above letters none."""
+def display_width(line: str) -> int:
+    """Number of columns of a text on a terminal: wide East Asian characters take two, combining marks none."""
     widths = (0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in line)
     return sum(widths)

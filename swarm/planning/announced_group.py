@@ -22,7 +22,7 @@ from swarm.planning.group_description import (
 )
 from swarm.server.limits import DEFAULT_CACHE_TOKENS, MAX_MEMORY_SHARE
 
-FILE_COMMENT = """From the servers' announcements. memory is a lower bound, what their current blocks and free cache take:
+FILE_COMMENT = """From the servers' announcements. memory is a lower bound, what the current blocks and free cache take;
 replace it with what `swarm server` prints as free. speed, upload and links are as measured by the servers.
 link applies to every pair that was not measured, and to the client."""
 

@@ -75,10 +75,10 @@ def test_it_looks_again_until_it_is_interrupted(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(status, "PERIOD_S", 0.01)
 
     class Interrupted(DescribedSwarm):
-        async def look(self, remembered):
+        async def poll(self, remembered):
             if self.looks == 3:
                 raise KeyboardInterrupt
-            return await super().look(remembered)
+            return await super().poll(remembered)
 
     result = run(monkeypatch, Interrupted(WHOLE), "--watch")
     assert result.exit_code == 130

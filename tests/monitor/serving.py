@@ -25,7 +25,7 @@ class Monitor:
 
     url: str
     swarm: DescribedSwarm
-    watch: SwarmPoller
+    poller: SwarmPoller
 
 
 @contextmanager
@@ -39,28 +39,30 @@ def serve(
 
     async def work(listening) -> None:
         clock = {"now": now} if now is not None else {}
-        watch = SwarmPoller(("/ip4/127.0.0.1/tcp/1/p2p/QmPeer",), period=period, history=history, source=swarm, **clock)
-        routes = make_routes(watch)
+        poller = SwarmPoller(
+            ("/ip4/127.0.0.1/tcp/1/p2p/QmPeer",), period=period, history=history, source=swarm, **clock
+        )
+        routes = make_routes(poller)
         app = Starlette(routes=[Mount(mounted, routes=routes)] if mounted else routes)
         server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=2))
-        running.append((watch, server))
-        await watch.start()
+        running.append((poller, server))
+        await poller.start()
         ready.set()
         await server.serve(sockets=[listening])
-        await watch.stop()
+        await poller.stop()
 
     with listen("127.0.0.1", 0) as listening:
         thread = threading.Thread(target=lambda: loop.run_until_complete(work(listening)))
         thread.start()
         assert ready.wait(10)
-        watch, server = running[0]
+        poller, server = running[0]
 
         def leave() -> None:
-            watch.hang_up()
+            poller.end_streams()
             server.should_exit = True
 
         try:
-            yield Monitor(url_of(listening) + mounted.strip("/"), swarm, watch)
+            yield Monitor(url_of(listening) + mounted.strip("/"), swarm, poller)
         finally:
             loop.call_soon_threadsafe(leave)
             thread.join(10)

@@ -1,4 +1,4 @@
-"""What a watch looks at in tests: a swarm that the test describes."""
+"""What a poller reads in tests: a swarm that the test describes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class DescribedSwarm:
         found: what the next look finds.
         error: what the next look raises instead, if not None.
         looks: how often it was looked.
-        remembered: what the watch said it remembers.
-        closed: whether the watch has left.
+        remembered: what the poller said it remembers.
+        closed: whether the poller has left.
     """
 
     def __init__(self, *found: AnnouncedModel, trips: dict[str, float] | None = None) -> None:
@@ -28,7 +28,7 @@ class DescribedSwarm:
         self.remembered: Sequence[ModelInfo] = ()
         self.closed = False
 
-    async def look(self, remembered: Sequence[ModelInfo]) -> PollResult:
+    async def poll(self, remembered: Sequence[ModelInfo]) -> PollResult:
         self.looks += 1
         self.remembered = remembered
         if self.error is not None:

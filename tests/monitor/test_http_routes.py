@@ -11,7 +11,7 @@ import pytest
 
 from swarm.errors import AddressUnavailable
 from swarm.monitor import http_routes
-from swarm.monitor.swarm_view import VERSION
+from swarm.monitor.swarm_view import VIEW_VERSION
 from swarm.web.http_server import listen
 from tests.infos import server_info
 from tests.monitor.serving import Monitor, serve
@@ -29,29 +29,29 @@ def test_the_swarm_as_json(monitor: Monitor) -> None:
     assert (reply.status_code, reply.headers["content-type"]) == (200, "application/json")
     assert reply.headers["cache-control"] == "no-store"
     content = reply.json()
-    assert content["version"] == VERSION
+    assert content["version"] == VIEW_VERSION
     assert content["models"][0]["name"] == "org/model"
     assert [block["servers"] for block in content["models"][0]["coverage"]] == [1, 1, 1, 1]
     assert httpx.post(f"{monitor.url}api/v1/swarm").status_code == 405
 
 
 def test_before_the_first_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_routes, "FIRST_LOOK", 0.05)
+    monkeypatch.setattr(http_routes, "FIRST_POLL_TIMEOUT_S", 0.05)
 
     class Slow(DescribedSwarm):
-        async def look(self, remembered):  # a swarm that does not answer
+        async def poll(self, remembered):  # a swarm that does not answer
             await asyncio.Event().wait()
 
     with serve(Slow()) as monitor:
         reply = httpx.get(f"{monitor.url}api/v1/swarm")
         assert reply.status_code == 503
-        assert "not been looked at yet" in reply.json()["error"]["message"]
+        assert "not been read yet" in reply.json()["error"]["message"]
 
 
 def test_the_history_as_json(monitor: Monitor) -> None:
     httpx.get(f"{monitor.url}api/v1/swarm")
     deadline = time.monotonic() + 10
-    while not monitor.watch.history.tracks:
+    while not monitor.poller.history.models:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     content = httpx.get(f"{monitor.url}api/v1/history?hours=1&model=org/model").json()
@@ -66,7 +66,7 @@ def test_the_history_as_json(monitor: Monitor) -> None:
 def test_nonsense_instead_of_hours(monitor: Monitor, hours: str) -> None:
     reply = httpx.get(f"{monitor.url}api/v1/history", params={"hours": hours})
     assert reply.status_code == 400
-    assert reply.json()["error"]["message"] == "hours is a number above 0, up to 24"
+    assert reply.json()["error"]["message"] == "hours must be a number above 0 and at most 24"
 
 
 def events(reply: httpx.Response) -> Iterator[str]:
@@ -84,7 +84,7 @@ def test_the_stream_tells_of_every_change(monitor: Monitor) -> None:
 
 
 def test_a_quiet_stream_gives_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_routes, "KEEP_ALIVE", 0.05)
+    monkeypatch.setattr(http_routes, "KEEP_ALIVE_S", 0.05)
     with serve(DescribedSwarm(), period=1000.0) as monitor:
         with httpx.stream("GET", f"{monitor.url}api/v1/live") as reply:
             assert ": still here" in events(reply)

@@ -11,8 +11,8 @@ from playwright.sync_api import Browser, Page, expect
 
 from swarm.data_structures import ServerState
 from swarm.monitor.dht_source import PollResult
-from swarm.monitor.history import BUCKET, SwarmHistory
-from swarm.monitor.swarm_poller import swarm_view
+from swarm.monitor.history import POINT_INTERVAL_S, SwarmHistory
+from swarm.monitor.swarm_poller import build_swarm_view
 from tests.browser import open_page, picture
 from tests.infos import server_info
 from tests.monitor.serving import Monitor, serve
@@ -172,7 +172,7 @@ def test_the_last_hours_as_a_plot(browser: Browser, tmp_path: Any) -> None:
     for minute in range(300):
         servers = SERVERS[:3] if 100 <= minute < 110 else SERVERS
         look = PollResult((found(12, *servers),))
-        history.add(swarm_view(look, {}, (), now - (300 - minute) * BUCKET, 10.0))
+        history.record(build_swarm_view(look, {}, (), now - (300 - minute) * POINT_INTERVAL_S, 10.0))
     history.write(tmp_path / "history.json")
     with serve(DescribedSwarm(found(12, *SERVERS)), history=tmp_path / "history.json") as monitor:
         with open_page(browser) as page:

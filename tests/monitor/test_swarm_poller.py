@@ -23,7 +23,7 @@ def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(work, PATIENCE))
 
 
-def watch_of(source: DescribedSwarm, period: float = 0.01, **options: Any) -> SwarmPoller:
+def poller_of(source: DescribedSwarm, period: float = 0.01, **options: Any) -> SwarmPoller:
     return SwarmPoller((LOOPBACK,), period=period, source=source, **options)
 
 
@@ -35,35 +35,35 @@ async def until(condition) -> None:
 def test_it_looks_again_and_again_and_listeners_hear_of_it():
     async def scenario() -> None:
         swarm = DescribedSwarm(found(4, server_info(0, 4, "one")), trips={"one": 0.02})
-        watch = watch_of(swarm)
-        await watch.start()
-        seen = await watch.after(0)
+        poller = poller_of(swarm)
+        await poller.start()
+        seen = await poller.wait_for_newer(0)
         while seen.view.models[0].servers[0].round_trip is None:  # it is shown before it is measured
-            seen = await watch.after(seen.number)
+            seen = await poller.wait_for_newer(seen.number)
         assert seen.view.models[0].servers[0].round_trip == 0.02
         assert msgspec.json.decode(seen.data, type=SwarmView) == seen.view
         swarm.found = (found(4, server_info(0, 2, "one")),)
         while seen.view.models[0].complete:
-            seen = await watch.after(seen.number)
+            seen = await poller.wait_for_newer(seen.number)
         assert seen.view.models[0].missing[0].start == 2
-        assert watch.history.tracks["org/model"].points[-1].covered == 2
-        await watch.stop()
+        assert poller.history.models["org/model"].points[-1].covered == 2
+        await poller.stop()
         assert swarm.closed
-        assert await watch.after(0) is None
+        assert await poller.wait_for_newer(0) is None
 
     run(scenario())
 
 
 def test_listeners_are_let_go_at_the_end():
     async def scenario() -> None:
-        watch = watch_of(DescribedSwarm(), period=1000.0)
-        await watch.start()
-        seen = await watch.after(0)
-        listeners = [asyncio.create_task(watch.after(seen.number)) for _ in range(3)]
+        poller = poller_of(DescribedSwarm(), period=1000.0)
+        await poller.start()
+        seen = await poller.wait_for_newer(0)
+        listeners = [asyncio.create_task(poller.wait_for_newer(seen.number)) for _ in range(3)]
         await asyncio.sleep(0)
-        watch.hang_up()
+        poller.end_streams()
         assert await asyncio.gather(*listeners) == [None] * 3
-        await watch.stop()
+        await poller.stop()
 
     run(scenario())
 
@@ -72,20 +72,20 @@ def test_a_swarm_that_cannot_be_reached_is_tried_again_and_what_was_seen_stays(c
     async def scenario() -> None:
         swarm = DescribedSwarm(found(4, server_info(0, 4)))
         swarm.error = PeerUnreachable("none of the initial peers answered")
-        watch = watch_of(swarm)
-        await watch.start()
-        seen = await watch.after(0)
+        poller = poller_of(swarm)
+        await poller.start()
+        seen = await poller.wait_for_newer(0)
         assert (seen.view.problem, seen.view.models) == ("none of the initial peers answered", ())
         swarm.error = None
         while seen.view.problem:
-            seen = await watch.after(seen.number)
+            seen = await poller.wait_for_newer(seen.number)
         assert seen.view.models[0].complete
         swarm.error = RuntimeError("something new")
         while not seen.view.problem:
-            seen = await watch.after(seen.number)
+            seen = await poller.wait_for_newer(seen.number)
         assert "something new" in seen.view.problem
         assert seen.view.models[0].complete
-        await watch.stop()
+        await poller.stop()
 
     run(scenario())
     assert "none of the initial peers answered; trying again" in caplog.text
@@ -95,16 +95,16 @@ def test_models_are_remembered_for_a_while_after_their_last_server():
     async def scenario() -> None:
         clock = [1e9]
         swarm = DescribedSwarm(found(4, server_info(0, 4)), found(2, name="org/never-served"))
-        watch = watch_of(swarm, now=lambda: clock[0])
-        await watch.look()
-        await watch.look()
+        poller = poller_of(swarm, now=lambda: clock[0])
+        await poller.poll()
+        await poller.poll()
         assert [info.name for info in swarm.remembered] == ["org/model"]
         swarm.found = (found(4),)
-        clock[0] += swarm_poller.REMEMBERED - 1
-        assert not (await watch.look()).models[0].complete
+        clock[0] += swarm_poller.MODEL_RETENTION_S - 1
+        assert not (await poller.poll()).models[0].complete
         assert [info.name for info in swarm.remembered] == ["org/model"]
         clock[0] += 2
-        await watch.look()
+        await poller.poll()
         assert swarm.remembered == []
 
     run(scenario())
@@ -112,26 +112,26 @@ def test_models_are_remembered_for_a_while_after_their_last_server():
 
 def test_it_looks_rarely_while_nobody_asks_and_at_once_when_somebody_does(monkeypatch):
     async def scenario() -> None:
-        monkeypatch.setattr(swarm_poller, "IDLE_AFTER", 0.05)
-        monkeypatch.setattr(swarm_poller, "IDLE_PERIOD", 1000.0)
+        monkeypatch.setattr(swarm_poller, "IDLE_AFTER_S", 0.05)
+        monkeypatch.setattr(swarm_poller, "IDLE_PERIOD_S", 1000.0)
         swarm = DescribedSwarm()
-        watch = watch_of(swarm)
-        await watch.start()
-        await until(lambda: time.monotonic() - watch._looked > 0.1 and swarm.looks > 1)  # it sleeps
+        poller = poller_of(swarm)
+        await poller.start()
+        await until(lambda: time.monotonic() - poller._looked > 0.1 and swarm.looks > 1)  # it sleeps
         looks = swarm.looks
-        watch.asked()
+        poller.request_update()
         await until(lambda: swarm.looks > looks)
-        await watch.stop()
+        await poller.stop()
 
     run(scenario())
 
 
 def test_failures_are_tried_again_more_and_more_rarely():
-    watch = watch_of(DescribedSwarm(), period=10.0)
+    poller = poller_of(DescribedSwarm(), period=10.0)
     pauses = []
     for failures in range(5):
-        watch._failures = failures
-        pauses.append(watch._pause())
+        poller._failures = failures
+        pauses.append(poller._pause())
     assert pauses == [10.0, 20.0, 40.0, 60.0, 60.0]
 
 
@@ -139,22 +139,22 @@ def test_the_history_is_kept_over_a_restart(tmp_path):
     path = tmp_path / "history.json"
 
     async def scenario() -> None:
-        first = watch_of(DescribedSwarm(found(4, server_info(0, 4))), history=path)
+        first = poller_of(DescribedSwarm(found(4, server_info(0, 4))), history=path)
         await first.start()
-        await until(lambda: first.history.tracks)
+        await until(lambda: first.history.models)
         await first.stop()
-        second = watch_of(DescribedSwarm(), history=path)
-        assert second.history.tracks == first.history.tracks == SwarmHistory.read(path, time.time()).tracks
+        second = poller_of(DescribedSwarm(), history=path)
+        assert second.history.models == first.history.models == SwarmHistory.read(path, time.time()).models
 
     run(scenario())
 
 
 def test_a_history_that_cannot_be_written_costs_nothing_else(tmp_path, caplog):
     async def scenario() -> None:
-        watch = watch_of(DescribedSwarm(), history=tmp_path / "missing" / "history.json")
-        await watch.start()
-        assert await watch.after(0) is not None
-        await watch.stop()
+        poller = poller_of(DescribedSwarm(), history=tmp_path / "missing" / "history.json")
+        await poller.start()
+        assert await poller.wait_for_newer(0) is not None
+        await poller.stop()
 
     run(scenario())
     assert "the history was not written" in caplog.text
@@ -164,8 +164,8 @@ def test_the_page_does_not_tell_others_this_machines_own_addresses():
     async def scenario() -> None:
         public = "/ip4/8.8.8.8/tcp/31337/p2p/QmPeer"
         for peers, address in (((LOOPBACK,), "ADDRESS"), ((LOOPBACK, public), public)):
-            watch = SwarmPoller(peers, source=DescribedSwarm(found(4)))
-            view = await watch.look()
+            poller = SwarmPoller(peers, source=DescribedSwarm(found(4)))
+            view = await poller.poll()
             assert view.models[0].missing[0].command == f"swarm server org/model --blocks 0:4 --initial-peers {address}"
 
     run(scenario())

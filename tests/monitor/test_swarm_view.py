@@ -10,8 +10,16 @@ from hypothesis import strategies as st
 
 from swarm.data_structures import Mobility, ModelInfo, ServerState
 from swarm.monitor.dht_source import PollResult
-from swarm.monitor.swarm_poller import swarm_view
-from swarm.monitor.swarm_view import MAX_SERVERS, MAX_TEXT, AnnouncedModel, SwarmView, command, model_view, shortened
+from swarm.monitor.swarm_poller import build_swarm_view
+from swarm.monitor.swarm_view import (
+    MAX_SERVERS,
+    MAX_TEXT_LENGTH,
+    AnnouncedModel,
+    SwarmView,
+    build_model_view,
+    serve_command,
+    shorten,
+)
 from tests.infos import server_info
 from tests.monitor.sources import found
 
@@ -43,7 +51,7 @@ def swarms(draw):
 
 @given(swarms())
 def test_what_is_said_of_blocks_follows_from_what_servers_announce(swarm):
-    view = model_view(swarm, {})
+    view = build_model_view(swarm, {})
     excluded = {server.peer_id for server in view.servers if server.excluded}
     online = [s for s in swarm.servers if s.state is ServerState.ONLINE and s.peer_id not in excluded]
     assert all(s.peer_id in excluded for s in swarm.servers if s.state is ServerState.ONLINE and s.revision != "main")
@@ -68,7 +76,7 @@ def test_what_is_said_of_blocks_follows_from_what_servers_announce(swarm):
 
 @given(swarms(), st.dictionaries(st.sampled_from(["peer0", "peer1"]), st.floats(0, 10)))
 def test_the_json_says_all_of_it(swarm, trips):
-    view = swarm_view(PollResult((swarm,), ("absent",), 3), trips, (), 1e9, 10.0)
+    view = build_swarm_view(PollResult((swarm,), ("absent",), 3), trips, (), 1e9, 10.0)
     again = msgspec.json.decode(msgspec.json.encode(view), type=SwarmView, strict=True)
     assert again == view
     assert all(s.round_trip == trips.get(s.peer_id) for s in view.models[0].servers)
@@ -80,7 +88,7 @@ def test_every_fact_of_a_server_is_shown():
         queue_delay=0.25, cache_tokens_free=77, compute_dtype="bfloat16", quantization="int4", version="2.1",
         relayed=True, adapters=("org/pirate",), mobility=Mobility.COOLING,
     )  # fmt: skip
-    (server,) = model_view(found(8, info), {"QmAbcdef": 0.05}).servers
+    (server,) = build_model_view(found(8, info), {"QmAbcdef": 0.05}).servers
     assert (server.peer_id, server.short_id, server.name) == ("QmAbcdef", "…Abcdef", "Ann's laptop")
     assert (server.start, server.end, server.state, server.excluded) == (2, 6, "online", "")
     assert (server.dtype, server.quantization, server.version, server.revision) == ("bfloat16", "int4", "2.1", "main")
@@ -93,14 +101,14 @@ def test_every_fact_of_a_server_is_shown():
 def test_a_liar_does_not_make_a_block_look_quick():
     honest = [server_info(0, 4, f"peer{n}", throughput=40.0) for n in range(5)]
     liar = server_info(2, 4, "liar", throughput=1e9)
-    view = model_view(found(4, *honest, liar), {})
+    view = build_model_view(found(4, *honest, liar), {})
     assert view.coverage[2].throughput < 10 * view.coverage[0].throughput
 
 
 def test_what_others_do_not_use_is_shown_and_does_not_count():
     odd = server_info(0, 2, "odd", digests=("ffffffffffff",) * 2)
     servers = [server_info(0, 2, "one"), server_info(0, 2, "two"), odd, server_info(2, 4, "old", revision="older")]
-    view = model_view(found(4, *servers), {})
+    view = build_model_view(found(4, *servers), {})
     reasons = {server.peer_id: server.excluded for server in view.servers if server.excluded}
     assert set(reasons) == {"odd", "old"}
     assert "weights of block 0" in reasons["odd"]
@@ -110,7 +118,7 @@ def test_what_others_do_not_use_is_shown_and_does_not_count():
 
 def test_what_is_coming_is_said_of_what_is_missing():
     joining = server_info(1, 3, "joining", state=ServerState.JOINING, digests=())
-    (gap,) = model_view(found(4, server_info(0, 1), joining), {}).missing
+    (gap,) = build_model_view(found(4, server_info(0, 1), joining), {}).missing
     assert (gap.start, gap.end, gap.joining) == (1, 4, 1)
     assert gap.command == "swarm server org/model --blocks 1:4 --initial-peers ADDRESS"
 
@@ -133,26 +141,26 @@ def test_what_is_coming_is_said_of_what_is_missing():
     ],
 )
 def test_commands_are_safe_to_copy(model, expected):
-    assert command(model, 1, 3, ["/a", "/b"]) == expected
+    assert serve_command(model, 1, 3, ["/a", "/b"]) == expected
 
 
 @given(st.text(max_size=20))
 def test_no_name_of_a_model_becomes_more_than_one_word(name):
-    found_command = command(name, 1, 3)
+    found_command = serve_command(name, 1, 3)
     assert found_command is None or name == "swarm-demo" or len(shlex.split(found_command)) == 7
 
 
 @given(st.text(max_size=200))
 def test_texts_of_peers_are_printable_and_short(text):
-    shown = shortened(text)
+    shown = shorten(text)
     assert shown.isprintable()
-    assert len(shown) <= MAX_TEXT
-    if text.isprintable() and len(text) <= MAX_TEXT:
+    assert len(shown) <= MAX_TEXT_LENGTH
+    if text.isprintable() and len(text) <= MAX_TEXT_LENGTH:
         assert shown == text
 
 
 def test_what_would_deceive_on_a_terminal():
-    assert shortened("a\x1b[2Jb\u202ec\nd") == "a�[2Jb�c�d"
+    assert shorten("a\x1b[2Jb\u202ec\nd") == "a�[2Jb�c�d"
     info = server_info(
         0,
         1,
@@ -163,7 +171,7 @@ def test_what_would_deceive_on_a_terminal():
         quantization="\t",
         adapters=("\x1b[31m",),
     )
-    view = model_view(found(1, info, name="mo\x1b[2Jdel"), {})
+    view = build_model_view(found(1, info, name="mo\x1b[2Jdel"), {})
     (server,) = view.servers
     texts = (view.name, server.name, server.version, server.dtype, server.quantization, *server.adapters)
     assert all(text.isprintable() for text in texts)
@@ -171,7 +179,7 @@ def test_what_would_deceive_on_a_terminal():
 
 def test_too_many_servers_are_counted_but_not_all_listed():
     servers = [server_info(0, 1, f"peer{n:05d}") for n in range(MAX_SERVERS + 5)]
-    view = model_view(found(1, *servers), {})
+    view = build_model_view(found(1, *servers), {})
     assert (len(view.servers), view.servers_total, view.coverage[0].servers) == (
         MAX_SERVERS,
         MAX_SERVERS + 5,
@@ -184,7 +192,7 @@ def test_a_swarm_is_complete_if_all_of_its_models_are():
     nobody = AnnouncedModel(ModelInfo("org/nobody", 5, "main"), ())
 
     def view(*models, absent=()):
-        return swarm_view(PollResult(models, absent), {}, (), 0.0, 10.0)
+        return build_swarm_view(PollResult(models, absent), {}, (), 0.0, 10.0)
 
     assert view(whole).complete
     assert not view().complete
@@ -197,11 +205,11 @@ def test_a_swarm_is_complete_if_all_of_its_models_are():
 
 def test_names_that_look_the_same_are_shown_once():
     real, fake = found(2, server_info(0, 2), name="model\x07"), found(9, name="model\x1b")
-    (model,) = swarm_view(PollResult((fake, real)), {}, (), 0.0, 10.0).models
+    (model,) = build_swarm_view(PollResult((fake, real)), {}, (), 0.0, 10.0).models
     assert (model.name, model.blocks) == ("model�", 2)
 
 
 def test_equal_blocks_have_no_weakest():
-    assert model_view(found(4, server_info(0, 4)), {}).weakest is None
-    two = model_view(found(4, server_info(0, 4, "a", throughput=4), server_info(0, 3, "b", throughput=3)), {})
+    assert build_model_view(found(4, server_info(0, 4)), {}).weakest is None
+    two = build_model_view(found(4, server_info(0, 4, "a", throughput=4), server_info(0, 3, "b", throughput=3)), {})
     assert two.weakest == 3

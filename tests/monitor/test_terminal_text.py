@@ -9,9 +9,16 @@ from hypothesis import strategies as st
 
 from swarm.data_structures import ServerState
 from swarm.monitor.dht_source import PollResult
-from swarm.monitor.swarm_poller import swarm_view
-from swarm.monitor.swarm_view import model_view
-from swarm.monitor.terminal_text import LEVELS, columns_of, level, number, strip, text
+from swarm.monitor.swarm_poller import build_swarm_view
+from swarm.monitor.swarm_view import build_model_view
+from swarm.monitor.terminal_text import (
+    BAR_CHARACTERS,
+    bar_character,
+    block_strip,
+    display_width,
+    format_number,
+    format_swarm,
+)
 from tests.infos import server_info
 from tests.monitor.sources import found
 
@@ -24,8 +31,8 @@ SERVERS = (
 
 
 def shown(*models, width: int = 100, **look) -> str:
-    return text(
-        swarm_view(PollResult(models, **look), {"QmFirst": 0.0123, "QmSecond": 1.5}, ("/addr",), 0.0, 10.0), width
+    return format_swarm(
+        build_swarm_view(PollResult(models, **look), {"QmFirst": 0.0123, "QmSecond": 1.5}, ("/addr",), 0.0, 10.0), width
     )
 
 
@@ -49,34 +56,36 @@ def test_a_swarm_with_everything_in_it():
         ["not used: it serves revision older, most serve main"],
     ]
     first, second = (line[: line.index("…")] for line in (lines[6], lines[7]))
-    assert columns_of(first) == columns_of(second)
+    assert display_width(first) == display_width(second)
 
 
 def test_nothing_and_trouble():
     assert shown().startswith("No models")
-    assert "gone: nobody of this swarm serves it" in click.unstyle(shown(absent=("gone",)))
+    assert "gone: no server of this swarm serves it" in click.unstyle(shown(absent=("gone",)))
     assert "3 more models are announced" in shown(found(1), left_out=3)
 
 
 def test_a_long_strip_is_broken_into_lines_of_tens():
-    model = model_view(found(126, server_info(0, 126)), {})
-    lines = click.unstyle(strip(model, 60)).split("\n")
+    model = build_model_view(found(126, server_info(0, 126)), {})
+    lines = click.unstyle(block_strip(model, 60)).split("\n")
     assert [line[:4] for line in lines] == ["  0 ", " 50 ", "100 "]
     assert [len(line) - 4 for line in lines] == [50, 50, 26]
 
 
 @given(st.floats(0, 1e9), st.floats(0, 1e9))
 def test_higher_is_quicker(throughput, median):
-    assert LEVELS.index(level(throughput, median)) <= LEVELS.index(level(throughput * 2, median))
-    assert level(median, median) in (LEVELS[4], LEVELS[-1])
+    assert BAR_CHARACTERS.index(bar_character(throughput, median)) <= BAR_CHARACTERS.index(
+        bar_character(throughput * 2, median)
+    )
+    assert bar_character(median, median) in (BAR_CHARACTERS[4], BAR_CHARACTERS[-1])
 
 
 @given(st.floats(0, 1e12))
 def test_numbers_are_short(value):
-    assert abs(float(number(value).replace(",", "")) - value) <= max(0.5, value * 0.005)
+    assert abs(float(format_number(value).replace(",", "")) - value) <= max(0.5, value * 0.005)
 
 
 def test_letters_that_take_two_columns():
-    assert columns_of("日本") == 4
-    assert columns_of(unicodedata.normalize("NFD", "é")) == 1
-    assert columns_of("Ann") == 3
+    assert display_width("日本") == 4
+    assert display_width(unicodedata.normalize("NFD", "é")) == 1
+    assert display_width("Ann") == 3

@@ -41,8 +41,8 @@ def _result_lines(result: SimulationResult, found: SimulationStatistics) -> Iter
     yield from _outage_lines(found.outages, scenario.update_period)
     if found.routes:
         yield (
-            f"Clients: {found.routes} routes planned, {found.hops:.0f} hops and {found.seconds * 1000:.0f} ms per token "
-            f"(medians); {found.outdated} included a server that was gone, {found.unroutable} found no route"
+            f"Clients: {found.routes} routes planned, {found.hops:.0f} hops and {found.seconds * 1000:.0f} ms per "
+            f"token (medians); {found.outdated} included a server that was gone, {found.unroutable} found no route"
         )
 
 

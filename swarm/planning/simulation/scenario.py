@@ -146,9 +146,7 @@ def find_scenario(name: str) -> Scenario:
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
         if name not in _scenario_names():
-            raise ScenarioError(
-                f"no scenario {name!r}; give a .yaml file, or one of {', '.join(_scenario_names())}"
-            )
+            raise ScenarioError(f"no scenario {name!r}; give a .yaml file, or one of {', '.join(_scenario_names())}")
         return parse_scenario((_SCENARIO_FOLDER / f"{name}.yaml").read_bytes())
     return yaml_file.read_file(path, parse_scenario, "scenario", ScenarioError)
 
@@ -172,7 +170,9 @@ def _validate(scenario: Scenario) -> None:
         if event.at > scenario.duration:
             raise ScenarioError(f"events[{index}].at: {event.at:.0f} is after the end at {scenario.duration:.0f}")
         if isinstance(event, LeaveEvent) and not 0 <= event.blocks[0] < event.blocks[1] <= scenario.blocks:
-            raise ScenarioError(f"events[{index}].blocks: {list(event.blocks)} is not a valid range of {scenario.blocks} blocks")
+            raise ScenarioError(
+                f"events[{index}].blocks: {list(event.blocks)} is not a valid range of {scenario.blocks} blocks"
+            )
     _validate_size(scenario)
 
 
