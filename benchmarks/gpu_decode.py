@@ -34,7 +34,7 @@ from swarm.models.execution.session_cache import SessionCache, advance_steps
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy_trials import choose_forward
 from swarm.models.span_loading import load_span
-from swarm.models.weights.quantization import form_on
+from swarm.models.weights.quantization import form_for_device
 
 TARGET = 1.5
 """Times the reading of the weights that a step may take."""
@@ -154,7 +154,7 @@ def measure(
             Span(0, checkpoint.blocks),
             dtype=torch.bfloat16,
             device=device,
-            quant=form_on(device, form),
+            quant=form_for_device(device, form),
         )
         model = choose_forward(model)
         way = str(model.strategy)

@@ -28,7 +28,7 @@ from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from swarm.models.checkpoints.partial_model import resolve_dtype
 from swarm.models.cutting.families import classification_class
 from swarm.models.span_loading import load_span
-from swarm.models.weights.quantization import FORMS
+from swarm.models.weights.quantization import QUANTIZATION_FORMS
 from swarm.models.wire_defaults import default_wire
 from swarm.protocol.compression import warm_up
 from swarm.transport.addresses import parse_peers
@@ -269,8 +269,9 @@ def _quantizations(quant: str | Iterable[str] | None) -> frozenset[str] | None:
     if quant is None:
         return None
     wanted = frozenset([quant] if isinstance(quant, str) else quant)
-    if not wanted or not wanted <= FORMS:
-        raise InvalidOption(f"quant={quant!r} is not one or several of {', '.join(sorted(FORMS))}, or None for all")
+    if not wanted or not wanted <= QUANTIZATION_FORMS:
+        known = ", ".join(sorted(QUANTIZATION_FORMS))
+        raise InvalidOption(f"quant={quant!r} is not one or several of {known}, or None for all")
     return wanted
 
 

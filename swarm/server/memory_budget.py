@@ -15,7 +15,7 @@ from swarm.data_structures import Span
 from swarm.errors import InvalidOption, NotEnoughMemory
 from swarm.models.checkpoints.checkpoint import Checkpoint
 from swarm.models.checkpoints.footprint import MemoryFootprint, memory_footprint
-from swarm.models.weights.quantization import INT8, NF4, NONE, form_on, require_available
+from swarm.models.weights.quantization import INT8, NF4, NONE, form_for_device, require_available
 from swarm.protocol.compression import dtype_name
 from swarm.server.limits import DEFAULT_ADAPTER_SHARE, MAX_DEFAULT_ADAPTER_BYTES, MAX_MEMORY_SHARE
 
@@ -67,7 +67,7 @@ def resolve_quantization(
     Raises `InvalidOption` if this machine cannot compute with it.
     """
     if requested != "auto":
-        form = form_on(device, requested)
+        form = form_for_device(device, requested)
         require_available(form, device)
         logger.info("Weights: %s, as asked for%s", form, " (on a CPU nf4 is int4)" if form != requested else "")
         return form
@@ -81,7 +81,7 @@ def resolve_quantization(
 def _possible_forms(device: torch.device) -> list[str]:
     """From exact to small."""
     forms = [NONE]
-    for form in (INT8, form_on(device, NF4)):
+    for form in (INT8, form_for_device(device, NF4)):
         with suppress(InvalidOption):
             require_available(form, device)
             forms.append(form)

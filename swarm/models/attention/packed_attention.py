@@ -143,28 +143,28 @@ class AttentionExtras:
         return self.softcap is None and self.sinks is None
 
 
-_running = threading.local()
+_active = threading.local()
 
 
-def current_batch() -> PackedBatch:
+def active_batch() -> PackedBatch:
     """The batch that this thread computes. Raises `PackingUnsupported` if there is none."""
-    batch: PackedBatch | None = getattr(_running, "batch", None)
+    batch: PackedBatch | None = getattr(_active, "batch", None)
     if batch is None:
         raise PackingUnsupported("the layers call attention outside of a forward over packed tokens")
     return batch
 
 
-class running_batch:
-    """Context in which the layers that this thread runs belong to `batch`."""
+class ActiveBatch:
+    """A context in which the layers that this thread runs belong to `batch`."""
 
     def __init__(self, batch: PackedBatch) -> None:
         self._batch = batch
 
     def __enter__(self) -> None:
-        _running.batch = self._batch
+        _active.batch = self._batch
 
     def __exit__(self, *error: object) -> None:
-        _running.batch = None
+        _active.batch = None
 
 
 def _attention(
@@ -181,7 +181,7 @@ def _attention(
     if not isinstance(attention_mask, PackedMask) or query.shape[2] != 1:
         raise PackingUnsupported("the layers call attention in an unknown way")
     extra = AttentionExtras(kwargs.get("softcap"), kwargs.get("s_aux"))
-    return current_batch().attend(module, query, key, value.shape[-1], attention_mask, scaling, extra), None
+    return active_batch().attend(module, query, key, value.shape[-1], attention_mask, scaling, extra), None
 
 
 def _mask(*args: Any, mask_function: MaskFunction, **kwargs: Any) -> PackedMask:

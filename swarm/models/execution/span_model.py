@@ -12,7 +12,7 @@ from swarm.data_structures import Span
 from swarm.errors import InvalidSpan
 from swarm.models.adapters.adapter_batch import active_adapters
 from swarm.models.adapters.layer_hooks import AdaptedLayers
-from swarm.models.attention.packed_attention import PackedBatch, running_batch
+from swarm.models.attention.packed_attention import ActiveBatch, PackedBatch
 from swarm.models.attention.padded_kv import PaddedKV
 from swarm.models.execution.cuda_graphs import DecodeGraphs
 from swarm.models.execution.cut_model import CutModel
@@ -53,7 +53,7 @@ class SpanModel:
         self.span = span
         self.digests = digests
         self.hidden_size = hidden_size
-        self.strategy = strategy
+        self._strategy = strategy
         self.adapted = adapted or AdaptedLayers(cut.layers, span.start, hidden_size)
         config: Any = cut.module.config
         self.family: str = config.model_type
@@ -67,6 +67,11 @@ class SpanModel:
             like = torch.empty(0, hidden_size, dtype=self.dtype, device=self.device)
             self.graphs = DecodeGraphs(self.run_packed, strategy.paging, strategy.graph_recorder, like)
         self._narrowed: dict[Span, SpanModel] = {}
+
+    @property
+    def strategy(self) -> ExecutionStrategy:
+        """How it computes."""
+        return self._strategy
 
     @property
     def module(self) -> nn.Module:
@@ -180,7 +185,7 @@ class SpanModel:
     def run_packed(self, hidden_NH: torch.Tensor, positions_N1: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
         """`forward_tokens` for positions that are on the device already. Only in inference mode."""
         traced = self.strategy.traced
-        with running_batch(batch):
+        with ActiveBatch(batch):
             if traced is not None and active_adapters() is None:  # a traced forward knows no adapters
                 output_N1H = traced(hidden_NH.unsqueeze(1), positions_N1)
             else:

@@ -28,11 +28,11 @@ from torch import fx, nn
 from torch.nn import functional
 
 from swarm.models.attention.packed_attention import (
+    ActiveBatch,
     AttentionExtras,
     PackedBatch,
     PackedMask,
-    current_batch,
-    running_batch,
+    active_batch,
 )
 from swarm.models.weights.frozen_linear import FrozenLinear
 
@@ -80,7 +80,7 @@ class _AttentionSite:
     def __call__(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None, width: int
     ) -> torch.Tensor:
-        batch = current_batch()
+        batch = active_batch()
         keys, _ = batch.update(keys, values, self.layer)
         return batch.attend(
             self.module, query, keys, width, self.mask, self.scale, AttentionExtras(self.softcap, sinks)
@@ -160,7 +160,7 @@ class TracedForward:
                 self.model = model
 
             def forward(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-                with running_batch(recorder):
+                with ActiveBatch(recorder):
                     return run(recorder, hidden, positions)
 
         tokens = torch.export.Dim("tokens", min=2, max=1 << 20)

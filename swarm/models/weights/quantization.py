@@ -26,7 +26,7 @@ from swarm.errors import InvalidOption
 from swarm.models.weights.frozen_linear import FrozenLinear, replace_linears
 
 NONE, INT8, NF4, INT4 = "none", "int8", "nf4", "int4"
-FORMS = frozenset({NONE, INT8, NF4, INT4})
+QUANTIZATION_FORMS = frozenset({NONE, INT8, NF4, INT4})
 
 INT4_GROUP_SIZE = 64
 """Weights that share a scale and an offset in int4."""
@@ -38,7 +38,7 @@ LLM_INT8_INPUT_THRESHOLD = 6.0
 """LLM.int8 multiplies inputs beyond it in 16 bits."""
 
 
-def form_on(device: torch.device, requested: str) -> str:
+def form_for_device(device: torch.device, requested: str) -> str:
     """The form in which `requested` ("none", "int8" or "nf4") is held on a device: 4 bits on a CPU are int4."""
     return INT4 if requested == NF4 and device.type != "cuda" else requested
 
@@ -112,10 +112,10 @@ def require_available(form: str, device: torch.device) -> None:
         raise InvalidOption("--quant int8: this version of torch has no 8-bit products on CPUs; use none")
 
 
-class _WeightOnly(FrozenLinear):
+class _WeightOnlyLinear(FrozenLinear):
     """A linear layer on the CPU with packed weights: a kernel for few tokens, unpacking by parts for many."""
 
-    KERNEL_TOKENS: int
+    MAX_KERNEL_TOKENS: int
     """The largest batch for which the kernel on packed weights is faster."""
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -124,49 +124,49 @@ class _WeightOnly(FrozenLinear):
 
     def product(self, inputs: torch.Tensor) -> torch.Tensor:
         tokens = inputs.reshape(-1, self.in_features).to(torch.bfloat16).contiguous()
-        kernel = len(tokens) <= self.KERNEL_TOKENS
-        result = (self._kernel(tokens) if kernel else self._by_parts(tokens)).to(inputs.dtype)
+        kernel = len(tokens) <= self.MAX_KERNEL_TOKENS
+        result = (self._multiply_packed(tokens) if kernel else self._multiply_by_parts(tokens)).to(inputs.dtype)
         if self.bias is not None:
             result += self.bias
         return result.view(*inputs.shape[:-1], self.out_features)
 
     def dense(self) -> torch.Tensor:
-        return torch.cat([self._part(start, end) for start, end in self._bounds()]).to(self.dtype)
+        return torch.cat([self._unpack_part(start, end) for start, end in self._part_bounds()]).to(self.dtype)
 
-    def _by_parts(self, tokens: torch.Tensor) -> torch.Tensor:
+    def _multiply_by_parts(self, tokens: torch.Tensor) -> torch.Tensor:
         result = tokens.new_empty(len(tokens), self.out_features)
-        for start, end in self._bounds():
-            self._multiply(tokens, start, end, result[:, start:end])
+        for start, end in self._part_bounds():
+            self._multiply_part(tokens, start, end, result[:, start:end])
         return result
 
-    def _bounds(self) -> Iterable[tuple[int, int]]:
+    def _part_bounds(self) -> Iterable[tuple[int, int]]:
         rows = max(64, UNPACKED_PART_WEIGHTS // self.in_features // 64 * 64)
         return ((start, min(start + rows, self.out_features)) for start in range(0, self.out_features, rows))
 
-    def _kernel(self, tokens: torch.Tensor) -> torch.Tensor:
+    def _multiply_packed(self, tokens: torch.Tensor) -> torch.Tensor:
         """`[tokens, in]` to `[tokens, out]`, bfloat16, without bias."""
         raise NotImplementedError
 
-    def _part(self, start: int, end: int) -> torch.Tensor:
+    def _unpack_part(self, start: int, end: int) -> torch.Tensor:
         """Rows [start, end) of the weight in bfloat16; `start` is a multiple of 64."""
         raise NotImplementedError
 
-    def _multiply(self, tokens: torch.Tensor, start: int, end: int, result: torch.Tensor) -> None:
+    def _multiply_part(self, tokens: torch.Tensor, start: int, end: int, result: torch.Tensor) -> None:
         """Write the products of tokens and rows [start, end) of the weight to `result`, `[tokens, end - start]`."""
         raise NotImplementedError
 
 
-class Int8Linear(_WeightOnly):
+class Int8Linear(_WeightOnlyLinear):
     """8 bits a weight, symmetric, one scale an output."""
 
-    KERNEL_TOKENS = 12
+    MAX_KERNEL_TOKENS = 12
 
     @torch.no_grad()
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear)
         values = torch.empty_like(linear.weight, dtype=torch.int8)
         scales = torch.empty(self.out_features, dtype=torch.bfloat16)
-        for start, end in self._bounds():
+        for start, end in self._part_bounds():
             weight = linear.weight[start:end].to(torch.float32, copy=True)
             # Rounded first, so that what the kernel multiplies by is what the values were divided by.
             scales[start:end] = (weight.abs().amax(dim=1) / 127).clamp_(min=1e-12)
@@ -175,22 +175,22 @@ class Int8Linear(_WeightOnly):
         self.values = nn.Parameter(values, requires_grad=False)
         self.scales = nn.Parameter(scales, requires_grad=False)
 
-    def _kernel(self, tokens: torch.Tensor) -> torch.Tensor:
+    def _multiply_packed(self, tokens: torch.Tensor) -> torch.Tensor:
         return cast(torch.Tensor, torch.ops.aten._weight_int8pack_mm.default(tokens, self.values, self.scales))
 
-    def _part(self, start: int, end: int) -> torch.Tensor:
+    def _unpack_part(self, start: int, end: int) -> torch.Tensor:
         return self.values[start:end].to(torch.bfloat16).mul_(self.scales[start:end].unsqueeze(1))
 
-    def _multiply(self, tokens: torch.Tensor, start: int, end: int, result: torch.Tensor) -> None:
+    def _multiply_part(self, tokens: torch.Tensor, start: int, end: int, result: torch.Tensor) -> None:
         torch.mul(
             functional.linear(tokens, self.values[start:end].to(tokens.dtype)), self.scales[start:end], out=result
         )
 
 
-class Int4Linear(_WeightOnly):
+class Int4Linear(_WeightOnlyLinear):
     """4 bits a weight, asymmetric, one scale and one offset (bfloat16) for each group of `INT4_GROUP_SIZE` weights."""
 
-    KERNEL_TOKENS = 64
+    MAX_KERNEL_TOKENS = 64
 
     @torch.no_grad()
     def __init__(self, linear: nn.Linear) -> None:
@@ -198,7 +198,7 @@ class Int4Linear(_WeightOnly):
         groups = self.in_features // INT4_GROUP_SIZE
         values = torch.empty(self.out_features, self.in_features // 2, dtype=torch.uint8)
         scales_GO2 = torch.empty(groups, self.out_features, 2, dtype=torch.bfloat16)
-        for start, end in self._bounds():  # torch packs blocks of 64 rows, so parts can be packed alone
+        for start, end in self._part_bounds():  # torch packs blocks of 64 rows, so parts can be packed alone
             weight_OGK = (
                 linear.weight[start:end].to(torch.float32, copy=True).view(end - start, groups, INT4_GROUP_SIZE)
             )
@@ -211,22 +211,22 @@ class Int4Linear(_WeightOnly):
         self.values = nn.Parameter(values, requires_grad=False)
         self.scales = nn.Parameter(scales_GO2, requires_grad=False)
 
-    def _kernel(self, tokens: torch.Tensor) -> torch.Tensor:
+    def _multiply_packed(self, tokens: torch.Tensor) -> torch.Tensor:
         multiply = torch.ops.aten._weight_int4pack_mm_for_cpu.default
         return cast(torch.Tensor, multiply(tokens, self.values, INT4_GROUP_SIZE, self.scales))
 
-    def _part(self, start: int, end: int) -> torch.Tensor:
-        return torch.cat([block.transpose(1, 2).flatten(0, 1) for block in self._blocks(start, end)])
+    def _unpack_part(self, start: int, end: int) -> torch.Tensor:
+        return torch.cat([block.transpose(1, 2).flatten(0, 1) for block in self._unpack_blocks(start, end)])
 
-    def _multiply(self, tokens: torch.Tensor, start: int, end: int, result: torch.Tensor) -> None:
+    def _multiply_part(self, tokens: torch.Tensor, start: int, end: int, result: torch.Tensor) -> None:
         done = 0
-        for weight_BIR in self._blocks(start, end):
+        for weight_BIR in self._unpack_blocks(start, end):
             blocks, _, rows = weight_BIR.shape
             place = result[:, done : done + blocks * rows].unflatten(1, (blocks, rows))
             place.copy_((tokens @ weight_BIR).transpose(0, 1))
             done += blocks * rows
 
-    def _blocks(self, start: int, end: int) -> Iterator[torch.Tensor]:
+    def _unpack_blocks(self, start: int, end: int) -> Iterator[torch.Tensor]:
         """Rows [start, end) of the weight as they are packed, `[blocks, in, rows of a block]` in bfloat16.
 
         They are multiplied as they lie: to transpose them takes longer than to unpack them.

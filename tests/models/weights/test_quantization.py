@@ -30,7 +30,7 @@ from swarm.models.weights.quantization import (
     BitsAndBytesLinear,
     Int4Linear,
     Int8Linear,
-    form_on,
+    form_for_device,
     quantizable,
     quantize,
     quantized_bytes,
@@ -113,7 +113,7 @@ def test_both_ways_of_multiplying_agree(kind, out, into, monkeypatch):
     monkeypatch.setattr(quantization, "UNPACKED_PART_WEIGHTS", 64 * into)
     results = []
     for limit in (0, 100):
-        monkeypatch.setattr(type(layer), "KERNEL_TOKENS", limit)
+        monkeypatch.setattr(type(layer), "MAX_KERNEL_TOKENS", limit)
         results.append(layer(inputs))
     assert error(results[0], results[1]) <= ROUNDING
 
@@ -165,7 +165,7 @@ from swarm.models.weights.quantization import INT4_GROUP_SIZE as GROUP, Int4Line
 for kind in (Int8Linear, Int4Linear):
     layer = kind(nn.Linear(GROUP, 176, bias=False, dtype=torch.bfloat16))
     eye = torch.eye(GROUP, dtype=torch.bfloat16)
-    few, many = layer._kernel(eye), layer._by_parts(eye)
+    few, many = layer._multiply_packed(eye), layer._multiply_by_parts(eye)
     assert (few - layer.dense().T).norm() <= {ROUNDING} * few.norm(), kind
     assert (few - many).norm() <= {ROUNDING} * few.norm(), kind
 """
@@ -187,9 +187,9 @@ def test_devices_without_kernels_are_refused():
 
 
 def test_nf4_is_called_what_it_is():
-    assert form_on(CPU, NF4) == INT4
-    assert form_on(torch.device("cuda"), NF4) == NF4
-    assert form_on(CPU, INT8) == INT8
+    assert form_for_device(CPU, NF4) == INT4
+    assert form_for_device(torch.device("cuda"), NF4) == NF4
+    assert form_for_device(CPU, INT8) == INT8
 
 
 @pytest.mark.parametrize("form", [INT8, INT4, NF4])
