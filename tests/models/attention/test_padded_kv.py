@@ -1,4 +1,4 @@
-"""The rectangle of keys and values against a plain concatenation."""
+"""The padded keys and values against a plain concatenation."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_rollback_overwrites():
     assert torch.equal(all_values, torch.cat([values[:, :, :4], other_values], dim=2))
 
 
-def test_rollback_mends_layers_that_a_failed_forward_left_behind():
+def test_rollback_repairs_layers_that_a_failed_forward_left_behind():
     cache, _ = filled(rows=1, slots=3)
     cache.update(*states(rows=1, slots=2), 0)  # the forward failed before layer 1
     cache.truncate(3)
@@ -92,7 +92,7 @@ def test_assembling_before_the_first_step_gives_an_empty_cache():
     assert torch.equal(cache.update(keys, values, 1)[0], keys)
 
 
-def test_assembled_rows_are_copies():
+def test_assembled_sequences_are_copies():
     cache, [(keys, _), _] = filled(rows=1, slots=3)
     copied = PaddedKV.from_slices([PaddedSlice(cache, 0, 0, 3)] * 2)
     cache.layers[0].keys.zero_()
@@ -112,7 +112,7 @@ def test_assemble_keeps_the_numbers_of_the_layers(first):
 
 @st.composite
 def pieces(draw) -> list[tuple[int, int, int, int]]:
-    """(cache, row, pad, length) of rows to put together; the caches have 2 rows of 5, 70 and 9 slots."""
+    """(cache, row, pad, length) of sequences to put together; the caches have 2 sequences of 5, 70 and 9 slots."""
     chosen = []
     for _ in range(draw(st.integers(1, 4))):
         number = draw(st.integers(0, 2))

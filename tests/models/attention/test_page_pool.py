@@ -1,4 +1,4 @@
-"""The pool of pages: who holds what, how it grows, and what is left of it when memory ends."""
+"""The pool of pages: what is held, how it grows, and that it stays consistent when memory runs out."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_layer_that_comes_late_has_room_for_all_pages():
 
 
 @pytest.mark.parametrize("calls", range(8))
-def test_memory_that_ends_while_the_pool_grows_leaves_it_consistent(monkeypatch, calls):
+def test_memory_that_runs_out_while_the_pool_grows_leaves_it_consistent(monkeypatch, calls):
     """Whichever storage it is that finds no memory. Both attempts fail, unless it is the last one of the first."""
     pool = written(3)
     before = pool.allocate(3)
@@ -155,7 +155,7 @@ def test_a_pool_that_cannot_grow_by_steps_grows_by_what_is_needed(monkeypatch):
     assert pool.page_count == 3
 
 
-def test_a_lease_ends_when_nobody_has_it_any_more():
+def test_a_lease_ends_with_its_last_reference():
     pool = written()
     one, other = PageLease(pool, (tuple(pool.allocate(2)), ())), PageLease(pool, (tuple(pool.allocate(3)),))
     assert pool.in_use == 5

@@ -1,4 +1,4 @@
-"""What a batch's rows come to for the kernel, and which masks it can be told."""
+"""How the kernel is told of a batch's sequences, and which masks it supports."""
 
 from __future__ import annotations
 

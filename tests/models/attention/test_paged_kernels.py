@@ -20,7 +20,7 @@ def integers(*values: object) -> torch.Tensor:
 
 @st.composite
 def batches(draw):
-    """Rows of any lengths, their pages in any order, some of them shared."""
+    """Sequences of any lengths, their pages in any order, some of them shared."""
     page, shared, group, dim = (draw(st.integers(1, 4)), draw(st.integers(1, 2)), draw(st.integers(1, 3)), 4)
     lengths = draw(st.lists(st.integers(1, 11), min_size=1, max_size=4))
     news = [draw(st.integers(1, length)) for length in lengths]
@@ -60,7 +60,7 @@ def bounds_of(news):
 
 
 @given(batches())
-def test_every_token_sees_its_row_up_to_itself_as_far_as_the_window(batch):
+def test_every_token_sees_its_sequence_up_to_itself_as_far_as_the_window(batch):
     query, keys, values, news, lengths, table, window = batch
     output = reference_kernel(
         query,
@@ -81,7 +81,7 @@ def test_every_token_sees_its_row_up_to_itself_as_far_as_the_window(batch):
 
 
 def call(**changes):
-    """Two rows of 3 and 5 positions that bring 1 and 2 tokens, unless changed."""
+    """Two sequences of 3 and 5 positions that bring 1 and 2 tokens, unless changed."""
     arguments = {
         "query": torch.randn(3, 4, 8),
         "key": torch.randn(6, 2, 2, 8),
@@ -100,8 +100,8 @@ def call(**changes):
     return reference_kernel(**arguments)
 
 
-def test_what_lies_behind_a_row_is_not_read():
-    """Somebody else's infinities, for instance."""
+def test_what_lies_behind_a_sequence_is_not_read():
+    """Infinities of another session, for instance."""
     key, value = torch.randn(6, 2, 2, 8), torch.randn(6, 2, 2, 8)
     query = torch.randn(3, 4, 8)
     expected = call(query=query, key=key, value=value)
@@ -146,7 +146,7 @@ def wrong(**forced):
 
 
 def only_the_first_row(*args, **kwargs):
-    """As FlashAttention 2 does where it divides rows (pytorch issue 194167)."""
+    """As FlashAttention 2 does where it divides sequences (pytorch issue 194167)."""
     output = reference_kernel(*args, **kwargs)
     output[int(args[3][1]) :] = math.nan
     return output

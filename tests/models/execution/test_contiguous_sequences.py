@@ -1,4 +1,4 @@
-"""Tokens of several sessions in one forward, against each session's rows computed alone and without a cache."""
+"""Tokens of several sessions in one forward, against each session's sequences computed alone and without a cache."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def test_batches_of_like_size_share_a_recording(model, recorder):
     assert recorder.made == 3
 
 
-def test_what_is_no_decode_step_or_too_large_is_computed_plainly(model, recorder):
+def test_a_batch_that_is_too_large_or_has_longer_steps_is_not_replayed(model, recorder):
     cache = decode(model, 1, 3)
     made, replayed = recorder.made, recorder.replayed
     cache.step(torch.randn(2, HIDDEN), StepLayout((4,), (2,)))  # candidates of speculation
@@ -144,7 +144,7 @@ def test_what_is_no_decode_step_or_too_large_is_computed_plainly(model, recorder
     assert (recorder.made, recorder.replayed) == (made, replayed)
 
 
-def test_a_pool_that_moved_is_recorded_anew(model, recorder):
+def test_a_pool_that_moved_is_recorded_again(model, recorder):
     """The old recordings would write to where it was."""
     cache = decode(model, 2, 2)
     made, moves = recorder.made, model.strategy.paging.pool.relocations
@@ -157,8 +157,8 @@ def test_a_pool_that_moved_is_recorded_anew(model, recorder):
         assert not torch.equal(before, keys), "the new token went elsewhere"
 
 
-def test_recording_writes_to_no_row(model):
-    """The page that belongs to nobody takes what the warm-up and the rows that fill a batch write."""
+def test_recording_writes_to_no_sequence(model):
+    """The warm-up and the sequences that fill up a batch write to the scratch page."""
     cache = decode(model, 5, 4, steps=0)
     held = [page for table in cache._storage.lease.tables for page in table]
     before = [keys[held].clone() for keys, _ in model.strategy.paging.pool.layers.values()]
@@ -177,7 +177,7 @@ def test_outputs_are_not_overwritten_by_the_next_replay(model):
     assert torch.equal(first, kept)
 
 
-def test_where_recording_fails_everything_is_computed_plainly(tmp_path_factory, caplog):
+def test_if_recording_fails_nothing_is_replayed(tmp_path_factory, caplog):
     model = load_in_pages("llama", tmp_path_factory, PAGE)
     calls = []
 
@@ -263,7 +263,7 @@ def is_plain(model: SpanModel) -> bool:
     return (model.strategy.forward, model.strategy.graph_recorder, model.graphs) == ("plain", None, None)
 
 
-def test_what_is_written_down_as_a_constant_is_found_out(tmp_path_factory, monkeypatch):
+def test_what_is_recorded_as_a_constant_is_found_out(tmp_path_factory, monkeypatch):
     """A recording repeats what it did the first time. A family that reads a position in Python would be wrong."""
     model = load_in_pages("llama", tmp_path_factory, PAGE)
     run = SpanModel.run_modules

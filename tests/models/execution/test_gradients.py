@@ -1,4 +1,4 @@
-"""Gradients through a span against torch's own autograd through the plain transformers model, one row at a time."""
+"""Gradients through a span against torch's own autograd through the plain transformers model, sequence by sequence."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ torch.set_num_threads(1)
 SPAN, HIDDEN = Span(1, 4), 32
 TOLERANCE = 1e-4
 LAYOUT = StepLayout((0, 0, 0, 0), (5, 9, 0, 2), None, (0, 2, 0, 1))
-"""Rows of different lengths, longer than the zoo's windows and shorter than the prompts, and one without tokens."""
+"""Sequences of different lengths, longer than the zoo's windows and shorter than the prompts, one without tokens."""
 
 FAMILIES = (*JUDGED, "gemma2", "gpt_oss", "deepseek_v3", "falcon_alibi", "gpt_neox")
 """Those that have to be exact, and soft caps, sinks, latents, multi-head alibi and parallel layers."""
@@ -173,7 +173,7 @@ def test_nothing_is_left_behind(llama):
 
 
 def test_what_an_adapter_does_not_reach_has_no_gradient(llama):
-    """The last row is shorter than the prompt, and nothing comes back from its outputs."""
+    """The last sequence is shorter than the prompt, and nothing comes back from its outputs."""
     _, model = llama
     layout = StepLayout((0,), (2,))
     found = compute_gradients(model, drawn(model, 1, layout), drawn(model, 2, layout), layout, make_adapter(model))
@@ -185,7 +185,7 @@ def test_what_an_adapter_does_not_reach_has_no_gradient(llama):
 
 @pytest.mark.parametrize(("graph", "runs"), [(1, 3 * 2), (7 * 24 * 3 * HIDDEN * 4, 3 + 1), (1 << 29, 1)])
 def test_how_much_is_remembered_does_not_change_the_result(llama, graph, runs, monkeypatch):
-    """Rows one by one and all blocks computed again; only the row of nine; everything at once."""
+    """Sequences one by one and all blocks computed again; only the sequence of nine; everything at once."""
     _, model = llama
     inputs, ends, adapter = drawn(model, 1), drawn(model, 2), make_adapter(model)
     expected = all_of(compute_gradients(model, inputs, ends, LAYOUT, adapter))

@@ -1,4 +1,4 @@
-"""Rows in pages: what a step does to the pages of its rows, and whole models against the slow layout."""
+"""Sequences in pages: what a step does to their pages, and whole models against the padded layout."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PAGE = 3
 
 
 class Paper:
-    """Rows whose positions hold numbers instead of keys and values, and what a step writes there."""
+    """Sequences whose positions hold numbers instead of keys and values, and what a step writes there."""
 
     def __init__(self, pool: PagePool) -> None:
         self.pool = pool
@@ -55,7 +55,7 @@ def pool_of_numbers() -> PagePool:
 
 @given(st.data())
 @settings(max_examples=300)
-def test_any_steps_of_any_sessions_leave_each_row_what_it_was_given(data):
+def test_any_steps_of_any_sessions_leave_each_sequence_what_it_was_given(data):
     """Steps that are committed, and steps that write some of their tokens and are given up then."""
     pool, number = pool_of_numbers(), 0
     sessions = [Paper(pool) for _ in range(data.draw(st.integers(1, 3)))]
@@ -92,7 +92,7 @@ def test_any_steps_of_any_sessions_leave_each_row_what_it_was_given(data):
 
 
 def tables_of(*lengths: int) -> tuple[tuple[int, ...], ...]:
-    """Rows that share nothing."""
+    """Sequences that share nothing."""
     pages = iter(range(1, 100))
     return tuple(tuple(next(pages) for _ in range(-(-length // 256))) for length in lengths)
 
@@ -110,7 +110,7 @@ def test_a_token_more_takes_a_page_only_where_the_last_one_is_full():
     assert not other.overwrites
 
 
-def test_copies_of_a_row_share_its_full_pages():
+def test_copies_of_a_sequence_share_its_full_pages():
     tables = tables_of(600)
     plans = plan_pages(tables, (600,), StepLayout((600,) * 3, (1,) * 3, (0,) * 3), 256, once)
     assert [one.kept for one in plans] == [tables[0], tables[0][:2], tables[0][:2]]
@@ -118,16 +118,16 @@ def test_copies_of_a_row_share_its_full_pages():
     assert [one.fresh for one in plans] == [0, 1, 1]
 
 
-def test_a_page_that_another_row_of_the_step_needs_is_not_written_to():
-    """Also where that row comes later."""
+def test_a_page_that_another_sequence_of_the_step_needs_is_not_written_to():
+    """Also where that sequence comes later."""
     tables = tables_of(600)
     short, long = plan_pages(tables, (600,), StepLayout((100, 600), (1, 1), (0, 0)), 256, once)
     assert (short.kept, short.copied, short.fresh) == ((), tables[0][0], 1)
     assert (long.kept, long.copied, long.fresh) == (tables[0], None, 0)
 
 
-def test_a_page_whose_beginning_another_row_of_the_step_needs_is_not_written_to():
-    """Not even by a row that has copied what it needs: the step may fail, and come again."""
+def test_a_page_whose_beginning_another_sequence_of_the_step_needs_is_not_written_to():
+    """Not even by a sequence that has copied what it needs: the step may fail and be sent again."""
     tables = tables_of(50)
     anew, on = plan_pages(tables, (50,), StepLayout((0, 50), (1, 1), (0, 0)), 256, once)
     assert (anew.kept, anew.copied, anew.fresh) == ((), None, 1)
@@ -140,7 +140,7 @@ def test_a_page_that_others_hold_is_not_written_to():
     assert (one.kept, one.copied, one.fresh) == (tables[0][:1], tables[0][1], 1)
 
 
-def test_a_row_that_is_set_back_goes_on_in_its_own_pages():
+def test_a_sequence_that_is_rolled_back_continues_in_its_own_pages():
     tables = tables_of(600)
     (one,) = plan_pages(tables, (600,), StepLayout((400,), (5,)), 256, once)
     assert (one.kept, one.copied, one.fresh, one.overwrites) == (tables[0][:2], None, 0, True)
@@ -166,7 +166,7 @@ IN_STORES = {"gemma2", "gpt_oss", "deepseek_v3", "falcon_alibi"}
 
 
 class Pair:
-    """A session in pages, and the same one in rectangles. Steps are computed in portions, with those of others."""
+    """A session in pages, and the same one padded. Steps are computed in portions, with those of others."""
 
     def __init__(self, model: SpanModel, slow_model: SpanModel, seed: int) -> None:
         self.cache, self.slow = SessionCache(model), SessionCache(slow_model)
@@ -197,7 +197,7 @@ class Pair:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_any_schedule_in_pages_is_as_in_rectangles(family, tmp_path_factory):
+def test_any_schedule_in_pages_gives_what_padded_sequences_give(family, tmp_path_factory):
     model = load_in_pages(family, tmp_path_factory, PAGE)
     reference = load_like(model)
     assert (model.strategy.paging is None) == (family in IN_STORES)
@@ -266,7 +266,7 @@ def test_what_a_session_holds_ends_with_it(llama):
     assert pool.in_use == 0
 
 
-def test_rows_that_are_left_out_give_their_pages_back(llama):
+def test_sequences_that_are_left_out_give_their_pages_back(llama):
     pool, cache = llama.strategy.paging.pool, SessionCache(llama)
     step(cache, 7, 7)
     cache.step(torch.randn(1, HIDDEN), StepLayout((7,), (1,)))

@@ -1,4 +1,4 @@
-"""A session's cache against a reference that has none: it computes each row's whole history again, alone."""
+"""A session's cache against a reference that has none: it computes each sequence's whole history again, alone."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def load(family: str, factory, *, packed: bool = True, layout: str = "auto") -> 
 
 
 def load_in_pages(family: str, factory, page: int) -> SpanModel:
-    """Small pages, so that tiny rows have many."""
+    """Small pages, so that tiny sequences have many."""
     model = load(family, factory, layout="paged")
     paging = model.strategy.paging
     if paging is None:
@@ -131,7 +131,7 @@ def close(output: torch.Tensor, expected: torch.Tensor) -> None:
 
 @st.composite
 def layouts(draw, lengths: Sequence[int], offsets: Sequence[int] = ()) -> StepLayout:
-    """Any step that a session with rows of these lengths may get.
+    """Any step that a session with sequences of these lengths may get.
 
     A row keeps its offset as long as it lives, as a client's padding does. Outputs then do not depend on it; they do if
     a row is computed with the offset of another one.
@@ -144,7 +144,7 @@ def layouts(draw, lengths: Sequence[int], offsets: Sequence[int] = ()) -> StepLa
     else:
         rows = draw(st.integers(1, MAX_ROWS))
         known = [*lengths, *[0] * rows][:rows]
-    together = draw(st.booleans())  # the ordinary case: nobody is rolled back
+    together = draw(st.booleans())  # the ordinary case: nothing is rolled back
     starts = tuple(length if together else draw(st.integers(0, length)) for length in known)
     same = draw(st.none() | st.integers(1, MAX_COUNT))
     counts = tuple(same if same is not None else draw(st.integers(0, MAX_COUNT)) for _ in range(rows))
@@ -200,7 +200,7 @@ def step_that_fails(both: Both, layout: StepLayout, calls: int, late: bool, pack
 @given(st.data())
 @settings(slow, max_examples=100)
 def test_a_step_that_fails_leaves_nothing_wrong_behind(llama, data):
-    """It can be sent again, and if it is not, no row silently holds what it brought."""
+    """It can be sent again, and if it is not, no sequence silently holds what it brought."""
     both = Both(llama)
     for _ in range(data.draw(st.integers(1, MAX_STEPS))):
         layout = data.draw(layouts(both.lengths, both.offsets))
@@ -226,7 +226,7 @@ def test_a_step_that_fails_leaves_nothing_wrong_behind(llama, data):
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_failed_step_changes_no_row_and_can_be_sent_again(llama, late):
+def test_a_failed_step_changes_no_sequence_and_can_be_sent_again(llama, late):
     both = Both(llama)
     both.append(3, 5)
     layout = StepLayout((3, 5), (1, 1))
@@ -249,7 +249,7 @@ def test_a_failed_rollback_does_not_leave_the_new_tokens_in_the_old_place(llama)
 
 
 def test_a_copy_does_not_follow_its_original(llama):
-    """One rectangle must not be written to by two rows, also where they are computed one after the other."""
+    """One rectangle must not be written to by two sequences, also where they are computed one after the other."""
     both = Both(llama)
     both.append(4)
     both.step(StepLayout((4, 4), (2, 1), (0, 0)))
@@ -278,7 +278,7 @@ def test_beams_that_change_places(llama):
         both.step(StepLayout(tuple(both.lengths[source] for source in sources), (1, 1, 1), sources))
 
 
-def test_rows_that_are_added_and_left_out(llama):
+def test_sequences_that_are_added_and_left_out(llama):
     both = Both(llama)
     both.append(3)
     both.append(1, 4)
@@ -341,8 +341,8 @@ def held(model: SpanModel) -> int:
     return sum(one.shape[0] * one.shape[2] for one in keys)
 
 
-def test_rows_that_stop_one_by_one_do_not_hold_the_memory_of_all(llama):
-    """The accountant counts each row once; a batch whose rows end one after the other must not take rows² / 2."""
+def test_sequences_that_stop_one_by_one_do_not_hold_the_memory_of_all(llama):
+    """Each sequence is counted once, so a batch whose sequences end one by one must not take sequences² / 2."""
     rows, elsewhere = 16, held(llama)
     cache = SessionCache(llama)
     cache.step(torch.randn(rows, HIDDEN), StepLayout((0,) * rows, (1,) * rows))
@@ -354,7 +354,7 @@ def test_rows_that_stop_one_by_one_do_not_hold_the_memory_of_all(llama):
 
 
 def test_a_session_that_is_cleared_holds_nothing(llama):
-    """Also where a step of it is being computed, and somebody keeps the session."""
+    """Also where a step of it is being computed, and something still refers to the session."""
     elsewhere = held(llama)
     cache = SessionCache(llama)
     cache.step(torch.randn(5, HIDDEN), StepLayout((0, 0), (3, 2)))
@@ -398,7 +398,7 @@ def test_a_forward_without_a_session(llama, counts):
 
 
 def test_a_ragged_forward_computes_little_more_than_its_tokens(tmp_path_factory, monkeypatch):
-    """Padding one long row and many short ones to a rectangle would take memory that nobody has accounted for."""
+    """Padding one long sequence and many short ones to a rectangle would take memory that is not accounted for."""
     llama = load("llama", tmp_path_factory, packed=False)
     slots = []
     forward = llama.forward

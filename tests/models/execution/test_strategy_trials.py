@@ -1,4 +1,4 @@
-"""Which layout is chosen for a model's rows, and that it is tried before it is used."""
+"""Which layout is chosen for a model, and that it is tried before it is used."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def ignores_windows(*args, **kwargs):
 
 
 def forgets(*args, **kwargs):
-    """Everything beyond the first page, which shows in long rows alone."""
+    """Everything beyond the first page, which shows in long sequences alone."""
     lengths = kwargs["seqused_k"].clamp(max=PAGE_POSITIONS)
     return reference_kernel(*args, **kwargs) if (lengths == kwargs["seqused_k"]).all() else torch.zeros_like(args[0])
 
 
 @pytest.mark.parametrize("kernel", [refuses, ignores_windows, forgets])
 def test_a_kernel_that_does_not_do_what_it_should_is_not_used(model, kernel, monkeypatch):
-    """Also where this model is computed right with it, until one with a window, or a longer row, comes."""
+    """Also where this model is computed right with it, until one with a window, or a longer sequence, comes."""
     monkeypatch.setattr(strategy_trials, "candidate_kernels", lambda device: (kernel,))
     assert choose_layout(model, "paged").strategy == ExecutionStrategy("contiguous")
     monkeypatch.setattr(strategy_trials, "candidate_kernels", lambda device: (kernel, reference_kernel))
@@ -68,7 +68,7 @@ def test_a_kernel_that_does_not_do_what_it_should_is_not_used(model, kernel, mon
     assert paging.kernel is reference_kernel
 
 
-def test_a_torch_without_such_a_kernel_keeps_rows_in_stores(model, monkeypatch):
+def test_without_a_kernel_sequences_are_contiguous(model, monkeypatch):
     def missing(device):
         raise ImportError("no module named torch.nn.attention.varlen")
 
@@ -89,7 +89,7 @@ def test_by_itself_a_model_is_in_pages_on_a_gpu_in_16_bits(model, monkeypatch, d
     assert [one.strategy.layout for one in tried] == (["contiguous"] if paged else [])
 
 
-def test_rows_are_no_longer_tried_than_a_model_has_positions(model, monkeypatch):
+def test_trials_stay_within_a_models_table_of_positions(model, monkeypatch):
     """A position beyond a table would end a GPU's process."""
     tried = []
     schedule = strategy_trials._run_schedule

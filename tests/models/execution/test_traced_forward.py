@@ -77,7 +77,7 @@ def test_products_of_prepacked_weights_stay_calls(tmp_path_factory, monkeypatch)
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiling takes a C++ compiler")
 def test_compiled_is_what_the_modules_compute(tmp_path_factory, tmp_path):
-    """Also when it comes from the disk. A single token, for which it was not written down, is right too."""
+    """Also when it comes from the disk. A single token, for which it was not traced, is right too."""
     model = load("llama", tmp_path_factory).narrowed(type(load("llama", tmp_path_factory).span)(1, 2))
     batches = ([[1]], [[3], [2, 2], [7]])
     expected = [outputs(model, sessions, 2) for sessions in batches]
