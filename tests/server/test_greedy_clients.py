@@ -11,7 +11,7 @@ import pytest
 
 from swarm.data_structures import WireFormat
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.execution.strategy import ExecutionStrategy
+from swarm.models.execution.strategy import PADDED
 from swarm.protocol import messages
 from swarm.protocol.compression import pack
 from swarm.server.sessions.push import MIN_BYTES_PER_S, PUSH_TIMEOUT_S
@@ -42,7 +42,7 @@ def model(tmp_path_factory) -> SpanModel:
 @pytest.fixture(scope="module")
 def slow_model(tmp_path_factory) -> SpanModel:
     model = make_model(tmp_path_factory.mktemp("checkpoint"))
-    return model.with_strategy(ExecutionStrategy("padded"))
+    return model.with_strategy(PADDED)
 
 
 def now() -> float:

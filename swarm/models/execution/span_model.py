@@ -16,7 +16,7 @@ from swarm.models.attention.packed_attention import ActiveBatch, PackedBatch
 from swarm.models.attention.padded_kv import PaddedKV
 from swarm.models.execution.cuda_graphs import DecodeGraphs
 from swarm.models.execution.cut_model import CutModel
-from swarm.models.execution.strategy import ExecutionStrategy
+from swarm.models.execution.strategy import PADDED, ExecutionStrategy
 from swarm.models.weights.quantization import weight_bytes
 
 
@@ -47,7 +47,7 @@ class SpanModel:
         digests: list[str],
         hidden_size: int,
         adapted: AdaptedLayers | None = None,
-        strategy: ExecutionStrategy = ExecutionStrategy(),  # noqa: B008
+        strategy: ExecutionStrategy = PADDED,
     ) -> None:
         self.cut = cut
         self.span = span

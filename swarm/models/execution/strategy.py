@@ -68,3 +68,7 @@ class ExecutionStrategy:
     def __str__(self) -> str:
         graphs = ", recorded decode steps" if self.graph_recorder is not None else ""
         return f"{self.layout} cache, {self.forward} forward{graphs}"
+
+
+PADDED = ExecutionStrategy()
+"""What every family can compute with."""

@@ -27,7 +27,7 @@ from swarm.models.cutting.families import POSITIONS_BY_SLOT
 from swarm.models.execution.cuda_graphs import CudaGraphRecorder, GraphRecorder
 from swarm.models.execution.session_cache import SessionCache, advance_steps
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.execution.strategy import CacheLayout, ExecutionStrategy, ForwardKind
+from swarm.models.execution.strategy import PADDED, CacheLayout, ExecutionStrategy, ForwardKind
 from swarm.models.execution.traced_forward import TokenForward, TracedForward
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ T = TypeVar("T")
 
 def choose_layout(model: SpanModel, requested: LayoutRequest = "auto") -> SpanModel:
     """A model of the same blocks that lays out keys and values as requested, or in the next best way that works."""
-    padded = model.with_strategy(ExecutionStrategy())
+    padded = model.with_strategy(PADDED)
     if requested == "padded" or model.family in POSITIONS_BY_SLOT:
         return padded
     contiguous = model.with_strategy(ExecutionStrategy("contiguous"))

@@ -16,7 +16,7 @@ from swarm.models.execution.padded_sequences import PaddedSequences
 from swarm.models.execution.paged_sequences import PagedSequences, StagedPagedSequences, plan_pages
 from swarm.models.execution.session_cache import SessionCache, StepComputation, advance_steps
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.execution.strategy import ExecutionStrategy
+from swarm.models.execution.strategy import PADDED
 from tests.models.execution.test_session_cache import HIDDEN, MAX_STEPS, close, layouts, load_in_pages, slow
 
 PAGE = 3
@@ -309,7 +309,7 @@ def test_memory_that_ends_leaves_the_session_as_it_was(llama, monkeypatch):
 
 def load_like(model: SpanModel) -> SpanModel:
     """The same blocks with a padded cache."""
-    twin = model.with_strategy(ExecutionStrategy("padded"))
+    twin = model.with_strategy(PADDED)
     assert not twin.strategy.packed
     return twin
 

@@ -7,7 +7,7 @@ import pytest
 from swarm.models.attention.page_pool import PagePool
 from swarm.models.attention.paged_attention import PagedAttention
 from swarm.models.attention.paged_kernels import reference_kernel
-from swarm.models.execution.strategy import ExecutionStrategy
+from swarm.models.execution.strategy import PADDED, ExecutionStrategy
 
 PAGING = PagedAttention(PagePool(), reference_kernel)
 
@@ -21,7 +21,7 @@ def recorder(function):
 
 
 def test_every_layout_but_the_padded_one_is_packed():
-    assert not ExecutionStrategy().packed
+    assert not PADDED.packed
     assert not ExecutionStrategy("padded").packed
     assert ExecutionStrategy("contiguous").packed
     assert ExecutionStrategy("paged", PAGING).packed
@@ -48,4 +48,4 @@ def test_what_is_left_of_a_strategy():
     assert str(whole) == "paged cache, flat forward, recorded decode steps"
     assert whole.plain() == ExecutionStrategy("paged", PAGING)
     assert whole.without_traced_forward() == ExecutionStrategy("paged", PAGING, graph_recorder=recorder)
-    assert str(ExecutionStrategy()) == "padded cache, plain forward"
+    assert str(PADDED) == "padded cache, plain forward"
