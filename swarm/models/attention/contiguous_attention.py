@@ -146,7 +146,7 @@ def _attend(
     heads, shared = query_NH1D.shape[1], keys_RKSD.shape[1]
     group = heads // shared
     if not extra.plain:
-        out = _general(segment, query_NH1D, keys_RKSD, values_RKSD, mask, scale, extra)
+        out = _attend_unfused(segment, query_NH1D, keys_RKSD, values_RKSD, mask, scale, extra)
     elif new == 1:
         query = query_NH1D.reshape(sequences, shared, group, -1)
         seen = mask.unsqueeze(1) if mask is not None else None
@@ -160,7 +160,7 @@ def _attend(
     return out.reshape(sequences * new, 1, heads, values_RKSD.shape[-1])
 
 
-def _general(
+def _attend_unfused(
     segment: ContiguousSegment,
     query_NH1D: torch.Tensor,
     keys_RKSD: torch.Tensor,

@@ -137,12 +137,14 @@ class SessionCache:
         if layout.sources is not None:
             bad = [source for source in layout.sources if source >= known]
             if bad:
-                raise WrongPosition(f"a row is to be copied from row {bad[0]}, but the session has {known} rows")
-        for row, start in enumerate(layout.starts):
-            source = layout.sources[row] if layout.sources is not None else row
+                raise WrongPosition(f"a sequence is to be copied from sequence {bad[0]}, but the session has {known}")
+        for number, start in enumerate(layout.starts):
+            source = layout.sources[number] if layout.sources is not None else number
             length = lengths[source] if source < known else 0
             if start > length:
-                raise WrongPosition(f"row {row} continues at position {start}, but only {length} positions are cached")
+                raise WrongPosition(
+                    f"sequence {number} continues at position {start}, but only {length} positions are cached"
+                )
 
     def start_step(self, packed_TH: torch.Tensor, layout: StepLayout) -> StepComputation:
         """Prepare a step of the new tokens `packed_TH`, `[layout.tokens, hidden]`, one sequence after the other.

@@ -165,7 +165,7 @@ class TracedForward:
 
         tokens = torch.export.Dim("tokens", min=2, max=1 << 20)
         positions = torch.arange(len(example), device=example.device).unsqueeze(1)
-        with torch.no_grad(), _quiet(), _opaque_products(model) as products:
+        with torch.no_grad(), _warnings_silenced(), _products_as_calls(model) as products:
             self._program = torch.export.export(
                 Forward(), (example, positions), dynamic_shapes=({0: tokens}, {0: tokens}), strict=False
             )
@@ -204,7 +204,7 @@ class TracedForward:
         forward: Callable[..., Any] = type(module).forward
 
         def function(hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-            return _only(forward(None, *bound, hidden, positions))
+            return _single_output(forward(None, *bound, hidden, positions))
 
         return function
 
@@ -213,10 +213,10 @@ class TracedForward:
         path = folder / f"{self._fingerprint()}.pt2"
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with _quiet(), tempfile.TemporaryDirectory(dir=folder) as beside:
+            with _warnings_silenced(), tempfile.TemporaryDirectory(dir=folder) as temporary:
                 made = torch._inductor.aoti_compile_and_package(
                     self._program,
-                    package_path=os.path.join(beside, path.name),
+                    package_path=os.path.join(temporary, path.name),
                     inductor_configs={"aot_inductor.package_constants_in_so": False},
                 )
                 os.replace(made, path)
@@ -227,7 +227,7 @@ class TracedForward:
 
         def function(hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
             _running.trace = self
-            return _only(package(hidden, positions))
+            return _single_output(package(hidden, positions))
 
         return function
 
@@ -239,14 +239,14 @@ class TracedForward:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _warnings_silenced() -> Iterator[None]:
     """Silence torch's warnings about its own deprecated calls."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
-def _only(result: Any) -> torch.Tensor:
+def _single_output(result: Any) -> torch.Tensor:
     return cast(torch.Tensor, result[0] if isinstance(result, (tuple, list)) else result)
 
 
@@ -259,7 +259,7 @@ def _processor_flags() -> str:
 
 
 @contextmanager
-def _opaque_products(model: nn.Module) -> Iterator[list[FrozenLinear]]:
+def _products_as_calls(model: nn.Module) -> Iterator[list[FrozenLinear]]:
     """While the forward is traced, products of frozen weights are calls that are not traced into."""
     products = [module for module in model.modules() if isinstance(module, FrozenLinear)]
 
