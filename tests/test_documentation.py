@@ -126,6 +126,12 @@ def test_classes_exist(page: Path) -> None:
     assert members <= source()
 
 
+@pytest.mark.parametrize("page", PAGES, ids=label)
+def test_make_targets_exist(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"(?:`|^    )make ([a-z][\w-]*)", page.read_text(), re.MULTILINE)) <= targets
+
+
 def test_the_way_of_a_token_names_modules() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     steps = re.findall(r"^    ([a-z]\w*(?:\.\w+)+)  +(.*)$", page, re.MULTILINE)
