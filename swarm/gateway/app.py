@@ -12,16 +12,14 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 
-from swarm.gateway.access.authentication import authenticate
 from swarm.gateway.access.cors import cors_middleware
 from swarm.gateway.access.host_check import HostCheck
-from swarm.gateway.endpoints import DETAILS_HEADER, GenerationEndpoints
 from swarm.gateway.gateway_state import GatewayState
+from swarm.gateway.generation_endpoints import DETAILS_HEADER, GenerationEndpoints
 from swarm.gateway.http.middleware import AccessLog, RequestDraining
-from swarm.gateway.http.responses import JsonResponse, error_response, with_error_responses
+from swarm.gateway.http.responses import error_response, with_error_responses
+from swarm.gateway.info_endpoints import InfoEndpoints
 from swarm.gateway.openai.api_errors import ApiError, MethodNotAllowed, NotFound
-from swarm.gateway.openai.response_writers import model_object
-from swarm.metrics.registry import exposition
 from swarm.web.page_files import PageFiles
 from swarm.web.security_headers import SecurityHeaders
 
@@ -35,7 +33,7 @@ def make_app(gateway: GatewayState, more_routes: Sequence[BaseRoute] = (), check
         more_routes: such as the monitor's.
         check_host: whether to accept only this machine's own names, and those of the allowed origins.
     """
-    info, generation = _InfoEndpoints(gateway), GenerationEndpoints(gateway)
+    info, generation = InfoEndpoints(gateway), GenerationEndpoints(gateway)
     routes: list[BaseRoute] = [
         Route("/v1/models", with_error_responses(info.models)),
         Route("/v1/models/{name:path}", with_error_responses(info.model)),
@@ -63,40 +61,6 @@ def make_app(gateway: GatewayState, more_routes: Sequence[BaseRoute] = (), check
         middleware=middleware,
         exception_handlers={HTTPException: _routing_error},
     )
-
-
-class _InfoEndpoints:
-    """The endpoints that report the gateway's models and state."""
-
-    def __init__(self, gateway: GatewayState) -> None:
-        self._gateway = gateway
-
-    async def models(self, request: Request) -> Response:
-        """`GET /v1/models`."""
-        await authenticate(self._gateway, request.headers)
-        models = [model_object(model) for model in self._gateway.models.values()]
-        return JsonResponse({"object": "list", "data": models})
-
-    async def model(self, request: Request) -> Response:
-        """`GET /v1/models/NAME`."""
-        await authenticate(self._gateway, request.headers)
-        return JsonResponse(model_object(self._gateway.model(request.path_params["name"])))
-
-    async def health(self, request: Request) -> Response:
-        """`GET /healthz`: the process works."""
-        return JsonResponse({"status": "ok"})
-
-    async def readiness(self, request: Request) -> Response:
-        """`GET /readyz`: servers hold all blocks, so requests can be answered."""
-        await self._gateway.check_ready()
-        return JsonResponse({"status": "ready"})
-
-    async def metrics(self, request: Request) -> Response:
-        """`GET /metrics`, for Prometheus."""
-        if not self._gateway.settings.public_status:
-            await authenticate(self._gateway, request.headers)
-        body, media_type = exposition(self._gateway.registry)
-        return Response(body, media_type=media_type)
 
 
 async def _chat_page(request: Request) -> Response:

@@ -12,7 +12,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from swarm.errors import AddressUnavailable
-from swarm.web.http_protocol import BoundedHttp
+from swarm.web.connection_timeouts import TimeoutHttpProtocol
 
 SHUTDOWN_GRACE_S = 3
 """How long unfinished responses may take at the end."""
@@ -46,7 +46,7 @@ def url_of(listening: socket.socket) -> str:
 class SignalFreeServer(uvicorn.Server):
     """A uvicorn server that leaves signals alone: uvicorn would raise them again at its end, before the swarm is left.
 
-    `capture_signals` is an internal of uvicorn; see `http_protocol` about its pinned version.
+    `capture_signals` is an internal of uvicorn; see `connection_timeouts` about its pinned version.
     """
 
     @contextlib.contextmanager
@@ -65,7 +65,7 @@ async def serve_until_signal(
     """
     config = uvicorn.Config(
         app,
-        http=BoundedHttp,
+        http=TimeoutHttpProtocol,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -23,7 +23,7 @@ class ResponseChunk:
 
 @dataclass(frozen=True)
 class ResponseDetail:
-    """News of the session's route or the request's timing, for clients that ask for it; see `docs/gateway.md`."""
+    """An update on the route or the timing, for clients that ask for details; see `docs/gateway.md`."""
 
     body: dict[str, Any]
 
@@ -44,7 +44,7 @@ async def stream_response(
                 if (detail := route_detail(event)) is not None:
                     yield ResponseDetail(detail)
                 continue
-            # Not before there is output: once a response has begun, an error can no longer set its status.
+            # Only once there is output: when a response has begun, an error can no longer set its status.
             if index not in started and (first := writer.first_chunk(index)) is not None:
                 yield ResponseChunk(first)
             started.add(index)

@@ -194,7 +194,7 @@ def test_a_server_is_killed_in_mid_answer(page, swarm):
     answer = page.locator(".message.assistant")
     expect(answer).to_contain_text("Line 3")
     swarm.holders("2:4")[0].kill()
-    expect(page.locator(".notice.trouble")).to_contain_text(re.compile("A server was lost|No server holds blocks 2:4"))
+    expect(page.locator(".notice.warning")).to_contain_text(re.compile("A server was lost|No server holds blocks 2:4"))
     picture(page, "chat-recovering")
     swarm.start("2:4").wait_ready()
     expect(page.locator(".notice.good")).to_be_visible(timeout=60_000)

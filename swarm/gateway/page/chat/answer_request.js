@@ -71,10 +71,10 @@ export class AnswerRequest {
   #onRouteEvent(event) {
     if (event.kind === "lost") {
       const outlook = "The swarm is finding another route; no text is lost.";
-      this.#setNotice("trouble", `A server was lost during the answer. ${outlook}`);
+      this.#setNotice("warning", `A server was lost during the answer. ${outlook}`);
     } else if (event.kind === "missing") {
       const blocks = String(event.blocks).slice(0, 80);
-      this.#setNotice("trouble", `No server holds blocks ${blocks} at present. Waiting for one.`);
+      this.#setNotice("warning", `No server holds blocks ${blocks} at present. Waiting for one.`);
     } else if (event.kind === "recovered" && Number.isFinite(event.seconds)) {
       this.node.recoveries = [...(this.node.recoveries ?? []), event.seconds];
       this.#setNotice("good", "A server was lost. The swarm has recovered and continues.");

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import uvicorn
 
-from swarm.web import http_protocol
-from swarm.web.http_protocol import BoundedHttp
+from swarm.web import connection_timeouts
+from swarm.web.connection_timeouts import TimeoutHttpProtocol
 from swarm.web.http_server import SignalFreeServer, listen
 
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_who_reads_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
     """Whether its answer is given up meanwhile or not: closing would wait until all is read."""
-    monkeypatch.setattr(http_protocol, "UNREAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(connection_timeouts, "UNREAD_TIMEOUT_S", 0.2)
     left = asyncio.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -30,7 +30,7 @@ def test_who_reads_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch, ends: 
             )
             await asyncio.wait({sending}, timeout=0.05 if ends else None)
 
-    class Watched(BoundedHttp):
+    class Watched(TimeoutHttpProtocol):
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)
             left.set()

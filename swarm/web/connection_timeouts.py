@@ -3,9 +3,9 @@
 uvicorn limits how long a connection may be idle between requests, but neither how long the head of a request may take
 nor how much the kernel buffers for a client that does not read.
 
-`BoundedHttp` relies on internals of uvicorn's h11 protocol: `cycle`, `cycle.response_complete`, `loop`, `transport`,
-and asyncio callbacks that can be overridden. They are not a public interface, so setup.cfg pins uvicorn to the minor
-version that the tests ran with. Read `uvicorn/protocols/http/h11_impl.py` before the range is widened.
+`TimeoutHttpProtocol` relies on internals of uvicorn's h11 protocol: `cycle`, `cycle.response_complete`, `loop`,
+`transport`, and asyncio callbacks that can be overridden. They are not a public interface, so setup.cfg pins uvicorn to
+the minor version that the tests ran with. Read `uvicorn/protocols/http/h11_impl.py` before the range is widened.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ UNREAD_TIMEOUT_S = 60.0
 """Within which a client has to read what is waiting for it. Without it, closing the connection would wait, too."""
 
 
-class BoundedHttp(H11Protocol):
+class TimeoutHttpProtocol(H11Protocol):
     """Closes the connection if a client sends nothing, does not complete a request's head, or does not read."""
 
     _head_timer: asyncio.TimerHandle | None = None
