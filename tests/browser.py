@@ -23,7 +23,7 @@ PICTURES = ROOT / "artifacts"
 """Where tests leave what they saw."""
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-PATIENCE = 15_000
+PATIENCE = 60_000
 """Milliseconds that a page gets for anything before the test fails."""
 
 HOST = "http://swarm.test"

@@ -39,7 +39,7 @@ class Screen:
     def type(self, keys: str) -> None:
         os.write(self._keyboard, keys.encode())
 
-    def wait_for(self, pattern: str, seconds: float = 120.0) -> re.Match[str]:
+    def wait_for(self, pattern: str, seconds: float = 300.0) -> re.Match[str]:
         """The next match behind the last one."""
         deadline = time.monotonic() + seconds
         while (found := re.compile(pattern).search(self.seen, self._read)) is None:
@@ -52,7 +52,7 @@ class Screen:
         """The exit code."""
         while self._more():
             pass
-        return self.process.wait(10)
+        return self.process.wait(60)
 
     def _more(self) -> bool:
         if not select.select([self._keyboard], [], [], 0.5)[0]:

@@ -261,7 +261,7 @@ def test_an_announcement_that_expires(swarm: TestSwarm, bystander: Any, forger: 
         stored = replace(forger.own(forger.info(honest)), lifetime=3.0)
         assert all(forger.store(DEMO.name, 4, stored, good))
         assert forger.peer_id in {info.peer_id for info in model.swarm.servers()}
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while forger.peer_id in {info.peer_id for info in model.swarm.servers()}:
             assert time.monotonic() < deadline
             time.sleep(0.1)

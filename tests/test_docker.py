@@ -187,7 +187,7 @@ def test_every_command_runs_without_docker():
         for line in script.stdout:
             children.update(psutil.Process(script.pid).children(recursive=True))
             said += line
-        _, errors = script.communicate(timeout=30)
+        _, errors = script.communicate(timeout=60)
     finally:
         script.terminate()  # it ends what it started
         script.wait()

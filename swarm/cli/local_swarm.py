@@ -20,8 +20,8 @@ from types import TracebackType
 from swarm.errors import SwarmError
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
-START_TIMEOUT_S = 120.0
-STOP_TIMEOUT_S = 6.0
+START_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 20.0
 _JOIN_LINE = re.compile(r"^Join:.*--initial-peers (\S+)")
 
 

@@ -33,7 +33,7 @@ def wait_until(condition: Callable[[], bool], timeout: float) -> None:
 
 
 def test_three_servers_write_what_the_model_alone_writes() -> None:
-    result = subprocess.run([*DEMO, "--tokens", "12"], capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run([*DEMO, "--tokens", "12"], capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     spans = re.findall(r"server …\w{6} holds blocks (\S+) \(process \d+\)", result.stdout)
     assert spans == ["0:4", "4:8", "8:12"]
@@ -51,10 +51,10 @@ def test_an_interrupted_demo_leaves_nothing_running(number: signal.Signals) -> N
         [*DEMO, "--tokens", "900"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     ) as process:
         assert process.stdout is not None
-        wait_until(lambda: len(descendants(process.pid)) >= 4, 60)
+        wait_until(lambda: len(descendants(process.pid)) >= 4, 300)
         children = descendants(process.pid)
         os.kill(process.pid, number)
-        process.communicate(timeout=30)
+        process.communicate(timeout=60)
         assert process.returncode == 130
-        _, alive = psutil.wait_procs(children, timeout=10)
+        _, alive = psutil.wait_procs(children, timeout=60)
         assert not alive

@@ -186,7 +186,7 @@ def test_timings_and_the_route_tell_of_it(swarm: TestSwarm, capsys: pytest.Captu
         session.step(model.word_embeddings(torch.tensor([PROMPTS[0][:3]])))
         assert [hop.span for hop in session.route.hops] == [Span(3, 4), Span(4, 6)]
         # What servers pushed on, they tell the client a moment later.
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while len(session.timings) < 3:
             assert time.monotonic() < deadline
             time.sleep(0.001)

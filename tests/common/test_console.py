@@ -100,7 +100,7 @@ def test_log_lines_are_whole_lines_beside_a_bar():
         assert run(theirs) == "line 0\nline 1\nline 2\n"
     finally:
         os.close(theirs)
-        reader.join(10)
+        reader.join(60)
         os.close(ours)
     assert b"Counting" in b"".join(shown)
 

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning", "igno
 MODEL, BLOCKS = "model", 6
 INFO = ModelInfo(MODEL, BLOCKS, "main")
 LONG = 60.0
-PATIENCE = 15.0
+PATIENCE = 60.0
 
 
 class Anything(RecordValidatorBase):

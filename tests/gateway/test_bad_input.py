@@ -79,7 +79,7 @@ def count(gateway: GatewayProcess, name: str) -> float:
     return gauge(f"{gateway.url}/metrics", name)
 
 
-def wait_until(true: Any, seconds: float = 30.0) -> None:
+def wait_until(true: Any, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline

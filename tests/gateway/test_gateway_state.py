@@ -94,12 +94,12 @@ def test_who_leaves_before_its_request_is_prepared_takes_no_thread():
 
     def long() -> None:
         busy.release()
-        may_end.wait(10)
+        may_end.wait(60)
 
     async def work() -> None:
         first = [asyncio.ensure_future(shared.run_in_thread(stays, ann, long)) for _ in range(PREPARATION_THREADS // 2)]
         for _ in first:
-            assert await asyncio.to_thread(busy.acquire, timeout=10)
+            assert await asyncio.to_thread(busy.acquire, timeout=60)
         with pytest.raises(ClientDisconnected):
             await shared.run_in_thread(leaves, ann, lambda: made.append("of nobody"))
         await shared.run_in_thread(stays, ApiKey("ben", KeyLimits()), lambda: made.append("of another key"))

@@ -25,7 +25,7 @@ SPANS = ("0:4", "4:8", "8:12")
 
 @pytest.fixture(scope="module")
 def client(gateway):
-    with openai.OpenAI(base_url=gateway.api, api_key="none", max_retries=0, timeout=60) as made:
+    with openai.OpenAI(base_url=gateway.api, api_key="none", max_retries=0, timeout=300) as made:
         yield made
 
 
@@ -56,7 +56,7 @@ def gauge(url: str, name: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
 
 
-def wait_until(true: Any, seconds: float = 20.0) -> None:
+def wait_until(true: Any, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline
@@ -272,7 +272,7 @@ def test_a_gateway_that_is_told_to_leave_ends_its_streams(swarm):
 
         reader = threading.Thread(target=read_to_the_end)
         reader.start()
-        assert begun.wait(20)
+        assert begun.wait(60)
         gateway.stop()
-        reader.join(20)
+        reader.join(60)
         assert not reader.is_alive()

@@ -18,7 +18,7 @@ from swarm.metrics.registry import Registry
 from swarm.metrics.server import ServerMetrics
 from tests.metrics.readings import parse, value
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 FREE = MetricsAddress("127.0.0.1", 0)
 
 

@@ -54,7 +54,7 @@ def serve(
     with listen("127.0.0.1", 0) as listening:
         thread = threading.Thread(target=lambda: loop.run_until_complete(work(listening)))
         thread.start()
-        assert ready.wait(10)
+        assert ready.wait(60)
         poller, server = running[0]
 
         def leave() -> None:
@@ -65,6 +65,6 @@ def serve(
             yield Monitor(url_of(listening) + mounted.strip("/"), swarm, poller)
         finally:
             loop.call_soon_threadsafe(leave)
-            thread.join(10)
+            thread.join(60)
             loop.close()
             assert not thread.is_alive()

@@ -50,7 +50,7 @@ def test_before_the_first_look(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_history_as_json(monitor: Monitor) -> None:
     httpx.get(f"{monitor.url}api/v1/swarm")
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not monitor.poller.history.models:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -100,7 +100,7 @@ def test_the_number_of_listeners_is_bounded_and_places_come_back(
         refused = httpx.get(url)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "60")
         assert httpx.get(f"{monitor.url}api/v1/swarm").status_code == 200
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while True:
         with httpx.stream("GET", url) as reply:
             if reply.status_code == 200:
@@ -112,7 +112,7 @@ def test_the_number_of_listeners_is_bounded_and_places_come_back(
 def test_a_burst_of_listeners_is_bounded_too(monkeypatch: pytest.MonkeyPatch, monitor: Monitor) -> None:
     monkeypatch.setattr(http_routes, "MAX_LISTENERS", 4)
 
-    everybody = threading.Barrier(12, timeout=30)
+    everybody = threading.Barrier(12, timeout=60)
 
     def listen_until_all_are_answered(_: int) -> int:
         with httpx.stream("GET", f"{monitor.url}api/v1/live") as reply:

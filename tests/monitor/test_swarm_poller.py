@@ -16,7 +16,7 @@ from tests.infos import server_info
 from tests.monitor.sources import DescribedSwarm, found
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/1/p2p/QmPeer"
-PATIENCE = 10.0
+PATIENCE = 60.0
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:

@@ -31,7 +31,7 @@ from tests.virtual_time import InlineRuntime
 HIDDEN, SPAN, REVISION = 32, Span(1, 4), "main"
 ADAPTERS = AdapterLimits(rank=8, memory=200_000, seconds=100.0)
 CPU = torch.device("cpu")
-PATIENCE = 30.0
+PATIENCE = 60.0
 OPEN = messages.OpenSession(b"hostile-session!", REVISION, SPAN.start, SPAN.end, 8, WireFormat.NONE)
 STEP = messages.StepRequest(1, [2], [1], WireFormat.NONE, "float32")
 """The right step after the two tokens that `Client.begin` sends."""

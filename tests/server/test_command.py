@@ -78,9 +78,9 @@ def test_a_server_says_what_it_does_and_leaves_when_asked(folder: Path, start) -
 
     began = time.monotonic()
     assert server.stop() == 0
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15
     assert "Leaving the swarm" in server.lines
-    _, alive = psutil.wait_procs(children, timeout=5)
+    _, alive = psutil.wait_procs(children, timeout=30)
     assert not alive
 
 
@@ -97,7 +97,7 @@ def test_it_leaves_while_it_is_still_starting(folder: Path, start) -> None:
     server.wait_for("^Model: ")
     began = time.monotonic()
     assert server.stop() == 0
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15
 
 
 def test_a_server_that_lost_its_daemon_says_so_and_ends(folder: Path, start) -> None:
@@ -105,7 +105,7 @@ def test_a_server_that_lost_its_daemon_says_so_and_ends(folder: Path, start) -> 
     server.address()
     [daemon] = daemons_of(server.pid)
     daemon.kill()
-    assert server.wait(10) == 1
+    assert server.wait(60) == 1
     assert any(line.startswith("Error: the libp2p daemon of this server has ended") for line in server.lines)
 
 

@@ -81,7 +81,7 @@ def test_after_the_time_is_up_the_error_says_how_long_it_was_tried(monkeypatch, 
     began = time.monotonic()
     with pytest.raises(PeerUnreachable, match=r"^too slow \(tried for 1 s\)$"):
         join(monkeypatch, attempts, address(listening_port), timeout_s=1.0)
-    assert 1.0 <= time.monotonic() - began < 5.0
+    assert 1.0 <= time.monotonic() - began < 60.0
     assert attempts.count > 2
 
 

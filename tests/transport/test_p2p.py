@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning", "igno
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 SIX_MEGABYTES = secrets.token_bytes(6 << 20)
 STRANGER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
-QUICKLY = 10.0
+QUICKLY = 30.0
 PATIENCE = 60.0
 
 

@@ -14,7 +14,7 @@ from swarm.transport.memory import stream_pair
 from swarm.transport.stream import FrameStream
 
 HELLO = messages.Refusal("hello", "a message with a text")
-SOON = 10.0
+SOON = 60.0
 
 
 class Deaf:

@@ -304,7 +304,7 @@ def test_a_lane_that_waits_for_the_network_is_ended_by_another_ones_error() -> N
     try:
         with pytest.raises(ZeroDivisionError):
             run_lanes([waits, fails, waits], states(3))
-        assert cancelled.wait(10)
+        assert cancelled.wait(60)
         assert [type(error) for error in ended] == [CancelledError] * 2
     finally:
         background.close()

@@ -40,7 +40,7 @@ class Threads:
 
     def join(self) -> None:
         for thread in self._threads:
-            thread.join(10)
+            thread.join(60)
             assert not thread.is_alive()
         if self._errors:
             raise self._errors[0]
@@ -73,7 +73,7 @@ def test_one_at_a_time_in_the_order_of_the_answers(threads: Threads) -> None:
     for number in range(4):
         threads.start(lambda number=number: lane(number))
     for event in waiting:
-        assert event.wait(10)
+        assert event.wait(60)
     holder = ComputeTicket(baton)
     with holder:  # while somebody computes, those whose answers come stand in line
         for number in (2, 0, 3, 1):
@@ -131,7 +131,7 @@ def test_an_ended_turn_waits_no_more(threads: Threads) -> None:
                 turn.wait(Future())
 
     threads.start(lane)
-    assert waiting.wait(10)
+    assert waiting.wait(60)
     turn.end()
     threads.join()
     assert never.cancelled()
@@ -157,7 +157,7 @@ def test_what_a_lane_samples_depends_on_its_seed_alone(threads: Threads, order: 
     for step in range(rounds):
         for number in order:
             answers[number][step].set_result(None)
-            assert drawn[number][step].wait(10)
+            assert drawn[number][step].wait(60)
     threads.join()
     for number, values in numbers.items():
         torch.manual_seed(number)
@@ -211,7 +211,7 @@ def together(threads: Threads, values: list[int], leaving: tuple[int, ...] = ())
     for value, event in zip(values, waiting, strict=True):
         threads.start(lambda value=value, event=event: lane(value, event))
     for event in waiting:
-        assert event.wait(10)
+        assert event.wait(60)
     with ComputeTicket(baton):
         for answer in answers.values():
             answer.set_result(None)

@@ -8,7 +8,7 @@ import pytest
 from swarm.errors import ServerClosing
 from swarm.server.compute.compute_thread import ComputeThread
 
-SOON = 10.0
+SOON = 60.0
 
 
 def run(scenario) -> None:

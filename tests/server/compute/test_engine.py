@@ -22,7 +22,7 @@ from swarm.server.compute.compute_thread import ComputeThread
 from swarm.server.compute.engine import MAX_ITERATION_TOKENS, MIN_ITERATION_TOKENS, Engine, token_budget
 from tests.models.execution.test_session_cache import HIDDEN, load
 
-SOON = 20.0
+SOON = 60.0
 FAMILIES = ("llama", "falcon_alibi")
 """One that can be packed and one that cannot."""
 

@@ -30,7 +30,7 @@ from swarm.transport.ping import Bandwidth
 from swarm.transport.stream import Stream
 from tests.infos import server_info
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 HELD = Span(0, 2)
 
 
