@@ -238,7 +238,10 @@ def forger(swarm: TestSwarm) -> Iterator[Forger]:
         yield forger
 
 
-@pytest.mark.parametrize("kind", FORGERIES)
+@pytest.mark.parametrize(
+    "kind",
+    slow_except(FORGERIES, "a span under another block's key", "digests of other weights", "another peer's name"),
+)
 def test_a_forged_announcement(
     swarm: TestSwarm, bystander: Any, forger: Forger, prompt: torch.Tensor, expected: list[int], kind: str
 ) -> None:

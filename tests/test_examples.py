@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from swarm.models.checkpoints.checkpoint import DEMO
-from tests.slow import slow_except
 from tests.swarms import TestSwarm, run_swarm
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -19,7 +18,7 @@ TIMEOUT_S = 1500
 """For an example that hangs: the longest takes two minutes on two cores that have nothing else to do, and up to ten
 times as long beside other work."""
 
-pytestmark = pytest.mark.timeout(TIMEOUT_S + 100)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(TIMEOUT_S + 100)]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +40,7 @@ def figures(output: str) -> list[float]:
     return [float(number) for number in re.findall(r"\d+\.\d+", line)]
 
 
-@pytest.mark.parametrize("mode", slow_except(["ptune", "deep_ptune"], "ptune"))
+@pytest.mark.parametrize("mode", ["ptune", "deep_ptune"])
 def test_prompts_are_tuned_for_classification(swarm: TestSwarm, tmp_path: Path, mode: str) -> None:
     before, after, _ = figures(run(swarm, "prompt_tuning.py", tmp_path, "--steps", "2", "--mode", mode))
     assert 0 < before < 1
@@ -50,7 +49,6 @@ def test_prompts_are_tuned_for_classification(swarm: TestSwarm, tmp_path: Path, 
     assert (tmp_path / "adapter_config.json").exists()
 
 
-@pytest.mark.slow
 def test_lora_learns_text_from_the_first_steps_on(swarm: TestSwarm, tmp_path: Path) -> None:
     before, after, _ = figures(run(swarm, "lora_text.py", tmp_path, "--steps", "4"))
     assert after < before
@@ -58,7 +56,6 @@ def test_lora_learns_text_from_the_first_steps_on(swarm: TestSwarm, tmp_path: Pa
     assert (tmp_path / "adapter_model.safetensors").exists()
 
 
-@pytest.mark.slow
 def test_a_module_between_the_blocks_is_trained(swarm: TestSwarm, tmp_path: Path) -> None:
     at_random, by_likeness, _ = figures(run(swarm, "retrieval.py", tmp_path, "--steps", "10"))
     assert by_likeness < at_random

@@ -168,7 +168,8 @@ def test_servers_are_killed_in_the_middle_of_steps(
             assert write(model, prompt, NEW, {1: start_timer}) == expected
 
 
-@pytest.mark.parametrize("block", slow_except(BLOCKS, 4))
+@pytest.mark.slow
+@pytest.mark.parametrize("block", BLOCKS)
 def test_a_server_is_killed_during_the_prefill(swarm: TestSwarm, model: Any, block: int) -> None:
     """It is hung first, so that the kill surely falls between the prefill's request and its answer."""
     prompt = demo_prompt("Once upon a time there was a little dog who wanted to see the sea. " * 12)

@@ -68,7 +68,7 @@ def assert_equal(found: Sequence[torch.Tensor | None], right: Sequence[torch.Ten
         assert float((one - other).norm() / other.norm()) <= most
 
 
-@pytest.mark.parametrize("family", slow_except(FAMILIES, "llama", "gpt2", "mixtral"))
+@pytest.mark.parametrize("family", slow_except(FAMILIES, "llama", "gpt2"))
 def test_gradients_equal_local_ones(family: str, tmp_path: Path) -> None:
     """Also when the server in the middle is killed between the passes, and another one comes for it."""
     folder = make_checkpoint(family, tmp_path)
@@ -208,6 +208,7 @@ def test_modules_between_blocks_are_trained(model: Any, local: Any) -> None:
     assert_equal(found, right)
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_in_the_middle_of_the_way_back(folder: Path, local: Any) -> None:
     ids, mask = batch()
     adapter = random_adapter(local)

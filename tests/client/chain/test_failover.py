@@ -15,6 +15,7 @@ from swarm.errors import CacheFull, MissingBlocks, PeerLost, PeerTimeout, Remote
 from swarm.protocol import messages
 from tests import virtual_time
 from tests.client.chains import CLIENT, Conversation, Swarm
+from tests.slow import slow_except
 
 TWICE = {"a": (0, 2), "b": (2, 4), "c": (4, 6), "a2": (0, 2), "b2": (2, 4), "c2": (4, 6)}
 NAMES = ["a", "b", "c"]
@@ -74,7 +75,7 @@ async def everything(talk: Conversation) -> None:
     await talk.append(1, 1)
 
 
-@pytest.mark.parametrize("push", [True, False])
+@pytest.mark.parametrize("push", slow_except([True, False], True))
 @pytest.mark.parametrize("fault", ["kill source", "kill target", "kill after", "hang source", "hang target", "lose"])
 def test_one_fault_at_any_message(span_model, fault, push):
     """Each message of a whole session in turn is the one at which something happens."""

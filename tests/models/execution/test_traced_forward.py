@@ -75,6 +75,7 @@ def test_products_of_prepacked_weights_stay_calls(tmp_path_factory, monkeypatch)
     close(outputs(flat, [[3], [2, 2]], 3), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiling takes a C++ compiler")
 def test_compiled_is_what_the_modules_compute(tmp_path_factory, tmp_path):
     """Also when it comes from the disk. A single token, for which it was not traced, is right too."""
