@@ -26,7 +26,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from swarm.client.auto_model import AutoDistributedModelForCausalLM
 from swarm.client.session import InferenceSession
 from swarm.data_structures import Span
-from swarm.models.checkpoints.checkpoint import DEMO
+from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
 from swarm.models.checkpoints.tokenizer import load_local_model, load_tokenizer
 from swarm.server.placement.initial_blocks import weakest_window
 from swarm.transport.p2p import quiet_hivemind
@@ -119,7 +119,7 @@ class Churn:
 
 def make_texts(new: int = 96) -> list[Text]:
     """Let the model alone write its texts."""
-    model, tokenizer = load_local_model(DEMO), load_tokenizer(DEMO)
+    model, tokenizer = load_local_model(DEMO_FOLDER), load_tokenizer(DEMO_FOLDER)
     prompts = [tokenizer(words, return_tensors="pt").input_ids for words in PROMPTS]
     return [Text(prompt, _generate(model, prompt, new)) for prompt in prompts]
 
@@ -131,7 +131,10 @@ def run_churn(
 
     They go on beyond `seconds` until `min_kills` servers were killed and every client has written a text.
     """
-    with run_swarm(DEMO, SPANS, dtype="float32") as swarm, _run_clients(swarm, clients, texts, seed) as connections:
+    with (
+        run_swarm(DEMO_FOLDER, SPANS, dtype="float32") as swarm,
+        _run_clients(swarm, clients, texts, seed) as connections,
+    ):
         churn = Churn(time.monotonic())
         director = _Director(swarm, connections, churn, random.Random(seed))
         director.run(seconds, every, min_kills)
@@ -266,7 +269,9 @@ def _client(
     torch.set_num_threads(1)
     quiet_hivemind()
     chance = random.Random(f"{seed} {number}")
-    model = AutoDistributedModelForCausalLM.from_pretrained(DEMO, initial_peers=addresses, wire="none", dtype="float32")
+    model = AutoDistributedModelForCausalLM.from_pretrained(
+        DEMO_FOLDER, initial_peers=addresses, wire="none", dtype="float32"
+    )
     while not connection.poll():
         connection.send(_write(model, chance.choice(texts), number))
     model.swarm.close()

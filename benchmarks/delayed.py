@@ -12,12 +12,12 @@ import sys
 from collections import deque
 
 from swarm.errors import PeerLost, SwarmError
-from swarm.protocol.framing import MAX_PAYLOAD, Frame
+from swarm.protocol.framing import MAX_PAYLOAD_BYTES, Frame
 from swarm.protocol.messages import Message
 from swarm.server import lifecycle as server
 from swarm.server.__main__ import main
 from swarm.transport.p2p import Peer
-from swarm.transport.stream import Limit, Stream, StreamHandler
+from swarm.transport.stream import PayloadLimit, Stream, StreamHandler
 
 
 class DelayedStream:
@@ -34,7 +34,7 @@ class DelayedStream:
     async def send(self, message: Message, payload: bytes | memoryview = b"") -> None:
         await self._stream.send(message, payload)
 
-    async def receive(self, max_payload: Limit = MAX_PAYLOAD) -> Frame:
+    async def receive(self, max_payload: PayloadLimit = MAX_PAYLOAD_BYTES) -> Frame:
         """The next frame. The limit is not looked at: here peers are not hostile."""
         while not self._items:
             self._came.clear()

@@ -25,7 +25,7 @@ from transformers import StoppingCriteriaList
 
 from benchmarks import machine
 from swarm.client.session import InferenceSession
-from swarm.models.checkpoints.checkpoint import DEMO
+from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
 from swarm.transport.p2p import quiet_hivemind
 from tests.disturbances import Before, Event, demo_prompt, demo_text, greedy, holder
 from tests.swarms import ServerProcess, TestSwarm, run_client, run_swarm
@@ -120,7 +120,7 @@ class Trial:
 def measure(failovers: int, restarts: int, position: int) -> Figures:
     """The spans take turns."""
     torch.set_num_threads(1)
-    with run_swarm(DEMO, SPANS * 2, dtype="float32") as swarm, run_client(swarm, dtype="float32") as model:
+    with run_swarm(DEMO_FOLDER, SPANS * 2, dtype="float32") as swarm, run_client(swarm, dtype="float32") as model:
         trial = Trial(swarm, position)
         for number in range(failovers):
             trial.fail_over(model, number, hang=False)

@@ -25,7 +25,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from benchmarks import machine
 from swarm import AutoDistributedModelForCausalLM, AutoDistributedModelForSequenceClassification
 from swarm.cli.local_swarm import LocalSwarm
-from swarm.models.checkpoints.checkpoint import DEMO
+from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import lora_text
@@ -75,13 +75,13 @@ class LocalDeepPrompts(nn.Module):
 def prompts(address: str | None, seed: int) -> Result:
     """Accuracy of the prompt-tuned model, over the swarm at `address` or local."""
     torch.manual_seed(seed)
-    tokenizer = prepared(AutoTokenizer.from_pretrained(DEMO))
+    tokenizer = prepared(AutoTokenizer.from_pretrained(DEMO_FOLDER))
     count = prompt_tuning.VIRTUAL_TOKENS
     if address is None:
-        whole = AutoModelForSequenceClassification.from_pretrained(DEMO, num_labels=len(TOPICS))
+        whole = AutoModelForSequenceClassification.from_pretrained(DEMO_FOLDER, num_labels=len(TOPICS))
         return prompt_tuning.tune(LocalDeepPrompts(whole, count), tokenizer, seed)[:2]
     model = AutoDistributedModelForSequenceClassification.from_pretrained(
-        DEMO, initial_peers=[address], num_labels=len(TOPICS), tuning_mode="deep_ptune", pre_seq_len=count
+        DEMO_FOLDER, initial_peers=[address], num_labels=len(TOPICS), tuning_mode="deep_ptune", pre_seq_len=count
     )
     model.config.pad_token_id = tokenizer.pad_token_id
     try:
@@ -93,12 +93,12 @@ def prompts(address: str | None, seed: int) -> Result:
 def lora(address: str | None, seed: int) -> Result:
     """Held-out loss of the model with LoRA, over the swarm at `address` or local."""
     torch.manual_seed(seed)
-    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_FOLDER)
     if address is None:
-        local = get_peft_model(AutoModelForCausalLM.from_pretrained(DEMO), LoraConfig(**lora_text.LORA))
+        local = get_peft_model(AutoModelForCausalLM.from_pretrained(DEMO_FOLDER), LoraConfig(**lora_text.LORA))
         return lora_text.tune(local, tokenizer, seed)[:2]
     model = AutoDistributedModelForCausalLM.from_pretrained(
-        DEMO, initial_peers=[address], tuning_mode="lora", lora_config=lora_text.LORA
+        DEMO_FOLDER, initial_peers=[address], tuning_mode="lora", lora_config=lora_text.LORA
     )
     try:
         return lora_text.tune(model, tokenizer, seed)[:2]
@@ -135,7 +135,7 @@ def main() -> None:
     torch.set_num_threads(1)
     about = machine.describe()
     results: dict[str, dict[str, list[Result]]] = {}
-    with LocalSwarm(str(DEMO), BLOCKS, options=("--threads", "1", "--throughput", "1000")) as swarm:
+    with LocalSwarm(str(DEMO_FOLDER), BLOCKS, options=("--threads", "1", "--throughput", "1000")) as swarm:
         for name in [arguments.only] if arguments.only else TASKS:
             run = TASKS[name][1]
             results[name] = {

@@ -40,7 +40,7 @@ from benchmarks.chain import spread
 from benchmarks.worker import Worker
 from swarm import AutoDistributedModelForCausalLM
 from swarm.cli.local_swarm import LocalSwarm, PeerProcess
-from swarm.models.checkpoints.checkpoint import DEMO
+from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
 from swarm.models.checkpoints.tokenizer import load_tokenizer
 from swarm.transport.p2p import quiet_hivemind
 
@@ -122,7 +122,7 @@ def work(address: str) -> None:
     torch.set_num_threads(1)
     quiet_hivemind()
     model = AutoDistributedModelForCausalLM.from_pretrained(initial_peers=[address])
-    tokenizer = load_tokenizer(DEMO)
+    tokenizer = load_tokenizer(DEMO_FOLDER)
     with closing(model.swarm):
 
         def write(tokens: int, do_sample: bool) -> int:

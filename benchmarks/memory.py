@@ -35,7 +35,7 @@ from swarm import AutoDistributedModelForCausalLM
 from swarm.cli.local_swarm import LocalSwarm
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.checkpoints.footprint import memory_footprint
-from swarm.protocol.compression import DTYPES
+from swarm.protocol.compression import HIDDEN_DTYPES
 from swarm.transport.p2p import quiet_hivemind
 
 COMMON = {"intermediate_size": 5632, "num_key_value_heads": 4, "vocab_size": 32000, "max_position_embeddings": 2048}
@@ -91,7 +91,7 @@ def make_model(name: str, dtype: str, folder: Path) -> Path:
     torch.manual_seed(0)
     config = MODELS[name]
     config.eos_token_id = config.bos_token_id = config.pad_token_id = None
-    model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
+    model = AutoModelForCausalLM.from_config(config, dtype=HIDDEN_DTYPES[dtype])
     model.save_pretrained(folder / name)
     del model
     gc.collect()
@@ -113,7 +113,7 @@ def measured(run: Any, tokens: int, repeats: int) -> dict[str, Any]:
 
 def alone(path: Path, dtype: str, tokens: int, repeats: int) -> dict[str, Any]:
     """The whole model in this process, which writes one text after the other."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype])
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=HIDDEN_DTYPES[dtype])
 
     def run(count: int) -> None:
         for first in range(TEXTS):
@@ -163,10 +163,10 @@ def in_a_process(*arguments: object) -> dict[str, Any]:
 def bytes_of(path: Path, dtype: str, tokens: int) -> tuple[list[int], int]:
     """Of each block with the cache of all texts, and of embeddings, norm and head."""
     checkpoint = open_checkpoint(path)
-    prints = memory_footprint(checkpoint, DTYPES[dtype])
-    blocks = [prints.of(block, block + 1, TEXTS * (PROMPT + tokens)) for block in range(checkpoint.blocks)]
-    heads = sum(tensor.numel() for _, tensor in checkpoint.read(checkpoint.is_head)) * DTYPES[dtype].itemsize
-    return blocks, heads
+    prints = memory_footprint(checkpoint, HIDDEN_DTYPES[dtype])
+    blocks = [prints.span_bytes(block, block + 1, TEXTS * (PROMPT + tokens)) for block in range(checkpoint.blocks)]
+    heads = sum(tensor.numel() for _, tensor in checkpoint.read_tensors(checkpoint.is_client_tensor))
+    return blocks, heads * HIDDEN_DTYPES[dtype].itemsize
 
 
 def measure_ring(path: Path, dtype: str, blocks: tuple[int, ...], tokens: int, repeats: int) -> Ring:
@@ -248,7 +248,7 @@ def run_part(part: list[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--dtype", choices=HIDDEN_DTYPES, default="bfloat16")
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write the raw figures here too")

@@ -38,7 +38,7 @@ from swarm.common.version import VERSION
 from swarm.data_structures import Hop, Route, ServerInfo, ServerState, Span, StepLayout, WireFormat
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.span_loading import load_span
-from swarm.protocol.compression import pack
+from swarm.protocol.compression import encode_tensor
 from swarm.server.compute.compute_thread import ComputeThread
 from swarm.server.compute.engine import Engine
 from swarm.server.sessions.handler import MessageHandler
@@ -100,7 +100,7 @@ async def in_memory(path: Path, servers: int, delay: float, tokens: int, repeats
         await chain.open()
         times = []
         for start, count in [(0, PROMPT), *((PROMPT + token, 1) for token in range(tokens))]:
-            hidden = pack(torch.randn(count, HIDDEN), WireFormat.NONE)
+            hidden = encode_tensor(torch.randn(count, HIDDEN), WireFormat.NONE)
             began = time.perf_counter()
             await chain.step(
                 PackedHidden(hidden, count, HIDDEN, WireFormat.NONE, "float32"), StepLayout((start,), (count,))

@@ -23,7 +23,7 @@ import torch
 from benchmarks import machine
 from benchmarks.chain import spread
 from swarm.data_structures import WireFormat
-from swarm.protocol.compression import DTYPES, is_finite, pack, payload_length, unpack
+from swarm.protocol.compression import HIDDEN_DTYPES, decode_tensor, encode_tensor, is_finite, payload_bytes
 
 HIDDEN_SIZES = (256, 512, 1024, 2048, 4096, 8192)
 TOKENS = (1, 128)
@@ -53,8 +53,8 @@ def measure(dtype: str, repeats: int) -> list[Costs]:
     """Every size, number of tokens and format."""
     found = []
     for hidden_size, tokens in itertools.product(HIDDEN_SIZES, TOKENS):
-        hidden = torch.randn(tokens, hidden_size).to(DTYPES[dtype])
-        costs = [Costs(hidden_size, tokens, wire, payload_length(hidden.numel(), wire, dtype)) for wire in WireFormat]
+        hidden = torch.randn(tokens, hidden_size).to(HIDDEN_DTYPES[dtype])
+        costs = [Costs(hidden_size, tokens, wire, payload_bytes(hidden.numel(), wire, dtype)) for wire in WireFormat]
         for _, one in itertools.product(range(repeats), costs):
             _once(one, hidden, dtype)
         found += costs
@@ -63,10 +63,10 @@ def measure(dtype: str, repeats: int) -> list[Costs]:
 
 def _once(costs: Costs, hidden: torch.Tensor, dtype: str) -> None:
     wire, (tokens, width) = costs.wire, hidden.shape
-    payload = pack(hidden, wire)
-    costs.pack.append(seconds(lambda: pack(hidden, wire)))
+    payload = encode_tensor(hidden, wire)
+    costs.pack.append(seconds(lambda: encode_tensor(hidden, wire)))
     costs.check.append(seconds(lambda: is_finite(payload, hidden.numel(), wire, dtype)))
-    costs.unpack.append(seconds(lambda: unpack(payload, tokens, width, wire, dtype, CPU)))
+    costs.unpack.append(seconds(lambda: decode_tensor(payload, tokens, width, wire, dtype, CPU)))
 
 
 def seconds(function: Callable[[], object]) -> float:
@@ -88,7 +88,7 @@ def checks_of_large_payloads(repeats: int) -> dict[str, list[float]]:
         (WireFormat.NONE, "float32"),
         *((wire, "bfloat16") for wire in WireFormat if wire is not WireFormat.NONE),
     ):
-        payload = pack(hidden, wire)
+        payload = encode_tensor(hidden, wire)
         title = f"{wire}, {len(payload) / 1e6:.0f} MB"
         found[title] = [seconds(lambda p=payload, w=wire, d=dtype: is_finite(p, LARGE, w, d)) for _ in range(repeats)]
     return found
@@ -106,9 +106,9 @@ def table(found: list[Costs], dtype: str) -> str:
     for one, many in zip(found, found[len(WireFormat) :], strict=False):
         if (one.tokens, many.tokens) != TOKENS:
             continue
-        size = payload_length(one.hidden_size, one.wire, dtype)
-        ratio = size / payload_length(one.hidden_size, WireFormat.BFLOAT16, dtype)
-        raw = many.hidden_size * many.tokens * DTYPES[dtype].itemsize / 1e6
+        size = payload_bytes(one.hidden_size, one.wire, dtype)
+        ratio = size / payload_bytes(one.hidden_size, WireFormat.BFLOAT16, dtype)
+        raw = many.hidden_size * many.tokens * HIDDEN_DTYPES[dtype].itemsize / 1e6
         packing, unpacking = statistics.median(many.pack), statistics.median(many.unpack)
         lines.append(
             f"| {one.hidden_size} | {one.wire} | {size} | {ratio:.3f} | {_milliseconds(one.pack)} "
@@ -131,7 +131,7 @@ def table_of_checks(checks: dict[str, list[float]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dtype", choices=[*DTYPES], default="bfloat16", help="that the servers compute in")
+    parser.add_argument("--dtype", choices=[*HIDDEN_DTYPES], default="bfloat16", help="that the servers compute in")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", type=Path, help="write the raw figures here too")
     arguments = parser.parse_args()

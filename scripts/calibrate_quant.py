@@ -24,7 +24,7 @@ from scripts.calibrate_wire import WINDOW, read_texts, windows_of
 from scripts.wire_damage import ChainLayer, Damage
 from swarm.data_structures import Span
 from swarm.models.blockless_model import load_blockless_model
-from swarm.models.checkpoints.checkpoint import DEMO, open_checkpoint
+from swarm.models.checkpoints.checkpoint import DEMO_FOLDER, open_checkpoint
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.span_loading import load_span
 from swarm.models.weights import frozen_linear
@@ -74,7 +74,7 @@ FORMS: dict[str, Callable[[Path], SpanModel]] = {
 def log_probabilities(folder: Path, span: SpanModel, windows: Tensor) -> Tensor:
     """Of every next token, `[rows, tokens, vocabulary]`."""
     checkpoint = open_checkpoint(folder)
-    layer = ChainLayer(span, checkpoint.structure.outputs)
+    layer = ChainLayer(span, checkpoint.structure.layer_outputs)
     model = load_blockless_model(checkpoint, layer, _Plain, dtype=span.dtype).model
     return torch.cat(
         [model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1) for ids in windows.split(ROWS)]
@@ -129,7 +129,7 @@ def main() -> None:
         "| model | form | bytes, of float32 | perplexity % | KL, nats | greedy changed |",
         f"|{' --- |' * 6}",
     ]
-    for folder in (DEMO, *options.models):
+    for folder in (DEMO_FOLDER, *options.models):
         if not folder.is_dir():
             print(f"{folder} is not here; left out")
             continue

@@ -24,9 +24,9 @@ from scripts.train_demo_model import HELD_OUT, clean
 from scripts.trained_zoo import FAMILIES, trained
 from scripts.wire_damage import Damage, InProcess, Variant, measure
 from swarm.data_structures import WireFormat
-from swarm.models.checkpoints.checkpoint import DEMO
-from swarm.models.wire_defaults import HARMLESS, HOPS, OUTLIERS
-from swarm.protocol.compression import payload_length
+from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
+from swarm.models.wire_defaults import CALIBRATION_HOPS, MAX_PERPLEXITY_CHANGE_PERCENT, OUTLIER_FACTOR
+from swarm.protocol.compression import payload_bytes
 
 MARK = "<!-- {} of scripts/calibrate_wire.py -->"
 WINDOW, WINDOWS = 256, 64
@@ -36,7 +36,7 @@ FORMATS = (WireFormat.FLOAT16, WireFormat.BFLOAT16, WireFormat.BLOCKWISE8)
 LEARNT = 290.0
 """The perplexity that a small model has to reach before its figures say anything: half of that of counting tokens."""
 
-STRESS = (OUTLIERS, 100.0, 1000.0)
+STRESS = (OUTLIER_FACTOR, 100.0, 1000.0)
 
 Row = dict[str, Any]
 
@@ -58,10 +58,10 @@ def windows_of(text: str, tokenizer: Any, length: int) -> Tensor:
 
 
 def variants_of(blocks: int) -> list[Variant]:
-    """Every format with one server, `HOPS`, and many; then 8 bits with channels that stand out."""
-    hops = sorted({1, HOPS, min(8, blocks)})
+    """Every format with one server, `CALIBRATION_HOPS`, and many; then 8 bits with channels that stand out."""
+    hops = sorted({1, CALIBRATION_HOPS, min(8, blocks)})
     plain = [Variant(wire, count) for wire in FORMATS for count in hops]
-    return plain + [Variant(WireFormat.BLOCKWISE8, HOPS, times) for times in STRESS]
+    return plain + [Variant(WireFormat.BLOCKWISE8, CALIBRATION_HOPS, times) for times in STRESS]
 
 
 def calibrate(model: InProcess, windows: Tensor) -> Row:
@@ -107,7 +107,7 @@ def own_weights(options: argparse.Namespace, held_out: str) -> dict[str, Row]:
     if options.other:
         texts["other text"] = options.other.read_text("utf-8")
     rows = {}
-    for folder in (DEMO, *options.models):
+    for folder in (DEMO_FOLDER, *options.models):
         if not folder.is_dir():
             print(f"{folder} is not here; left out")
             continue
@@ -123,7 +123,7 @@ def own_weights(options: argparse.Namespace, held_out: str) -> dict[str, Row]:
 
 def small_models(options: argparse.Namespace, train: Sequence[str], held_out: str) -> dict[str, Row]:
     """A model of each family, trained for this."""
-    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_FOLDER)
     ids = [torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False).input_ids) for text in train]
     windows = windows_of(held_out, tokenizer, SHORT)
 
@@ -141,8 +141,8 @@ def harmless(row: Row) -> bool:
     """The rule of `swarm.models.wire_defaults`; a model that has learnt nothing proves nothing."""
     if row["perplexity"] > LEARNT:
         return False
-    found = [_find(row, WireFormat.BLOCKWISE8, HOPS, times) for times in (1.0, OUTLIERS)]
-    return all(abs(one["perplexity"]) + one["uncertainty"] < HARMLESS for one in found)
+    found = [_find(row, WireFormat.BLOCKWISE8, CALIBRATION_HOPS, times) for times in (1.0, OUTLIER_FACTOR)]
+    return all(abs(one["perplexity"]) + one["uncertainty"] < MAX_PERPLEXITY_CHANGE_PERCENT for one in found)
 
 
 def _find(row: Row, wire: WireFormat, hops: int, outliers: float = 1.0) -> Row:
@@ -157,16 +157,18 @@ def _percent(figures: Row, digits: int = 3) -> str:
 def format_rows(rows: dict[str, Row]) -> str:
     """One line a model and format."""
     lines = [
-        f"| model | format | bytes a token | perplexity %, 1 hop | {HOPS} hops | most | KL, nats | greedy changed "
-        f"| {OUTLIERS:.0f} × |",
+        f"| model | format | bytes a token | perplexity %, 1 hop | {CALIBRATION_HOPS} hops | most | KL, nats "
+        f"| greedy changed | {OUTLIER_FACTOR:.0f} × |",
         f"|{' --- |' * 9}",
     ]
     for title, row in rows.items():
         most = min(8, row["blocks"])
         for wire in FORMATS:
-            one, some, many = (_find(row, wire, hops) for hops in (1, HOPS, most))
-            stressed = _percent(_find(row, wire, HOPS, OUTLIERS)) if wire is WireFormat.BLOCKWISE8 else ""
-            size = payload_length(row["hidden_size"], wire, "float32")
+            one, some, many = (_find(row, wire, hops) for hops in (1, CALIBRATION_HOPS, most))
+            stressed = (
+                _percent(_find(row, wire, CALIBRATION_HOPS, OUTLIER_FACTOR)) if wire is WireFormat.BLOCKWISE8 else ""
+            )
+            size = payload_bytes(row["hidden_size"], wire, "float32")
             lines.append(
                 f"| {title} | {wire} | {size} | {_percent(one)} | {_percent(some)} | {_percent(many)} ({most}) "
                 f"| {some['divergence']:.1e} | {some['greedy_changed']:.2f} % | {stressed} |"
@@ -182,8 +184,8 @@ def family_rows(rows: dict[str, Row]) -> str:
         f"|{' --- |' * (6 + len(STRESS))}",
     ]
     for family, row in sorted(rows.items()):
-        found = _find(row, WireFormat.BLOCKWISE8, HOPS)
-        stress = " | ".join(_percent(_find(row, WireFormat.BLOCKWISE8, HOPS, times), 2) for times in STRESS)
+        found = _find(row, WireFormat.BLOCKWISE8, CALIBRATION_HOPS)
+        stress = " | ".join(_percent(_find(row, WireFormat.BLOCKWISE8, CALIBRATION_HOPS, times), 2) for times in STRESS)
         lines.append(
             f"| {family} | {'blockwise8' if harmless(row) else '16 bits'} | {_percent(found)} "
             f"| {found['greedy_changed']:.1f} % | {stress} | {row['largest']:.3g} | {row['perplexity']:.0f} |"

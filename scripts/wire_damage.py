@@ -17,7 +17,7 @@ from swarm.models.blockless_model import load_blockless_model
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.checkpoints.partial_model import resolve_dtype
 from swarm.models.span_loading import load_span
-from swarm.protocol.compression import dtype_name, pack, unpack
+from swarm.protocol.compression import decode_tensor, dtype_name, encode_tensor
 
 CPU = torch.device("cpu")
 
@@ -67,8 +67,8 @@ class ChainLayer(nn.Module):
             self.typical = max(self.typical, float(flat.abs().float().median()))
         grown = [channel % width for channel in STRESSED]
         flat[:, grown] *= self.variant.outliers
-        payload = pack(flat, self.variant.wire)
-        flat = unpack(payload, rows * slots, width, self.variant.wire, dtype_name(flat.dtype), CPU)
+        payload = encode_tensor(flat, self.variant.wire)
+        flat = decode_tensor(payload, rows * slots, width, self.variant.wire, dtype_name(flat.dtype), CPU)
         flat[:, grown] /= self.variant.outliers
         return flat.view(rows, slots, width)
 
@@ -90,7 +90,7 @@ class InProcess:
         checkpoint = open_checkpoint(str(folder))
         chosen = resolve_dtype(dtype, checkpoint.config)
         whole = load_span(checkpoint, Span(0, checkpoint.blocks), dtype=chosen, device=CPU)
-        self.layer = ChainLayer(whole, checkpoint.structure.outputs)
+        self.layer = ChainLayer(whole, checkpoint.structure.layer_outputs)
         self.model = load_blockless_model(checkpoint, self.layer, _Plain, dtype=chosen).model
         self.family, self.blocks = checkpoint.config.model_type, checkpoint.blocks
         self.hidden_size = whole.hidden_size

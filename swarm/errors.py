@@ -214,10 +214,10 @@ def remote_error(code: str, message: str) -> RemoteError:
 
     Strangers wrote the message, and it ends in logs and on terminals: it stays one line, and commands nothing.
     """
-    return _travelling(RemoteError).get(code, ServerFault)(printable(message))
+    return _travelling(RemoteError).get(code, ServerFault)(sanitize_text(message))
 
 
-def printable(text: str) -> str:
+def sanitize_text(text: str) -> str:
     """Text of a stranger as one line, without what would move a terminal's cursor or turn letters around."""
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 

@@ -26,7 +26,7 @@ from hivemind.utils.crypto import RSAPrivateKey
 
 from swarm.client.threads.network_thread import NetworkThread
 from swarm.data_structures import ServerInfo, WireFormat
-from swarm.dht.records import encode, model_key
+from swarm.dht.records import encode_announcement, model_key
 from swarm.errors import PeerLost
 from swarm.protocol import messages
 from swarm.server.config import ServerConfig
@@ -207,7 +207,7 @@ class Forger:
 
     def own(self, info: ServerInfo) -> Stored:
         """As an honest server would store it."""
-        return Stored(encode(info), self.key, self.key)
+        return Stored(encode_announcement(info), self.key, self.key)
 
     def store(self, model: str, block: int, stored: Stored, peers: list[str]) -> list[bool]:
         """Put the record under the key of the block; which of the peers took it."""

@@ -10,7 +10,7 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from swarm.client.session import InferenceSession
-from swarm.models.checkpoints.checkpoint import DEMO
+from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
 from swarm.models.checkpoints.tokenizer import load_local_model, load_tokenizer
 from tests.swarms import ServerProcess, TestSwarm
 
@@ -66,9 +66,9 @@ def holder(swarm: TestSwarm, session: InferenceSession, block: int) -> ServerPro
 
 def demo_prompt(text: str = "Once upon a time") -> torch.Tensor:
     """Token ids `[1, tokens]` for the demo model."""
-    return load_tokenizer(DEMO)(text, return_tensors="pt").input_ids  # type: ignore[no-any-return]
+    return load_tokenizer(DEMO_FOLDER)(text, return_tensors="pt").input_ids  # type: ignore[no-any-return]
 
 
 def demo_text(prompt: torch.Tensor, new: int) -> list[int]:
     """What the demo model writes, computed in this process by transformers alone."""
-    return greedy(load_local_model(DEMO), prompt, new)
+    return greedy(load_local_model(DEMO_FOLDER), prompt, new)

@@ -17,8 +17,8 @@ from hivemind.utils.crypto import RSAPrivateKey
 
 from swarm.client.session import InferenceSession
 from swarm.data_structures import ServerInfo, ServerState, Span
-from swarm.dht.records import encode
-from swarm.models.checkpoints.checkpoint import DEMO
+from swarm.dht.records import encode_announcement
+from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
 from swarm.protocol import messages
 from swarm.routing.peer_health import PeerFailure, PeerHealth
 from swarm.server.sessions.push import MIN_BYTES_PER_S, PUSH_TIMEOUT_S
@@ -67,7 +67,7 @@ def swarm() -> Iterator[TestSwarm]:
 
     They say that they are slow, so that a bad server is everybody's first choice.
     """
-    with run_swarm(DEMO, SPANS, dtype="float32", throughput=ThroughputOption(40.0)) as swarm:
+    with run_swarm(DEMO_FOLDER, SPANS, dtype="float32", throughput=ThroughputOption(40.0)) as swarm:
         yield swarm
 
 
@@ -215,9 +215,11 @@ FORGERIES: dict[str, Forgery] = {
     "infinite network throughput": like(network_throughput=math.inf),
     "a negative queue": like(queue_delay=-5.0),
     "garbage": lambda forger, honest: Stored(b"\x93garbage" * 10, forger.key, forger.key),
-    "no signature": lambda forger, honest: Stored(encode(forger.info(honest)), forger.key, None),
-    "no owner": lambda forger, honest: Stored(encode(forger.info(honest)), None, None),
-    "another peer's signature": lambda forger, honest: Stored(encode(forger.info(honest)), forger.key, STRANGER),
+    "no signature": lambda forger, honest: Stored(encode_announcement(forger.info(honest)), forger.key, None),
+    "no owner": lambda forger, honest: Stored(encode_announcement(forger.info(honest)), None, None),
+    "another peer's signature": lambda forger, honest: Stored(
+        encode_announcement(forger.info(honest)), forger.key, STRANGER
+    ),
     "another peer's name": lambda forger, honest: forger.own(replace(honest, throughput=bad_peers.ATTRACTIVE)),
     "another peer's farewell": lambda forger, honest: forger.own(replace(honest, state=ServerState.OFFLINE)),
     "expired long ago": lambda forger, honest: replace(forger.own(forger.info(honest)), lifetime=-60.0),
@@ -247,7 +249,7 @@ def test_a_forged_announcement(
 ) -> None:
     good = [server.peer_id for server in swarm.working()]
     [honest] = [info for info in bystander.swarm.servers() if info.span == Span(4, 8)]
-    taken = forger.store(DEMO.name, 4, FORGERIES[kind](forger, honest), good)
+    taken = forger.store(DEMO_FOLDER.name, 4, FORGERIES[kind](forger, honest), good)
     assert taken == [kind in BELIEVED_BY_NODES] * len(good)
     with run_client(swarm, dtype="float32") as model:
         assert sorted(info.peer_id for info in model.swarm.servers()) == sorted(good)
@@ -262,7 +264,7 @@ def test_an_announcement_that_expires(swarm: TestSwarm, bystander: Any, forger: 
     good = [server.peer_id for server in swarm.working()]
     with run_client(swarm, dtype="float32") as model:
         stored = replace(forger.own(forger.info(honest)), lifetime=3.0)
-        assert all(forger.store(DEMO.name, 4, stored, good))
+        assert all(forger.store(DEMO_FOLDER.name, 4, stored, good))
         assert forger.peer_id in {info.peer_id for info in model.swarm.servers()}
         deadline = time.monotonic() + 60
         while forger.peer_id in {info.peer_id for info in model.swarm.servers()}:
@@ -276,7 +278,7 @@ def test_a_well_formed_announcement_of_a_peer_that_serves_nothing(
     """The forger's records are tried where nothing is wrong with them: the other tests would notice if they were."""
     [honest] = [info for info in bystander.swarm.servers() if info.span == Span(4, 8)]
     good = [server.peer_id for server in swarm.working()]
-    assert all(forger.store(DEMO.name, 4, forger.own(forger.info(honest)), good))
+    assert all(forger.store(DEMO_FOLDER.name, 4, forger.own(forger.info(honest)), good))
     with run_client(swarm, dtype="float32") as model:
         assert write(model, prompt, NEW) == expected
         assert banned(model) == {forger.peer_id}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from swarm.models.checkpoints.checkpoint import DEMO
+from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
 from tests.swarms import TestSwarm, run_swarm
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -23,12 +23,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(TIMEOUT_S + 100)]
 
 @pytest.fixture(scope="module")
 def swarm() -> Iterator[TestSwarm]:
-    with run_swarm(DEMO, ("0:4", "4:8", "8:12")) as swarm:
+    with run_swarm(DEMO_FOLDER, ("0:4", "4:8", "8:12")) as swarm:
         yield swarm
 
 
 def run(swarm: TestSwarm, name: str, folder: Path, *options: str) -> str:
-    where = ("--model", str(DEMO), "--initial-peers", swarm.address)
+    where = ("--model", str(DEMO_FOLDER), "--initial-peers", swarm.address)
     command = [sys.executable, str(EXAMPLES / name), *where, "--output", str(folder)]
     ended = subprocess.run([*command, *options], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]

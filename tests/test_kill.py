@@ -22,7 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 from swarm.client.chain.hop_session import HopSession
 from swarm.client.session import InferenceSession
 from swarm.errors import MissingBlocks
-from swarm.models.checkpoints.checkpoint import DEMO
+from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
 from swarm.server.throughput.throughput_option import ThroughputOption
 from tests.disturbances import Before, Event, demo_prompt, demo_text, greedy, holder, write
 from tests.slow import slow_except
@@ -50,7 +50,7 @@ def expected(prompt: torch.Tensor) -> list[int]:
 @pytest.fixture(scope="module")
 def shared() -> Iterator[TestSwarm]:
     """Each span twice."""
-    with run_swarm(DEMO, SPANS * 2, dtype="float32") as swarm:
+    with run_swarm(DEMO_FOLDER, SPANS * 2, dtype="float32") as swarm:
         yield swarm
 
 

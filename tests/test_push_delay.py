@@ -26,7 +26,7 @@ from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.span_loading import load_span
 from swarm.protocol import messages
-from swarm.protocol.compression import pack, unpack
+from swarm.protocol.compression import decode_tensor, encode_tensor
 from swarm.server.compute.engine import Engine
 from swarm.server.sessions.handler import MessageHandler
 from swarm.server.sessions.session_table import SessionTable
@@ -126,11 +126,11 @@ class Swarm:
         """The next token, greedily, after these."""
         hidden_TH = self._local.model.embed_tokens(torch.tensor(ids))
         packed = PackedHidden(
-            pack(hidden_TH, WireFormat.NONE), len(ids), hidden_TH.shape[1], WireFormat.NONE, "float32"
+            encode_tensor(hidden_TH, WireFormat.NONE), len(ids), hidden_TH.shape[1], WireFormat.NONE, "float32"
         )
         output = await self.chain.step(packed, StepLayout((self._length,), (len(ids),)))
         self._length += len(ids)
-        last_H = unpack(output.payload, len(ids), hidden_TH.shape[1], output.wire, output.dtype, CPU)[-1]
+        last_H = decode_tensor(output.payload, len(ids), hidden_TH.shape[1], output.wire, output.dtype, CPU)[-1]
         return int(self._local.lm_head(self._local.model.norm(last_H)).argmax())
 
     async def generate(self) -> tuple[list[int], list[float]]:
@@ -209,7 +209,9 @@ def test_the_record_of_every_hop_is_complete(whole, local):
             parts = []
             for layout, packed in hop.history.replay(hop.progress.replied):
                 assert layout.starts == (sum(map(len, parts)),)
-                parts.append(unpack(packed.payload, packed.tokens, packed.hidden_size, packed.wire, packed.dtype, CPU))
+                parts.append(
+                    decode_tensor(packed.payload, packed.tokens, packed.hidden_size, packed.wire, packed.dtype, CPU)
+                )
             torch.testing.assert_close(torch.cat(parts), hidden_TH, rtol=1e-4, atol=1e-4)
             hidden_TH = whole.narrowed(hop.hop.span).forward(hidden_TH.unsqueeze(0))[0]
 

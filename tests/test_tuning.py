@@ -211,7 +211,7 @@ def test_deep_prompts_are_added_at_every_block(family_swarm: TestSwarm, tmp_path
 
 def test_figure_3_of_the_paper_as_written(family_swarm: TestSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWARM_INITIAL_PEERS", ",".join(family_swarm.addresses))
-    monkeypatch.setattr("swarm.client.auto_model.default_wire", lambda config, trains: WireFormat.NONE)
+    monkeypatch.setattr("swarm.client.auto_model.default_wire_format", lambda config, trains: WireFormat.NONE)
     data_loader = [(batch(3, 7, seed=step), torch.tensor([0, 1, step % 2])) for step in range(2)]
 
     # Initialize distributed BLOOM with soft prompts

@@ -52,13 +52,13 @@ def _generate_and_compare(address: str, prompt: str, tokens: int, temperature: f
 
     from swarm.client.auto_model import AutoDistributedModelForCausalLM
     from swarm.data_structures import WireFormat
-    from swarm.models.checkpoints.checkpoint import DEMO
+    from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
     from swarm.models.checkpoints.tokenizer import TextStreamer, load_local_model, load_tokenizer
     from swarm.transport.p2p import quiet_hivemind
 
     quiet_hivemind()
     torch.set_num_threads(1)
-    tokenizer = load_tokenizer(DEMO)
+    tokenizer = load_tokenizer(DEMO_FOLDER)
     # Send hidden states exactly as computed: the default format rounds them, which would change a token now and then.
     model = AutoDistributedModelForCausalLM.from_pretrained(initial_peers=[address], wire=WireFormat.NONE)
     click.echo(_describe_wire_format(model.config))
@@ -79,7 +79,7 @@ def _generate_and_compare(address: str, prompt: str, tokens: int, temperature: f
     click.echo(f"\n{count} tokens in {seconds:.2f} s: {count / seconds:.0f} tokens/s through three servers")
 
     torch.manual_seed(seed)
-    local = load_local_model(DEMO)
+    local = load_local_model(DEMO_FOLDER)
     began = time.perf_counter()
     expected = local.generate(**inputs, **settings)
     seconds = time.perf_counter() - began
@@ -92,11 +92,11 @@ def _generate_and_compare(address: str, prompt: str, tokens: int, temperature: f
 
 def _describe_wire_format(config: Any) -> str:
     from swarm.data_structures import WireFormat
-    from swarm.models.wire_defaults import default_wire
-    from swarm.protocol.compression import dtype_name, payload_length
+    from swarm.models.wire_defaults import default_wire_format
+    from swarm.protocol.compression import dtype_name, payload_bytes
 
-    default, dtype = default_wire(config), dtype_name(config.dtype)
-    exact, rounded = (payload_length(config.hidden_size, wire, dtype) for wire in (WireFormat.NONE, default))
+    default, dtype = default_wire_format(config), dtype_name(config.dtype)
+    exact, rounded = (payload_bytes(config.hidden_size, wire, dtype) for wire in (WireFormat.NONE, default))
     return (
         f"  hidden states travel as computed (wire=none), {exact} bytes a token, so that tokens can be compared; "
         f"the model's default, {default}, takes {rounded}"

@@ -29,8 +29,8 @@ from swarm.models.checkpoints.partial_model import resolve_dtype
 from swarm.models.cutting.families import classification_class
 from swarm.models.span_loading import load_span
 from swarm.models.weights.quantization import QUANTIZATION_FORMS
-from swarm.models.wire_defaults import default_wire
-from swarm.protocol.compression import warm_up
+from swarm.models.wire_defaults import default_wire_format
+from swarm.protocol.compression import load_quantizer
 from swarm.transport.addresses import parse_peers
 
 logger = logging.getLogger(__name__)
@@ -154,10 +154,10 @@ class _AutoDistributedModel:
         stored = _stored(tuning, checkpoint, cache_dir)
         config = replace(config, local_blocks=parse_local_blocks(local_blocks, checkpoint.blocks))
         trains = tuning.trainable and (tuning.mode is not None or tuning.adapter is not None)
-        config = replace(config, wire=asked or default_wire(checkpoint.config, trains))
+        config = replace(config, wire=asked or default_wire_format(checkpoint.config, trains))
         logger.info("hidden states of %s travel as %s", checkpoint.name, config.wire)
         if config.wire is WireFormat.BLOCKWISE8:
-            warm_up(torch.device("cpu"))
+            load_quantizer(torch.device("cpu"))
         resolved = resolve_dtype(dtype, checkpoint.config)
         connection = _connect(config, checkpoint, resolved)
         try:
@@ -195,7 +195,7 @@ def _build(
     stored: StoredAdapter | None,
 ) -> Any:
     blocks = RemoteSequential(connection, Span(0, connection.blocks))
-    layer = RemoteLayer(blocks, checkpoint.structure.outputs)
+    layer = RemoteLayer(blocks, checkpoint.structure.layer_outputs)
     mixin = DistributedGenerationMixin if task == "CAUSAL_LM" else DistributedModelMixin
     heads = load_blockless_model(checkpoint, layer, mixin, dtype=dtype, task=task, num_labels=num_labels)
     model = heads.model
@@ -244,7 +244,7 @@ def _labels(asked: int | None, stored: StoredAdapter | None) -> int | None:
 
 
 def _connect(config: ClientConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> SwarmConnection:
-    digests = checkpoint.digests(0, checkpoint.blocks)
+    digests = checkpoint.block_digests(0, checkpoint.blocks)
     local = None
     if config.local_blocks is not None:
         local = LocalBlocks(load_span(checkpoint, config.local_blocks, dtype=dtype, device=torch.device("cpu")))

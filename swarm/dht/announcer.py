@@ -19,7 +19,7 @@ from hivemind.dht.crypto import RSASignatureValidator
 from swarm.data_structures import ModelInfo, ServerInfo, ServerState
 from swarm.dht import model_records
 from swarm.dht.reachability import is_relayed
-from swarm.dht.records import MAX_ADAPTERS, MAX_LIFETIME, encode, model_key
+from swarm.dht.records import MAX_ADAPTERS, MAX_LIFETIME_S, encode_announcement, model_key
 from swarm.transport.p2p import Peer
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ LIFETIME_PERIODS = 2.5
 """A record lives this many update periods, so that one lost update does not make a live server vanish."""
 
 
-SKEW = 60.0
+MAX_CLOCK_SKEW_S = 60.0
 """Seconds by which the clocks of others may be behind, so that they still take the longest-lived record."""
 
 
@@ -66,11 +66,14 @@ class Announcer:
         info = replace(self._describe(), relayed=is_relayed(await self._peer.visible_addresses()))
         lifetime = self._period * LIFETIME_PERIODS
         keys = [model_key(self._model.name, info.span.start)]
-        values, expiration_times = [encode(info)], [time.time() + lifetime]
+        values, expiration_times = [encode_announcement(info)], [time.time() + lifetime]
         if info.state is not ServerState.OFFLINE:
             keys.append(model_records.list_key(info.peer_id))
-            values.append(model_records.encode(info.peer_id, self._model))
-            expiration_times.append(time.time() + min(max(model_records.LIFETIME, lifetime), MAX_LIFETIME - SKEW))
+            values.append(model_records.encode_model(info.peer_id, self._model))
+            expiration_times.append(
+                time.time()
+                + min(max(model_records.MODEL_RECORD_LIFETIME_S, lifetime), MAX_LIFETIME_S - MAX_CLOCK_SKEW_S)
+            )
         subkeys = [self._subkey] * len(keys)
         stored = await self._peer.dht.store_many(keys, values, expiration_times, subkeys)
         return bool(stored[keys[0], self._subkey])

@@ -8,7 +8,7 @@ from hivemind.dht.node import DHTNode
 
 from swarm.data_structures import ModelInfo, ServerInfo
 from swarm.dht import model_records
-from swarm.dht.records import decode, model_key
+from swarm.dht.records import decode_announcement, model_key
 from swarm.errors import ProtocolViolation
 
 
@@ -26,7 +26,7 @@ async def fetch_models(dht: DHTNode) -> list[ModelInfo]:
             record = _decode_model(value)
             if record is not None and expires >= time.time():
                 records.append(record)
-    return model_records.agreed(records)
+    return model_records.agreed_models(records)
 
 
 async def fetch_servers(dht: DHTNode, model: str, blocks: int) -> list[ServerInfo]:
@@ -56,7 +56,7 @@ def _decode(value: object) -> ServerInfo | None:
     if not isinstance(value, bytes):
         return None
     try:
-        return decode(value)
+        return decode_announcement(value)
     except ProtocolViolation:
         return None
 
@@ -65,6 +65,6 @@ def _decode_model(value: object) -> tuple[str, ModelInfo] | None:
     if not isinstance(value, bytes):
         return None
     try:
-        return model_records.decode(value)
+        return model_records.decode_model(value)
     except ProtocolViolation:
         return None

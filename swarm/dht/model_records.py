@@ -4,7 +4,7 @@ Who serves blocks also stores one short record that names its model, so that who
 can find out what the swarm runs. The list is spread over a few keys: a reply of the DHT holds 2 MiB, which the records
 of some two thousand servers under one key would fill.
 
-What a record says is believed as far as others say the same: see `agreed`.
+What a record says is believed as far as others say the same: see `agreed_models`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Annotated
 import msgspec
 
 from swarm.data_structures import ModelInfo
-from swarm.dht.records import MAX_BLOCKS, Name
+from swarm.dht.records import MAX_MODEL_BLOCKS, Name
 from swarm.errors import ProtocolViolation
 
-SHARDS = 8
+LIST_SHARDS = 8
 """Keys that the list is spread over."""
 
-MAX_RECORD = 4096
-LIFETIME = 300.0
+MAX_MODEL_RECORD_BYTES = 4096
+MODEL_RECORD_LIFETIME_S = 300.0
 """Seconds that a record is valid: longer than an announcement, so that a model whose servers died is missed by name."""
 
 
@@ -33,7 +33,7 @@ class ModelRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     peer_id: Name
     model: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-    blocks: Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCKS)]
+    blocks: Annotated[int, msgspec.Meta(ge=1, le=MAX_MODEL_BLOCKS)]
     revision: Name
 
 
@@ -42,22 +42,22 @@ _decoder = msgspec.msgpack.Decoder(ModelRecord)
 
 def list_keys() -> tuple[str, ...]:
     """DHT keys of the whole list. They differ from the keys of all models' servers (`swarm.dht.records.model_key`)."""
-    return tuple(f"swarm1-models/{shard}" for shard in range(SHARDS))
+    return tuple(f"swarm1-models/{shard}" for shard in range(LIST_SHARDS))
 
 
 def list_key(peer_id: str) -> str:
     """DHT key under which a peer names its model."""
-    return list_keys()[zlib.crc32(peer_id.encode()) % SHARDS]
+    return list_keys()[zlib.crc32(peer_id.encode()) % LIST_SHARDS]
 
 
-def encode(peer_id: str, info: ModelInfo) -> bytes:
+def encode_model(peer_id: str, info: ModelInfo) -> bytes:
     """The record as bytes."""
     return msgspec.msgpack.encode(ModelRecord(peer_id, info.name, info.blocks, info.revision))
 
 
-def decode(data: bytes) -> tuple[str, ModelInfo]:
+def decode_model(data: bytes) -> tuple[str, ModelInfo]:
     """Check a record against the schema: its owner's peer id, and what it says. Raises `ProtocolViolation`."""
-    if len(data) > MAX_RECORD:
+    if len(data) > MAX_MODEL_RECORD_BYTES:
         raise ProtocolViolation(f"a model's record of {len(data)} bytes is too large")
     try:
         record = _decoder.decode(data)
@@ -66,7 +66,7 @@ def decode(data: bytes) -> tuple[str, ModelInfo]:
     return record.peer_id, ModelInfo(record.model, record.blocks, record.revision)
 
 
-def agreed(records: Iterable[tuple[str, ModelInfo]]) -> list[ModelInfo]:
+def agreed_models(records: Iterable[tuple[str, ModelInfo]]) -> list[ModelInfo]:
     """One entry a name: what most peers say of it. The models that most peers name come first.
 
     Of equally frequent claims the smallest is taken, so that all readers decide alike.

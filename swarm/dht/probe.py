@@ -18,14 +18,14 @@ from multiaddr import Multiaddr
 from swarm.common.version import VERSION
 from swarm.data_structures import ServerInfo, ServerState, Span
 from swarm.dht.directory import fetch_servers
-from swarm.dht.records import encode, model_key
+from swarm.dht.records import encode_announcement, model_key
 from swarm.errors import PeerLost
 from swarm.transport.p2p import Peer
 
-SAMPLES = 3
+PROBE_EXCHANGES = 3
 """Exchanges after the dial. The quickest says most about the clock."""
 
-RECORD_LIFETIME = 30.0
+TRIAL_RECORD_LIFETIME_S = 30.0
 """Seconds after which the record that is written for a trial is forgotten."""
 
 
@@ -58,7 +58,9 @@ async def probe(peer: Peer, address: str, patience: float) -> ProbeResult:
             target = PeerID.from_base58(peer_id)
             # A relay's address ends in /p2p-circuit: what stands before the target's id is the way to it.
             await peer.dht.p2p._client.connect(target, [Multiaddr(where)])
-            return min([await _exchange(peer, target) for _ in range(SAMPLES)], key=lambda echo: echo.round_trip)
+            return min(
+                [await _exchange(peer, target) for _ in range(PROBE_EXCHANGES)], key=lambda echo: echo.round_trip
+            )
     except TimeoutError:
         raise PeerLost(f"no answer within {patience:.0f} s") from None
     except (P2PDaemonError, ControlFailure, OSError, asyncio.IncompleteReadError, ValueError) as error:
@@ -96,8 +98,8 @@ async def write_record(peer: Peer) -> bool:
         version=VERSION,
     )
     subkey = RSASignatureValidator(peer.identity.private_key).local_public_key
-    expires = time.time() + RECORD_LIFETIME
-    return bool(await peer.dht.store(model_key(_trial(peer), 0), encode(info), expires, subkey))
+    expires = time.time() + TRIAL_RECORD_LIFETIME_S
+    return bool(await peer.dht.store(model_key(_trial(peer), 0), encode_announcement(info), expires, subkey))
 
 
 async def read_record(peer: Peer) -> bool:

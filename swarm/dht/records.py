@@ -16,9 +16,9 @@ import msgspec
 from swarm.data_structures import Mobility, ServerInfo, ServerState, Span
 from swarm.errors import ProtocolViolation, SwarmError
 
-MAX_BLOCKS = 2048
-MAX_RECORD = 64 * 1024
-MAX_LIFETIME = 600.0
+MAX_MODEL_BLOCKS = 2048
+MAX_RECORD_BYTES = 64 * 1024
+MAX_LIFETIME_S = 600.0
 """Seconds that an announcement may be valid at most."""
 
 MAX_ROUND_TRIPS = 16
@@ -28,7 +28,7 @@ MAX_ADAPTERS = 16
 """Adapters that one announcement may name."""
 
 Name = Annotated[str, msgspec.Meta(max_length=256)]
-Block = Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCKS)]
+Block = Annotated[int, msgspec.Meta(ge=0, le=MAX_MODEL_BLOCKS)]
 Rate = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
 Digest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{12}\Z")]
@@ -47,7 +47,7 @@ class ServerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     throughput: Annotated[float, msgspec.Meta(gt=0, le=1e9)]
     cache_tokens_free: Annotated[int, msgspec.Meta(ge=0, le=2**48)]
     revision: Name
-    digests: Annotated[list[Digest], msgspec.Meta(max_length=MAX_BLOCKS)]
+    digests: Annotated[list[Digest], msgspec.Meta(max_length=MAX_MODEL_BLOCKS)]
     compute_dtype: Name
     quantization: Name
     version: Name
@@ -69,7 +69,7 @@ def model_key(model: str, block: int) -> str:
     return f"swarm1/{model}/{block}"
 
 
-def encode(info: ServerInfo) -> bytes:
+def encode_announcement(info: ServerInfo) -> bytes:
     """The announcement as bytes."""
     return msgspec.msgpack.encode(
         ServerRecord(
@@ -96,9 +96,9 @@ def encode(info: ServerInfo) -> bytes:
     )
 
 
-def decode(data: bytes) -> ServerInfo:
+def decode_announcement(data: bytes) -> ServerInfo:
     """Check an announcement against the schema. Raises `ProtocolViolation`."""
-    if len(data) > MAX_RECORD:
+    if len(data) > MAX_RECORD_BYTES:
         raise ProtocolViolation(f"an announcement of {len(data)} bytes is too large")
     try:
         record = _decoder.decode(data)

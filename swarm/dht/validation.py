@@ -17,7 +17,7 @@ from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.utils import MSGPackSerializer
 
 from swarm.dht import model_records
-from swarm.dht.records import MAX_LIFETIME, MAX_RECORD, decode
+from swarm.dht.records import MAX_LIFETIME_S, MAX_RECORD_BYTES, decode_announcement
 from swarm.errors import ProtocolViolation
 from swarm.transport.identity import peer_id_of
 
@@ -40,7 +40,7 @@ class AnnouncementValidator(RecordValidatorBase):
         self._now = now
 
     def validate(self, record: DHTRecord) -> bool:
-        if len(record.value) > MAX_RECORD or record.expiration_time > self._now() + MAX_LIFETIME:
+        if len(record.value) > MAX_RECORD_BYTES or record.expiration_time > self._now() + MAX_LIFETIME_S:
             return False
         try:
             subkey = MSGPackSerializer.loads(record.subkey)
@@ -59,7 +59,7 @@ class AnnouncementValidator(RecordValidatorBase):
 def _speaker(value: bytes) -> str | None:
     """The peer that a record of either kind speaks of, or None if it is of neither."""
     with suppress(ProtocolViolation):
-        return decode(value).peer_id
+        return decode_announcement(value).peer_id
     with suppress(ProtocolViolation):
-        return model_records.decode(value)[0]
+        return model_records.decode_model(value)[0]
     return None

@@ -83,7 +83,7 @@ class MetricsEndpoint:
         try:
             self._server = _MetricsServer(registry, address)
         except OSError as error:
-            why = "another program listens there" if error.errno == errno.EADDRINUSE else error.strerror
+            why = "another program is listening there" if error.errno == errno.EADDRINUSE else error.strerror
             raise AddressUnavailable(
                 f"--metrics: cannot listen on {address}: {why}; choose another port, or 0 for any free one"
             ) from None

@@ -17,10 +17,10 @@ from transformers.masking_utils import AttentionMaskInterface
 from swarm.data_structures import Span
 from swarm.errors import UnsupportedModel
 from swarm.models.checkpoints.checkpoint import Checkpoint
-from swarm.models.checkpoints.partial_model import load_cut
+from swarm.models.checkpoints.partial_model import load_partial_model
 from swarm.models.cutting import families, surgery
 
-NO_MASK = "remote"
+NO_MASK_ATTENTION = "remote"
 """Name of the attention implementation that a client's config carries: its masks are empty, nobody reads them."""
 
 
@@ -67,7 +67,7 @@ def load_blockless_model(
     if num_labels is not None:
         config.num_labels = num_labels
     blocks = checkpoint.blocks
-    tensors = dict(checkpoint.read(checkpoint.is_head))
+    tensors = dict(checkpoint.read_tensors(checkpoint.is_client_tensor))
     family_class = (families.causal_lm_class if task == "CAUSAL_LM" else families.classification_class)(config)
     model_class = type(family_class.__name__, (mixin, family_class), {"__module__": family_class.__module__})
 
@@ -82,16 +82,16 @@ def load_blockless_model(
                 setattr(layer, key, value)  # such as attention_type, which some families read off the layer
         setattr(owner, name, nn.ModuleList([layer]))
 
-    def may_be_new(name: str) -> bool:
+    def may_be_missing(name: str) -> bool:
         return found[-1][2] is not None and name.startswith(f"{found[-1][2]}.")
 
-    model = load_cut(model_class, config, cut, tensors, dtype, may_be_new)
-    AttentionMaskInterface.register(NO_MASK, _empty_mask)
+    model = load_partial_model(model_class, config, cut, tensors, dtype, may_be_missing)
+    AttentionMaskInterface.register(NO_MASK_ATTENTION, _empty_mask)
     # A model around another one may have given that one a copy of its config.
     for one in {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}.values():
         surgery.slice_config(one, Span(0, 1), blocks)
         one.use_cache = False  # a plain forward keeps nothing; generate() asks for a cache by itself
-        one._attn_implementation_internal = NO_MASK
+        one._attn_implementation_internal = NO_MASK_ATTENTION
     settings = checkpoint.generation_config() if task == "CAUSAL_LM" else None
     if settings is not None:
         model.generation_config = settings

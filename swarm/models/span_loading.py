@@ -15,7 +15,7 @@ from swarm.common import console
 from swarm.data_structures import Span
 from swarm.models.checkpoints.block_digest import block_digest
 from swarm.models.checkpoints.checkpoint import Checkpoint
-from swarm.models.checkpoints.partial_model import load_cut
+from swarm.models.checkpoints.partial_model import load_partial_model
 from swarm.models.cutting import families, surgery
 from swarm.models.execution.cut_model import CutModel
 from swarm.models.execution.span_model import SpanModel
@@ -47,12 +47,12 @@ def load_span(
         CheckpointError: weights are missing, unreadable or of the wrong shape.
         InvalidOption: this machine cannot compute with weights in that form.
     """
-    checkpoint.check_span(span.start, span.end)
+    checkpoint.validate_span(span.start, span.end)
     quantization.require_available(quant, device)
     model, digests = _load_blocks(checkpoint, span, dtype, device, quant, progress)
     # After loading, because rotary tables are filled while it happens, for the layer types of the whole model.
     surgery.slice_config(model.config, span, checkpoint.blocks)
-    cut = CutModel(model, checkpoint.structure.path)
+    cut = CutModel(model, checkpoint.structure.layers_path)
     loaded = SpanModel(cut, span, digests, checkpoint.config.hidden_size)
     return choose_layout(loaded, layout)
 
@@ -61,7 +61,7 @@ def _load_blocks(
     checkpoint: Checkpoint, span: Span, dtype: torch.dtype, device: torch.device, quant: str, progress: bool
 ) -> tuple[Any, list[str]]:
     """One block after the other is read, brought into its form and put behind those before it; a digest a block."""
-    path = checkpoint.structure.path
+    path = checkpoint.structure.layers_path
     whole: Any = None
     layers: Any = nn.ModuleList()
     digests: list[str] = []
@@ -112,9 +112,9 @@ def _load_block(checkpoint: Checkpoint, block: int, dtype: torch.dtype) -> tuple
         surgery.drop_weights(owner, keep=(name,))
         surgery.renumber_layers(kept)
 
-    prefix = f"{checkpoint.structure.path}.0."
+    prefix = f"{checkpoint.structure.layers_path}.0."
     tensors = {prefix + name: tensor for name, tensor in tensors.items()}
-    return load_cut(families.base_class(config), config, cut, tensors, dtype), digest
+    return load_partial_model(families.base_class(config), config, cut, tensors, dtype), digest
 
 
 def _read_block(checkpoint: Checkpoint, block: int) -> dict[str, torch.Tensor]:
@@ -128,7 +128,7 @@ def _read_block(checkpoint: Checkpoint, block: int) -> dict[str, torch.Tensor]:
         place = checkpoint.locate(name)
         return place is not None and place[0] == block
 
-    for name, tensor in checkpoint.read(wanted):
+    for name, tensor in checkpoint.read_tensors(wanted):
         place = checkpoint.locate(name)
         assert place is not None
         tensors[place[1]] = tensor.clone()

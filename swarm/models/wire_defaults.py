@@ -1,4 +1,4 @@
-"""How hidden states travel unless somebody says otherwise: what the calibration in `docs/wire.md` found harmless."""
+"""The default wire format of hidden states for each model family: what the calibration in `docs/wire.md` allows."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from transformers import PreTrainedConfig
 
 from swarm.data_structures import WireFormat
 
-HOPS, HARMLESS, OUTLIERS = 3, 0.5, 20.0
-"""The rule: over `HOPS` servers, 8 bits change the perplexity by less than `HARMLESS` percent, two standard errors
-included; also where some channels of every block are `OUTLIERS` times as large, which is how far those of large models
-stand out (Dettmers et al. 2022a, LLM.int8)."""
+CALIBRATION_HOPS = 3
+MAX_PERPLEXITY_CHANGE_PERCENT = 0.5
+OUTLIER_FACTOR = 20.0
+"""A family may use 8 bits if, over `CALIBRATION_HOPS` servers, they change the perplexity by less than
+`MAX_PERPLEXITY_CHANGE_PERCENT`, two standard errors included. This must also hold if some channels of every block are
+`OUTLIER_FACTOR` times as large, which is how far those of large models stand out (Dettmers et al. 2022a, LLM.int8)."""
 
-BLOCKWISE8 = frozenset(
+BLOCKWISE8_FAMILIES = frozenset(
     {
         *("bloom", "deepseek_v2", "deepseek_v3", "ernie4_5", "exaone4", "falcon", "gemma", "gemma2", "gemma3_text"),
         *("glm4_moe", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "gptj", "granite", "llama", "llama4_text"),
@@ -20,18 +22,20 @@ BLOCKWISE8 = frozenset(
         *("qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2"),
     }
 )
-"""Families whose hidden states travel in 8 bits: those that keep the rule. `docs/wire.md` has the figures."""
+"""Families whose hidden states travel in 8 bits, because they passed the calibration. See `docs/wire.md`."""
 
 
-def default_wire(config: PreTrainedConfig, trains: bool = False) -> WireFormat:
-    """The format for a model: 8 bits where that was measured to be harmless for its family, else 16.
+def default_wire_format(config: PreTrainedConfig, trains: bool = False) -> WireFormat:
+    """The wire format for a model: 8 bits where they are harmless for its family, otherwise 16 bits.
 
-    Training takes 16: the rounding of what went into the blocks spoils gradients more than texts (docs/fine-tuning.md).
+    Training uses 16 bits: rounding the inputs of the blocks harms gradients more than it harms texts
+    (docs/fine-tuning.md).
 
-    The 16 bits are those of the checkpoint, so that nothing is lost where servers compute in them. A float32 checkpoint
-    gets bfloat16: float16 is finer, but ends at 65504, and how large hidden states become shows only when they do.
+    The 16-bit format is the checkpoint's own, so that nothing is lost if servers compute in it. A float32 checkpoint
+    gets bfloat16: float16 is more precise, but it ends at 65504, and how large hidden states become is not known before
+    they are computed.
     """
-    if config.model_type in BLOCKWISE8 and not trains:
+    if config.model_type in BLOCKWISE8_FAMILIES and not trains:
         return WireFormat.BLOCKWISE8
     stored = getattr(config, "dtype", None)
     return WireFormat.FLOAT16 if stored in (torch.float16, "float16") else WireFormat.BFLOAT16

@@ -118,7 +118,7 @@ class DhtSource:
             await self.close()  # its daemon has ended
         if self._peer is None:
             self._peer = await Peer.create(P2PConfig(initial_peers=self._initial_peers), AnnouncementValidator())
-            self._lost = asyncio.create_task(self._peer.lost())
+            self._lost = asyncio.create_task(self._peer.wait_until_cut_off())
             self._joined, self._empty = self._clock(), 0
 
     async def poll(self, remembered: Sequence[ModelInfo] = ()) -> PollResult:

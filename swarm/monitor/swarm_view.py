@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from swarm.data_structures import ModelInfo, ServerInfo, ServerState
-from swarm.errors import printable
+from swarm.errors import sanitize_text
 from swarm.routing.compatibility import compatible_servers
 from swarm.server.placement.initial_blocks import block_throughputs
 
@@ -209,8 +209,8 @@ def build_model_view(
 
 
 def shorten(text: str, limit: int = MAX_TEXT_LENGTH) -> str:
-    """Make a peer's text `printable`, on one line, and cut it to `limit` characters."""
-    shown = printable(text[: limit + 1])
+    """Sanitize a peer's text into one line and cut it to `limit` characters."""
+    shown = sanitize_text(text[: limit + 1])
     return shown if len(shown) <= limit else shown[: limit - 1] + "…"
 
 

@@ -33,7 +33,7 @@ def open_model(
     resolved = resolve_dtype(dtype, checkpoint.config)
     needs = memory_footprint(checkpoint, resolved, INT4 if quant == NF4 else quant)
     hidden_bytes = checkpoint.config.hidden_size * resolved.itemsize
-    return checkpoint, ModelSize(checkpoint.name, needs.weights, needs.cache_per_token, hidden_bytes)
+    return checkpoint, ModelSize(checkpoint.name, needs.block_bytes, needs.cache_bytes_per_token, hidden_bytes)
 
 
 async def fetch_compatible_servers(checkpoint: Checkpoint, initial_peers: tuple[str, ...]) -> CompatibleServers:

@@ -18,7 +18,7 @@ import torch
 
 from swarm.data_structures import WireFormat
 from swarm.errors import NotFinite, WrongShape
-from swarm.protocol.compression import DTYPES, dtype_name, is_finite, pack, payload_length, unpack
+from swarm.protocol.compression import HIDDEN_DTYPES, decode_tensor, dtype_name, encode_tensor, is_finite, payload_bytes
 from swarm.protocol.messages import ADAPTER_DIGEST_BYTES, BlockAdapterSpec, LoraShape
 
 GRADIENT_DTYPE = torch.float32
@@ -67,7 +67,7 @@ def pack_adapters(parts: Sequence[BlockAdapterWeights], dtype: torch.dtype) -> t
     """The parts' descriptions and their bytes one behind the other, all in `dtype`."""
     blocks, payloads = [], []
     for part in parts:
-        payload = b"".join(pack(tensor.to(dtype), WireFormat.NONE) for tensor in part.tensors)
+        payload = b"".join(encode_tensor(tensor.to(dtype), WireFormat.NONE) for tensor in part.tensors)
         prompt = 0 if part.prompt is None else len(part.prompt)
         modules = [LoraShape(one.module, one.down.shape[0], one.down.shape[1], len(one.up)) for one in part.factors]
         blocks.append(BlockAdapterSpec(adapter_digest(prompt, modules, payload, dtype_name(dtype)), prompt, modules))
@@ -85,7 +85,7 @@ def unpack_adapters(
         WrongDtype: the dtype is unknown.
         NotFinite: there is NaN or infinity in it.
     """
-    lengths = [payload_length(count_values(block, hidden_size), WireFormat.NONE, dtype) for block in blocks]
+    lengths = [payload_bytes(count_values(block, hidden_size), WireFormat.NONE, dtype) for block in blocks]
     if len(payload) != sum(lengths):
         raise WrongShape(f"the adapters described take {sum(lengths)} bytes as {dtype}, got {len(payload)}")
     parts, view, first = [], memoryview(payload), 0
@@ -93,9 +93,9 @@ def unpack_adapters(
         mine = view[first : first + length]
         if adapter_digest(block.prompt_length, block.modules, mine, dtype) != block.digest:
             raise WrongShape("an adapter's bytes have another digest than it was announced with")
-        if not is_finite(mine, length // DTYPES[dtype].itemsize, WireFormat.NONE, dtype):
+        if not is_finite(mine, length // HIDDEN_DTYPES[dtype].itemsize, WireFormat.NONE, dtype):
             raise NotFinite("an adapter holds NaN or infinity; look for it in what was trained")
-        flat = unpack(mine, 1, length // DTYPES[dtype].itemsize, WireFormat.NONE, dtype, device)[0]
+        flat = decode_tensor(mine, 1, length // HIDDEN_DTYPES[dtype].itemsize, WireFormat.NONE, dtype, device)[0]
         parts.append(_part(block, list(_split(flat, block, hidden_size))))
         first += length
     return parts
@@ -103,7 +103,7 @@ def unpack_adapters(
 
 def pack_gradients(gradients: Sequence[torch.Tensor]) -> bytes:
     """Gradients of the tensors of some parts, in their order."""
-    return b"".join(pack(gradient.to(GRADIENT_DTYPE), WireFormat.NONE) for gradient in gradients)
+    return b"".join(encode_tensor(gradient.to(GRADIENT_DTYPE), WireFormat.NONE) for gradient in gradients)
 
 
 def unpack_gradients(
@@ -116,7 +116,7 @@ def unpack_gradients(
         raise WrongShape(f"the gradients of these adapters are {sum(values)} numbers, got {len(payload)} bytes")
     if not is_finite(payload, sum(values), WireFormat.NONE, name):
         raise NotFinite("an adapter's gradients hold NaN or infinity")
-    flat = unpack(payload, 1, sum(values), WireFormat.NONE, name, torch.device("cpu"))[0]
+    flat = decode_tensor(payload, 1, sum(values), WireFormat.NONE, name, torch.device("cpu"))[0]
     return [list(_split(mine, block, hidden_size)) for block, mine in zip(blocks, flat.split(values), strict=True)]
 
 

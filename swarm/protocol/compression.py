@@ -23,8 +23,8 @@ import torch
 from swarm.data_structures import WireFormat
 from swarm.errors import WrongDtype, WrongShape
 
-BLOCK = 256
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+VALUES_PER_SCALE = 256
+HIDDEN_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SIXTEEN_BIT = {WireFormat.FLOAT16: "float16", WireFormat.BFLOAT16: "bfloat16"}
 _SIGN = 0x8000
 _INFINITY = {
@@ -39,33 +39,35 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def payload_length(values: int, wire: WireFormat, dtype: str) -> int:
+def payload_bytes(values: int, wire: WireFormat, dtype: str) -> int:
     """Bytes that `values` numbers take. `dtype` matters for `none` only. Raises `WrongDtype` for an unknown one."""
-    if dtype not in DTYPES:
-        raise WrongDtype(f"hidden states of dtype {dtype[:32]!r} are not accepted; use one of {', '.join(DTYPES)}")
+    if dtype not in HIDDEN_DTYPES:
+        raise WrongDtype(
+            f"hidden states of dtype {dtype[:32]!r} are not accepted; use one of {', '.join(HIDDEN_DTYPES)}"
+        )
     if wire is WireFormat.BLOCKWISE8:
-        return values + 4 * math.ceil(values / BLOCK)
-    return values * DTYPES[_SIXTEEN_BIT.get(wire, dtype)].itemsize
+        return values + 4 * math.ceil(values / VALUES_PER_SCALE)
+    return values * HIDDEN_DTYPES[_SIXTEEN_BIT.get(wire, dtype)].itemsize
 
 
-def warm_up(device: torch.device) -> None:
+def load_quantizer(device: torch.device) -> None:
     """Load what 8 bits need, which takes a second or more, before somebody waits for the first step."""
     _dynamic_map(device)
 
 
-def pack(hidden: torch.Tensor, wire: WireFormat) -> bytes | memoryview:
+def encode_tensor(hidden: torch.Tensor, wire: WireFormat) -> bytes | memoryview:
     """Encode a tensor of any shape (float32, bfloat16 or float16).
 
     With `none` on a CPU the result shares the tensor's memory. Raises `WrongDtype` for other dtypes, and where float16
     was asked for and cannot hold a finite value: sent as infinity, it would be blamed on whoever computed it.
     """
-    if dtype_name(hidden.dtype) not in DTYPES:
+    if dtype_name(hidden.dtype) not in HIDDEN_DTYPES:
         raise WrongDtype(f"hidden states of dtype {dtype_name(hidden.dtype)} cannot be sent")
     if wire is WireFormat.BLOCKWISE8:
         return _pack_blockwise(hidden)
     if wire is WireFormat.NONE:
         return _bytes_of(hidden)
-    payload = _bytes_of(hidden.to(DTYPES[_SIXTEEN_BIT[wire]]))
+    payload = _bytes_of(hidden.to(HIDDEN_DTYPES[_SIXTEEN_BIT[wire]]))
     if wire is WireFormat.FLOAT16 and not is_finite(payload, hidden.numel(), wire, "float16"):
         largest = float(hidden.detach().abs().max())
         if math.isfinite(largest):
@@ -76,7 +78,7 @@ def pack(hidden: torch.Tensor, wire: WireFormat) -> bytes | memoryview:
     return payload
 
 
-def unpack(
+def decode_tensor(
     payload: bytes | memoryview, tokens: int, hidden_size: int, wire: WireFormat, dtype: str, device: torch.device
 ) -> torch.Tensor:
     """Decode `[tokens, hidden_size]` into `dtype` on `device`.
@@ -86,17 +88,17 @@ def unpack(
         WrongDtype: the dtype is unknown.
     """
     values = tokens * hidden_size
-    expected = payload_length(values, wire, dtype)
+    expected = payload_bytes(values, wire, dtype)
     if len(payload) != expected:
         raise WrongShape(f"{tokens} tokens of {hidden_size} values take {expected} bytes as {wire}, got {len(payload)}")
-    target = DTYPES[dtype]
+    target = HIDDEN_DTYPES[dtype]
     if values == 0:
         return torch.empty(tokens, hidden_size, dtype=target, device=device)
     if wire is WireFormat.BLOCKWISE8:
         hidden = _unpack_blockwise(payload, values, device)
     else:
         # A bytearray, so that the tensor owns writable memory.
-        hidden = torch.frombuffer(bytearray(payload), dtype=DTYPES[_SIXTEEN_BIT.get(wire, dtype)]).to(device)
+        hidden = torch.frombuffer(bytearray(payload), dtype=HIDDEN_DTYPES[_SIXTEEN_BIT.get(wire, dtype)]).to(device)
     return hidden.view(tokens, hidden_size).to(target)
 
 
@@ -104,7 +106,7 @@ def is_finite(payload: bytes | memoryview, values: int, wire: WireFormat, dtype:
     """True if none of the `values` numbers of a payload of the right length is NaN, or infinite once in `dtype`."""
     if wire is WireFormat.BLOCKWISE8:  # every index means a share of a scale, at most all of it
         scales = np.frombuffer(payload, np.float32, offset=values) if values else np.empty(0, np.float32)
-        return bool((np.abs(scales) <= torch.finfo(DTYPES[dtype]).max).all())
+        return bool((np.abs(scales) <= torch.finfo(HIDDEN_DTYPES[dtype]).max).all())
     name = _SIXTEEN_BIT.get(wire, dtype)
     if name == "float32":
         return bool(np.isfinite(np.frombuffer(payload, np.float32)).all())
@@ -147,11 +149,11 @@ def _pack_blockwise(hidden: torch.Tensor) -> bytes:
     if flat.numel() == 0:
         return b""
     code = _dynamic_map(flat.device)
-    indices, scales = _operators().quantize_blockwise.default(flat, code, BLOCK)
+    indices, scales = _operators().quantize_blockwise.default(flat, code, VALUES_PER_SCALE)
     # NaN would become an ordinary value, and nobody would know. A sum that is no NaN has none among its terms; one
     # that is may also be of infinities.
     if math.isnan(float(flat.sum())):
-        blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
+        blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % VALUES_PER_SCALE)).view(-1, VALUES_PER_SCALE)
         scales = scales.masked_fill(blocks.isnan().any(1), torch.nan)
     return b"".join((indices.cpu().numpy(), scales.cpu().numpy()))
 
@@ -160,4 +162,6 @@ def _unpack_blockwise(payload: bytes | memoryview, values: int, device: torch.de
     indices = torch.from_numpy(np.frombuffer(payload, np.uint8, values).copy()).to(device)
     scales = torch.from_numpy(np.frombuffer(payload, np.float32, offset=values).copy()).to(device)
     code = _dynamic_map(device)
-    return cast(torch.Tensor, _operators().dequantize_blockwise.default(indices, scales, code, BLOCK, torch.float32))
+    return cast(
+        torch.Tensor, _operators().dequantize_blockwise.default(indices, scales, code, VALUES_PER_SCALE, torch.float32)
+    )

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 from swarm.errors import ProtocolViolation
 
-MAX_HEADER = 128 * 1024
-MAX_PAYLOAD = 1 << 30
+MAX_HEADER_BYTES = 128 * 1024
+MAX_PAYLOAD_BYTES = 1 << 30
 _PREFIX = struct.Struct(">IQ")
-PREFIX_LENGTH = _PREFIX.size
+PREFIX_BYTES = _PREFIX.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,13 @@ def encode_prefix(header_length: int, payload_length: int) -> bytes:
     return _PREFIX.pack(header_length, payload_length)
 
 
-def decode_prefix(prefix: bytes, max_payload: int = MAX_PAYLOAD) -> tuple[int, int]:
+def decode_prefix(prefix: bytes, max_payload: int = MAX_PAYLOAD_BYTES) -> tuple[int, int]:
     """Header and payload length. Raises `ProtocolViolation` when a limit is passed."""
     header_length, payload_length = _PREFIX.unpack(prefix)
-    if header_length > MAX_HEADER:
-        raise ProtocolViolation(f"a header of {header_length} bytes was announced; at most {MAX_HEADER} are allowed")
+    if header_length > MAX_HEADER_BYTES:
+        raise ProtocolViolation(
+            f"a header of {header_length} bytes was announced; at most {MAX_HEADER_BYTES} are allowed"
+        )
     if payload_length > max_payload:
         raise ProtocolViolation(f"a payload of {payload_length} bytes was announced; at most {max_payload} are allowed")
     return header_length, payload_length

@@ -107,7 +107,7 @@ class Server:
 
     async def lost(self) -> SwarmError:
         """Wait until this server cannot serve any more, and return the reason."""
-        cut_off = asyncio.create_task(self.peer.lost())
+        cut_off = asyncio.create_task(self.peer.wait_until_cut_off())
         done, _ = await asyncio.wait({cut_off, *self._background_tasks}, return_when=asyncio.FIRST_COMPLETED)
         cut_off.cancel()
         for task in done & set(self._background_tasks):

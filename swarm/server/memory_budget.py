@@ -22,14 +22,14 @@ from swarm.server.limits import DEFAULT_ADAPTER_SHARE, MAX_DEFAULT_ADAPTER_BYTES
 logger = logging.getLogger(__name__)
 
 
-def blocks_that_fit(memory_footprint: MemoryFootprint, free: int, cache_tokens: int) -> int:
+def blocks_that_fit(footprint: MemoryFootprint, free: int, cache_tokens: int) -> int:
     """How many blocks fit into `free` bytes wherever the window lies, with room for their attention cache.
 
     Raises `NotEnoughMemory` if not even one does.
     """
     budget = int(free * MAX_MEMORY_SHARE)
-    per_block = max(memory_footprint.weights) + cache_tokens * memory_footprint.cache_per_token
-    count = min(len(memory_footprint.weights), budget // per_block)
+    per_block = max(footprint.block_bytes) + cache_tokens * footprint.cache_bytes_per_token
+    count = min(len(footprint.block_bytes), budget // per_block)
     if count == 0:
         raise NotEnoughMemory(
             f"one block takes {format_bytes(per_block)} with its attention cache of {cache_tokens} tokens, and "
@@ -38,9 +38,9 @@ def blocks_that_fit(memory_footprint: MemoryFootprint, free: int, cache_tokens: 
     return count
 
 
-def check_fits(memory_footprint: MemoryFootprint, start: int, end: int, free: int, cache_tokens: int) -> None:
+def check_fits(footprint: MemoryFootprint, start: int, end: int, free: int, cache_tokens: int) -> None:
     """Raise `NotEnoughMemory` if blocks [start, end) do not fit into `free` bytes."""
-    needed = memory_footprint.of(start, end, cache_tokens)
+    needed = footprint.span_bytes(start, end, cache_tokens)
     if needed > int(free * MAX_MEMORY_SHARE):
         raise NotEnoughMemory(
             f"blocks {start}:{end} take {format_bytes(needed)} with an attention cache of {cache_tokens} tokens, and "
@@ -98,7 +98,7 @@ def choose_quantization(
         wanted: these blocks, so many, or as many as possible. For the latter nothing is squeezed into the smallest
             form that would be there in a better one.
     """
-    blocks = len(next(iter(footprints.values())).weights)
+    blocks = len(next(iter(footprints.values())).block_bytes)
     rooms = {form: _room(needs, wanted, free, cache_tokens) for form, needs in footprints.items()}
     if wanted is None:
         *gentle, smallest = rooms
@@ -108,13 +108,13 @@ def choose_quantization(
     return next((form for form, room in rooms.items() if room >= enough), next(iter(rooms)))
 
 
-def _room(memory_footprint: MemoryFootprint, wanted: Span | int | None, free: int, cache_tokens: int) -> int:
+def _room(footprint: MemoryFootprint, wanted: Span | int | None, free: int, cache_tokens: int) -> int:
     """How many of the blocks fit; of blocks that were named, all or none."""
     try:
         if isinstance(wanted, Span):
-            check_fits(memory_footprint, wanted.start, wanted.end, free, cache_tokens)
+            check_fits(footprint, wanted.start, wanted.end, free, cache_tokens)
             return wanted.length
-        return blocks_that_fit(memory_footprint, free, cache_tokens)
+        return blocks_that_fit(footprint, free, cache_tokens)
     except NotEnoughMemory:
         return 0
 

@@ -58,5 +58,5 @@ def resolve_config(options: ServerConfig) -> ResolvedConfig:
     logger.info("Model: %s, revision %s, %d blocks", checkpoint.name, checkpoint.revision, checkpoint.blocks)
     logger.info("Device: %s, computing in %s", device, dtype_name(dtype))
     if options.blocks.span is not None:
-        checkpoint.check_span(options.blocks.span.start, options.blocks.span.end)
+        checkpoint.validate_span(options.blocks.span.start, options.blocks.span.end)
     return ResolvedConfig(options, checkpoint, device, dtype, quantization, cache_tokens, adapter_memory)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from swarm.common.units import format_bytes
 from swarm.data_structures import Span
 from swarm.metrics.server import ServerObserver
-from swarm.models.adapters.adapter_files import read_parts
+from swarm.models.adapters.adapter_files import read_block_weights
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy_trials import choose_forward
 from swarm.models.span_loading import load_span
@@ -67,7 +67,7 @@ class SpanService:
         checkpoint, observer = config.checkpoint, observer or ServerObserver()
         # First, because it is quick: an adapter that cannot be used is reported before the weights are read.
         public = [
-            await compute_thread.run(read_parts, source, checkpoint, span, cache_dir=config.options.cache_dir)
+            await compute_thread.run(read_block_weights, source, checkpoint, span, cache_dir=config.options.cache_dir)
             for source in config.options.adapters
         ]
         began = time.monotonic()

@@ -1,1 +1,1 @@
-"""How bytes get from peer to peer. With `swarm.dht`, the only importer of hivemind."""
+"""Streams of frames between peers. Only this package and `swarm.dht` import hivemind."""

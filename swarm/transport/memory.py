@@ -1,7 +1,7 @@
-"""Peers in one process, for tests of the rooms above: no sockets, no daemon, the same `Stream`; and faults on demand.
+"""A network of peers in one process, for tests: the same `Stream` without sockets or a daemon, and faults on demand.
 
-Time is the running loop's, so that delays also pass on a clock that a test moves. Every fault is what the other peers
-would see of it: a killed peer's streams end, a hanging peer's streams stay open and silent.
+Time is the running loop's time, so delays also work on a virtual clock. A fault looks to the other peers as it would on
+a real network: the streams of a killed peer end, the streams of a hanging peer stay open and silent.
 """
 
 from __future__ import annotations
@@ -9,47 +9,46 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from swarm.errors import PeerLost, ProtocolViolation
 from swarm.protocol.messages import Message
 from swarm.transport.stream import FrameStream, Stream, StreamHandler
 
-WINDOW = 1 << 18
-"""Bytes that may be written to a peer that hangs before the writer has to wait."""
+MAX_UNREAD_BYTES = 1 << 18
+"""Bytes that can be written to a hanging peer before the writer has to wait."""
 
 Delay = Callable[[str, str], float]
-"""Seconds that bytes travel from one peer to another."""
+"""Seconds that bytes take from one peer to another."""
 
-Loses = Callable[[str, str, Message], bool]
-"""Whether a message from one peer to another is lost."""
+DropRule = Callable[[str, str, Message], bool]
+"""Whether a message from one peer to another is dropped."""
 
 
 def no_delay(source: str, target: str) -> float:
-    """Everything arrives at once."""
+    """The delay of a network where everything arrives at once."""
     return 0.0
 
 
 def no_loss(source: str, target: str, message: Message) -> bool:
-    """No message is lost."""
+    """The rule of a network that drops no messages."""
     return False
 
 
 class MemoryHub:
-    """Knows every peer of one test's swarm, and what is wrong with the ways between them.
+    """All peers of one test's network, and the faults of the links between them.
 
     Attributes:
-        delay: one-way delay of each ordered pair of peers; may be replaced at any time. What was written first also
-            arrives first.
-        loses: asked for each message that is sent.
-        handlers: of the peers that serve.
-        tasks: the handlers that run now, and whose they are.
+        delay: one-way delay of each ordered pair of peers; may be replaced at any time. Bytes keep their order.
+        drops: decides for each message whether it is lost.
+        handlers: the stream handler of each peer that serves.
+        tasks: the running handlers, each with the peer that it belongs to.
     """
 
-    def __init__(self, delay: Delay = no_delay, loses: Loses = no_loss) -> None:
+    def __init__(self, delay: Delay = no_delay, drops: DropRule = no_loss) -> None:
         self.delay = delay
-        self.loses = loses
+        self.drops = drops
         self.handlers: dict[str, StreamHandler] = {}
         self.tasks: dict[asyncio.Task[None], str] = {}
         self._pipes: dict[_Pipe, None] = {}
@@ -58,9 +57,9 @@ class MemoryHub:
         self._event = asyncio.Event()
 
     def kill(self, peer_id: str) -> None:
-        """As kill -9: its streams end at once for the others, what it does is broken off, it cannot be reached.
+        """Kill a peer as kill -9 does: its streams end at once, its handlers are cancelled, it cannot be reached.
 
-        A killed peer that serves again is a new one of the same name.
+        A killed peer that serves again is a new peer of the same name.
         """
         self._dead.add(peer_id)
         self._hanging.discard(peer_id)
@@ -70,68 +69,67 @@ class MemoryHub:
                 task.cancel()
         for pipe in [pipe for pipe in self._pipes if peer_id in pipe.between]:
             pipe.cut()
-        self._changed()
+        self._wake_waiters()
 
     def hang(self, peer_id: str) -> None:
-        """As SIGSTOP or a pulled cable: its streams stay open, but nothing comes to it or from it until `resume`."""
+        """Stop a peer as SIGSTOP or a pulled cable does: its streams stay open, but carry nothing until `resume`."""
         self._hanging.add(peer_id)
 
     def resume(self, peer_id: str) -> None:
-        """What was held back is delivered."""
+        """Let a hanging peer continue, and deliver what was held back."""
         self._hanging.discard(peer_id)
         for pipe in [pipe for pipe in self._pipes if peer_id in pipe.between]:
             pipe.flush()
-        self._changed()
+        self._wake_waiters()
 
     async def close(self) -> None:
-        """Break off all handlers and wait for their ends."""
+        """Cancel all handlers and wait until they have ended."""
         tasks = list(self.tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def connect(self, source: str, target: str) -> Stream:
-        """A new stream, which costs a round trip as libp2p's negotiation of the protocol does.
+        """Open a stream. It costs a round trip, as libp2p's negotiation of the protocol does.
 
-        Waits for a peer that hangs. Raises `PeerLost` if the target does not serve.
+        Waits while a peer hangs. Raises `PeerLost` if the target does not serve.
         """
-        await self._travel(source, target)
+        await self._delay_once(source, target)
         handler = self.handlers.get(target)
         if handler is None or source in self._dead:
             raise PeerLost(f"peer …{target[-6:]} cannot be reached")
         mine, theirs = stream_pair(source, target, self)
         self._start(target, handler, theirs)
-        try:
-            await self._travel(target, source)
-        except BaseException:
-            mine.close()
-            raise
+        with ExitStack() as on_failure:
+            on_failure.callback(mine.close)
+            await self._delay_once(target, source)
+            on_failure.pop_all()
         return mine
 
     async def serve(self, peer_id: str, handler: StreamHandler) -> None:
-        """Let the peer answer."""
+        """Let a peer handle streams that others open."""
         self._dead.discard(peer_id)
         self.handlers[peer_id] = handler
 
     def is_held(self, between: tuple[str, str]) -> bool:
-        """True if nothing passes between two peers at present."""
+        """Whether one of two peers hangs, so that nothing passes between them."""
         return not self._hanging.isdisjoint(between)
 
-    async def wait_until_free(self, between: tuple[str, str]) -> None:
-        """Return when things pass again between two peers, or one of them was killed."""
+    async def wait_until_released(self, between: tuple[str, str]) -> None:
+        """Wait until neither of two peers hangs; a peer that is killed no longer hangs."""
         while self.is_held(between):
             await self._event.wait()
 
-    def add(self, pipe: _Pipe) -> None:
-        """Keep an eye on a pipe."""
+    def register_pipe(self, pipe: _Pipe) -> None:
+        """Track a pipe, so that faults of its peers affect it."""
         self._pipes[pipe] = None
 
-    def forget(self, pipe: _Pipe) -> None:
-        """The pipe has come to its end."""
+    def unregister_pipe(self, pipe: _Pipe) -> None:
+        """Stop tracking a pipe that has ended."""
         self._pipes.pop(pipe, None)
 
     def _start(self, peer_id: str, handler: StreamHandler, stream: Stream) -> None:
-        """Run a handler until it ends, and close its stream then, as `Peer` does."""
+        """Run a handler in a task and close its stream when it ends, as `Peer` does."""
 
         async def run() -> None:
             try:
@@ -144,19 +142,19 @@ class MemoryHub:
         self.tasks[task] = peer_id
         task.add_done_callback(lambda done: self.tasks.pop(done, None))
 
-    async def _travel(self, source: str, target: str) -> None:
+    async def _delay_once(self, source: str, target: str) -> None:
         delay = self.delay(source, target)
         if delay > 0:
             await asyncio.sleep(delay)
-        await self.wait_until_free((source, target))
+        await self.wait_until_released((source, target))
 
-    def _changed(self) -> None:
+    def _wake_waiters(self) -> None:
         self._event.set()
         self._event = asyncio.Event()
 
 
 class MemoryNetwork:
-    """`Network` of one peer of a `MemoryHub`."""
+    """The `Network` of one peer of a `MemoryHub`."""
 
     def __init__(self, hub: MemoryHub, peer_id: str) -> None:
         self.peer_id = peer_id
@@ -170,11 +168,11 @@ class MemoryNetwork:
 
 
 class _Pipe:
-    """One direction of a stream: what is put in appears at `reader` after the delay, in order.
+    """One direction of a stream: bytes that are sent appear at `reader` after the delay, in order.
 
     Attributes:
-        between: the peer that writes and the one that reads.
-        ended: nothing more appears.
+        between: the peer that writes and the peer that reads.
+        ended: whether the reader has got the end of the stream.
     """
 
     def __init__(self, hub: MemoryHub, source: str, target: str) -> None:
@@ -182,19 +180,19 @@ class _Pipe:
         self.reader = asyncio.StreamReader()
         self.ended = False
         self._hub = hub
-        self._travelling: deque[bytes | None] = deque()
+        self._in_flight: deque[bytes | None] = deque()
         self._arrived = 0
-        """How many of them have been on their way for long enough."""
+        """How many of the items in flight have passed their delay."""
         self._last = 0.0
-        hub.add(self)
+        hub.register_pipe(self)
 
-    def put(self, data: bytes | None) -> None:
-        """Send bytes on their way; None is the end."""
+    def send(self, data: bytes | None) -> None:
+        """Send bytes; None ends the stream."""
         if self.ended:
             return
         loop = asyncio.get_running_loop()
         now = loop.time()
-        self._travelling.append(data)
+        self._in_flight.append(data)
         self._last = max(now + self._hub.delay(*self.between), self._last)
         if self._last > now:
             loop.call_at(self._last, self._arrive)
@@ -202,27 +200,27 @@ class _Pipe:
             self._arrive()
 
     def flush(self) -> None:
-        """Hand over what has arrived, if nothing holds it back."""
-        while self._arrived and self._travelling and not self._hub.is_held(self.between):
+        """Hand what has arrived to the reader, unless one of the peers hangs."""
+        while self._arrived and self._in_flight and not self._hub.is_held(self.between):
             self._arrived -= 1
-            data = self._travelling.popleft()
+            data = self._in_flight.popleft()
             if data is None:
                 self.cut()
             else:
                 self.reader.feed_data(data)
 
-    async def has_room(self) -> None:
-        """Return when not too much is held back."""
-        while self._hub.is_held(self.between) and sum(len(data or b"") for data in self._travelling) > WINDOW:
-            await self._hub.wait_until_free(self.between)
+    async def wait_for_space(self) -> None:
+        """Wait until less than `MAX_UNREAD_BYTES` are held back."""
+        while self._hub.is_held(self.between) and sum(len(data or b"") for data in self._in_flight) > MAX_UNREAD_BYTES:
+            await self._hub.wait_until_released(self.between)
 
     def cut(self) -> None:
-        """The reader gets what it has, and then the end; what is on its way is lost."""
+        """End the stream: the reader keeps what it already has; what is in flight is lost."""
         if not self.ended:
             self.ended = True
-            self._travelling.clear()
+            self._in_flight.clear()
             self.reader.feed_eof()
-            self._hub.forget(self)
+            self._hub.unregister_pipe(self)
 
     def _arrive(self) -> None:
         self._arrived += 1
@@ -230,7 +228,7 @@ class _Pipe:
 
 
 class _PipeWriter:
-    """What one peer holds of a stream, as an asyncio writer."""
+    """One peer's end of a stream, with the interface of an asyncio writer."""
 
     def __init__(self, out: _Pipe, back: _Pipe) -> None:
         self._out = out
@@ -238,13 +236,13 @@ class _PipeWriter:
         self._closed = False
 
     def write(self, data: bytes | memoryview) -> None:
-        if self._closed or self._back.ended:  # the other side has closed it, and this one knows
+        if self._closed or self._back.ended:  # the other side has closed the stream, and this side has seen it
             raise ConnectionResetError("the stream is closed")
-        self._out.put(bytes(data))
+        self._out.send(bytes(data))
 
     async def drain(self) -> None:
         await asyncio.sleep(0)
-        await self._out.has_room()
+        await self._out.wait_for_space()
 
     @property
     def transport(self) -> _PipeWriter:
@@ -256,25 +254,25 @@ class _PipeWriter:
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._out.put(None)
+            self._out.send(None)
             self._back.cut()
 
 
 class _MemoryStream(FrameStream):
-    """A stream that may lose a message."""
+    """A stream whose messages may be dropped."""
 
     def __init__(self, hub: MemoryHub, mine: str, peer_id: str, out: _Pipe, back: _Pipe) -> None:
         writer: Any = _PipeWriter(out, back)
         super().__init__(peer_id, back.reader, writer)
-        self._loses: Callable[[Message], bool] = lambda message: hub.loses(mine, peer_id, message)
+        self._drops: Callable[[Message], bool] = lambda message: hub.drops(mine, peer_id, message)
 
     async def send(self, message: Message, payload: bytes | memoryview = b"") -> None:
-        if not self._loses(message):
+        if not self._drops(message):
             await super().send(message, payload)
 
 
 def stream_pair(left: str, right: str, hub: MemoryHub | None = None) -> tuple[FrameStream, FrameStream]:
-    """Two ends of one stream between the peers `left` and `right`: the first is held by `left`."""
+    """The two ends of a new stream: the first belongs to the peer `left`, the second to `right`."""
     hub = hub or MemoryHub()
     there, back = _Pipe(hub, left, right), _Pipe(hub, right, left)
     return _MemoryStream(hub, left, right, there, back), _MemoryStream(hub, right, left, back, there)

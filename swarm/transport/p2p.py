@@ -1,4 +1,4 @@
-"""This peer's place in the libp2p network: one daemon, one DHT node, streams to and from other peers.
+"""A peer of the libp2p network: one daemon, one DHT node, streams to and from other peers.
 
 Everything runs in the caller's asyncio loop; the only other process is the libp2p daemon.
 """
@@ -10,7 +10,7 @@ import logging
 import os
 import shutil
 import weakref
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,14 +30,11 @@ from swarm.transport.stream import FrameStream, Stream, StreamHandler
 
 logger = logging.getLogger(__name__)
 
-DIAL_TIMEOUT = 15.0
-"""Seconds to wait for a connection to another peer."""
+DIAL_TIMEOUT_S = 15.0
+FLUSH_DELAY_S = 0.1
+"""How long the daemon may take to send what was written to it, before it is shut down."""
 
-FLUSH = 0.1
-"""Seconds that the daemon gets to hand on what was written to it before it is ended."""
-
-LEAVE_TIMEOUT = 1.0
-"""Seconds to wait for the daemon's good-bye."""
+DHT_SHUTDOWN_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -47,8 +44,8 @@ class P2PConfig:
     Attributes:
         initial_peers: multiaddresses of known peers; empty starts a new swarm.
         host_maddrs: addresses to listen on; empty for a client, which only dials.
-        announce_maddrs: addresses that others should dial, if they differ from those listened on.
-        identity_path: file of the peer's key; None for a new identity that is forgotten at the end.
+        announce_maddrs: addresses that other peers should dial, if they differ from `host_maddrs`.
+        identity_path: file of the peer's key; None for a temporary identity.
     """
 
     initial_peers: tuple[str, ...] = ()
@@ -62,7 +59,7 @@ class P2PConfig:
 
 
 class Peer:
-    """A running peer (`Network`). Make one with `Peer.create`, end it with `shutdown`."""
+    """A running peer of the libp2p network (`Network`). Start it with `Peer.create`, end it with `shutdown`."""
 
     def __init__(self, p2p: P2P, dht: DHTNode, identity: Identity, folder: ProcessFolder) -> None:
         self.peer_id = identity.peer_id
@@ -78,7 +75,7 @@ class Peer:
         """Start the daemon and join the DHT.
 
         Args:
-            validator: decides which DHT records this peer stores and believes (after their signature was checked).
+            validator: decides which DHT records this peer stores and believes, after their signature was checked.
 
         Raises:
             AddressUnavailable: an address to listen on is taken.
@@ -86,43 +83,43 @@ class Peer:
             IdentityError: the identity file cannot be used.
         """
         addresses.parse_peers(config.initial_peers)
-        addresses.check_free(config.host_maddrs)
-        folder = ProcessFolder()
-        try:
+        addresses.validate_listen_addresses(config.host_maddrs)
+        async with AsyncExitStack() as stack:
+            folder = ProcessFolder()
+            stack.callback(folder.remove)
             identity = load_or_create(config.identity_path or folder.path / "identity")
             p2p = await cls._start_daemon(config, identity, str(folder.path))
-        except BaseException:
-            folder.remove()
-            raise
+            stack.push_async_callback(p2p.shutdown)
+            dht = await cls._join_dht(config, p2p, identity, validator)
+            stack.pop_all()
+            return cls(p2p, dht, identity, folder)
+
+    @staticmethod
+    async def _join_dht(config: P2PConfig, p2p: P2P, identity: Identity, validator: RecordValidatorBase) -> DHTNode:
         try:
-            dht = await DHTNode.create(
+            return await DHTNode.create(
                 p2p=p2p,
                 initial_peers=list(config.initial_peers) or None,
                 client_mode=config.is_client,
-                # The owner's key signs; whatever arrives unsigned or wrongly signed is dropped.
+                # The owner's key signs its records. Records without a valid signature are dropped.
                 record_validator=CompositeValidator([RSASignatureValidator(identity.private_key), validator]),
-                # A view of the swarm must be fresh, so nothing is kept beside what this node stores for others.
+                # A view of the swarm must be fresh, so nothing is cached besides what this node stores for others.
                 cache_locally=False,
                 cache_on_store=False,
                 cache_nearest=0,
             )
-        except BaseException as error:
-            await p2p.shutdown()
-            folder.remove()
-            if isinstance(error, RuntimeError):
-                raise _unreachable(config) from error
-            if isinstance(error, ValidationError):
-                raise PeerUnreachable(
-                    f"the initial peers answered, but would not work with us: {error}. Check this machine's clock and "
-                    "firewall; swarm doctor --initial-peers ... says more"
-                ) from error
-            raise
-        return cls(p2p, dht, identity, folder)
+        except RuntimeError as error:
+            raise _unreachable(config) from error
+        except ValidationError as error:
+            raise PeerUnreachable(
+                f"the initial peers answered, but rejected this peer: {error}. Check this machine's clock and "
+                "firewall; swarm doctor --initial-peers ... tells more"
+            ) from error
 
     @staticmethod
     async def _start_daemon(config: P2PConfig, identity: Identity, folder: str) -> P2P:
         local = config.is_client or addresses.is_loopback(config.host_maddrs)
-        # hivemind leaves its sockets behind when a daemon fails to start; in a folder of ours they go with it.
+        # hivemind leaves its sockets behind when a daemon fails to start; our folder is removed with them.
         started: list[P2P] = []
 
         class Daemon(P2P):
@@ -134,7 +131,7 @@ class Peer:
 
             @staticmethod
             def _make_process_args(*args: object, **kwargs: object) -> list[str]:
-                # A session of its own: Ctrl-C at a terminal is for this process, which then ends its daemon in order.
+                # In a session of its own: Ctrl-C in a terminal then reaches only this process, which ends the daemon.
                 setsid = shutil.which("setsid")
                 command: list[str] = P2P._make_process_args(*args, **kwargs)
                 return [setsid, *command] if setsid is not None else command
@@ -148,29 +145,29 @@ class Peer:
                 check_if_identity_free=config.identity_path is not None,
                 no_listen=config.is_client,
                 dht_mode="client" if config.is_client else "server",
-                # Behind a firewall, be reachable through other peers; every reachable peer carries such traffic.
+                # Behind a firewall, be reachable through other peers. Every reachable peer relays such traffic.
                 use_auto_relay=not local,
                 auto_nat=not local,
                 nat_port_map=not local,
             )
         except P2PDaemonError as error:
             for daemon in started:
-                await daemon.shutdown()  # its process ends before the loop does that would hear of it
+                await daemon.shutdown()  # its process must end before the loop, which watches it
             # A daemon says that it is ready only when it has reached an initial peer.
             if "bootstrap" in str(error) or (config.initial_peers and "failed to start in" in str(error)):
                 raise _unreachable(config) from error
             raise PeerLost(f"the libp2p daemon did not start: {error}") from error
 
     async def visible_addresses(self) -> tuple[str, ...]:
-        """Addresses with the peer id, for the `--initial-peers` of others; the farthest-reaching first."""
+        """Addresses that others can pass to `--initial-peers`, those with the widest reach first."""
         found = await self._p2p.get_visible_maddrs(latest=True)
-        return addresses.farthest_first(str(address) for address in found)
+        return addresses.sort_by_reach(str(address) for address in found)
 
     async def open_stream(self, peer_id: str) -> Stream:
         try:
             target = PeerID.from_base58(peer_id)
-            # Not `wait_for`: before Python 3.12 it forgets that it was cancelled when the stream opens just then.
-            async with asyncio.timeout(DIAL_TIMEOUT):
+            # Not `wait_for`: before Python 3.12 it loses a cancellation that comes just when the stream opens.
+            async with asyncio.timeout(DIAL_TIMEOUT_S):
                 _, reader, writer = await self._p2p.call_binary_stream_handler(target, PROTOCOL_ID)
         except (P2PDaemonError, OSError, TimeoutError, asyncio.IncompleteReadError, ValueError) as error:
             raise PeerLost(f"peer …{peer_id[-6:]} cannot be reached: {error}") from None
@@ -189,28 +186,28 @@ class Peer:
             except (PeerLost, ProtocolViolation) as error:
                 logger.debug("stream of …%s ended: %s", stream.peer_id[-6:], error)
             except asyncio.CancelledError:  # asyncio would log it with a traceback
-                logger.debug("stream of …%s ended: this peer leaves", stream.peer_id[-6:])
+                logger.debug("stream of …%s ended: this peer is shutting down", stream.peer_id[-6:])
             finally:
                 self._serving.discard(task)
                 stream.close()
 
         await self._p2p.add_binary_stream_handler(PROTOCOL_ID, accept)
 
-    async def lost(self) -> None:
-        """Return when the daemon has ended, with which this peer is cut off."""
+    async def wait_until_cut_off(self) -> None:
+        """Wait until the daemon has ended: this peer is then cut off from the network."""
         await self._p2p._child.wait()
 
     async def shutdown(self) -> None:
-        """Close all streams and end the daemon, which gets a moment to send what was written last."""
-        await asyncio.sleep(FLUSH)
+        """Close all streams and end the daemon, after a short time to send what was written last."""
+        await asyncio.sleep(FLUSH_DELAY_S)
         for stream in list(self._opened):
             stream.close()
         for task in self._serving:
             task.cancel()
         await asyncio.gather(*self._serving, return_exceptions=True)
         try:
-            with suppress(Exception):  # a daemon that has died answers no more
-                await asyncio.wait_for(self.dht.shutdown(), LEAVE_TIMEOUT)
+            with suppress(Exception):  # whatever hivemind raises when the daemon has died
+                await asyncio.wait_for(self.dht.shutdown(), DHT_SHUTDOWN_TIMEOUT_S)
         finally:
             await self._p2p.shutdown()
             self._folder.remove()
@@ -225,6 +222,6 @@ def _unreachable(config: P2PConfig) -> PeerUnreachable:
 
 
 def quiet_hivemind() -> None:
-    """Keep hivemind's own log lines off the terminal unless HIVEMIND_LOGLEVEL asks for them. For entry points only."""
+    """Hide hivemind's own log lines unless HIVEMIND_LOGLEVEL is set. For entry points only."""
     if "HIVEMIND_LOGLEVEL" not in os.environ:
         logging.getLogger("hivemind").setLevel(logging.ERROR)

@@ -1,6 +1,6 @@
-"""What a link to another peer is like: round trips and bandwidth, asked of the peer itself.
+"""Measuring the link to another peer: round trips and bandwidth.
 
-Whatever a peer answers, or does not, ends in time and in a `RemoteError`.
+Every measurement ends in time. A wrong answer, or none, is raised as a `RemoteError`.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ logger = logging.getLogger(__name__)
 
 R = TypeVar("R", bound=messages.ServerMessage)
 
-SAMPLES = 3
-"""Round trips of one ping after the one that opens the connection; the least counts, the rest was other work."""
+PING_SAMPLES = 3
+"""Round trips of one ping, after the one that opens the connection. The shortest counts: the others met other work."""
 
-PING_PATIENCE = 3.0
-PROBE_PATIENCE = 15.0
-"""Seconds that one peer gets for all exchanges of a ping or of the probes, connecting included."""
+PING_TIMEOUT_S = 3.0
+PROBE_TIMEOUT_S = 15.0
+"""Time limits for all exchanges of one ping, or of all probes, with one peer. Connecting is included."""
 
-PROBES = (1 << 14, 1 << 16, 1 << 18, messages.MAX_PROBE_BYTES)
-"""Bytes of one probe after the other: 1.3 MiB a direction at most."""
+PROBE_SIZES_BYTES = (1 << 14, 1 << 16, 1 << 18, messages.MAX_PROBE_BYTES)
+"""Sizes of the successive probes: at most 1.3 MiB in each direction."""
 
-TELLING = 0.1
-"""Seconds that a probe must take, beyond the round trip, to say something about the link."""
+MIN_PROBE_DURATION_S = 0.1
+"""A probe must take this much longer than a round trip to tell the bandwidth."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """Bytes/s that a link carries from this peer (`up`) and to it (`down`)."""
+    """Bandwidth of a link in bytes/s: from this peer (`up`) and to it (`down`)."""
 
     up: float
     down: float
 
 
-async def round_trip(network: Network, peer_id: str, patience: float = PING_PATIENCE) -> float:
-    """Seconds of the shortest of a few exchanges over one open stream; connecting is not counted.
+async def measure_round_trip(network: Network, peer_id: str, timeout_s: float = PING_TIMEOUT_S) -> float:
+    """The shortest of a few round trips over one open stream, in seconds, without the time to connect.
 
     Raises:
-        PeerLost: the peer cannot be reached or does not answer in `patience` seconds.
+        PeerLost: the peer cannot be reached or does not answer within `timeout_s` seconds.
         ProtocolViolation: it answered with something else.
-        RemoteError: it refused, with the error of its choice.
+        RemoteError: it refused; the error is the one that it sent.
     """
-    async with _conversation(network, peer_id, patience) as stream:
-        return await _least_round_trip(stream)
+    async with _stream_with_timeout(network, peer_id, timeout_s) as stream:
+        return await _shortest_round_trip(stream)
 
 
 async def ping_many(
@@ -60,65 +60,68 @@ async def ping_many(
     peer_ids: Iterable[str],
     concurrency: int = 16,
     limit: float = 5.0,
-    patience: float = PING_PATIENCE,
+    timeout_s: float = PING_TIMEOUT_S,
 ) -> dict[str, float]:
-    """Round trips (seconds) to several peers, `concurrency` at a time, within `limit` seconds altogether.
+    """Round trips in seconds to several peers, `concurrency` at a time, within `limit` seconds altogether.
 
-    Peers that cannot be measured, for whatever reason, and those whose turn did not come, are left out.
+    The result leaves out peers whose measurement failed and peers that the time limit did not leave time for.
     """
     found: dict[str, float] = {}
-    waiting = iter(dict.fromkeys(peer for peer in peer_ids if peer != network.peer_id))
+    remaining = iter(dict.fromkeys(peer for peer in peer_ids if peer != network.peer_id))
 
-    async def work() -> None:
-        for peer in waiting:
+    async def measure_remaining() -> None:
+        for peer in remaining:
             try:
-                found[peer] = await round_trip(network, peer, patience)
-            except Exception as error:  # one peer must not keep the others from being measured
+                found[peer] = await measure_round_trip(network, peer, timeout_s)
+            except Exception as error:  # whatever one peer sends must not end the others' measurements
                 logger.debug("…%s was not pinged: %r", peer[-6:], error)
 
     try:
         async with asyncio.timeout(limit), asyncio.TaskGroup() as group:
             for _ in range(concurrency):
-                group.create_task(work())
+                group.create_task(measure_remaining())
     except TimeoutError:
         pass
     return found
 
 
-async def bandwidth(network: Network, peer_id: str, patience: float = PROBE_PATIENCE) -> Bandwidth:
-    """Measure a link with probes that grow until one takes long enough to tell; raises as `round_trip` does."""
-    async with _conversation(network, peer_id, patience) as stream:
-        latency = await _least_round_trip(stream)
-        return Bandwidth(await _rate(stream, latency, upward=True), await _rate(stream, latency, upward=False))
+async def measure_bandwidth(network: Network, peer_id: str, timeout_s: float = PROBE_TIMEOUT_S) -> Bandwidth:
+    """Measure a link's bandwidth with growing probes. Raises the same errors as `measure_round_trip`."""
+    async with _stream_with_timeout(network, peer_id, timeout_s) as stream:
+        latency = await _shortest_round_trip(stream)
+        return Bandwidth(
+            await _throughput(stream, latency, upward=True),
+            await _throughput(stream, latency, upward=False),
+        )
 
 
-async def _rate(stream: Stream, latency: float, upward: bool) -> float:
-    """Bytes/s in one direction."""
-    for size in PROBES:
+async def _throughput(stream: Stream, latency: float, upward: bool) -> float:
+    """Measured bandwidth in one direction."""
+    for size in PROBE_SIZES_BYTES:
         began = time.perf_counter()
         request = messages.ProbeRequest(0 if upward else size)
-        await _ask(stream, request, messages.ProbeReply, bytes(size if upward else 0), request.reply_bytes)
+        await _request(stream, request, messages.ProbeReply, bytes(size if upward else 0), request.reply_bytes)
         elapsed = time.perf_counter() - began
-        taken = max(elapsed - latency, elapsed / 10)  # a round trip that was slow by chance must not hide all
-        # Beside a long round trip a short probe shows how TCP starts, not what the link carries.
-        if taken > max(TELLING, 4 * latency):
+        taken = max(elapsed - latency, elapsed / 10)  # even if the measured round trip was slow by chance
+        # On a link with a long round trip, a short probe measures TCP's slow start instead of the bandwidth.
+        if taken > max(MIN_PROBE_DURATION_S, 4 * latency):
             break
     return size / taken
 
 
-async def _least_round_trip(stream: Stream) -> float:
+async def _shortest_round_trip(stream: Stream) -> float:
     times = []
-    for _ in range(1 + SAMPLES):
+    for _ in range(1 + PING_SAMPLES):
         began = time.perf_counter()
-        await _ask(stream, messages.InfoRequest(), messages.InfoReply)
+        await _request(stream, messages.InfoRequest(), messages.InfoReply)
         times.append(time.perf_counter() - began)
     return min(times[1:])
 
 
-async def _ask(
+async def _request(
     stream: Stream, request: messages.Message, expected: type[R], payload: bytes = b"", reply_bytes: int = 0
 ) -> R:
-    """Send a request and wait for the reply of the expected type and size; a refusal is raised."""
+    """Send a request and wait for a reply of the expected type and size. A refusal is raised as its error."""
     await stream.send(request, payload)
     frame = await stream.receive(reply_bytes)
     reply = messages.decode_server(frame.header)
@@ -133,14 +136,14 @@ async def _ask(
 
 
 @asynccontextmanager
-async def _conversation(network: Network, peer_id: str, patience: float) -> AsyncIterator[Stream]:
-    """An open stream for `patience` seconds, connecting included; after them `PeerLost`."""
+async def _stream_with_timeout(network: Network, peer_id: str, timeout_s: float) -> AsyncIterator[Stream]:
+    """An open stream for `timeout_s` seconds, including the time to connect. Raises `PeerLost` when they are over."""
     try:
-        async with asyncio.timeout(patience):
+        async with asyncio.timeout(timeout_s):
             stream = await network.open_stream(peer_id)
             try:
                 yield stream
             finally:
                 stream.close()
     except TimeoutError:
-        raise PeerLost(f"peer …{peer_id[-6:]} did not answer within {patience:g} s") from None
+        raise PeerLost(f"peer …{peer_id[-6:]} did not answer within {timeout_s:g} s") from None

@@ -8,43 +8,43 @@ from contextlib import suppress
 from typing import Protocol
 
 from swarm.errors import PeerLost
-from swarm.protocol.framing import MAX_PAYLOAD, PREFIX_LENGTH, Frame, decode_prefix, encode_prefix
+from swarm.protocol.framing import MAX_PAYLOAD_BYTES, PREFIX_BYTES, Frame, decode_prefix, encode_prefix
 from swarm.protocol.messages import Message, encode
 
-JOINED = 1 << 16
-"""Payloads up to this size are copied behind their header: a second write would wake every process on the way twice."""
+MAX_COALESCED_BYTES = 1 << 16
+"""Payloads up to this size are sent in one write with their header. Two writes would wake every process on the way
+twice."""
 
-
-Limit = int | Callable[[], int]
-"""Bytes that a payload may have; a function is asked when the frame comes, not when the waiting begins."""
+PayloadLimit = int | Callable[[], int]
+"""Largest payload in bytes. A function is called when the frame arrives, not when the waiting starts."""
 
 
 class Stream(Protocol):
-    """What the rooms above see of a connection. Several may be open between the same two peers."""
+    """A two-way stream of frames to another peer. Several may be open between the same two peers."""
 
     peer_id: str
 
     async def send(self, message: Message, payload: bytes | memoryview = b"") -> None:
         """Send one frame. Raises `PeerLost`."""
 
-    async def receive(self, max_payload: Limit = MAX_PAYLOAD) -> Frame:
-        """Wait for one frame. Raises `PeerLost` at the end of the stream, `ProtocolViolation` when it is too large."""
+    async def receive(self, max_payload: PayloadLimit = MAX_PAYLOAD_BYTES) -> Frame:
+        """Wait for one frame. Raises `PeerLost` at the end of the stream, `ProtocolViolation` if it is too large."""
 
-    async def discard(self) -> None:
-        """Throw away what comes, until the other side closes."""
+    async def discard_incoming(self) -> None:
+        """Read and discard everything until the other side closes the stream."""
 
     def close(self) -> None:
-        """Close the stream once all is sent; the other side's `receive` raises `PeerLost`."""
+        """Close the stream after everything written is sent. The other side's `receive` then raises `PeerLost`."""
 
     def abort(self) -> None:
-        """Close the stream at once. To a peer that does not read, `close` would keep what is unsent until it does."""
+        """Close the stream at once. Towards a peer that does not read, `close` would keep unsent data in memory."""
 
 
 StreamHandler = Callable[[Stream], Awaitable[None]]
 
 
 class Network(Protocol):
-    """What a room above needs of the network: streams to others, streams from others."""
+    """The network as this peer sees it: it opens streams to other peers and serves the streams that they open."""
 
     peer_id: str
 
@@ -56,7 +56,7 @@ class Network(Protocol):
 
 
 class FrameStream:
-    """`Stream` over an asyncio reader and writer (a socket to the libp2p daemon, or a pair in memory)."""
+    """`Stream` over an asyncio reader and writer: a socket to the libp2p daemon, or a pair of queues in memory."""
 
     def __init__(self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.peer_id = peer_id
@@ -67,7 +67,7 @@ class FrameStream:
         header = encode(message)
         head = encode_prefix(len(header), len(payload)) + header
         try:
-            if len(payload) <= JOINED:
+            if len(payload) <= MAX_COALESCED_BYTES:
                 self._writer.write(b"".join((head, payload)))
             else:
                 self._writer.write(head)
@@ -76,9 +76,9 @@ class FrameStream:
         except (OSError, RuntimeError) as error:  # uvloop raises RuntimeError on a closed transport
             raise PeerLost(f"the connection to peer …{self.peer_id[-6:]} broke: {error}") from None
 
-    async def receive(self, max_payload: Limit = MAX_PAYLOAD) -> Frame:
+    async def receive(self, max_payload: PayloadLimit = MAX_PAYLOAD_BYTES) -> Frame:
         try:
-            prefix = await self._reader.readexactly(PREFIX_LENGTH)
+            prefix = await self._reader.readexactly(PREFIX_BYTES)
             limit = max_payload if isinstance(max_payload, int) else max_payload()
             header_length, payload_length = decode_prefix(prefix, limit)
             body = await self._reader.readexactly(header_length + payload_length)
@@ -86,9 +86,9 @@ class FrameStream:
             raise PeerLost(f"peer …{self.peer_id[-6:]} closed the connection: {error}") from None
         return Frame(body[:header_length], memoryview(body)[header_length:])
 
-    async def discard(self) -> None:
+    async def discard_incoming(self) -> None:
         with suppress(OSError):
-            while await self._reader.read(JOINED):
+            while await self._reader.read(MAX_COALESCED_BYTES):
                 pass
 
     def close(self) -> None:

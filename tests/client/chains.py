@@ -20,7 +20,7 @@ from swarm.data_structures import Route, ServerInfo, Span, StepLayout, WireForma
 from swarm.errors import ProtocolViolation
 from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
-from swarm.protocol.compression import pack, unpack
+from swarm.protocol.compression import decode_tensor, encode_tensor
 from swarm.routing.peer_health import PeerFailure
 from swarm.routing.router import Router
 from swarm.server.compute.engine import Engine
@@ -243,7 +243,10 @@ class Conversation:
             starts = dict(enumerate(layouts[0].starts))
             self.caps = [min(cap, starts.get(row, 0)) for row, cap in enumerate(self.caps)]
         parts = [
-            (PackedHidden(pack(hidden, WireFormat.NONE), layout.tokens, HIDDEN, WireFormat.NONE, "float32"), layout)
+            (
+                PackedHidden(encode_tensor(hidden, WireFormat.NONE), layout.tokens, HIDDEN, WireFormat.NONE, "float32"),
+                layout,
+            )
             for hidden, layout in zip(hiddens, layouts, strict=True)
         ]
         results = await self.chain.steps(parts)
@@ -254,7 +257,7 @@ class Conversation:
 
     def _check(self, layout: StepLayout, result: PackedHidden) -> None:
         """Outputs of the step after which the rows are what they are now."""
-        outputs = unpack(result.payload, result.tokens, HIDDEN, result.wire, result.dtype, torch.device("cpu"))
+        outputs = decode_tensor(result.payload, result.tokens, HIDDEN, result.wire, result.dtype, torch.device("cpu"))
         expected = torch.cat(
             [
                 self.model.forward(history.unsqueeze(0))[0, len(history) - count :]

@@ -17,7 +17,7 @@ from swarm.data_structures import ModelInfo, ServerInfo, ServerState, Span
 from swarm.dht import model_records
 from swarm.dht.announcer import LIFETIME_PERIODS, Announcer, adapter_names
 from swarm.dht.directory import fetch_models, fetch_servers
-from swarm.dht.records import encode, model_key
+from swarm.dht.records import encode_announcement, model_key
 from swarm.dht.validation import AnnouncementValidator
 from swarm.transport.p2p import P2PConfig, Peer
 
@@ -107,7 +107,7 @@ def test_servers_are_found_and_forgers_are_not():
                 return await cheat.dht.store(
                     key=model_key(MODEL, block),
                     subkey=subkey,
-                    value=encode(info),
+                    value=encode_announcement(info),
                     expiration_time=time.time() + LONG,
                     exclude_self=True,
                 )
@@ -139,7 +139,7 @@ def test_the_models_of_a_swarm_are_listed_while_somebody_serves_them():
                 return await cheat.dht.store(
                     key=model_records.list_key(owner),
                     subkey=RSASignatureValidator(cheat.identity.private_key).local_public_key,
-                    value=model_records.encode(owner, ModelInfo(name, 2000, "main")),
+                    value=model_records.encode_model(owner, ModelInfo(name, 2000, "main")),
                     expiration_time=time.time() + LONG,
                     exclude_self=True,
                 )

@@ -8,8 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.data_structures import ModelInfo
-from swarm.dht.model_records import MAX_RECORD, SHARDS, agreed, decode, encode, list_key, list_keys
-from swarm.dht.records import MAX_BLOCKS, model_key
+from swarm.dht.model_records import (
+    LIST_SHARDS,
+    MAX_MODEL_RECORD_BYTES,
+    agreed_models,
+    decode_model,
+    encode_model,
+    list_key,
+    list_keys,
+)
+from swarm.dht.records import MAX_MODEL_BLOCKS, model_key
 from swarm.errors import ProtocolViolation
 
 RECORD = {"peer_id": "QmPeer", "model": "org/model", "blocks": 12, "revision": "main"}
@@ -20,16 +28,18 @@ def packed(**changes: object) -> bytes:
     return msgspec.msgpack.encode({**RECORD, **changes})
 
 
-@given(st.text(max_size=256), st.text(min_size=1, max_size=256), st.integers(1, MAX_BLOCKS), st.text(max_size=256))
+@given(
+    st.text(max_size=256), st.text(min_size=1, max_size=256), st.integers(1, MAX_MODEL_BLOCKS), st.text(max_size=256)
+)
 def test_what_is_written_is_what_is_read(peer, name, blocks, revision):
     info = ModelInfo(name, blocks, revision)
-    data = encode(peer, info)
-    assert len(data) <= MAX_RECORD
-    assert decode(data) == (peer, info)
+    data = encode_model(peer, info)
+    assert len(data) <= MAX_MODEL_RECORD_BYTES
+    assert decode_model(data) == (peer, info)
 
 
 def test_the_sample_is_right_before_it_is_spoiled():
-    assert decode(packed()) == ("QmPeer", ModelInfo("org/model", 12, "main"))
+    assert decode_model(packed()) == ("QmPeer", ModelInfo("org/model", 12, "main"))
 
 
 @pytest.mark.parametrize(
@@ -41,7 +51,7 @@ def test_the_sample_is_right_before_it_is_spoiled():
         {"model": b"model"},
         {"blocks": 0},
         {"blocks": -1},
-        {"blocks": MAX_BLOCKS + 1},
+        {"blocks": MAX_MODEL_BLOCKS + 1},
         {"blocks": 1.5},
         {"blocks": True},
         {"peer_id": 7},
@@ -52,35 +62,35 @@ def test_the_sample_is_right_before_it_is_spoiled():
 )
 def test_what_breaks_the_schema(changes):
     with pytest.raises(ProtocolViolation):
-        decode(packed(**changes))
+        decode_model(packed(**changes))
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc0", b"\x90", packed()[:-1], packed() + b"0", b"\x91" * 4000], ids=str)
 def test_no_record_at_all(data):
     with pytest.raises(ProtocolViolation):
-        decode(data)
+        decode_model(data)
 
 
 def test_an_oversized_record_is_not_even_parsed():
     with pytest.raises(ProtocolViolation, match="too large"):
-        decode(b"\x00" * (MAX_RECORD + 1))
+        decode_model(b"\x00" * (MAX_MODEL_RECORD_BYTES + 1))
 
 
 @given(st.binary(max_size=200))
 def test_garbage_never_raises_anything_else(data):
     with contextlib.suppress(ProtocolViolation):
-        decode(data)
+        decode_model(data)
 
 
 def test_no_model_has_servers_under_a_key_of_the_list():
-    keys = {model_key(name, block) for name in ("models", "", "-models") for block in range(SHARDS)}
+    keys = {model_key(name, block) for name in ("models", "", "-models") for block in range(LIST_SHARDS)}
     assert not keys & set(list_keys())
     assert {list_key(f"peer {n}") for n in range(200)} == set(list_keys())
 
 
 @given(st.lists(st.tuples(st.sampled_from("12345678"), infos), unique_by=lambda record: record[0]), st.randoms())
 def test_most_peers_are_believed(records, random):
-    found = agreed(records)
+    found = agreed_models(records)
     assert {info.name for info in found} == {info.name for _, info in records}
     votes = [info for _, info in records]
     names = [info.name for info in votes]
@@ -88,9 +98,9 @@ def test_most_peers_are_believed(records, random):
         assert all(votes.count(info) >= votes.count(other) for other in votes if other.name == info.name)
     weights = [names.count(info.name) for info in found]
     assert weights == sorted(weights, reverse=True)
-    assert agreed(random.sample(records, len(records))) == found
+    assert agreed_models(random.sample(records, len(records))) == found
 
 
 def test_a_peer_counts_once():
     liar = [("QmLiar", ModelInfo("model", blocks, "main")) for blocks in (7, 7, 7)]
-    assert agreed([*liar, ("a", ModelInfo("model", 5, "m")), ("b", ModelInfo("model", 5, "m"))])[0].blocks == 5
+    assert agreed_models([*liar, ("a", ModelInfo("model", 5, "m")), ("b", ModelInfo("model", 5, "m"))])[0].blocks == 5

@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.data_structures import ServerInfo, ServerState, Span
-from swarm.dht.records import MAX_ADAPTERS, MAX_BLOCKS, MAX_RECORD, MAX_ROUND_TRIPS, decode, encode, model_key
+from swarm.dht.records import (
+    MAX_ADAPTERS,
+    MAX_MODEL_BLOCKS,
+    MAX_RECORD_BYTES,
+    MAX_ROUND_TRIPS,
+    decode_announcement,
+    encode_announcement,
+    model_key,
+)
 from swarm.errors import ProtocolViolation
 
 DIGEST = "0123456789ab"
@@ -78,15 +86,15 @@ def without(field: str) -> bytes:
 @given(servers())
 @settings(deadline=None)
 def test_what_a_server_announces_is_what_is_read(info):
-    assert decode(encode(info)) == info
+    assert decode_announcement(encode_announcement(info)) == info
 
 
 def test_the_sample_is_right_before_it_is_spoiled():
-    info = decode(packed())
+    info = decode_announcement(packed())
     assert (info.span, info.state, info.digests) == (Span(2, 4), ServerState.ONLINE, (DIGEST, DIGEST))
     assert (info.forward_throughput, info.network_throughput, info.queue_delay) == (200.0, 300.0, 0.5)
     assert info.round_trips == (("QmNext", 0.1), ("QmOther", 0.0))
-    assert decode(packed(throughput=3)).throughput == 3.0
+    assert decode_announcement(packed(throughput=3)).throughput == 3.0
 
 
 @pytest.mark.parametrize(
@@ -95,7 +103,7 @@ def test_the_sample_is_right_before_it_is_spoiled():
         {"start": 4, "end": 2},
         {"start": 2, "end": 2},
         {"start": -1},
-        {"end": MAX_BLOCKS + 1},
+        {"end": MAX_MODEL_BLOCKS + 1},
         {"start": 2.5},
         {"start": "2"},
         {"start": True},
@@ -166,28 +174,28 @@ def test_the_sample_is_right_before_it_is_spoiled():
 )
 def test_what_breaks_the_schema(changes):
     with pytest.raises(ProtocolViolation):
-        decode(packed(**changes))
+        decode_announcement(packed(**changes))
 
 
 @pytest.mark.parametrize("field", [name for name in RECORD if name not in OPTIONAL])
 def test_what_may_not_be_missing(field):
     with pytest.raises(ProtocolViolation, match=field):
-        decode(without(field))
+        decode_announcement(without(field))
 
 
 @pytest.mark.parametrize(("field", "default"), list(zip(OPTIONAL, ("", 0.0, 0.0, 0.0, (), False, ()), strict=True)))
 def test_what_a_server_may_leave_out(field, default):
-    assert getattr(decode(without(field)), field) == default
+    assert getattr(decode_announcement(without(field)), field) == default
 
 
 def test_peers_of_the_former_version_read_what_has_nothing_new():
-    info = decode(without("relayed"))
-    fields = msgspec.msgpack.decode(encode(dataclasses.replace(info, adapters=())))
+    info = decode_announcement(without("relayed"))
+    fields = msgspec.msgpack.decode(encode_announcement(dataclasses.replace(info, adapters=())))
     assert not {"relayed", "adapters", "mobility"} & set(fields)
 
 
 def test_a_joining_server_has_no_digests_yet():
-    assert decode(packed(state=1, digests=[])).digests == ()
+    assert decode_announcement(packed(state=1, digests=[])).digests == ()
 
 
 @pytest.mark.parametrize(
@@ -221,28 +229,28 @@ def test_a_joining_server_has_no_digests_yet():
 )
 def test_no_record_at_all(data):
     with pytest.raises(ProtocolViolation):
-        decode(data)
+        decode_announcement(data)
 
 
 def test_an_oversized_record_is_not_even_parsed():
     with pytest.raises(ProtocolViolation, match="too large"):
-        decode(b"\x00" * (MAX_RECORD + 1))
+        decode_announcement(b"\x00" * (MAX_RECORD_BYTES + 1))
 
 
 def test_the_largest_honest_record_fits():
     round_trips = [["ü" * 256, 0.1]] * MAX_ROUND_TRIPS
-    digests, name = [DIGEST] * MAX_BLOCKS, "ü" * 256
+    digests, name = [DIGEST] * MAX_MODEL_BLOCKS, "ü" * 256
     lists = {"digests": digests, "round_trips": round_trips, "adapters": [name] * MAX_ADAPTERS}
-    info = decode(packed(start=0, end=MAX_BLOCKS, name=name, **lists))
-    assert len(encode(info)) <= MAX_RECORD
-    assert decode(encode(info)) == info
+    info = decode_announcement(packed(start=0, end=MAX_MODEL_BLOCKS, name=name, **lists))
+    assert len(encode_announcement(info)) <= MAX_RECORD_BYTES
+    assert decode_announcement(encode_announcement(info)) == info
 
 
 @given(st.binary(max_size=300))
 @settings(deadline=None)
 def test_garbage_never_raises_anything_else(data):
     with contextlib.suppress(ProtocolViolation):
-        assert isinstance(decode(data), ServerInfo)
+        assert isinstance(decode_announcement(data), ServerInfo)
 
 
 @given(st.data())
@@ -252,7 +260,7 @@ def test_a_damaged_record_never_raises_anything_else(data):
     for _ in range(data.draw(st.integers(1, 3))):
         record[data.draw(st.integers(0, len(record) - 1))] = data.draw(st.integers(0, 255))
     with contextlib.suppress(ProtocolViolation):
-        assert isinstance(decode(bytes(record)), ServerInfo)
+        assert isinstance(decode_announcement(bytes(record)), ServerInfo)
 
 
 def test_every_first_block_has_a_key_of_its_own():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from swarm.data_structures import ModelInfo, ServerInfo, ServerState, Span
 from swarm.dht import model_records
-from swarm.dht.records import MAX_LIFETIME, MAX_RECORD, encode
+from swarm.dht.records import MAX_LIFETIME_S, MAX_RECORD_BYTES, encode_announcement
 from swarm.dht.validation import AnnouncementValidator, owner_of
 from swarm.transport.identity import peer_id_of
 
@@ -45,7 +45,7 @@ class Person:
 
     def record(self, value: object = None, subkey: object = None, expires: float = NOW + 60) -> DHTRecord:
         """What this person stores, signed by it if the subkey carries its key."""
-        value = encode(self.info()) if value is None else value
+        value = encode_announcement(self.info()) if value is None else value
         subkey = self.subkey if subkey is None else subkey
         record = DHTRecord(KEY, MSGPackSerializer.dumps(subkey), MSGPackSerializer.dumps(value), expires)
         return dataclasses.replace(record, value=self.validator.sign_value(record))
@@ -69,21 +69,21 @@ def test_an_announcement_of_its_owner_is_accepted_by_everybody():
     record = ALICE.record()
     assert accepted(record)
     assert ALICE.validator.validate(record)
-    assert MSGPackSerializer.loads(READER.validator.strip_value(record)) == encode(ALICE.info())
+    assert MSGPackSerializer.loads(READER.validator.strip_value(record)) == encode_announcement(ALICE.info())
 
 
 def test_nobody_announces_in_another_peers_name():
-    assert accepted(MALLORY.record(encode(MALLORY.info())))
-    assert not accepted(MALLORY.record(encode(ALICE.info())))
+    assert accepted(MALLORY.record(encode_announcement(MALLORY.info())))
+    assert not accepted(MALLORY.record(encode_announcement(ALICE.info())))
 
 
 def test_nobody_writes_under_another_peers_key():
-    assert not accepted(MALLORY.record(encode(ALICE.info()), subkey=ALICE.subkey))
+    assert not accepted(MALLORY.record(encode_announcement(ALICE.info()), subkey=ALICE.subkey))
 
 
 def test_an_unsigned_announcement():
     signed = ALICE.record()
-    unsigned = MSGPackSerializer.dumps(encode(ALICE.info()))
+    unsigned = MSGPackSerializer.dumps(encode_announcement(ALICE.info()))
     assert signed.value.startswith(unsigned)
     assert not accepted(dataclasses.replace(signed, value=unsigned))
 
@@ -95,21 +95,21 @@ def test_a_subkey_without_a_key(subkey):
 
 def test_a_record_without_a_subkey():
     """hivemind marks plain values by an empty subkey."""
-    assert not accepted(DHTRecord(KEY, b"", MSGPackSerializer.dumps(encode(ALICE.info())), NOW + 60))
+    assert not accepted(DHTRecord(KEY, b"", MSGPackSerializer.dumps(encode_announcement(ALICE.info())), NOW + 60))
 
 
 def test_a_changed_value_key_or_lifetime_breaks_the_signature():
     record = ALICE.record()
-    other = ALICE.record(encode(ALICE.info(span=Span(1, 2))))
-    signature = record.value[len(MSGPackSerializer.dumps(encode(ALICE.info()))) :]
-    forged = MSGPackSerializer.dumps(encode(ALICE.info(throughput=1e6))) + signature
+    other = ALICE.record(encode_announcement(ALICE.info(span=Span(1, 2))))
+    signature = record.value[len(MSGPackSerializer.dumps(encode_announcement(ALICE.info()))) :]
+    forged = MSGPackSerializer.dumps(encode_announcement(ALICE.info(throughput=1e6))) + signature
     assert accepted(other)
     for changes in ({"value": forged}, {"value": other.value[:-10]}, {"key": b"other"}, {"expiration_time": NOW + 61}):
         assert not accepted(dataclasses.replace(record, **changes)), changes
 
 
 @pytest.mark.parametrize(
-    ("ahead", "expected"), [(1, True), (MAX_LIFETIME - 1, True), (MAX_LIFETIME + 1, False), (float("inf"), False)]
+    ("ahead", "expected"), [(1, True), (MAX_LIFETIME_S - 1, True), (MAX_LIFETIME_S + 1, False), (float("inf"), False)]
 )
 def test_an_announcement_may_not_live_for_ever(ahead, expected):
     assert accepted(ALICE.record(expires=NOW + ahead)) is expected
@@ -126,11 +126,13 @@ def test_a_signed_value_that_is_no_announcement(value):
 
 def test_a_model_is_named_by_its_owner():
     model = ModelInfo("model", 12, "main")
-    assert accepted(ALICE.record(model_records.encode(ALICE.peer_id, model)))
-    assert not accepted(MALLORY.record(model_records.encode(ALICE.peer_id, model)))
-    assert not accepted(MALLORY.record(model_records.encode(ALICE.peer_id, model), subkey=ALICE.subkey))
-    assert not accepted(ALICE.record(model_records.encode(ALICE.peer_id, model), expires=NOW + MAX_LIFETIME + 1))
-    assert not accepted(ALICE.record(model_records.encode(ALICE.peer_id, ModelInfo("", 12, "main"))))
+    assert accepted(ALICE.record(model_records.encode_model(ALICE.peer_id, model)))
+    assert not accepted(MALLORY.record(model_records.encode_model(ALICE.peer_id, model)))
+    assert not accepted(MALLORY.record(model_records.encode_model(ALICE.peer_id, model), subkey=ALICE.subkey))
+    assert not accepted(
+        ALICE.record(model_records.encode_model(ALICE.peer_id, model), expires=NOW + MAX_LIFETIME_S + 1)
+    )
+    assert not accepted(ALICE.record(model_records.encode_model(ALICE.peer_id, ModelInfo("", 12, "main"))))
 
 
 def test_a_signed_value_that_is_not_even_msgpack():
@@ -141,7 +143,7 @@ def test_a_signed_value_that_is_not_even_msgpack():
 
 
 def test_an_oversized_record():
-    assert not accepted(ALICE.record(b"x" * (MAX_RECORD + 1)))
+    assert not accepted(ALICE.record(b"x" * (MAX_RECORD_BYTES + 1)))
 
 
 @given(st.binary(max_size=60), st.binary(max_size=60))

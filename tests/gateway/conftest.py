@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import pytest
 
 from swarm.metrics.endpoint import MetricsAddress
-from swarm.models.checkpoints.checkpoint import DEMO
+from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
 from tests.gateways import GatewayProcess, run_gateway
 from tests.swarms import TestSwarm, run_swarm
 
 
 @pytest.fixture(scope="session")
 def swarm() -> Iterator[TestSwarm]:
-    with run_swarm(DEMO, ("0:4", "4:8", "8:12"), metrics=MetricsAddress("127.0.0.1", 0)) as running:
+    with run_swarm(DEMO_FOLDER, ("0:4", "4:8", "8:12"), metrics=MetricsAddress("127.0.0.1", 0)) as running:
         yield running
 
 

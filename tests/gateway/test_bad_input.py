@@ -15,7 +15,7 @@ import pytest
 from swarm.gateway.admission import api_keys
 from swarm.gateway.admission.api_keys import KeyLimits
 from swarm.gateway.settings import GatewaySettings
-from swarm.models.checkpoints.checkpoint import DEMO
+from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
 from swarm.models.checkpoints.tokenizer import load_tokenizer
 from tests.gateways import GatewayProcess, run_gateway
 
@@ -263,7 +263,7 @@ def test_a_body_without_end_is_not_taken_for_ever(gateway):
 
 def test_a_prompt_that_is_longer_than_the_models_texts(gateway):
     prompt = "word " * 20_000
-    tokens = len(load_tokenizer(DEMO)(prompt)["input_ids"])
+    tokens = len(load_tokenizer(DEMO_FOLDER)(prompt)["input_ids"])
     message = f"the prompt has {tokens} tokens, but the context of demo is 1024 tokens"
     reply = post(gateway, {"model": "demo", "prompt": prompt}, "completions")
     assert refusal(reply) == (400, message, "prompt", "context_length_exceeded")
@@ -293,7 +293,7 @@ def test_requests_of_a_key(guarded, secrets):
 
 def test_tokens_of_a_key(guarded, secrets):
     secret = secrets[1]["tokens"]
-    prompt = len(load_tokenizer(DEMO)(MESSAGES[0]["content"])["input_ids"])
+    prompt = len(load_tokenizer(DEMO_FOLDER)(MESSAGES[0]["content"])["input_ids"])
     reply = post(guarded, chat(max_tokens=100), secret=secret)
     message = f"prompt and max_tokens are {prompt + 100} tokens, and this key may use 30 a minute: ask for fewer"
     assert refusal(reply) == (429, message, None, "rate_limit_exceeded")

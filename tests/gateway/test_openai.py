@@ -13,7 +13,7 @@ import openai
 import pytest
 from langchain_openai import ChatOpenAI
 
-from swarm.models.checkpoints.checkpoint import DEMO
+from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
 from swarm.models.checkpoints.tokenizer import load_local_model, load_tokenizer
 from tests.gateways import GatewayProcess, run_gateway
 from tests.swarms import TestSwarm, run_swarm
@@ -32,7 +32,7 @@ def client(gateway):
 @pytest.fixture(scope="module")
 def local():
     """What the model says alone: greedy, so many new tokens after a prompt."""
-    model, tokenizer = load_local_model(DEMO), load_tokenizer(DEMO)
+    model, tokenizer = load_local_model(DEMO_FOLDER), load_tokenizer(DEMO_FOLDER)
 
     def continued(prompt: str, tokens: int) -> str:
         inputs = tokenizer(prompt, return_tensors="pt")
@@ -214,7 +214,7 @@ def test_health(gateway):
 
 
 def test_a_server_killed_in_mid_stream_is_only_a_pause(local):
-    with run_swarm(DEMO, ("0:6", "6:12", "6:12")) as swarm, run_gateway(swarm) as gateway:
+    with run_swarm(DEMO_FOLDER, ("0:6", "6:12", "6:12")) as swarm, run_gateway(swarm) as gateway:
         body = {"model": MODEL, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 60, "temperature": 0}
         text, told = "", []
         with httpx.stream(
@@ -242,7 +242,7 @@ def kill(swarm: TestSwarm, short_id: str) -> None:
 
 @pytest.mark.slow
 def test_blocks_that_nobody_holds_are_told_and_come_back():
-    with run_swarm(DEMO, ("0:6", "6:12")) as swarm, run_gateway(swarm, wait_for_blocks=1.0) as gateway:
+    with run_swarm(DEMO_FOLDER, ("0:6", "6:12")) as swarm, run_gateway(swarm, wait_for_blocks=1.0) as gateway:
         with openai.OpenAI(base_url=gateway.api, api_key="none", max_retries=0) as client:
             ask(client)
             swarm.holders("6:12")[0].stop()

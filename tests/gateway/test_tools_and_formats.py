@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from swarm.models.checkpoints.checkpoint import DEMO
+from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
 from tests.gateways import run_gateway
 from tests.scripted import CHAT_TEMPLATE, make_scripted
 from tests.swarms import run_swarm
@@ -54,7 +54,7 @@ def client(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def demo():
-    with run_swarm(DEMO, ("0:6", "6:12")) as swarm, run_gateway(swarm) as gateway:
+    with run_swarm(DEMO_FOLDER, ("0:6", "6:12")) as swarm, run_gateway(swarm) as gateway:
         with openai.OpenAI(base_url=gateway.api, api_key="none", max_retries=0) as made:
             yield made
 

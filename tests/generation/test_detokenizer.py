@@ -11,13 +11,13 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from swarm.generation.detokenizer import IncrementalDetokenizer, token_text
-from swarm.models.checkpoints.checkpoint import DEMO
+from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
 from swarm.models.checkpoints.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return load_tokenizer(DEMO)
+    return load_tokenizer(DEMO_FOLDER)
 
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), min_size=1, max_size=30)

@@ -114,7 +114,9 @@ def test_a_client_that_hangs_up_is_no_news(served: MetricsEndpoint, capfd: pytes
 
 
 def test_a_port_that_is_taken(served: MetricsEndpoint) -> None:
-    with pytest.raises(AddressUnavailable, match=rf"cannot listen on {served.address}: another program listens there"):
+    with pytest.raises(
+        AddressUnavailable, match=rf"cannot listen on {served.address}: another program is listening there"
+    ):
         MetricsEndpoint(Registry(), served.address)
 
 

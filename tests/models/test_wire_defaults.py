@@ -12,7 +12,13 @@ from transformers import AutoConfig
 from scripts import calibrate_wire
 from scripts.wire_damage import Damage
 from swarm.data_structures import WireFormat
-from swarm.models.wire_defaults import BLOCKWISE8, HARMLESS, HOPS, OUTLIERS, default_wire
+from swarm.models.wire_defaults import (
+    BLOCKWISE8_FAMILIES,
+    CALIBRATION_HOPS,
+    MAX_PERPLEXITY_CHANGE_PERCENT,
+    OUTLIER_FACTOR,
+    default_wire_format,
+)
 
 PAGE = (Path(__file__).parents[2] / "docs" / "wire.md").read_text("utf-8")
 FIGURE = re.compile(r"([+-]\d+\.\d+) ± (\d+\.\d+)")
@@ -31,11 +37,11 @@ DEFAULTS = {cells[0]: cells[1:] for cells in rows("defaults")}
 def is_small(cell: str) -> bool:
     match = FIGURE.fullmatch(cell)
     assert match, cell
-    return abs(float(match[1])) + float(match[2]) < HARMLESS
+    return abs(float(match[1])) + float(match[2]) < MAX_PERPLEXITY_CHANGE_PERCENT
 
 
 def test_the_page_and_the_code_agree() -> None:
-    assert {family for family, cells in DEFAULTS.items() if cells[0] == "blockwise8"} == BLOCKWISE8
+    assert {family for family, cells in DEFAULTS.items() if cells[0] == "blockwise8"} == BLOCKWISE8_FAMILIES
     assert {cells[0] for cells in DEFAULTS.values()} <= {"blockwise8", "16 bits"}
 
 
@@ -57,17 +63,17 @@ def test_the_page_has_each_format_of_each_family() -> None:
 def test_the_format_of_a_checkpoint(family: str, dtype: torch.dtype | str | None) -> None:
     config = AutoConfig.for_model(family, dtype=dtype)
     halves = WireFormat.FLOAT16 if dtype in (torch.float16, "float16") else WireFormat.BFLOAT16
-    assert default_wire(config) is (WireFormat.BLOCKWISE8 if family == "llama" else halves)
-    assert default_wire(config, trains=True) is halves
+    assert default_wire_format(config) is (WireFormat.BLOCKWISE8 if family == "llama" else halves)
+    assert default_wire_format(config, trains=True) is halves
 
 
 def figures(plain: float, stressed: float, uncertainty: float, perplexity: float = 200.0) -> calibrate_wire.Row:
-    common = {"wire": "blockwise8", "hops": HOPS, "uncertainty": uncertainty}
+    common = {"wire": "blockwise8", "hops": CALIBRATION_HOPS, "uncertainty": uncertainty}
     return {
         "perplexity": perplexity,
         "damage": [
             {**common, "outliers": 1.0, "perplexity": plain},
-            {**common, "outliers": OUTLIERS, "perplexity": stressed},
+            {**common, "outliers": OUTLIER_FACTOR, "perplexity": stressed},
         ],
     }
 

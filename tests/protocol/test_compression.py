@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from swarm.data_structures import WireFormat
 from swarm.errors import WrongDtype, WrongShape
-from swarm.protocol.compression import BLOCK, DTYPES, dtype_name, is_finite, pack, payload_length, unpack
+from swarm.protocol.compression import (
+    HIDDEN_DTYPES,
+    VALUES_PER_SCALE,
+    decode_tensor,
+    dtype_name,
+    encode_tensor,
+    is_finite,
+    payload_bytes,
+)
 
 torch.set_num_threads(1)
 
@@ -27,28 +35,28 @@ finite = st.floats(-(2.0**60), 2.0**60, width=32)
 
 def values(tokens: int, hidden: int, dtype: str, scale: float = 1.0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(tokens * 1000 + hidden)
-    return (torch.randn(tokens, hidden, generator=generator) * scale).to(DTYPES[dtype])
+    return (torch.randn(tokens, hidden, generator=generator) * scale).to(HIDDEN_DTYPES[dtype])
 
 
 def travelled(hidden: torch.Tensor, wire: WireFormat) -> torch.Tensor:
     tokens, width = hidden.shape
-    return unpack(pack(hidden, wire), tokens, width, wire, dtype_name(hidden.dtype), CPU)
+    return decode_tensor(encode_tensor(hidden, wire), tokens, width, wire, dtype_name(hidden.dtype), CPU)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", HIDDEN_DTYPES)
 @pytest.mark.parametrize("wire", WireFormat)
 def test_shape_dtype_and_length_for_every_format(wire, dtype, size):
     hidden = values(*size, dtype)
-    payload = pack(hidden, wire)
-    assert len(payload) == payload_length(hidden.numel(), wire, dtype)
-    result = unpack(payload, *size, wire, dtype, CPU)
+    payload = encode_tensor(hidden, wire)
+    assert len(payload) == payload_bytes(hidden.numel(), wire, dtype)
+    result = decode_tensor(payload, *size, wire, dtype, CPU)
     assert result.shape == hidden.shape
     assert result.dtype == hidden.dtype
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", HIDDEN_DTYPES)
 def test_uncompressed_loses_nothing(dtype, size):
     hidden = values(*size, dtype)
     assert torch.equal(travelled(hidden, WireFormat.NONE), hidden)
@@ -72,64 +80,67 @@ def test_sixteen_bits_round_once(wire, size):
 def test_blockwise_error_is_small_beside_the_largest_value_of_the_block(numbers):
     hidden = torch.tensor([numbers])
     result = travelled(hidden, WireFormat.BLOCKWISE8)
-    for begin in range(0, len(numbers), BLOCK):
-        sent, came = hidden[0, begin : begin + BLOCK].double(), result[0, begin : begin + BLOCK].double()
+    for begin in range(0, len(numbers), VALUES_PER_SCALE):
+        sent, came = (
+            hidden[0, begin : begin + VALUES_PER_SCALE].double(),
+            result[0, begin : begin + VALUES_PER_SCALE].double(),
+        )
         absmax = float(sent.abs().max())
         assert float((sent - came).abs().max()) <= absmax * BLOCKWISE_ERROR + 1e-37
 
 
 def test_blockwise_blocks_do_not_spoil_each_other():
-    hidden = torch.cat([torch.full((1, BLOCK), 1e6), torch.full((1, BLOCK), 1e-6)], dim=1)
+    hidden = torch.cat([torch.full((1, VALUES_PER_SCALE), 1e6), torch.full((1, VALUES_PER_SCALE), 1e-6)], dim=1)
     assert torch.allclose(travelled(hidden, WireFormat.BLOCKWISE8), hidden, rtol=1e-6)
 
 
 def test_blockwise_takes_about_a_quarter_of_float32():
-    assert payload_length(1 << 20, WireFormat.BLOCKWISE8, "float32") == (1 << 20) + 4 * (1 << 12)
+    assert payload_bytes(1 << 20, WireFormat.BLOCKWISE8, "float32") == (1 << 20) + 4 * (1 << 12)
 
 
 @pytest.mark.parametrize(
     ("count", "expected"), [(0, 0), (1, 5), (255, 259), (256, 260), (257, 265), (512, 520), (513, 525)]
 )
 def test_blockwise_length(count, expected):
-    assert payload_length(count, WireFormat.BLOCKWISE8, "bfloat16") == expected
+    assert payload_bytes(count, WireFormat.BLOCKWISE8, "bfloat16") == expected
 
 
 def test_a_layout_that_other_implementations_can_read():
     hidden = torch.tensor([[1.0, -2.0]])
-    assert bytes(pack(hidden, WireFormat.NONE)) == struct.pack("<2f", 1.0, -2.0)
-    assert bytes(pack(hidden, WireFormat.FLOAT16)) == struct.pack("<2e", 1.0, -2.0)
-    assert bytes(pack(hidden, WireFormat.BFLOAT16)) == b"\x80\x3f\x00\xc0"
-    assert bytes(pack(hidden, WireFormat.BLOCKWISE8))[2:] == struct.pack("<f", 2.0)
+    assert bytes(encode_tensor(hidden, WireFormat.NONE)) == struct.pack("<2f", 1.0, -2.0)
+    assert bytes(encode_tensor(hidden, WireFormat.FLOAT16)) == struct.pack("<2e", 1.0, -2.0)
+    assert bytes(encode_tensor(hidden, WireFormat.BFLOAT16)) == b"\x80\x3f\x00\xc0"
+    assert bytes(encode_tensor(hidden, WireFormat.BLOCKWISE8))[2:] == struct.pack("<f", 2.0)
 
 
 @pytest.mark.parametrize("wire", WireFormat)
 @pytest.mark.parametrize("change", [-1, 1, 4])
 def test_a_wrong_length(wire, change):
-    payload = bytes(pack(values(3, 100, "float32"), wire))
+    payload = bytes(encode_tensor(values(3, 100, "float32"), wire))
     wrong = payload[:change] if change < 0 else payload + b"\0" * change
     with pytest.raises(WrongShape, match=f"3 tokens of 100 values take {len(payload)} bytes"):
-        unpack(wrong, 3, 100, wire, "float32", CPU)
+        decode_tensor(wrong, 3, 100, wire, "float32", CPU)
 
 
 def test_bytes_where_none_are_due():
     with pytest.raises(WrongShape):
-        unpack(b"\0", 0, 8, WireFormat.NONE, "float32", CPU)
+        decode_tensor(b"\0", 0, 8, WireFormat.NONE, "float32", CPU)
 
 
 @pytest.mark.parametrize("dtype", ["", "float64", "int8", "torch.float32", "Float32", "x" * 256])
 @pytest.mark.parametrize("wire", WireFormat)
 def test_an_unknown_dtype(wire, dtype):
     with pytest.raises(WrongDtype):
-        payload_length(4, wire, dtype)
+        payload_bytes(4, wire, dtype)
     with pytest.raises(WrongDtype):
-        unpack(b"\0" * 16, 1, 4, wire, dtype, CPU)
+        decode_tensor(b"\0" * 16, 1, 4, wire, dtype, CPU)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.bool, torch.complex64])
 @pytest.mark.parametrize("wire", WireFormat)
 def test_what_cannot_be_sent(wire, dtype):
     with pytest.raises(WrongDtype):
-        pack(torch.zeros(1, 4, dtype=dtype), wire)
+        encode_tensor(torch.zeros(1, 4, dtype=dtype), wire)
 
 
 @pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan, 3e38, -3e38, 1e-45])
@@ -149,28 +160,28 @@ def test_extreme_values_pass_without_an_exception(wire, number):
 @settings(deadline=None)
 def test_any_bytes_of_the_right_length_can_be_decoded(payload):
     for wire, size in ((WireFormat.NONE, (1, 77)), (WireFormat.BFLOAT16, (2, 77)), (WireFormat.BLOCKWISE8, (3, 100))):
-        assert unpack(payload, *size, wire, "float32", CPU).shape == size
+        assert decode_tensor(payload, *size, wire, "float32", CPU).shape == size
 
 
 @pytest.mark.parametrize("wire", WireFormat)
 def test_what_came_in_is_writable_and_not_shared(wire):
-    payload = bytes(pack(values(2, 10, "float32"), wire))
-    result = unpack(payload, 2, 10, wire, "float32", CPU)
+    payload = bytes(encode_tensor(values(2, 10, "float32"), wire))
+    result = decode_tensor(payload, 2, 10, wire, "float32", CPU)
     result.zero_()
-    assert torch.any(unpack(payload, 2, 10, wire, "float32", CPU) != 0)
+    assert torch.any(decode_tensor(payload, 2, 10, wire, "float32", CPU) != 0)
 
 
 @pytest.mark.parametrize("wire", WireFormat)
 def test_rows_that_do_not_lie_one_behind_the_other(wire):
     hidden = values(6, 50, "float32")
-    assert bytes(pack(hidden.t(), wire)) == bytes(pack(hidden.t().contiguous(), wire))
-    assert bytes(pack(hidden[::2], wire)) == bytes(pack(hidden[::2].contiguous(), wire))
+    assert bytes(encode_tensor(hidden.t(), wire)) == bytes(encode_tensor(hidden.t().contiguous(), wire))
+    assert bytes(encode_tensor(hidden[::2], wire)) == bytes(encode_tensor(hidden[::2].contiguous(), wire))
 
 
 def test_packing_needs_no_gradient():
     hidden = values(1, 4, "float32").requires_grad_()
     for wire in WireFormat:
-        assert len(pack(hidden, wire)) == payload_length(4, wire, "float32")
+        assert len(encode_tensor(hidden, wire)) == payload_bytes(4, wire, "float32")
 
 
 def test_loading_what_8_bits_need_says_nothing():
@@ -182,13 +193,13 @@ def test_loading_what_8_bits_need_says_nothing():
 anything = st.floats(width=32) | st.sampled_from([math.inf, -math.inf, math.nan, 65504.0, 65519.0, 65520.0, -3.39e38])
 
 
-@given(st.lists(anything, max_size=300), st.sampled_from(WireFormat), st.sampled_from(list(DTYPES)))
+@given(st.lists(anything, max_size=300), st.sampled_from(WireFormat), st.sampled_from(list(HIDDEN_DTYPES)))
 def test_whether_what_was_sent_is_finite_once_it_has_come(numbers, wire, dtype):
-    hidden = torch.tensor(numbers).view(1, -1).to(DTYPES[dtype])
+    hidden = torch.tensor(numbers).view(1, -1).to(HIDDEN_DTYPES[dtype])
     if wire is WireFormat.FLOAT16 and hidden.isfinite().all() and not hidden.half().isfinite().all():
         return  # see the next test
-    payload = pack(hidden, wire)
-    came = unpack(payload, 1, len(numbers), wire, dtype, CPU)
+    payload = encode_tensor(hidden, wire)
+    came = decode_tensor(payload, 1, len(numbers), wire, dtype, CPU)
     assert is_finite(payload, len(numbers), wire, dtype) == bool(torch.isfinite(came).all())
 
 
@@ -198,7 +209,7 @@ def test_what_float16_cannot_hold_is_said_instead_of_sent_as_infinity(number, dt
     hidden = values(3, 300, dtype)
     hidden[2, 7] = number
     with pytest.raises(WrongDtype, match=r'float16 ends at 65504; use wire="bfloat16"'):
-        pack(hidden, WireFormat.FLOAT16)
+        encode_tensor(hidden, WireFormat.FLOAT16)
     for wire in (WireFormat.BFLOAT16, WireFormat.BLOCKWISE8):
         assert torch.allclose(
             travelled(hidden, wire)[2, 7].double(), hidden[2, 7].double(), rtol=BLOCKWISE_ERROR + 2**-8
@@ -209,50 +220,52 @@ def test_what_float16_cannot_hold_is_said_instead_of_sent_as_infinity(number, dt
 def test_what_is_not_finite_is_not_blamed_on_float16(number):
     hidden = values(1, 300, "float32")
     hidden[0, :2] = torch.tensor([7e4, number])
-    assert not is_finite(pack(hidden, WireFormat.FLOAT16), 300, WireFormat.FLOAT16, "float32")
+    assert not is_finite(encode_tensor(hidden, WireFormat.FLOAT16), 300, WireFormat.FLOAT16, "float32")
 
 
 def test_infinities_of_both_signs_are_no_nan():
-    hidden = torch.cat([values(1, 2 * BLOCK, "float32"), torch.tensor([[math.inf, -math.inf, 0.5]])], dim=1)
-    scales = torch.tensor(struct.unpack("<3f", pack(hidden, WireFormat.BLOCKWISE8)[-12:]))
+    hidden = torch.cat([values(1, 2 * VALUES_PER_SCALE, "float32"), torch.tensor([[math.inf, -math.inf, 0.5]])], dim=1)
+    scales = torch.tensor(struct.unpack("<3f", encode_tensor(hidden, WireFormat.BLOCKWISE8)[-12:]))
     assert scales.isfinite().tolist() == [True, True, False]
     assert not scales.isnan().any()
     hidden[0, 3] = math.nan
-    scales = torch.tensor(struct.unpack("<3f", pack(hidden, WireFormat.BLOCKWISE8)[-12:]))
+    scales = torch.tensor(struct.unpack("<3f", encode_tensor(hidden, WireFormat.BLOCKWISE8)[-12:]))
     assert scales.isnan().tolist() == [True, False, False]
 
 
 @given(
-    st.data(), st.sampled_from([WireFormat.NONE, WireFormat.FLOAT16, WireFormat.BFLOAT16]), st.sampled_from([*DTYPES])
+    st.data(),
+    st.sampled_from([WireFormat.NONE, WireFormat.FLOAT16, WireFormat.BFLOAT16]),
+    st.sampled_from([*HIDDEN_DTYPES]),
 )
 def test_whether_any_bytes_are_finite(data, wire, dtype):
     """Also bytes that no honest peer sends, such as a bfloat16 that is too large for the float16 it stands for."""
     values = data.draw(st.integers(0, 20))
-    length = payload_length(values, wire, dtype)
+    length = payload_bytes(values, wire, dtype)
     payload = data.draw(st.binary(min_size=length, max_size=length))
-    came = unpack(payload, 1, values, wire, dtype, CPU)
+    came = decode_tensor(payload, 1, values, wire, dtype, CPU)
     assert is_finite(payload, values, wire, dtype) == bool(torch.isfinite(came).all())
 
 
-@given(st.integers(1, 600), st.data(), st.sampled_from([*DTYPES]))
+@given(st.integers(1, 600), st.data(), st.sampled_from([*HIDDEN_DTYPES]))
 def test_blockwise_bytes_that_pass_are_finite(values, data, dtype):
     """The other way round, a scale too large for the dtype is enough to be turned away, whatever its shares are."""
-    blocks = math.ceil(values / BLOCK)
+    blocks = math.ceil(values / VALUES_PER_SCALE)
     scales = data.draw(st.lists(anything, min_size=blocks, max_size=blocks))
     indices = data.draw(st.binary(min_size=values, max_size=values))
     payload = memoryview(indices + struct.pack(f"<{blocks}f", *scales))
-    assert len(payload) == payload_length(values, WireFormat.BLOCKWISE8, dtype)
+    assert len(payload) == payload_bytes(values, WireFormat.BLOCKWISE8, dtype)
     passes = is_finite(payload, values, WireFormat.BLOCKWISE8, dtype)
-    assert passes == all(abs(scale) <= torch.finfo(DTYPES[dtype]).max for scale in scales)
+    assert passes == all(abs(scale) <= torch.finfo(HIDDEN_DTYPES[dtype]).max for scale in scales)
     if passes:
-        assert torch.isfinite(unpack(payload, 1, values, WireFormat.BLOCKWISE8, dtype, CPU)).all()
+        assert torch.isfinite(decode_tensor(payload, 1, values, WireFormat.BLOCKWISE8, dtype, CPU)).all()
 
 
 @pytest.mark.parametrize("hidden_size", [256, 768, 1024, 4096, 8192])
 def test_blockwise_halves_sixteen_bits(hidden_size):
     """But for a scale, four bytes, every 256 values."""
-    half = payload_length(hidden_size, WireFormat.BFLOAT16, "float32") / 2
-    assert payload_length(hidden_size, WireFormat.BLOCKWISE8, "float32") == half * (1 + 4 / BLOCK)
+    half = payload_bytes(hidden_size, WireFormat.BFLOAT16, "float32") / 2
+    assert payload_bytes(hidden_size, WireFormat.BLOCKWISE8, "float32") == half * (1 + 4 / VALUES_PER_SCALE)
 
 
 def test_what_is_finite_is_found_in_every_sixteen_bits_there_are():
@@ -269,6 +282,6 @@ def test_what_is_finite_is_found_in_every_sixteen_bits_there_are():
 @pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
 def test_one_bad_value_among_many_is_found(wire, number):
     hidden = values(3, 300, "float32")
-    assert is_finite(pack(hidden, wire), hidden.numel(), wire, "float32")
+    assert is_finite(encode_tensor(hidden, wire), hidden.numel(), wire, "float32")
     hidden[1, 7] = number
-    assert not is_finite(pack(hidden, wire), hidden.numel(), wire, "float32")
+    assert not is_finite(encode_tensor(hidden, wire), hidden.numel(), wire, "float32")

@@ -17,7 +17,7 @@ from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.span_loading import load_span
 from swarm.protocol import messages
-from swarm.protocol.compression import pack, payload_length, unpack
+from swarm.protocol.compression import decode_tensor, encode_tensor, payload_bytes
 from swarm.server.compute.compute_thread import ComputeThread
 from swarm.server.compute.engine import Engine
 from swarm.server.sessions.adapter_store import AdapterLimits, AdapterStore
@@ -130,7 +130,7 @@ class Client:
         """A step whose outputs are checked."""
         hidden = random(tokens, self.steps)
         request = self.next_step(tokens)
-        reply, payload = await self.ask(request, pack(hidden, WireFormat.NONE))
+        reply, payload = await self.ask(request, encode_tensor(hidden, WireFormat.NONE))
         return self.check(reply, payload, hidden)
 
     def next_step(self, tokens: int = 1) -> messages.StepRequest:
@@ -145,7 +145,7 @@ class Client:
         self.history = torch.cat([self.history, hidden])
         self.steps += 1
         expected = self.model.forward(self.history.unsqueeze(0))[0, start:]
-        assert_close(unpack(payload, tokens, HIDDEN, WireFormat.NONE, "float32", CPU), expected)
+        assert_close(decode_tensor(payload, tokens, HIDDEN, WireFormat.NONE, "float32", CPU), expected)
         return reply
 
     async def hear(self) -> tuple[messages.ServerMessage, bytes]:
@@ -220,4 +220,4 @@ def on_virtual_time(model: SpanModel, act: Act, seconds: float = 0.0, **options:
 
 def bytes_of(tokens: int, wire: WireFormat = WireFormat.NONE) -> bytes:
     """A payload of the right length for so many tokens."""
-    return bytes(payload_length(tokens * HIDDEN, wire, "float32"))
+    return bytes(payload_bytes(tokens * HIDDEN, wire, "float32"))

@@ -13,7 +13,7 @@ from swarm.data_structures import WireFormat
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy import PADDED
 from swarm.protocol import messages
-from swarm.protocol.compression import pack
+from swarm.protocol.compression import encode_tensor
 from swarm.server.sessions.push import MIN_BYTES_PER_S, PUSH_TIMEOUT_S
 from swarm.server.sessions.request_validation import RequestLimits
 from swarm.server.sessions.session_table import EXPIRY_PERIOD_S, MAX_PEER_SESSIONS, RECONNECT_TIMEOUT_S
@@ -257,7 +257,7 @@ def test_a_line_of_waiting_clients_is_no_way_around_the_limits(model):
 @pytest.fixture
 def small_window(monkeypatch) -> int:
     """Bytes that a client which reads nothing may be owed before whoever writes has to wait."""
-    monkeypatch.setattr(memory, "WINDOW", 1000)
+    monkeypatch.setattr(memory, "MAX_UNREAD_BYTES", 1000)
     return 1000
 
 
@@ -281,7 +281,7 @@ async def ask_on(client: Client, steps: int, tokens: int = 16) -> None:
     """Ask for steps without waiting for answers: each overwrites the one before."""
     for number in range(steps):
         step = changed(STEP, step=client.steps + number, starts=[0], counts=[tokens])
-        await client.stream.send(step, pack(random(tokens, number), WireFormat.NONE))
+        await client.stream.send(step, encode_tensor(random(tokens, number), WireFormat.NONE))
 
 
 def test_a_client_that_reads_no_answers(model, small_window):

@@ -27,19 +27,19 @@ CPU = torch.device("cpu")
 
 footprints = st.builds(
     MemoryFootprint,
-    weights=st.lists(st.integers(1, 10**9), min_size=1, max_size=12).map(tuple),
-    cache_per_token=st.integers(0, 10**5),
+    block_bytes=st.lists(st.integers(1, 10**9), min_size=1, max_size=12).map(tuple),
+    cache_bytes_per_token=st.integers(0, 10**5),
 )
 
 
 @given(footprints, st.integers(0, 10**11), st.integers(1, 20_000))
 @settings(deadline=None)
 def test_what_fits_fits_wherever_the_window_lies(footprint, free, tokens):
-    blocks = len(footprint.weights)
+    blocks = len(footprint.block_bytes)
     try:
         count = blocks_that_fit(footprint, free, tokens)
     except NotEnoughMemory:
-        heaviest = max(range(blocks), key=footprint.weights.__getitem__)
+        heaviest = max(range(blocks), key=footprint.block_bytes.__getitem__)
         with pytest.raises(NotEnoughMemory):
             check_fits(footprint, heaviest, heaviest + 1, free, tokens)
         return
@@ -132,7 +132,7 @@ def test_the_form_of_weights_that_nobody_asked_for(wanted, free, form):
 
 
 def test_where_the_cache_is_what_does_not_fit_weights_stay_exact():
-    large_cache = {form: MemoryFootprint(needs.weights, 10**6) for form, needs in FORMS.items()}
+    large_cache = {form: MemoryFootprint(needs.block_bytes, 10**6) for form, needs in FORMS.items()}
     assert choose_quantization(large_cache, None, 4 * 10**6, 1) == "none"
 
 

@@ -11,7 +11,7 @@ import torch
 from swarm.data_structures import Span, WireFormat
 from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
-from swarm.protocol.compression import pack, payload_length, unpack
+from swarm.protocol.compression import decode_tensor, encode_tensor, payload_bytes
 from tests.server.conversations import (
     CPU,
     HIDDEN,
@@ -58,10 +58,10 @@ async def next_of(client: Client, rows: list[torch.Tensor], step: int, seed: int
     """One more token for each row: its output. `rows` grow by it."""
     new = [random(1, seed + place) for place in range(len(rows))]
     request = changed(STEP, step=step, starts=[len(row) for row in rows], counts=[1] * len(rows))
-    reply, payload = await client.ask(request, pack(torch.cat(new), WireFormat.NONE))
+    reply, payload = await client.ask(request, encode_tensor(torch.cat(new), WireFormat.NONE))
     assert isinstance(reply, messages.StepReply), reply
     rows[:] = [torch.cat([row, token]) for row, token in zip(rows, new, strict=True)]
-    return list(unpack(payload, len(rows), HIDDEN, WireFormat.NONE, "float32", CPU).split(1))
+    return list(decode_tensor(payload, len(rows), HIDDEN, WireFormat.NONE, "float32", CPU).split(1))
 
 
 async def rows_are(client: Client, model: SpanModel, rows: list[torch.Tensor], step: int) -> None:
@@ -77,10 +77,10 @@ def test_a_session_that_goes_on_at_another_server(model, wanted, wire):
         client = await opened(server, reply_format=wire)
         hidden = random(4)
         request = changed(REPLAY, return_outputs=wanted)
-        reply, payload = await client.ask(request, pack(hidden, WireFormat.NONE))
+        reply, payload = await client.ask(request, encode_tensor(hidden, WireFormat.NONE))
         assert reply == changed(DONE, format=wire)
         if wanted:
-            output = unpack(payload, 4, HIDDEN, wire, "float32", CPU)
+            output = decode_tensor(payload, 4, HIDDEN, wire, "float32", CPU)
             expected = alone(model, hidden)
             torch.testing.assert_close(output, expected, rtol=0, atol=(0.01 if wire else 1e-4) * expected.abs().max())
         else:
@@ -96,7 +96,7 @@ def test_the_steps_after_it_are_right(model):
     async def act(server):
         client = await opened(server)
         hidden = random(4)
-        await client.ask(REPLAY, pack(hidden, WireFormat.NONE))
+        await client.ask(REPLAY, encode_tensor(hidden, WireFormat.NONE))
         remembers(client, hidden)
         await client.right_step()
         await client.right_step(2)
@@ -110,9 +110,9 @@ def test_part_of_the_span(model):
         client = await opened(server, start=2)
         client.model = narrow
         hidden = random(4)
-        reply, payload = await client.ask(changed(REPLAY, return_outputs=True), pack(hidden, WireFormat.NONE))
+        reply, payload = await client.ask(changed(REPLAY, return_outputs=True), encode_tensor(hidden, WireFormat.NONE))
         assert reply == DONE
-        assert_close(unpack(payload, 4, HIDDEN, WireFormat.NONE, "float32", CPU), alone(narrow, hidden))
+        assert_close(decode_tensor(payload, 4, HIDDEN, WireFormat.NONE, "float32", CPU), alone(narrow, hidden))
         remembers(client, hidden)
         await client.right_step()
 
@@ -132,7 +132,7 @@ def test_several_requests_for_ragged_rows(model):
         ]
         for starts, counts, hidden in requests:
             request = changed(REPLAY, starts=starts, counts=counts)
-            assert await client.ask(request, pack(hidden, WireFormat.NONE)) == (DONE, b"")
+            assert await client.ask(request, encode_tensor(hidden, WireFormat.NONE)) == (DONE, b"")
         await rows_are(client, model, rows, 7)
         assert server.sessions.free == 64 - 2 * 8
 
@@ -144,9 +144,9 @@ def test_offsets(model):
         client = await opened(server)
         hidden = random(3)
         request = changed(REPLAY, counts=[3], offsets=[2], return_outputs=True)
-        _, payload = await client.ask(request, pack(hidden, WireFormat.NONE))
+        _, payload = await client.ask(request, encode_tensor(hidden, WireFormat.NONE))
         expected = model.forward(hidden.unsqueeze(0), offsets=[2])[0]
-        assert_close(unpack(payload, 3, HIDDEN, WireFormat.NONE, "float32", CPU), expected)
+        assert_close(decode_tensor(payload, 3, HIDDEN, WireFormat.NONE, "float32", CPU), expected)
 
     on_virtual_time(model, act)
 
@@ -158,7 +158,7 @@ def test_rows_become_shorter(model):
         client = await (await server.client()).begin(tokens=6)
         hidden = torch.cat([client.history[:1], random(2, 9)])
         request = changed(REPLAY, starts=[1], counts=[2])
-        assert await client.ask(request, pack(hidden[1:], WireFormat.NONE)) == (DONE, b"")
+        assert await client.ask(request, encode_tensor(hidden[1:], WireFormat.NONE)) == (DONE, b"")
         await client.refused("wrong_position", changed(STEP, step=7, starts=[4]), bytes_of(1))
         remembers(client, hidden)
         await client.right_step()
@@ -170,10 +170,12 @@ def test_a_row_of_which_nothing_is_replayed_is_cut_to_its_start(model):
     async def act(server):
         client = await opened(server)
         rows = [random(4, 1), random(4, 2)]
-        await client.ask(changed(STEP, step=0, starts=[0, 0], counts=[4, 4]), pack(torch.cat(rows), WireFormat.NONE))
+        await client.ask(
+            changed(STEP, step=0, starts=[0, 0], counts=[4, 4]), encode_tensor(torch.cat(rows), WireFormat.NONE)
+        )
         rows = [rows[0][:2], random(3, 3)]
         request = changed(REPLAY, starts=[2, 0], counts=[0, 3])
-        assert await client.ask(request, pack(rows[1], WireFormat.NONE)) == (DONE, b"")
+        assert await client.ask(request, encode_tensor(rows[1], WireFormat.NONE)) == (DONE, b"")
         for ahead in ([3, 3], [2, 4]):
             await client.refused("wrong_position", changed(STEP, step=7, starts=ahead, counts=[1, 1]), bytes_of(2))
         await rows_are(client, model, rows, 7)
@@ -186,7 +188,7 @@ def test_rows_that_are_not_replayed_are_gone(model):
         client = await opened(server)
         await client.ask(changed(STEP, step=0, starts=[0] * 3, counts=[2] * 3), bytes_of(6))
         hidden = random(4)
-        await client.ask(REPLAY, pack(hidden, WireFormat.NONE))
+        await client.ask(REPLAY, encode_tensor(hidden, WireFormat.NONE))
         await client.refused("wrong_position", changed(STEP, step=7, starts=[4, 2], counts=[1, 1]), bytes_of(2))
         await client.refused("wrong_position", changed(STEP, step=7, starts=[4], sources=[1]), bytes_of(1))
         remembers(client, hidden)
@@ -201,10 +203,10 @@ def test_what_was_asked_before_is_void(model):
     async def act(server):
         client = await (await server.client()).begin()
         await client.stream.send(messages.SetNeighbors("before", None, None))
-        last = client.next_step(), pack(random(1, client.steps), WireFormat.NONE)
+        last = client.next_step(), encode_tensor(random(1, client.steps), WireFormat.NONE)
         await client.right_step()
         hidden = random(4)
-        await client.ask(REPLAY, pack(hidden, WireFormat.NONE))
+        await client.ask(REPLAY, encode_tensor(hidden, WireFormat.NONE))
         jobs = server.runtime.jobs
         before = await server.client("before")
         for number in (1, 2, 6):
@@ -227,7 +229,7 @@ def test_numbers_go_back_to_where_the_replay_ends(model):
         client = await (await server.client()).begin()
         await client.right_step()
         hidden = random(4)
-        await client.ask(changed(REPLAY, next_step=1), pack(hidden, WireFormat.NONE))
+        await client.ask(changed(REPLAY, next_step=1), encode_tensor(hidden, WireFormat.NONE))
         await client.refused("wrong_position", changed(STEP, step=0, starts=[4]), bytes_of(1))
         remembers(client, hidden, 1)
         await client.right_step()
@@ -244,7 +246,7 @@ def test_a_replay_waits_for_the_step_that_runs(model):
         step = asyncio.create_task(client.ask(client.next_step(), bytes_of(1)))
         await asyncio.sleep(0.5)
         hidden = random(4)
-        assert await again.ask(REPLAY, pack(hidden, WireFormat.NONE)) == (DONE, b"")
+        assert await again.ask(REPLAY, encode_tensor(hidden, WireFormat.NONE)) == (DONE, b"")
         assert isinstance((await step)[0], messages.StepReply)
         remembers(client, hidden)
         await client.right_step()
@@ -262,7 +264,7 @@ def test_a_replay_waits_for_the_step_that_runs(model):
         pytest.param("wrong_shape", {}, bytes_of(3), id="payload too short"),
         pytest.param("wrong_shape", {"format": WireFormat.BLOCKWISE8}, bytes_of(4), id="payload of another format"),
         pytest.param("wrong_dtype", {"dtype": "int8"}, bytes_of(4), id="unknown dtype"),
-        pytest.param("not_finite", {}, b"\xff" * payload_length(4 * HIDDEN, WireFormat.NONE, "float32"), id="NaN"),
+        pytest.param("not_finite", {}, b"\xff" * payload_bytes(4 * HIDDEN, WireFormat.NONE, "float32"), id="NaN"),
         pytest.param("too_long", {"counts": [9]}, bytes_of(9), id="beyond max_length"),
         pytest.param("too_long", {"counts": [0]}, b"", id="no tokens"),
         pytest.param("cache_full", {"starts": [0] * 9, "counts": [1] * 9}, bytes_of(9), id="too many rows"),
@@ -271,7 +273,7 @@ def test_a_replay_waits_for_the_step_that_runs(model):
 def test_a_refused_replay_changes_nothing(model, code, changes, payload):
     async def act(server):
         client = await (await server.client()).begin()
-        last = client.next_step(), pack(random(1, client.steps), WireFormat.NONE)
+        last = client.next_step(), encode_tensor(random(1, client.steps), WireFormat.NONE)
         kept = await client.ask(*last)
         client.check(*kept, random(1, client.steps))
         await client.refused(code, changed(REPLAY, **changes), payload)

@@ -14,7 +14,7 @@ from swarm.data_structures import StepLayout, WireFormat
 from swarm.models.execution.session_cache import SessionCache, forward_without_cache
 from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
-from swarm.protocol.compression import pack, unpack
+from swarm.protocol.compression import decode_tensor, encode_tensor
 from tests.models.execution.test_session_cache import layouts, load, slow
 from tests.server.conversations import CPU, HIDDEN, OPEN, REVISION, SPAN, Server, assert_close, changed, on_virtual_time
 from tests.slow import slow_except
@@ -77,13 +77,13 @@ async def follow(server: Server, reference: SpanModel, number: int, acts: list[A
     for step, act in enumerate(acts):
         await asyncio.sleep(act.pause)
         hidden = torch.randn(act.layout.tokens, HIDDEN, generator=chance)
-        message, payload = request(act, step), pack(hidden, WireFormat.NONE)
+        message, payload = request(act, step), encode_tensor(hidden, WireFormat.NONE)
         # Its client's patience is not what is tested: what the machine computes takes its virtual time.
         await client.stream.send(message, payload)
         frame = await client.stream.receive()
         reply = messages.decode_server(frame.header)
         assert isinstance(reply, messages.StepReply if act.in_session else messages.ForwardReply), reply
-        output = unpack(frame.payload, act.layout.tokens, HIDDEN, WireFormat.NONE, "float32", CPU)
+        output = decode_tensor(frame.payload, act.layout.tokens, HIDDEN, WireFormat.NONE, "float32", CPU)
         right = (
             expected.step(hidden, act.layout)
             if act.in_session

@@ -63,7 +63,7 @@ async def load(checkpoint: Checkpoint, *adapters: str) -> SpanService:
 def test_what_the_server_was_started_with_is_found_by_its_digest(checkpoint, tmp_path):
     source = save_adapter(tmp_path)
     service = asyncio.run(load(checkpoint, source))
-    parts = adapter_files.read_parts(source, checkpoint, SPAN)  # as any client reads it
+    parts = adapter_files.read_block_weights(source, checkpoint, SPAN)  # as any client reads it
     blocks, _ = pack_adapters([parts[block] for block in range(SPAN.start, SPAN.end)], torch.float32)
     found = service.adapters.find("anybody", SPAN, [block.digest for block in blocks])
     assert set(found) == {1, 2, 3}

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.errors import AddressUnavailable, InvalidOption, UsageError
-from swarm.transport.addresses import check_free, farthest_first, is_loopback, parse_peers
+from swarm.transport.addresses import is_loopback, parse_peers, sort_by_reach, validate_listen_addresses
 
 PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 ADDRESS = f"/ip4/127.0.0.1/tcp/31337/p2p/{PEER}"
@@ -70,10 +70,10 @@ def test_a_taken_tcp_port(family):
             pytest.skip("this machine has no IPv6")
         taken.listen(1)
         address = f"/{family}/{host}/tcp/{taken.getsockname()[1]}"
-        with pytest.raises(AddressUnavailable, match="another program listens there"):
-            check_free(["/ip4/127.0.0.1/tcp/0", address])
-    check_free([address])  # free again, and checking it has not taken it
-    check_free([address])
+        with pytest.raises(AddressUnavailable, match="another program is listening there"):
+            validate_listen_addresses(["/ip4/127.0.0.1/tcp/0", address])
+    validate_listen_addresses([address])  # free again, and checking it has not taken it
+    validate_listen_addresses([address])
 
 
 def test_a_taken_udp_port():
@@ -81,22 +81,22 @@ def test_a_taken_udp_port():
         taken.bind(("127.0.0.1", 0))
         address = f"/ip4/127.0.0.1/udp/{taken.getsockname()[1]}/quic"
         with pytest.raises(AddressUnavailable):
-            check_free([address])
+            validate_listen_addresses([address])
 
 
 def test_an_address_of_another_machine():
     with pytest.raises(AddressUnavailable, match=r"192\.0\.2\.1"):  # reserved for documentation
-        check_free(["/ip4/192.0.2.1/tcp/4001"])
+        validate_listen_addresses(["/ip4/192.0.2.1/tcp/4001"])
 
 
 def test_any_port_will_do():
-    check_free(["/ip4/127.0.0.1/tcp/0", "/ip4/192.0.2.1/tcp/0"])
+    validate_listen_addresses(["/ip4/127.0.0.1/tcp/0", "/ip4/192.0.2.1/tcp/0"])
 
 
 @pytest.mark.parametrize("address", ["tcp://0.0.0.0", "/dns4/localhost/tcp/31337", "/dns/localhost/tcp/31337"])
 def test_what_cannot_be_listened_on(address):
     with pytest.raises(UsageError):
-        check_free([address])
+        validate_listen_addresses([address])
 
 
 @pytest.mark.parametrize(
@@ -119,5 +119,5 @@ def test_those_that_everybody_can_reach_come_first():
     this_network = ["/ip4/192.168.0.2/tcp/1", "/ip6/fe80::1/tcp/1"]
     this_machine = ["/ip4/127.0.0.1/tcp/1", "/ip6/::1/tcp/1"]
     mixed = [*this_machine, *this_network, *everybody]
-    assert farthest_first(mixed) == (*everybody, *this_network, *this_machine)
-    assert farthest_first([]) == ()
+    assert sort_by_reach(mixed) == (*everybody, *this_network, *this_machine)
+    assert sort_by_reach([]) == ()

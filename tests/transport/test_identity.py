@@ -93,7 +93,7 @@ def ed25519_identity() -> bytes:
 def test_a_file_that_holds_no_key(tmp_path, content):
     path = tmp_path / "identity"
     path.write_bytes(content)
-    with pytest.raises(IdentityError, match="holds no libp2p RSA key") as caught:
+    with pytest.raises(IdentityError, match="does not hold a libp2p RSA key") as caught:
         load_or_create(path)
     assert str(path) in str(caught.value)
     assert path.read_bytes() == content
@@ -138,7 +138,7 @@ def test_an_operating_system_that_refuses(tmp_path, monkeypatch, refuse):
 def test_only_rsa_keys_name_a_peer():
     key = ed25519.Ed25519PrivateKey.generate().public_key()
     ssh = key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
-    with pytest.raises(ValueError, match="no RSA key"):
+    with pytest.raises(ValueError, match="not an RSA key"):
         peer_id_of(ssh)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from swarm.errors import PeerLost, ProtocolViolation
 from swarm.protocol import messages
-from swarm.transport.memory import WINDOW, MemoryHub, MemoryNetwork, stream_pair
+from swarm.transport.memory import MAX_UNREAD_BYTES, MemoryHub, MemoryNetwork, stream_pair
 from swarm.transport.stream import Stream
 from tests import virtual_time
 
@@ -306,13 +306,13 @@ def test_a_peer_that_hangs_takes_only_so_much():
     async def scenario(swarm):
         stream = await swarm.client.open_stream("echo")
         swarm.hub.hang("echo")
-        await stream.send(HELLO, bytes(WINDOW // 2))
-        sending = asyncio.create_task(stream.send(HELLO, bytes(WINDOW)))
+        await stream.send(HELLO, bytes(MAX_UNREAD_BYTES // 2))
+        sending = asyncio.create_task(stream.send(HELLO, bytes(MAX_UNREAD_BYTES)))
         await asyncio.sleep(100)
         assert not sending.done()
         swarm.hub.resume("echo")
         await sending
-        for length in (WINDOW // 2, WINDOW):
+        for length in (MAX_UNREAD_BYTES // 2, MAX_UNREAD_BYTES):
             assert len((await stream.receive()).payload) == length
 
     run(scenario)
@@ -322,7 +322,7 @@ def test_killing_a_peer_that_hangs_lets_the_others_go():
     async def scenario(swarm):
         stream = await swarm.client.open_stream("echo")
         swarm.hub.hang("echo")
-        sending = asyncio.create_task(stream.send(HELLO, bytes(2 * WINDOW)))
+        sending = asyncio.create_task(stream.send(HELLO, bytes(2 * MAX_UNREAD_BYTES)))
         opening = asyncio.create_task(swarm.client.open_stream("echo"))
         await asyncio.sleep(1)
         swarm.hub.kill("echo")
@@ -349,7 +349,7 @@ def test_an_opening_that_is_given_up_ends_its_stream():
 def test_single_messages_can_be_lost():
     asked = []
 
-    def loses(source, target, message):
+    def drops(source, target, message):
         asked.append((source, target, type(message)))
         return len(asked) == 1
 
@@ -361,4 +361,4 @@ def test_single_messages_can_be_lost():
         assert swarm.heard == [b"heard"]
         assert asked == [("client", "echo", messages.InfoRequest)] * 2 + [("echo", "client", messages.InfoRequest)]
 
-    run(scenario, loses=loses)
+    run(scenario, drops=drops)

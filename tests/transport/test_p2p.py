@@ -172,7 +172,7 @@ def test_a_refusal_reaches_who_sends_at_the_same_time(folder):
     async def refuse(stream) -> None:
         stream = ReplyStream(stream)
         await stream.send(messages.refusal(CacheFull("a peer may open 0 streams")))
-        await stream.discard()
+        await stream.discard_incoming()
 
     async def ask(peer: Peer, other: str) -> str:
         stream = await peer.open_stream(other)

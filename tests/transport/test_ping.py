@@ -18,7 +18,7 @@ from swarm.protocol import messages
 from swarm.transport import ping
 from swarm.transport.memory import MemoryHub, MemoryNetwork
 from swarm.transport.p2p import P2PConfig, Peer
-from swarm.transport.ping import PROBES, SAMPLES, bandwidth, ping_many, round_trip
+from swarm.transport.ping import PING_SAMPLES, PROBE_SIZES_BYTES, measure_bandwidth, measure_round_trip, ping_many
 from swarm.transport.stream import Stream
 
 PATIENCE, SHORT = 20.0, 0.05
@@ -120,12 +120,12 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Link], Link]:
 def test_a_round_trip_is_the_shortest_and_without_the_first(use):
     link = use(Link())
     durations = iter([0.001, 9.0, 0.5, 7.0])  # the first is shortest here, and does not count all the same
-    assert SAMPLES == 3
+    assert PING_SAMPLES == 3
 
     async def scenario(swarm):
         peer = await swarm.add("peer", FakePeer(link=link))
         link.carry = lambda sent, received: setattr(link, "now", link.now + next(durations))
-        assert await round_trip(swarm.network, "peer") == pytest.approx(0.5)
+        assert await measure_round_trip(swarm.network, "peer") == pytest.approx(0.5)
         await peer.ended.wait()
         assert [type(request) for request in peer.requests] == [messages.InfoRequest] * 4
 
@@ -141,7 +141,7 @@ def test_each_direction_has_a_bandwidth_of_its_own(use, latency, up, down):
 
     async def scenario(swarm):
         peer = await swarm.add("peer", FakePeer(link=link))
-        found = await bandwidth(swarm.network, "peer")
+        found = await measure_bandwidth(swarm.network, "peer")
         assert (found.up, found.down) == (pytest.approx(up), pytest.approx(down))
         assert peer.bytes <= 4 << 20
 
@@ -153,8 +153,8 @@ def test_a_slow_link_is_not_burdened_for_long(use):
 
     async def scenario(swarm):
         peer = await swarm.add("peer", FakePeer(link=link))
-        await bandwidth(swarm.network, "peer")
-        assert peer.bytes == 2 * PROBES[0]
+        await measure_bandwidth(swarm.network, "peer")
+        assert peer.bytes == 2 * PROBE_SIZES_BYTES[0]
 
     run(scenario)
 
@@ -164,7 +164,7 @@ def test_a_round_trip_that_was_slow_by_chance_leaves_a_finite_positive_bandwidth
 
     async def scenario(swarm):
         async def peer(stream):
-            for answered in range(4 + 2 * len(PROBES)):
+            for answered in range(4 + 2 * len(PROBE_SIZES_BYTES)):
                 frame = await stream.receive()
                 if answered == 4:
                     link.latency = 0.001  # the probes are faster than any of the pings were
@@ -172,7 +172,7 @@ def test_a_round_trip_that_was_slow_by_chance_leaves_a_finite_positive_bandwidth
                 await stream.send(*right(messages.decode_client(frame.header)))
 
         await swarm.add("peer", peer)
-        found = await bandwidth(swarm.network, "peer")
+        found = await measure_bandwidth(swarm.network, "peer")
         assert 0 < found.up < math.inf
         assert 0 < found.down < math.inf
 
@@ -194,7 +194,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("measure", [round_trip, bandwidth])
+@pytest.mark.parametrize("measure", [measure_round_trip, measure_bandwidth])
 @pytest.mark.parametrize("rights", [0, 2])
 @pytest.mark.parametrize(("answer", "kind", "why"), WRONG)
 def test_wrong_answers_are_typed_errors_in_time(measure, rights, answer, kind, why):
@@ -203,7 +203,7 @@ def test_wrong_answers_are_typed_errors_in_time(measure, rights, answer, kind, w
         with pytest.raises(kind, match=why):
             await measure(swarm.network, "peer", SHORT if answer is None else PATIENCE)
         await peer.ended.wait()  # the stream was closed
-        assert await ping_many(swarm.network, ["peer"], patience=SHORT) == {}
+        assert await ping_many(swarm.network, ["peer"], timeout_s=SHORT) == {}
 
     run(scenario)
 
@@ -219,9 +219,9 @@ def test_wrong_answers_are_typed_errors_in_time(measure, rights, answer, kind, w
 )
 def test_a_wrong_answer_to_a_probe(answer, kind, why):
     async def scenario(swarm):
-        peer = await swarm.add("peer", FakePeer(*[(INFO, b"")] * (1 + SAMPLES), answer))
+        peer = await swarm.add("peer", FakePeer(*[(INFO, b"")] * (1 + PING_SAMPLES), answer))
         with pytest.raises(kind, match=why):
-            await bandwidth(swarm.network, "peer", SHORT if answer is None else PATIENCE)
+            await measure_bandwidth(swarm.network, "peer", SHORT if answer is None else PATIENCE)
         await peer.ended.wait()
 
     run(scenario)
@@ -230,11 +230,11 @@ def test_a_wrong_answer_to_a_probe(answer, kind, why):
 @pytest.mark.parametrize("change", [-1, 1])
 def test_a_probe_that_brings_another_number_of_bytes(change):
     async def scenario(swarm):
-        upward = [(messages.ProbeReply(), b"")] * len(PROBES)
-        wrong = (messages.ProbeReply(), bytes(PROBES[0] + change))
-        await swarm.add("peer", FakePeer(*[(INFO, b"")] * (1 + SAMPLES), *upward, wrong))
-        with pytest.raises(ProtocolViolation, match=f"{PROBES[0] + change} bytes"):
-            await bandwidth(swarm.network, "peer")
+        upward = [(messages.ProbeReply(), b"")] * len(PROBE_SIZES_BYTES)
+        wrong = (messages.ProbeReply(), bytes(PROBE_SIZES_BYTES[0] + change))
+        await swarm.add("peer", FakePeer(*[(INFO, b"")] * (1 + PING_SAMPLES), *upward, wrong))
+        with pytest.raises(ProtocolViolation, match=f"{PROBE_SIZES_BYTES[0] + change} bytes"):
+            await measure_bandwidth(swarm.network, "peer")
 
     run(scenario)
 
@@ -264,7 +264,7 @@ class StuckNetwork:
 def test_a_peer_that_cannot_be_written_to_is_lost_in_time(where):
     async def scenario(swarm):
         network = StuckNetwork(where)
-        for measure in (round_trip, bandwidth):
+        for measure in (measure_round_trip, measure_bandwidth):
             with pytest.raises(PeerLost, match="did not answer"):
                 await measure(network, "peer", SHORT)
         assert network.closed == (2 if where == "send" else 0)
@@ -274,7 +274,7 @@ def test_a_peer_that_cannot_be_written_to_is_lost_in_time(where):
 
 def test_a_peer_that_cannot_be_reached():
     async def scenario(swarm):
-        for measure in (round_trip, bandwidth):
+        for measure in (measure_round_trip, measure_bandwidth):
             with pytest.raises(PeerLost, match="cannot be reached"):
                 await measure(swarm.network, "nobody")
 
@@ -290,7 +290,7 @@ def test_many_peers_of_which_some_can_be_measured():
         found = await ping_many(swarm.network, names, concurrency=3)
         assert set(found) == {f"good {number}" for number in range(5)}
         assert all(0 <= seconds < PATIENCE for seconds in found.values())
-        assert all(len(peer.requests) == 1 + SAMPLES for peer in good)  # each of them once
+        assert all(len(peer.requests) == 1 + PING_SAMPLES for peer in good)  # each of them once
         assert await ping_many(swarm.network, []) == {}
 
     run(scenario)
@@ -328,7 +328,7 @@ def test_silent_peers_do_not_hold_up_the_others_beyond_the_limit():
     async def scenario(swarm):
         silent = [await swarm.add(f"silent {number}", FakePeer(None)) for number in range(4)]
         await swarm.add("good", FakePeer())
-        found = await ping_many(swarm.network, ["good", *swarm.hub.handlers], concurrency=2, limit=0.2, patience=60)
+        found = await ping_many(swarm.network, ["good", *swarm.hub.handlers], concurrency=2, limit=0.2, timeout_s=60)
         assert set(found) == {"good"}
         for peer in silent:
             assert not peer.requests or await peer.ended.wait()
@@ -347,7 +347,7 @@ def test_cancelling_closes_all_streams():
                 await stream.receive()
 
         peer = await swarm.add("silent", Silent())
-        pinging = asyncio.create_task(ping_many(swarm.network, ["silent"], limit=60, patience=60))
+        pinging = asyncio.create_task(ping_many(swarm.network, ["silent"], limit=60, timeout_s=60))
         await asked.wait()
         pinging.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -366,12 +366,12 @@ def test_real_peers_over_libp2p() -> None:
         gone = await Peer.create(here, AnnouncementValidator())
         await gone.shutdown()
         async with asyncio.timeout(60):
-            assert 0 < await round_trip(client, server.peer_id, 30) < 30
+            assert 0 < await measure_round_trip(client, server.peer_id, 30) < 30
             with pytest.raises(PeerLost):
-                await round_trip(client, gone.peer_id)
+                await measure_round_trip(client, gone.peer_id)
             found = await ping_many(client, [gone.peer_id, server.peer_id, client.peer_id], limit=10)
             assert set(found) == {server.peer_id}
-            link = await bandwidth(client, server.peer_id, 30)
+            link = await measure_bandwidth(client, server.peer_id, 30)
             assert 0 < link.up < math.inf
             assert 0 < link.down < math.inf
         await client.shutdown()

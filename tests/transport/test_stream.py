@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from swarm.errors import PeerLost, ProtocolViolation
 from swarm.protocol import messages
-from swarm.protocol.framing import MAX_HEADER, MAX_PAYLOAD, encode_prefix
+from swarm.protocol.framing import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, encode_prefix
 from swarm.transport.memory import stream_pair
 from swarm.transport.stream import FrameStream
 
@@ -95,10 +95,10 @@ def test_a_frame_that_comes_in_single_bytes():
 @pytest.mark.parametrize(
     ("prefix", "limit"),
     [
-        (encode_prefix(MAX_HEADER + 1, 0), MAX_PAYLOAD),
-        (encode_prefix(2**32 - 1, 0), MAX_PAYLOAD),
-        (encode_prefix(1, MAX_PAYLOAD + 1), MAX_PAYLOAD),
-        (encode_prefix(1, 2**64 - 1), MAX_PAYLOAD),
+        (encode_prefix(MAX_HEADER_BYTES + 1, 0), MAX_PAYLOAD_BYTES),
+        (encode_prefix(2**32 - 1, 0), MAX_PAYLOAD_BYTES),
+        (encode_prefix(1, MAX_PAYLOAD_BYTES + 1), MAX_PAYLOAD_BYTES),
+        (encode_prefix(1, 2**64 - 1), MAX_PAYLOAD_BYTES),
         (encode_prefix(1, 101), 100),
         (encode_prefix(1, 1), 0),
     ],

@@ -55,12 +55,12 @@ def main(
 
     from swarm.cli.doctor import report
     from swarm.cli.doctor.verdicts import exit_code
-    from swarm.transport.addresses import check_free, parse_peers
+    from swarm.transport.addresses import parse_peers, validate_listen_addresses
 
     peers = parse_peers(console.split_addresses(initial_peers))
     listen = console.split_addresses(host_maddrs)
     with suppress(AddressUnavailable):  # reported as a finding; an invalid address is a usage error
-        check_free(listen)
+        validate_listen_addresses(listen)
     findings: list[Finding] = []
 
     async def run_checks() -> None:

@@ -109,7 +109,7 @@ def check_memory(model: str | None, requested: str, cache_dir: Path | None) -> F
         fitting = blocks_that_fit(needs, free, DEFAULT_CACHE_TOKENS)
     except NotEnoughMemory:
         fitting = 0
-    per_block = max(needs.weights) + DEFAULT_CACHE_TOKENS * needs.cache_per_token
+    per_block = max(needs.block_bytes) + DEFAULT_CACHE_TOKENS * needs.cache_bytes_per_token
     return verdicts.memory(free, checkpoint.name, checkpoint.blocks, fitting, per_block, DEFAULT_CACHE_TOKENS)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.data_structures import WireFormat
-from swarm.protocol.compression import DTYPES, pack, unpack
+from swarm.protocol.compression import HIDDEN_DTYPES, decode_tensor, encode_tensor
 
 MAX_SCALE_EXPONENT = 100
 """Powers of two that gradients are scaled by at most, so that the factor is a number that float32 has."""
@@ -51,12 +51,12 @@ def pack_scaled(gradient_TH: torch.Tensor, wire: WireFormat, dtype: str) -> tupl
     """
     largest = float(gradient_TH.abs().max())
     exponent = max(-MAX_SCALE_EXPONENT, min(MAX_SCALE_EXPONENT, math.frexp(largest)[1]))
-    scaled = (gradient_TH * 2.0**-exponent).to(DTYPES[dtype] if wire is WireFormat.NONE else torch.float32)
-    packed = PackedHidden(pack(scaled, wire), gradient_TH.shape[0], gradient_TH.shape[1], wire, dtype)
+    scaled = (gradient_TH * 2.0**-exponent).to(HIDDEN_DTYPES[dtype] if wire is WireFormat.NONE else torch.float32)
+    packed = PackedHidden(encode_tensor(scaled, wire), gradient_TH.shape[0], gradient_TH.shape[1], wire, dtype)
     return packed, 2.0**exponent
 
 
 def unpack_scaled(packed: PackedHidden, factor: float) -> torch.Tensor:
     """A gradient of the answer `[tokens, hidden_size]`, float32."""
-    flat = unpack(packed.payload, packed.tokens, packed.hidden_size, packed.wire, packed.dtype, _CPU)
+    flat = decode_tensor(packed.payload, packed.tokens, packed.hidden_size, packed.wire, packed.dtype, _CPU)
     return flat.float() * factor

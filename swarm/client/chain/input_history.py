@@ -14,7 +14,7 @@ import torch
 
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.data_structures import StepLayout, WireFormat
-from swarm.protocol.compression import dtype_name, pack, unpack
+from swarm.protocol.compression import decode_tensor, dtype_name, encode_tensor
 
 REQUEST_TOKENS = 8192
 """Tokens in one request; longer prompts, larger batches and longer replays are sent in several."""
@@ -110,7 +110,7 @@ class InputHistory:
 def _extended(rows: tuple[_Sequence, ...], step: Step) -> tuple[_Sequence, ...]:
     """The sequences after a step, as `swarm.models.execution.session_cache` has them."""
     layout, hidden = step.layout, step.hidden
-    flat_TH = unpack(hidden.payload, hidden.tokens, hidden.hidden_size, hidden.wire, hidden.dtype, _CPU)
+    flat_TH = decode_tensor(hidden.payload, hidden.tokens, hidden.hidden_size, hidden.wire, hidden.dtype, _CPU)
     bounds = itertools.accumulate(layout.counts, initial=0)
     sources = layout.sources if layout.sources is not None else range(layout.sequences)
     offsets = layout.offsets if layout.offsets is not None else (0,) * layout.sequences
@@ -157,5 +157,5 @@ def _piece(row: _Sequence, position: int, size: int) -> _TokenRun:
 
 def _packed(pieces: list[_TokenRun]) -> PackedHidden:
     hidden_TH = torch.cat([piece.hidden_TH for piece in pieces if len(piece.hidden_TH)])
-    payload = pack(hidden_TH, WireFormat.NONE)
+    payload = encode_tensor(hidden_TH, WireFormat.NONE)
     return PackedHidden(payload, hidden_TH.shape[0], hidden_TH.shape[1], WireFormat.NONE, dtype_name(hidden_TH.dtype))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from swarm.client.tuning.lora_config import LoraSettings
-from swarm.models.adapters.adapter_files import StoredAdapter, scaled, scaling
+from swarm.models.adapters.adapter_files import StoredAdapter, lora_scaling, scale_up
 from swarm.protocol.adapter_encoding import LoraFactors
 
 
@@ -26,7 +26,7 @@ class LoraModule(nn.Module):
         self.lora_A = nn.Parameter(down.float())
         self.lora_B = nn.Parameter(up.float())
         self.alpha = alpha
-        self.scaling = scaling(self.rank, alpha, use_rslora)
+        self.scaling = lora_scaling(self.rank, alpha, use_rslora)
 
     @property
     def rank(self) -> int:
@@ -41,7 +41,7 @@ class Lora(nn.Module):
 
     Args:
         modules: by block and module inside of it.
-        use_rslora: how their `scaling` was made.
+        use_rslora: how their `lora_scaling` was made.
     """
 
     def __init__(self, modules: Mapping[int, Mapping[str, LoraModule]], use_rslora: bool) -> None:
@@ -61,7 +61,7 @@ class Lora(nn.Module):
     def factors(self, block: int) -> tuple[LoraFactors, ...]:
         """As servers take them, scaled within the graph."""
         return tuple(
-            LoraFactors(module, one.lora_A, scaled(one.lora_B, one.scaling)) for module, one in self[block].items()
+            LoraFactors(module, one.lora_A, scale_up(one.lora_B, one.scaling)) for module, one in self[block].items()
         )
 
     def _add(self, path: str, factors: LoraModule) -> None:

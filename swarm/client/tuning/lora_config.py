@@ -194,8 +194,8 @@ def lora_targets(
 
 def _check_found(wanted: tuple[str, ...] | str, found: Mapping[int, Any], modules: LoraTargets, path: str) -> None:
     if wanted != ALL_LINEAR:
-        root = path.removesuffix(modules.path)
-        for outside in (*(root + name for name in modules.outside), "lm_head", "score", "classifier"):
+        root = path.removesuffix(modules.layers_path)
+        for outside in (*(root + name for name in modules.outside_blocks), "lm_head", "score", "classifier"):
             if _matches(wanted, outside):
                 raise InvalidOption(f"target_modules: {outside} lies outside of the blocks, where servers add no LoRA")
     names = [wanted] if isinstance(wanted, str) else wanted

@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from swarm.client.tuning.lora import Lora
 from swarm.client.tuning.model_card import model_card
 from swarm.models.adapters.adapter_config import PEFT_TYPES, Method
-from swarm.models.adapters.adapter_files import DEEP_PROMPTS, PROMPTS
-from swarm.models.adapters.adapter_source import CONFIG, WEIGHTS
+from swarm.models.adapters.adapter_files import DEEP_PROMPTS_KEY, PROMPTS_KEY
+from swarm.models.adapters.adapter_source import CONFIG_FILE, WEIGHTS_FILE
 from swarm.models.checkpoints.checkpoint import Checkpoint
 from swarm.models.cutting.lora_targets import LoraTargets, find_lora_targets
 
@@ -60,8 +60,8 @@ def save(snapshot: TrainedSnapshot, folder: str | Path) -> None:
     """Write config, weights and model card into `folder`, which is made if need be."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(peft_tensors(snapshot), folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / CONFIG).write_text(json.dumps(peft_config(snapshot), indent=2, sort_keys=True) + "\n")
+    save_file(peft_tensors(snapshot), folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    (folder / CONFIG_FILE).write_text(json.dumps(peft_config(snapshot), indent=2, sort_keys=True) + "\n")
     (folder / CARD_FILE).write_text(
         model_card(snapshot.base, snapshot.checkpoint.revision, snapshot.method, snapshot.task)
     )
@@ -109,9 +109,9 @@ def peft_tensors(snapshot: TrainedSnapshot) -> dict[str, torch.Tensor]:
     """The tensors under PEFT's names."""
     found: dict[str, torch.Tensor] = {}
     if snapshot.prompts is not None:
-        found[PROMPTS] = snapshot.prompts
+        found[PROMPTS_KEY] = snapshot.prompts
     if snapshot.deep_prompts is not None:
-        found[DEEP_PROMPTS] = snapshot.deep_prompts
+        found[DEEP_PROMPTS_KEY] = snapshot.deep_prompts
     if snapshot.lora is not None:
         for block in snapshot.lora:
             for module, one in snapshot.lora[block].items():

@@ -8,7 +8,7 @@ import torch
 
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.data_structures import StepLayout, WireFormat
-from swarm.protocol.compression import dtype_name, pack, unpack
+from swarm.protocol.compression import decode_tensor, dtype_name, encode_tensor
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,12 @@ def position_offsets(
 def pack_hidden(hidden: torch.Tensor, real: torch.Tensor | None, wire: WireFormat) -> PackedHidden:
     """The real slots of `[rows, slots, hidden_size]`, row after row, encoded for the wire."""
     flat = drop_padding(hidden, real)
-    return PackedHidden(pack(flat, wire), flat.shape[0], flat.shape[1], wire, dtype_name(hidden.dtype))
+    return PackedHidden(encode_tensor(flat, wire), flat.shape[0], flat.shape[1], wire, dtype_name(hidden.dtype))
 
 
 def unpack_hidden(packed: PackedHidden, like: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
     """The inverse of `pack_hidden`, in shape, dtype and device of `like`; padded slots are zero."""
-    flat = unpack(packed.payload, packed.tokens, packed.hidden_size, packed.wire, packed.dtype, like.device)
+    flat = decode_tensor(packed.payload, packed.tokens, packed.hidden_size, packed.wire, packed.dtype, like.device)
     return restore_padding(flat, like, real)
 
 

@@ -15,7 +15,7 @@ from swarm.data_structures import Hop
 from swarm.errors import NotFinite, PeerLost, PeerTimeout, ProtocolViolation, WrongDtype, WrongShape, remote_error
 from swarm.protocol import messages
 from swarm.protocol.adapter_encoding import gradient_bytes, unpack_gradients
-from swarm.protocol.compression import is_finite, payload_length
+from swarm.protocol.compression import is_finite, payload_bytes
 from swarm.protocol.framing import Frame
 
 ASSUMED_ROUND_TRIP_S = 0.1
@@ -72,7 +72,7 @@ def validate_outputs(
 ) -> PackedHidden:
     """The outputs in an answer. Raises `ProtocolViolation` if they are not as many as are due, or not finite."""
     try:
-        length = payload_length(due.values, reply.format, reply.dtype)
+        length = payload_bytes(due.values, reply.format, reply.dtype)
     except WrongDtype as error:
         raise ProtocolViolation(f"{describe_hop(hop)} answered in an unknown format: {error}") from None
     if len(payload) != length:

@@ -19,10 +19,10 @@ PEFT_TYPES: dict[Method, str] = {
 }
 """Our name of a method to PEFT's. PEFT has no counterpart of the last two, and refuses them by these names."""
 
-INITIAL = (None, True, False, "gaussian", "orthogonal", "eva")
+SUPPORTED_LORA_INITIALIZATIONS = (None, True, False, "gaussian", "orthogonal", "eva")
 """Ways to initialise LoRA that leave the model's own weights as they are; others subtract something from these."""
 
-HARMLESS = frozenset(
+SUPPORTED_ENTRIES = frozenset(
     (
         *("auto_mapping", "base_model_name_or_path", "revision", "peft_type", "peft_version", "task_type"),
         *("inference_mode", "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "fan_in_fan_out"),
@@ -69,17 +69,17 @@ class AdapterConfig:
     def rank_and_alpha(self, place: str) -> tuple[int, float]:
         """LoRA's r and alpha of a module, given by its path in the model."""
         return (
-            next((rank for name, rank in self.rank_pattern.items() if names(name, place)), self.rank),
-            next((alpha for name, alpha in self.alpha_pattern.items() if names(name, place)), self.alpha),
+            next((rank for name, rank in self.rank_pattern.items() if matches_module(name, place)), self.rank),
+            next((alpha for name, alpha in self.alpha_pattern.items() if matches_module(name, place)), self.alpha),
         )
 
 
-def names(name: str, place: str) -> bool:
+def matches_module(name: str, place: str) -> bool:
     """Whether an entry of a pattern means the module at `place`: its path, or the end of it ("^" before it: all)."""
     return place == name.removeprefix("^") or (not name.startswith("^") and place.endswith(f".{name}"))
 
 
-def read_config(config: Any, source: str) -> AdapterConfig:
+def parse_adapter_config(config: Any, source: str) -> AdapterConfig:
     """Check what a file held. Raises `AdapterError`, naming what cannot be done here."""
     return _ConfigParser(config, source).read()
 
@@ -114,12 +114,12 @@ class _ConfigParser:
 
     def _check_nothing_else(self) -> None:
         for name, value in self._config.items():
-            if name not in HARMLESS and value:
+            if name not in SUPPORTED_ENTRIES and value:
                 self._refuse(f"it uses {name[:50]}, which the swarm cannot do")
         if self._config.get("bias") not in (None, "none"):
             self._refuse("it trains biases (bias), and servers' weights stay as they are")
         initial = self._config.get("init_lora_weights")
-        if not isinstance(initial, str | bool | None) or initial not in INITIAL:
+        if not isinstance(initial, str | bool | None) or initial not in SUPPORTED_LORA_INITIALIZATIONS:
             self._refuse(f"init_lora_weights={str(initial)[:50]!r} changes the model's own weights")
 
     def _get(self, name: str, kind: type, default: Any) -> Any:

@@ -21,8 +21,8 @@ from safetensors import SafetensorError, safe_open
 
 from swarm.data_structures import Span
 from swarm.errors import AdapterError, AdapterMismatch
-from swarm.models.adapters.adapter_config import AdapterConfig, read_config
-from swarm.models.adapters.adapter_source import WEIGHTS, AdapterSource
+from swarm.models.adapters.adapter_config import AdapterConfig, parse_adapter_config
+from swarm.models.adapters.adapter_source import WEIGHTS_FILE, AdapterSource
 from swarm.models.checkpoints.checkpoint import Checkpoint
 from swarm.models.cutting.lora_targets import LoraTargets, find_lora_targets
 from swarm.protocol.adapter_encoding import BlockAdapterWeights, LoraFactors
@@ -30,10 +30,10 @@ from swarm.protocol.messages import MAX_LORA_RANK
 
 logger = logging.getLogger(__name__)
 
-PROMPTS = "prompt_embeddings"
-DEEP_PROMPTS = "deep_prompt_embeddings"
+PROMPTS_KEY = "prompt_embeddings"
+DEEP_PROMPTS_KEY = "deep_prompt_embeddings"
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+STORED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,19 +67,19 @@ class StoredAdapter:
     def part(self, block: int) -> BlockAdapterWeights | None:
         """What is added to a block of the whole model; None for nothing."""
         factors = tuple(
-            LoraFactors(module, one.down, scaled(one.up, one.scaling))
+            LoraFactors(module, one.down, scale_up(one.up, one.scaling))
             for module, one in self.lora.get(block, {}).items()
         )
         prompt = self.deep_prompts[block] if self.deep_prompts is not None else None
         return BlockAdapterWeights(prompt, factors) if factors or prompt is not None else None
 
 
-def scaled(up: torch.Tensor, scaling: float) -> torch.Tensor:
+def scale_up(up: torch.Tensor, lora_scaling: float) -> torch.Tensor:
     """B as it travels. Everybody scales with this, so that the same adapter has the same bytes everywhere."""
-    return up * scaling
+    return up * lora_scaling
 
 
-def read_parts(
+def read_block_weights(
     source: str | Path,
     checkpoint: Checkpoint,
     span: Span,
@@ -121,19 +121,19 @@ def read_adapter(
         AdapterError: there is none, it is pickled or broken, or it does what cannot be done here.
     """
     files = AdapterSource(str(source), revision, cache_dir)
-    config = read_config(files.config(), str(source))
-    check_base(config, checkpoint, str(source), force)
+    config = parse_adapter_config(files.config(), str(source))
+    validate_base_model(config, checkpoint, str(source), force)
     path = files.weights()
     try:
         with safe_open(path, framework="pt", device="cpu") as tensors:
-            return _Reader(str(source), config, checkpoint, tensors).read(span or Span(0, checkpoint.blocks))
+            return _AdapterReader(str(source), config, checkpoint, tensors).read(span or Span(0, checkpoint.blocks))
     except (SafetensorError, OSError) as error:
-        raise AdapterError(f"{WEIGHTS} of {source} is not a readable safetensors file: {error}") from error
+        raise AdapterError(f"{WEIGHTS_FILE} of {source} is not a readable safetensors file: {error}") from error
 
 
-def check_base(config: AdapterConfig, checkpoint: Checkpoint, source: str, force: bool) -> None:
+def validate_base_model(config: AdapterConfig, checkpoint: Checkpoint, source: str, force: bool) -> None:
     """Raise `AdapterMismatch` if the adapter was trained for another revision of the model."""
-    if not is_exact(config.revision):
+    if not is_exact_revision(config.revision):
         logger.warning("%s does not say for which revision of %s it was trained", source, checkpoint.name)
         return
     if config.revision == checkpoint.revision:
@@ -147,27 +147,27 @@ def check_base(config: AdapterConfig, checkpoint: Checkpoint, source: str, force
     logger.warning("%s; it is used all the same", said)
 
 
-def is_exact(revision: str | None) -> bool:
+def is_exact_revision(revision: str | None) -> bool:
     """Whether this names one state of the weights: a commit or a folder's digest, and no branch that moves."""
     return revision is not None and re.fullmatch(r"[0-9a-f]{40}|folder-[0-9a-f]+", revision) is not None
 
 
-class _Reader:
+class _AdapterReader:
     """Sorts the tensors of one file by what they are for, and checks them."""
 
     def __init__(self, source: str, config: AdapterConfig, checkpoint: Checkpoint, tensors: safe_open) -> None:
         self._source, self._config, self._checkpoint, self._tensors = source, config, checkpoint, tensors
         self._modules: LoraTargets = find_lora_targets(checkpoint.config)
-        place = rf"(?:[a-z_]+\.){{0,3}}?{re.escape(self._modules.path)}\.(\d+)\.(.+)"
+        place = rf"(?:[a-z_]+\.){{0,3}}?{re.escape(self._modules.layers_path)}\.(\d+)\.(.+)"
         self._lora = re.compile(rf"(?:base_model\.model\.)?({place})\.lora_(A|B)\.(?:default\.)?weight")
 
     def read(self, span: Span) -> StoredAdapter:
         halves: dict[int, dict[str, dict[str, str]]] = {}
         heads, prompts, deep = {}, None, None
         for key in self._tensors.keys():  # noqa: SIM118  (it is no dict)
-            if key == PROMPTS:
+            if key == PROMPTS_KEY:
                 prompts = self._tensor(key, (self._config.positions, None))
-            elif key == DEEP_PROMPTS and self._config.is_deep:
+            elif key == DEEP_PROMPTS_KEY and self._config.is_deep:
                 deep = self._tensor(key, (self._checkpoint.blocks, self._config.positions, self._hidden_size))
             elif (match := self._lora.fullmatch(key)) is not None:
                 _, block, module, half = match.groups()
@@ -201,7 +201,7 @@ class _Reader:
             self._refuse(f"rank {rank} is not between 1 and {MAX_LORA_RANK}")
         down = self._tensor(keys["A"], (rank, size[0]))
         up = self._tensor(keys["B"], (size[1], rank))
-        return StoredLoraFactors(down, up, alpha, scaling(rank, alpha, self._config.use_rslora))
+        return StoredLoraFactors(down, up, alpha, lora_scaling(rank, alpha, self._config.use_rslora))
 
     def _tensor(self, key: str, shape: tuple[int | None, ...] | None) -> torch.Tensor:
         """One tensor as float32. `shape` is what it has to be, None where anything goes."""
@@ -214,7 +214,7 @@ class _Reader:
                 f"{self._source} does not fit {self._checkpoint.name}: {key[:200]} is {list(found)} and not [{said}]"
             )
         tensor: torch.Tensor = self._tensors.get_tensor(key)
-        if tensor.dtype not in DTYPES:
+        if tensor.dtype not in STORED_DTYPES:
             self._refuse(f"{key[:200]} is {tensor.dtype}; adapters are float32, float16 or bfloat16")
         if not bool(torch.isfinite(tensor).all()):
             self._refuse(f"{key[:200]} holds NaN or infinity")
@@ -236,7 +236,7 @@ class _Reader:
         raise AdapterError(f"the adapter {self._source} cannot be used: {why}")
 
 
-def scaling(rank: int, alpha: float, use_rslora: bool) -> float:
+def lora_scaling(rank: int, alpha: float, use_rslora: bool) -> float:
     """What `up @ down` is multiplied by (Hu et al. 2021; with `use_rslora` Kalajdzievski 2023)."""
     return alpha / math.sqrt(rank) if use_rslora else alpha / rank
 

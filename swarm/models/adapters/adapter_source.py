@@ -12,12 +12,12 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidat
 
 from swarm.errors import AdapterError
 
-CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
-PICKLED = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+PICKLED_WEIGHTS_FILES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 
 MAX_CONFIG_BYTES = 1 << 20
-MAX_BYTES = 4 << 30
+MAX_WEIGHTS_BYTES = 4 << 30
 """Of the weights' file. LoRA of rank 64 on all linear modules of a model of 405 billion parameters takes 3.3 GB."""
 
 
@@ -35,26 +35,26 @@ class AdapterSource:
 
     def config(self) -> Any:
         """What is in its config file. Raises `AdapterError` if there is none that can be read."""
-        path = self._fetch(CONFIG, MAX_CONFIG_BYTES)
+        path = self._fetch(CONFIG_FILE, MAX_CONFIG_BYTES)
         if path is None:
-            raise AdapterError(f"{self.name} has no {CONFIG}, so it is no adapter")
+            raise AdapterError(f"{self.name} has no {CONFIG_FILE}, so it is no adapter")
         try:
             return json.loads(path.read_bytes())
         except (ValueError, RecursionError) as error:
-            raise AdapterError(f"{CONFIG} of {self.name} cannot be read: {_line(error)}") from error
+            raise AdapterError(f"{CONFIG_FILE} of {self.name} cannot be read: {_line(error)}") from error
 
     def weights(self) -> Path:
         """The safetensors file. Raises `AdapterError` if there is none, by name if it is pickled."""
-        path = self._fetch(WEIGHTS, MAX_BYTES)
+        path = self._fetch(WEIGHTS_FILE, MAX_WEIGHTS_BYTES)
         if path is not None:
             return path
-        for name in PICKLED:
+        for name in PICKLED_WEIGHTS_FILES:
             if self._has(name):
                 raise AdapterError(
                     f"{self.name} has its weights as {name}, which is pickled and can run code when it is opened; only "
                     "safetensors are read. Save it with PEFT again: model.save_pretrained(FOLDER)"
                 )
-        raise AdapterError(f"{self.name} has no {WEIGHTS}")
+        raise AdapterError(f"{self.name} has no {WEIGHTS_FILE}")
 
     @property
     def _folder(self) -> Path:

@@ -1,1 +1,1 @@
-"""Checkpoints on disk or on the hub: reading just the tensors and files that are needed."""
+"""Checkpoints on disk or on the hub: reading the tensors and files that are needed."""

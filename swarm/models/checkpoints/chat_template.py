@@ -1,7 +1,7 @@
 """A conversation as the tokens that a model was trained to answer.
 
-transformers runs the checkpoint's template in a sandbox. A model without one was not trained to converse: it gets the
-texts as they are, one below the other, and goes on writing.
+transformers runs the checkpoint's template in a sandbox. A model without a template was not trained for conversations:
+it gets the texts as they are, separated by blank lines, and continues them.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ from jinja2.exceptions import TemplateError
 
 from swarm.errors import ChatTemplateError
 
-Message = Mapping[str, Any]
+ChatMessage = Mapping[str, Any]
 
 
 def template_text(tokenizer: Any) -> str | None:
-    """The template's source, of the one for tools if there are several; None if the model has none."""
+    """The source of the chat template, the one for tools if there are several; None if the model has none."""
     template = getattr(tokenizer, "chat_template", None)
     if isinstance(template, Mapping):
         template = template.get("tool_use") or template.get("default")
     return template if isinstance(template, str) and template else None
 
 
-def conversation_tokens(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
+def conversation_tokens(
+    tokenizer: Any, messages: Sequence[ChatMessage], tools: Sequence[Any] | None = None
+) -> list[int]:
     """Token ids of a conversation, up to where the answer begins.
 
     Args:
@@ -32,21 +34,21 @@ def conversation_tokens(tokenizer: Any, messages: Sequence[Message], tools: Sequ
         tools: descriptions of functions, as JSON schema.
 
     Raises:
-        ChatTemplateError: such as for roles in an order that the model does not know.
+        ChatTemplateError: the template rejects the conversation, for example because of the order of its roles.
     """
     if template_text(tokenizer) is None:
         text = "\n\n".join(str(message["content"]) for message in messages if message.get("content"))
         return text_tokens(tokenizer, text)
     try:
-        # Not tokenized there: what a template returns has its special tokens already.
+        # Not tokenized here: the text that a template returns already contains the special tokens.
         text = tokenizer.apply_chat_template(list(messages), tools=tools, tokenize=False, add_generation_prompt=True)
     except (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
-        raise ChatTemplateError(f"the model's chat template does not take this conversation: {error}") from error
+        raise ChatTemplateError(f"the model's chat template does not accept this conversation: {error}") from error
     tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return tokens
 
 
 def text_tokens(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a text that the model shall continue."""
+    """Token ids of a plain text that the model is asked to continue."""
     tokens: list[int] = tokenizer(text)["input_ids"]
     return tokens

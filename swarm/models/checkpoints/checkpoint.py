@@ -1,6 +1,7 @@
-"""A checkpoint on disk or on the hub: its config, and just those tensors that somebody asks for.
+"""A checkpoint on disk or on the hub: its config, and those of its tensors that are needed.
 
-Only shards that hold a wanted tensor are opened or downloaded. Only safetensors are read: pickled weights can run code.
+Only shards that hold a requested tensor are opened or downloaded. Only safetensors are read: pickled weights can run
+code.
 """
 
 from __future__ import annotations
@@ -24,22 +25,23 @@ from swarm.models.checkpoints.block_digest import block_digest
 from swarm.models.cutting import families
 from swarm.models.cutting.model_inspection import ModelStructure, inspect_model
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 _OTHER_TOWERS = re.compile(r"(?:^|.*\.)(?:vision|visual|audio|encoder|mtp)")
-DEMO = Path(__file__).parents[1] / "demo"
-"""The small trained model that the package carries."""
+DEMO_FOLDER = Path(__file__).parents[1] / "demo"
+"""The small trained model that comes with the package."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model's files. Make one with `open_checkpoint`.
+    """A model's config and weights files. Create one with `open_checkpoint`.
 
     Attributes:
-        name: what the swarm calls the model: the hub id, or the folder's name.
+        name: the model's name in the swarm: the hub id, or the folder's name.
         source: the local folder or the hub id.
-        revision: what the swarm compares: the hub's commit, or for a folder a digest of its config and tensor index.
+        revision: what peers compare: the hub's commit, or for a folder a digest of its config and tensor index.
         config: transformers config; copy it before changing it.
+        fetch: downloads one of the checkpoint's files if necessary, and returns its local path.
     """
 
     name: str
@@ -49,43 +51,45 @@ class Checkpoint:
     fetch: Callable[[str], Path] = field(repr=False)
 
     @cached_property
-    def files(self) -> dict[str, str]:
-        """Tensor name -> file that holds it."""
+    def weight_map(self) -> dict[str, str]:
+        """For each tensor's name, the file that holds the tensor."""
         try:
-            return _weight_map(self.fetch(INDEX).read_bytes())
+            return _parse_weight_map(self.fetch(INDEX_FILE).read_bytes())
         except EntryNotFoundError:
             pass
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{INDEX} of {self.source} cannot be read: {_first_line(error)}") from error
+            raise CheckpointError(f"{INDEX_FILE} of {self.source} cannot be read: {_first_line(error)}") from error
         try:
-            with _open(self.fetch(SINGLE)) as shard:
-                return dict.fromkeys(shard.keys(), SINGLE)
+            with _open(self.fetch(SINGLE_FILE)) as shard:
+                return dict.fromkeys(shard.keys(), SINGLE_FILE)
         except EntryNotFoundError:
             raise CheckpointError(
-                f"{self.source} has no safetensors weights ({SINGLE} or {INDEX}). "
+                f"{self.source} has no safetensors weights ({SINGLE_FILE} or {INDEX_FILE}). "
                 "Convert it with transformers: model.save_pretrained(FOLDER)"
             ) from None
 
-    def read(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, tensor on the CPU as stored) of the tensors that `wanted` accepts, file by file."""
-        yield from self._read(filter(wanted, self.files))
+    def read_tensors(self, is_needed: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, tensor on the CPU as stored) for each tensor that `is_needed` accepts, file by file."""
+        yield from self._read(filter(is_needed, self.weight_map))
 
-    def _read(self, wanted: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _read(self, tensor_names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         by_file: dict[str, list[str]] = {}
-        for name in wanted:
-            by_file.setdefault(self.files[name], []).append(name)
+        for name in tensor_names:
+            by_file.setdefault(self.weight_map[name], []).append(name)
         for file, names in by_file.items():
             try:
                 path = self.fetch(file)
             except EntryNotFoundError:
-                raise CheckpointError(f"{self.source} has lost {file}, which holds {names[0]}") from None
+                raise CheckpointError(
+                    f"{file} is missing from {self.source}; it holds {names[0]}. Download the checkpoint again"
+                ) from None
             with _open(path) as shard:
                 for name in names:
                     yield name, _tensor(shard, name, file)
 
     @cached_property
     def structure(self) -> ModelStructure:
-        """How the model is built, see `ModelStructure`."""
+        """Where the model keeps its layers and how large they are, see `ModelStructure`."""
         return inspect_model(self.config)
 
     @property
@@ -94,51 +98,54 @@ class Checkpoint:
         return families.number_of_blocks(self.config)
 
     def locate(self, name: str) -> tuple[int, str] | None:
-        """(block, name inside the block) of a tensor, or None if it belongs to no block that is served."""
+        """(block, name inside the block) of a tensor, or None if the tensor does not belong to a served block."""
         if name not in self._places:
             match = self._block_names.match(name)
             found = (int(match[1]), match[2]) if match is not None and int(match[1]) < self.blocks else None
             self._places[name] = found
         return self._places[name]
 
-    def is_head(self, name: str) -> bool:
-        """Whether a tensor may be the client's: neither a block's, nor of layers that no token passes (such as those
-        for multi-token prediction behind the last block), nor of a tower for images or sound."""
+    def is_client_tensor(self, name: str) -> bool:
+        """Whether a tensor may belong to the client's part of the model (embeddings, final norm, head).
+
+        Tensors of blocks do not, nor do those of layers that tokens never pass (such as multi-token prediction after
+        the last block) or of a tower for images or audio.
+        """
         return self._block_names.match(name) is None and _OTHER_TOWERS.search(name) is None
 
     @cached_property
     def _places(self) -> dict[str, tuple[int, str] | None]:
-        """What `locate` found: a large checkpoint has a hundred thousand names and is gone through for every block."""
+        """Cache of `locate`: a large checkpoint has a hundred thousand names, which are searched for every block."""
         return {}
 
     @cached_property
     def _block_names(self) -> re.Pattern[str]:
-        # Checkpoints may be saved from the base model or from a model around it; nothing but a wrapper's name
-        # ("model.", "transformer.", "language_model.model.") may stand in front of the path.
+        # A checkpoint may have been saved from the base model or from a model that wraps it; only a wrapper's name
+        # ("model.", "transformer.", "language_model.model.") may precede the path.
         wrappers = rf"(?!{_OTHER_TOWERS.pattern})(?:[a-z_]+\.){{0,3}}?"
-        return re.compile(rf"^{wrappers}{re.escape(self.structure.path)}\.(\d+)\.(.+)$")
+        return re.compile(rf"^{wrappers}{re.escape(self.structure.layers_path)}\.(\d+)\.(.+)$")
 
-    def digests(self, start: int, end: int) -> list[str] | None:
-        """Digests of blocks [start, end), or None if not all of their files are on this machine."""
+    def block_digests(self, start: int, end: int) -> list[str] | None:
+        """Digests of blocks [start, end), or None if some of their files are not on this machine."""
         if not Path(self.source).is_dir():
             return None
         blocks: dict[int, dict[str, str]] = {block: {} for block in range(start, end)}
-        for name in self.files:
+        for name in self.weight_map:
             place = self.locate(name)
             if place is not None and place[0] in blocks:
                 blocks[place[0]][name] = place[1]
-        if any(not (Path(self.source) / self.files[name]).exists() for names in blocks.values() for name in names):
+        if any(not (Path(self.source) / self.weight_map[name]).exists() for names in blocks.values() for name in names):
             return None
-        # Each block's files are opened anew: what was looked at stays in memory until they are closed.
+        # Each block opens its files again: pages that were read stay in memory until the files are closed.
         return [block_digest({names[name]: one for name, one in self._read(names)}) for names in blocks.values()]
 
-    def check_span(self, start: int, end: int) -> None:
+    def validate_span(self, start: int, end: int) -> None:
         """Raise `InvalidSpan` unless [start, end) lies inside the model."""
         if not 0 <= start < end <= self.blocks:
             raise InvalidSpan(f"blocks {start}:{end} do not lie inside {self.name}, which has blocks 0:{self.blocks}")
 
     def generation_config(self) -> GenerationConfig | None:
-        """The checkpoint's generation settings, if it has any."""
+        """The checkpoint's generation settings, or None if it has none."""
         try:
             path = self.fetch("generation_config.json")
         except EntryNotFoundError:
@@ -159,16 +166,16 @@ def open_checkpoint(
     """Find a model and read its config; no weights are opened or downloaded.
 
     Args:
-        model: local folder or hub id; None for the demo model that the package carries.
+        model: local folder or hub id; None for the demo model that comes with the package.
         revision: branch, tag or commit of a hub repository.
-        cache_dir: where hub files are kept.
-        name: what the swarm calls the model, if not the hub id or the folder's name.
+        cache_dir: folder for files from the hub.
+        name: the model's name in the swarm, if not the hub id or the folder's name.
 
     Raises:
         ModelNotFound: there is no such folder or repository.
         UnsupportedModel: the family cannot be cut into spans.
     """
-    source = str(model if model is not None else DEMO)
+    source = str(model if model is not None else DEMO_FOLDER)
     folder = Path(source).expanduser()
     if folder.is_dir():
         if revision is not None:
@@ -177,15 +184,15 @@ def open_checkpoint(
     return _open_repository(source, revision, cache_dir, name or source)
 
 
-def _weight_map(index: bytes) -> dict[str, str]:
-    """The index's table of tensors and files; raises what foreign input makes it raise.
+def _parse_weight_map(index: bytes) -> dict[str, str]:
+    """The index's table of tensors and files. Malformed input raises `ValueError` and other built-in exceptions.
 
-    The index comes with the checkpoint, so it must not name a file elsewhere on this machine.
+    The index is foreign input, so it must not name a file elsewhere on this machine.
     """
     files = dict(json.loads(index)["weight_map"])
     for file in files.values():
         if Path(file).name != file or not file.endswith(".safetensors"):
-            raise ValueError(f"{file!r} is not the name of a safetensors file beside it")
+            raise ValueError(f"{file!r} is not the name of a safetensors file in the same folder")
     return files
 
 
@@ -201,10 +208,10 @@ def _open_folder(folder: Path, name: str) -> Checkpoint:
 
 
 def _folder_revision(folder: Path) -> str:
-    """A digest of what a folder says about itself without its shards being opened; block digests cover the values."""
+    """A digest of a folder's config and index, without opening its shards; block digests cover the values."""
     state = hashlib.sha256((folder / "config.json").read_bytes())
-    if (folder / INDEX).is_file():
-        state.update((folder / INDEX).read_bytes())
+    if (folder / INDEX_FILE).is_file():
+        state.update((folder / INDEX_FILE).read_bytes())
     return "folder-" + state.hexdigest()[:12]
 
 
@@ -216,7 +223,7 @@ def _open_repository(repository: str, revision: str | None, cache_dir: str | Pat
             return Path(hf_hub_download(repository, file, revision=commit, cache_dir=cache_dir))
         except HFValidationError:
             raise ModelNotFound(f"{repository!r} is neither a local folder nor a model's name on the hub") from None
-        except LocalEntryNotFoundError as error:  # of all missing files, only this one may exist on the hub
+        except LocalEntryNotFoundError as error:  # unlike its base class, it means that the hub did not answer
             raise _unreachable(repository, error) from error
         except EntryNotFoundError:
             raise
@@ -228,7 +235,7 @@ def _open_repository(repository: str, revision: str | None, cache_dir: str | Pat
             raise _unreachable(repository, error) from error
 
     config = _read_config(fetch, repository)
-    # The cache keeps files under snapshots/<commit>; from here on every file comes from that same commit.
+    # The cache keeps files under snapshots/<commit>. From here on, every file comes from this commit.
     commit = fetch(constants.CONFIG_NAME).parent.name
     return Checkpoint(name, repository, commit, config, fetch)
 
@@ -237,17 +244,19 @@ def _read_config(fetch: Callable[[str], Path], source: str) -> PreTrainedConfig:
     try:
         path = fetch(constants.CONFIG_NAME)
     except EntryNotFoundError:
-        raise ModelNotFound(f"{source} has no config.json, so it is no transformers model") from None
+        raise ModelNotFound(f"{source} has no config.json, so it is not a transformers model") from None
     try:
         config = AutoConfig.from_pretrained(str(path.parent), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # foreign input, which each family checks in its own way
+    except Exception as error:  # foreign input; each family's config class raises its own errors
         raise ModelNotFound(f"config.json of {source} cannot be used: {_first_line(error)}") from error
     families.check_supported(config)
     return config
 
 
 def _unreachable(repository: str, error: Exception) -> ModelNotFound:
-    return ModelNotFound(f"{repository} is no local folder, and the model hub cannot be reached: {_first_line(error)}")
+    return ModelNotFound(
+        f"{repository} is not a local folder, and the model hub cannot be reached: {_first_line(error)}"
+    )
 
 
 def _first_line(error: Exception) -> str:
@@ -265,5 +274,5 @@ def _tensor(shard: safe_open, name: str, file: str) -> torch.Tensor:
     try:
         tensor: torch.Tensor = shard.get_tensor(name)
     except SafetensorError as error:
-        raise CheckpointError(f"{file} does not hold the tensor {name} that the index promises: {error}") from error
+        raise CheckpointError(f"{file} does not hold the tensor {name}, although the index says so: {error}") from error
     return tensor

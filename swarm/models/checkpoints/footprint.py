@@ -1,4 +1,4 @@
-"""How much memory a model's blocks take, read off the model built on the meta device: no weights are needed."""
+"""How much memory a model's blocks take, computed on the meta device: no weights are needed."""
 
 from __future__ import annotations
 
@@ -16,35 +16,37 @@ from swarm.models.weights.quantization import NONE, quantizable, quantized_bytes
 
 @dataclass(frozen=True)
 class MemoryFootprint:
-    """Attributes:
-    weights: bytes that the weights of each block take.
-    cache_per_token: bytes that one position takes in the attention cache of one block.
+    """Memory that a model's blocks and their attention caches take.
+
+    Attributes:
+        block_bytes: bytes of each block's weights.
+        cache_bytes_per_token: bytes that one position takes in the attention cache of one block.
     """
 
-    weights: tuple[int, ...]
-    cache_per_token: int
+    block_bytes: tuple[int, ...]
+    cache_bytes_per_token: int
 
-    def of(self, start: int, end: int, cache_tokens: int) -> int:
-        """Bytes for blocks [start, end) with a full cache."""
-        return sum(self.weights[start:end]) + (end - start) * cache_tokens * self.cache_per_token
+    def span_bytes(self, start: int, end: int, cache_tokens: int) -> int:
+        """Bytes of blocks [start, end) with a full cache."""
+        return sum(self.block_bytes[start:end]) + (end - start) * cache_tokens * self.cache_bytes_per_token
 
 
 def memory_footprint(checkpoint: Checkpoint, dtype: torch.dtype, quant: str = NONE) -> MemoryFootprint:
-    """Bytes of each block's weights and of one cached position, computing in `dtype`. No weights are read.
+    """The memory that a checkpoint's blocks take when computing in `dtype`. No weights are read.
 
     Args:
-        quant: form of the weights, see `swarm.models.weights.quantization`.
+        quant: quantization of the weights, see `swarm.models.weights.quantization`.
     """
     structure = checkpoint.structure
-    weights = [parameters * dtype.itemsize for parameters in structure.parameters]
+    block_bytes = [parameters * dtype.itemsize for parameters in structure.block_parameters]
     if quant != NONE:
         for block, linears in enumerate(_linears(checkpoint)):
-            weights[block] -= sum(_saved(linear, dtype, quant) for linear in linears)
-    return MemoryFootprint(tuple(weights), structure.cached_values * dtype.itemsize)
+            block_bytes[block] -= sum(_saved_bytes(linear, dtype, quant) for linear in linears)
+    return MemoryFootprint(tuple(block_bytes), structure.cached_values_per_token * dtype.itemsize)
 
 
 def _linears(checkpoint: Checkpoint) -> Iterator[list[nn.Module]]:
-    """The plain linear layers of each block, without data."""
+    """The plain linear layers of each block, on the meta device."""
     config = copy.deepcopy(checkpoint.config)
     with torch.device("meta"):
         model = families.base_class(config)(config)
@@ -53,7 +55,7 @@ def _linears(checkpoint: Checkpoint) -> Iterator[list[nn.Module]]:
         yield [module for module in layer.modules() if type(module) is nn.Linear]
 
 
-def _saved(linear: nn.Module, dtype: torch.dtype, quant: str) -> int:
+def _saved_bytes(linear: nn.Module, dtype: torch.dtype, quant: str) -> int:
     if not quantizable(linear, quant):
         return 0
     assert isinstance(linear, nn.Linear)

@@ -1,7 +1,7 @@
 """Building part of a transformers model from part of a checkpoint.
 
-transformers does the loading, so its own conversions (renamed tensors, experts fused into one) apply as they do for a
-whole model.
+transformers loads the tensors, so its own conversions (renamed tensors, experts fused into one tensor) apply as they do
+for a whole model.
 """
 
 from __future__ import annotations
@@ -16,58 +16,59 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from swarm.errors import CheckpointError, InvalidOption
-from swarm.protocol.compression import DTYPES, dtype_name
+from swarm.protocol.compression import HIDDEN_DTYPES, dtype_name
 
 
 def resolve_dtype(requested: str | torch.dtype, config: PreTrainedConfig) -> torch.dtype:
-    """The dtype to compute in: the one asked for, or for "auto" the checkpoint's own.
+    """The dtype to compute in: the requested one, or the checkpoint's own for "auto".
 
-    Raises `InvalidOption` for a dtype that hidden states cannot have.
+    Raises `InvalidOption` if hidden states cannot have that dtype.
     """
     name = dtype_name(requested) if isinstance(requested, torch.dtype) else requested
     if name == "auto":
         stored = getattr(config, "dtype", None) or torch.float32
         name = stored if isinstance(stored, str) else dtype_name(stored)
-    if name not in DTYPES:
-        raise InvalidOption(f"dtype {name!r} is not one of auto, {', '.join(DTYPES)}")
-    return DTYPES[name]
+    if name not in HIDDEN_DTYPES:
+        raise InvalidOption(f"dtype {name!r} is not one of auto, {', '.join(HIDDEN_DTYPES)}")
+    return HIDDEN_DTYPES[name]
 
 
-def load_cut(
+def load_partial_model(
     model_class: type[PreTrainedModel],
     config: PreTrainedConfig,
     cut: Callable[[PreTrainedModel], None],
     tensors: Mapping[str, torch.Tensor],
     dtype: torch.dtype,
-    may_be_new: Callable[[str], bool] = lambda name: False,
+    may_be_missing: Callable[[str], bool] = lambda name: False,
 ) -> Any:
     """Build `model_class` on the meta device, let `cut` change it, then fill it with `tensors`.
 
     Args:
-        may_be_new: whether a tensor of this name may be missing; the family then initialises it at random.
+        cut: removes the parts of the model that are not loaded.
+        may_be_missing: whether the tensor of this name may be missing; the family then initializes it at random.
 
     Raises:
-        CheckpointError: the tensors do not fill the model, do not fit it, or need a package that is not here.
+        CheckpointError: tensors are missing or do not fit the model, or a package that they need is not installed.
     """
 
     def build(self: PreTrainedModel, config: PreTrainedConfig) -> None:
         model_class.__init__(self, config)  # type: ignore[misc]
         cut(self)
 
-    # The class keeps its family's name and module: transformers looks conversions up by them.
+    # The class keeps its family's name and module, by which transformers looks up its conversions.
     cut_class: Any = type(
         model_class.__name__, (model_class,), {"__init__": build, "__module__": model_class.__module__}
     )
     try:
-        with quiet():
+        with quiet_transformers():
             model, report = cut_class.from_pretrained(
                 None, config=config, state_dict=dict(tensors), dtype=dtype, output_loading_info=True
             )
     except (RuntimeError, ValueError, KeyError) as error:
         raise CheckpointError(f"the weights do not fit a {config.model_type} model: {error}") from error
-    except ImportError as error:  # a way of quantizing that needs a package of its own
+    except ImportError as error:  # a quantization format that needs a package of its own
         raise CheckpointError(f"this checkpoint cannot be loaded here: {error}") from error
-    names = sorted(name for name in report["missing_keys"] if not may_be_new(name))
+    names = sorted(name for name in report["missing_keys"] if not may_be_missing(name))
     if names:
         raise CheckpointError(f"the checkpoint lacks {len(names)} tensors that the model needs, such as {names[0]}")
     model.requires_grad_(False)
@@ -75,8 +76,8 @@ def load_cut(
 
 
 @contextmanager
-def quiet() -> Any:
-    """transformers reports on weights that a cut model does not have, and draws a progress bar; both would mislead."""
+def quiet_transformers() -> Any:
+    """Silence transformers: its report of missing weights and its progress bar would mislead for a partial model."""
     before = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity(logging.CRITICAL)

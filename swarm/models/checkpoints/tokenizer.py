@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from swarm.errors import CheckpointError
-from swarm.models.checkpoints.partial_model import quiet
+from swarm.models.checkpoints.partial_model import quiet_transformers
 
 __all__ = ["TextStreamer", "load_local_model", "load_tokenizer"]
 
@@ -18,19 +18,19 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
 
     Args:
         source: local folder or hub id.
-        revision: commit of a hub model; means nothing for a folder.
+        revision: commit of a hub model; ignored for a folder.
 
     Raises:
-        CheckpointError: there is none that can be used.
+        CheckpointError: the checkpoint has no usable tokenizer.
     """
     options = {} if revision is None or Path(source).is_dir() else {"revision": revision}
     try:
         return AutoTokenizer.from_pretrained(str(source), **options)
     except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{source} has no tokenizer that can be used: {str(error).splitlines()[0]}") from error
+        raise CheckpointError(f"{source} has no usable tokenizer: {str(error).splitlines()[0]}") from error
 
 
 def load_local_model(source: str | Path) -> Any:
-    """The whole model in this process."""
-    with quiet():
+    """The whole model, loaded in this process."""
+    with quiet_transformers():
         return AutoModelForCausalLM.from_pretrained(str(source))

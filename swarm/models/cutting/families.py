@@ -1,7 +1,7 @@
-"""What a model family needs to be cut into spans, and which families cannot be.
+"""Which model families can be cut into spans, and what is special about some of them.
 
-No block code is ported: spans run the family's own code. A family appears here only if it needs a word, or if the
-person asking for it deserves to hear why it cannot work.
+No block code is ported: spans run the family's own code. A family is named here only if it needs special treatment, or
+if an error message should explain why it cannot be served.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import (
 
 from swarm.errors import UnsupportedModel
 
-CANNOT_BE_CUT = {
+UNSUPPORTED_FAMILIES = {
     "gemma3n_text": "its later layers reuse the keys and values of earlier ones",
     "gemma4_text": "its layers take per-layer embeddings and share keys and values",
     "hrm_text": "it runs its layers in cycles",
@@ -26,21 +26,23 @@ CANNOT_BE_CUT = {
 }
 """Families whose blocks exchange more than one hidden state, with the reason."""
 
-POSITIONS_BY_SLOT = {"llama4_text"}
-"""Families that take a token's place from the length of the cache, which tokens of several rows do not share."""
+POSITIONS_FROM_CACHE_LENGTH = {"llama4_text"}
+"""Families that derive a token's position from the cache length, which differs between sequences of a batch."""
 
-ATTENTION_ONLY = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
-"""Layer types that keep plain keys and values; others keep a recurrent state, which cannot be rolled back, or more."""
+SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+"""Layer types that cache plain keys and values. Others keep, for example, a recurrent state, which cannot roll back."""
 
-SPAN_ARGUMENTS = ("inputs_embeds", "attention_mask", "past_key_values", "use_cache")
-"""What a span calls the family's base model with; a recurrent family takes a state instead."""
+REQUIRED_FORWARD_ARGUMENTS = ("inputs_embeds", "attention_mask", "past_key_values", "use_cache")
+"""Arguments with which a span calls the family's base model; a recurrent family takes a state instead."""
 
 
 def check_supported(config: PreTrainedConfig) -> None:
-    """Raise `UnsupportedModel` by name unless the family can be cut. Needs the config only, no weights."""
+    """Raise `UnsupportedModel`, with the reason, unless the family can be cut into spans. Needs no weights."""
     family = config.model_type
-    if family in CANNOT_BE_CUT:
-        raise UnsupportedModel(f"models of the family {family!r} cannot be cut into spans: {CANNOT_BE_CUT[family]}")
+    if family in UNSUPPORTED_FAMILIES:
+        raise UnsupportedModel(
+            f"models of the family {family!r} cannot be cut into spans: {UNSUPPORTED_FAMILIES[family]}"
+        )
     if config.is_encoder_decoder:
         raise UnsupportedModel(f"{family!r} is an encoder-decoder; swarm serves decoder-only language models")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in MODEL_MAPPING:
@@ -50,15 +52,16 @@ def check_supported(config: PreTrainedConfig) -> None:
         raise UnsupportedModel(f"{family!r} combines several models (text, images or audio); swarm serves text models")
     if hasattr(config, "is_decoder") and "encoder_hidden_states" in arguments:
         raise UnsupportedModel(f"{family!r} is a family of encoders; swarm serves decoder-only language models")
-    odd = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_ONLY)
-    if odd:
+    unsupported = sorted(set(getattr(config, "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES)
+    if unsupported:
         raise UnsupportedModel(
-            f"{family!r} has layers of type {', '.join(odd)}; swarm serves layers that keep keys and values only"
+            f"{family!r} has layers of type {', '.join(unsupported)}; "
+            "swarm serves only layers that keep keys and values"
         )
-    if any(name not in arguments for name in SPAN_ARGUMENTS):
+    if any(name not in arguments for name in REQUIRED_FORWARD_ARGUMENTS):
         raise UnsupportedModel(f"{family!r} keeps no attention cache; swarm serves models whose layers use attention")
     if getattr(config, "num_kv_shared_layers", 0):
-        raise UnsupportedModel(f"{family!r} shares keys and values between layers, which lie on different servers here")
+        raise UnsupportedModel(f"{family!r} shares keys and values between layers, which may be on different servers")
 
 
 def base_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
@@ -72,11 +75,11 @@ def causal_lm_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def classification_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The family's model with a head that classifies whole texts. Raises `UnsupportedModel` if there is none."""
+    """The family's model with a head that classifies texts. Raises `UnsupportedModel` if there is none."""
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise UnsupportedModel(
-            f"transformers has no {config.model_type!r} model that classifies texts; take another family, or put a "
-            "head of your own behind model.base_model"
+            f"transformers has no {config.model_type!r} model that classifies texts; use another family, or add a "
+            "head of your own after model.base_model"
         )
     return _only(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)])
 
@@ -87,5 +90,5 @@ def _only(entry: Any) -> type[PreTrainedModel]:
 
 
 def number_of_blocks(config: PreTrainedConfig) -> int:
-    """How many decoder layers the whole model has."""
+    """Number of decoder layers of the whole model."""
     return int(config.num_hidden_layers)

@@ -1,4 +1,4 @@
-"""The linear modules inside a model's blocks: what LoRA can be added to. Found on the meta device, without weights."""
+"""The linear modules to which LoRA can be added, found on the meta device without loading weights."""
 
 from __future__ import annotations
 
@@ -15,46 +15,48 @@ from swarm.models.cutting import families, surgery
 
 @dataclass(frozen=True)
 class LoraTargets:
-    """Attributes:
-    path: where the blocks are from the base model, such as "layers" or "decoder.layers".
-    blocks: for each block, module path inside it ("self_attn.q_proj") to (inputs, outputs).
-    outside: linear modules that belong to no block, such as a projection of the embeddings.
-    is_transposed: whether weights lie as `[inputs, outputs]` (transformers' Conv1D).
-    has_stacked_experts: whether experts lie in one tensor, so that they are no linear modules.
+    """The linear modules of a family's base model.
+
+    Attributes:
+        layers_path: path from the base model to its list of blocks, such as "layers" or "decoder.layers".
+        blocks: for each block, path of the module inside it ("self_attn.q_proj") to (inputs, outputs).
+        outside_blocks: linear modules that belong to no block, such as a projection of the embeddings.
+        is_transposed: whether weights are stored as `[inputs, outputs]` (transformers' Conv1D).
+        has_stacked_experts: whether all experts are stored in one tensor, so that they are not linear modules.
     """
 
-    path: str
+    layers_path: str
     blocks: tuple[dict[str, tuple[int, int]], ...]
-    outside: tuple[str, ...]
+    outside_blocks: tuple[str, ...]
     is_transposed: bool
     has_stacked_experts: bool
 
 
 def find_lora_targets(config: PreTrainedConfig) -> LoraTargets:
-    """All linear modules of the family's base model."""
+    """Find all linear modules of the family's base model."""
     config = copy.deepcopy(config)
     with torch.device("meta"):
         model = families.base_class(config)(config)
-    path, owner, name = surgery.find_layers(model, families.number_of_blocks(config))
+    layers_path, owner, name = surgery.find_layers(model, families.number_of_blocks(config))
     layers = getattr(owner, name)
     blocks = tuple(
-        {inside: size for inside, module in layer.named_modules() if (size := linear_size(module)) is not None}
+        {path: size for path, module in layer.named_modules() if (size := linear_size(module)) is not None}
         for layer in layers
     )
-    outside = tuple(
-        place for place, module in model.named_modules() if linear_size(module) and not place.startswith(f"{path}.")
+    outside_blocks = tuple(
+        path for path, module in model.named_modules() if linear_size(module) and not path.startswith(f"{layers_path}.")
     )
     return LoraTargets(
-        path,
+        layers_path,
         blocks,
-        outside,
+        outside_blocks,
         is_transposed=any(isinstance(module, Conv1D) for module in layers.modules()),
         has_stacked_experts=any(tensor.ndim == 3 for tensor in layers.parameters()),
     )
 
 
 def linear_size(module: nn.Module) -> tuple[int, int] | None:
-    """(inputs, outputs) of a linear module, None for any other one."""
+    """(inputs, outputs) of a linear module, None for any other module."""
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
     if isinstance(module, Conv1D):

@@ -1,4 +1,4 @@
-"""What one has to know of a model before any weight is read, found out on the meta device (which holds no data)."""
+"""The structure of a model, found on the meta device (which holds no data) before any weights are read."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from swarm.models.cutting import families, surgery
 
 @dataclass(frozen=True)
 class ModelStructure:
-    """Attributes:
-    path: where the family's base model keeps its decoder layers, such as "layers" or "decoder.layers".
-    outputs: what a layer returns: 0 for a tensor, n for a tuple of n that begins with one.
-    parameters: numbers in the weights of each block.
-    cached_values: numbers that one position leaves in the attention cache of one block.
+    """Where a model keeps its layers, what they return, and how large they are.
+
+    Attributes:
+        layers_path: path from the family's base model to its decoder layers, such as "layers" or "decoder.layers".
+        layer_outputs: what a layer returns: 0 for a tensor, n for a tuple of n values, of which the first is a tensor.
+        block_parameters: number of weight values in each block.
+        cached_values_per_token: number of values that one position takes in the attention cache of one block.
     """
 
-    path: str
-    outputs: int
-    parameters: tuple[int, ...]
-    cached_values: int
+    layers_path: str
+    layer_outputs: int
+    block_parameters: tuple[int, ...]
+    cached_values_per_token: int
 
 
 def inspect_model(config: PreTrainedConfig) -> ModelStructure:
@@ -46,18 +48,19 @@ def inspect_model(config: PreTrainedConfig) -> ModelStructure:
 def _run_one_token(model: Any, layers: Any, config: PreTrainedConfig, blocks: int) -> tuple[int, int]:
     outputs = [0]
 
-    def look(module: nn.Module, args: Any, output: Any) -> None:
+    def count_outputs(module: nn.Module, args: Any, output: Any) -> None:
         outputs[0] = len(output) if isinstance(output, tuple) else 0
 
-    layers[0].register_forward_hook(look)
+    layers[0].register_forward_hook(count_outputs)
     cache = PaddedKV(blocks)
-    # A mixture of experts routes by value, which the meta device has not: the run then ends behind the first layer's
-    # attention. Such layers return tensors, and the cache has been written by then.
+    # A mixture of experts routes by values, which the meta device does not have. The run then fails in the first layer,
+    # after its attention, with whatever error the family's code raises. Such layers return tensors, and by then the
+    # cache has been written.
     with suppress(Exception), torch.device("meta"):
         model(inputs_embeds=torch.empty(1, 1, config.hidden_size), past_key_values=cache, use_cache=True)
     written = [layer for layer in cache.layers if layer.is_initialized]
-    if not written:
-        return outputs[0], 2 * config.hidden_size  # no family is narrower: one key and one value a head
+    if not written:  # an upper bound: no family caches more than a key and a value of full width
+        return outputs[0], 2 * config.hidden_size
     return outputs[0], max(_values(layer.keys) + _values(layer.values) for layer in written)
 
 

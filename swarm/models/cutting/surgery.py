@@ -1,8 +1,8 @@
-"""Cutting a transformers model: find its list of layers, keep some of them, and keep the config in step.
+"""Cutting a transformers model: find its list of layers, keep some of them, and adapt the config.
 
-The model is always built whole on the meta device (which costs no memory) and cut afterwards. So whatever a family
-decides from a layer's index while building it (dense or mixture of experts, rotary or not, sliding window) is decided
-from the true index, and only lists that the family reads by position *during the forward pass* have to be sliced.
+The whole model is always built first, on the meta device (which costs no memory), and then cut. So whatever a family
+decides from a layer's index when it builds the layer (dense or mixture of experts, rotary or not, sliding window) is
+decided from the true index. Only lists that the family reads by position *during the forward pass* have to be sliced.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from transformers import PreTrainedConfig
 from swarm.data_structures import Span
 from swarm.errors import UnsupportedModel
 
-POSITION_NAMES = ("layer_idx", "layer_id")
-"""What families call a layer's place in the attention cache."""
+LAYER_INDEX_ATTRIBUTES = ("layer_idx", "layer_id")
+"""Attribute names under which families store a layer's index in the attention cache."""
 
 
 def find_layers(model: nn.Module, blocks: int) -> tuple[str, nn.Module, str]:
-    """Where the decoder layers are: path from `model`, the module that owns the list, and the list's name there."""
+    """Find the decoder layers: path from `model`, the module that owns the list, and the list's name in that module."""
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == blocks and "expert" not in path:
             owner_path, _, name = path.rpartition(".")
@@ -32,7 +32,7 @@ def find_layers(model: nn.Module, blocks: int) -> tuple[str, nn.Module, str]:
 
 
 def slice_config(config: PreTrainedConfig, span: Span, blocks: int) -> None:
-    """Make `config`, in place, describe the blocks of `span` only: their number and every list with one entry each."""
+    """Change `config` in place to describe only the blocks of `span`: slices every list with one entry per block."""
     for name, value in vars(config).items():
         if isinstance(value, (list, tuple)) and len(value) == blocks and name != "architectures":
             setattr(config, name, value[span.start : span.end])
@@ -40,32 +40,32 @@ def slice_config(config: PreTrainedConfig, span: Span, blocks: int) -> None:
 
 
 def renumber_layers(layers: nn.ModuleList) -> None:
-    """Give the layers that were kept their new positions, by which they address the attention cache."""
+    """Give the remaining layers their new indices, by which they address the attention cache."""
     for position, layer in enumerate(layers):
         for module in layer.modules():
-            for name in POSITION_NAMES:
+            for name in LAYER_INDEX_ATTRIBUTES:
                 if isinstance(getattr(module, name, None), int):
                     setattr(module, name, position)
 
 
 class PassThrough(nn.Module):
-    """Stands for a norm or a projection whose weights this peer does not hold: the hidden states go through it."""
+    """Replaces a norm or a projection whose weights this peer does not hold: returns its first tensor unchanged."""
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
 
 
 class ZeroEmbedding(nn.Module):
-    """Stands for an embedding whose weights this peer does not hold: a zero that can be added to any tensor."""
+    """Replaces an embedding whose weights this peer does not hold: returns a zero that can be added to any tensor."""
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return torch.zeros(())
 
 
 def drop_weights(owner: nn.Module, keep: Iterable[str]) -> None:
-    """Replace every child of `owner` that has parameters, except those in `keep`.
+    """Replace every child of `owner` that has parameters, except those in `keep`, by a module without weights.
 
-    What then comes out before the first layer has no meaning; the received hidden states take its place.
+    What the model then computes before its first layer is meaningless; the received hidden states replace it.
     """
     for name, child in list(owner.named_children()):
         if name not in keep and next(child.parameters(), None) is not None:
@@ -73,11 +73,11 @@ def drop_weights(owner: nn.Module, keep: Iterable[str]) -> None:
 
 
 def slice_model(model: Any, path: str, start: int, end: int) -> Any:
-    """A second model around layers [start, end) of the list at `path`: its own config and list, the same weights."""
-    copied = owner = _with_own_children(model)
+    """A second model with layers [start, end) of the list at `path`: it shares the weights, but not config and list."""
+    copied = owner = _copy_module(model)
     names = path.split(".")
     for name in names[:-1]:
-        child = _with_own_children(getattr(owner, name))
+        child = _copy_module(getattr(owner, name))
         setattr(owner, name, child)
         owner = child
     layers = list(getattr(owner, names[-1]))
@@ -87,7 +87,8 @@ def slice_model(model: Any, path: str, start: int, end: int) -> Any:
     return copied
 
 
-def _with_own_children(module: nn.Module) -> Any:
+def _copy_module(module: nn.Module) -> Any:
+    """A shallow copy with a child table of its own: a child that is replaced in the copy stays in the original."""
     result = copy.copy(module)
     result._modules = dict(module._modules)
     return result

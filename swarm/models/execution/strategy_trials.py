@@ -23,7 +23,7 @@ from swarm.data_structures import StepLayout
 from swarm.models.attention.page_pool import PAGE_POSITIONS, PagePool
 from swarm.models.attention.paged_attention import PagedAttention
 from swarm.models.attention.paged_kernels import agrees_with_reference, candidate_kernels
-from swarm.models.cutting.families import POSITIONS_BY_SLOT
+from swarm.models.cutting.families import POSITIONS_FROM_CACHE_LENGTH
 from swarm.models.execution.cuda_graphs import CudaGraphRecorder, GraphRecorder
 from swarm.models.execution.session_cache import SessionCache, advance_steps
 from swarm.models.execution.span_model import SpanModel
@@ -59,7 +59,7 @@ T = TypeVar("T")
 def choose_layout(model: SpanModel, requested: LayoutRequest = "auto") -> SpanModel:
     """A model of the same blocks that lays out keys and values as requested, or in the next best way that works."""
     padded = model.with_strategy(PADDED)
-    if requested == "padded" or model.family in POSITIONS_BY_SLOT:
+    if requested == "padded" or model.family in POSITIONS_FROM_CACHE_LENGTH:
         return padded
     contiguous = model.with_strategy(ExecutionStrategy("contiguous"))
     if not _attempt("A contiguous cache", partial(_agrees, contiguous, *_run_schedule(padded))):

@@ -14,7 +14,7 @@ from swarm.models.execution.gradients import SpanGradients
 from swarm.models.execution.session_cache import SessionCache
 from swarm.models.execution.span_model import SpanModel
 from swarm.protocol.adapter_encoding import pack_gradients
-from swarm.protocol.compression import pack, payload_length, unpack
+from swarm.protocol.compression import decode_tensor, encode_tensor, payload_bytes
 from swarm.server.compute.scheduler import MAX_SHORT_TOKENS
 
 Bytes = bytes | memoryview
@@ -108,10 +108,10 @@ def forward_work(
     model = cache.model
 
     def decode() -> torch.Tensor:
-        return unpack(payload, layout.tokens, model.hidden_size, wire, dtype, model.device)
+        return decode_tensor(payload, layout.tokens, model.hidden_size, wire, dtype, model.device)
 
     def encode(output: torch.Tensor) -> Bytes:
-        return pack(output, reply_wire) if reply_wire is not None else b""
+        return encode_tensor(output, reply_wire) if reply_wire is not None else b""
 
     return ForwardWork(peer, (peer, session_id), cache, layout, decode, encode, training=session_id is None)
 
@@ -131,18 +131,18 @@ def backward_work(
     Args:
         payload: inputs, followed by gradients of the outputs.
     """
-    length = payload_length(layout.tokens * model.hidden_size, wire, dtype)
+    length = payload_bytes(layout.tokens * model.hidden_size, wire, dtype)
 
     def decode() -> tuple[torch.Tensor, torch.Tensor]:
         whole = memoryview(payload)
         shape = layout.tokens, model.hidden_size
         return (
-            unpack(whole[:length], *shape, wire, dtype, model.device),
-            unpack(whole[length:], *shape, gradient_wire, dtype, model.device),
+            decode_tensor(whole[:length], *shape, wire, dtype, model.device),
+            decode_tensor(whole[length:], *shape, gradient_wire, dtype, model.device),
         )
 
     def encode(gradients: SpanGradients) -> Bytes:
         parts = [tensor for block in sorted(gradients.parts) for tensor in gradients.parts[block]]
-        return b"".join((pack(gradients.inputs, gradient_wire), pack_gradients(parts)))
+        return b"".join((encode_tensor(gradients.inputs, gradient_wire), pack_gradients(parts)))
 
     return BackwardWork(peer, (peer, None), model, adapter, layout, decode, encode)

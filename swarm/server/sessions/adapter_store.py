@@ -21,8 +21,8 @@ from swarm.errors import AdapterRefused, CacheFull, UnknownAdapter, WrongShape
 from swarm.metrics.server import ServerObserver
 from swarm.models.adapters.adapter_batch import NO_ADAPTER, AdapterWeights
 from swarm.protocol.adapter_encoding import BlockAdapterWeights, count_values, pack_adapters
-from swarm.protocol.compression import DTYPES
-from swarm.protocol.framing import MAX_PAYLOAD
+from swarm.protocol.compression import HIDDEN_DTYPES
+from swarm.protocol.framing import MAX_PAYLOAD_BYTES
 from swarm.protocol.messages import BlockAdapterSpec, PutAdapters
 
 PART_OVERHEAD_BYTES = 1 << 10
@@ -48,7 +48,7 @@ class AdapterLimits:
     @property
     def peer_memory(self) -> int:
         """Bytes of one peer's adapters."""
-        return min(int(self.memory * self.peer_share), MAX_PAYLOAD)
+        return min(int(self.memory * self.peer_share), MAX_PAYLOAD_BYTES)
 
 
 _Key = tuple[str, int, bytes]
@@ -237,4 +237,6 @@ def _bytes(part: BlockAdapterWeights) -> int:
 
 def _size(block: BlockAdapterSpec, hidden_size: int, dtype: str) -> int:
     """What `_bytes` will be of a part that is described like this; an unknown dtype is refused later."""
-    return PART_OVERHEAD_BYTES + count_values(block, hidden_size) * (DTYPES[dtype].itemsize if dtype in DTYPES else 1)
+    return PART_OVERHEAD_BYTES + count_values(block, hidden_size) * (
+        HIDDEN_DTYPES[dtype].itemsize if dtype in HIDDEN_DTYPES else 1
+    )

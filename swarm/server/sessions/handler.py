@@ -33,7 +33,7 @@ from swarm.metrics.server import ServerObserver
 from swarm.models.execution.session_cache import SessionCache
 from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
-from swarm.protocol.compression import dtype_name, warm_up
+from swarm.protocol.compression import dtype_name, load_quantizer
 from swarm.protocol.framing import Frame
 from swarm.server.compute import compute_request as requests
 from swarm.server.compute.compute_request import Bytes
@@ -137,7 +137,7 @@ class MessageHandler:
             if len(streams) > self._limits.streams:
                 streams.discard(stream)  # it has no place while it hears that it gets none
                 await self._reject(stream, CacheFull(f"a peer may open {self._limits.streams} streams"))
-                await stream.discard()
+                await stream.discard_incoming()
                 return
             while not conversation.over:
                 frame = await stream.receive(self._training.max_payload)
@@ -250,7 +250,7 @@ class MessageHandler:
             patience=message.wait_timeout_s,
         )
         if message.reply_format is WireFormat.BLOCKWISE8:
-            await self._engine.compute_thread.run(warm_up, self._model.device)
+            await self._engine.compute_thread.run(load_quantizer, self._model.device)
         try:
             conversation.session = await self._sessions.open(fresh, message.sequences, stream)
         except CacheFull:

@@ -9,10 +9,10 @@ import asyncio
 from contextlib import suppress
 
 from swarm.errors import PeerLost, PeerTimeout
-from swarm.protocol.framing import MAX_PAYLOAD, Frame
+from swarm.protocol.framing import MAX_PAYLOAD_BYTES, Frame
 from swarm.protocol.messages import Message
 from swarm.server.sessions.push import MIN_BYTES_PER_S, PUSH_TIMEOUT_S
-from swarm.transport.stream import Limit, Stream
+from swarm.transport.stream import PayloadLimit, Stream
 
 DISCARD_TIMEOUT_S = 2.0
 """Seconds that a peer gets to read why it is refused."""
@@ -45,7 +45,7 @@ class ReplyStream:
         self._later = asyncio.get_running_loop().create_task(self._send_after(delay, message, payload))
         self._later.add_done_callback(lambda _: self._turn.release())
 
-    async def receive(self, max_payload: Limit = MAX_PAYLOAD) -> Frame:
+    async def receive(self, max_payload: PayloadLimit = MAX_PAYLOAD_BYTES) -> Frame:
         """Wait for one frame. Raises `PeerLost` at the end of the stream, `ProtocolViolation` when it is too large."""
         self._check()
         self._receiving = True
@@ -68,14 +68,14 @@ class ReplyStream:
             self.abort()
             self._check()
 
-    async def discard(self) -> None:
+    async def discard_incoming(self) -> None:
         """Discard incoming data until the peer hangs up or for `DISCARD_TIMEOUT_S`, so that our last reply arrives.
 
         A stream that is closed while the peer still sends is reset, and what it has not read yet is lost.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(DISCARD_TIMEOUT_S):
-                await self._stream.discard()
+                await self._stream.discard_incoming()
 
     def close(self) -> None:
         """End the stream, and the task that serves it as soon as it computes nothing."""

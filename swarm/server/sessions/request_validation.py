@@ -9,7 +9,7 @@ from swarm.data_structures import Span, StepLayout, WireFormat
 from swarm.errors import NotFinite, TooLong, WrongShape, WrongSpan
 from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
-from swarm.protocol.compression import is_finite, payload_length
+from swarm.protocol.compression import is_finite, payload_bytes
 
 HiddenStatesRequest = messages.StepRequest | messages.ReplayRequest | messages.ForwardRequest | messages.BackwardRequest
 """Requests that carry hidden states for some rows."""
@@ -89,7 +89,7 @@ class RequestValidator:
         """Raise `TooLong`, `WrongDtype` or `WrongShape` if the payload is not `[tokens, hidden]` in that format."""
         self._tokens(tokens, self._limits.step_tokens)
         hidden = self._model.hidden_size
-        expected = payload_length(tokens * hidden, wire, dtype)
+        expected = payload_bytes(tokens * hidden, wire, dtype)
         if len(payload) != expected:
             raise WrongShape(f"{tokens} tokens of {hidden} values take {expected} bytes as {wire}, got {len(payload)}")
         if not is_finite(payload, tokens * hidden, wire, dtype):
@@ -102,8 +102,8 @@ class RequestValidator:
         """
         self._tokens(tokens, self._limits.backward_tokens)
         values, dtype = tokens * self._model.hidden_size, message.dtype
-        inputs = payload_length(values, message.format, dtype)
-        gradients = payload_length(values, message.gradient_format, dtype)
+        inputs = payload_bytes(values, message.format, dtype)
+        gradients = payload_bytes(values, message.gradient_format, dtype)
         if len(payload) != inputs + gradients:
             raise WrongShape(
                 f"inputs and gradients of {tokens} tokens take {inputs} + {gradients} bytes as {message.format} and "

@@ -12,7 +12,7 @@ from swarm.models.execution.session_cache import SessionCache
 from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
 from swarm.protocol.adapter_encoding import BlockAdapterWeights, unpack_adapters
-from swarm.protocol.compression import dtype_name, warm_up
+from swarm.protocol.compression import dtype_name, load_quantizer
 from swarm.server.compute import compute_request as requests
 from swarm.server.compute.compute_request import Bytes
 from swarm.server.compute.engine import Engine
@@ -108,7 +108,7 @@ class StatelessRequests:
     async def _warm_up(self, *formats: WireFormat) -> None:
         """Load what 8 bits need before a token's turn in the queue, not in the middle of it."""
         if WireFormat.BLOCKWISE8 in formats and not self._warm:
-            await self._engine.compute_thread.run(warm_up, self._model.device)
+            await self._engine.compute_thread.run(load_quantizer, self._model.device)
             self._warm = True
 
     @property

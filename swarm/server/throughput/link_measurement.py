@@ -20,7 +20,7 @@ from swarm.data_structures import ServerInfo, ServerState, Span
 from swarm.dht.records import MAX_ROUND_TRIPS
 from swarm.errors import RemoteError
 from swarm.routing.round_trips import RoundTrips
-from swarm.transport.ping import bandwidth, ping_many
+from swarm.transport.ping import measure_bandwidth, ping_many
 from swarm.transport.stream import Network
 
 logger = logging.getLogger(__name__)
@@ -179,7 +179,7 @@ class LinkMeasurement:
         rates = []
         for peer in self._random.sample(others, min(MAX_PROBED_PEERS, len(others))):
             try:
-                found = await bandwidth(self._network, peer)
+                found = await measure_bandwidth(self._network, peer)
             except RemoteError as error:
                 logger.debug("the link to …%s was not measured: %s", peer[-6:], error)
             else:

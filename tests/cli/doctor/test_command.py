@@ -68,7 +68,7 @@ def test_what_is_wrong_comes_with_its_remedy(bootstrap: str, tmp_path: Any):
     done = CliRunner().invoke(doctor.main, [str(tmp_path), *arguments])
     assert done.exit_code == 1
     shown = done.stdout.splitlines()
-    assert f"failure  Listening     cannot listen on {taken}: another program listens there" in done.stdout
+    assert f"failure  Listening     cannot listen on {taken}: another program is listening there" in done.stdout
     assert shown[shown.index(f"failure  Peer          {dead}: nothing listens there") + 1].strip() == (
         "→ start that peer (swarm dht), or correct the port"
     )
@@ -83,8 +83,8 @@ def test_what_is_wrong_comes_with_its_remedy(bootstrap: str, tmp_path: Any):
     ("arguments", "message"),
     [
         (["--initial-peers", "/ip4/127.0.0.1/tcp/1"], "does not end in /p2p/PEER_ID"),
-        (["--initial-peers", "nonsense"], "is no multiaddress"),
-        (["--host-maddrs", "nonsense"], "is no multiaddress"),
+        (["--initial-peers", "nonsense"], "is not a valid multiaddress"),
+        (["--host-maddrs", "nonsense"], "is not a valid multiaddress"),
         (["--host-maddrs", "/dns4/localhost/tcp/1"], "name an IP address of this machine"),
     ],
 )

@@ -19,7 +19,7 @@ from swarm.errors import AdapterRefused, MissingBlocks, NotFinite, TooLong, Unkn
 from swarm.models.execution.gradients import forward_with_graph
 from swarm.protocol import messages
 from swarm.protocol.adapter_encoding import BlockAdapterWeights, LoraFactors
-from swarm.protocol.compression import pack
+from swarm.protocol.compression import encode_tensor
 from tests import virtual_time
 from tests.client.chains import BLOCKS, HIDDEN, Swarm
 
@@ -63,7 +63,7 @@ class Batch:
         """Sequences that should go by these servers."""
         generator = torch.Generator().manual_seed(len(self.batches))
         hidden = torch.randn(sum(counts), HIDDEN, generator=generator)
-        packed = PackedHidden(pack(hidden, WireFormat.NONE), sum(counts), HIDDEN, WireFormat.NONE, "float32")
+        packed = PackedHidden(encode_tensor(hidden, WireFormat.NONE), sum(counts), HIDDEN, WireFormat.NONE, "float32")
         infos = [self.swarm.announced[name] for name in names]
         layout = StepLayout((0,) * len(counts), counts)
         self.batches.append(MicroBatch(packed, layout, Route(tuple(Hop(info, info.span) for info in infos))))
@@ -329,7 +329,7 @@ def test_blocks_that_nobody_holds_any_more_are_named(span_model, missing_blocks_
 def test_what_holds_nan_is_not_sent(span_model):
     async def act(swarm, batch):
         bad = torch.full((2, HIDDEN), torch.nan)
-        packed = PackedHidden(pack(bad, WireFormat.NONE), 2, HIDDEN, WireFormat.NONE, "float32")
+        packed = PackedHidden(encode_tensor(bad, WireFormat.NONE), 2, HIDDEN, WireFormat.NONE, "float32")
         info = swarm.announced["a"]
         batch.batches = [MicroBatch(packed, StepLayout((0,), (2,)), Route((Hop(info, info.span),)))]
         with pytest.raises(NotFinite, match="look for it in what was put in"):

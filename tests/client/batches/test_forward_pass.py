@@ -16,7 +16,7 @@ from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.data_structures import Hop, Route, Span, StepLayout, WireFormat
 from swarm.errors import MissingBlocks, TooLong
 from swarm.protocol import messages
-from swarm.protocol.compression import pack, unpack
+from swarm.protocol.compression import decode_tensor, encode_tensor
 from tests import virtual_time
 from tests.client.chains import BLOCKS, CLIENT, TOLERANCE, Swarm
 from tests.client.chains import HIDDEN as WIDTH
@@ -35,7 +35,7 @@ class Batch:
     def add(self, tokens: int, *names: str) -> None:
         """A sequence that should go by these servers."""
         hidden = torch.randn(tokens, WIDTH, generator=torch.Generator().manual_seed(tokens))
-        packed = PackedHidden(pack(hidden, WireFormat.NONE), tokens, WIDTH, WireFormat.NONE, "float32")
+        packed = PackedHidden(encode_tensor(hidden, WireFormat.NONE), tokens, WIDTH, WireFormat.NONE, "float32")
         infos = [self.swarm.announced[name] for name in names]
         self.batches.append(
             MicroBatch(packed, StepLayout((0,), (tokens,)), Route(tuple(Hop(info, info.span) for info in infos)))
@@ -54,7 +54,9 @@ class Batch:
             asker.close()
         for passage, expected in zip(passages, self.expected, strict=True):
             result = passage.outputs
-            outputs = unpack(result.payload, result.tokens, WIDTH, result.wire, result.dtype, torch.device("cpu"))
+            outputs = decode_tensor(
+                result.payload, result.tokens, WIDTH, result.wire, result.dtype, torch.device("cpu")
+            )
             torch.testing.assert_close(outputs, expected, rtol=0, atol=TOLERANCE * float(expected.abs().max()))
 
 

@@ -16,7 +16,7 @@ from swarm.data_structures import Span, StepLayout, WireFormat
 from swarm.errors import AdapterRefused, PeerLost, PeerTimeout, ProtocolViolation, RemoteError, WrongDtype
 from swarm.protocol import messages
 from swarm.protocol.adapter_encoding import BlockAdapterWeights, pack_gradients
-from swarm.protocol.compression import unpack
+from swarm.protocol.compression import decode_tensor
 from tests.client.chain.test_hop_session import cases, remote_errors
 from tests.client.fakes import (
     BAD_REPLIES,
@@ -96,7 +96,7 @@ def test_a_backward_sends_inputs_and_scaled_gradients_and_scales_the_answer_back
             "main", 0, 3, [2, 1], WireFormat.NONE, "float32", gradients, [4, 0], PROMPTED.digests(Span(0, 3))
         )
         assert sent[:48] == INPUT.payload
-        scaled = unpack(sent[48:], 3, HIDDEN, gradients, "float32", torch.device("cpu"))
+        scaled = decode_tensor(sent[48:], 3, HIDDEN, gradients, "float32", torch.device("cpu"))
         assert 0.5 <= scaled.max() < 1
         factor = GRADIENT.max() / scaled.max()
         torch.testing.assert_close(scaled * factor, GRADIENT, rtol=1e-3, atol=0)

@@ -16,7 +16,7 @@ from swarm.client.chain.input_history import InputHistory, Step
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.data_structures import Span, StepLayout, WireFormat
 from swarm.models.execution.session_cache import SessionCache
-from swarm.protocol.compression import pack, unpack
+from swarm.protocol.compression import decode_tensor, encode_tensor
 
 HIDDEN, MAX_ROWS, MAX_COUNT = 2, 4, 5
 CPU = torch.device("cpu")
@@ -50,13 +50,13 @@ class Cache:
 
 
 def decoded(hidden: PackedHidden) -> torch.Tensor:
-    return unpack(hidden.payload, hidden.tokens, hidden.hidden_size, hidden.wire, hidden.dtype, CPU).float()
+    return decode_tensor(hidden.payload, hidden.tokens, hidden.hidden_size, hidden.wire, hidden.dtype, CPU).float()
 
 
 def encoded(layout: StepLayout, first: int, wire: WireFormat = WireFormat.NONE, dtype: str = "float32") -> PackedHidden:
     """Distinct values: `first`, and so on."""
     values = torch.arange(first, first + layout.tokens * HIDDEN, dtype=getattr(torch, dtype)).view(-1, HIDDEN)
-    return PackedHidden(bytes(pack(values, wire)), layout.tokens, HIDDEN, wire, dtype)
+    return PackedHidden(bytes(encode_tensor(values, wire)), layout.tokens, HIDDEN, wire, dtype)
 
 
 @st.composite
@@ -208,10 +208,12 @@ def test_a_real_cache_goes_on_as_if_it_had_seen_the_steps(span_model: Any, data:
             layout = data.draw(layouts(original.lengths))
             hidden = inputs(layout)
             original.step(hidden, layout)
-            packed = PackedHidden(pack(hidden, WireFormat.NONE), layout.tokens, size, WireFormat.NONE, "float32")
+            packed = PackedHidden(
+                encode_tensor(hidden, WireFormat.NONE), layout.tokens, size, WireFormat.NONE, "float32"
+            )
             kept.add(Step(number, layout, packed))
         for layout, packed in kept.replay(number):
-            hidden = unpack(packed.payload, packed.tokens, size, packed.wire, packed.dtype, CPU)
+            hidden = decode_tensor(packed.payload, packed.tokens, size, packed.wire, packed.dtype, CPU)
             replacement.step(hidden, layout)
         if any(original.lengths):
             assert replacement.lengths == original.lengths

@@ -12,7 +12,7 @@ from swarm.gateway.openai.request_conversion import completion_request_sequences
 from swarm.gateway.openai.request_schema import CompletionRequest
 from swarm.generation.errors import InvalidGenerationRequest
 from swarm.generation.prompts import DEFAULT_COMPLETION_TOKENS, prompt_texts
-from swarm.models.checkpoints.checkpoint import DEMO
+from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
 from swarm.models.checkpoints.tokenizer import load_tokenizer
 
 CONTEXT = 32
@@ -21,7 +21,7 @@ CONTEXT = 32
 @pytest.fixture(scope="module")
 def served() -> Any:
     usual = SimpleNamespace(temperature=None, top_p=None, top_k=None)
-    tokenizer = load_tokenizer(DEMO)
+    tokenizer = load_tokenizer(DEMO_FOLDER)
     model = SimpleNamespace(generation_config=usual)
     return SimpleNamespace(name="m", tokenizer=tokenizer, model=model, context_length=CONTEXT, vocabulary_size=1000)
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from swarm.data_structures import Span
 from swarm.errors import AdapterError, AdapterMismatch
 from swarm.models.adapters import adapter_source
-from swarm.models.adapters.adapter_files import read_adapter, read_parts
+from swarm.models.adapters.adapter_files import read_adapter, read_block_weights
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from swarm.protocol.adapter_encoding import pack_adapters
 from tests.zoo import BLOCKS, make_checkpoint
@@ -55,19 +55,21 @@ def changed(made: Path, tmp_path: Path) -> Callable[[Change], Path]:
     def write(change: Change) -> Path:
         config, tensors = (
             json.loads((made / "adapter_config.json").read_text()),
-            load_file(made / adapter_source.WEIGHTS),
+            load_file(made / adapter_source.WEIGHTS_FILE),
         )
         change(config, tensors)
         (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / adapter_source.WEIGHTS)
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / adapter_source.WEIGHTS_FILE
+        )
         return tmp_path
 
     return write
 
 
 def test_the_parts_of_a_span_are_the_files_factors_scaled(checkpoint: Checkpoint, made: Path) -> None:
-    tensors = load_file(made / adapter_source.WEIGHTS)
-    parts = read_parts(made, checkpoint, Span(2, 5))
+    tensors = load_file(made / adapter_source.WEIGHTS_FILE)
+    parts = read_block_weights(made, checkpoint, Span(2, 5))
     assert sorted(parts) == [2, 3, 4]
     for block, part in parts.items():
         assert part.prompt is None
@@ -87,7 +89,7 @@ def test_a_server_and_a_client_name_them_alike(checkpoint: Checkpoint, made: Pat
 
     whole = read_adapter(made, checkpoint)
     lora = stored_lora(whole)
-    for block, part in read_parts(made, checkpoint, Span(1, 4)).items():
+    for block, part in read_block_weights(made, checkpoint, Span(1, 4)).items():
         (served,), _ = pack_adapters([part], torch.float32)
         (sent,), _ = pack_adapters([BlockAdapterWeights(None, lora.factors(block))], torch.float32)
         assert served.digest == sent.digest
@@ -97,7 +99,7 @@ def test_16_bit_files_become_float32(checkpoint: Checkpoint, changed: Any) -> No
     def halve(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         tensors.update({name: tensor.bfloat16() for name, tensor in tensors.items()})
 
-    parts = read_parts(changed(halve), checkpoint, Span(0, BLOCKS))
+    parts = read_block_weights(changed(halve), checkpoint, Span(0, BLOCKS))
     assert {tensor.dtype for part in parts.values() for tensor in part.tensors} == {torch.float32}
 
 
@@ -172,14 +174,14 @@ def test_what_does_not_fit_is_refused(
     change: Change, kind: type[Exception], said: str, checkpoint: Checkpoint, changed: Any
 ) -> None:
     with pytest.raises(kind, match=said) as caught:
-        read_parts(changed(change), checkpoint, Span(0, BLOCKS))
+        read_block_weights(changed(change), checkpoint, Span(0, BLOCKS))
     assert type(caught.value) is kind
     assert "\n" not in str(caught.value)
 
 
 def test_another_revision_can_be_forced(checkpoint: Checkpoint, changed: Any, caplog: pytest.LogCaptureFixture) -> None:
     folder = changed(set_config(revision="a" * 40))
-    assert len(read_parts(folder, checkpoint, Span(0, BLOCKS), force=True)) == BLOCKS
+    assert len(read_block_weights(folder, checkpoint, Span(0, BLOCKS), force=True)) == BLOCKS
     assert "used all the same" in caplog.text
 
 
@@ -188,23 +190,23 @@ def test_a_revision_that_is_not_known_is_logged(
     revision: str | None, checkpoint: Checkpoint, changed: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        assert read_parts(changed(set_config(revision=revision)), checkpoint, Span(0, BLOCKS))
+        assert read_block_weights(changed(set_config(revision=revision)), checkpoint, Span(0, BLOCKS))
     assert "does not say for which revision" in caplog.text
 
 
 def test_the_same_revision_is_taken_without_a_word(
     checkpoint: Checkpoint, changed: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert read_parts(changed(set_config(revision=checkpoint.revision)), checkpoint, Span(0, BLOCKS))
+    assert read_block_weights(changed(set_config(revision=checkpoint.revision)), checkpoint, Span(0, BLOCKS))
     assert not caplog.text
 
 
-@pytest.mark.parametrize("name", adapter_source.PICKLED)
+@pytest.mark.parametrize("name", adapter_source.PICKLED_WEIGHTS_FILES)
 def test_pickled_weights_are_refused_by_name(name: str, checkpoint: Checkpoint, made: Path, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_bytes((made / "adapter_config.json").read_bytes())
-    torch.save(load_file(made / adapter_source.WEIGHTS), tmp_path / name)
+    torch.save(load_file(made / adapter_source.WEIGHTS_FILE), tmp_path / name)
     with pytest.raises(AdapterError, match=f"{name}, which is pickled"):
-        read_parts(tmp_path, checkpoint, Span(0, BLOCKS))
+        read_block_weights(tmp_path, checkpoint, Span(0, BLOCKS))
 
 
 @pytest.mark.parametrize(
@@ -214,27 +216,27 @@ def test_pickled_weights_are_refused_by_name(name: str, checkpoint: Checkpoint, 
 def test_a_config_that_is_none(config: bytes, said: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_bytes(config)
     with pytest.raises(AdapterError, match=said):
-        read_parts(tmp_path, checkpoint, Span(0, 1))
+        read_block_weights(tmp_path, checkpoint, Span(0, 1))
 
 
 def test_files_that_are_not_there_or_not_what_they_are_called(
     checkpoint: Checkpoint, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(AdapterError, match=r"has no adapter_config.json"):
-        read_parts(tmp_path, checkpoint, Span(0, 1))
+        read_block_weights(tmp_path, checkpoint, Span(0, 1))
     (tmp_path / "adapter_config.json").write_bytes((made / "adapter_config.json").read_bytes())
     with pytest.raises(AdapterError, match=r"has no adapter_model.safetensors"):
-        read_parts(tmp_path, checkpoint, Span(0, 1))
-    (tmp_path / adapter_source.WEIGHTS).write_bytes(b"no safetensors")
+        read_block_weights(tmp_path, checkpoint, Span(0, 1))
+    (tmp_path / adapter_source.WEIGHTS_FILE).write_bytes(b"no safetensors")
     with pytest.raises(AdapterError, match="not a readable safetensors file"):
-        read_parts(tmp_path, checkpoint, Span(0, 1))
-    monkeypatch.setattr(adapter_source, "MAX_BYTES", 10)
+        read_block_weights(tmp_path, checkpoint, Span(0, 1))
+    monkeypatch.setattr(adapter_source, "MAX_WEIGHTS_BYTES", 10)
     with pytest.raises(AdapterError, match="at most 10 are read"):
-        read_parts(tmp_path, checkpoint, Span(0, 1))
+        read_block_weights(tmp_path, checkpoint, Span(0, 1))
     with pytest.raises(AdapterError, match="no local folder, and the hub cannot be reached"):
-        read_parts("nobody/has-this", checkpoint, Span(0, 1))
+        read_block_weights("nobody/has-this", checkpoint, Span(0, 1))
     with pytest.raises(AdapterError, match="neither a local folder"):
-        read_parts("not/there/at/all", checkpoint, Span(0, 1))
+        read_block_weights("not/there/at/all", checkpoint, Span(0, 1))
 
 
 class Hub:
@@ -259,7 +261,7 @@ def test_a_repository_is_read_as_a_folder_is(
 ) -> None:
     hub = Hub(made)
     monkeypatch.setattr(adapter_source, "hf_hub_download", hub)
-    assert len(read_parts("some/adapter", checkpoint, Span(0, BLOCKS), revision="v2")) == BLOCKS
+    assert len(read_block_weights("some/adapter", checkpoint, Span(0, BLOCKS), revision="v2")) == BLOCKS
     assert hub.downloaded == [
         ("some/adapter", "adapter_config.json", "v2"),
         ("some/adapter", "adapter_model.safetensors", "v2"),
@@ -269,14 +271,14 @@ def test_a_repository_is_read_as_a_folder_is(
 def test_what_is_too_large_or_pickled_is_not_even_downloaded(
     checkpoint: Checkpoint, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hub = Hub(made, {adapter_source.WEIGHTS: 1 << 40})
+    hub = Hub(made, {adapter_source.WEIGHTS_FILE: 1 << 40})
     monkeypatch.setattr(adapter_source, "hf_hub_download", hub)
     with pytest.raises(AdapterError, match="1099511627776 bytes long"):
-        read_parts("some/adapter", checkpoint, Span(0, 1))
+        read_block_weights("some/adapter", checkpoint, Span(0, 1))
     (tmp_path / "adapter_config.json").write_bytes((made / "adapter_config.json").read_bytes())
     (tmp_path / "adapter_model.bin").write_bytes(b"pickle")
     pickled = Hub(tmp_path)
     monkeypatch.setattr(adapter_source, "hf_hub_download", pickled)
     with pytest.raises(AdapterError, match=r"adapter_model.bin, which is pickled"):
-        read_parts("some/adapter", checkpoint, Span(0, 1))
+        read_block_weights("some/adapter", checkpoint, Span(0, 1))
     assert {file for _, file, _ in hub.downloaded + pickled.downloaded} == {"adapter_config.json"}

@@ -5,10 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swarm.models.checkpoints.block_digest import LENGTH, PAGE, PAGES, WHOLE, block_digest
+from swarm.models.checkpoints.block_digest import (
+    DIGEST_HEX_DIGITS,
+    MAX_FULLY_HASHED_BYTES,
+    PAGE_BYTES,
+    SAMPLED_PAGES,
+    block_digest,
+)
 
 SMALL = {"attention.weight": torch.arange(12.0).view(3, 4), "norm.weight": torch.ones(4)}
-LARGE_BYTES = 2 * WHOLE
+LARGE_BYTES = 2 * MAX_FULLY_HASHED_BYTES
 
 
 def large(changed: int | None = None) -> dict[str, torch.Tensor]:
@@ -21,7 +27,7 @@ def large(changed: int | None = None) -> dict[str, torch.Tensor]:
 def test_same_weights_have_the_same_digest_in_any_order():
     copies = {name: tensor.clone() for name, tensor in reversed(SMALL.items())}
     assert block_digest(copies) == block_digest(SMALL)
-    assert len(block_digest(SMALL)) == LENGTH
+    assert len(block_digest(SMALL)) == DIGEST_HEX_DIGITS
 
 
 def test_a_view_has_the_digest_of_its_values():
@@ -51,16 +57,18 @@ def test_names_shapes_and_dtypes_count(other):
     assert block_digest(other) != block_digest(SMALL)
 
 
-@pytest.mark.parametrize("byte", [0, PAGE - 1, LARGE_BYTES - PAGE, LARGE_BYTES - 1], ids=lambda byte: f"byte {byte}")
+@pytest.mark.parametrize(
+    "byte", [0, PAGE_BYTES - 1, LARGE_BYTES - PAGE_BYTES, LARGE_BYTES - 1], ids=lambda byte: f"byte {byte}"
+)
 def test_the_first_and_the_last_page_of_a_large_tensor_count(byte):
     assert block_digest(large(byte)) != block_digest(large())
 
 
 def test_large_tensors_are_sampled():
-    between = (LARGE_BYTES - PAGE) // (PAGES - 1) - 1  # the last byte before the second page
+    between = (LARGE_BYTES - PAGE_BYTES) // (SAMPLED_PAGES - 1) - 1  # the last byte before the second page
     assert block_digest(large(between)) == block_digest(large())
 
 
 @pytest.mark.parametrize("tensor", [torch.tensor(1.5), torch.empty(0, 4), torch.ones(3, dtype=torch.bfloat16)])
 def test_odd_tensors(tensor):
-    assert len(block_digest({"w": tensor})) == LENGTH
+    assert len(block_digest({"w": tensor})) == DIGEST_HEX_DIGITS

@@ -8,7 +8,7 @@ import pytest
 
 from swarm.errors import ChatTemplateError
 from swarm.models.checkpoints.chat_template import conversation_tokens, template_text, text_tokens
-from swarm.models.checkpoints.checkpoint import DEMO
+from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
 from swarm.models.checkpoints.tokenizer import load_tokenizer
 
 TEMPLATE = """{%- for message in messages -%}
@@ -22,7 +22,7 @@ TEMPLATE = """{%- for message in messages -%}
 
 @pytest.fixture
 def tokenizer():
-    return load_tokenizer(DEMO)
+    return load_tokenizer(DEMO_FOLDER)
 
 
 def said(tokenizer, messages, tools=None) -> str:

@@ -13,7 +13,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from swarm.data_structures import Span
 from swarm.errors import CheckpointError, InvalidSpan, ModelNotFound, UnsupportedModel
 from swarm.models.checkpoints import checkpoint as checkpoint_module
-from swarm.models.checkpoints.checkpoint import INDEX, SINGLE, Checkpoint, open_checkpoint
+from swarm.models.checkpoints.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, open_checkpoint
 from swarm.models.span_loading import load_span
 from tests import zoo
 from tests.zoo import make_checkpoint
@@ -44,28 +44,28 @@ def load(folder: Path, start: int, end: int):
 
 
 def change_index(folder: Path, change) -> None:
-    index = json.loads((folder / INDEX).read_text())
+    index = json.loads((folder / INDEX_FILE).read_text())
     change(index["weight_map"])
-    (folder / INDEX).write_text(json.dumps(index))
+    (folder / INDEX_FILE).write_text(json.dumps(index))
 
 
 def files_of(checkpoint: Checkpoint, block: int) -> set[str]:
-    return {file for name, file in checkpoint.files.items() if f"layers.{block}." in name}
+    return {file for name, file in checkpoint.weight_map.items() if f"layers.{block}." in name}
 
 
 def test_one_file_and_many_shards_hold_the_same_blocks(single, sharded):
     one, many = open_checkpoint(single), open_checkpoint(sharded)
-    assert set(one.files.values()) == {SINGLE}
-    assert len(set(many.files.values())) > 3
-    assert one.digests(0, zoo.BLOCKS) == many.digests(0, zoo.BLOCKS)
-    assert load(single, 2, 4).digests == load(sharded, 2, 4).digests == one.digests(2, 4)
+    assert set(one.weight_map.values()) == {SINGLE_FILE}
+    assert len(set(many.weight_map.values())) > 3
+    assert one.block_digests(0, zoo.BLOCKS) == many.block_digests(0, zoo.BLOCKS)
+    assert load(single, 2, 4).digests == load(sharded, 2, 4).digests == one.block_digests(2, 4)
 
 
 def test_only_the_shards_of_the_span_are_opened(sharded):
     expected = load(sharded, 2, 3).digests
     checkpoint = open_checkpoint(sharded)
     needed = files_of(checkpoint, 2)
-    for number, file in enumerate(sorted(set(checkpoint.files.values()) - needed)):
+    for number, file in enumerate(sorted(set(checkpoint.weight_map.values()) - needed)):
         if number % 2:
             (sharded / file).unlink()
         else:
@@ -77,13 +77,13 @@ def test_digests_are_unknown_where_a_shard_is_missing(sharded):
     checkpoint = open_checkpoint(sharded)
     for file in files_of(checkpoint, 5):
         (sharded / file).unlink()
-    assert checkpoint.digests(5, 6) is None
+    assert checkpoint.block_digests(5, 6) is None
 
 
 def test_a_missing_shard_is_named(sharded):
     file = sorted(files_of(open_checkpoint(sharded), 1))[0]
     (sharded / file).unlink()
-    with pytest.raises(CheckpointError, match=f"has lost {file}"):
+    with pytest.raises(CheckpointError, match=f"{file} is missing"):
         load(sharded, 1, 2)
 
 
@@ -95,7 +95,7 @@ def test_a_truncated_shard_is_named(sharded):
 
 
 def test_no_safetensors(single):
-    (single / SINGLE).rename(single / "pytorch_model.bin")
+    (single / SINGLE_FILE).rename(single / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="has no safetensors weights"):
         load(single, 0, 1)
 
@@ -131,11 +131,11 @@ def test_weights_quantized_in_a_way_that_needs_a_package_of_its_own(single):
 @pytest.mark.parametrize("escape", ["../outside.safetensors", "{parent}/outside.safetensors", "../single/..", ".."])
 def test_the_index_cannot_lead_outside_of_the_folder(sharded, single, escape):
     """Not even to a file that would do."""
-    shutil.copy(single / SINGLE, sharded.parent / "outside.safetensors")
+    shutil.copy(single / SINGLE_FILE, sharded.parent / "outside.safetensors")
     change_index(sharded, lambda files: files.update(dict.fromkeys(files, escape.format(parent=sharded.parent))))
     checkpoint = open_checkpoint(sharded)
     with pytest.raises(CheckpointError, match="is not the name of a safetensors file"):
-        checkpoint.digests(0, 1)
+        checkpoint.block_digests(0, 1)
 
 
 def test_the_index_cannot_name_pickled_weights(sharded):
@@ -148,7 +148,7 @@ def test_the_index_cannot_name_pickled_weights(sharded):
     "content", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": ["ab"]}', '{"weight_map": {"a": 1}}', "\xff"]
 )
 def test_an_index_that_is_none(sharded, content):
-    (sharded / INDEX).write_bytes(content.encode("latin-1"))
+    (sharded / INDEX_FILE).write_bytes(content.encode("latin-1"))
     with pytest.raises(CheckpointError):
         load(sharded, 0, 1)
 
@@ -198,7 +198,7 @@ def test_the_hub_is_asked_for_one_commit_only(single, monkeypatch, tmp_path):
 
     monkeypatch.setattr(checkpoint_module, "hf_hub_download", download)
     checkpoint = open_checkpoint("somebody/model", revision="main")
-    checkpoint.fetch(SINGLE)
+    checkpoint.fetch(SINGLE_FILE)
     assert checkpoint.revision == "c0ffee"
     assert asked[0] == "main"
     assert asked[-1] == "c0ffee"
@@ -218,7 +218,7 @@ def test_the_name_and_the_revision_of_a_folder(single, sharded):
 @pytest.mark.parametrize(("start", "end"), [(0, 7), (6, 7), (3, 3), (-1, 2)])
 def test_spans_outside_of_the_model(single, start, end):
     with pytest.raises(InvalidSpan, match="blocks 0:6"):
-        open_checkpoint(single).check_span(start, end)
+        open_checkpoint(single).validate_span(start, end)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_spans_outside_of_the_model(single, start, end):
 def test_where_a_tensor_belongs(tmp_path, family, name, place, head):
     checkpoint = open_checkpoint(make_checkpoint(family, tmp_path))
     assert checkpoint.locate(name) == place
-    assert checkpoint.is_head(name) == head
+    assert checkpoint.is_client_tensor(name) == head
 
 
 def test_generation_settings(single):

@@ -15,29 +15,29 @@ from tests.zoo import BLOCKS, FAMILIES, config_of, make_checkpoint
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_anatomy_of_a_family(family, tmp_path):
+def test_the_structure_of_a_family(family, tmp_path):
     checkpoint = open_checkpoint(make_checkpoint(family, tmp_path))
     structure = inspect_model(checkpoint.config)
-    layers = AutoModel.from_config(checkpoint.config).get_submodule(structure.path)
-    assert structure.parameters == tuple(sum(p.numel() for p in layer.parameters()) for layer in layers)
+    layers = AutoModel.from_config(checkpoint.config).get_submodule(structure.layers_path)
+    assert structure.block_parameters == tuple(sum(p.numel() for p in layer.parameters()) for layer in layers)
 
     span = load_span(checkpoint, Span(0, BLOCKS), dtype=torch.float32, device=torch.device("cpu"))
     cache = span.new_padded_kv()
     span.forward(torch.randn(1, 3, span.hidden_size), cache)
     stored = [layer.keys.shape[1] * layer.keys.shape[3] + layer.values.shape[1] * layer.values.shape[3]
               for layer in cache.layers]  # fmt: skip
-    assert structure.cached_values >= max(stored[:1])
-    assert span.weight_bytes == 4 * sum(structure.parameters)
+    assert structure.cached_values_per_token >= max(stored[:1])
+    assert span.weight_bytes == 4 * sum(structure.block_parameters)
 
 
 def test_a_footprint_follows_the_dtype(tmp_path):
     checkpoint = open_checkpoint(make_checkpoint("llama", tmp_path))
     full, half = memory_footprint(checkpoint, torch.float32), memory_footprint(checkpoint, torch.bfloat16)
-    assert full.weights == tuple(2 * size for size in half.weights)
-    assert full.cache_per_token == 2 * half.cache_per_token > 0
+    assert full.block_bytes == tuple(2 * size for size in half.block_bytes)
+    assert full.cache_bytes_per_token == 2 * half.cache_bytes_per_token > 0
 
 
-def test_dissecting_leaves_the_config_alone():
+def test_inspecting_leaves_the_config_alone():
     config = config_of("gemma3_text")
     before = config.to_dict()
     inspect_model(config)

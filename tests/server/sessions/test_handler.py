@@ -13,8 +13,8 @@ from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.span_loading import load_span
 from swarm.protocol import messages
-from swarm.protocol.compression import pack, unpack
-from swarm.protocol.framing import MAX_HEADER
+from swarm.protocol.compression import decode_tensor, encode_tensor
+from swarm.protocol.framing import MAX_HEADER_BYTES
 from swarm.server.sessions.session_table import IDLE_TIMEOUT_S, RECONNECT_TIMEOUT_S
 from tests import zoo
 from tests.server.conversations import (
@@ -76,9 +76,9 @@ def test_every_format_in_both_directions(model, wire):
         await client.ask(changed(OPEN, reply_format=wire))
         hidden = random(3)
         request = messages.StepRequest(0, [0], [3], wire, "float32")
-        reply, payload = await client.ask(request, pack(hidden, wire))
+        reply, payload = await client.ask(request, encode_tensor(hidden, wire))
         assert reply.format is wire
-        output = unpack(payload, 3, HIDDEN, wire, reply.dtype, CPU)
+        output = decode_tensor(payload, 3, HIDDEN, wire, reply.dtype, CPU)
         expected = model.forward(hidden.unsqueeze(0))[0]
         assert torch.nn.functional.cosine_similarity(output.flatten(), expected.flatten(), dim=0) > 0.999
 
@@ -91,8 +91,8 @@ def test_ragged_rows_in_one_step(model):
         await client.ask(OPEN)
         hidden = random(5)
         request = messages.StepRequest(0, [0, 0], [2, 3], WireFormat.NONE, "float32")
-        _, payload = await client.ask(request, pack(hidden, WireFormat.NONE))
-        output = unpack(payload, 5, HIDDEN, WireFormat.NONE, "float32", CPU)
+        _, payload = await client.ask(request, encode_tensor(hidden, WireFormat.NONE))
+        output = decode_tensor(payload, 5, HIDDEN, WireFormat.NONE, "float32", CPU)
         expected = torch.cat([model.forward(row.unsqueeze(0))[0] for row in hidden.split([2, 3])])
         assert_close(output, expected)
         assert server.sessions.free == 64 - 8 - 2 * 8
@@ -107,10 +107,12 @@ def test_a_forward_keeps_nothing(model):
         for start, end in ((1, 4), (2, 4), (1, 2)):
             part = model.narrowed(Span(start, end))
             expected = torch.cat([part.forward(row.unsqueeze(0))[0] for row in hidden.split([2, 1])])
-            reply, payload = await client.ask(changed(FORWARD, start=start, end=end), pack(hidden, WireFormat.NONE))
+            reply, payload = await client.ask(
+                changed(FORWARD, start=start, end=end), encode_tensor(hidden, WireFormat.NONE)
+            )
             assert isinstance(reply, messages.ForwardReply)
             assert reply.compute_ms > 0
-            output = unpack(payload, 3, HIDDEN, WireFormat.NONE, "float32", CPU)
+            output = decode_tensor(payload, 3, HIDDEN, WireFormat.NONE, "float32", CPU)
             assert_close(output, expected)
         assert len(server.sessions) == 1
 
@@ -253,7 +255,7 @@ def test_a_forward_that_is_refused(model, code, changes, payload):
     async def act(server):
         client = await server.client()
         await client.refused(code, changed(FORWARD, **changes), payload)
-        reply, _ = await client.ask(FORWARD, pack(random(3), WireFormat.NONE))
+        reply, _ = await client.ask(FORWARD, encode_tensor(random(3), WireFormat.NONE))
         assert isinstance(reply, messages.ForwardReply)
 
     scenario(model, act)
@@ -266,7 +268,7 @@ def test_a_forward_that_is_refused(model, code, changes, payload):
         pytest.param(raw(b"\xc1garbage"), b"", id="garbage"),
         pytest.param(raw(b""), b"", id="empty header"),
         pytest.param(raw(b"\x91" * 100_000), b"", id="deep header"),
-        pytest.param(raw(b"x" * (MAX_HEADER + 1)), b"", id="header too large"),
+        pytest.param(raw(b"x" * (MAX_HEADER_BYTES + 1)), b"", id="header too large"),
         pytest.param(messages.SessionOpened(0), b"", id="reply instead of a request"),
         pytest.param(messages.Refusal("peer_lost", "boo"), b"", id="refusal instead of a request"),
         pytest.param(changed(STEP, counts=[-1]), b"", id="negative count"),
@@ -324,7 +326,7 @@ def test_a_lost_reply_is_sent_again_and_not_computed_again(model, monkeypatch):
 
     async def act(server):
         client = await (await server.client()).begin()
-        request = (STEP, pack(random(1, 7), WireFormat.NONE))
+        request = (STEP, encode_tensor(random(1, 7), WireFormat.NONE))
         first = await client.ask(*request)
         computed = len(calls)
         assert computed == 3  # the other client has begun, too
@@ -347,7 +349,7 @@ def test_the_same_step_through_two_connections_at_once_is_computed_once(model):
         one = await (await server.client()).begin()
         two = await server.client()
         await two.ask(OPEN)
-        payload = pack(random(1, 7), WireFormat.NONE)
+        payload = encode_tensor(random(1, 7), WireFormat.NONE)
         first, second = await asyncio.gather(one.ask(STEP, payload), two.ask(STEP, payload))
         assert isinstance(first[0], messages.StepReply)
         assert first == second
@@ -439,7 +441,7 @@ def test_a_leaving_server(model):
         reply, _ = await (await server.client()).ask(messages.InfoRequest())
         assert isinstance(reply, messages.InfoReply)
         await client.right_step()
-        payload = pack(random(1, 7), WireFormat.NONE)
+        payload = encode_tensor(random(1, 7), WireFormat.NONE)
         request = changed(STEP, step=2, starts=[3])
         last = await client.ask(request, payload)
         assert isinstance(last[0], messages.StepReply)
@@ -512,7 +514,7 @@ def poisonable(model, monkeypatch):
 def test_a_computation_that_fails_is_told_to_its_client_alone(poisonable, caplog):
     async def act(server):
         client = await (await server.client()).begin()
-        poison = pack(torch.full((1, HIDDEN), POISON), WireFormat.NONE)
+        poison = encode_tensor(torch.full((1, HIDDEN), POISON), WireFormat.NONE)
         for _ in range(2):
             text = await client.refused("server_fault", STEP, poison)
             assert "secret" not in text
@@ -527,7 +529,7 @@ def test_a_computation_that_fails_is_told_to_its_client_alone(poisonable, caplog
 def test_a_failed_rollback_cannot_be_continued_with_wrong_contents(poisonable):
     async def act(server):
         client = await (await server.client()).begin(tokens=4)
-        poison = pack(torch.full((1, HIDDEN), POISON), WireFormat.NONE)
+        poison = encode_tensor(torch.full((1, HIDDEN), POISON), WireFormat.NONE)
         await client.refused("server_fault", changed(STEP, starts=[1]), poison)
         reply, _ = await client.ask(changed(STEP, starts=[4]), bytes_of(1))
         if isinstance(reply, messages.Refusal):
@@ -550,7 +552,7 @@ def test_values_that_would_spoil_the_cache_are_refused(model, wire, value):
         client = await (await server.client()).begin()
         hidden = torch.ones(1, HIDDEN)
         hidden[0, 5] = value
-        payload = pack(hidden, wire)
+        payload = encode_tensor(hidden, wire)
         await client.refused("not_finite", changed(STEP, format=wire), payload)
         replay = messages.ReplayRequest(2, [2], [1], wire, "float32", None, True)
         await client.refused("not_finite", replay, payload)
@@ -563,7 +565,7 @@ def test_values_that_would_spoil_the_cache_are_refused(model, wire, value):
 def test_values_that_spoil_only_ones_own_session(model):
     async def act(server):
         client = await (await server.client()).begin()
-        reply, _ = await client.ask(STEP, pack(torch.full((1, HIDDEN), -3e38), WireFormat.NONE))
+        reply, _ = await client.ask(STEP, encode_tensor(torch.full((1, HIDDEN), -3e38), WireFormat.NONE))
         assert isinstance(reply, messages.StepReply)
 
     scenario(model, act)
@@ -615,12 +617,12 @@ def test_a_step_number_is_not_answered_for_another_step(model):
     async def act(server):
         client = await (await server.client()).begin()
         first, other = random(1, seed=1), random(1, seed=2)
-        reply, payload = await client.ask(STEP, pack(first, WireFormat.NONE))
+        reply, payload = await client.ask(STEP, encode_tensor(first, WireFormat.NONE))
         assert isinstance(reply, messages.StepReply)
-        refused, _ = await client.ask(STEP, pack(other, WireFormat.NONE))
+        refused, _ = await client.ask(STEP, encode_tensor(other, WireFormat.NONE))
         assert isinstance(refused, messages.Refusal)
         assert refused.code == "wrong_position"
-        again, same = await client.ask(STEP, pack(first, WireFormat.NONE))
+        again, same = await client.ask(STEP, encode_tensor(first, WireFormat.NONE))
         assert (again, same) == (reply, payload)
 
     scenario(model, act)
@@ -636,9 +638,9 @@ def test_positions_beyond_a_table_are_refused(tmp_path):
         client = await server.client()
         hidden = torch.zeros(1, model.hidden_size)
         forward = changed(FORWARD, counts=[1], offsets=[limit - 1])
-        reply, _ = await client.ask(forward, pack(hidden, WireFormat.NONE))
+        reply, _ = await client.ask(forward, encode_tensor(hidden, WireFormat.NONE))
         assert isinstance(reply, messages.ForwardReply)
-        refused, _ = await client.ask(changed(forward, offsets=[limit]), pack(hidden, WireFormat.NONE))
+        refused, _ = await client.ask(changed(forward, offsets=[limit]), encode_tensor(hidden, WireFormat.NONE))
         assert isinstance(refused, messages.Refusal)
         assert refused.code == "too_long"
 
@@ -669,7 +671,7 @@ def test_a_probe_that_carries_too_much(model):
 def test_a_client_that_comes_back_finds_its_session_and_its_reply(model):
     async def act(server):
         client = await (await server.client()).begin()
-        payload = pack(random(1, 7), WireFormat.NONE)
+        payload = encode_tensor(random(1, 7), WireFormat.NONE)
         last = await client.ask(STEP, payload)
         session = server.session()
         client.stream.close()

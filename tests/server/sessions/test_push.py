@@ -12,7 +12,7 @@ from swarm.data_structures import WireFormat
 from swarm.errors import PeerLost
 from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
-from swarm.protocol.compression import pack
+from swarm.protocol.compression import encode_tensor
 from swarm.server.sessions.handler import PUSHED_REPLY_DELAY_S
 from swarm.server.sessions.push import MIN_BYTES_PER_S, PUSH_CONNECT_TIMEOUT_S, PUSH_TIMEOUT_S
 from swarm.server.sessions.session_table import LINK_TIMEOUT_S, RECONNECT_TIMEOUT_S
@@ -58,7 +58,7 @@ async def linked(server: Server, link: messages.SetNeighbors = LINK) -> Client:
 
 def payload_of(client: Client, tokens: int = 1) -> Any:
     """The inputs of `client.next_step(tokens)`."""
-    return pack(random(tokens, client.steps), WireFormat.NONE)
+    return encode_tensor(random(tokens, client.steps), WireFormat.NONE)
 
 
 async def pushed_step(client: Client, before: Client, tokens: int = 1) -> messages.StepReply:
@@ -369,11 +369,11 @@ def test_outputs_are_pushed_on_just_as_the_client_gets_them(model):
         client, behind = await with_next(server)
         hidden = random(3, 5)
         request = messages.StepRequest(4, [2, 0], [1, 2], WireFormat.NONE, "float32", [0, 0], [0, 3])
-        reply, payload = await client.ask(request, pack(hidden, WireFormat.NONE))
+        reply, payload = await client.ask(request, encode_tensor(hidden, WireFormat.NONE))
         assert isinstance(reply, messages.StepReply)
         assert reply.pushed
         assert behind.pushed == [(push(request, CLIENT, NEXT_SESSION), payload)]
-        await client.ask(request, pack(hidden, WireFormat.NONE))
+        await client.ask(request, encode_tensor(hidden, WireFormat.NONE))
         assert len(behind.pushed) == 1  # a reply that is sent again is not pushed again
 
     on_virtual_time(model, act)
@@ -444,7 +444,7 @@ def test_a_next_server_that_cannot_be_connected_to_costs_a_wait_once(model):
 
 
 def test_a_next_server_that_reads_nothing_costs_a_wait_once(model, monkeypatch):
-    monkeypatch.setattr(memory, "WINDOW", 100)
+    monkeypatch.setattr(memory, "MAX_UNREAD_BYTES", 100)
 
     async def act(server):
         client, _ = await with_next(server)

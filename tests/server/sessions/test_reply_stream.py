@@ -74,7 +74,7 @@ def test_a_peer_that_is_gone_shows_at_the_next_frame():
 
 
 def test_a_peer_that_does_not_read_a_later_frame_is_given_up_in_the_same_time(monkeypatch):
-    monkeypatch.setattr(memory, "WINDOW", 0)
+    monkeypatch.setattr(memory, "MAX_UNREAD_BYTES", 0)
 
     hub = MemoryHub()
 
@@ -92,7 +92,7 @@ def test_a_peer_that_does_not_read_a_later_frame_is_given_up_in_the_same_time(mo
 
 def test_who_still_sends_reads_our_last_word():
     async def scenario(stream, peer):
-        lingering = asyncio.create_task(stream.discard())
+        lingering = asyncio.create_task(stream.discard_incoming())
         for _ in range(3):
             await peer.send(ProbeRequest(1), b"x" * 1000)
             await asyncio.sleep(PAUSE)
@@ -106,7 +106,7 @@ def test_who_still_sends_reads_our_last_word():
 def test_who_never_hangs_up_is_not_waited_for_long():
     async def scenario(stream, peer):
         began = asyncio.get_running_loop().time()
-        await stream.discard()
+        await stream.discard_incoming()
         assert asyncio.get_running_loop().time() == pytest.approx(began + DISCARD_TIMEOUT_S)
 
     on_virtual_time(scenario)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from swarm.data_structures import Span, StepLayout, WireFormat
 from swarm.errors import NotFinite, RequestRefused, TooLong, WrongDtype, WrongShape, WrongSpan
 from swarm.protocol import messages
-from swarm.protocol.compression import payload_length
+from swarm.protocol.compression import payload_bytes
 from swarm.server.sessions.request_validation import RequestLimits, RequestValidator
 
 HIDDEN, HELD, POSITIONS, TOKENS = 8, Span(2, 5), 20, 50
@@ -85,7 +85,7 @@ def test_no_row_outgrows_its_session(rows):
 )
 def test_a_payload_passes_only_if_everything_about_it_is_right(tokens, wire, dtype, more, nan):
     known = dtype in ("float32", "bfloat16", "float16")
-    length = payload_length(max(tokens, 0) * HIDDEN, wire, dtype) if known else 100
+    length = payload_bytes(max(tokens, 0) * HIDDEN, wire, dtype) if known else 100
     payload = (b"\xff" if nan else b"\0") * max(0, length + more)
     wrong: type[RequestRefused] | None = None
     if not 0 < tokens <= TOKENS:
@@ -106,7 +106,7 @@ def test_a_payload_passes_only_if_everything_about_it_is_right(tokens, wire, dty
 @given(st.integers(1, 10**6), st.sampled_from(WireFormat), st.sampled_from(["float32", "bfloat16", "float16"]))
 def test_no_step_that_would_pass_is_cut_off_as_too_large_a_frame(tokens, wire, dtype):
     limit = checks(tokens=tokens).max_payload
-    assert payload_length(tokens * HIDDEN, wire, dtype) <= limit
+    assert payload_bytes(tokens * HIDDEN, wire, dtype) <= limit
     assert limit >= messages.MAX_PROBE_BYTES
 
 

@@ -16,7 +16,7 @@ from swarm.models.execution.session_cache import forward_without_cache
 from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
 from swarm.protocol.adapter_encoding import BlockAdapterWeights, pack_adapters, unpack_gradients
-from swarm.protocol.compression import pack, unpack
+from swarm.protocol.compression import decode_tensor, encode_tensor
 from tests.models.adapters.test_layer_hooks import alone as row_alone
 from tests.models.adapters.test_layer_hooks import factors, make_adapter
 from tests.server.conversations import (
@@ -68,7 +68,7 @@ async def kept(client: Client, parts: AdapterWeights) -> list[bytes]:
 
 
 def packed(*tensors: torch.Tensor, wire: WireFormat = WireFormat.NONE) -> bytes:
-    return b"".join(bytes(pack(tensor, wire)) for tensor in tensors)
+    return b"".join(bytes(encode_tensor(tensor, wire)) for tensor in tensors)
 
 
 Check = Callable[[], None]
@@ -79,7 +79,7 @@ async def ask_forward(client: Client, parts: AdapterWeights, digests: list[bytes
     hidden, model = random(3, seed), client.model
     reply, payload = await client.ask(changed(FORWARD, adapters=digests), packed(hidden))
     assert isinstance(reply, messages.ForwardReply), reply
-    output = unpack(payload, 3, HIDDEN, WireFormat.NONE, "float32", CPU)
+    output = decode_tensor(payload, 3, HIDDEN, WireFormat.NONE, "float32", CPU)
     return lambda: assert_close(output, forward_without_cache(model, hidden, LAYOUT, parts))
 
 
@@ -91,7 +91,7 @@ async def ask_backward(client: Client, parts: AdapterWeights, digests: list[byte
     assert reply.compute_ms > 0
     length = 3 * HIDDEN * 4
     described = [block for block in put(parts)[0].blocks if block is not None] if parts else []
-    inputs = unpack(payload[:length], 3, HIDDEN, WireFormat.NONE, "float32", CPU)
+    inputs = decode_tensor(payload[:length], 3, HIDDEN, WireFormat.NONE, "float32", CPU)
     found = unpack_gradients(described, payload[length:], HIDDEN)
 
     def check() -> None:
@@ -137,7 +137,9 @@ def test_part_of_the_span(model):
         request = changed(BACKWARD, start=2, adapters=digests[1:])
         _, payload = await client.ask(request, packed(hidden, ends))
         expected = compute_gradients(part, hidden, ends, LAYOUT, parts)
-        assert_close(unpack(payload[: 3 * HIDDEN * 4], 3, HIDDEN, WireFormat.NONE, "float32", CPU), expected.inputs)
+        assert_close(
+            decode_tensor(payload[: 3 * HIDDEN * 4], 3, HIDDEN, WireFormat.NONE, "float32", CPU), expected.inputs
+        )
         await client.refused("wrong_shape", changed(request, adapters=digests), packed(hidden, ends))
 
     scenario(model, act)
@@ -151,7 +153,7 @@ def test_gradients_in_every_format(model, wire):
         request = changed(BACKWARD, format=wire, gradient_format=wire)
         reply, payload = await client.ask(request, packed(hidden, wire=wire) + packed(ends, wire=wire))
         assert reply.format is wire
-        found = unpack(payload, 3, HIDDEN, wire, reply.dtype, CPU)
+        found = decode_tensor(payload, 3, HIDDEN, wire, reply.dtype, CPU)
         expected = compute_gradients(model, hidden, ends, LAYOUT).inputs
         assert torch.nn.functional.cosine_similarity(found.flatten(), expected.flatten(), dim=0) > 0.99
 
@@ -171,17 +173,17 @@ def test_a_session_keeps_its_adapter(model):
         expected = row_alone(model, hidden, parts)
         request = messages.StepRequest(0, [0], [3], WireFormat.NONE, "float32")
         _, payload = await client.ask(request, packed(hidden[:3]))
-        assert_close(unpack(payload, 3, HIDDEN, WireFormat.NONE, "float32", CPU), expected[:3])
+        assert_close(decode_tensor(payload, 3, HIDDEN, WireFormat.NONE, "float32", CPU), expected[:3])
         server.now += ADAPTERS.seconds + 1
         server.adapters.expire()
         assert len(server.adapters) == 0
         assert server.adapters.memory > 0
         request = messages.StepRequest(1, [3], [1], WireFormat.NONE, "float32")
         _, payload = await client.ask(request, packed(hidden[3:4]))
-        assert_close(unpack(payload, 1, HIDDEN, WireFormat.NONE, "float32", CPU), expected[3:4])
+        assert_close(decode_tensor(payload, 1, HIDDEN, WireFormat.NONE, "float32", CPU), expected[3:4])
         replay = messages.ReplayRequest(3, [0], [6], WireFormat.NONE, "float32", None, True)
         _, payload = await client.ask(replay, packed(hidden))
-        assert_close(unpack(payload, 6, HIDDEN, WireFormat.NONE, "float32", CPU), expected)
+        assert_close(decode_tensor(payload, 6, HIDDEN, WireFormat.NONE, "float32", CPU), expected)
         await client.stream.send(messages.CloseSession())
         await client.is_over()
         await server.until(lambda: gc.collect() is not None and server.adapters.memory == 0)

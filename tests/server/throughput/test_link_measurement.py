@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.data_structures import ServerInfo, ServerState, Span
-from swarm.dht.records import MAX_ROUND_TRIPS, decode, encode
+from swarm.dht.records import MAX_ROUND_TRIPS, decode_announcement, encode_announcement
 from swarm.errors import PeerLost
 from swarm.protocol import messages
 from swarm.server.throughput import link_measurement as module
@@ -169,7 +169,7 @@ def links(monkeypatch) -> dict[str, float | Exception]:
             raise found
         return Bandwidth(up=found * 5, down=found)
 
-    monkeypatch.setattr(module, "bandwidth", fake)
+    monkeypatch.setattr(module, "measure_bandwidth", fake)
     return rates
 
 
@@ -194,7 +194,7 @@ def test_links_to_neighbours_are_measured_and_fit_an_announcement():
         assert {peer for peer, _ in one.round_trips} == {"next", "inside"}
         assert one.network_throughput > 0
         info = server_info(0, 2, "me", round_trips=one.round_trips, network_throughput=one.network_throughput)
-        assert decode(encode(info)) == info
+        assert decode_announcement(encode_announcement(info)) == info
 
     run(scenario)
 
