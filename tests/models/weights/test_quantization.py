@@ -234,7 +234,7 @@ def test_a_quantized_span(form, dtype):
     assert sum(isinstance(module, FrozenLinear) for module in model.module.modules()) == span.length * 7
     counted = memory_footprint(checkpoint, dtype, form)
     assert model.weight_bytes <= sum(counted.block_bytes[2:6]) <= 1.02 * model.weight_bytes
-    assert counted.cache_per_token == memory_footprint(checkpoint, dtype).cache_per_token
+    assert counted.cache_bytes_per_token == memory_footprint(checkpoint, dtype).cache_bytes_per_token
     hidden = torch.randn(2, 20, model.hidden_size).to(dtype)
     added = plain.forward(hidden) - hidden
     assert 0 < error(model.forward(hidden) - hidden, added) <= (0.03 if form == INT8 else 0.3)
