@@ -37,11 +37,11 @@ class GatewayProcess:
 
     @property
     def api(self) -> str:
-        """What OpenAI's clients take as `base_url`."""
+        """The `base_url` for OpenAI's clients."""
         return f"{self.url}/v1"
 
     def stop(self) -> None:
-        """As Ctrl-C does. Does nothing if it has left."""
+        """Stop it as SIGTERM does. Does nothing if it has ended."""
         if not self.process.is_alive():
             return
         os.kill(self.pid, signal.SIGTERM)
@@ -62,7 +62,7 @@ def run_gateway(
     with_monitor: bool = False,
     **options: Any,
 ) -> Iterator[GatewayProcess]:
-    """A gateway of the swarm's model, or of `models`; ends with the block.
+    """A gateway of the swarm's model, or of `models`, until the end of the context.
 
     Args:
         options: of `from_pretrained`.

@@ -1,4 +1,4 @@
-"""What clients may send by mistake or on purpose, over HTTP, to a gateway of a real three-server swarm."""
+"""Invalid and hostile requests over HTTP to a gateway of a real three-server swarm."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SMALL = GatewaySettings(
 )
 MESSAGES = [{"role": "user", "content": "Once upon a time"}]
 ENDLESS = {"max_tokens": 1000, "logit_bias": {"0": -100}}
-"""The end of a text, token 0, never comes."""
+"""Token 0, the end of a text, is never sampled."""
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def secrets(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def guarded(swarm, secrets):
-    """A gateway with keys, with short timeouts and few places."""
+    """A gateway with keys, short timeouts and few places."""
     with run_gateway(swarm, settings=SMALL, keys=secrets[0]) as running:
         yield running
 
@@ -92,7 +92,7 @@ def wait_idle(gateway: GatewayProcess) -> None:
 
 @contextmanager
 def running(gateway: GatewayProcess, secret: str, **more: Any) -> Iterator[None]:
-    """A request that runs, until the end of the block."""
+    """A request that runs until the end of the context."""
     body = chat(stream=True, **ENDLESS, **more)
     headers = {"Authorization": f"Bearer {secret}"}
     with httpx.stream("POST", f"{gateway.api}/chat/completions", json=body, headers=headers, timeout=60) as reply:
@@ -111,7 +111,7 @@ def request_head(length: int, *more: str) -> bytes:
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """What comes until the other side hangs up."""
+    """All data until the other side closes the connection."""
     parts = []
     while part := connection.recv(65536):
         parts.append(part)
@@ -210,8 +210,8 @@ def test_unknown_addresses_and_methods(gateway):
     assert reply.headers["allow"] == "POST"
 
 
-def test_a_name_that_may_be_anybodys(gateway, guarded):
-    """A page elsewhere may point its own name at this machine; keys keep it out where there are any."""
+def test_a_host_name_that_others_may_own(gateway, guarded):
+    """The page of another site may point its own name at this machine. With keys, that does not help it."""
     message = (
         "without keys this gateway only accepts this machine's own names: use 127.0.0.1, or start it with --keys, "
         "or with --cors and the origin under which it is reached"
@@ -222,7 +222,7 @@ def test_a_name_that_may_be_anybodys(gateway, guarded):
 
 
 @pytest.mark.parametrize("path", ["/page/../app.py", "/page/%2e%2e/app.py", "/page/..%2fapp.py", "/page//etc/passwd"])
-def test_nothing_beside_the_page_is_shown(gateway, path):
+def test_files_outside_of_the_page_are_not_served(gateway, path):
     with connect(gateway) as connection:
         connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
         assert read_all(connection).split()[1] == b"404"
@@ -238,8 +238,8 @@ CHUNKED = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r
 CHUNK = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
 
 
-def test_a_prompt_of_10_mb_in_pieces_is_not_read(gateway):
-    """Its length is not announced; who sends all of it before it reads finds the answer nevertheless."""
+def test_a_chunked_prompt_of_10_mb_is_not_read(gateway):
+    """Its length is not announced. A client that sends all of it before it reads still gets the response."""
     with connect(gateway) as connection:
         connection.sendall(CHUNKED)
         for _ in range(10 * 2**20 // 0x10000):
@@ -250,7 +250,7 @@ def test_a_prompt_of_10_mb_in_pieces_is_not_read(gateway):
     assert json.loads(body)["error"]["code"] == "too_large"
 
 
-def test_a_body_without_end_is_not_taken_for_ever(gateway):
+def test_an_endless_body_is_cut_off(gateway):
     def send_on() -> None:
         while True:
             connection.sendall(CHUNK)
@@ -261,7 +261,7 @@ def test_a_body_without_end_is_not_taken_for_ever(gateway):
             send_on()
 
 
-def test_a_prompt_that_is_longer_than_the_models_texts(gateway):
+def test_a_prompt_that_is_longer_than_the_context(gateway):
     prompt = "word " * 20_000
     tokens = len(load_tokenizer(DEMO_FOLDER)(prompt)["input_ids"])
     message = f"the prompt has {tokens} tokens, but the context of demo is 1024 tokens"
@@ -334,13 +334,13 @@ def test_a_full_queue(guarded, secrets):
         message = f"the gateway is busy: 2 requests run and 1 wait; try again in {seconds} s"
         assert refusal(reply) == (429, message, None, "rate_limit_exceeded")
         assert httpx.get(f"{guarded.url}/healthz").status_code == 200
-        waiting.close()  # who leaves while it waits makes room
+        waiting.close()  # a waiting client that disconnects frees its place
         wait_until(lambda: count(guarded, "swarm_gateway_waiting") == 0)
     wait_idle(guarded)
 
 
 def test_every_answer_of_a_request_counts(guarded, secrets):
-    """A server takes so many sessions of one gateway; past them it would be full for everybody."""
+    """A server accepts a limited number of sessions from one gateway. Beyond it, the server would be full for all."""
     free, other = secrets[1]["free"], secrets[1]["other"]
     with running(guarded, free, n=2), connect(guarded) as waiting:
         body = json.dumps(chat()).encode()
@@ -350,8 +350,8 @@ def test_every_answer_of_a_request_counts(guarded, secrets):
     wait_idle(guarded)
 
 
-def test_a_slow_reader_is_given_up(guarded, secrets, swarm):
-    """It takes nothing; what is kept for it is bounded, its sessions are freed, and others go on."""
+def test_a_slow_reader_is_disconnected(guarded, secrets, swarm):
+    """It reads nothing: what is buffered for it is bounded, its sessions are freed, and other requests continue."""
     before = count(guarded, "swarm_gateway_completion_tokens_total")
     body = json.dumps(chat(n=8, stream=True, logprobs=True, top_logprobs=20, **ENDLESS)).encode()
     with socket.socket() as reader:
@@ -366,7 +366,7 @@ def test_a_slow_reader_is_given_up(guarded, secrets, swarm):
         wait_until(lambda server=server: gauge(server.metrics_url, "swarm_server_sessions_open") == 0)
 
 
-def test_a_slow_sender_of_a_body_is_given_up(guarded, secrets):
+def test_a_slow_sender_of_a_body_is_disconnected(guarded, secrets):
     with connect(guarded) as sender:
         sender.sendall(request_head(100, f"Authorization: Bearer {secrets[1]['free']}") + b'{"model"')
         head, _, body = read_all(sender).partition(b"\r\n\r\n")
@@ -375,7 +375,7 @@ def test_a_slow_sender_of_a_body_is_given_up(guarded, secrets):
     assert json.loads(body)["error"]["message"] == "the request did not arrive within 2 s"
 
 
-def test_slow_senders_of_a_head_are_given_up(gateway):
+def test_slow_senders_of_a_head_are_disconnected(gateway):
     begun = (b"", b"POST /v1/chat", b"GET / HTTP/1.1\r\nHost: x\r\nX-Slow: ")
     with ExitStack() as stack:
         senders = [stack.enter_context(connect(gateway)) for _ in begun]
@@ -390,13 +390,13 @@ def test_slow_senders_of_a_head_are_given_up(gateway):
         assert [read_all(sender) for sender in (*senders, second)] == [b""] * 4
 
 
-def test_what_is_no_http(gateway):
+def test_input_that_is_not_http(gateway):
     with connect(gateway) as connection:
         connection.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n")  # TLS
         assert read_all(connection).startswith(b"HTTP/1.1 400 ")
 
 
-def test_a_head_without_end_is_not_kept(gateway):
+def test_an_endless_head_is_cut_off(gateway):
     with connect(gateway) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\nX-Long: ")
         with pytest.raises((ConnectionResetError, BrokenPipeError)):
@@ -404,7 +404,7 @@ def test_a_head_without_end_is_not_kept(gateway):
 
 
 def test_1000_connections_at_once(gateway):
-    """Half of them say nothing, half begin a request; others are served meanwhile."""
+    """Half of them send nothing, half begin a request. Others are served meanwhile."""
     head = request_head(100) + b'{"model"'
     with ExitStack() as stack:
         for number in range(1000):

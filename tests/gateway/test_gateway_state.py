@@ -1,4 +1,4 @@
-"""What a gateway's requests share."""
+"""The state that a gateway's requests share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def service(looks: list[None], held: int, key_file: KeyFile | None = None) -> Ga
     )
 
 
-def test_many_who_ask_whether_it_is_ready_are_one_look():
+def test_concurrent_readiness_requests_share_one_check():
     looks: list[None] = []
     shared = service(looks, held=4)
 
@@ -44,14 +44,14 @@ def test_many_who_ask_whether_it_is_ready_are_one_look():
     assert len(looks) == 1
 
 
-def test_blocks_that_nobody_holds_are_named():
+def test_missing_blocks_are_named():
     shared = service([], held=2)
     with pytest.raises(ServiceUnavailable, match="no server holds blocks 2:4 of m"):
         asyncio.run(shared.check_ready())
     shared.close()
 
 
-def test_keys_are_those_of_the_file_which_is_not_read_in_the_event_loop(tmp_path, monkeypatch):
+def test_changed_keys_are_read_outside_of_the_event_loop(tmp_path, monkeypatch):
     path = tmp_path / "keys.yaml"
     first = api_keys.add_key(path, "ann", KeyLimits())
     shared = service([], 4, KeyFile.read(path))
@@ -82,7 +82,7 @@ def test_keys_are_those_of_the_file_which_is_not_read_in_the_event_loop(tmp_path
     assert threading.current_thread() not in readers
 
 
-def test_who_leaves_before_its_request_is_prepared_takes_no_thread():
+def test_a_client_that_disconnects_early_takes_no_thread():
     shared, ann, busy, may_end = service([], 4), ApiKey("ann", KeyLimits()), threading.Semaphore(0), threading.Event()
     made: list[str] = []
 
@@ -101,13 +101,13 @@ def test_who_leaves_before_its_request_is_prepared_takes_no_thread():
         for _ in first:
             assert await asyncio.to_thread(busy.acquire, timeout=60)
         with pytest.raises(ClientDisconnected):
-            await shared.run_in_thread(leaves, ann, lambda: made.append("of nobody"))
+            await shared.run_in_thread(leaves, ann, lambda: made.append("of the client that left"))
         await shared.run_in_thread(stays, ApiKey("ben", KeyLimits()), lambda: made.append("of another key"))
-        last = asyncio.ensure_future(shared.run_in_thread(stays, ann, lambda: made.append("of who stayed")))
+        last = asyncio.ensure_future(shared.run_in_thread(stays, ann, lambda: made.append("of the client that stayed")))
         await asyncio.sleep(0)
         may_end.set()
         await asyncio.gather(*first, last)
 
     asyncio.run(work())
     shared.close()
-    assert made == ["of another key", "of who stayed"]
+    assert made == ["of another key", "of the client that stayed"]

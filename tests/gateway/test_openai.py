@@ -31,7 +31,7 @@ def client(gateway):
 
 @pytest.fixture(scope="module")
 def local():
-    """What the model says alone: greedy, so many new tokens after a prompt."""
+    """The text of the model without a swarm: greedy, this many new tokens after a prompt."""
     model, tokenizer = load_local_model(DEMO_FOLDER), load_tokenizer(DEMO_FOLDER)
 
     def continued(prompt: str, tokens: int) -> str:
@@ -189,7 +189,7 @@ def test_a_client_that_leaves_frees_its_session(client, gateway, swarm):
         wait_until(lambda server=server: gauge(server.metrics_url, "swarm_server_sessions_open") == 0)
 
 
-def test_details_are_for_those_who_ask(gateway):
+def test_details_are_sent_only_on_request(gateway):
     body = {"model": MODEL, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 4, "stream": True}
     url = f"{gateway.api}/chat/completions"
     assert "event: swarm" not in httpx.post(url, json=body).text
@@ -236,12 +236,12 @@ def test_a_server_killed_in_mid_stream_is_only_a_pause(local):
 
 
 def kill(swarm: TestSwarm, short_id: str) -> None:
-    """As a power cut would."""
+    """As in a power cut."""
     next(server for server in swarm.working() if server.peer_id.endswith(short_id[1:])).kill()
 
 
 @pytest.mark.slow
-def test_blocks_that_nobody_holds_are_told_and_come_back():
+def test_missing_blocks_are_reported_until_they_are_back():
     with run_swarm(DEMO_FOLDER, ("0:6", "6:12")) as swarm, run_gateway(swarm, wait_for_blocks=1.0) as gateway:
         with openai.OpenAI(base_url=gateway.api, api_key="none", max_retries=0) as client:
             ask(client)
@@ -258,7 +258,7 @@ def test_blocks_that_nobody_holds_are_told_and_come_back():
             ask(client)
 
 
-def test_a_gateway_that_is_told_to_leave_ends_its_streams(swarm):
+def test_a_gateway_that_shuts_down_ends_its_streams(swarm):
     with run_gateway(swarm) as gateway, openai.OpenAI(base_url=gateway.api, api_key="none", max_retries=0) as client:
         begun = threading.Event()
 

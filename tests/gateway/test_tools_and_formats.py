@@ -1,4 +1,4 @@
-"""Tools and wanted forms over HTTP: OpenAI's client, a real swarm, models whose words are known."""
+"""Tools and response formats over HTTP: OpenAI's client, a real swarm, models whose answers are known."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_the_answer_of_a_tool_goes_into_the_conversation(client):
     ("word", "options"),
     [("unknown?", {"tools": [WEATHER]}), ("weather?", {}), ("weather?", {"tools": [WEATHER], "tool_choice": "none"})],
 )
-def test_what_is_no_call_of_a_tool_that_was_given_is_text(client, word, options):
+def test_a_call_of_a_tool_that_was_not_offered_is_text(client, word, options):
     (choice,) = ask(client, word, **options).choices
     assert choice.message.tool_calls is None
     assert choice.message.content == SCRIPTS[word]

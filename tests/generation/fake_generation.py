@@ -16,7 +16,7 @@ from swarm.metrics.registry import new_registry
 
 
 class FakeGeneration:
-    """Stands for a generation; a prompt `[n]` starts as a thread if n is above 0."""
+    """Stands in for a generation. With a prompt `[n]`, `start` fails unless n is above 0."""
 
     tokens = 0
 

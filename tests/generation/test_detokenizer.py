@@ -24,7 +24,7 @@ TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), min_siz
 
 
 @given(text=TEXTS, start=st.integers(0, 10))
-def test_pieces_are_the_text(tokenizer, text, start):
+def test_joined_pieces_are_the_text(tokenizer, text, start):
     ids = tokenizer(text)["input_ids"]
     start = min(start, len(ids))
     pieces = IncrementalDetokenizer(tokenizer, ids[:start])
@@ -34,7 +34,7 @@ def test_pieces_are_the_text(tokenizer, text, start):
         assert "".join(told) == whole[len(front) :]
 
 
-def test_characters_come_whole(tokenizer):
+def test_characters_are_never_split(tokenizer):
     pieces = IncrementalDetokenizer(tokenizer)
     told = [pieces.add_token(token) for token in tokenizer("漢字 😀")["input_ids"]]
     assert "".join(told) == "漢字 😀"
@@ -43,7 +43,7 @@ def test_characters_come_whole(tokenizer):
 
 @pytest.fixture(scope="module")
 def bytewise():
-    """As SentencePiece's: characters without a token are bytes, and bytes next to each other are decoded together."""
+    """As SentencePiece: characters without a token become bytes, and neighbouring bytes are decoded together."""
     tokens = ["<unk>", "▁", "a", "b", *(f"<0x{byte:02X}>" for byte in range(256))]
     model = models.BPE({token: i for i, token in enumerate(tokens)}, [], unk_token="<unk>", byte_fallback=True)
     made = Tokenizer(model)
@@ -79,7 +79,7 @@ def test_a_token_whose_bytes_are_not_known():
     assert token_text(PreTrainedTokenizerFast(tokenizer_object=made), 0)[1] is None
 
 
-def test_bytes_that_are_no_text_are_shown_in_the_end(tokenizer):
+def test_incomplete_characters_are_shown_at_the_end(tokenizer):
     half = tokenizer("漢")["input_ids"][:1]
     pieces = IncrementalDetokenizer(tokenizer)
     assert pieces.add_token(half[0]) == ""
@@ -88,7 +88,7 @@ def test_bytes_that_are_no_text_are_shown_in_the_end(tokenizer):
     assert any(many.add_token(half[0]) for _ in range(20))
 
 
-def test_special_tokens_are_left_out_unless_wanted(tokenizer):
+def test_special_tokens_are_hidden_by_default(tokenizer):
     end = tokenizer.eos_token_id
     assert IncrementalDetokenizer(tokenizer).add_token(end) == ""
     assert IncrementalDetokenizer(tokenizer, keep_special=True).add_token(end) == "<|endoftext|>"

@@ -1,3 +1,5 @@
+"""Response formats and forced tool calls, with a real tokenizer and random scores."""
+
 from __future__ import annotations
 
 import json
@@ -21,7 +23,7 @@ from tests.scripted import make_scripted
 
 DEMO = Path(swarm.models.__file__).parent / "demo"
 PADDED = 10
-"""Scores that belong to no token, as many heads have them."""
+"""Scores that do not belong to a token, as in many heads."""
 
 ENOUGH = 3000
 HERMES = next(syntax for syntax in TABLE if syntax.family == "Hermes and Qwen")
@@ -53,7 +55,7 @@ def constrain(grammars: GrammarCompiler, asked: ChatRequest, syntax):
 
 
 def sample(grammars, tokenizer, asked, syntax=None, seed=0) -> str:
-    """An answer of random scores, which prefer to end what they have begun: else texts would be endless."""
+    """An answer from random scores that favour closing characters, since texts would be endless otherwise."""
     constraint = constrain(grammars, asked, syntax)
     random = torch.Generator().manual_seed(seed)
     closing = [n for n, token in enumerate(tokenizer.convert_ids_to_tokens(range(len(tokenizer)))) if token in '"}],:']
@@ -301,7 +303,7 @@ def test_answers_at_the_same_time_do_not_disturb_each_other(tokenizer):
 
 
 def test_a_scripted_model_can_be_held_to_a_form(tmp_path):
-    """Its tokens are odd pieces, which end in the middle of characters."""
+    """Its tokens end in the middle of characters."""
     tokenizer = AutoTokenizer.from_pretrained(make_scripted(tmp_path, {"hello": '{"name": "Zoë ☕", "age": 5}'}))
     constraint = constrain(
         GrammarCompiler(tokenizer, len(tokenizer)), request(response_format={"type": "json_object"}), None

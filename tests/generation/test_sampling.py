@@ -32,7 +32,7 @@ def test_greedy_takes_the_most_likely():
 
 
 @pytest.mark.parametrize("temperature", [1e-9, 1e-40, 5e-324])
-def test_next_to_no_temperature_is_none(temperature):
+def test_tiny_temperatures_are_greedy(temperature):
     assert tokens(SamplingOptions(temperature=temperature), 3) == [1, 1, 1]
 
 
@@ -43,7 +43,7 @@ def test_frequencies_are_those_of_the_softmax():
         assert counts[token] / 4000 == pytest.approx(float(expected[token]), abs=0.03)
 
 
-def test_the_same_seed_is_the_same_text_whatever_others_sample():
+def test_a_seed_gives_the_same_text_whatever_else_is_sampled():
     first = tokens(SamplingOptions(seed=5), 20)
     torch.manual_seed(0)
     sampler_state = torch.get_rng_state()
@@ -53,7 +53,7 @@ def test_the_same_seed_is_the_same_text_whatever_others_sample():
     assert tokens(SamplingOptions(), 20) != tokens(SamplingOptions(), 20)
 
 
-def test_sets_are_narrowed():
+def test_top_k_and_top_p():
     assert set(tokens(SamplingOptions(top_k=2, seed=1), 200)) == {1, 2}
     assert set(tokens(SamplingOptions(top_p=0.5, seed=1), 200)) == {1}
 
@@ -78,7 +78,7 @@ def test_log_probabilities_are_the_models_own():
     assert choose(SamplingOptions(temperature=0))[0].logprob is None
 
 
-def test_a_constraint_masks_and_hears():
+def test_a_constraint_masks_scores_and_receives_tokens():
     class Only:
         heard: list[int] = []
 

@@ -18,7 +18,7 @@ from tests.generation.fake_generation import make_group
 __all__ = ["make_group"]
 
 
-def test_pieces_that_wait_together_become_one():
+def test_consecutive_deltas_are_merged():
     call = ToolCall("f", "{}")
     waiting = [
         (0, SequenceDelta("a", (), (SampledToken(1),))),
@@ -35,7 +35,7 @@ def test_pieces_that_wait_together_become_one():
     ]
 
 
-def test_where_there_are_too_few_threads_those_that_run_are_ended(make_group):
+def test_if_threads_run_out_the_started_sequences_are_ended(make_group):
     async def work() -> None:
         one = make_group(1, 2, 0, 3)
         with pytest.raises(RuntimeError, match="new thread"):

@@ -1,4 +1,4 @@
-"""Stop sequences: the same end, in whichever pieces the text comes."""
+"""Stop sequences: the same end, however the text is divided into pieces."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_pieces_do_not_matter(text, stops, cuts):
 
 
 @given(text=words, stops=stop_lists)
-def test_it_ends_before_the_stop_that_is_complete_first(text, stops):
+def test_the_text_ends_before_the_first_complete_stop(text, stops):
     shown, hit = run(stops, list(text))
     ends = [end for end in range(1, len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)]
     assert hit == bool(ends)
@@ -39,12 +39,12 @@ def test_it_ends_before_the_stop_that_is_complete_first(text, stops):
         assert shown == text[: ends[0] - len(stopped)]
 
 
-def test_what_is_held_back_is_shown_as_soon_as_it_is_no_stop():
+def test_held_text_is_shown_once_it_cannot_be_a_stop():
     watch = StopSequenceFilter(["###"])
     assert [watch.feed(piece) for piece in ["one #", "# ", "two##"]] == ["one ", "## ", "two"]
     assert watch.finish() == "##"
 
 
 @pytest.mark.parametrize("stops", [[], ["x"]])
-def test_nothing_is_held_without_need(stops):
+def test_nothing_is_held_without_a_reason(stops):
     assert StopSequenceFilter(stops).feed("abc") == "abc"

@@ -1,3 +1,5 @@
+"""Tool calls in answers of all families, however the text is divided."""
+
 from __future__ import annotations
 
 import json
@@ -58,7 +60,7 @@ def test_families_are_recognised_by_their_templates(template, family):
     "template",
     ["", "{{ messages }}", "<tool_call>\n<function=name>\n</tool_call>", "<tool_call>name\n<arg_key>k</tool_call>"],
 )
-def test_other_templates_know_no_tools_that_can_be_read(template):
+def test_other_templates_have_no_known_tool_syntax(template):
     assert tool_syntax(template) is None
 
 
@@ -69,7 +71,7 @@ def test_every_family_is_read_as_it_is_written(syntax):
 
 
 @pytest.mark.parametrize("syntax", [s for s in TABLE if not s.bare], ids=lambda syntax: syntax.family)
-def test_content_before_a_call_is_told(syntax):
+def test_content_before_a_call_is_returned(syntax):
     assert parse(syntax, "Let me look. " + written(syntax)) == ("Let me look. ", [CALL])
 
 
@@ -132,16 +134,16 @@ def test_several_calls(syntax, text):
         (DEEPSEEK, "<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather {}}"[:30]),
     ],
 )
-def test_what_is_no_call_is_content_as_it_was_written(syntax, text):
+def test_text_that_is_not_a_call_is_unchanged_content(syntax, text):
     assert parse(syntax, text) == (text, [])
     assert parse(syntax, *text) == (text, [])
 
 
-def test_content_behind_a_call_is_told():
+def test_content_after_a_call_is_returned():
     assert parse(HERMES, written(HERMES), " Done.") == (" Done.", [CALL])
 
 
-def test_a_call_behind_something_that_is_none():
+def test_a_call_after_something_that_is_not_a_call():
     text = "<tool_call>{}</tool_call>"
     assert parse(HERMES, text + written(HERMES)) == (text, [CALL])
 
@@ -154,7 +156,7 @@ def test_arguments_in_other_dress(arguments, text):
     assert parse(HERMES, written(HERMES, arguments=arguments)) == ("", [ToolCall("weather", text)])
 
 
-def test_a_call_is_told_as_soon_as_it_is_complete_and_content_at_once():
+def test_calls_are_returned_when_complete_and_content_at_once():
     parser = ToolCallParser(HERMES, NAMES)
     assert parser.feed("Hi <b") == ("Hi <b", [])
     assert parser.feed("> <tool") == ("> ", [])

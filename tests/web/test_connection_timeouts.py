@@ -14,8 +14,8 @@ from swarm.web.http_server import SignalFreeServer, listen
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_who_reads_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
-    """Whether its answer is given up meanwhile or not: closing would wait until all is read."""
+def test_a_client_that_reads_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
+    """Whether or not its response is aborted meanwhile: closing alone would wait until everything is read."""
     monkeypatch.setattr(connection_timeouts, "UNREAD_TIMEOUT_S", 0.2)
     left = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""`swarm chat` with a real model of a real swarm: over a gateway, and straight."""
+"""`swarm chat` with a real model of a real swarm: over a gateway, and directly."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def gateway(swarm, key, key_file):
 
 @pytest.fixture(scope="module", params=["gateway", "swarm"])
 def way(request: pytest.FixtureRequest, swarm, gateway, key):
-    """Options that say whom to talk with, and the environment."""
+    """Options that choose the gateway or the swarm, and the environment."""
     if request.param == "gateway":
         return ("--url", gateway.api), {"SWARM_API_KEY": key}
     return (swarm.model, "--initial-peers", swarm.address), {}
@@ -94,7 +94,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_conversation(way):
         screen.type("\x03")
         screen.wait_for(r"stopped; /retry answers again\n> ")
         assert "word699" not in screen.seen
-        # At the prompt it takes back what was typed, and nobody is interrupted.
+        # At the prompt it deletes the line, and interrupts nothing.
         screen.type("no such thing\x03")
         screen.type("say hello\n")
         screen.wait_for(re.escape(HELLO) + r"\n\d+ tokens in .* · 0:3 …\w{6}.*\n> ")
@@ -113,7 +113,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_conversation(way):
     assert b"\x1b[2m" in screen.raw  # what is not the answer is faint
 
 
-def test_the_past_lines_come_back_and_no_colour_means_none(gateway, key):
+def test_line_history_and_no_color(gateway, key):
     with at_terminal((*CHAT, "--url", gateway.url, "--key", key), NO_COLOR="1") as screen:
         screen.wait_for("> ")
         screen.type("say hello\n")
@@ -141,7 +141,7 @@ def test_a_server_that_dies_is_a_notice(gateway, key, swarm):
 
 
 def _behind(gateway, swarm, spare):
-    """The server of 3:6 that has the open session, by what it has used of its cache: the one not idle."""
+    """The server of 3:6 that has the open session: the one that uses the processor."""
     deadline = time.monotonic() + 60
     holders = swarm.holders("3:6")
     before = {holder.pid: psutil.Process(holder.pid).cpu_times().user for holder in holders}
@@ -163,7 +163,7 @@ def _behind(gateway, swarm, spare):
         (("--initial-peers", "/ip4/127.0.0.1/tcp/1"), 2, "does not end in /p2p/PEER_ID"),
     ],
 )
-def test_whom_to_talk_with(arguments, code, message):
+def test_a_swarm_or_a_gateway_is_required(arguments, code, message):
     done = run(arguments, "hello\n", SWARM_INITIAL_PEERS="")
     assert (done.returncode, done.stdout) == (code, "")
     assert done.stderr.count("\n") == 1

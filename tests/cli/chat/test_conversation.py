@@ -1,4 +1,4 @@
-"""What a line means, and what a model is given."""
+"""Commands and messages, and what the model receives."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_messages():
     assert roles(Conversation().with_question("Hi")) == "u"
 
 
-def test_again_takes_the_last_answer_back():
+def test_retry_removes_the_last_answer():
     conversation = Conversation("x").with_question("1").with_answer("2").with_question("3")
     assert conversation.with_answer("4").without_last_answer() == conversation
     assert conversation.without_last_answer() == conversation

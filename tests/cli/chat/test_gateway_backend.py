@@ -1,4 +1,4 @@
-"""A gateway's replies, as bytes: well formed, hostile, refusals."""
+"""Responses of a gateway as bytes: valid, hostile, and errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ASK = (ConversationMessage("user", "hi"),)
 
 @contextmanager
 def gateway(models: bytes, stream: bytes = b"", status: int = 200, **headers: str) -> Iterator[tuple[str, list[str]]]:
-    """A server that answers every GET and every POST with these bytes; its URL, and the keys that it saw."""
+    """A server that answers every GET and every POST with these bytes: its URL, and the keys that it received."""
     keys: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -83,13 +83,13 @@ def test_an_answer():
         (b'data: {"error": {"message": "the swarm failed"}}\n\n', "the swarm failed"),
     ],
 )
-def test_what_is_no_answer(stream, message):
+def test_invalid_answers(stream, message):
     with gateway(MODELS, stream) as (url, _), pytest.raises(ChatFailed, match=message):
         heard(url)
 
 
 @pytest.mark.parametrize("models", [b"", b"[]", b"{}", b'{"data": 7}', b"\xff", b'{"data": [{}]}', b"[" * 100_000])
-def test_what_is_no_gateway(models):
+def test_responses_of_something_that_is_not_a_gateway(models):
     with gateway(models) as (url, _), pytest.raises(ChatFailed):
         GatewayBackend(url, None, None)
 
@@ -118,7 +118,7 @@ def test_refusals():
     assert describe_refusal(502, "tomorrow", b"[" * 100_000) == "the gateway answered with status 502"
 
 
-def test_nobody_there():
+def test_a_gateway_that_cannot_be_reached():
     with pytest.raises(ChatFailed, match=r"the gateway at http://127\.0\.0\.1:1/v1 cannot be reached: .*refused"):
         GatewayBackend("http://127.0.0.1:1", None, None)
 
@@ -126,7 +126,7 @@ def test_nobody_there():
 @pytest.mark.parametrize(
     "url", ["", "gateway", "file:///etc/passwd", "ftp://host/v1", "http://", "http://[", "http://h:x"]
 )
-def test_no_url(url):
+def test_invalid_urls(url):
     with pytest.raises(InvalidOption, match="such as http"):
         base_url(url)
 
@@ -143,7 +143,7 @@ def test_events_of_any_bytes(data):
 
 
 @pytest.mark.parametrize("key", ["sk-swarm-x\nHost: elsewhere", "schlüssel", "x\0"])
-def test_what_can_be_no_key(key):
+def test_invalid_keys(key):
     with pytest.raises(InvalidOption, match="--key contains characters"):
         GatewayBackend("http://127.0.0.1:9", key, None)
 

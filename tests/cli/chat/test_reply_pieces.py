@@ -1,4 +1,4 @@
-"""What is heard of an answer: shapes are checked, and nothing of it commands the terminal."""
+"""Pieces of an answer: their form is validated, and none of them controls the terminal."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ def chunk(content: object) -> dict[str, object]:
         ("über 日本 👩‍👩‍👧", "über 日本 👩‍👩‍👧"),
     ],
 )
-def test_nothing_is_left_that_a_terminal_obeys(hostile, shown):
+def test_control_characters_are_stripped(hostile, shown):
     assert strip_controls(hostile) == shown
 
 
 @given(st.text(st.characters(codec=None)))
-def test_what_is_left_has_no_control_characters(text):
+def test_stripped_text_has_no_control_characters(text):
     assert all(one in "\n\t" or unicodedata.category(one) not in ("Cc", "Cs") for one in strip_controls(text))
     assert strip_controls(strip_controls(text)) == strip_controls(text)
 
 
 @given(JSON)
-def test_whatever_a_gateway_sends_is_read_or_refused(body):
+def test_any_json_is_read_or_rejected(body):
     for read in (read_chunk, read_detail):
         try:
             piece = read(body)

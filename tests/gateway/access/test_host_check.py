@@ -1,4 +1,4 @@
-"""Names that nobody elsewhere can own, and what happens to requests for others."""
+"""Names that nobody else can own, and requests for other names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_names_of_this_machine(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ELSEWHERE)
-def test_names_that_somebody_may_own(host: str) -> None:
+def test_names_that_others_may_own(host: str) -> None:
     assert not is_local_name(host)
 
 
@@ -60,6 +60,6 @@ def test_requests(host: str, also: tuple[str, ...], status: int) -> None:
 
 
 @pytest.mark.parametrize(("host", "loopback"), [("127.0.0.1", True), ("127.1.2.3", True), ("0.0.0.0", False)])
-def test_where_only_this_machine_reaches(host: str, loopback: bool) -> None:
+def test_loopback_addresses(host: str, loopback: bool) -> None:
     with listen(host, 0) as listening:
         assert is_loopback(listening) is loopback

@@ -1,3 +1,5 @@
+"""Admission of requests: limits, the queue, and turns of keys."""
+
 from __future__ import annotations
 
 import asyncio
@@ -97,7 +99,7 @@ def test_tokens_are_reserved_and_then_count_as_used():
         who = key(tokens_per_minute=100)
         async with admission.admit(who, 80) as ticket:
             refused = await refusal(admission, who, 30)
-            assert refused.retry_after_s == 60.0  # nobody knows when the first one ends
+            assert refused.retry_after_s == 60.0  # it is not known when the first one ends
             assert "100 tokens a minute and has 20 left; this request reserves 30" in str(refused)
             clock.seconds += 100
             assert (await refusal(admission, who, 30)).scope == "key"  # it still runs
@@ -109,12 +111,12 @@ def test_tokens_are_reserved_and_then_count_as_used():
         clock.seconds += 50
         async with admission.admit(who, 100):
             pass
-        assert (await refusal(admission, who, 1)).retry_after_s == 60.0  # who does not say used all
+        assert (await refusal(admission, who, 1)).retry_after_s == 60.0  # without a report, all reserved tokens count
 
     run(test())
 
 
-def test_more_tokens_than_a_minute_has_are_never_let_in():
+def test_a_request_beyond_the_limit_of_a_minute_is_never_admitted():
     async def test():
         refused = await refusal(AdmissionControl(10, 10, Clock()), key(tokens_per_minute=100), 101)
         assert "are 101 tokens, and this key may use 100 a minute: ask for fewer" in str(refused)
@@ -122,7 +124,7 @@ def test_more_tokens_than_a_minute_has_are_never_let_in():
     run(test())
 
 
-def test_a_key_that_has_nothing_left_can_be_seen_before_it_enters():
+def test_a_used_up_key_can_be_checked_in_advance():
     async def test():
         admission = AdmissionControl(1, 10, Clock())
         who = key(requests_per_minute=1)
@@ -136,7 +138,7 @@ def test_a_key_that_has_nothing_left_can_be_seen_before_it_enters():
     run(test())
 
 
-def test_a_key_has_so_many_at_once_running_or_waiting():
+def test_running_and_waiting_requests_of_a_key_are_limited():
     async def test():
         admission = AdmissionControl(1, 10, Clock())
         who = key(concurrent=2)
@@ -172,7 +174,7 @@ def test_without_keys_only_the_queue_is_bounded():
     run(test())
 
 
-def test_a_request_of_several_texts_waits_for_room_for_all_of_them():
+def test_a_request_waits_until_all_of_its_texts_fit():
     async def test():
         admission = AdmissionControl(4, 10, Clock())
         first, second = (Visitor(None, texts=2).start(admission) for _ in range(2))
@@ -192,7 +194,7 @@ def test_a_request_of_several_texts_waits_for_room_for_all_of_them():
     run(test())
 
 
-def test_a_request_of_more_texts_than_ever_run_runs_alone():
+def test_a_request_of_too_many_texts_runs_alone():
     async def test():
         admission = AdmissionControl(4, 10, Clock())
         small, large = Visitor(None).start(admission), Visitor(None, texts=8).start(admission)
@@ -206,7 +208,7 @@ def test_a_request_of_more_texts_than_ever_run_runs_alone():
     run(test())
 
 
-def test_whoever_no_longer_waits_lets_others_go_that_have_room():
+def test_a_request_that_stops_waiting_lets_others_start():
     async def test():
         admission = AdmissionControl(4, 10, Clock())
         first = Visitor(None, texts=2).start(admission)
@@ -222,7 +224,7 @@ def test_whoever_no_longer_waits_lets_others_go_that_have_room():
     run(test())
 
 
-def test_a_queue_of_none_refuses_at_once():
+def test_a_queue_of_size_0_refuses_at_once():
     async def test():
         admission = AdmissionControl(1, 0, Clock())
         visitor = Visitor(None).start(admission)
@@ -233,7 +235,7 @@ def test_a_queue_of_none_refuses_at_once():
     run(test())
 
 
-def test_a_full_queue_of_one_key_makes_room_for_another():
+def test_a_full_queue_of_one_key_yields_to_another_key():
     async def test():
         admission = AdmissionControl(1, 3, Clock())
         ann = [Visitor(key("ann")).start(admission) for _ in range(4)]
@@ -255,7 +257,7 @@ def test_a_full_queue_of_one_key_makes_room_for_another():
     run(test())
 
 
-def test_cancelled_in_the_moment_of_its_turn_it_passes_the_turn_on():
+def test_a_request_cancelled_when_admitted_passes_its_turn_on():
     async def test():
         admission = AdmissionControl(1, 3, Clock())
         first, second, third = (Visitor(None).start(admission) for _ in range(3))
@@ -273,7 +275,7 @@ def test_cancelled_in_the_moment_of_its_turn_it_passes_the_turn_on():
     run(test())
 
 
-def test_an_error_inside_frees_the_place():
+def test_an_error_inside_of_the_context_frees_the_place():
     async def test():
         admission = AdmissionControl(1, 0, Clock())
         for _ in range(3):
@@ -303,7 +305,7 @@ STEPS = st.lists(
 
 @dataclass
 class Seen:
-    """A request as the gateway's own people see it."""
+    """A request and its times, as recorded by the test."""
 
     visitor: Visitor
     came: float
@@ -312,7 +314,7 @@ class Seen:
 
 
 class World:
-    """Requests that come, go and give up, and what has to be true all the while."""
+    """Requests that come, end and are cancelled, and the invariants that hold all the time."""
 
     CONCURRENT, QUEUE = 3, 4
 
@@ -375,7 +377,7 @@ class World:
 
 @settings(max_examples=200)
 @given(STEPS)
-def test_no_limit_is_ever_passed_and_everybody_gets_a_turn(steps):
+def test_no_limit_is_exceeded_and_every_request_gets_a_turn(steps):
     async def test():
         world = World()
         for step in steps:
@@ -384,7 +386,7 @@ def test_no_limit_is_ever_passed_and_everybody_gets_a_turn(steps):
         for _ in range(len(waiting)):
             running = next(number for number, s in enumerate(world.seen) if is_running(s))
             await world.step("go", running, 1)
-        assert all(visitor.entered.is_set() for visitor in waiting)  # nobody starved
+        assert all(visitor.entered.is_set() for visitor in waiting)  # none starved
         assert (world.admission.running, world.admission.waiting) == (0, 0)
         for account in world.admission._usage.values():
             assert (account.open, account.reserved) == (0, 0)

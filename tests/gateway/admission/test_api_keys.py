@@ -1,3 +1,5 @@
+"""The key file: reading, changing, finding keys."""
+
 from __future__ import annotations
 
 import logging
@@ -42,12 +44,12 @@ def test_each_secret_finds_its_key_and_no_other(path):
 
 
 @given(st.text(max_size=300))
-def test_anything_else_finds_none(secret):
+def test_other_secrets_find_no_key(secret):
     assert KeyFile(None, {api_keys._sha256("right"): ApiKey("ann", KeyLimits())}, None).find("x" + secret) is None
 
 
 @pytest.mark.parametrize("wrong", ["", "sk-swarm-", "x" * 100_000, "ä\udcff", HASH])
-def test_odd_secrets_find_none(path, wrong):
+def test_odd_secrets_find_no_key(path, wrong):
     write(path, f"keys: {{ann: {{sha256: '{HASH}'}}}}")
     assert KeyFile.read(path).find(wrong) is None
 
@@ -75,7 +77,7 @@ def test_a_broken_edit_keeps_the_keys_and_is_logged_once(path, caplog):
     assert file.refreshed().find(secret) is None
 
 
-def test_a_file_that_vanished_keeps_the_keys_until_it_is_back(path):
+def test_a_deleted_file_keeps_the_keys_until_it_is_back(path):
     secret = api_keys.add_key(path, "ann", KeyLimits())
     file = KeyFile.read(path)
     path.unlink()

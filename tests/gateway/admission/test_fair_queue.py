@@ -1,3 +1,5 @@
+"""The queue in which keys take turns."""
+
 from __future__ import annotations
 
 import pytest
@@ -30,7 +32,7 @@ def test_keys_take_turns(come, go):
     assert " ".join(pop(turns) for _ in range(len(turns))) == go
 
 
-def test_what_is_removed_is_not_next():
+def test_removed_items_are_not_next():
     turns = fill("a1 a2 b1")
     turns.remove("a", "a1")
     turns.remove("a", "a1")
@@ -39,7 +41,7 @@ def test_what_is_removed_is_not_next():
     assert [turns.pop(), turns.pop()] == ["a2", "b1"]
 
 
-def test_the_newest_of_the_greediest_gives_way():
+def test_the_newest_request_of_the_longest_queue_gives_way():
     turns = fill("a1 b1 b2 b3 c1")
     assert turns.longest_key() == "b"
     assert turns.pop_newest("b") == "b3"
@@ -47,7 +49,7 @@ def test_the_newest_of_the_greediest_gives_way():
 
 
 @given(st.lists(st.tuples(st.sampled_from(["push", "pop"]), st.sampled_from("abc")), max_size=60))
-def test_the_first_of_a_key_lets_every_other_key_before_it_once_at_most(steps):
+def test_every_other_key_goes_before_a_waiting_request_at_most_once(steps):
     turns: FairQueue[tuple[str, int]] = FairQueue()
     waiting: dict[str, int] = dict.fromkeys("abc", 0)
     passed: dict[str, dict[str, int]] = {}

@@ -12,7 +12,7 @@ FREE = KeyLimits()
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 9)), max_size=20), st.integers(0, 60), st.integers(0, 50))
-def test_window_says_how_long_to_wait(steps, rest, amount):
+def test_a_window_knows_how_long_to_wait(steps, rest, amount):
     window, now = SlidingWindow(), 0.0
     for seconds, count in steps:
         now += seconds
@@ -28,11 +28,11 @@ def test_window_says_how_long_to_wait(steps, rest, amount):
         assert earlier.sum(now + wait - 0.5) > amount
 
 
-def test_an_account_without_limits_checks_nothing():
+def test_a_key_without_limits_is_never_rejected():
     KeyUsage(open=10**6, reserved=10**9).check_limits(FREE, 10**9, 0.0)
 
 
-def test_a_window_forgets_though_nobody_asks():
+def test_a_window_drops_old_entries_without_being_read():
     window = SlidingWindow()
     for second in range(1000):
         window.add(float(second), 1)

@@ -12,7 +12,7 @@ from swarm.gateway.http.request_body import BodyMemory, read_body
 
 
 class Client:
-    """The other side of one request: what it sends, and what it has got."""
+    """The client of one request: what it sends, and what it has received."""
 
     def __init__(
         self, parts: Iterable[bytes] = (), leaves: bool = False, headers: Iterable[tuple[str, str]] = ()

@@ -32,12 +32,12 @@ class Stream:
         finally:
             self.closed = True
 
-    async def send_to(self, client: Client, patience: float = 5.0) -> None:
+    async def send_to(self, client: Client, send_timeout_s: float = 5.0) -> None:
         async def over(was_read: bool) -> None:
             assert self.closed
             self.over.append(was_read)
 
-        await EventStreamResponse(self.events(), patience, over)(client.scope, client.receive, client.send)
+        await EventStreamResponse(self.events(), send_timeout_s, over)(client.scope, client.receive, client.send)
 
 
 def test_a_stream_is_sent_as_it_comes():
@@ -51,7 +51,7 @@ def test_a_stream_is_sent_as_it_comes():
     run(work)
 
 
-def test_what_fails_in_the_middle_is_an_event():
+def test_an_error_in_the_middle_is_an_event():
     async def work() -> None:
         client, stream = Client(), Stream([b"a", ServiceUnavailable("gone", code="x")])
         await stream.send_to(client)
@@ -62,7 +62,7 @@ def test_what_fails_in_the_middle_is_an_event():
     run(work)
 
 
-def test_a_reader_that_leaves_ends_the_stream():
+def test_a_client_that_disconnects_ends_the_stream():
     async def work() -> None:
         client, stream = Client(), Stream([b"a"], waits=True)
         sending = asyncio.ensure_future(stream.send_to(client))
@@ -75,18 +75,18 @@ def test_a_reader_that_leaves_ends_the_stream():
     run(work)
 
 
-def test_a_reader_that_takes_nothing_ends_the_stream():
+def test_a_client_that_reads_nothing_ends_the_stream():
     async def work() -> None:
         client, stream = Client(), Stream([b"a", b"b"], waits=True)
         client.takes = 2
-        await stream.send_to(client, patience=0.01)
+        await stream.send_to(client, send_timeout_s=0.01)
         assert len(client.got) == 2
         assert stream.over == [False]
 
     run(work)
 
 
-def test_a_stream_that_has_begun_is_the_same_stream():
+def test_waiting_for_the_first_event_keeps_the_stream():
     async def work() -> None:
         stream = Stream([b"a", b"b"])
         assert [one async for one in await await_first_event(stream.events())] == [b"a", b"b"]

@@ -1,4 +1,4 @@
-"""What is around every reply, without a network."""
+"""The middleware, without a network."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def part(more: bool) -> dict[str, Any]:
 
 
 def exchange(coming: Sequence[dict[str, Any]], reads: int, headers: list[tuple[bytes, bytes]]) -> tuple[list[Any], int]:
-    """What is sent by an application that reads so many parts of the request, and how many are left unread."""
+    """What an application sends that reads this many parts of the request, and how many parts are left unread."""
     left, sent = list(coming), []
 
     async def receive() -> dict[str, Any]:
@@ -41,7 +41,7 @@ def exchange(coming: Sequence[dict[str, Any]], reads: int, headers: list[tuple[b
     return sent, len(left)
 
 
-def test_a_reply_to_a_whole_request_ends_at_once():
+def test_a_response_to_a_complete_request_ends_at_once():
     assert exchange([part(True), part(False)], 2, ASKED) == ([REPLY], 0)
 
 
@@ -51,14 +51,14 @@ def test_a_request_without_a_body_is_not_waited_for():
 
 
 @pytest.mark.parametrize("last", [part(False), {"type": "http.disconnect"}])
-def test_what_still_comes_is_taken_before_the_exchange_ends(last):
+def test_the_rest_of_the_request_is_read_before_the_exchange_ends(last):
     sent, left = exchange([part(True)] * 5 + [last], 1, ASKED)
     assert sent == [{**REPLY, "more_body": True}, END]
     assert left == 0
 
 
 @pytest.mark.parametrize(("linger", "pause"), [(60.0, 0.01), (0.01, 60.0)])
-def test_what_does_not_end_is_not_waited_for_long(monkeypatch, linger, pause):
+def test_draining_is_limited_in_time(monkeypatch, linger, pause):
     monkeypatch.setattr(middleware, "DRAIN_TIMEOUT_S", linger)
     monkeypatch.setattr(middleware, "DRAIN_PAUSE_TIMEOUT_S", pause)
     sent, _ = exchange([part(True)], 1, ASKED)

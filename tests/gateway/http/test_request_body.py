@@ -28,7 +28,7 @@ def test_a_body_that_is_too_large(headers):
     run(work)
 
 
-def test_a_body_that_does_not_come():
+def test_a_body_that_does_not_arrive():
     async def work() -> None:
         with pytest.raises(RequestTimeout, match="did not arrive within 0 s"):
             await Client().read(seconds=0.01)
@@ -36,7 +36,7 @@ def test_a_body_that_does_not_come():
     run(work)
 
 
-def test_a_client_that_leaves_before_its_body_is_whole():
+def test_a_client_that_disconnects_before_its_body_is_complete():
     async def work() -> None:
         with pytest.raises(ClientDisconnected):
             await Client([b"a"], leaves=True).read()
@@ -44,7 +44,7 @@ def test_a_client_that_leaves_before_its_body_is_whole():
     run(work)
 
 
-def test_bodies_have_so_much_room_together():
+def test_all_bodies_together_have_limited_memory():
     async def work() -> None:
         room = BodyMemory(10)
         first = asyncio.create_task(Client([b"1234567"], leaves=True).read(room=room))

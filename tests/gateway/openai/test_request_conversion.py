@@ -27,22 +27,22 @@ def served() -> Any:
 
 
 @pytest.mark.parametrize(("prompt", "room"), [(4, DEFAULT_COMPLETION_TOKENS), (CONTEXT - 3, 3)])
-def test_who_does_not_say_gets_what_there_is_room_for(served, prompt, room):
+def test_the_default_limit_fits_the_context(served, prompt, room):
     (work,) = completion_request_sequences(CompletionRequest(model="m", prompt=[5] * prompt), served)
     assert work.max_tokens == room
 
 
-def test_who_asks_for_more_than_there_is_room_for_is_told(served):
+def test_a_limit_beyond_the_context_is_an_error(served):
     with pytest.raises(InvalidGenerationRequest, match="room for 3 more; 4 were requested"):
         completion_request_sequences(CompletionRequest(model="m", prompt=[5] * (CONTEXT - 3), max_tokens=4), served)
 
 
-def test_prompts_are_repeated_for_each_of_their_answers(served):
+def test_the_prompt_is_repeated_for_each_answer(served):
     works = completion_request_sequences(CompletionRequest(model="m", prompt=["Once", "upon a"], n=2), served)
     assert prompt_texts(works, served) == ["Once", "Once", "upon a", "upon a"]
 
 
-def test_one_request_is_no_crowd(served):
+def test_the_number_of_texts_of_a_request_is_limited(served):
     assert len(completion_request_sequences(CompletionRequest(model="m", prompt=["Once"] * 4, n=2), served)) == 8
     with pytest.raises(BadRequest, match="prompts times n are 9 texts; one request may have 8 at most"):
         completion_request_sequences(CompletionRequest(model="m", prompt=["Once"] * 3, n=3), served)

@@ -1,4 +1,4 @@
-"""What a body may say, and what is said about one that may not."""
+"""Valid and invalid request bodies."""
 
 from __future__ import annotations
 
@@ -66,20 +66,20 @@ def test_wrong_fields_are_named(fields, message, param):
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b'{"model": "m" "x": 1}', b"[" * 100_000])
-def test_what_is_no_json(body):
+def test_invalid_json(body):
     for read in (parse_chat_request, parse_completion_request):
         failure = refused(read, body)
         assert "JSON" in str(failure) or "Expected `object`" in str(failure)
 
 
-def test_what_means_nothing_here_passes():
+def test_unknown_fields_are_ignored():
     asked = parse_chat_request(
         chat(user="ann", metadata={"a": 1}, store=True, service_tier="auto", functions=None, temperature=1)
     )
     assert (asked.temperature, asked.stops, asked.include_usage) == (1.0, [], False)
 
 
-def test_parts_of_a_message_are_joined_and_pictures_refused():
+def test_text_parts_are_joined_and_images_rejected():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert parse_chat_request(chat(messages=[{"role": "user", "content": parts}])).messages[0].text() == "ab"
     picture = [{"type": "image_url", "image_url": {"url": "data:,"}}]
@@ -97,7 +97,7 @@ def test_prompts(prompt, expected):
 
 
 @pytest.mark.parametrize("prompt", [[], [[]], [1, "a"], ["a", 1], [[-1]], ["a"] * 9, [True, False, None]])
-def test_prompts_that_are_none(prompt):
+def test_invalid_prompts(prompt):
     with pytest.raises(BadRequest, match="prompt must be a text"):
         parse_completion_request(completion(prompt=prompt)).prompts()
 
@@ -111,5 +111,5 @@ def test_prompts_that_are_none(prompt):
         ({"logprobs": True}, "logprobs"),
     ],
 )
-def test_completions_that_are_not_done_here(fields, param):
+def test_unsupported_completion_options_are_rejected(fields, param):
     assert refused(parse_completion_request, completion(**fields)).param == param

@@ -21,7 +21,7 @@ __all__ = ["make_group"]
 ROUTE = Route((Hop(server_info(0, 4, "abcdefgh", name="ann"), Span(0, 4)),))
 
 
-def test_a_reply_has_not_begun_while_its_blocks_are_waited_for(make_group):
+def test_a_response_does_not_begin_while_blocks_are_missing(make_group):
     async def work() -> None:
         one = make_group(1)
         (sequence,) = one._generations
@@ -41,7 +41,7 @@ def test_a_reply_has_not_begun_while_its_blocks_are_waited_for(make_group):
     asyncio.run(work())
 
 
-def test_an_answer_of_nothing_still_begins(make_group):
+def test_an_empty_answer_still_begins(make_group):
     async def work() -> None:
         one = make_group(1)
         one._generations[0].on_event(SequenceEnd("stop", 1))
@@ -55,7 +55,7 @@ def test_an_answer_of_nothing_still_begins(make_group):
     asyncio.run(work())
 
 
-def test_a_whole_reply_is_not_written_in_the_event_loop(make_group, monkeypatch):
+def test_a_complete_response_is_written_outside_of_the_event_loop(make_group, monkeypatch):
     threads = []
     monkeypatch.setattr(ChatResponseWriter, "body", lambda *_: threads.append(threading.current_thread()) or {})
 

@@ -1,4 +1,4 @@
-"""The chat page in a browser, on a real gateway of a real three-server swarm, whose models say known texts."""
+"""The chat page in a browser, on a real gateway of a real three-server swarm, with models whose texts are known."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def words(text: str) -> str:
 
 
 def wait_until_idle(gateway: GatewayProcess) -> None:
-    """Until nothing is computed any more."""
+    """Wait until no request runs."""
     deadline = time.monotonic() + 60
     while not re.search(r"^swarm_gateway_running 0", httpx.get(f"{gateway.url}/metrics").text, re.MULTILINE):
         assert time.monotonic() < deadline

@@ -1,4 +1,4 @@
-"""How the chat page shows Markdown: what models write, what they might write to do harm, and text as it grows."""
+"""How the chat page shows Markdown: usual texts, hostile ones, and text that grows."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def page():
 
 
 def show(page: Any, *texts: tuple[str, list[int]]) -> list[str]:
-    """What is shown of each text after it has grown in these steps (UTF-16 code units) and is whole."""
+    """The HTML of each text after it has grown in these steps (UTF-16 code units)."""
     return list(page.evaluate(SHOW, texts))
 
 
@@ -159,7 +159,7 @@ def test_a_table_has_its_columns(page):
     assert '<td class="start">3</td><td class="end"></td>' in shown
 
 
-def test_what_grows_token_by_token_looks_like_the_whole(page):
+def test_text_that_grows_looks_like_the_complete_text(page):
     """Property: any text, cut anywhere, is shown as if it had come at once, with no node that does not belong there."""
     chance = random.Random(6)
     for _ in range(250):
@@ -198,14 +198,14 @@ def test_what_grows_token_by_token_looks_like_the_whole(page):
     ],
 )
 def test_hostile_text_does_not_stop_the_page(page, text):
-    """What took time with the square of its length, or nested without end, would run into the page's time limit."""
+    """Quadratic time or endless nesting would exceed the page's time limit."""
     seen = page.evaluate(SHOWN_TEXT, text)
     assert set(seen["tags"]) <= TAGS
     assert seen["length"] <= 2 * len(text) + 100
 
 
 def test_only_the_end_of_a_long_text_is_drawn_again(page):
-    """What was drawn once is the same node later, so that thousands of tokens stay quick and a selection stays."""
+    """Nodes that are drawn once stay, so that thousands of tokens are drawn quickly and a selection is kept."""
     kept = page.evaluate("""async () => {
       const { MarkdownView } = await import("/page/markdown/markdown_view.js");
       const container = document.createElement("div");

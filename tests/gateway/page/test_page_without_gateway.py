@@ -1,4 +1,4 @@
-"""The chat page with answers that the test gives: failures, what the browser keeps, settings, reading comfort."""
+"""The chat page with responses of the test: failures, browser storage, settings, reading comfort."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from playwright.sync_api import Page, expect
 from tests.browser import HOST, Answers, failure, open_page, picture, serve_files, stream
 
 QUOTA = 5 * 2**20
-"""Characters that browsers keep for a page."""
+"""Characters that browsers store for a page."""
 
 CONTRAST = """
 () => {
@@ -59,7 +59,7 @@ def answers(page: Page) -> Any:
     return page.locator(".message.assistant .body")
 
 
-def test_who_is_refused_for_now_sees_when_to_try_again(page):
+def test_a_rate_limited_user_sees_when_to_try_again(page):
     Answers(page, failure(429, "the gateway is busy", **{"Retry-After": "1"}), stream("Now."))
     send(page, "hello")
     again = page.get_by_role("button", name="Try again")
@@ -104,7 +104,7 @@ def test_what_came_before_the_connection_was_lost_is_kept(page):
 @pytest.mark.parametrize(
     "body", ["data: {not json\n\n", 'data: {"choices": 7}\n\n', "\0\0\0", "data: [1]\n\nevent: swarm\ndata: 3\n\n"]
 )
-def test_a_reply_that_is_none_is_told_as_a_failure(page, body):
+def test_an_invalid_response_is_shown_as_an_error(page, body):
     Answers(page, {"body": body, "content_type": "text/event-stream"})
     send(page, "hello")
     expect(page.locator(".notice.failed")).to_be_visible()
@@ -188,7 +188,7 @@ def test_a_conversation_can_be_renamed_saved_and_deleted(page, tmp_path):
     expect(page.locator("#conversations .open")).to_have_count(0)
 
 
-def test_a_browser_without_room_still_chats_and_says_so(page):
+def test_a_full_browser_storage_is_reported_and_chats_continue(page):
     Answers(page, stream("Yes."))
     for text in ("first", "second"):
         page.keyboard.press("Control+k")
@@ -244,7 +244,7 @@ def test_two_tabs_share_their_conversations(page):
     expect(answers(other)).to_have_text(["Yes.", "Yes."])
 
 
-def test_who_reads_further_up_is_left_there(page):
+def test_a_user_who_scrolled_up_stays_there(page):
     Answers(page, stream(*(f"line {number}\n\n" for number in range(200))))
     send(page, "long")
     expect(page.locator(".message.assistant")).to_contain_text("line 199")
@@ -260,7 +260,7 @@ def test_who_reads_further_up_is_left_there(page):
     page.wait_for_function(f"() => {{ const scroll = document.getElementById('scroll'); return {at_end}; }}")
 
 
-def test_who_wants_no_motion_sees_none(page):
+def test_reduced_motion_shows_no_animation(page):
     page.emulate_media(reduced_motion="reduce")
     page.route(f"{HOST}/v1/chat/completions", lambda route: None)  # no answer at all
     send(page, "hello")
@@ -291,7 +291,7 @@ def test_what_the_reader_chose_goes_before_the_system(page):
     assert page.evaluate(ground) == light
 
 
-def test_no_gateway_is_told_at_the_top(browser):
+def test_an_unreachable_gateway_is_reported_at_the_top(browser):
     with open_page(browser) as page:
         serve_files(page.context)
         page.route(f"{HOST}/v1/models", lambda route: route.abort())
