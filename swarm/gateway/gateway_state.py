@@ -61,7 +61,7 @@ class GatewayState:
         self.admission = AdmissionControl(settings.max_concurrent_texts, settings.max_waiting, time.monotonic)
         self.body_memory = BodyMemory(max(MAX_BODY_MEMORY_BYTES, settings.max_request_bytes))
         self.metrics = GatewayMetrics(registry, self.models)
-        self.metrics.watch(lambda: self.admission.running, lambda: self.admission.waiting)
+        self.metrics.track_admission(lambda: self.admission.running, lambda: self.admission.waiting)
         # For what blocks or computes for long before a generation: not in the event loop.
         self._threads = ThreadPoolExecutor(PREPARATION_THREADS, thread_name_prefix="swarm-gateway")
         self._thread_limits: dict[str, asyncio.Semaphore] = {}
@@ -73,7 +73,7 @@ class GatewayState:
         self._readiness_lock = asyncio.Lock()
         client_metrics = ClientMetrics(registry)
         for model in models:
-            model.model.swarm.listen(client_metrics.heard)
+            model.model.swarm.listen(client_metrics.on_event)
 
     async def keys(self) -> KeyFile | None:
         """The keys as they are in the file now."""

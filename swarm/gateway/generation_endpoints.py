@@ -124,7 +124,7 @@ class GenerationEndpoints:
             if not with_details:
                 # An error before the first token gets its own status. With details, the stream starts at once.
                 events = await cancel_on_disconnect(request.receive, await_first_event(events))
-            stack.enter_context(self._gateway.metrics.stream())
+            stack.enter_context(self._gateway.metrics.track_stream())
             on_end = partial(self._end_stream, stack.pop_all())
             return EventStreamResponse(events, self._gateway.settings.send_timeout_s, on_end)
 
@@ -142,19 +142,19 @@ class GenerationEndpoints:
         try:
             yield
         except NotAdmitted as error:
-            self._gateway.metrics.refused(error.scope)
+            self._gateway.metrics.request_refused(error.scope)
             raise
 
     async def _read_body(self, request: Request) -> bytes:
         settings = self._gateway.settings
         check_origin(request.headers, settings.cors_origins)
         body = await read_body(request, settings.max_request_bytes, settings.read_timeout_s, self._gateway.body_memory)
-        self._gateway.metrics.received(len(body))
+        self._gateway.metrics.body_received(len(body))
         return body
 
     async def _end_stream(self, stack: AsyncExitStack, was_read: bool) -> None:
         if not was_read:
-            self._gateway.metrics.disconnected()
+            self._gateway.metrics.client_disconnected()
         await stack.aclose()
 
 

@@ -9,7 +9,7 @@ from swarm.gateway.access.authentication import authenticate
 from swarm.gateway.gateway_state import GatewayState
 from swarm.gateway.http.responses import JsonResponse
 from swarm.gateway.openai.response_writers import model_object
-from swarm.metrics.registry import exposition
+from swarm.metrics.registry import encode_metrics
 
 
 class InfoEndpoints:
@@ -46,5 +46,5 @@ class InfoEndpoints:
         """`GET /metrics`, for Prometheus."""
         if not self._gateway.settings.public_status:
             await authenticate(self._gateway, request.headers)
-        body, media_type = exposition(self._gateway.registry)
+        body, media_type = encode_metrics(self._gateway.registry)
         return Response(body, media_type=media_type)

@@ -30,7 +30,7 @@ class TokenMetrics(Protocol):
     def next_token(self, model: str, seconds: float) -> None:
         """A further token came this long after the one before it."""
 
-    def used(self, model: str, prompt: int, completion: int) -> None:
+    def tokens_used(self, model: str, prompt: int, completion: int) -> None:
         """A request has ended and took this many tokens."""
 
 
@@ -126,7 +126,7 @@ class SequenceGroup:
             # The place in the gateway's queue is given up only after the servers' caches are free again.
             await asyncio.shield(asyncio.gather(*(generation.wait_ended() for generation in started)))
             if self._metrics is not None:
-                self._metrics.used(self._served.name, self.prompt_tokens, self.completion_tokens)
+                self._metrics.tokens_used(self._served.name, self.prompt_tokens, self.completion_tokens)
 
     async def events(self) -> AsyncGenerator[tuple[int, SequenceEvent]]:
         """Events of all sequences as (index, event), until all are complete. Consecutive deltas are merged.

@@ -1,4 +1,4 @@
-"""What a client's sessions meet on their way, counted. Fed by the events of `swarm.client.routes.events`."""
+"""Metrics of a client's sessions, counted from the events of `swarm.client.routes.events`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 from prometheus_client import Counter, Histogram
 
-from swarm.metrics.instruments import ANSWER_SECONDS, OTHER, error_label
+from swarm.metrics.instruments import ANSWER_BUCKETS_S, OTHER, error_label
 from swarm.metrics.registry import Registry
 
-AVOIDED: Mapping[str, str] = {
+BAN_REASONS: Mapping[str, str] = {
     "could not be reached": "unreachable",
     "did not answer in time": "timed_out",
     "gave a wrong answer": "wrong_answer",
@@ -19,14 +19,14 @@ AVOIDED: Mapping[str, str] = {
     "has no room in its cache": "cache_full",
     "is closing or moving": "closing",
 }
-"""Labels of the reasons of `swarm.routing.peer_health.Failure`, which lies above this room."""
+"""Labels for the reasons of `swarm.routing.peer_health.PeerFailure`, which this package must not import."""
 
 
 class ClientMetrics:
-    """Counts for all sessions of a process.
+    """Metrics of all sessions of a process.
 
     Args:
-        registry: where they are told.
+        registry: where they are registered.
     """
 
     def __init__(self, registry: Registry) -> None:
@@ -37,7 +37,7 @@ class ClientMetrics:
         self._failovers = Histogram(
             "swarm_client_failover_seconds",
             "Time from noticing that a server is lost until others have taken its place.",
-            buckets=ANSWER_SECONDS,
+            buckets=ANSWER_BUCKETS_S,
             registry=registry,
         )
         self._replays = Counter("swarm_client_replays_total", "Caches filled again from records.", registry=registry)
@@ -59,13 +59,13 @@ class ClientMetrics:
             "Recovered": lambda event: self._failovers.observe(event.seconds),
             "Replayed": self._was_replayed,
             "BlocksMissing": lambda event: self._missing.inc(),
-            "PeerAvoided": lambda event: self._bans.labels(AVOIDED.get(event.reason, OTHER)).inc(),
+            "PeerAvoided": lambda event: self._bans.labels(BAN_REASONS.get(event.reason, OTHER)).inc(),
         }
 
-    def heard(self, event: object) -> None:
-        """Count an event. For any thread; a listener of `swarm.client.routes.events`.
+    def on_event(self, event: object) -> None:
+        """Count an event. A listener of `swarm.client.routes.events`, safe to call from any thread.
 
-        Events are told apart by the names of their classes, because they are made in a room above this one.
+        Events are distinguished by class name, because this package must not import the package that defines them.
         """
         count = self._by_event.get(type(event).__name__)
         if count is not None:

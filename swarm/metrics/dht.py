@@ -1,4 +1,4 @@
-"""What a bootstrap peer knows, told when somebody asks."""
+"""Metrics of a bootstrap peer, computed when they are read."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class BootstrapMetrics:
     """Gauges of one bootstrap peer.
 
     Args:
-        registry: where they are told.
-        peers: counts the peers in its routing table. Called in any thread.
-        records: counts the records that it stores for others. Called in any thread.
+        registry: where they are registered.
+        peers: counts the peers in its routing table. Called from any thread.
+        records: counts the records that it stores for others. Called from any thread.
     """
 
     def __init__(self, registry: Registry, peers: Callable[[], int], records: Callable[[], int]) -> None:

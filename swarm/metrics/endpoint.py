@@ -1,7 +1,7 @@
-"""`/metrics` for Prometheus over HTTP, for programs that have no web server of their own.
+"""Serves `/metrics` for Prometheus over HTTP, for programs without a web server of their own.
 
-It runs in threads beside the program: at most `CONNECTIONS` at once, each for `DEADLINE` seconds at most, so that
-whoever connects takes little from it and can hold nothing.
+It runs in threads beside the program: at most `MAX_CONNECTIONS` at once, each for at most `CONNECTION_TIMEOUT_S`, so
+that clients can neither slow the program down nor block the endpoint.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from socketserver import ThreadingTCPServer
 from typing import Any
 
 from swarm.errors import AddressUnavailable, InvalidOption
-from swarm.metrics.registry import Registry, exposition
+from swarm.metrics.registry import Registry, encode_metrics
 
 logger = logging.getLogger(__name__)
 
-CONNECTIONS = 8
-DEADLINE = 10.0
+MAX_CONNECTIONS = 8
+CONNECTION_TIMEOUT_S = 10.0
 
-LOOK = 0.2
-"""Seconds between looks for connections that have been open for too long."""
+TIMEOUT_CHECK_PERIOD_S = 0.2
+"""Time between checks for connections that have been open for too long."""
 
 LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
 class MetricsAddress:
-    """Where to listen.
+    """The address to listen on.
 
     Attributes:
         host: an IP address of this machine.
-        port: 0 for any that is free.
+        port: 0 for any free port.
     """
 
     host: str
@@ -47,7 +47,7 @@ class MetricsAddress:
 
     @classmethod
     def parse(cls, text: str) -> MetricsAddress:
-        """Read `PORT`, which is on loopback only, `HOST:PORT` or `[HOST]:PORT`. Raises `InvalidOption`."""
+        """Parse `PORT` (on loopback only), `HOST:PORT` or `[HOST]:PORT`. Raises `InvalidOption`."""
         host, colon, port = text.rpartition(":")
         host = host.removeprefix("[").removesuffix("]") if colon else LOOPBACK
         try:
@@ -66,16 +66,14 @@ class MetricsAddress:
 
 
 class MetricsEndpoint:
-    """Serves from when it is made until `close`.
+    """The HTTP endpoint. It serves from its construction until `close`.
 
     Args:
-        address: where to listen.
-
-    Attributes:
-        registry: what is told.
+        registry: the metrics to serve.
+        address: the address to listen on.
 
     Raises:
-        AddressUnavailable: the address is taken, or not one of this machine's.
+        AddressUnavailable: the address is in use, or does not belong to this machine.
     """
 
     def __init__(self, registry: Registry, address: MetricsAddress) -> None:
@@ -89,26 +87,26 @@ class MetricsEndpoint:
             ) from None
         self.address = MetricsAddress(address.host, self._server.server_address[1])
         self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(LOOK,), name="swarm-metrics", daemon=True
+            target=self._server.serve_forever, args=(TIMEOUT_CHECK_PERIOD_S,), name="swarm-metrics", daemon=True
         )
         self._thread.start()
         logger.info("Metrics: %s", self.url)
 
     @property
     def url(self) -> str:
-        """What to tell Prometheus."""
+        """The URL for Prometheus."""
         return f"http://{self.address}/metrics"
 
     def close(self) -> None:
-        """Listen no more, and hang up."""
+        """Stop listening and close all connections."""
         self._server.shutdown()
         self._server.server_close()
-        self._server.hang_up(older_than=0.0)
+        self._server.close_connections(older_than=0.0)
         self._thread.join()
 
 
 class _MetricsServer(ThreadingTCPServer):
-    """A thread a connection; those that are too many, or open for too long, are ended."""
+    """One thread per connection. Connections beyond the limit, or open for too long, are closed."""
 
     allow_reuse_address = True
     daemon_threads = True
@@ -116,29 +114,29 @@ class _MetricsServer(ThreadingTCPServer):
     def __init__(self, registry: Registry, address: MetricsAddress) -> None:
         self.address_family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         self.registry = registry
-        self._came: dict[Any, float] = {}
+        self._opened_at: dict[Any, float] = {}
         super().__init__((address.host, address.port), _MetricsRequestHandler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if len(self._came) >= CONNECTIONS:
+        if len(self._opened_at) >= MAX_CONNECTIONS:
             self.shutdown_request(request)
             return
-        self._came[request] = time.monotonic()
+        self._opened_at[request] = time.monotonic()
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        self._came.pop(request, None)
+        self._opened_at.pop(request, None)
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        self.hang_up(older_than=DEADLINE)
+        self.close_connections(older_than=CONNECTION_TIMEOUT_S)
 
-    def hang_up(self, older_than: float) -> None:
-        """End the connections that have been open for so many seconds; their threads see it and end."""
+    def close_connections(self, older_than: float) -> None:
+        """Close the connections that have been open for so many seconds, which ends their threads."""
         now = time.monotonic()
-        for request, came in list(self._came.items()):
-            if now - came >= older_than:
-                with suppress(OSError):  # its client was quicker
+        for request, opened_at in list(self._opened_at.items()):
+            if now - opened_at >= older_than:
+                with suppress(OSError):  # the client has closed it already
                     request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -150,9 +148,11 @@ class _MetricsRequestHandler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path.partition("?")[0] == "/metrics":
-            self._send(HTTPStatus.OK, *exposition(self.server.registry))
+            self._send(HTTPStatus.OK, *encode_metrics(self.server.registry))
         else:
-            self._send(HTTPStatus.NOT_FOUND, b"Only /metrics is here.\n", "text/plain; charset=utf-8")
+            self._send(
+                HTTPStatus.NOT_FOUND, b"Not found. This endpoint serves /metrics only.\n", "text/plain; charset=utf-8"
+            )
 
     def _send(self, status: HTTPStatus, body: bytes, content_type: str) -> None:
         self.send_response(status)
@@ -165,4 +165,4 @@ class _MetricsRequestHandler(BaseHTTPRequestHandler):
         return "swarm"
 
     def log_message(self, format: str, *args: Any) -> None:
-        """What strangers send is no news."""
+        """Do not log requests."""

@@ -1,4 +1,4 @@
-"""What a gateway is asked and how soon it answers, counted."""
+"""Metrics of a gateway: its requests, their latency, and its load."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from swarm.metrics.instruments import ANSWER_SECONDS, OTHER, STEP_SECONDS, bounded
+from swarm.metrics.instruments import ANSWER_BUCKETS_S, OTHER, STEP_BUCKETS_S, label_or_other
 from swarm.metrics.registry import Registry
 
 ENDPOINTS = frozenset(
@@ -25,18 +25,18 @@ ENDPOINTS = frozenset(
 )
 """Paths by which requests are counted; a path below one of them counts there."""
 
-DEPTH = max(path.count("/") for path in ENDPOINTS)
+MAX_DEPTH = max(path.count("/") for path in ENDPOINTS)
 
-REFUSALS = frozenset({"gateway", "key", "unauthorized"})
-"""Why a request is refused: a limit of the whole gateway or of its key, or a key that is none."""
+REFUSAL_REASONS = frozenset({"gateway", "key", "unauthorized"})
+"""Why a request is refused: a limit of the whole gateway or of the API key, or a missing or wrong key."""
 
 
 class GatewayMetrics:
-    """Counts of one gateway. The methods are for its loop's thread; the counts may be told from any.
+    """Metrics of one gateway. Call the methods in its event loop's thread; any thread may read the metrics.
 
     Args:
-        registry: where they are told.
-        models: names that the gateway serves. Whatever else a request names is counted as `other`.
+        registry: where they are registered.
+        models: names of the models that the gateway serves. Any other name is counted as `other`.
     """
 
     def __init__(self, registry: Registry, models: Iterable[str] = ()) -> None:
@@ -51,7 +51,7 @@ class GatewayMetrics:
             "swarm_gateway_request_seconds",
             "Time until a request is answered whole.",
             ["endpoint"],
-            buckets=ANSWER_SECONDS,
+            buckets=ANSWER_BUCKETS_S,
             registry=registry,
         )
         self._refused = Counter(
@@ -64,14 +64,14 @@ class GatewayMetrics:
             "swarm_gateway_first_token_seconds",
             "Time from a request to its first token, waiting included.",
             ["model"],
-            buckets=ANSWER_SECONDS,
+            buckets=ANSWER_BUCKETS_S,
             registry=registry,
         )
         self._token = Histogram(
             "swarm_gateway_token_seconds",
             "Time from one token of an answer to the next.",
             ["model"],
-            buckets=STEP_SECONDS,
+            buckets=STEP_BUCKETS_S,
             registry=registry,
         )
         self._prompt = Counter("swarm_gateway_prompt_tokens_total", "Tokens of prompts.", ["model"], registry=registry)
@@ -84,66 +84,66 @@ class GatewayMetrics:
         self._received = Counter("swarm_gateway_received_bytes_total", "Bytes of request bodies.", registry=registry)
         self._sent = Counter("swarm_gateway_sent_bytes_total", "Bytes of answers' bodies.", registry=registry)
 
-    def watch(self, running: Callable[[], int], waiting: Callable[[], int]) -> None:
-        """Ask these for the numbers of running and waiting requests, whenever somebody wants to know."""
+    def track_admission(self, running: Callable[[], int], waiting: Callable[[], int]) -> None:
+        """Register the functions that count running and waiting requests; they are called when metrics are read."""
         self._running.set_function(running)
         self._waiting.set_function(waiting)
 
-    def answered(self, endpoint: str, model: str | None, status: int, seconds: float) -> None:
-        """A request has been answered whole, or given up.
+    def request_answered(self, endpoint: str, model: str | None, status: int, seconds: float) -> None:
+        """Count a request that was answered completely or abandoned.
 
         Args:
             endpoint: its path.
-            model: that it named; None if it named none.
-            status: of HTTP.
-            seconds: since it came.
+            model: the model that it named; None if it named none.
+            status: the HTTP status.
+            seconds: time since it arrived.
         """
         endpoint = endpoint_label(endpoint)
         self._requests.labels(endpoint, self._model(model) if model is not None else "", str(status)).inc()
         self._seconds.labels(endpoint).observe(seconds)
 
-    def refused(self, reason: str) -> None:
-        """A request was refused; one of `REFUSALS`. It is `answered` as well."""
-        self._refused.labels(bounded(reason, REFUSALS)).inc()
+    def request_refused(self, reason: str) -> None:
+        """Count a refused request; `reason` is one of `REFUSAL_REASONS`. `request_answered` counts it as well."""
+        self._refused.labels(label_or_other(reason, REFUSAL_REASONS)).inc()
 
     def first_token(self, model: str, seconds: float) -> None:
-        """The first token of an answer is there, so many seconds after its request."""
+        """Record the time from a request to the first token of its answer."""
         self._first.labels(self._model(model)).observe(seconds)
 
     def next_token(self, model: str, seconds: float) -> None:
-        """A further token is there, so many seconds after the one before."""
+        """Record the time from the previous token of an answer to the next one."""
         self._token.labels(self._model(model)).observe(seconds)
 
-    def used(self, model: str, prompt: int, completion: int) -> None:
-        """A request took so many tokens, as its `usage` says."""
+    def tokens_used(self, model: str, prompt: int, completion: int) -> None:
+        """Count a request's tokens, as in its `usage`."""
         label = self._model(model)
         self._prompt.labels(label).inc(prompt)
         self._completion.labels(label).inc(completion)
 
-    def disconnected(self) -> None:
-        """A client left before its answer was whole."""
+    def client_disconnected(self) -> None:
+        """Count a client that disconnected before its answer was complete."""
         self._disconnects.inc()
 
-    def received(self, size: int) -> None:
-        """So many bytes of a request's body came."""
+    def body_received(self, size: int) -> None:
+        """Count the bytes of a request's body."""
         self._received.inc(size)
 
-    def sent(self, size: int) -> None:
-        """So many bytes of an answer's body went."""
+    def body_sent(self, size: int) -> None:
+        """Count the bytes of a response's body."""
         self._sent.inc(size)
 
     @contextmanager
-    def stream(self) -> Iterator[None]:
-        """While an answer is streamed."""
+    def track_stream(self) -> Iterator[None]:
+        """Count an open stream for the duration of the context."""
         with self._streams.track_inprogress():
             yield
 
     def _model(self, name: str) -> str:
-        return bounded(name, self._models)
+        return label_or_other(name, self._models)
 
 
 def endpoint_label(path: str) -> str:
-    """By which path a request is counted: `/v1/models/demo` as `/v1/models`, what is unknown as `other`."""
-    parts = path.split("/", DEPTH + 1)[: DEPTH + 1]
+    """The label under which a path is counted: `/v1/models` for `/v1/models/demo`, `other` for unknown paths."""
+    parts = path.split("/", MAX_DEPTH + 1)[: MAX_DEPTH + 1]
     beginnings = ("/".join(parts[:count]) for count in range(len(parts), 1, -1))
     return next((one for one in beginnings if one in ENDPOINTS), OTHER)

@@ -1,4 +1,4 @@
-"""What is counted in this process, and how it is told in Prometheus' text format."""
+"""Registries of metrics, and their encoding in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from prometheus_client import (
 from swarm.common.version import VERSION
 
 Registry = CollectorRegistry
-"""Where instruments are registered. There is no global one: several peers may live in one process."""
+"""Where metrics are registered. There is no global registry: several peers may run in one process."""
 
-disable_created_metrics()  # type: ignore[no-untyped-call]  # a further series a series, which nobody asks for
+disable_created_metrics()  # type: ignore[no-untyped-call]  # it would double the number of series for no use
 
 
 def new_registry() -> Registry:
-    """A registry that tells already what this process takes (memory, processor time, files) and its version."""
+    """Make a registry with metrics of this process (memory, CPU time, open files) and its version."""
     registry = Registry()
     ProcessCollector(registry=registry)
     build = Info("swarm_build", "Version of this program and of Python.", registry=registry)
@@ -30,6 +30,6 @@ def new_registry() -> Registry:
     return registry
 
 
-def exposition(registry: Registry) -> tuple[bytes, str]:
-    """The body of an answer to Prometheus, and its content type."""
+def encode_metrics(registry: Registry) -> tuple[bytes, str]:
+    """Encode all metrics for Prometheus; returns the response's body and content type."""
     return generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4

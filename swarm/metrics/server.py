@@ -1,4 +1,4 @@
-"""What a server does, told to an observer, and counted."""
+"""Metrics of a server, and the observer interface through which its components report what they do."""
 
 from __future__ import annotations
 
@@ -7,91 +7,100 @@ from collections.abc import Sequence
 from prometheus_client import Counter, Gauge, Histogram, Info
 
 from swarm.data_structures import Span
-from swarm.metrics.instruments import ROWS, STEP_SECONDS, TOKENS, error_label
+from swarm.metrics.instruments import SEQUENCE_BUCKETS, STEP_BUCKETS_S, TOKEN_BUCKETS, error_label
 from swarm.metrics.registry import Registry
 
-KINDS = ("prefill", "decode", "forward", "backward")
-"""Of work: prompts (and replays), single tokens, and whole sequences forth and back, of which nothing is kept."""
+REQUEST_KINDS = ("prefill", "decode", "forward", "backward")
+"""Kinds of requests: prompts (and replays), single tokens, and forward and backward passes without a session."""
 
 
 class ServerObserver:
-    """Is told what a server does, and does nothing: what a server has that nobody measures.
+    """Receives reports of what a server does. This base class ignores them: it is for servers without metrics.
 
-    The methods are for any thread and must be quick: half of them are called for every token. Kinds of work are those
-    of `KINDS`. Bytes are those of payloads (hidden states, gradients, adapters), not of headers and of encryption.
+    The methods may be called from any thread and must be fast: half of them are called for every token. Kinds are
+    those of `REQUEST_KINDS`. Bytes are those of payloads (hidden states, gradients, adapters), without headers and
+    encryption.
     """
 
-    def received(self, message: str, size: int) -> None:
-        """A message of this type came with a payload of so many bytes."""
+    def message_received(self, message: str, size: int) -> None:
+        """A message of this type arrived with a payload of so many bytes."""
 
-    def started(self, waited: float) -> None:
-        """A request begins to be computed, so many seconds after it came."""
+    def request_started(self, waited: float) -> None:
+        """A request's computation began, so many seconds after it arrived."""
 
-    def iteration(self, portions: Sequence[tuple[str, int, int]], seconds: float) -> None:
+    def iteration_finished(self, slices: Sequence[tuple[str, int, int]], seconds: float) -> None:
         """Some tokens of several requests were computed together.
 
         Args:
-            portions: kind, rows and tokens of each request.
-            seconds: that it took.
+            slices: kind, number of sequences and number of tokens of each request.
+            seconds: duration of the iteration.
         """
 
-    def step(self, kind: str, seconds: float) -> None:
-        """A request was computed whole, so many seconds after it came."""
+    def request_finished(self, kind: str, seconds: float) -> None:
+        """A request's computation finished, so many seconds after it arrived."""
 
-    def sent(self, size: int) -> None:
-        """A payload of so many bytes went to a client."""
+    def payload_sent(self, size: int) -> None:
+        """A payload of so many bytes was sent to a client."""
 
-    def pushed(self, size: int, arrived: bool) -> None:
-        """A step's outputs were handed to the next server, or could not be."""
+    def output_pushed(self, size: int, arrived: bool) -> None:
+        """A step's output was pushed to the next server, or could not be."""
 
-    def refused(self, code: str) -> None:
-        """A request was answered with an error, see `swarm.errors`."""
+    def request_refused(self, code: str) -> None:
+        """A request was answered with an error; for the codes see `swarm.errors`."""
 
     def session_opened(self) -> None:
         """A session was opened."""
 
     def session_closed(self, reason: str) -> None:
-        """A session ended: it was "closed" by its client, has "expired", or was "ended" because the server leaves."""
+        """A session ended: "closed" by its client, "expired", or "ended" because the server leaves."""
 
-    def sessions(self, count: int, cache_used: int, cache_capacity: int) -> None:
-        """So many sessions have reserved so many tokens of the cache."""
+    def session_totals(self, count: int, cache_used: int, cache_capacity: int) -> None:
+        """The number of sessions, or the cache tokens that they reserve, changed."""
 
-    def adapters(self, count: int, size: int) -> None:
-        """So many parts of clients' adapters are kept, of so many bytes in all."""
+    def adapter_totals(self, count: int, size: int) -> None:
+        """The number or the total size of the stored parts of clients' adapters changed."""
 
-    def serving(self, model: str, revision: str, dtype: str, quantization: str, span: Span, throughput: float) -> None:
-        """Blocks are loaded, for which so many blocks x tokens per second are announced."""
+    def span_loaded(
+        self, model: str, revision: str, dtype: str, quantization: str, span: Span, throughput: float
+    ) -> None:
+        """A span was loaded. `throughput` is what is announced, in blocks x tokens per second."""
 
-    def moved(self, urgent: bool, arrived: bool) -> None:
-        """The server has moved to other blocks, to close a gap if urgent; or had to go back to those it had."""
+    def span_moved(self, urgent: bool, arrived: bool) -> None:
+        """The server moved to other blocks (`urgent`: to close a gap), or had to return to its previous ones."""
 
 
 class ServerMetrics(ServerObserver):
-    """Counts of one server.
+    """Metrics of one server.
 
     Args:
-        registry: where they are told.
+        registry: where they are registered.
     """
 
     def __init__(self, registry: Registry) -> None:
         tokens = Counter("swarm_server_tokens_total", "Tokens computed, by kind.", ["kind"], registry=registry)
-        self._tokens = {kind: tokens.labels(kind) for kind in KINDS}
+        self._tokens = {kind: tokens.labels(kind) for kind in REQUEST_KINDS}
         self._queue = _seconds("queue", "Time that a request waited for its first iteration.", registry)
-        self._rows = Histogram(
-            "swarm_server_iteration_rows", "Rows that were computed together.", buckets=ROWS, registry=registry
+        self._sequences = Histogram(
+            "swarm_server_iteration_sequences",
+            "Sequences that were computed together.",
+            buckets=SEQUENCE_BUCKETS,
+            registry=registry,
         )
         self._batch = Histogram(
-            "swarm_server_iteration_tokens", "Tokens that were computed together.", buckets=TOKENS, registry=registry
+            "swarm_server_iteration_tokens",
+            "Tokens that were computed together.",
+            buckets=TOKEN_BUCKETS,
+            registry=registry,
         )
         self._iterations = _seconds("iteration", "Time that an iteration took in the blocks.", registry)
         steps = Histogram(
             "swarm_server_step_seconds",
             "Time from a request to its outputs, by kind.",
             ["kind"],
-            buckets=STEP_SECONDS,
+            buckets=STEP_BUCKETS_S,
             registry=registry,
         )
-        self._steps = {kind: steps.labels(kind) for kind in KINDS}
+        self._steps = {kind: steps.labels(kind) for kind in REQUEST_KINDS}
         self._messages = Counter(
             "swarm_server_messages_total", "Messages of peers, by type.", ["type"], registry=registry
         )
@@ -127,32 +136,32 @@ class ServerMetrics(ServerObserver):
             registry=registry,
         )
 
-    def received(self, message: str, size: int) -> None:
+    def message_received(self, message: str, size: int) -> None:
         self._messages.labels(message).inc()
         self._received.inc(size)
 
-    def started(self, waited: float) -> None:
+    def request_started(self, waited: float) -> None:
         self._queue.observe(waited)
 
-    def iteration(self, portions: Sequence[tuple[str, int, int]], seconds: float) -> None:
-        for kind, _, tokens in portions:
+    def iteration_finished(self, slices: Sequence[tuple[str, int, int]], seconds: float) -> None:
+        for kind, _, tokens in slices:
             self._tokens[kind].inc(tokens)
-        self._rows.observe(sum(rows for _, rows, _ in portions))
-        self._batch.observe(sum(tokens for _, _, tokens in portions))
+        self._sequences.observe(sum(sequences for _, sequences, _ in slices))
+        self._batch.observe(sum(tokens for _, _, tokens in slices))
         self._iterations.observe(seconds)
 
-    def step(self, kind: str, seconds: float) -> None:
+    def request_finished(self, kind: str, seconds: float) -> None:
         self._steps[kind].observe(seconds)
 
-    def sent(self, size: int) -> None:
+    def payload_sent(self, size: int) -> None:
         self._sent.inc(size)
 
-    def pushed(self, size: int, arrived: bool) -> None:
+    def output_pushed(self, size: int, arrived: bool) -> None:
         self._pushes.labels("sent" if arrived else "failed").inc()
         if arrived:
             self._sent.inc(size)
 
-    def refused(self, code: str) -> None:
+    def request_refused(self, code: str) -> None:
         self._errors.labels(error_label(code)).inc()
 
     def session_opened(self) -> None:
@@ -161,27 +170,29 @@ class ServerMetrics(ServerObserver):
     def session_closed(self, reason: str) -> None:
         self._closed.labels(reason).inc()
 
-    def sessions(self, count: int, cache_used: int, cache_capacity: int) -> None:
+    def session_totals(self, count: int, cache_used: int, cache_capacity: int) -> None:
         self._open.set(count)
         self._cache_used.set(cache_used)
         self._cache_capacity.set(cache_capacity)
 
-    def adapters(self, count: int, size: int) -> None:
+    def adapter_totals(self, count: int, size: int) -> None:
         self._adapters.set(count)
         self._adapter_bytes.set(size)
 
-    def serving(self, model: str, revision: str, dtype: str, quantization: str, span: Span, throughput: float) -> None:
+    def span_loaded(
+        self, model: str, revision: str, dtype: str, quantization: str, span: Span, throughput: float
+    ) -> None:
         self._model.info({"model": model, "revision": revision, "dtype": dtype, "quantization": quantization})
         self._start.set(span.start)
         self._end.set(span.end)
         self._throughput.set(throughput)
 
-    def moved(self, urgent: bool, arrived: bool) -> None:
+    def span_moved(self, urgent: bool, arrived: bool) -> None:
         self._rebalances.labels("gap" if urgent else "balance", "moved" if arrived else "returned").inc()
 
 
 def _seconds(name: str, meaning: str, registry: Registry) -> Histogram:
-    return Histogram(f"swarm_server_{name}_seconds", meaning, buckets=STEP_SECONDS, registry=registry)
+    return Histogram(f"swarm_server_{name}_seconds", meaning, buckets=STEP_BUCKETS_S, registry=registry)
 
 
 def _gauge(name: str, meaning: str, registry: Registry) -> Gauge:

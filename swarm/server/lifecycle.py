@@ -242,7 +242,7 @@ class Server:
             logger.exception("blocks %s could not be loaded; going back to %s", span, home)
             self.span = home
             await self._load(config, home)
-        self._observer.moved(closes_gap, arrived=self.span == span)
+        self._observer.span_moved(closes_gap, arrived=self.span == span)
         await self._announce_ready(config)
 
     def _announcement(self, config: ResolvedConfig) -> ServerInfo:

@@ -88,7 +88,7 @@ class SpanService:
         for parts in public:
             adapters.add_public(model.adapted.prepare(parts))
         dtype = dtype_name(config.dtype)
-        observer.serving(checkpoint.name, checkpoint.revision, dtype, config.quantization, span, throughput.decode)
+        observer.span_loaded(checkpoint.name, checkpoint.revision, dtype, config.quantization, span, throughput.decode)
         handler = MessageHandler(
             network, model, checkpoint.revision, sessions, engine, adapters=adapters, observer=observer
         )

@@ -9,8 +9,8 @@ import pytest
 from swarm.client.routes import events
 from swarm.data_structures import Route, Span
 from swarm.errors import CacheFull, PeerTimeout
-from swarm.metrics.client import AVOIDED, ClientMetrics
-from swarm.metrics.registry import Registry, exposition
+from swarm.metrics.client import BAN_REASONS, ClientMetrics
+from swarm.metrics.registry import Registry, encode_metrics
 from swarm.routing.peer_health import PeerFailure
 from tests.metrics.readings import Readings, parse, value
 
@@ -21,8 +21,8 @@ def heard(*happened: events.SessionEvent) -> Readings:
     registry = Registry()
     metrics = ClientMetrics(registry)
     for event in happened:
-        metrics.heard(event)
-    return parse(exposition(registry)[0].decode())
+        metrics.on_event(event)
+    return parse(encode_metrics(registry)[0].decode())
 
 
 def test_an_answer_with_a_failover() -> None:
@@ -53,7 +53,7 @@ def test_every_event_has_its_count() -> None:
 
 
 def test_every_reason_has_its_label() -> None:
-    assert set(AVOIDED) == {failure.value for failure in PeerFailure}
+    assert set(BAN_REASONS) == {failure.value for failure in PeerFailure}
 
 
 def test_labels_do_not_grow() -> None:

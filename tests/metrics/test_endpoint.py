@@ -57,7 +57,7 @@ def test_prometheus_reads_it(served: MetricsEndpoint, path: str) -> None:
 
 @pytest.mark.parametrize("path", ["/", "/metrics/", "/metrics2", "/../metrics", "/favicon.ico"])
 def test_nothing_else_is_there(served: MetricsEndpoint, path: str) -> None:
-    assert ask(served, path) == (404, "Only /metrics is here.\n")
+    assert ask(served, path) == (404, "Not found. This endpoint serves /metrics only.\n")
 
 
 @pytest.mark.parametrize(
@@ -79,10 +79,10 @@ def test_bad_requests_have_an_answer(served: MetricsEndpoint, sent: bytes, statu
 def test_silent_connections_are_ended_and_no_more_than_some_are_kept(
     served: MetricsEndpoint, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    silent = [connect(served) for _ in range(endpoint.CONNECTIONS)]
+    silent = [connect(served) for _ in range(endpoint.MAX_CONNECTIONS)]
     with connect(served) as one_too_many:
         assert one_too_many.recv(1) == b""
-    monkeypatch.setattr(endpoint, "DEADLINE", 0.0)
+    monkeypatch.setattr(endpoint, "CONNECTION_TIMEOUT_S", 0.0)
     for client in silent:
         assert client.recv(1) == b""
         client.close()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.metrics.gateway import ENDPOINTS, GatewayMetrics, endpoint_label
-from swarm.metrics.registry import Registry, exposition
+from swarm.metrics.registry import Registry, encode_metrics
 from tests.metrics.readings import Readings, parse, value
 
 
@@ -22,18 +22,18 @@ def metrics(registry: Registry) -> GatewayMetrics:
 
 
 def read(registry: Registry) -> Readings:
-    return parse(exposition(registry)[0].decode())
+    return parse(encode_metrics(registry)[0].decode())
 
 
 def test_an_answer(registry: Registry, metrics: GatewayMetrics) -> None:
-    with metrics.stream():
+    with metrics.track_stream():
         metrics.first_token("demo", 0.2)
         metrics.next_token("demo", 0.003)
         assert value(read(registry), "swarm_gateway_streams_open") == 1
-    metrics.used("demo", prompt=12, completion=2)
-    metrics.received(300)
-    metrics.sent(4000)
-    metrics.answered("/v1/chat/completions", "demo", 200, 0.25)
+    metrics.tokens_used("demo", prompt=12, completion=2)
+    metrics.body_received(300)
+    metrics.body_sent(4000)
+    metrics.request_answered("/v1/chat/completions", "demo", 200, 0.25)
     readings = read(registry)
     request = {"endpoint": "/v1/chat/completions", "model": "demo", "status": "200"}
     assert value(readings, "swarm_gateway_requests_total", **request) == 1
@@ -48,16 +48,16 @@ def test_an_answer(registry: Registry, metrics: GatewayMetrics) -> None:
 
 
 def test_a_stream_that_breaks_is_open_no_more(registry: Registry, metrics: GatewayMetrics) -> None:
-    with pytest.raises(OSError, match="gone"), metrics.stream():
+    with pytest.raises(OSError, match="gone"), metrics.track_stream():
         raise OSError("gone")
-    metrics.disconnected()
+    metrics.client_disconnected()
     assert value(read(registry), "swarm_gateway_streams_open") == 0
     assert value(read(registry), "swarm_gateway_disconnects_total") == 1
 
 
 def test_the_queue_is_asked_when_somebody_wants_to_know(registry: Registry, metrics: GatewayMetrics) -> None:
     running, waiting = [0], [0]
-    metrics.watch(lambda: running[0], lambda: waiting[0])
+    metrics.track_admission(lambda: running[0], lambda: waiting[0])
     running[0], waiting[0] = 8, 3
     readings = read(registry)
     assert value(readings, "swarm_gateway_running") == 8
@@ -65,13 +65,13 @@ def test_the_queue_is_asked_when_somebody_wants_to_know(registry: Registry, metr
 
 
 def test_labels_do_not_grow_with_what_users_send(registry: Registry, metrics: GatewayMetrics) -> None:
-    metrics.answered("/v1/chat/completions", "demo", 200, 0.1)
-    metrics.answered("/v1/models", None, 200, 0.1)
+    metrics.request_answered("/v1/chat/completions", "demo", 200, 0.1)
+    metrics.request_answered("/v1/models", None, 200, 0.1)
     before = len(read(registry))
     for number in range(50):
-        metrics.answered(f"/{number}", f"model {number}", 404, 0.1)
+        metrics.request_answered(f"/{number}", f"model {number}", 404, 0.1)
         metrics.first_token(f"model {number}", 0.1)
-        metrics.refused(f"reason {number}")
+        metrics.request_refused(f"reason {number}")
     readings = read(registry)
     assert value(readings, "swarm_gateway_requests_total", endpoint="other", model="other", status="404") == 50
     assert value(readings, "swarm_gateway_refused_total", reason="other") == 50
@@ -80,7 +80,7 @@ def test_labels_do_not_grow_with_what_users_send(registry: Registry, metrics: Ga
 
 def test_refusals_by_reason(registry: Registry, metrics: GatewayMetrics) -> None:
     for reason in ("key", "gateway", "gateway", "unauthorized"):
-        metrics.refused(reason)
+        metrics.request_refused(reason)
     told = [
         value(read(registry), "swarm_gateway_refused_total", reason=one) for one in ("key", "gateway", "unauthorized")
     ]

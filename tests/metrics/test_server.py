@@ -8,8 +8,8 @@ import pytest
 
 from swarm.data_structures import Span
 from swarm.errors import CacheFull
-from swarm.metrics.registry import Registry, exposition
-from swarm.metrics.server import KINDS, ServerMetrics, ServerObserver
+from swarm.metrics.registry import Registry, encode_metrics
+from swarm.metrics.server import REQUEST_KINDS, ServerMetrics, ServerObserver
 from tests.metrics.readings import Readings, parse, value
 
 
@@ -21,7 +21,7 @@ class Counted:
         self.metrics = ServerMetrics(self.registry)
 
     def read(self) -> Readings:
-        return parse(exposition(self.registry)[0].decode())
+        return parse(encode_metrics(self.registry)[0].decode())
 
     def value(self, name: str, **labels: str) -> float | None:
         return value(self.read(), f"swarm_server_{name}", **labels)
@@ -43,10 +43,10 @@ def test_whatever_an_observer_is_told_is_counted(name: str) -> None:
 
 
 def test_an_iteration_of_several_requests(counted: Counted) -> None:
-    counted.metrics.iteration([("decode", 1, 1), ("decode", 3, 3), ("prefill", 1, 60)], 0.03)
+    counted.metrics.iteration_finished([("decode", 1, 1), ("decode", 3, 3), ("prefill", 1, 60)], 0.03)
     assert counted.value("tokens_total", kind="decode") == 4
     assert counted.value("tokens_total", kind="prefill") == 60
-    assert counted.value("iteration_rows_sum") == 5
+    assert counted.value("iteration_sequences_sum") == 5
     assert counted.value("iteration_tokens_sum") == 64
     assert counted.value("iteration_tokens_bucket", le="32.0") == 0
     assert counted.value("iteration_tokens_bucket", le="64.0") == 1
@@ -55,12 +55,12 @@ def test_an_iteration_of_several_requests(counted: Counted) -> None:
 
 def test_a_step_with_its_push(counted: Counted) -> None:
     metrics = counted.metrics
-    metrics.received("StepRequest", 4096)
-    metrics.started(0.004)
-    metrics.step("decode", 0.006)
-    metrics.pushed(4000, arrived=True)
-    metrics.sent(4000)
-    metrics.pushed(4000, arrived=False)
+    metrics.message_received("StepRequest", 4096)
+    metrics.request_started(0.004)
+    metrics.request_finished("decode", 0.006)
+    metrics.output_pushed(4000, arrived=True)
+    metrics.payload_sent(4000)
+    metrics.output_pushed(4000, arrived=False)
     assert counted.value("messages_total", type="StepRequest") == 1
     assert counted.value("received_bytes_total") == 4096
     assert counted.value("queue_seconds_sum") == 0.004
@@ -74,9 +74,9 @@ def test_a_step_with_its_push(counted: Counted) -> None:
 def test_sessions_and_adapters(counted: Counted) -> None:
     metrics = counted.metrics
     metrics.session_opened()
-    metrics.sessions(1, 300, 16384)
+    metrics.session_totals(1, 300, 16384)
     metrics.session_closed("expired")
-    metrics.adapters(4, 5000)
+    metrics.adapter_totals(4, 5000)
     assert counted.value("sessions_opened_total") == 1
     assert counted.value("sessions_open") == 1
     assert counted.value("cache_used_tokens") == 300
@@ -88,10 +88,10 @@ def test_sessions_and_adapters(counted: Counted) -> None:
 
 def test_a_move(counted: Counted) -> None:
     metrics = counted.metrics
-    metrics.serving("demo", "main", "bfloat16", "none", Span(0, 4), 100.0)
-    metrics.serving("demo", "main", "bfloat16", "none", Span(4, 8), 90.0)
-    metrics.moved(urgent=True, arrived=True)
-    metrics.moved(urgent=False, arrived=False)
+    metrics.span_loaded("demo", "main", "bfloat16", "none", Span(0, 4), 100.0)
+    metrics.span_loaded("demo", "main", "bfloat16", "none", Span(4, 8), 90.0)
+    metrics.span_moved(urgent=True, arrived=True)
+    metrics.span_moved(urgent=False, arrived=False)
     assert (counted.value("span_start_block"), counted.value("span_end_block")) == (4, 8)
     assert counted.value("throughput_blocks_per_second") == 90
     model = {"model": "demo", "revision": "main", "dtype": "bfloat16", "quantization": "none"}
@@ -102,12 +102,12 @@ def test_a_move(counted: Counted) -> None:
 
 def test_errors_by_type(counted: Counted) -> None:
     for code in (CacheFull.code, CacheFull.code, "something that a peer made up"):
-        counted.metrics.refused(code)
+        counted.metrics.request_refused(code)
     assert counted.value("errors_total", code="cache_full") == 2
     assert counted.value("errors_total", code="other") == 1
 
 
 def test_every_kind_of_work_is_there_from_the_start(counted: Counted) -> None:
     """Else the first increase after a start would not be seen as one."""
-    assert [counted.value("tokens_total", kind=kind) for kind in KINDS] == [0] * 4
-    assert [counted.value("step_seconds_count", kind=kind) for kind in KINDS] == [0] * 4
+    assert [counted.value("tokens_total", kind=kind) for kind in REQUEST_KINDS] == [0] * 4
+    assert [counted.value("step_seconds_count", kind=kind) for kind in REQUEST_KINDS] == [0] * 4

@@ -62,7 +62,7 @@ def test_the_strip_shows_coverage_and_the_weakest_block(page: Page) -> None:
 def test_the_table_says_everything_of_a_server(page: Page) -> None:
     row = page.get_by_role("row", name="kiwi")
     expect(row.get_by_role("cell")).to_have_text(
-        ["4:8", "50", "20 ms", "1,048,576", "190 ms", "relayed", "int8 (float32)", "1", "–", "moves where it is needed"]
+        ["4:8", "50", "20 ms", "1,048,576", "190 ms", "relayed", "int8 (float32)", "1", "–", "may move to other blocks"]
     )
     expect(page.get_by_role("row", name="Ann's laptop")).to_contain_text("org/pirate")
     expect(page.get_by_role("row", name="tiny").get_by_role("cell").nth(4)).to_have_text("–")
@@ -100,15 +100,13 @@ def test_a_gap_opens_and_closes_without_a_reload(page: Page, monitor: Monitor) -
     monitor.swarm.found = (found(12, *SERVERS[:3], joining),)
     expect(cell(page, 9)).to_have_attribute("data-level", "1")
     alert = page.get_by_role("alert")
-    expect(alert).to_contain_text(
-        "Nobody serves blocks 8:12, so this model cannot answer at present. Servers that load"
-    )
+    expect(alert).to_contain_text("No server holds blocks 8:12, so this model cannot answer now. Servers are loading")
     expect(alert.locator("code")).to_have_text("swarm server org/model --blocks 8:12 --initial-peers ADDRESS")
     expect(page.locator(".figure")).to_have_text("4blocks are missing")
     monitor.swarm.found = (found(12, *SERVERS[:3]),)
     expect(cell(page, 9)).to_have_attribute("data-level", "0")
     expect(cell(page, 9)).to_have_text("×")
-    expect(cell(page, 9)).to_have_attribute("aria-label", "Block 9 is missing: nobody serves it")
+    expect(cell(page, 9)).to_have_attribute("aria-label", "Block 9 is missing: no server holds it")
     monitor.swarm.found = (found(12, *SERVERS),)
     expect(alert).to_be_hidden()
     expect(cell(page, 9)).to_have_text("1")
@@ -144,12 +142,12 @@ def test_a_large_model_on_a_narrow_screen(browser: Browser) -> None:
             page.goto(monitor.url)
             expect(page.locator(".cells button")).to_have_count(126)
             assert page.evaluate("document.documentElement.scrollWidth") == 400
-            expect(page.get_by_role("alert")).to_contain_text("Nobody serves blocks 65:77")
+            expect(page.get_by_role("alert")).to_contain_text("No server holds blocks 65:77")
             # A finger is wider than a cell: what counts is the place along the strip.
             box = page.locator(".cells").bounding_box()
             assert box is not None
             page.mouse.move(box["x"] + box["width"] * 70.5 / 126, box["y"] + 10)
-            expect(page.locator(".strip .sentence")).to_have_text("Block 70 is missing: nobody serves it")
+            expect(page.locator(".strip .sentence")).to_have_text("Block 70 is missing: no server holds it")
             picture(page, "monitor-126-blocks-narrow")
 
 
@@ -183,7 +181,7 @@ def test_the_last_hours_as_a_plot(browser: Browser, tmp_path: Any) -> None:
                 "aria-label", "Tokens/s of the weakest block, now 100, most 100, least 0"
             )
             page.get_by_role("button", name="1 h", exact=True).click()
-            expect(page.locator(".plot .sentence")).to_have_text("No block was missing in this time.")
+            expect(page.locator(".plot .sentence")).to_have_text("No blocks were missing during this time.")
             picture(page, "monitor-described")
 
 
@@ -215,9 +213,9 @@ def test_a_monitor_that_asks_for_a_key(browser: Browser, monitor: Monitor) -> No
 
         page.route("**/api/**", guard)
         page.goto(monitor.url)
-        page.get_by_label("This monitor asks for an API key.").fill("wrong")
+        page.get_by_label("This monitor needs an API key.").fill("wrong")
         page.keyboard.press("Enter")
-        page.get_by_label("This monitor asks for an API key.").fill("secret")
+        page.get_by_label("This monitor needs an API key.").fill("secret")
         page.keyboard.press("Enter")
         expect(page.locator(".cells button")).to_have_count(12)
         expect(page.locator("#key-form")).to_be_hidden()
@@ -226,7 +224,7 @@ def test_a_monitor_that_asks_for_a_key(browser: Browser, monitor: Monitor) -> No
 def test_a_swarm_without_models(browser: Browser) -> None:
     with serve(DescribedSwarm()) as monitor, open_page(browser) as page:
         page.goto(monitor.url)
-        expect(page.locator("#empty")).to_contain_text("Nobody serves a model in this swarm yet")
+        expect(page.locator("#empty")).to_contain_text("This swarm has no servers yet")
 
 
 def test_beside_a_chat_page_there_is_a_way_back(browser: Browser) -> None:

@@ -62,7 +62,7 @@ def test_a_server_that_stops_leaves_a_gap_that_everybody_sees(tmp_path: Path) ->
                 expect(page.locator("main img")).to_have_count(0)
                 second.stop()
                 expect(page.locator('.cells button[data-level="0"]')).to_have_count(BLOCKS - half)
-                expect(page.get_by_role("alert")).to_contain_text(f"Nobody serves blocks {half}:{BLOCKS}")
+                expect(page.get_by_role("alert")).to_contain_text(f"No server holds blocks {half}:{BLOCKS}")
             assert httpx.get(f"{url}api/v1/swarm").json()["models"][0]["complete"] is False
         finally:
             code = monitor.stop()

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from swarm.cli.local_swarm import LOOPBACK, PeerProcess
 from swarm.errors import AddressUnavailable
 from swarm.metrics.endpoint import MetricsAddress
-from swarm.metrics.registry import Registry, exposition
+from swarm.metrics.registry import Registry, encode_metrics
 from swarm.metrics.server import ServerMetrics
 from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
@@ -68,7 +68,7 @@ class Counted(conversations.Server):
         )
 
     def value(self, name: str, **labels: str) -> float | None:
-        return value(parse(exposition(self.registry)[0].decode()), f"swarm_server_{name}", **labels)
+        return value(parse(encode_metrics(self.registry)[0].decode()), f"swarm_server_{name}", **labels)
 
     async def until_value(self, expected: float, name: str, **labels: str) -> None:
         """What is counted after an answer has gone may come a moment later."""
@@ -100,7 +100,7 @@ def test_a_session_from_open_to_close(model):
         assert server.value("step_seconds_count", kind="prefill") == 1
         assert server.value("step_seconds_count", kind="decode") == 4
         assert server.value("step_seconds_sum", kind="decode") >= server.value("queue_seconds_sum") > 0
-        assert (server.value("iteration_rows_count"), server.value("iteration_rows_sum")) == (5, 5)
+        assert (server.value("iteration_sequences_count"), server.value("iteration_sequences_sum")) == (5, 5)
         assert server.value("iteration_tokens_sum") == 7
         assert server.value("iteration_seconds_sum") > 0
         assert server.value("queue_seconds_count") == 5
@@ -184,7 +184,7 @@ def test_training_and_adapters(model):
         for kind in ("forward", "backward"):
             assert server.value("tokens_total", kind=kind) == 3
             assert server.value("step_seconds_count", kind=kind) == 1
-        assert server.value("iteration_rows_sum") == 4
+        assert server.value("iteration_sequences_sum") == 4
         server.now += ADAPTERS.seconds + 1
         server.adapters.expire()
         assert server.value("adapters_kept") == 0
@@ -239,7 +239,7 @@ def test_a_server_counts_what_a_client_generates(tmp_path: Path) -> None:
     assert told("tokens_total", kind="prefill") == 7
     assert told("tokens_total", kind="decode") == 11
     assert told("step_seconds_count", kind="decode") == 11
-    assert told("iteration_rows_sum") == 12
+    assert told("iteration_sequences_sum") == 12
     assert told("sessions_opened_total") == 1
     assert (told("sessions_open"), told("cache_used_tokens")) == (0, 0)
     assert (told("span_start_block"), told("span_end_block")) == (0, 3)

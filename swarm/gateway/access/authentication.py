@@ -23,7 +23,7 @@ async def authenticate(gateway: GatewayState, headers: Headers) -> ApiKey | None
     scheme, _, secret = headers.get("authorization", "").partition(" ")
     key = keys.find(secret.strip()) if scheme.lower() == "bearer" else None
     if key is None:
-        gateway.metrics.refused("unauthorized")
+        gateway.metrics.request_refused("unauthorized")
         problem = "this gateway does not know the key" if secret else "a key is required: Authorization: Bearer KEY"
         raise InvalidApiKey(
             f"{problem}; the operator of the gateway creates keys with `swarm keys add`", code="invalid_api_key"

@@ -1,6 +1,6 @@
 // Makes and updates DOM nodes. Texts of peers become text nodes and attributes, never HTML.
 
-/** One element: `class` and `text`, `on` (listeners by event), anything else is an attribute. */
+/** Makes an element. `class`, `text` and `on` (listeners by event) are special; any other key is an attribute. */
 export function element(tag, properties = {}, ...children) {
   const node = document.createElement(tag);
   fill(node, properties);
@@ -10,7 +10,7 @@ export function element(tag, properties = {}, ...children) {
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** The same for a part of a drawing. */
+/** Makes an SVG element in the same way. */
 export function shape(tag, properties = {}, ...children) {
   const node = document.createElementNS(SVG, tag);
   fill(node, properties);
@@ -26,12 +26,12 @@ function fill(node, properties) {
   }
 }
 
-/** Write only what differs, so that nothing flickers and no selection is lost. */
+/** Sets the text only if it differs, so that nothing flickers and no selection is lost. */
 export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
-/** The same for an attribute; null takes it away. */
+/** Sets an attribute only if it differs; null removes it. */
 export function setAttribute(node, name, value) {
   if (value === null) node.removeAttribute(name);
   else if (node.getAttribute(name) !== String(value)) node.setAttribute(name, value);
@@ -54,7 +54,7 @@ export function reconcile(parent, items, key, make, update) {
     known.delete(key(item));
     update(child, item);
     if (child === place) place = place.nextElementSibling;
-    else parent.insertBefore(child, place); // moving only what is out of place keeps the focus
+    else parent.insertBefore(child, place); // moving only what is out of place preserves the focus
   }
   for (const child of known.values()) child.remove();
 }

@@ -1,14 +1,14 @@
-// What the monitor sends: views as they come, and the history. Reconnects by itself.
+// Receives views and the history from the monitor. Reconnects automatically.
 
-const FIRST_PAUSE = 1000;
-const LONGEST_PAUSE = 30_000;
-const SILENCE = 40_000; // the monitor gives a sign of life every 15 s
-const LONGEST_EVENT = 20_000_000;
+const MIN_RETRY_MS = 1000;
+const MAX_RETRY_MS = 30_000;
+const SILENCE_TIMEOUT_MS = 40_000; // the monitor sends a keep-alive comment every 15 s
+const MAX_EVENT_LENGTH = 20_000_000;
 
-/** The monitor wants a key that this browser has not, or has a wrong one. */
+/** The monitor needs an API key, and this browser has none or a wrong one. */
 export class KeyNeeded extends Error {}
 
-/** The key is kept under the chat page's name, as both may be served together. */
+/** The API key, stored under the same name as by the chat page, because both may be served together. */
 export const apiKey = {
   read() {
     try {
@@ -21,12 +21,12 @@ export const apiKey = {
     try {
       localStorage.setItem("swarm.key", JSON.stringify(key));
     } catch {
-      // a browser that keeps nothing asks again
+      // without storage, the page asks for the key again
     }
   },
 };
 
-async function ask(path, signal) {
+async function request(path, signal) {
   const key = apiKey.read();
   const headers = typeof key === "string" && key ? { Authorization: `Bearer ${key}` } : {};
   const reply = await fetch(path, { signal, headers, cache: "no-store" });
@@ -35,18 +35,18 @@ async function ask(path, signal) {
   return reply;
 }
 
-/** Points of the last hours of one model: columns, or null if there are none. */
+/** Fetches the history of one model as columns, or null if there is none. */
 export async function fetchHistory(model, hours) {
   const query = new URLSearchParams({ model, hours });
-  const { models, end, seconds_per_point } = await (await ask(`api/v1/history?${query}`)).json();
+  const { models, end, seconds_per_point } = await (await request(`api/v1/history?${query}`)).json();
   return models[model] ? { ...models[model], end, step: seconds_per_point } : null;
 }
 
-/** Calls `listener.view(view)` for every look while the page is seen, `lost(reason)` and `needsKey()` when it cannot. */
+/** Calls `listener.view(view)` for every update while the page is visible, or `lost(reason)` or `needsKey()` on errors. */
 export class Live {
   constructor(listener) {
     this.listener = listener;
-    this.pause = FIRST_PAUSE;
+    this.retryDelay = MIN_RETRY_MS;
     this.controller = null;
     this.timer = null;
     document.addEventListener("visibilitychange", () => (document.hidden ? this.stop() : this.start()));
@@ -65,9 +65,9 @@ export class Live {
 
   async #run(controller) {
     try {
-      const reply = await ask("api/v1/live", controller.signal);
+      const reply = await request("api/v1/live", controller.signal);
       for await (const data of events(reply.body, controller)) {
-        this.pause = FIRST_PAUSE;
+        this.retryDelay = MIN_RETRY_MS;
         this.listener.view(JSON.parse(data));
       }
       throw new Error("the monitor ended the connection");
@@ -75,26 +75,26 @@ export class Live {
       if (controller !== this.controller || document.hidden) return;
       if (error instanceof KeyNeeded) return this.listener.needsKey();
       this.listener.lost(error.message);
-      this.timer = setTimeout(() => this.start(), this.pause);
-      this.pause = Math.min(this.pause * 2, LONGEST_PAUSE);
+      this.timer = setTimeout(() => this.start(), this.retryDelay);
+      this.retryDelay = Math.min(this.retryDelay * 2, MAX_RETRY_MS);
     }
   }
 }
 
-/** The data of the events named `swarm`. A stream that is silent for long is given up. */
+/** Yields the data of the events named `swarm`. A stream that is silent for too long is aborted. */
 async function* events(body, controller) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   let watchdog;
   try {
     for (;;) {
-      watchdog = setTimeout(() => controller.abort(new Error("the monitor is silent")), SILENCE);
+      watchdog = setTimeout(() => controller.abort(new Error("the monitor is silent")), SILENCE_TIMEOUT_MS);
       const { value, done } = await reader.read();
       clearTimeout(watchdog);
       if (done) return;
       const parts = (rest + value).split("\n\n");
       rest = parts.pop();
-      if (rest.length > LONGEST_EVENT) throw new Error("the monitor sent nonsense");
+      if (rest.length > MAX_EVENT_LENGTH) throw new Error("the monitor sent an event that is too long");
       for (const part of parts) if (part.startsWith("event: swarm\ndata: ")) yield part.slice("event: swarm\ndata: ".length);
     }
   } finally {

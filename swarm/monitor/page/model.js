@@ -1,4 +1,4 @@
-// One model: what it can do now, what is missing and what would help, its blocks, its hours, its servers.
+// The card of one model: throughput, missing blocks with commands to serve them, all blocks, history, servers.
 
 import { element, reconcile, setAttribute, setText } from "./dom.js";
 import { Plot } from "./plot.js";
@@ -44,7 +44,7 @@ export class ModelCard {
     setText(this.sentence, sentence ?? "");
     const commands = model.missing.map(({ command }) => command).filter((command) => command !== null).slice(0, 5);
     reconcile(this.commands, commands, (command) => command, makeCommand, () => {});
-    setText(this.hint, commands.some((command) => command.endsWith(" ADDRESS")) ? "ADDRESS is that of any peer of this swarm." : "");
+    setText(this.hint, commands.some((command) => command.endsWith(" ADDRESS")) ? "Replace ADDRESS with the address of any peer of this swarm." : "");
   }
 }
 
@@ -63,7 +63,7 @@ function makeCommand(command) {
       await navigator.clipboard.writeText(command);
       copy.textContent = "Copied";
     } catch {
-      getSelection().selectAllChildren(code); // without the right to copy: ready for Ctrl-C
+      getSelection().selectAllChildren(code); // no clipboard permission: select the text for Ctrl-C
     }
   });
   const code = element("code", { text: command });

@@ -1,4 +1,4 @@
-// The page: a card a model, kept up to date by the live stream.
+// The page: one card per model, updated by the live stream.
 
 import { reconcile, setText } from "./dom.js";
 import { Live, apiKey } from "./live.js";
@@ -8,11 +8,11 @@ import { ago, count } from "./words.js";
 const byId = (id) => document.getElementById(id);
 const cards = new Map();
 let latest = null;
-let trouble = "";
+let connectionError = "";
 
 function show(view) {
   latest = view;
-  trouble = "";
+  connectionError = "";
   reconcile(byId("models"), view.models, (model) => model.name, makeCard, (_, model) => cards.get(model.name).update(model));
   for (const name of cards.keys()) if (!view.models.some((model) => model.name === name)) cards.delete(name);
   showEmpty(view);
@@ -27,30 +27,30 @@ function makeCard(model) {
 }
 
 function showEmpty(view) {
-  const lines = view.absent.map((name) => `Nobody in this swarm serves ${name}.`);
+  const lines = view.absent.map((name) => `No server of this swarm serves ${name}.`);
   if (!view.models.length && !view.absent.length) {
-    lines.push("Nobody serves a model in this swarm yet. The first server starts with: swarm server MODEL --initial-peers ADDRESS");
+    lines.push("This swarm has no servers yet. Start the first one with: swarm server MODEL --initial-peers ADDRESS");
   }
-  if (view.left_out) lines.push(`${count(view.left_out, "more model is", "more models are")} announced than this monitor shows.`);
+  if (view.left_out) lines.push(`${count(view.left_out, "more model is", "more models are")} announced but not shown.`);
   byId("empty").hidden = !lines.length;
   setText(byId("empty"), lines.join(" "));
 }
 
-/** How fresh what is shown is; `data-state` colours the dot. */
+/** Shows whether the data is up to date; `data-state` colours the dot. */
 function showState() {
   const age = latest === null ? 0 : Date.now() / 1000 - latest.time;
   const isOld = latest !== null && age > 3 * latest.period + 60;
-  const problem = trouble || (latest?.problem ?? "") || (isOld ? `the last look at the swarm was ${ago(age)}` : "");
+  const problem = connectionError || (latest?.problem ?? "") || (isOld ? `the swarm was last read ${ago(age)}` : "");
   byId("problem").hidden = !problem;
-  setText(byId("problem"), problem && `What is shown may be old: ${problem}.`);
-  byId("live").dataset.state = trouble ? "lost" : problem ? "old" : latest ? "live" : "";
-  setText(byId("live").lastElementChild, trouble ? "reconnecting" : problem ? "stale" : latest ? "live" : "connecting");
+  setText(byId("problem"), problem && `This page may be out of date: ${problem}.`);
+  byId("live").dataset.state = connectionError ? "lost" : problem ? "old" : latest ? "live" : "";
+  setText(byId("live").lastElementChild, connectionError ? "reconnecting" : problem ? "stale" : latest ? "live" : "connecting");
 }
 
 const live = new Live({
   view: show,
   lost(reason) {
-    trouble = `no connection to the monitor (${reason}); trying again`;
+    connectionError = `no connection to the monitor (${reason}); trying again`;
     showState();
   },
   needsKey() {
@@ -66,7 +66,7 @@ byId("key-form").addEventListener("submit", (event) => {
   live.start();
 });
 
-// Beside the chat page, if this page is a part of a gateway.
+// A gateway serves this page together with the chat page.
 byId("chat").hidden = !location.pathname.endsWith("/monitor/");
 setInterval(showState, 5000);
 live.start();

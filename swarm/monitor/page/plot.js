@@ -32,7 +32,7 @@ export class Plot {
     this.#mark();
   }
 
-  /** Fetch the history if it is old, and draw. */
+  /** Fetches the history if it is out of date, and draws it. */
   async update() {
     if (performance.now() - this.fetched < REFRESH) return;
     this.fetched = performance.now();
@@ -41,7 +41,7 @@ export class Plot {
       const data = await fetchHistory(this.name, hours);
       if (hours === this.hours) this.data = data;
     } catch {
-      return; // the live stream tells what is wrong
+      return; // the live stream reports the error
     }
     this.#draw();
   }
@@ -60,13 +60,13 @@ export class Plot {
   #draw() {
     const points = this.data?.time.length ?? 0;
     for (const chart of this.charts) chart.draw(this.data, this.hours);
-    setText(this.note, points < 2 ? "The plot grows while the monitor runs: one point a minute." : this.#summary());
+    setText(this.note, points < 2 ? "The plot grows while the monitor runs: one point per minute." : this.#summary());
   }
 
   #summary() {
     const { covered, blocks, step } = this.data;
     const gap = covered.filter((number) => number < blocks).length * step;
-    return gap ? `Blocks were missing for ${count(Math.round(gap / 60), "minute", "minutes")} of this time.` : "No block was missing in this time.";
+    return gap ? `Blocks were missing for ${count(Math.round(gap / 60), "minute", "minutes")} of this time.` : "No blocks were missing during this time.";
   }
 }
 
@@ -132,7 +132,7 @@ function hourMarks(start, end, hours, x) {
   return marks;
 }
 
-/** Times in which blocks were missing. */
+/** Periods in which blocks were missing. */
 function gaps(data, x) {
   return data.time.flatMap((time, place) => data.covered[place] >= data.blocks ? [] : [
     shape("rect", { class: "gap", x: x(time).toFixed(1), y: TOP, width: Math.max(1.5, x(time + data.step) - x(time)).toFixed(1), height: HEIGHT - BOTTOM - TOP }),
@@ -150,7 +150,7 @@ function lines(data, values, x, y) {
   });
 }
 
-/** Stretches of points that lie at most `most` seconds apart, as pairs of the first and the last place. Pure. */
+/** Splits points into runs that are at most `most` seconds apart, as pairs of first and last index. Pure. */
 export function runs(times, most) {
   const found = [];
   times.forEach((time, place) => {
@@ -160,7 +160,7 @@ export function runs(times, most) {
   return found;
 }
 
-/** Where an axis ends: a round number from the largest value on. Pure. */
+/** The end of an axis: a round number that is at least the largest value. Pure. */
 export function niceTop(largest) {
   const power = 10 ** Math.floor(Math.log10(Math.max(largest, 2)));
   return [1, 2, 3, 4, 5, 6, 8, 10].find((digit) => digit * power >= Math.max(largest, 2)) * power;

@@ -1,10 +1,10 @@
-// The strip of blocks, one cell a block, and what holds them as bars underneath.
+// The strip of blocks, one cell per block, and below it the servers that hold them, as bars.
 
 import { element, reconcile, setAttribute, setText } from "./dom.js";
 import { blockSentence, serverName, stateOf } from "./words.js";
 
-const MOST_BARS = 200;
-const NUMBERED = 40; // more cells than this are too narrow for a number
+const MAX_BARS = 200;
+const MAX_NUMBERED_CELLS = 40; // with more, cells are too narrow for a number
 
 export class Strip {
   constructor() {
@@ -27,13 +27,13 @@ export class Strip {
     this.model = model;
     const blocks = model.coverage.map((_, block) => block);
     this.node.style.setProperty("--blocks", model.blocks);
-    setAttribute(this.node, "data-many", model.blocks > NUMBERED ? "" : null);
+    setAttribute(this.node, "data-many", model.blocks > MAX_NUMBERED_CELLS ? "" : null);
     const make = () => element("button", { type: "button", tabindex: "-1" });
     reconcile(this.cells, blocks, (block) => block, make, (cell, block) => this.#cell(cell, block));
     if (!this.cells.querySelector('[tabindex="0"]')) this.cells.firstElementChild?.setAttribute("tabindex", "0");
     this.#axis();
     this.#bars();
-    this.#tell();
+    this.#highlight();
   }
 
   #cell(cell, block) {
@@ -55,7 +55,7 @@ export class Strip {
   }
 
   #bars() {
-    const shown = this.model.servers.filter(({ state }) => state !== "offline").slice(0, MOST_BARS);
+    const shown = this.model.servers.filter(({ state }) => state !== "offline").slice(0, MAX_BARS);
     const rows = lanes(shown);
     reconcile(this.lanes, shown, (server) => server.peer_id, makeBar, (bar, server) => {
       setText(bar.firstElementChild, serverName(server));
@@ -78,7 +78,7 @@ export class Strip {
     this.cells.children[block].focus();
   }
 
-  /** Also where cells are too narrow for a finger: what counts is the place along the strip. */
+  /** The block at a position along the strip. It works even if cells are too narrow for a finger. */
   #blockAt(x) {
     const { left, width } = this.cells.getBoundingClientRect();
     return Math.min(Math.max(Math.floor(((x - left) / width) * this.model.blocks), 0), this.model.blocks - 1);
@@ -86,10 +86,10 @@ export class Strip {
 
   #point(block) {
     this.pointed = block;
-    this.#tell();
+    this.#highlight();
   }
 
-  #tell() {
+  #highlight() {
     const block = this.pointed !== null && this.pointed < this.model.blocks ? this.pointed : null;
     const holders = this.model.servers.filter(({ start, end, state }) => block !== null && start <= block && block < end && state !== "offline");
     const holding = new Set(holders.map(({ peer_id }) => peer_id));
@@ -97,7 +97,7 @@ export class Strip {
     for (const cell of this.cells.children) setAttribute(cell, "data-pointed", cell.itemKey === block ? "" : null);
     const names = holders.slice(0, 8).map(serverName);
     if (holders.length > names.length) names.push(`and ${holders.length - names.length} more`);
-    const hint = "Point at a block, or use the arrow keys, to see who holds it.";
+    const hint = "Point at a block, or use the arrow keys, to see which servers hold it.";
     setText(this.sentence, block === null ? hint : blockSentence(this.model, block) + (names.length ? ` – ${names.join(", ")}` : ""));
   }
 }
@@ -106,7 +106,7 @@ function makeBar() {
   return element("div", { class: "bar" }, element("span"));
 }
 
-/** 0 missing, 1 coming, 2 (below half the median) to 6 (twice the median and more). */
+/** The colour level of a block: 0 missing, 1 loading, 2 (below half the median) to 6 (twice the median or more). */
 export function levelOf(model, block) {
   const { servers, joining, throughput } = model.coverage[block];
   if (!servers) return joining ? 1 : 0;
@@ -114,7 +114,7 @@ export function levelOf(model, block) {
   return 2 + [0.5, 0.8, 1.25, 2].filter((bound) => share >= bound).length;
 }
 
-/** The row of each server (by peer id) in which its bar overlaps with no other; as few rows as possible. Pure. */
+/** Assigns each server (by peer id) a row in which its bar overlaps no other bar, with as few rows as possible. Pure. */
 export function lanes(servers) {
   const ends = [];
   const rows = new Map();
@@ -128,12 +128,12 @@ export function lanes(servers) {
   return rows;
 }
 
-/** 1, 2, 5, 10, 20, ... : the first that is at least `least`. */
+/** The first of 1, 2, 5, 10, 20, ... that is at least `least`. */
 export function niceStep(least) {
   for (let power = 1; ; power *= 10) for (const digit of [1, 2, 5]) if (digit * power >= least) return digit * power;
 }
 
-/** What the colours mean. */
+/** The legend of the colours. */
 export function legend() {
   const names = [["0", "missing"], ["2", "below half the median"], ["4", "median"], ["6", "twice the median"]];
   return element("p", { class: "legend", "aria-hidden": "true" }, ...names.map(([level, text]) =>

@@ -80,7 +80,7 @@ function makeCell(column) {
   return cell;
 }
 
-/** A sorted copy; equal ones stay in the order of their peer ids, so that rows do not jump. Pure. */
+/** A sorted copy; equal rows are ordered by peer id, so that they do not jump. Pure. */
 export function sorted(servers, value, isDescending) {
   const sign = isDescending ? -1 : 1;
   return [...servers].sort((one, other) => {

@@ -1,4 +1,4 @@
-// Light or dark, kept under the chat page's name, as both may be served together. A plain script: no wrong first colour.
+// Light or dark, stored under the chat page's name, as both may be served together. Not a module, so it runs before painting.
 (() => {
   const root = document.documentElement;
   const apply = (theme) => {
@@ -7,7 +7,7 @@
   try {
     apply(localStorage.getItem("swarm.theme"));
   } catch {
-    // a browser that keeps nothing
+    // no storage
   }
   document.addEventListener("click", ({ target }) => {
     if (!target.closest("[data-switch-theme]")) return;

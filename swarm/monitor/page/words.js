@@ -1,8 +1,8 @@
-// Numbers and facts as people say them. Pure.
+// Formats numbers and facts as text. Pure.
 
 const plain = new Intl.NumberFormat("en");
 
-/** Three digits: `0.52`, `43`, `1,240`. */
+/** Formats a rate with two to three digits: `0.52`, `43`, `1,240`. */
 export function rate(value) {
   if (value >= 100) return plain.format(Math.round(value));
   return String(Number(value.toPrecision(2)));
@@ -22,14 +22,14 @@ export function whole(number) {
   return plain.format(number);
 }
 
-/** How long ago a moment was, given in seconds. */
+/** Formats how long ago a moment was; `seconds` is its age. */
 export function ago(seconds) {
   if (seconds < 90) return `${Math.max(0, Math.round(seconds))} s ago`;
   if (seconds < 5400) return `${Math.round(seconds / 60)} min ago`;
   return `${Math.round(seconds / 3600)} h ago`;
 }
 
-/** What a server is called. */
+/** The name to show for a server. */
 export function serverName(server) {
   return server.name || server.short_id;
 }
@@ -42,14 +42,14 @@ export function reach(server) {
   return server.relayed ? "relayed" : "direct";
 }
 
-const MOVES = { pinned: "stays at its blocks", cooling: "came lately", free: "moves where it is needed" };
+const MOBILITY = { pinned: "keeps its blocks", cooling: "moved recently", free: "may move to other blocks" };
 
-/** What a server does now. */
+/** The state of a server. */
 export function stateOf(server) {
   if (server.excluded) return `not used: ${server.excluded}`;
   if (server.state === "joining") return "loading its blocks";
   if (server.state === "offline") return "has left";
-  return MOVES[server.mobility] ?? server.mobility;
+  return MOBILITY[server.mobility] ?? server.mobility;
 }
 
 /** Blocks `[start, end)`. */
@@ -57,20 +57,20 @@ export function range(start, end) {
   return end - start === 1 ? `block ${start}` : `blocks ${start}:${end}`;
 }
 
-/** One block for those who point at it, and for those who listen. */
+/** A sentence about one block, for the pointer and for screen readers. */
 export function blockSentence(model, block) {
   const { servers, joining, throughput } = model.coverage[block];
   const loading = joining ? `, ${count(joining, "server is", "servers are")} loading it` : "";
-  if (!servers) return `Block ${block} is missing: nobody serves it${loading}`;
+  if (!servers) return `Block ${block} is missing: no server holds it${loading}`;
   const weakest = block === model.weakest ? ", the weakest block" : "";
   return `Block ${block}: ${rate(throughput)} tokens/s from ${count(servers, "server", "servers")}${weakest}${loading}`;
 }
 
-/** What is wrong with a model, or null. */
+/** A sentence about the missing blocks of a model, or null. */
 export function missingSentence(model) {
   if (!model.missing.length) return null;
   const ranges = model.missing.map(({ start, end }) => range(start, end));
   const list = ranges.length > 1 ? `${ranges.slice(0, -1).join(", ")} and ${ranges.at(-1)}` : ranges[0];
-  const joining = model.missing.some(({ joining }) => joining) ? " Servers that load some of them are under way." : "";
-  return `Nobody serves ${list}, so this model cannot answer at present.${joining}`;
+  const joining = model.missing.some(({ joining }) => joining) ? " Servers are loading some of them." : "";
+  return `No server holds ${list}, so this model cannot answer now.${joining}`;
 }

@@ -94,7 +94,7 @@ class Engine:
         if start and not self._try_compute_inline(queued):
             self._post_iteration()
         result = await queued.future
-        self._observer.step(request.kind, time.monotonic() - now)
+        self._observer.request_finished(request.kind, time.monotonic() - now)
         return result
 
     def _try_compute_inline(self, queued: QueuedRequest) -> bool:
@@ -197,7 +197,7 @@ class Engine:
 
     def _record_start(self, queued: QueuedRequest, now: float) -> None:
         self._meter.record_start(now - queued.arrived_at, now)
-        self._observer.started(now - queued.arrived_at)
+        self._observer.request_started(now - queued.arrived_at)
 
     def _compute_backward(self, queued: QueuedRequest, now: float) -> ComputeResult:
         self._record_start(queued, now)
@@ -207,7 +207,7 @@ class Engine:
         began = time.perf_counter()
         found = compute_gradients(request.model, inputs, gradients, request.layout, request.adapter)
         seconds = time.perf_counter() - began
-        self._observer.iteration([queued.for_observer(request.layout.tokens)], seconds)
+        self._observer.iteration_finished([queued.for_observer(request.layout.tokens)], seconds)
         return ComputeResult(request.encode(found), seconds * 1e3)
 
     def _advance(self, chosen: Sequence[tuple[QueuedRequest, int]], now: float) -> list[_Result]:
@@ -219,7 +219,7 @@ class Engine:
             return self._advance(chosen[:middle], now) + self._advance(chosen[middle:], now)
         seconds = time.perf_counter() - began
         if chosen and error is None:
-            self._observer.iteration([queued.for_observer(tokens) for queued, tokens in chosen], seconds)
+            self._observer.iteration_finished([queued.for_observer(tokens) for queued, tokens in chosen], seconds)
         if all(queued.is_short for queued, _ in chosen):
             self._batching_delay.on_iteration(seconds)
         for queued, _ in chosen:

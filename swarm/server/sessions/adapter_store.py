@@ -176,7 +176,7 @@ class AdapterStore:
         return self._sizes.total() + sum(map(_alive_bytes, self._left.values()))
 
     def _tell(self) -> None:
-        self.observer.adapters(len(self), self.memory)
+        self.observer.adapter_totals(len(self), self.memory)
 
     def _part(self, peer: str, block: int, digest: bytes) -> BlockAdapterWeights:
         public = self._public.get((block, digest))

@@ -160,12 +160,12 @@ class MessageHandler:
 
     async def _reject(self, stream: ReplyStream, error: RemoteError) -> None:
         """Say why the connection ends."""
-        self._observer.refused(error.code)
+        self._observer.request_refused(error.code)
         await stream.send(messages.refusal(error))
 
     async def _answer(self, stream: ReplyStream, frame: Frame, conversation: _StreamState) -> None:
         message = messages.decode_client(frame.header)
-        self._observer.received(type(message).__name__, len(frame.payload))
+        self._observer.message_received(type(message).__name__, len(frame.payload))
         try:
             reply, payload = await self._handle(stream, message, frame.payload, conversation)
         except ProtocolViolation:
@@ -188,7 +188,7 @@ class MessageHandler:
             extra = {"request": kind, "peer": peer}
             logger.error("a %s of peer …%s failed", kind, peer, exc_info=error, extra=extra)
             error = ServerFault("the computation failed at this server; its log says why")
-        self._observer.refused(error.code)
+        self._observer.request_refused(error.code)
         return messages.refusal(error, step)
 
     async def _handle(
@@ -307,7 +307,7 @@ class MessageHandler:
             offsets=message.offsets,
         )
         pushed = await link.push(onward, output)
-        self._observer.pushed(len(output), pushed)
+        self._observer.output_pushed(len(output), pushed)
         return messages.StepReply(reply.step, reply.format, reply.dtype, reply.compute_ms, pushed)
 
     async def _pushed(self, peer_id: str, message: messages.PushRequest, payload: Bytes) -> tuple[None, Bytes]:
@@ -380,7 +380,7 @@ class MessageHandler:
             await stream.send_later(PUSHED_REPLY_DELAY_S, reply, payload)
         else:
             await stream.send(reply, payload)
-        self._observer.sent(len(payload))
+        self._observer.payload_sent(len(payload))
 
     def _check_open(self) -> None:
         if self.closing:

@@ -254,7 +254,7 @@ class SessionTable:
         return True
 
     def _tell(self) -> None:
-        self._observer.sessions(len(self), self.capacity - self.free, self.capacity)
+        self._observer.session_totals(len(self), self.capacity - self.free, self.capacity)
 
     def clear(self) -> None:
         """Close all sessions."""
