@@ -1,12 +1,12 @@
-"""Decode speed of a chain of 1, 2, 3 and 4 servers against the local transformers model, and what a hop costs.
+"""Decode speed of chains of 1, 2, 3 and 4 servers relative to the local transformers model, and the cost of a hop.
 
     python -m benchmarks.chain [--shape tiny] [--tokens 64] [--repeats 5] [--compile] [--json FILE]
 
-Every server is a process with one torch thread; so is the local model. For each length of chain the local model and the
-chain take turns, so that whatever else the machine does falls on both. `ms a hop` is the slope, over the number of
-servers, of the time that a token takes beyond the local model's; it also holds what a processor loses by sleeping
-between a server's turns. `hop` is measured directly: what a step takes, less what the servers say that their blocks
-took, by the number of servers.
+Every server is a process with one torch thread; so is the local model. For each chain length, the local model and the
+chain are measured alternately, so that other load on the machine affects both. `ms a hop` is the slope, over the number
+of servers, of a token's time beyond the local model's; it includes what a processor loses by sleeping between a
+server's steps. `hop` is measured directly: the time of a step, minus the compute time that the servers report, divided
+by the number of servers.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from swarm.cli.local_swarm import LocalSwarm
 from swarm.transport.p2p import quiet_hivemind
 
 CHAINS = (1, 2, 3, 4)
-PROMPT = 16
+PROMPT_TOKENS = 16
 
 
-def split(blocks: int, servers: int) -> list[str]:
-    """`--blocks` of each server, as even as possible."""
+def split_blocks(blocks: int, servers: int) -> list[str]:
+    """`--blocks` of each server, divided as evenly as possible."""
     edges = [round(blocks * number / servers) for number in range(servers + 1)]
     return [f"{start}:{end}" for start, end in itertools.pairwise(edges)]
 
 
-def seconds_a_token(generate: Callable[[int], object], tokens: int) -> float:
-    """Time of one token, the prompt's own time taken off by a second run with half as many."""
+def seconds_per_token(generate: Callable[[int], object], tokens: int) -> float:
+    """Measure the time of one token. A second run with half as many tokens eliminates the prompt's own time."""
     times = []
     for count in (tokens, tokens // 2):
         began = time.perf_counter()
@@ -53,10 +53,10 @@ def seconds_a_token(generate: Callable[[int], object], tokens: int) -> float:
 
 @dataclass
 class Series:
-    """One length of chain, by repeat.
+    """Measurements of one chain length, by repetition.
 
     Attributes:
-        chain, local: seconds a token of the chain and of the local model beside it.
+        chain, local: seconds per token of the chain, and of the local model measured next to it.
         hop: see `hop_cost`.
     """
 
@@ -65,12 +65,12 @@ class Series:
     hop: list[float]
 
     def ratios(self) -> list[float]:
-        """Speed of the chain over that of the local model."""
+        """Speed of the chain relative to the local model."""
         return [local / chain for local, chain in zip(self.local, self.chain, strict=True)]
 
 
 def measure(shape: str, tokens: int, repeats: int, options: Sequence[str] = ()) -> dict[int, Series]:
-    """One series for each length of chain."""
+    """Measure every chain length."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         path = make_model(shape, Path(folder))
@@ -81,9 +81,9 @@ def measure(shape: str, tokens: int, repeats: int, options: Sequence[str] = ()) 
 def measure_chain(
     shape: str, path: Path, local: PreTrainedModel, servers: int, tokens: int, repeats: int, options: Sequence[str] = ()
 ) -> Series:
-    """Let a chain and the local model take turns."""
-    prompt = torch.randint(0, 1024, (1, PROMPT), generator=torch.Generator().manual_seed(1))
-    blocks = split(SHAPES[shape].num_hidden_layers, servers)
+    """Measure a chain and the local model alternately."""
+    prompt = torch.randint(0, 1024, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(1))
+    blocks = split_blocks(SHAPES[shape].num_hidden_layers, servers)
     series = Series([], [], [])
     with LocalSwarm(str(path), blocks, options=("--threads", "1", "--throughput", "1000", *options)) as swarm:
         model = AutoDistributedModelForCausalLM.from_pretrained(path, initial_peers=[swarm.address], wire="none")
@@ -91,20 +91,21 @@ def measure_chain(
         def run(which: PreTrainedModel, count: int) -> torch.Tensor:
             return which.generate(prompt, max_new_tokens=count, do_sample=False)
 
-        if not torch.equal(run(model, tokens), run(local, tokens)):  # warms up, too
+        if not torch.equal(run(model, tokens), run(local, tokens)):  # also warms up
             raise SystemExit(f"{servers} servers: the tokens differ from the local model's")
         for _ in range(repeats):
-            series.chain.append(seconds_a_token(partial(run, model), tokens))
+            series.chain.append(seconds_per_token(partial(run, model), tokens))
             series.hop.append(hop_cost(model, prompt, tokens))
-            series.local.append(seconds_a_token(partial(run, local), tokens))
+            series.local.append(seconds_per_token(partial(run, local), tokens))
         model.swarm.close()
     return series
 
 
 def hop_cost(model: PreTrainedModel, prompt: torch.Tensor, tokens: int) -> float:
-    """What a step takes beyond what the servers spend in their blocks, a hop, in seconds; median over the steps.
+    """Time of a step beyond the servers' compute time, per hop, in seconds; median over the steps.
 
-    All together, because the client hears of the servers on the way a little after the next one does.
+    The hops of a step are measured together because an intermediate server's reply reaches the client a little later
+    than the next server.
     """
     costs: list[float] = []
     send = model.swarm.steps
@@ -127,24 +128,24 @@ def hop_cost(model: PreTrainedModel, prompt: torch.Tensor, tokens: int) -> float
 
 
 def slope(results: dict[int, Series]) -> list[float]:
-    """Milliseconds a hop, by repeat: least squares of the time beyond the local model's over servers."""
+    """Milliseconds per hop, by repetition: least squares of the time beyond the local model's over servers."""
     beyond = [[c - statistics.median(s.local) for c in s.chain] for s in results.values()]
     return [1e3 * statistics.linear_regression(CHAINS, times).slope for times in zip(*beyond, strict=True)]
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:
-    """Median and range."""
+    """Format the median and the range."""
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
 def table(shape: str, results: dict[int, Series]) -> str:
-    """The figures for people, in Markdown."""
+    """Format the results in Markdown."""
     config = SHAPES[shape]
     lines = [
         f"shape {shape}: hidden {config.hidden_size}, {config.num_hidden_layers} blocks, fp32, greedy, batch 1; "
         "median (range)",
         "",
-        "| servers | ms a token | tokens/s | local tokens/s beside it | of the local speed | ms a hop beyond compute |",
+        "| servers | ms per token | tokens/s | local tokens/s | of the local speed | ms per hop beyond compute |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for servers, series in results.items():
@@ -156,7 +157,7 @@ def table(shape: str, results: dict[int, Series]) -> str:
             spread([1e3 * seconds for seconds in series.hop]),
         )
         lines.append(f"| {servers} | {' | '.join(columns)} |")
-    return "\n".join([*lines, "", f"slope of ms a token over servers, 1 to 4: {spread(slope(results))}"])
+    return "\n".join([*lines, "", f"slope of ms per token over servers, 1 to 4: {spread(slope(results))}"])
 
 
 def main() -> None:
@@ -165,7 +166,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--compile", action="store_true", help="servers compile their blocks")
-    parser.add_argument("--json", type=Path, help="write the raw figures here too")
+    parser.add_argument("--json", type=Path, help="also write the raw results to this file")
     arguments = parser.parse_args()
     quiet_hivemind()
     about = machine.describe()

@@ -1,7 +1,7 @@
-"""A swarm under churn: servers are killed and started all the time while clients write texts that are known beforehand.
+"""A swarm under churn: servers are killed and started continuously while clients generate texts with known results.
 
-Everything is a process of its own: each server, each client, and the libp2p daemon of each. All of them are ended by
-their process ids at the end, whatever happens.
+Each server, each client, and each libp2p daemon is a process of its own. All of them are ended by process id at the
+end, whatever happens.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from tests.swarms import FORKS, ServerProcess, TestSwarm, is_running, run_swarm
 
 BLOCKS = 12
 SPANS = ("0:4", "4:8", "8:12") * 2
-LENGTHS = (3, 4, 5, 6)
-"""Blocks that a newcomer may hold, so that spans get cut in all ways."""
+SPAN_LENGTHS = (3, 4, 5, 6)
+"""Numbers of blocks that a new server may hold, so that spans overlap in many ways."""
 
 MAX_STARTING = 3
-"""Servers that may be on their way at a time. The next kill waits where more are: on a machine that is busy with other
-things a start takes longer than the time between two kills, and a swarm whose last server is gone cannot be joined."""
+"""Maximum number of servers that are starting. With more, the next kill waits: on a busy machine a start takes longer
+than the time between two kills, and a swarm without servers cannot be joined."""
 
 POLL_PERIOD_S = 0.2
 """How often an overdue kill is tried again."""
 
-MEMORY_EVERY = 10.0
-CLIENT_TIMEOUT = 300.0
-"""Seconds that a client gets to end its last text."""
+MEMORY_PERIOD_S = 10.0
+CLIENT_TIMEOUT_S = 300.0
+"""Time for a client to finish its last text."""
 
 PROMPTS = (
     "Once upon a time",
@@ -61,25 +61,25 @@ PROMPTS = (
 
 
 @dataclass(frozen=True)
-class Text:
-    """A prompt `[1, tokens]` and what the model alone writes after it, greedily."""
+class KnownText:
+    """A prompt `[1, tokens]` and the local model's greedy continuation."""
 
     prompt: torch.Tensor
     tokens: list[int]
 
 
 @dataclass
-class Written:
-    """One text as a client got it. Times are those of `time.monotonic`, which all processes share.
+class GeneratedText:
+    """One text as a client received it. Times are those of `time.monotonic`, which all processes share.
 
     Attributes:
         client: number of the client.
-        right: every token is the model's own.
-        tokens: how many.
+        right: whether every token equals the local model's.
+        tokens: number of tokens.
         opening: seconds until the session had a route.
-        gaps: seconds between one token and the next.
-        failovers: (when, gap) of the tokens during which the route changed.
-        trouble: the exception that reached the client.
+        gaps: seconds between consecutive tokens.
+        failovers: (time, gap) of the tokens during which the route changed.
+        error: the traceback of the exception that reached the client; None if there was none.
     """
 
     client: int
@@ -88,12 +88,12 @@ class Written:
     opening: float = 0.0
     gaps: list[float] = field(default_factory=list)
     failovers: list[tuple[float, float]] = field(default_factory=list)
-    trouble: str | None = None
+    error: str | None = None
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes that a peer has for itself, and its libp2p daemon's."""
+class MemorySample:
+    """Unshared memory of a peer's process and resident memory of its libp2p daemon, in bytes."""
 
     when: float
     own: int
@@ -101,94 +101,93 @@ class Memory:
 
 
 @dataclass
-class Churn:
-    """What happened. Times as in `Written`."""
+class ChurnResult:
+    """What happened during a run. Times are as in `GeneratedText`."""
 
     began: float
-    written: list[Written] = field(default_factory=list)
+    written: list[GeneratedText] = field(default_factory=list)
     kills: list[float] = field(default_factory=list)
     gaps: int = 0
-    """Kills after which nobody held some blocks."""
-    clients: dict[int, list[Memory]] = field(default_factory=dict)
-    servers: dict[int, list[Memory]] = field(default_factory=dict)
+    """Number of kills after which no server held some blocks."""
+    clients: dict[int, list[MemorySample]] = field(default_factory=dict)
+    servers: dict[int, list[MemorySample]] = field(default_factory=dict)
     """By process id."""
     ended: float = 0.0
     survivors: list[int] = field(default_factory=list)
-    """Process ids of ours that are still there when all is over."""
+    """Ids of processes that are still running at the end."""
 
 
-def make_texts(new: int = 96) -> list[Text]:
-    """Let the model alone write its texts."""
+def make_texts(new: int = 96) -> list[KnownText]:
+    """Generate the expected texts with the local model."""
     model, tokenizer = load_local_model(DEMO_FOLDER), load_tokenizer(DEMO_FOLDER)
     prompts = [tokenizer(words, return_tensors="pt").input_ids for words in PROMPTS]
-    return [Text(prompt, _generate(model, prompt, new)) for prompt in prompts]
+    return [KnownText(prompt, _generate(model, prompt, new)) for prompt in prompts]
 
 
 def run_churn(
-    seconds: float, clients: int, every: float, seed: int, texts: Sequence[Text], min_kills: int = 0
-) -> Churn:
-    """Clients write for `seconds`, while every `every` seconds a random server is killed and another one started.
+    seconds: float, clients: int, every: float, seed: int, texts: Sequence[KnownText], min_kills: int = 0
+) -> ChurnResult:
+    """Let clients generate for `seconds`, while a random server is replaced every `every` seconds.
 
-    They go on beyond `seconds` until `min_kills` servers were killed and every client has written a text.
+    The run continues beyond `seconds` until `min_kills` servers were killed and every client has generated a text.
     """
-    with (
-        run_swarm(DEMO_FOLDER, SPANS, dtype="float32") as swarm,
-        _run_clients(swarm, clients, texts, seed) as connections,
-    ):
-        churn = Churn(time.monotonic())
-        director = _Director(swarm, connections, churn, random.Random(seed))
-        director.run(seconds, every, min_kills)
-        pids = director.pids()
+    with run_swarm(DEMO_FOLDER, SPANS, dtype="float32") as swarm, _run_clients(swarm, clients, texts, seed) as connections:
+        churn = ChurnResult(time.monotonic())
+        driver = _ChurnDriver(swarm, connections, churn, random.Random(seed))
+        driver.run(seconds, every, min_kills)
+        pids = driver.pids()
         churn.ended = time.monotonic()
-        director.finish()
+        driver.finish()
     churn.survivors = [pid for pid in pids if is_running(pid)]
     return churn
 
 
-class _Director:
-    """Kills, starts, listens to the clients, and looks at their memory."""
+class _ChurnDriver:
+    """Kills and starts servers, receives the clients' results, and samples memory."""
 
-    def __init__(self, swarm: TestSwarm, clients: dict[Connection, Any], churn: Churn, chance: random.Random) -> None:
+    def __init__(
+        self, swarm: TestSwarm, clients: dict[Connection, Any], churn: ChurnResult, chance: random.Random
+    ) -> None:
         self._swarm = swarm
         self._clients = clients
         self._churn = churn
         self._chance = chance
-        self._coming: list[ServerProcess] = []
+        self._starting: list[ServerProcess] = []
         self._pids: set[int] = set()
 
     def run(self, seconds: float, every: float, min_kills: int) -> None:
         now = time.monotonic()
         end, next_kill, next_look = now + seconds, now + every, now
         while now < end or not self._has_seen_enough(min_kills):
-            if now >= next_kill and len(self._coming) < MAX_STARTING:
+            if now >= next_kill and len(self._starting) < MAX_STARTING:
                 self._kill_one()
                 next_kill = max(next_kill + every, now)
             if now >= next_look:
-                self._look()
-                next_look += MEMORY_EVERY
+                self._sample_memory()
+                next_look += MEMORY_PERIOD_S
             events = [next_look, max(next_kill, now + POLL_PERIOD_S), *([end] if now < end else [])]
             self._listen(min(events) - time.monotonic())
             now = time.monotonic()
-        self._look()
+        self._sample_memory()
 
     def _has_seen_enough(self, min_kills: int) -> bool:
         wrote = {written.client for written in self._churn.written}
         return len(self._churn.kills) >= min_kills and len(wrote) >= len(self._clients)
 
     def finish(self) -> None:
-        """Let every client end its text. Raises `TimeoutError` if one does not."""
+        """Let every client finish its text. Raises `TimeoutError` if one does not."""
         for connection in self._clients:
             connection.send("stop")
-        deadline = time.monotonic() + CLIENT_TIMEOUT
+        deadline = time.monotonic() + CLIENT_TIMEOUT_S
         while self._clients:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{len(self._clients)} clients did not end in {CLIENT_TIMEOUT:.0f} s")
+                raise TimeoutError(f"{len(self._clients)} clients did not end in {CLIENT_TIMEOUT_S:.0f} s")
             self._listen(1.0)
-        for server in self._coming:
+        for server in self._starting:
             server.wait_ready()
 
     def pids(self) -> set[int]:
-        """Processes that were seen at any time, and those of the servers."""
+        """Ids of all processes that were seen at any time, and of the servers."""
         return self._pids | {server.pid for server in self._swarm.servers}
 
     def _kill_one(self) -> None:
@@ -196,9 +195,11 @@ class _Director:
         victim.kill()
         self._churn.kills.append(time.monotonic())
         self._churn.gaps += min(self._holders(self._swarm.working())) == 0
-        # The newcomer goes where it is needed most, counting those who are on their way.
-        span = weakest_window(self._holders([*self._swarm.working(), *self._coming]), self._chance.choice(LENGTHS))
-        self._coming.append(self._swarm.start(str(span), dtype="float32"))
+        # The new server goes where it is needed most, taking starting servers into account.
+        span = weakest_window(
+            self._holders([*self._swarm.working(), *self._starting]), self._chance.choice(SPAN_LENGTHS)
+        )
+        self._starting.append(self._swarm.start(str(span), dtype="float32"))
 
     def _holders(self, servers: Sequence[ServerProcess]) -> list[float]:
         """How many of these servers hold each block."""
@@ -206,39 +207,41 @@ class _Director:
         return [float(sum(block in span for span in spans)) for block in range(BLOCKS)]
 
     def _listen(self, seconds: float) -> None:
-        """Take in what clients and newcomers say in the next `seconds` seconds, at most one message each."""
-        coming = {server.connection: server for server in self._coming}
-        for ready in wait([*self._clients, *coming], max(0.0, seconds)):
-            if ready in coming:
-                self._coming.remove(coming[ready].wait_ready())
+        """Receive messages of clients and new servers for `seconds` seconds, at most one each."""
+        starting = {server.connection: server for server in self._starting}
+        for ready in wait([*self._clients, *starting], max(0.0, seconds)):
+            if ready in starting:
+                self._starting.remove(starting[ready].wait_ready())
                 continue
             try:
                 message = ready.recv()
             except EOFError:
-                message = Written(-1, trouble="a client's process has ended")
-            if isinstance(message, Written):
+                message = GeneratedText(-1, error="a client's process has ended")
+            if isinstance(message, GeneratedText):
                 self._churn.written.append(message)
             if message is None or message.client < 0:
                 del self._clients[ready]
 
-    def _look(self) -> None:
+    def _sample_memory(self) -> None:
         for number, process in enumerate(self._clients.values()):
-            self._note(self._churn.clients.setdefault(number, []), process.pid)
+            self._sample_process(self._churn.clients.setdefault(number, []), process.pid)
         for server in self._swarm.working():
-            self._note(self._churn.servers.setdefault(server.pid, []), server.pid)
+            self._sample_process(self._churn.servers.setdefault(server.pid, []), server.pid)
 
-    def _note(self, memory: list[Memory], pid: int) -> None:
+    def _sample_process(self, memory: list[MemorySample], pid: int) -> None:
         with suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
             children = process.children()
             daemon = sum(child.memory_info().rss for child in children)
-            memory.append(Memory(time.monotonic(), process.memory_full_info().uss, daemon))
+            memory.append(MemorySample(time.monotonic(), process.memory_full_info().uss, daemon))
             self._pids |= {pid, *(child.pid for child in children)}
 
 
 @contextmanager
-def _run_clients(swarm: TestSwarm, count: int, texts: Sequence[Text], seed: int) -> Iterator[dict[Connection, Any]]:
-    """Processes that write until they are told to stop, by their connections."""
+def _run_clients(
+    swarm: TestSwarm, count: int, texts: Sequence[KnownText], seed: int
+) -> Iterator[dict[Connection, Any]]:
+    """Run client processes that generate until they are told to stop; yields connection -> process."""
     clients: dict[Connection, Any] = {}
     processes = []
     try:
@@ -253,19 +256,19 @@ def _run_clients(swarm: TestSwarm, count: int, texts: Sequence[Text], seed: int)
         yield clients
     finally:
         for process in processes:
-            if not clients:  # all have said that they are done
-                process.join(CLIENT_TIMEOUT)
+            if not clients:  # all clients have finished
+                process.join(CLIENT_TIMEOUT_S)
             process.kill()
             process.join()
 
 
 def _client(
-    connection: Connection, number: int, addresses: tuple[str, ...], folder: str, texts: Sequence[Text], seed: int
+    connection: Connection, number: int, addresses: tuple[str, ...], folder: str, texts: Sequence[KnownText], seed: int
 ) -> None:
-    """What a client's process does."""
+    """The main function of a client's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     tempfile.tempdir = folder
-    gc.freeze()  # else the first full collection makes copies of what this process shares with all other forks
+    gc.freeze()  # otherwise the first full collection copies the memory that this process shares with all other forks
     torch.set_num_threads(1)
     quiet_hivemind()
     chance = random.Random(f"{seed} {number}")
@@ -278,25 +281,25 @@ def _client(
     connection.send(None)
 
 
-def _write(model: Any, text: Text, number: int) -> Written:
-    written = Written(number)
+def _write(model: Any, text: KnownText, number: int) -> GeneratedText:
+    written = GeneratedText(number)
     try:
         began = time.monotonic()
         length = text.prompt.shape[1] + len(text.tokens)
         with model.inference_session(max_length=length) as session:
             session.open()
             written.opening = time.monotonic() - began
-            watch = StoppingCriteriaList([_Watch(session, written)])
+            watch = StoppingCriteriaList([_TokenTimer(session, written)])
             written.right = _generate(model, text.prompt, len(text.tokens), stopping_criteria=watch) == text.tokens
-    except BaseException:
-        written.trouble = traceback.format_exc()
+    except Exception:  # whatever reaches a client is a finding, and the report has to show it
+        written.error = traceback.format_exc()
     return written
 
 
-class _Watch(StoppingCriteria):
-    """Notes how long each token took, and whether servers were replaced meanwhile."""
+class _TokenTimer(StoppingCriteria):
+    """Records how long each token took, and whether servers were replaced during it."""
 
-    def __init__(self, session: InferenceSession, written: Written) -> None:
+    def __init__(self, session: InferenceSession, written: GeneratedText) -> None:
         self._session = session
         self._written = written
         self._route = session.route
@@ -322,10 +325,10 @@ def _generate(model: Any, prompt: torch.Tensor, new: int, **more: Any) -> list[i
     return tokens
 
 
-def growth(memory: Sequence[Memory]) -> tuple[float, float]:
+def growth(memory: Sequence[MemorySample]) -> tuple[float, float]:
     """Bytes at the beginning and at the end of a peer's life: medians of its first and its last quarter.
 
-    The first look is left out: the peer was not warm then.
+    The first sample is left out because the peer was not warmed up.
     """
     looks = [look.own for look in memory[1:]] or [look.own for look in memory]
     quarter = max(1, len(looks) // 4)

@@ -1,10 +1,10 @@
-"""Several clients at once on one chain of servers: what they get together, and what each of them loses.
+"""Several concurrent clients of one chain of servers: their total throughput, and how much each client slows down.
 
     python -m benchmarks.clients [--shape small] [--clients 8] [--servers 3] [--tokens 128] [--repeats 3] [--json FILE]
 
-Servers and clients are processes of one torch thread each. One client alone, all of them at once, and the local
-transformers model (one row, and a batch of as many rows as there are clients) take turns. Every client writes a text of
-its own; the first of them checks its tokens against the local model's.
+Servers and clients are processes with one torch thread each. One client alone, all clients at once, and the local
+transformers model (one sequence, and a batch with one sequence per client) are measured alternately. Every client
+generates its own text; the first client's tokens are compared with the local model's.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks import machine
-from benchmarks.chain import split, spread
+from benchmarks.chain import split_blocks, spread
 from benchmarks.shapes import SHAPES, make_model
 from benchmarks.worker import Worker
 from swarm import AutoDistributedModelForCausalLM
 from swarm.cli.local_swarm import LocalSwarm
 from swarm.transport.p2p import quiet_hivemind
 
-PROMPT = 16
+PROMPT_TOKENS = 16
 
 
-def prompts(rows: int) -> torch.Tensor:
-    """One prompt a client, `[rows, PROMPT]`."""
-    return torch.randint(0, 1024, (rows, PROMPT), generator=torch.Generator().manual_seed(1))
+def prompts(count: int) -> torch.Tensor:
+    """One prompt per client, `[count, PROMPT_TOKENS]`."""
+    return torch.randint(0, 1024, (count, PROMPT_TOKENS), generator=torch.Generator().manual_seed(1))
 
 
-def work(path: str, address: str, number: int) -> None:
-    """A client's process: write texts as long as it is told to, and say how long each took."""
+def run_client(path: str, address: str, number: int) -> None:
+    """A client's process: generate a text for each command, and report its time and tokens."""
     torch.set_num_threads(1)
     quiet_hivemind()
     model = AutoDistributedModelForCausalLM.from_pretrained(path, initial_peers=[address], wire="none")
@@ -50,18 +50,18 @@ def work(path: str, address: str, number: int) -> None:
         for line in sys.stdin:
             began = time.perf_counter()
             text = model.generate(prompt, max_new_tokens=int(line), do_sample=False)
-            print(json.dumps([time.perf_counter() - began, text[0, PROMPT:].tolist()]), flush=True)
+            print(json.dumps([time.perf_counter() - began, text[0, PROMPT_TOKENS:].tolist()]), flush=True)
 
 
 @dataclass
-class Figures:
-    """Tokens a second, by repeat.
+class ClientSpeeds:
+    """Tokens per second, by repetition.
 
     Attributes:
         alone: one client.
-        together: all of them, the sum.
-        slowdowns: of every client in every repeat: how much longer its text took than alone, 0 is no longer.
-        local, batch: the local model with one row, and with one row a client, all rows together.
+        together: the sum of all clients.
+        slowdowns: of every client in every repetition: extra time of its text as a fraction of the time alone.
+        local, batch: the local model with one sequence, and the sum of one sequence per client in a batch.
     """
 
     alone: list[float] = field(default_factory=list)
@@ -72,7 +72,8 @@ class Figures:
 
 
 @contextmanager
-def started(path: Path, address: str, count: int) -> Iterator[list[Worker]]:
+def start_clients(path: Path, address: str, count: int) -> Iterator[list[Worker]]:
+    """Start the clients' processes, and end them on exit."""
     with ExitStack() as stack:
         clients = []
         for number in range(count):
@@ -83,32 +84,32 @@ def started(path: Path, address: str, count: int) -> Iterator[list[Worker]]:
 
 
 def run(clients: Sequence[Worker], tokens: int) -> tuple[float, list[float], list[list[int]]]:
-    """Let clients write at the same time: seconds for all, seconds of each, their tokens."""
+    """Let clients generate at the same time: seconds for all, seconds of each, their tokens."""
     began = time.perf_counter()
     for client in clients:
-        client.tell(tokens)
-    seconds, texts = zip(*(client.hear() for client in clients), strict=True)
+        client.send(tokens)
+    seconds, texts = zip(*(client.receive() for client in clients), strict=True)
     return time.perf_counter() - began, list(seconds), list(texts)
 
 
-def measure(shape: str, count: int, servers: int, tokens: int, repeats: int, options: Sequence[str]) -> Figures:
-    """Let one client, all clients and the local model take turns."""
+def measure(shape: str, count: int, servers: int, tokens: int, repeats: int, options: Sequence[str]) -> ClientSpeeds:
+    """Measure one client, all clients and the local model alternately."""
     torch.set_num_threads(1)
-    figures = Figures()
+    figures = ClientSpeeds()
     with tempfile.TemporaryDirectory() as folder:
         path = make_model(shape, Path(folder))
         local = AutoModelForCausalLM.from_pretrained(path)
-        blocks = split(SHAPES[shape].num_hidden_layers, servers)
+        blocks = split_blocks(SHAPES[shape].num_hidden_layers, servers)
 
-        def write(rows: int) -> float:
+        def local_rate(sequences: int) -> float:
             began = time.perf_counter()
-            local.generate(prompts(rows), max_new_tokens=tokens, do_sample=False)
-            return rows * tokens / (time.perf_counter() - began)
+            local.generate(prompts(sequences), max_new_tokens=tokens, do_sample=False)
+            return sequences * tokens / (time.perf_counter() - began)
 
-        expected = local.generate(prompts(1), max_new_tokens=tokens, do_sample=False)[0, PROMPT:].tolist()
+        expected = local.generate(prompts(1), max_new_tokens=tokens, do_sample=False)[0, PROMPT_TOKENS:].tolist()
         with (
             LocalSwarm(str(path), blocks, options=("--threads", "1", "--throughput", "1000", *options)) as swarm,
-            started(path, swarm.address, count) as clients,
+            start_clients(path, swarm.address, count) as clients,
         ):
             for _ in range(repeats):
                 alone, _, (text,) = run(clients[:1], tokens)
@@ -116,30 +117,27 @@ def measure(shape: str, count: int, servers: int, tokens: int, repeats: int, opt
                     raise SystemExit("the tokens differ from the local model's")
                 together, seconds, texts = run(clients, tokens)
                 if texts[0] != expected:
-                    raise SystemExit("with other clients beside it, a client's tokens differ from the local model's")
+                    raise SystemExit("with other clients running, a client's tokens differ from the local model's")
                 figures.alone.append(tokens / alone)
                 figures.together.append(count * tokens / together)
                 figures.slowdowns += [one / alone - 1 for one in seconds]
-                figures.local.append(write(1))
-                figures.batch.append(write(count))
+                figures.local.append(local_rate(1))
+                figures.batch.append(local_rate(count))
     return figures
 
 
-def table(figures: Figures, count: int) -> str:
-    """The figures for people, in Markdown."""
+def table(figures: ClientSpeeds, count: int) -> str:
+    """Format the results in Markdown."""
     ratios = [together / alone for together, alone in zip(figures.together, figures.alone, strict=True)]
     beside = [alone / local for alone, local in zip(figures.alone, figures.local, strict=True)]
     rows = [
         ("one client alone, tokens/s", spread(figures.alone, 1)),
         (f"{count} clients at once, tokens/s together", spread(figures.together, 1)),
-        ("together, of one alone", spread(ratios)),
-        ("how much longer a client's text takes than alone", spread(figures.slowdowns)),
-        ("local model, one row, tokens/s", spread(figures.local, 1)),
-        (f"local model, {count} rows in one batch, tokens/s together", spread(figures.batch, 1)),
-        (
-            "one client alone, of the local model",
-            spread(beside),
-        ),
+        ("all clients together, relative to one alone", spread(ratios)),
+        ("extra time of a client's text, relative to alone", spread(figures.slowdowns)),
+        ("local model, one sequence, tokens/s", spread(figures.local, 1)),
+        (f"local model, {count} sequences in one batch, tokens/s together", spread(figures.batch, 1)),
+        ("one client alone, relative to the local model", spread(beside)),
     ]
     return "\n".join(["| | median (range) |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows)])
 
@@ -152,12 +150,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--compile", action="store_true", help="servers compile their blocks")
-    parser.add_argument("--json", type=Path, help="write the raw figures here too")
+    parser.add_argument("--json", type=Path, help="also write the raw results to this file")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         path, address, number = arguments.worker
-        return work(path, address, int(number))
+        return run_client(path, address, int(number))
     quiet_hivemind()
     about = machine.describe()
     options = ["--compile"] if arguments.compile else []

@@ -1,8 +1,8 @@
-"""Peers on a slow network: real libp2p, and what a stream receives is kept back for a while.
+"""Simulates a slow network: real libp2p peers whose streams deliver everything with a delay.
 
-    python -m benchmarks.delayed SECONDS [arguments of swarm server]    a server on such a network
+    python -m benchmarks.delayed SECONDS [arguments of swarm server]    runs a server on such a network
 
-A new stream costs a round trip before it can be used. DHT traffic is not delayed.
+A new stream takes a round trip before it can be used. DHT traffic is not delayed.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from swarm.transport.stream import PayloadLimit, Stream, StreamHandler
 
 
 class DelayedStream:
-    """A stream whose frames, and whose end, arrive `seconds` after they came."""
+    """A stream that delivers its frames and its end `seconds` after they arrived."""
 
     def __init__(self, stream: Stream, seconds: float) -> None:
         self.peer_id = stream.peer_id
         self._stream = stream
         self._seconds = seconds
         self._items: deque[tuple[float, Frame | SwarmError]] = deque()
-        self._came = asyncio.Event()
+        self._arrived = asyncio.Event()
         self._reader = asyncio.get_running_loop().create_task(self._read())
 
     async def send(self, message: Message, payload: bytes | memoryview = b"") -> None:
         await self._stream.send(message, payload)
 
     async def receive(self, max_payload: PayloadLimit = MAX_PAYLOAD_BYTES) -> Frame:
-        """The next frame. The limit is not looked at: here peers are not hostile."""
+        """Receive the next frame. The limit is ignored because peers are not hostile here."""
         while not self._items:
-            self._came.clear()
-            await self._came.wait()
+            self._arrived.clear()
+            await self._arrived.wait()
         due, item = self._items[0]
         await asyncio.sleep(due - asyncio.get_running_loop().time())
         if isinstance(item, SwarmError):
@@ -46,9 +46,18 @@ class DelayedStream:
         self._items.popleft()
         return item
 
+    async def discard(self) -> None:
+        self._reader.cancel()
+        await self._stream.discard()
+
     def close(self) -> None:
         self._reader.cancel()
         self._stream.close()
+        self._add(0.0, PeerLost("the stream is closed"))
+
+    def abort(self) -> None:
+        self._reader.cancel()
+        self._stream.abort()
         self._add(0.0, PeerLost("the stream is closed"))
 
     async def _read(self) -> None:
@@ -63,14 +72,14 @@ class DelayedStream:
 
     def _add(self, seconds: float, item: Frame | SwarmError) -> None:
         self._items.append((asyncio.get_running_loop().time() + seconds, item))
-        self._came.set()
+        self._arrived.set()
 
 
 class DelayedPeer(Peer):
-    """A peer all of whose streams are slow."""
+    """A peer whose streams are all delayed."""
 
     seconds = 0.0
-    """One-way delay; between two such peers, each direction has it."""
+    """One-way delay of both directions between two such peers."""
 
     async def open_stream(self, peer_id: str) -> Stream:
         stream = await super().open_stream(peer_id)

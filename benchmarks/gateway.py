@@ -1,18 +1,18 @@
-"""What a gateway costs: 50 streams at once against the same load through the Python client, and the first token.
+"""Overhead of a gateway: 50 concurrent streams compared with the same load of the Python client, and the first token.
 
     python -m benchmarks.gateway [--streams 50] [--seconds 60] [--tokens 64] [--turns 3] [--first 30] [--json FILE]
     python -m benchmarks.gateway --kill [--streams 50] [--seconds 60] [--tokens 64]
 
-The demo model on three servers. Gateway and Python client are processes of one torch thread each; the Python client is
-one model whose `generate` runs in as many threads as there are streams. Both take turns, for a part of the time each.
-Every stream counts what its `usage` says; a reply that fails or ends early fails the run. Memory is what the gateway
-has resident.
+The demo model runs on three servers. Gateway and Python client are processes with one torch thread each; the Python
+client is one model whose `generate` runs in as many threads as there are streams. Both are measured alternately. Every
+stream counts the tokens in its `usage`; a reply that fails or ends early fails the run. Memory is the gateway's
+resident memory.
 
-The first token is that of one request alone, of 1 token, gateway and Python client in turns; the difference is what the
-gateway adds: HTTP, reading the request, tokens of the prompt, a thread, an event.
+The first token is measured with one request of 1 token at a time, alternately for gateway and Python client. The
+difference is what the gateway adds: HTTP, parsing, tokenization, a thread, an event.
 
-With --kill there are two servers for each span, of which one is killed after a third of the time, and one of another
-span after two thirds. Every stream has to come to its end nevertheless.
+With --kill there are two servers for each span. One is killed after a third of the time, and one of another span after
+two thirds. Every stream must finish nevertheless.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ MB = 1 / 2**20
 
 
 @dataclass
-class Figures:
-    """By turn.
+class GatewayResults:
+    """Measurements, by repetition.
 
     Attributes:
-        gateway, client: tokens a second, all streams together.
-        memory: of the gateway after each turn, MB.
-        failed: what went wrong, in words.
-        first_gateway, first_client: seconds.
+        gateway, client: tokens per second of all streams together.
+        memory: resident memory of the gateway after each repetition, in MB.
+        failed: descriptions of failed requests.
+        first_gateway, first_client: seconds to the first token.
     """
 
     gateway: list[float] = field(default_factory=list)
@@ -71,25 +71,25 @@ class Figures:
 
 
 def body(tokens: int, stream: bool = True) -> dict[str, Any]:
-    """A request."""
+    """The body of a request."""
     messages = [{"role": "user", "content": PROMPT}]
     options: dict[str, Any] = {"stream_options": {"include_usage": True}} if stream else {}
     return {"model": MODEL, "messages": messages, "max_tokens": tokens, "temperature": 1, "stream": stream, **options}
 
 
-async def load(url: str, streams: int, seconds: float, tokens: int, figures: Figures) -> float:
-    """Tokens a second that so many streams get in so many seconds, each one request after the other."""
+async def load(url: str, streams: int, seconds: float, tokens: int, figures: GatewayResults) -> float:
+    """Run `streams` streams for `seconds`, each one request after the other; returns tokens per second."""
     done = 0
     began = time.perf_counter()
 
     async def one() -> None:
         nonlocal done
         while time.perf_counter() - began < seconds:
-            said = await read(url, tokens)
+            reply = await read(url, tokens)
             figures.requests += 1
-            used = said.rpartition(b'"completion_tokens":')[2].partition(b",")[0]
-            if not said.startswith(b"HTTP/1.1 200 ") or b"data: [DONE]" not in said or not used.isdigit():
-                figures.failed.append(repr(said[-300:]))
+            used = reply.rpartition(b'"completion_tokens":')[2].partition(b",")[0]
+            if not reply.startswith(b"HTTP/1.1 200 ") or b"data: [DONE]" not in reply or not used.isdigit():
+                figures.failed.append(repr(reply[-300:]))
             else:
                 done += int(used)
 
@@ -100,25 +100,23 @@ async def load(url: str, streams: int, seconds: float, tokens: int, figures: Fig
 
 
 async def read(url: str, tokens: int) -> bytes:
-    """One streamed reply, head and body as they come.
+    """Read one streamed reply, head and body, as raw bytes.
 
-    Nothing is made of it: people's own machines do that, and httpx would take a tenth of what this machine has.
+    It is not parsed: in real use that happens on other machines, and httpx would take a tenth of this machine's CPU.
     """
     where = httpx.URL(url)
-    asked = json.dumps(body(tokens)).encode()
-    head = (
-        f"POST {where.path} HTTP/1.1\r\nHost: {where.host}\r\nContent-Length: {len(asked)}\r\nConnection: close\r\n\r\n"
-    )
+    content = json.dumps(body(tokens)).encode()
+    head = f"POST {where.path} HTTP/1.1\r\nHost: {where.host}\r\nContent-Length: {len(content)}\r\nConnection: close\r\n\r\n"
     reader, writer = await asyncio.open_connection(where.host, where.port)
     try:
-        writer.write(head.encode() + asked)
+        writer.write(head.encode() + content)
         return await asyncio.wait_for(reader.read(), 120)
     finally:
         writer.close()
 
 
-def work(address: str) -> None:
-    """The Python client's process. `[streams, seconds, tokens]` is a load, `[]` one token alone."""
+def run_python_client(address: str) -> None:
+    """The Python client's process. The command `[streams, seconds, tokens]` runs a load, `[]` generates one token."""
     torch.set_num_threads(1)
     quiet_hivemind()
     model = AutoDistributedModelForCausalLM.from_pretrained(initial_peers=[address])
@@ -133,13 +131,13 @@ def work(address: str) -> None:
         write(4, True)
         print(json.dumps(0), flush=True)
         for line in sys.stdin:
-            wanted = json.loads(line)
+            command = json.loads(line)
             began = time.perf_counter()
-            if not wanted:
+            if not command:
                 write(1, True)
                 print(json.dumps(time.perf_counter() - began), flush=True)
                 continue
-            print(json.dumps(_in_threads(write, *wanted)), flush=True)
+            print(json.dumps(_in_threads(write, *command)), flush=True)
 
 
 def _in_threads(write: Callable[[int, bool], int], streams: int, seconds: float, tokens: int) -> float:
@@ -159,13 +157,14 @@ def _in_threads(write: Callable[[int, bool], int], streams: int, seconds: float,
     return sum(done) / (time.perf_counter() - began)
 
 
-def ask(worker: Worker, *what: float) -> float:
-    worker.tell(what)
-    return float(worker.hear())
+def run_command(worker: Worker, *command: float) -> float:
+    """Send a command to the Python client's process; returns its result."""
+    worker.send(command)
+    return float(worker.receive())
 
 
 def start(stack: ExitStack, spans: Sequence[str]) -> tuple[LocalSwarm, PeerProcess, str]:
-    """A swarm of the demo model, its gateway, and where that takes chats; all of them end with the stack."""
+    """Start a swarm of the demo model and its gateway, until `stack` closes; returns both and the URL for chats."""
     swarm = stack.enter_context(LocalSwarm(None, spans, options=("--threads", "1", "--cache-tokens", "65536")))
     where = ("--initial-peers", swarm.address, "--port", "0", "--threads", "1")
     gateway = PeerProcess(("-m", "swarm.gateway", *where))
@@ -173,9 +172,9 @@ def start(stack: ExitStack, spans: Sequence[str]) -> tuple[LocalSwarm, PeerProce
     return swarm, gateway, gateway.wait_for(r"^Gateway: (\S+)/$")[1] + "/v1/chat/completions"
 
 
-def measure(streams: int, seconds: float, tokens: int, turns: int, first: int) -> Figures:
-    """Let gateway and Python client take turns."""
-    figures = Figures()
+def measure(streams: int, seconds: float, tokens: int, turns: int, first: int) -> GatewayResults:
+    """Measure gateway and Python client alternately."""
+    figures = GatewayResults()
     with ExitStack() as stack:
         swarm, gateway, url = start(stack, SPANS)
         worker = stack.enter_context(closing(Worker(["-m", "benchmarks.gateway", "--worker", swarm.address])))
@@ -186,7 +185,7 @@ def measure(streams: int, seconds: float, tokens: int, turns: int, first: int) -
                 if reply.is_error:
                     raise SystemExit(reply.text)
                 figures.first_gateway.append(time.perf_counter() - began)
-                figures.first_client.append(ask(worker))
+                figures.first_client.append(run_command(worker))
         del figures.first_gateway[:3], figures.first_client[:3]
         resident = psutil.Process(gateway.pid).memory_info
         asyncio.run(load(url, streams, min(5.0, seconds), tokens, figures))  # what is made once is made here
@@ -194,13 +193,13 @@ def measure(streams: int, seconds: float, tokens: int, turns: int, first: int) -
         for _ in range(turns):
             figures.gateway.append(asyncio.run(load(url, streams, seconds / turns, tokens, figures)))
             figures.memory.append(resident().rss * MB)
-            figures.client.append(ask(worker, streams, seconds / turns, tokens))
+            figures.client.append(run_command(worker, streams, seconds / turns, tokens))
     return figures
 
 
-def survive(streams: int, seconds: float, tokens: int) -> tuple[Figures, dict[str, float]]:
-    """Load a gateway while two servers are killed; also what it has counted of its client's failovers."""
-    figures = Figures()
+def survive(streams: int, seconds: float, tokens: int) -> tuple[GatewayResults, dict[str, float]]:
+    """Load a gateway while two servers are killed; returns the results and the gateway's own failover metrics."""
+    figures = GatewayResults()
     with ExitStack() as stack:
         swarm, _, url = start(stack, SPANS * 2)
 
@@ -218,7 +217,7 @@ def survive(streams: int, seconds: float, tokens: int) -> tuple[Figures, dict[st
     return figures, counted
 
 
-def survived(figures: Figures, counted: dict[str, float]) -> str:
+def survived(figures: GatewayResults, counted: dict[str, float]) -> str:
     """The figures for people, in Markdown."""
     count, total = (counted[f"swarm_client_failover_seconds_{which}"] for which in ("count", "sum"))
     rows = [
@@ -231,7 +230,7 @@ def survived(figures: Figures, counted: dict[str, float]) -> str:
     return "\n".join(["| two servers killed | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows)])
 
 
-def table(figures: Figures, streams: int) -> str:
+def table(figures: GatewayResults, streams: int) -> str:
     """The figures for people, in Markdown."""
     ratios = [ours / theirs for ours, theirs in zip(figures.gateway, figures.client, strict=True)]
     pairs = zip(figures.first_gateway, figures.first_client, strict=True)
@@ -256,11 +255,11 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--first", type=int, default=30)
     parser.add_argument("--kill", action="store_true", help="kill two servers meanwhile, and measure nothing else")
-    parser.add_argument("--json", type=Path, help="write the raw figures here too")
+    parser.add_argument("--json", type=Path, help="also write the raw results to this file")
     parser.add_argument("--worker", metavar="ADDRESS", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        return work(arguments.worker)
+        return run_python_client(arguments.worker)
     quiet_hivemind()
     about = machine.describe()
     size = arguments.streams, arguments.seconds, arguments.tokens

@@ -1,10 +1,10 @@
-"""What lanes gain from a head that is computed for all of them together.
+"""Speedup of lanes whose output heads are computed together.
 
     python -m benchmarks.heads [--width 1024] [--vocabulary 151936] [--lanes 8] [--steps 20]
 
-Threads take turns at a baton as the lanes of a client or the requests of a gateway do: each waits for an answer that is
-there at once, then computes its head, of random weights in fp32, one torch thread. Only the head is measured: with a
-plain head and with the shared one, in turns.
+Threads share a `ComputeLock` as the lanes of a client or the requests of a gateway do: each waits for a reply that is
+available at once, then computes its head, with random fp32 weights and one torch thread. Only the head is measured,
+alternately with a plain head and with the shared one.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from swarm.client.threads.shared_head import share_head
 
 
 def run(head: nn.Module, width: int, lanes: int, steps: int) -> float:
-    """Seconds a token, all lanes together."""
-    baton = ComputeLock()
+    """Seconds per token of all lanes together."""
+    lock = ComputeLock()
     answered: Future[None] = Future()
     answered.set_result(None)
 
     def lane() -> None:
-        with torch.no_grad(), ComputeTicket(baton) as turn:
+        with torch.no_grad(), ComputeTicket(lock) as ticket:
             for _ in range(steps):
-                turn.wait(answered)
+                ticket.wait(answered)
                 head(torch.randn(1, 1, width))
 
     threads = [threading.Thread(target=lane) for _ in range(lanes)]
@@ -56,17 +56,17 @@ def main() -> None:
     plain = nn.Linear(arguments.width, arguments.vocabulary, bias=False)
     shared = nn.Linear(arguments.width, arguments.vocabulary, bias=False)
     share_head(shared)
-    times: dict[str, list[float]] = {"each lane its own product": [], "together": []}
+    times: dict[str, list[float]] = {"one product per lane": [], "together": []}
     for _ in range(arguments.repeats):
         for found, head in zip(times.values(), (plain, shared), strict=True):
             found.append(run(head, arguments.width, arguments.lanes, arguments.steps) * 1e3)
     ratios = [alone / together for alone, together in zip(*times.values(), strict=True)]
     print(", ".join(f"{name} {value}" for name, value in machine.describe().items()), end="\n\n")
     print(f"{arguments.lanes} lanes, head of {arguments.width} x {arguments.vocabulary}, fp32; median (range)\n")
-    print("| | ms a token |\n| --- | --- |")
+    print("| | ms per token |\n| --- | --- |")
     for name, found in times.items():
         print(f"| {name} | {spread(found)} |")
-    print(f"| times as fast | {spread(ratios)} |")
+    print(f"| speedup | {spread(ratios)} |")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Tokens/s of several lanes against one: on a slow network, and on a quick one where computing is all that there is.
+"""Throughput of several lanes relative to one: on a slow network, and on a fast one where only computing matters.
 
     python -m benchmarks.lanes [--tokens 40] [--repeats 3] [--json FILE]
 
-A lane is one text here. On the slow network (three servers, 50 ms one way between all, libp2p processes whose streams
-are slowed down) a lane's token takes four delays, in which the servers do nothing unless there are other lanes. On the
-quick one, two servers of one thread each share two cores with the client, whose own work counts.
+A lane is one text here. On the slow network (three servers, 50 ms one way between all peers, simulated by delaying the
+streams of real libp2p processes) a lane's token takes four delays, during which the servers are idle unless there are
+other lanes. On the fast network, two servers with one thread each share two cores with the client, whose own work
+counts as well.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks import machine, push
-from benchmarks.chain import seconds_a_token, split, spread
+from benchmarks.chain import seconds_per_token, split_blocks, spread
 from benchmarks.delayed import DelayedPeer
 from benchmarks.shapes import SHAPES, make_model
 from swarm import AutoDistributedModelForCausalLM
@@ -30,38 +31,38 @@ from swarm.cli.local_swarm import LocalSwarm
 from swarm.client import connection
 from swarm.transport.p2p import Peer, quiet_hivemind
 
-PROMPT = 16
+PROMPT_TOKENS = 16
 
 Rates = dict[int, list[float]]
-"""Tokens/s of so many lanes together, by repeat."""
+"""Number of lanes -> their total tokens/s, by repetition."""
 
 
 def measure(model: Any, local: Any, lanes: Sequence[int], tokens: int, repeats: int) -> Rates:
-    """Let numbers of lanes take turns."""
+    """Measure the numbers of lanes alternately."""
 
     def run(count: int, new: int) -> torch.Tensor:
         return model.generate(prompts(count), max_new_tokens=new, do_sample=False, lanes=count)
 
     found: Rates = {count: [] for count in lanes}
     expected = local.generate(prompts(max(lanes)), max_new_tokens=8, do_sample=False)
-    for count in lanes:  # warms up, too
+    for count in lanes:  # also warms up
         if not torch.equal(run(count, 8), expected[:count]):
             raise SystemExit(f"{count} lanes: the tokens differ from the local model's")
     for _ in range(repeats):
         for count in lanes:
-            found[count].append(count / seconds_a_token(partial(run, count), tokens))
+            found[count].append(count / seconds_per_token(partial(run, count), tokens))
     return found
 
 
-def prompts(rows: int) -> torch.Tensor:
-    """Token ids `[rows, PROMPT]`; the first rows are the same for any number."""
+def prompts(count: int) -> torch.Tensor:
+    """Token ids `[count, PROMPT_TOKENS]`; the first prompts are the same for any count."""
     generator = torch.Generator().manual_seed(1)
-    return torch.stack([torch.randint(0, 1024, (PROMPT,), generator=generator) for _ in range(rows)])
+    return torch.stack([torch.randint(0, 1024, (PROMPT_TOKENS,), generator=generator) for _ in range(count)])
 
 
 @contextmanager
-def slow(path: Path, shape: str, servers: int, delay: float) -> Iterator[Any]:
-    """A client of servers on a slow network."""
+def slow_network(path: Path, shape: str, servers: int, delay: float) -> Iterator[Any]:
+    """Yield a client of servers on a slow network."""
     DelayedPeer.seconds = delay
     connection.Peer = DelayedPeer  # type: ignore[attr-defined, misc]
     try:
@@ -74,9 +75,9 @@ def slow(path: Path, shape: str, servers: int, delay: float) -> Iterator[Any]:
 
 
 @contextmanager
-def quick(path: Path, shape: str, servers: int) -> Iterator[Any]:
-    """A client of servers beside it."""
-    blocks = split(SHAPES[shape].num_hidden_layers, servers)
+def fast_network(path: Path, shape: str, servers: int) -> Iterator[Any]:
+    """Yield a client of servers on the same machine."""
+    blocks = split_blocks(SHAPES[shape].num_hidden_layers, servers)
     with LocalSwarm(str(path), blocks, options=("--threads", "1", "--throughput", "1000")) as swarm:
         model: Any = AutoDistributedModelForCausalLM.from_pretrained(path, initial_peers=[swarm.address], wire="none")
         yield model
@@ -84,9 +85,9 @@ def quick(path: Path, shape: str, servers: int) -> Iterator[Any]:
 
 
 def table(found: dict[str, Rates]) -> str:
-    """The figures for people, in Markdown."""
+    """Format the results in Markdown."""
     lines = [
-        "tokens/s of all lanes together, one text a lane; median (range)",
+        "tokens/s of all lanes together, one text per lane; median (range)",
         "",
         "| where | lanes | tokens/s | times one lane |",
         "| --- | --- | --- | --- |",
@@ -103,24 +104,24 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=40)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--delay", type=float, default=0.05, help="seconds, one way")
-    parser.add_argument("--only", choices=["slow", "quick"], help="one of the two parts")
-    parser.add_argument("--json", type=Path, help="write the raw figures here too")
+    parser.add_argument("--only", choices=["slow", "fast"], help="one of the two parts")
+    parser.add_argument("--json", type=Path, help="also write the raw results to this file")
     arguments = parser.parse_args()
     quiet_hivemind()
     torch.set_num_threads(1)
     about = machine.describe()
     found: dict[str, Rates] = {}
     with tempfile.TemporaryDirectory() as folder:
-        if arguments.only != "quick":
+        if arguments.only != "fast":
             path = make_model("tiny", Path(folder))
             local: Any = AutoModelForCausalLM.from_pretrained(path)
-            with slow(path, "tiny", 3, arguments.delay) as model:
+            with slow_network(path, "tiny", 3, arguments.delay) as model:
                 where = f"tiny, 3 servers, {1e3 * arguments.delay:.0f} ms one way"
                 found[where] = measure(model, local, (1, 3, 6), arguments.tokens, arguments.repeats)
         if arguments.only != "slow":
             path = make_model("small", Path(folder))
             local = AutoModelForCausalLM.from_pretrained(path)
-            with quick(path, "small", 2) as model:
+            with fast_network(path, "small", 2) as model:
                 found["small, 2 servers, no delay"] = measure(model, local, (1, 2), arguments.tokens, arguments.repeats)
     print(", ".join(f"{name} {value}" for name, value in about.items()), end="\n\n")
     print(table(found))

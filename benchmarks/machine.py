@@ -1,4 +1,4 @@
-"""What a figure was measured on."""
+"""Describes the machine and the software versions of a measurement."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PACKAGES = ("numpy", "torch", "transformers", "hivemind", "bitsandbytes")
 
 
 def describe() -> dict[str, str]:
-    """Processor, cores and versions."""
+    """Return the processor, the number of cores, and versions."""
     return {
         "processor": _processor(),
         "cores": str(len(os.sched_getaffinity(0))),

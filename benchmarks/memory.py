@@ -30,7 +30,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks import machine
-from benchmarks.chain import seconds_a_token, spread
+from benchmarks.chain import seconds_per_token, spread
 from swarm import AutoDistributedModelForCausalLM
 from swarm.cli.local_swarm import LocalSwarm
 from swarm.models.checkpoints.checkpoint import open_checkpoint
@@ -107,7 +107,7 @@ def write(model: Any, tokens: int, **settings: Any) -> torch.Tensor:
 def measured(run: Any, tokens: int, repeats: int) -> dict[str, Any]:
     """Tokens/s by repeat, and this process's memory."""
     run(4)  # warms up
-    rates = [TEXTS / seconds_a_token(run, tokens) for _ in range(repeats)]
+    rates = [TEXTS / seconds_per_token(run, tokens) for _ in range(repeats)]
     return {"rates": rates, "peak": peak(os.getpid()), "steady": steady(os.getpid())}
 
 

@@ -1,11 +1,11 @@
-"""First token after a long prompt: chains of 1, 2 and 3 servers against the local transformers model.
+"""Time to the first token of a long prompt: chains of 1, 2 and 3 servers relative to the local transformers model.
 
     python -m benchmarks.prefill [--shapes tiny small] [--tokens 512] [--repeats 5] [--chunks auto whole 64]
 
-Every server is a process with one torch thread; so is the local model. For each length of chain the local model and the
-chain, cut into chunks in each of the ways asked for, take turns, so that whatever else the machine does falls on all of
-them. `auto` is what the client does by itself (`swarm.client.chain.prompt_chunks`), `whole` sends the prompt in one
-step, a number is that many tokens a chunk.
+Every server is a process with one torch thread; so is the local model. For each chain length, the local model and the
+chain with each kind of chunking are measured alternately, so that other load on the machine affects all of them. `auto`
+is the client's own chunking (`swarm.client.chain.prompt_chunks`), `whole` sends the prompt in one step, and a number is
+the number of tokens per chunk.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks import machine
-from benchmarks.chain import split, spread
+from benchmarks.chain import split_blocks, spread
 from benchmarks.shapes import SHAPES, make_model
 from swarm import AutoDistributedModelForCausalLM
 from swarm.cli.local_swarm import LocalSwarm
@@ -35,8 +35,8 @@ LOCAL = "local"
 
 
 @contextlib.contextmanager
-def cut(chunks: str) -> Iterator[None]:
-    """Prompts are cut like this meanwhile."""
+def chunking(chunks: str) -> Iterator[None]:
+    """Divide prompts into such chunks while the context is active."""
     if chunks in (LOCAL, "auto"):
         yield
         return
@@ -49,7 +49,7 @@ def cut(chunks: str) -> Iterator[None]:
 
 
 def first_token(model: PreTrainedModel, prompt: torch.Tensor) -> float:
-    """Seconds from the prompt to its first token; a chain's session is open already, as in a conversation."""
+    """Seconds from the prompt to its first token. A chain's session is opened before, as in a conversation."""
     if not hasattr(model, "swarm"):
         began = time.perf_counter()
         model.generate(prompt, max_new_tokens=1, do_sample=False)
@@ -64,32 +64,32 @@ def first_token(model: PreTrainedModel, prompt: torch.Tensor) -> float:
 def measure_chain(
     shape: str, path: Path, local: PreTrainedModel, servers: int, tokens: int, ways: Sequence[str], repeats: int
 ) -> dict[str, list[float]]:
-    """Seconds to the first token, by way of cutting, of one length of chain and of the local model beside it."""
+    """Seconds to the first token of one chain length for each kind of chunking, and of the local model."""
     random = torch.Generator().manual_seed(1)
     prompt = torch.randint(0, SHAPES[shape].vocab_size, (1, tokens), generator=random)
-    blocks = split(SHAPES[shape].num_hidden_layers, servers)
+    blocks = split_blocks(SHAPES[shape].num_hidden_layers, servers)
     series: dict[str, list[float]] = {way: [] for way in (LOCAL, *ways)}
     with LocalSwarm(str(path), blocks, options=("--threads", "1", "--throughput", "1000")) as swarm:
         model = AutoDistributedModelForCausalLM.from_pretrained(path, initial_peers=[swarm.address], wire="none")
         expected = local.generate(prompt, max_new_tokens=4, do_sample=False)
         for way in ways:
-            with cut(way):  # warms up, too
+            with chunking(way):  # also warms up
                 if not torch.equal(model.generate(prompt, max_new_tokens=4, do_sample=False), expected):
                     raise SystemExit(f"{servers} servers, {way}: the tokens differ from the local model's")
         for _ in range(repeats):
             for way, seconds in series.items():
-                with cut(way):
+                with chunking(way):
                     seconds.append(first_token(local if way == LOCAL else model, prompt))
         model.swarm.close()
     return series
 
 
 def table(shape: str, tokens: int, results: dict[int, dict[str, list[float]]]) -> str:
-    """The figures for people, in Markdown."""
+    """Format the results in Markdown."""
     lines = [
         f"shape {shape}, {tokens} tokens, fp32, greedy, batch 1; median (range)",
         "",
-        "| servers | chunks | ms to the first token | local beside it | of the local time |",
+        "| servers | chunks | ms to the first token | local model, ms | of the local time |",
         "| --- | --- | --- | --- | --- |",
     ]
     for servers, series in results.items():
@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--chunks", nargs="+", default=["auto", "whole"])
-    parser.add_argument("--json", type=Path, help="write the raw figures here too")
+    parser.add_argument("--json", type=Path, help="also write the raw results to this file")
     arguments = parser.parse_args()
     quiet_hivemind()
     torch.set_num_threads(1)

@@ -1,10 +1,10 @@
-"""What a token costs where the network is slow, with push and without: against the delays that cannot be saved.
+"""Time of a token on a slow network with push and without, relative to the unavoidable delays.
 
     python -m benchmarks.push [--servers 4] [--delay 0.05] [--tokens 20] [--repeats 3] [--json FILE]
 
-A token needs at least N + 1 one-way delays with push, and 2 N without. The ratio to that holds all computing, of
-servers and client, and everything else. First the servers share this process and a network in memory; then each is a
-process of its own with real libp2p on loopback, whose streams are slowed down. With push and without take turns.
+A token needs at least N + 1 one-way delays with push, and 2 N without. The ratio to that includes all computing of
+servers and client, and everything else. First the servers run in this process, on a network in memory. Then each is a
+process of its own with real libp2p on loopback, whose streams are delayed. Both modes are measured alternately.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 import uvloop
 
 from benchmarks import machine
-from benchmarks.chain import split, spread
+from benchmarks.chain import split_blocks, spread
 from benchmarks.delayed import DelayedPeer
 from benchmarks.shapes import SHAPES, make_model
 from swarm import AutoDistributedModelForCausalLM
@@ -51,13 +51,13 @@ HIDDEN = SHAPES[SHAPE].hidden_size
 PUSH = (True, False)
 
 Seconds = dict[bool, list[float]]
-"""Of every token, with push and without."""
+"""Whether push is on -> seconds of every token."""
 
 
 class OneRoute:
-    """A planner that knows one route; where a server fails, the benchmark does."""
+    """A source of routes that knows only one. If a server fails, the benchmark fails."""
 
-    patience = 0.0
+    missing_blocks_timeout = 0.0
 
     def __init__(self, route: Route) -> None:
         self._route = route
@@ -68,35 +68,35 @@ class OneRoute:
     async def refresh(self) -> None:
         raise SystemExit("a server was lost")
 
-    def failed(self, peer_id: str, error: Exception) -> None:
+    def report_failure(self, peer_id: str, error: Exception) -> None:
         raise SystemExit(f"{peer_id}: {error}")
 
-    def succeeded(self, peer_id: str) -> None: ...
+    def report_success(self, peer_id: str) -> None: ...
 
-    def slowness(self, peer_id: str) -> float:
+    def timeout_factor(self, peer_id: str) -> float:
         return 1.0
 
-    def taken(self, route: Route) -> None: ...
+    def report_route(self, route: Route) -> None: ...
 
 
 async def in_memory(path: Path, servers: int, delay: float, tokens: int, repeats: int) -> Seconds:
-    """Servers in this process, each with its compute thread, and a client's chain."""
+    """Measure servers in this process, each with its own compute thread, and a client's chain."""
     hub = MemoryHub(lambda source, target: delay)
     checkpoint = open_checkpoint(str(path))
-    runtimes, hops = [], []
-    for name in split(checkpoint.blocks, servers):
+    compute_threads, hops = [], []
+    for name in split_blocks(checkpoint.blocks, servers):
         span = Span(*map(int, name.split(":")))
         model = load_span(checkpoint, span, dtype=torch.float32, device=torch.device("cpu"))
-        runtimes.append(ComputeThread())
+        compute_threads.append(ComputeThread())
         sessions = SessionTable(1 << 16, time.monotonic)
         network = MemoryNetwork(hub, name)
-        await network.serve(MessageHandler(network, model, checkpoint.revision, sessions, Engine(runtimes[-1])))
+        await network.serve(MessageHandler(network, model, checkpoint.revision, sessions, Engine(compute_threads[-1])))
         hops.append(Hop(_info(name, span, checkpoint.revision), span))
 
     async def run(push: bool) -> list[float]:
-        manner = RequestOptions(checkpoint.revision, WireFormat.NONE, 60.0, push)
-        network, planner = MemoryNetwork(hub, f"client {push}"), OneRoute(Route(tuple(hops)))
-        chain = Chain(SessionContext(network, planner, manner, Span(0, checkpoint.blocks), PROMPT + tokens))
+        options = RequestOptions(checkpoint.revision, WireFormat.NONE, 60.0, push)
+        network, routes = MemoryNetwork(hub, f"client {push}"), OneRoute(Route(tuple(hops)))
+        chain = Chain(SessionContext(network, routes, options, Span(0, checkpoint.blocks), PROMPT + tokens))
         await chain.open()
         times = []
         for start, count in [(0, PROMPT), *((PROMPT + token, 1) for token in range(tokens))]:
@@ -112,8 +112,8 @@ async def in_memory(path: Path, servers: int, delay: float, tokens: int, repeats
     found: Seconds = {push: [] for push in PUSH}
     for _, push in itertools.product(range(repeats), PUSH):
         found[push] += await run(push)
-    for runtime in runtimes:
-        runtime.close()
+    for thread in compute_threads:
+        thread.close()
     await hub.close()
     return found
 
@@ -134,7 +134,7 @@ def _info(name: str, span: Span, revision: str) -> ServerInfo:
 
 
 def over_libp2p(path: Path, servers: int, delay: float, tokens: int, repeats: int) -> Seconds:
-    """Every server a process; the client's whole way, from embeddings to the final norm."""
+    """Measure servers that are processes, and the whole client from embeddings to the final norm."""
     found: Seconds = {push: [] for push in PUSH}
     DelayedPeer.seconds = delay
     connection.Peer = DelayedPeer  # type: ignore[attr-defined, misc]
@@ -159,13 +159,13 @@ def over_libp2p(path: Path, servers: int, delay: float, tokens: int, repeats: in
 
 @contextmanager
 def slow_servers(path: Path, servers: int, delay: float) -> Iterator[str]:
-    """Servers of the whole model; where to join them."""
+    """Run servers of the whole model on a slow network; yields the address to join by."""
     with ExitStack() as ends:
         bootstrap = PeerProcess(("-m", "swarm.dht", "--host-maddrs", LOOPBACK))
         ends.callback(bootstrap.stop)
         address = bootstrap.address()
         processes = []
-        for blocks in split(SHAPES[SHAPE].num_hidden_layers, servers):
+        for blocks in split_blocks(SHAPES[SHAPE].num_hidden_layers, servers):
             where = ("--initial-peers", address, "--host-maddrs", LOOPBACK)
             options = (str(path), "--blocks", blocks, *where, "--threads", "1", "--throughput", "1000")
             processes.append(PeerProcess(("-m", "benchmarks.delayed", str(delay), *options)))
@@ -176,11 +176,11 @@ def slow_servers(path: Path, servers: int, delay: float) -> Iterator[str]:
 
 
 def table(found: dict[str, Seconds], servers: int, delay: float) -> str:
-    """The figures for people, in Markdown."""
+    """Format the results in Markdown."""
     lines = [
         f"{servers} servers, {1e3 * delay:.0f} ms one way between all; median (range) of the tokens",
         "",
-        "| network | push | ideal ms a token | ms a token | ratio to ideal |",
+        "| network | push | ideal ms per token | ms per token | ratio to ideal |",
         "| --- | --- | --- | --- | --- |",
     ]
     for network, push in itertools.product(found, PUSH):
@@ -201,7 +201,7 @@ def main() -> None:
     parser.add_argument("--delay", type=float, default=0.05, help="seconds, one way")
     parser.add_argument("--tokens", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="write the raw figures here too")
+    parser.add_argument("--json", type=Path, help="also write the raw results to this file")
     arguments = parser.parse_args()
     quiet_hivemind()
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Random models of fixed shapes, the same for every run."""
+"""Models of fixed shapes with random weights, the same in every run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHAPES = {
 
 
 def make_model(shape: str, folder: Path) -> Path:
-    """Save a model of the shape with random weights, fp32, that never ends a text by itself."""
+    """Save a model of the shape with random fp32 weights that never generates an end-of-text token."""
     torch.manual_seed(0)
     config = SHAPES[shape]
     config.eos_token_id = config.bos_token_id = config.pad_token_id = None

@@ -1,11 +1,11 @@
-"""Clients write all the time while every few seconds a random server is killed and another one started.
+"""Clients generate continuously while every few seconds a random server is killed and another one started.
 
     python -m benchmarks.soak [--minutes 10] [--clients 4] [--every 5] [--seed 1] [--picture FILE.png]
 
-Six servers hold the demo model's blocks about twice. The one that is killed (`kill -9`) may be the last holder of a
-block: then the clients wait for the newcomer, which takes 3 to 6 blocks around those that are held least. Every text
-is compared with what the model writes alone. The exit code is 1 if a token was wrong, an exception reached a client, or
-a process was left behind.
+Six servers hold each block of the demo model about twice. The server that is killed (`kill -9`) may be the last holder
+of a block. Then the clients wait for the new server, which takes 3 to 6 blocks around those that are held least. Every
+text is compared with the local model's. The exit code is 1 if a token was wrong, an exception reached a client, or a
+process was left behind.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from pathlib import Path
 import torch
 
 from benchmarks import machine
-from benchmarks.churn import Churn, Memory, growth, make_texts, run_churn
+from benchmarks.churn import ChurnResult, MemorySample, growth, make_texts, run_churn
 from swarm.transport.p2p import quiet_hivemind
 
 MB = 1 / 2**20
 
 
-def failures(churn: Churn) -> list[str]:
-    """What must not happen, for people."""
-    wrong = sum(not written.right for written in churn.written if written.trouble is None)
+def failures(churn: ChurnResult) -> list[str]:
+    """Describe everything that must not happen."""
+    wrong = sum(not written.right for written in churn.written if written.error is None)
     return [
         *([f"{wrong} of {len(churn.written)} texts differ from the model's own"] if wrong else []),
-        *(f"client {w.client} got an exception:\n{w.trouble}" for w in churn.written if w.trouble is not None),
+        *(f"client {w.client} got an exception:\n{w.error}" for w in churn.written if w.error is not None),
         *([f"processes left behind: {churn.survivors}"] if churn.survivors else []),
     ]
 
 
-def table(churn: Churn) -> str:
-    """The figures for people, in Markdown."""
+def table(churn: ChurnResult) -> str:
+    """Format the results in Markdown."""
     gaps = [gap for written in churn.written for gap in written.gaps[1:]]
     pauses = [gap for written in churn.written for _, gap in written.failovers]
     openings = [written.opening for written in churn.written]
@@ -64,7 +64,7 @@ def _spread(seconds: Sequence[float]) -> str:
     return f"median {statistics.median(seconds):.3f} s ({min(seconds):.3f} to {max(seconds):.3f})"
 
 
-def _growth(memory: Sequence[Memory]) -> str:
+def _growth(memory: Sequence[MemorySample]) -> str:
     first, last = growth(memory)
     daemons = [look.daemon * MB for look in memory if look.daemon] or [0.0]
     minutes = (memory[-1].when - memory[0].when) / 60
@@ -74,12 +74,12 @@ def _growth(memory: Sequence[Memory]) -> str:
     )
 
 
-def _oldest(churn: Churn) -> list[list[Memory]]:
+def _oldest(churn: ChurnResult) -> list[list[MemorySample]]:
     lives = sorted(churn.servers.values(), key=lambda looks: looks[-1].when - looks[0].when if looks else 0.0)
     return lives[-1:]
 
 
-def draw(churn: Churn, path: Path) -> None:
+def draw(churn: ChurnResult, path: Path) -> None:
     """Pauses and memory over time, as a picture."""
     from matplotlib.figure import Figure
 

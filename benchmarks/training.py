@@ -31,7 +31,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from benchmarks import machine
-from benchmarks.chain import split, spread
+from benchmarks.chain import split_blocks, spread
 from benchmarks.delayed import DelayedPeer
 from benchmarks.shapes import SHAPES, make_model
 from swarm import AutoDistributedModelForCausalLM
@@ -98,7 +98,7 @@ def near(shape: str, servers: int, repeats: int) -> Figures:
     with ExitStack() as stack:
         path = make_model(shape, Path(stack.enter_context(tempfile.TemporaryDirectory())))
         local = local_model(path)
-        blocks = split(SHAPES[shape].num_hidden_layers, servers)
+        blocks = split_blocks(SHAPES[shape].num_hidden_layers, servers)
         options = ("--threads", "1", "--throughput", "1000")
         swarm = stack.enter_context(LocalSwarm(str(path), blocks, options=options))
         model = stack.enter_context(tuned(path, swarm.address))
@@ -162,7 +162,7 @@ def far(shape: str, repeats: int) -> dict[int, list[float]]:
     results: dict[int, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         path = make_model(shape, Path(folder))
-        spans = split(SHAPES[shape].num_hidden_layers, 3)
+        spans = split_blocks(SHAPES[shape].num_hidden_layers, 3)
         for blocks in (spans, [*spans, *spans]):
             with far_swarm(path, blocks) as address, tuned(path, address) as model:
                 speed(model)

@@ -1,4 +1,4 @@
-"""A process of a benchmark that is told by lines of JSON what to do, and answers with lines of JSON."""
+"""A child process of a benchmark that receives commands and sends results as lines of JSON."""
 
 from __future__ import annotations
 
@@ -8,36 +8,35 @@ import sys
 from collections.abc import Sequence
 from typing import IO, Any, cast
 
-END = 10.0
-"""Seconds that it gets to leave."""
+EXIT_TIMEOUT_S = 10.0
 
 
 class Worker:
-    """Runs `python ARGUMENTS`, whose first line says that it is ready."""
+    """Runs `python ARGUMENTS`. The first line of its output says that it is ready."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
         self._process = subprocess.Popen(
             [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        self.hear()
+        self.receive()
 
-    def tell(self, what: Any) -> None:
-        """Let it begin with something."""
+    def send(self, message: Any) -> None:
+        """Send a command."""
         stdin = cast(IO[str], self._process.stdin)
-        stdin.write(json.dumps(what) + "\n")
+        stdin.write(json.dumps(message) + "\n")
         stdin.flush()
 
-    def hear(self) -> Any:
-        """What it says next."""
+    def receive(self) -> Any:
+        """Wait for the next line of output."""
         line = cast(IO[str], self._process.stdout).readline()
         if not line:
-            raise SystemExit(f"a worker ended with code {self._process.wait(END)}; what it said stands above")
+            raise SystemExit(f"a worker ended with code {self._process.wait(EXIT_TIMEOUT_S)}; see its output above")
         return json.loads(line)
 
     def close(self) -> None:
         cast(IO[str], self._process.stdin).close()
         try:
-            self._process.wait(END)
+            self._process.wait(EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
