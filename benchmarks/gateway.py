@@ -106,7 +106,8 @@ async def read(url: str, tokens: int) -> bytes:
     """
     where = httpx.URL(url)
     content = json.dumps(body(tokens)).encode()
-    head = f"POST {where.path} HTTP/1.1\r\nHost: {where.host}\r\nContent-Length: {len(content)}\r\nConnection: close\r\n\r\n"
+    lengths = f"Content-Length: {len(content)}\r\nConnection: close"
+    head = f"POST {where.path} HTTP/1.1\r\nHost: {where.host}\r\n{lengths}\r\n\r\n"
     reader, writer = await asyncio.open_connection(where.host, where.port)
     try:
         writer.write(head.encode() + content)
@@ -218,10 +219,10 @@ def survive(streams: int, seconds: float, tokens: int) -> tuple[GatewayResults, 
 
 
 def survived(figures: GatewayResults, counted: dict[str, float]) -> str:
-    """The figures for people, in Markdown."""
+    """Format the results in Markdown."""
     count, total = (counted[f"swarm_client_failover_seconds_{which}"] for which in ("count", "sum"))
     rows = [
-        ("requests, and of them failed", f"{figures.requests}, {len(figures.failed)}"),
+        ("requests, failed ones", f"{figures.requests}, {len(figures.failed)}"),
         ("tokens/s together", f"{figures.gateway[0]:.1f}"),
         ("streams that lost a server", f"{count:.0f}"),
         ("pause of such a stream, s, mean", f"{total / count:.2f}" if count else "none"),
@@ -231,18 +232,18 @@ def survived(figures: GatewayResults, counted: dict[str, float]) -> str:
 
 
 def table(figures: GatewayResults, streams: int) -> str:
-    """The figures for people, in Markdown."""
+    """Format the results in Markdown."""
     ratios = [ours / theirs for ours, theirs in zip(figures.gateway, figures.client, strict=True)]
     pairs = zip(figures.first_gateway, figures.first_client, strict=True)
     rows = [
         (f"gateway, {streams} streams, tokens/s together", spread(figures.gateway, 1)),
         (f"Python client, {streams} threads, tokens/s together", spread(figures.client, 1)),
-        ("gateway, of the Python client", spread(ratios)),
-        ("requests, and of them failed", f"{figures.requests}, {len(figures.failed)}"),
-        ("gateway's memory after each turn, MB", ", ".join(f"{one:.0f}" for one in figures.memory)),
-        ("first token by the gateway, ms", spread([one * 1e3 for one in figures.first_gateway], 1)),
-        ("first token by the Python client, ms", spread([one * 1e3 for one in figures.first_client], 1)),
-        ("what the gateway adds, ms, median of pairs", f"{statistics.median(a - b for a, b in pairs) * 1e3:.1f}"),
+        ("gateway, relative to the Python client", spread(ratios)),
+        ("requests, failed ones", f"{figures.requests}, {len(figures.failed)}"),
+        ("gateway's memory after each repetition, MB", ", ".join(f"{one:.0f}" for one in figures.memory)),
+        ("first token, gateway, ms", spread([one * 1e3 for one in figures.first_gateway], 1)),
+        ("first token, Python client, ms", spread([one * 1e3 for one in figures.first_client], 1)),
+        ("added by the gateway, ms, median of pairs", f"{statistics.median(a - b for a, b in pairs) * 1e3:.1f}"),
     ]
     return "\n".join(["| | median (range) |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows)])
 

@@ -33,7 +33,7 @@ def test_names_follow_the_conventions() -> None:
         assert one.name.startswith("swarm_")
         assert (one.type == "counter") == one.name.endswith("_total")
         if one.type == "histogram":
-            assert one.name.endswith(("_seconds", "_tokens", "_rows"))
+            assert one.name.endswith(("_seconds", "_tokens", "_sequences"))
 
 
 def test_what_is_said_of_processes_is_there() -> None:
