@@ -131,7 +131,10 @@ def run_churn(
 
     The run continues beyond `seconds` until `min_kills` servers were killed and every client has generated a text.
     """
-    with run_swarm(DEMO_FOLDER, SPANS, dtype="float32") as swarm, _run_clients(swarm, clients, texts, seed) as connections:
+    with (
+        run_swarm(DEMO_FOLDER, SPANS, dtype="float32") as swarm,
+        _run_clients(swarm, clients, texts, seed) as connections,
+    ):
         churn = ChurnResult(time.monotonic())
         driver = _ChurnDriver(swarm, connections, churn, random.Random(seed))
         driver.run(seconds, every, min_kills)
