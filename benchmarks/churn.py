@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import gc
 import random
-import signal
 import statistics
-import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -29,7 +27,7 @@ from swarm.data_structures import Span
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
 from swarm.models.checkpoints.tokenizer import load_local_model, load_tokenizer
 from swarm.server.placement.initial_blocks import weakest_window
-from swarm.transport.p2p import quiet_hivemind
+from tests.server_process import prepare
 from tests.swarms import FORKS, ServerProcess, TestSwarm, is_running, run_swarm
 
 BLOCKS = 12
@@ -269,11 +267,8 @@ def _client(
     connection: Connection, number: int, addresses: tuple[str, ...], folder: str, texts: Sequence[KnownText], seed: int
 ) -> None:
     """The main function of a client's process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    tempfile.tempdir = folder
+    prepare(folder)
     gc.freeze()  # otherwise the first full collection copies the memory that this process shares with all other forks
-    torch.set_num_threads(1)
-    quiet_hivemind()
     chance = random.Random(f"{seed} {number}")
     model = AutoDistributedModelForCausalLM.from_pretrained(
         DEMO_FOLDER, initial_peers=addresses, wire="none", dtype="float32"

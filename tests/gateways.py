@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,8 +11,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from swarm.gateway.settings import GatewaySettings
 from tests.swarms import FORKS, START_TIMEOUT, STOP_TIMEOUT, TestSwarm
+
+
+def metric_at(url: str, name: str) -> float:
+    """The sum of a metric's values over all labels, as Prometheus would read it from `url`."""
+    lines = httpx.get(url, timeout=60).text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
 
 
 @dataclass
@@ -39,6 +46,10 @@ class GatewayProcess:
     def api(self) -> str:
         """The `base_url` for OpenAI's clients."""
         return f"{self.url}/v1"
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric's values over all labels."""
+        return metric_at(f"{self.url}/metrics", name)
 
     def stop(self) -> None:
         """Stop it as SIGTERM does. Does nothing if it has ended."""
@@ -100,15 +111,10 @@ def _serve(
     connection: Connection,
     folder: str,
 ) -> None:
-    import torch
-
     from swarm.gateway.lifecycle import ListenAddress, serve_gateway
-    from swarm.transport.p2p import quiet_hivemind
+    from tests.server_process import prepare
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test runner
-    tempfile.tempdir = folder
-    torch.set_num_threads(1)
-    quiet_hivemind()
+    prepare(folder)
     try:
         serve_gateway(sources, options, settings, keys, ListenAddress("127.0.0.1", 0), with_monitor, connection.send)
     except Exception as error:
@@ -116,4 +122,4 @@ def _serve(
         raise
 
 
-__all__ = ["GatewayProcess", "run_gateway"]
+__all__ = ["GatewayProcess", "metric_at", "run_gateway"]

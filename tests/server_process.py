@@ -19,14 +19,23 @@ from swarm.transport.p2p import quiet_hivemind
 assert swarm.models.execution.span_model  # imported for its weight
 
 
-def serve(
-    config: ServerConfig, connection: Connection, folder: str, make: Callable[[ServerConfig], Server] | None = None
-) -> None:
-    """Run a server, made by `make` if given, until the test says stop, or is gone."""
+def prepare(folder: str) -> None:
+    """What every process of a test does first.
+
+    Args:
+        folder: for temporary files, because a process that is killed removes none.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test runner
     tempfile.tempdir = folder
     torch.set_num_threads(1)
     quiet_hivemind()
+
+
+def serve(
+    config: ServerConfig, connection: Connection, folder: str, make: Callable[[ServerConfig], Server] | None = None
+) -> None:
+    """Run a server, made by `make` if given, until the test says stop, or is gone."""
+    prepare(folder)
     uvloop.run(_serve((make or Server)(config), connection))
 
 

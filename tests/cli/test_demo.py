@@ -7,13 +7,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 
 import psutil
 import pytest
 
 from tests.slow import slow_except
+from tests.waiting import wait_until
 
 DEMO = [sys.executable, "-m", "swarm.cli", "demo"]
 
@@ -23,13 +22,6 @@ def descendants(pid: int) -> list[psutil.Process]:
         return psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
         return []
-
-
-def wait_until(condition: Callable[[], bool], timeout: float) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
 
 
 def test_three_servers_write_what_the_model_alone_writes() -> None:
@@ -51,7 +43,7 @@ def test_an_interrupted_demo_leaves_nothing_running(number: signal.Signals) -> N
         [*DEMO, "--tokens", "900"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     ) as process:
         assert process.stdout is not None
-        wait_until(lambda: len(descendants(process.pid)) >= 4, 300)
+        wait_until(lambda: len(descendants(process.pid)) >= 4)
         children = descendants(process.pid)
         os.kill(process.pid, number)
         process.communicate(timeout=60)

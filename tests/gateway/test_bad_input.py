@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -17,7 +16,8 @@ from swarm.gateway.admission.api_keys import KeyLimits
 from swarm.gateway.settings import GatewaySettings
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
 from swarm.models.checkpoints.tokenizer import load_tokenizer
-from tests.gateways import GatewayProcess, run_gateway
+from tests.gateways import GatewayProcess, metric_at, run_gateway
+from tests.waiting import wait_until
 
 LIMIT = 2 * 2**20
 TIMEOUT_S = 1.5
@@ -70,24 +70,8 @@ def refusal(reply: httpx.Response) -> tuple[int, str, str | None, str | None]:
     return reply.status_code, error["message"], error["param"], error["code"]
 
 
-def gauge(url: str, name: str) -> float:
-    lines = httpx.get(url).text.splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
-
-
-def count(gateway: GatewayProcess, name: str) -> float:
-    return gauge(f"{gateway.url}/metrics", name)
-
-
-def wait_until(true: Any, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def wait_idle(gateway: GatewayProcess) -> None:
-    wait_until(lambda: count(gateway, "swarm_gateway_running") == count(gateway, "swarm_gateway_waiting") == 0)
+    wait_until(lambda: gateway.metric("swarm_gateway_running") == gateway.metric("swarm_gateway_waiting") == 0)
 
 
 @contextmanager
@@ -328,14 +312,14 @@ def test_a_full_queue(guarded, secrets):
         waiting = stack.enter_context(connect(guarded))
         body = json.dumps(chat()).encode()
         waiting.sendall(request_head(len(body), f"Authorization: Bearer {free}") + body)
-        wait_until(lambda: count(guarded, "swarm_gateway_waiting") == 1)
+        wait_until(lambda: guarded.metric("swarm_gateway_waiting") == 1)
         reply = post(guarded, chat(), secret=free)
         seconds = reply.headers["retry-after"]
         message = f"the gateway is busy: 2 requests run and 1 wait; try again in {seconds} s"
         assert refusal(reply) == (429, message, None, "rate_limit_exceeded")
         assert httpx.get(f"{guarded.url}/healthz").status_code == 200
         waiting.close()  # a waiting client that disconnects frees its place
-        wait_until(lambda: count(guarded, "swarm_gateway_waiting") == 0)
+        wait_until(lambda: guarded.metric("swarm_gateway_waiting") == 0)
     wait_idle(guarded)
 
 
@@ -345,25 +329,25 @@ def test_every_answer_of_a_request_counts(guarded, secrets):
     with running(guarded, free, n=2), connect(guarded) as waiting:
         body = json.dumps(chat()).encode()
         waiting.sendall(request_head(len(body), f"Authorization: Bearer {other}") + body)
-        wait_until(lambda: count(guarded, "swarm_gateway_waiting") == 1)
-        assert count(guarded, "swarm_gateway_running") == 1
+        wait_until(lambda: guarded.metric("swarm_gateway_waiting") == 1)
+        assert guarded.metric("swarm_gateway_running") == 1
     wait_idle(guarded)
 
 
 def test_a_slow_reader_is_disconnected(guarded, secrets, swarm):
     """It reads nothing: what is buffered for it is bounded, its sessions are freed, and other requests continue."""
-    before = count(guarded, "swarm_gateway_completion_tokens_total")
+    before = guarded.metric("swarm_gateway_completion_tokens_total")
     body = json.dumps(chat(n=8, stream=True, logprobs=True, top_logprobs=20, **ENDLESS)).encode()
     with socket.socket() as reader:
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         reader.connect(("127.0.0.1", guarded.port))
         reader.sendall(request_head(len(body), f"Authorization: Bearer {secrets[1]['free']}") + body)
-        wait_until(lambda: count(guarded, "swarm_gateway_running") == 1)
+        wait_until(lambda: guarded.metric("swarm_gateway_running") == 1)
         assert post(guarded, chat(), secret=secrets[1]["other"]).status_code == 200
         wait_idle(guarded)
-        assert count(guarded, "swarm_gateway_completion_tokens_total") - before < 8 * 1000
+        assert guarded.metric("swarm_gateway_completion_tokens_total") - before < 8 * 1000
     for server in swarm.working():
-        wait_until(lambda server=server: gauge(server.metrics_url, "swarm_server_sessions_open") == 0)
+        wait_until(lambda server=server: metric_at(server.metrics_url, "swarm_server_sessions_open") == 0)
 
 
 def test_a_slow_sender_of_a_body_is_disconnected(guarded, secrets):
@@ -422,4 +406,4 @@ def test_after_all_of_it_the_gateway_works(gateway, guarded, secrets):
     """The last test of this file."""
     assert post(gateway, chat()).status_code == 200
     assert post(guarded, chat(), secret=secrets[1]["free"]).status_code == 200
-    assert count(gateway, "swarm_gateway_running") == count(guarded, "swarm_gateway_running") == 0
+    assert gateway.metric("swarm_gateway_running") == guarded.metric("swarm_gateway_running") == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,8 +14,9 @@ from langchain_openai import ChatOpenAI
 
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
 from swarm.models.checkpoints.tokenizer import load_local_model, load_tokenizer
-from tests.gateways import GatewayProcess, run_gateway
+from tests.gateways import GatewayProcess, metric_at, run_gateway
 from tests.swarms import TestSwarm, run_swarm
+from tests.waiting import wait_until
 
 MODEL = "demo"
 PROMPT = "Once upon a time"
@@ -51,20 +51,8 @@ def text_of(chunks: Any) -> str:
     return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
 
 
-def gauge(url: str, name: str) -> float:
-    lines = httpx.get(url).text.splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
-
-
-def wait_until(true: Any, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def is_idle(gateway: GatewayProcess) -> bool:
-    return gauge(f"{gateway.url}/metrics", "swarm_gateway_running") == 0
+    return gateway.metric("swarm_gateway_running") == 0
 
 
 def test_models(client):
@@ -186,7 +174,7 @@ def test_a_client_that_leaves_frees_its_session(client, gateway, swarm):
         ask(client.with_options(timeout=0.3), max_tokens=1000)
     wait_until(lambda: is_idle(gateway))
     for server in swarm.working():
-        wait_until(lambda server=server: gauge(server.metrics_url, "swarm_server_sessions_open") == 0)
+        wait_until(lambda server=server: metric_at(server.metrics_url, "swarm_server_sessions_open") == 0)
 
 
 def test_details_are_sent_only_on_request(gateway):
@@ -232,7 +220,7 @@ def test_a_server_killed_in_mid_stream_is_only_a_pause(local):
         assert text == local(PROMPT, 60)
         assert [one["kind"] for one in told] == ["route", "killed", "lost", "recovered", "route", "done"]
         assert told[2]["blocks"] == "6:12"
-        assert gauge(f"{gateway.url}/metrics", "swarm_client_failover_seconds_count") == 1
+        assert gateway.metric("swarm_client_failover_seconds_count") == 1
 
 
 def kill(swarm: TestSwarm, short_id: str) -> None:

@@ -16,6 +16,7 @@ from swarm.web.http_server import listen
 from tests.infos import server_info
 from tests.monitor.serving import Monitor, serve
 from tests.monitor.sources import DescribedSwarm, found
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -50,10 +51,7 @@ def test_before_the_first_look(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_history_as_json(monitor: Monitor) -> None:
     httpx.get(f"{monitor.url}api/v1/swarm")
-    deadline = time.monotonic() + 60
-    while not monitor.poller.history.models:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: monitor.poller.history.models)
     content = httpx.get(f"{monitor.url}api/v1/history?hours=1&model=org/model").json()
     track = content["models"]["org/model"]
     assert (content["version"], content["seconds_per_point"], track["blocks"]) == (1, 60.0, 4)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
-import time
 from typing import Any
 
-import httpx
 import pytest
 from playwright.sync_api import Page, expect
 
 from swarm.gateway.admission import api_keys
 from tests.browser import open_page, picture
-from tests.gateways import GatewayProcess, run_gateway
+from tests.gateways import run_gateway
 from tests.scripted import make_scripted
 from tests.swarms import run_swarm
+from tests.waiting import wait_until
 
 SPANS = ("0:2", "2:4", "4:6")
 HELLO = "Hello! I am a swarm of **three** small servers, and each of us holds *two* blocks of this model.\n"
@@ -76,14 +75,6 @@ def words(text: str) -> str:
     return " ".join(text.split())
 
 
-def wait_until_idle(gateway: GatewayProcess) -> None:
-    """Wait until no request runs."""
-    deadline = time.monotonic() + 60
-    while not re.search(r"^swarm_gateway_running 0", httpx.get(f"{gateway.url}/metrics").text, re.MULTILINE):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def test_a_message_is_sent_and_answered_by_keyboard_only(page, swarm):
     expect(page.locator("#welcome-model")).to_have_text(re.compile("chatty.*held by 3 servers"))
     picture(page, "chat-welcome")
@@ -116,7 +107,7 @@ def test_stop_ends_the_computation_and_keeps_the_text(page, gateway):
     page.keyboard.press("Escape")
     expect(page.locator(".figures")).to_contain_text("stopped")
     expect(page.locator(".message.assistant")).not_to_contain_text("Line 119")
-    wait_until_idle(gateway)
+    wait_until(lambda: gateway.metric("swarm_gateway_running") == 0)
     expect(page.locator("#prompt")).to_be_focused()
 
 
@@ -133,7 +124,7 @@ def test_a_reload_brings_everything_back(page, gateway):
     expect(page.locator(".message.assistant").last).to_contain_text("Line 3")
     expect(page.locator(".figures").last).to_contain_text("stopped")
     expect(page.locator("#conversations .open")).to_have_text(["Say @hello"])
-    wait_until_idle(gateway)
+    wait_until(lambda: gateway.metric("swarm_gateway_running") == 0)
 
 
 def test_an_answer_can_be_written_again_and_a_question_changed(page):
