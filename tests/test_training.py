@@ -134,7 +134,7 @@ def remote_gradients(
 def test_a_batch_goes_several_ways_and_its_gradient_is_the_same(model: Any, local: Any) -> None:
     ids, mask = batch(rows=16, tokens=60)
     counts = mask.sum(1).tolist()
-    assert len(model.swarm.split(Span(0, 6), counts)) == 2
+    assert len(model.swarm.split_batch(Span(0, 6), counts)) == 2
     adapter = random_adapter(local)
     found = remote_gradients(model, local, adapter, ids, mask)
     assert_equal(found, local_gradients(local, adapter, ids, mask))

@@ -388,9 +388,9 @@ def test_what_stays_on_servers_is_said_and_nothing_untrained_is_saved(llamas: Te
         for name in ("output_hidden_states", "output_attentions"):
             with pytest.raises(UsageError, match=name):
                 model(batch(), **{name: True})
-        with pytest.raises(UsageError, match="nothing of this model to save"):
+        with pytest.raises(UsageError, match="this model has nothing to save"):
             model.save_pretrained(tmp_path)
-        with pytest.raises(UsageError, match="nothing of this model to save"):
+        with pytest.raises(UsageError, match="this model has nothing to save"):
             model.push_to_hub("me/nothing")
 
 

@@ -1,6 +1,6 @@
-"""Remote blocks in torch's graph: their outputs know the way back to the inputs and to the adapter's tensors.
+"""Remote blocks in torch's graph, differentiable with respect to their inputs and to the adapter's tensors.
 
-The client keeps what went into every hop, so the way back needs no activations from anybody (Petals, section 2.2).
+The client keeps the inputs of every hop, so the backward pass needs no activations from servers (Petals, section 2.2).
 Servers keep nothing: a graph may be walked backward twice, later, or never.
 """
 
@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from swarm.client.batches.forward_pass import ForwardTrace, MicroBatch
+from swarm.client.batches.backward_pass import backward_batches
+from swarm.client.batches.forward_pass import ForwardTrace, MicroBatch, forward_batches
 from swarm.client.batches.gradient_packing import HopGradients
 from swarm.client.batches.micro_batches import split_into_micro_batches
 from swarm.client.connection import SwarmConnection
@@ -28,129 +29,153 @@ def run_remotely(
     span: Span,
     parts: Mapping[int, BlockAdapterWeights],
     hidden: torch.Tensor,
-    rows: PaddedBatch,
+    batch: PaddedBatch,
 ) -> torch.Tensor:
-    """Whole sequences through blocks that servers hold.
+    """Run whole sequences through blocks of servers.
 
     Args:
-        parts: what is added to blocks.
-        hidden: `[rows, slots, hidden_size]`.
+        parts: what is added to the blocks.
+        hidden: `[sequences, slots, hidden_size]`.
+        batch: which slots hold tokens.
 
     Returns:
-        outputs of the same shape, dtype and device, zero where padded; differentiable with respect to `hidden` and to
-        the tensors of `parts` if any of them requires gradients.
+        outputs of the same shape, dtype and device, zero where padded. They are differentiable with respect to `hidden`
+        and the tensors of `parts`, if any of these requires gradients.
     """
     tensors = [tensor for part in parts.values() for tensor in part.tensors]
-    trip = _RemoteForward(connection, span, parts, pack_adapter(parts), rows)
+    computation = _RemoteComputation(connection, span, parts, pack_adapter(parts), batch)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (hidden, *tensors)):
-        output: torch.Tensor = _RemoteBlocksFunction.apply(trip, hidden, *tensors)
+        output: torch.Tensor = _RemoteBlocksFunction.apply(computation, hidden, *tensors)
         return output
-    return trip.forward(hidden, keeps=False)[0]
+    return computation.forward(hidden, keep_inputs=False)[0]
 
 
 class _RemoteBlocksFunction(torch.autograd.Function):
     """Blocks of servers as one function of hidden states and adapter tensors."""
 
     @staticmethod
-    def forward(ctx: Any, trip: _RemoteForward, hidden: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        output, ctx.ways = trip.forward(hidden, keeps=True)
-        ctx.trip = trip
+    def forward(
+        ctx: Any, computation: _RemoteComputation, hidden: torch.Tensor, *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        output, ctx.traces = computation.forward(hidden, keep_inputs=True)
+        ctx.computation = computation
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():
-            raise SwarmError("gradients of gradients do not come through remote blocks; leave create_graph=True out")
-        _, wants_hidden, *wants = ctx.needs_input_grad
-        hidden, tensors = ctx.trip.backward(ctx.ways, gradients[0], wants_hidden, wants)
+            raise SwarmError("remote blocks do not support gradients of gradients; leave create_graph=True out")
+        _, needs_hidden, *needs_tensors = ctx.needs_input_grad
+        hidden, tensors = ctx.computation.backward(ctx.traces, gradients[0], needs_hidden, needs_tensors)
         return None, hidden, *tensors
 
 
 @dataclass(frozen=True)
-class _SequencesTrace:
-    """Rows of one micro-batch, and the way that they took."""
+class _MicroBatchTrace:
+    """Which sequences of the batch a micro-batch has, and the trace of its forward pass."""
 
-    rows: torch.Tensor
-    passage: ForwardTrace
+    sequences: torch.Tensor
+    trace: ForwardTrace
 
 
 @dataclass(frozen=True)
-class _RemoteForward:
-    """One forward pass of a batch, and the backward passes that follow it."""
+class _RemoteComputation:
+    """One forward pass of a batch through servers, and the backward passes that may follow."""
 
     connection: SwarmConnection
     span: Span
     parts: Mapping[int, BlockAdapterWeights]
     adapter: PackedAdapter
-    rows: PaddedBatch
+    batch: PaddedBatch
 
-    def forward(self, hidden: torch.Tensor, keeps: bool) -> tuple[torch.Tensor, list[_SequencesTrace]]:
-        """The outputs, and what is needed on the way back, if that is to be kept."""
+    def forward(self, hidden: torch.Tensor, keep_inputs: bool) -> tuple[torch.Tensor, list[_MicroBatchTrace]]:
+        """The outputs, and the traces for a backward pass if `keep_inputs`."""
         result = torch.zeros_like(hidden)
-        planned = self._planned(hidden.shape[2])
-        batches = [self._packed(hidden, rows, route) for rows, route in planned]
-        passages = self.connection.forward(self.span, batches, self.adapter, keeps)
-        for (rows, _), passage in zip(planned, passages, strict=True):
-            result[rows] = unpack_hidden(passage.outputs, hidden[rows], self.rows[rows].real)
-        return result, [_SequencesTrace(rows, passage) for (rows, _), passage in zip(planned, passages, strict=True)]
+        groups = self._micro_batches(hidden.shape[2])
+        batches = [self._pack(hidden, sequences, route) for sequences, route in groups]
+        context = self.connection.new_pass(self.adapter, keep_inputs)
+        traces = self.connection.run(forward_batches(context, self.span, batches))
+        for (sequences, _), trace in zip(groups, traces, strict=True):
+            result[sequences] = unpack_hidden(trace.outputs, hidden[sequences], self.batch[sequences].real)
+        return result, [
+            _MicroBatchTrace(sequences, trace) for (sequences, _), trace in zip(groups, traces, strict=True)
+        ]
 
     def backward(
-        self, ways: Sequence[_SequencesTrace], gradient: torch.Tensor, wants_hidden: bool, wants: Sequence[bool]
+        self,
+        traces: Sequence[_MicroBatchTrace],
+        gradient: torch.Tensor,
+        needs_hidden: bool,
+        needs_tensors: Sequence[bool],
     ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
-        """The gradients of the hidden states and of the tensors of the parts, where they are wanted."""
+        """The gradients of the hidden states and of the tensors of the parts, each None if it is not needed."""
         if not bool(gradient.isfinite().all()):
-            return self._unknown(gradient, wants_hidden, wants)
-        ends = [drop_padding(gradient[way.rows], self.rows[way.rows].real).float().cpu() for way in ways]
-        first = self.span.start if wants_hidden else self._first_wanted(wants)
-        found = self.connection.backward([way.passage for way in ways], ends, self.adapter, first)
-        hidden = torch.zeros_like(gradient) if wants_hidden else None
+            return self._nan_gradients(gradient, needs_hidden, needs_tensors)
+        output_gradients = [
+            drop_padding(gradient[one.sequences], self.batch[one.sequences].real).float().cpu() for one in traces
+        ]
+        first = self.span.start if needs_hidden else self._first_trained_block(needs_tensors)
+        context = self.connection.new_pass(self.adapter)
+        found = self.connection.run(backward_batches(context, [one.trace for one in traces], output_gradients, first))
+        hidden = torch.zeros_like(gradient) if needs_hidden else None
         if hidden is not None:
-            for way, one in zip(ways, found, strict=True):
-                hidden[way.rows] = restore_padding(one.inputs, gradient[way.rows], self.rows[way.rows].real)
-        return hidden, [tensor if want else None for tensor, want in zip(self._summed(found), wants, strict=True)]
+            for one, gradients in zip(traces, found, strict=True):
+                real = self.batch[one.sequences].real
+                hidden[one.sequences] = restore_padding(gradients.inputs, gradient[one.sequences], real)
+        return hidden, _only_needed(self._sum_part_gradients(found), needs_tensors)
 
-    def _planned(self, hidden_size: int) -> list[tuple[torch.Tensor, Route]]:
-        """Rows that go together, and by which route; rows without tokens go nowhere."""
-        filled = [row for row, count in enumerate(self.rows.counts) if count]
+    def _micro_batches(self, hidden_size: int) -> list[tuple[torch.Tensor, Route]]:
+        """The sequences of each micro-batch, and its route. Sequences without tokens are left out."""
+        filled = [index for index, count in enumerate(self.batch.counts) if count]
+        if not filled:
+            return []
         values = sum(tensor.numel() for part in self.parts.values() for tensor in part.tensors)
-        planned = []
-        for portion in self.connection.split(self.span, [self.rows.counts[row] for row in filled]) if filled else ():
-            mine = [filled[row] for row in portion.sequences]
-            servers = [hop.server for hop in portion.route.hops]
-            counts = [self.rows.counts[row] for row in mine]
-            for group in split_into_micro_batches(counts, servers, values / self.span.length / hidden_size):
-                planned.append((torch.tensor([mine[row] for row in group]), portion.route))
-        return planned
+        gradients_per_block = values / self.span.length / hidden_size
+        groups = []
+        for share in self.connection.split_batch(self.span, [self.batch.counts[index] for index in filled]):
+            sequences = [filled[index] for index in share.sequences]
+            servers = [hop.server for hop in share.route.hops]
+            counts = [self.batch.counts[index] for index in sequences]
+            for group in split_into_micro_batches(counts, servers, gradients_per_block):
+                groups.append((torch.tensor([sequences[index] for index in group]), share.route))
+        return groups
 
-    def _packed(self, hidden: torch.Tensor, index: torch.Tensor, route: Route) -> MicroBatch:
-        rows = self.rows[index]
-        packed = pack_hidden(hidden[index], rows.real, self.connection.config.wire)
-        return MicroBatch(packed, rows.layout, route)
+    def _pack(self, hidden: torch.Tensor, sequences: torch.Tensor, route: Route) -> MicroBatch:
+        batch = self.batch[sequences]
+        packed = pack_hidden(hidden[sequences], batch.real, self.connection.config.wire)
+        return MicroBatch(packed, batch.layout, route)
 
-    def _first_wanted(self, wants: Sequence[bool]) -> int:
-        """The first block of whose part a gradient is wanted."""
+    def _first_trained_block(self, needs_tensors: Sequence[bool]) -> int:
+        """The first block with a tensor whose gradient is needed."""
         blocks = [block for block, part in self.parts.items() for _ in part.tensors]
-        return min(block for block, want in zip(blocks, wants, strict=True) if want)
+        return min(block for block, needed in zip(blocks, needs_tensors, strict=True) if needed)
 
-    def _summed(self, found: Sequence[HopGradients]) -> list[torch.Tensor]:
-        """The gradients of all tensors of the parts, over all micro-batches in their order, so that they are the same
-        whichever of them came first."""
+    def _sum_part_gradients(self, found: Sequence[HopGradients]) -> list[torch.Tensor]:
+        """The gradients of all tensors of the parts, summed over the micro-batches.
+
+        They are summed in the order of the micro-batches, so that the result does not depend on which finished first.
+        """
         sums = []
         for block, part in self.parts.items():
             for number, tensor in enumerate(part.tensors):
                 total = torch.zeros(tensor.shape)
-                for one in found:
-                    if block in one.parts:
-                        total += one.parts[block][number]
+                for gradients in found:
+                    if block in gradients.parts:
+                        total += gradients.parts[block][number]
                 sums.append(total.to(tensor.device, tensor.dtype))
         return sums
 
-    def _unknown(
-        self, gradient: torch.Tensor, wants_hidden: bool, wants: Sequence[bool]
+    def _nan_gradients(
+        self, gradient: torch.Tensor, needs_hidden: bool, needs_tensors: Sequence[bool]
     ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
-        """What comes of NaN and infinity, which servers take from nobody: a loss that was scaled too far has them, and
-        whoever scaled it looks for them."""
-        hidden = torch.full_like(gradient, torch.nan) if wants_hidden else None
+        """NaN for every gradient, if that of the outputs contains NaN or infinity, which servers refuse.
+
+        Gradient scalers produce such gradients when a loss was scaled too far, and look for them here.
+        """
+        hidden = torch.full_like(gradient, torch.nan) if needs_hidden else None
         tensors = [tensor for part in self.parts.values() for tensor in part.tensors]
-        unknown = [torch.full_like(tensor, torch.nan) for tensor in tensors]
-        return hidden, [tensor if want else None for tensor, want in zip(unknown, wants, strict=True)]
+        return hidden, _only_needed([torch.full_like(tensor, torch.nan) for tensor in tensors], needs_tensors)
+
+
+def _only_needed(gradients: Sequence[torch.Tensor], needed: Sequence[bool]) -> list[torch.Tensor | None]:
+    return [gradient if is_needed else None for gradient, is_needed in zip(gradients, needed, strict=True)]

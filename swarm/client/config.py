@@ -1,36 +1,84 @@
-"""What a person decides about a client."""
+"""The configuration of a client, as a caller gives it and as it is resolved."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 from swarm.data_structures import Span, WireFormat
+from swarm.errors import InvalidOption
+from swarm.models.weights.quantization import QUANTIZATION_FORMS
+
+
+@dataclass(frozen=True)
+class NetworkOptions:
+    """Which servers a client uses, and how long it waits for them; see `from_pretrained(network=...)`.
+
+    Attributes:
+        request_timeout: upper limit in seconds for one reply. Most timeouts are much shorter, because they are
+            estimated from earlier replies.
+        wait_for_blocks: seconds to wait for blocks that no server offers.
+        allowed_servers: peer ids of the servers that may be used; None allows all.
+        blocked_servers: peer ids of servers that are never used.
+        push: let servers send their outputs directly to the next server instead of through this client.
+        quant: use only servers whose weights have this form, or one of these forms: "none", "int8", "nf4" or "int4"
+            (the form of CPUs that corresponds to nf4). None allows all.
+    """
+
+    request_timeout: float = 60.0
+    wait_for_blocks: float = 60.0
+    allowed_servers: Collection[str] | None = None
+    blocked_servers: Collection[str] = ()
+    push: bool = True
+    quant: str | Collection[str] | None = None
+
+    def __post_init__(self) -> None:
+        forms = self.weight_forms
+        if forms is not None and (not forms or not forms <= QUANTIZATION_FORMS):
+            known = ", ".join(sorted(QUANTIZATION_FORMS))
+            raise InvalidOption(f"quant={self.quant!r} is not one or several of {known}, or None for all")
+
+    @property
+    def weight_forms(self) -> frozenset[str] | None:
+        """The forms of weights that servers may have; None allows all."""
+        if self.quant is None:
+            return None
+        return frozenset([self.quant] if isinstance(self.quant, str) else self.quant)
 
 
 @dataclass(frozen=True)
 class ClientConfig:
-    """Attributes:
-    initial_peers: addresses of peers of the swarm.
-    wire: how hidden states travel, in both directions.
-    request_timeout: seconds to wait for one answer at most; usually much less, from what answers took so far.
-    refresh: seconds between looks at the swarm while the client is in use.
-    wait_for_blocks: seconds to wait for a server when nobody holds some blocks.
-    allowed_servers: peer ids that may be used; None allows all.
-    blocked_servers: peer ids that are never used.
-    push: let servers hand their outputs on to each other.
-    show_route: print every route that a session takes.
-    local_blocks: first blocks that the client computes itself.
-    quant: forms of weights that servers may have, see `swarm.models.weights.quantization`; None allows all.
+    """The resolved configuration of a client.
+
+    Attributes:
+        initial_peers: addresses of peers of the swarm.
+        wire: format of hidden states in both directions.
+        local_blocks: first blocks that the client computes itself; None for none.
+        show_route: print every route that a session takes.
+        network: which servers are used, and how long to wait for them.
+        refresh_period: seconds between reads of the swarm's announcements while the client is in use.
     """
 
     initial_peers: tuple[str, ...]
     wire: WireFormat = WireFormat.NONE
-    request_timeout: float = 60.0
-    refresh: float = 15.0
-    wait_for_blocks: float = 60.0
-    allowed_servers: frozenset[str] | None = None
-    blocked_servers: frozenset[str] = frozenset()
-    push: bool = True
-    show_route: bool = False
     local_blocks: Span | None = None
-    quant: frozenset[str] | None = None
+    show_route: bool = False
+    network: NetworkOptions = field(default_factory=NetworkOptions)
+    refresh_period: float = 15.0
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """What identifies a model to the swarm.
+
+    Attributes:
+        name: the name that servers announce.
+        revision: the revision of its files.
+        blocks: number of blocks of the whole model.
+        digests: the expected digest of each block; None if the client does not know them.
+    """
+
+    name: str
+    revision: str
+    blocks: int
+    digests: Sequence[str] | None = None

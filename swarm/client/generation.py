@@ -1,4 +1,4 @@
-"""What a model whose blocks are in the swarm has beyond its transformers class: sessions, `generate`, sharing."""
+"""Mixins of distributed models: what they add to their transformers class (sessions, `generate`, saving)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from swarm.client.connection import SwarmConnection
-from swarm.client.forward_hooks import extended_tokens
+from swarm.client.forward_hooks import insert_virtual_tokens
 from swarm.client.lanes.inference_lanes import InferenceLanes
 from swarm.client.lanes.lane_count import LaneCount, validate_lane_count
 from swarm.client.lanes.lane_threads import generate_in_lanes
@@ -29,22 +29,28 @@ from swarm.models.placeholder_cache import PlaceholderCache
 
 
 class ActiveSessions(threading.local):
-    """Sessions in use by the current thread."""
+    """The sessions that the current thread uses.
 
-    session: InferenceSession | None = None
-    own: InferenceSession | None = None
+    Attributes:
+        entered: the session whose `with` block the thread is in.
+        temporary: the session of one `generate` call alone.
+    """
+
+    entered: InferenceSession | None = None
+    temporary: InferenceSession | None = None
 
 
 class DistributedModelMixin:
-    """What every distributed model has.
+    """Mixin of every distributed model.
 
     Attributes:
         swarm: the connection; `swarm.close()` disconnects.
         remote_blocks: the blocks as a module; slices of it run some of them.
-        prompts: embeddings of the virtual tokens in front of every text, float32 `[pre_seq_len, width]`, or None.
+        prompts: embeddings of the virtual tokens before every text, float32 `[pre_seq_len, width]`, or None.
         deep_prompts: what is added to the virtual tokens at the input of each block, float32 `[blocks, pre_seq_len,
             hidden_size]`, or None.
         lora: the LoRA factors by block and module, or None.
+        trained: the parameters that are trained or were loaded from an adapter.
     """
 
     swarm: SwarmConnection
@@ -60,18 +66,20 @@ class DistributedModelMixin:
 
     @property
     def word_embeddings(self) -> nn.Module:
-        """Token ids to the hidden states that `session.step` takes."""
+        """The module that turns token ids into the hidden states that `session.step` takes."""
         return self.get_input_embeddings()  # type: ignore[attr-defined, no-any-return]
 
     def inference_session(self, *, max_length: int, listener: EventListener | None = None) -> InferenceSession:
-        """Open a session for up to `max_length` tokens a row; servers reserve room for them at the first step.
+        """A session for up to `max_length` tokens of each sequence; servers reserve cache space at the first step.
 
-        As a context manager it is used by every `generate` inside, which then computes only what is new: a prompt
-        that begins with tokens of an earlier call continues there. Virtual tokens are put in front of the first ones;
-        `session.position` counts them, `max_length` does not. A session goes on with what was trained when it began.
+        Inside its `with` block every `generate` uses it and computes only what is new: a prompt that begins with the
+        tokens of an earlier call continues there. Virtual tokens are inserted before the first tokens;
+        `session.position` counts them, `max_length` does not. If training goes on, the session keeps the parameters
+        with which it began.
 
         Args:
-            listener: hears of the session's routes, lost servers and recoveries; see `swarm.client.routes.events`.
+            listener: receives the session's events (routes, lost servers, recoveries); see
+                `swarm.client.routes.events`.
         """
         count = 0 if self.prompts is None else len(self.prompts)
         session = InferenceSession(self, self.swarm, max_length + count, listener)
@@ -80,24 +88,24 @@ class DistributedModelMixin:
         return session
 
     def inference_lanes(self, lanes: LaneCount = "auto", *, max_length: int) -> InferenceLanes:
-        """Open several sessions that are in flight at once; see `InferenceLanes`.
+        """Several sessions whose steps are in flight at once; see `InferenceLanes`.
 
         Args:
-            lanes: how many; "auto" for one a server of the route.
+            lanes: how many; "auto" for one for each server of the route.
             max_length: as for `inference_session`.
         """
         validate_lane_count(lanes)
-        count = self.swarm.stages() if lanes == "auto" else lanes
+        count = self.swarm.stage_count() if lanes == "auto" else lanes
         return InferenceLanes([self.inference_session(max_length=max_length) for _ in range(count)])
 
     def enter_session(self, session: InferenceSession) -> None:
-        """Make `session` the one that `generate` uses in this thread."""
-        self._active.session = session
+        """Make `generate` use `session` in this thread."""
+        self._active.entered = session
 
     def leave_session(self, session: InferenceSession) -> None:
         """End the effect of `enter_session`."""
-        if self._active.session is session:
-            self._active.session = None
+        if self._active.entered is session:
+            self._active.entered = None
 
     def save_pretrained(
         self,
@@ -107,20 +115,20 @@ class DistributedModelMixin:
         repo_id: str | None = None,
         **options: Any,
     ) -> None:
-        """Write what was trained as PEFT does, with a model card that says for which revision of the model it is.
+        """Write the trained parameters in PEFT's format, with a model card that names the revision of the model.
 
-        LoRA and virtual tokens load in plain PEFT. The blocks are the swarm's and are not written.
+        LoRA and virtual tokens load in plain PEFT. The blocks belong to the swarm and are not written.
 
         Args:
-            is_main_process: write nothing if this is another one.
-            push_to_hub: upload it, too, to `repo_id` or a repository named like the folder.
-            options: others of transformers' `save_pretrained`, which mean nothing here.
+            is_main_process: False to write nothing.
+            push_to_hub: also upload the files, to `repo_id` or to a repository with the folder's name.
+            options: other options of transformers' `save_pretrained`; they have no effect.
 
         Raises:
-            UsageError: nothing of this model was trained.
+            UsageError: no parameter of this model was trained.
         """
         if is_main_process:
-            # Only `transformers.Trainer` hands a state on; it goes on from its file.
+            # Only `transformers.Trainer` passes a state; it resumes training from the state's file.
             self.trained.save(save_directory, with_state="state_dict" in options)
         if push_to_hub:
             self.push_to_hub(repo_id or Path(save_directory).name)
@@ -135,10 +143,10 @@ class DistributedModelMixin:
         commit_message: str = "Upload adapter",
         create_pr: bool = False,
     ) -> str:
-        """Put the files that `save_pretrained` writes into a repository of the hub, which is made if need be.
+        """Upload the files that `save_pretrained` writes to a repository of the hub; it is created if it is missing.
 
         Returns:
-            the address of the commit.
+            the URL of the commit.
         """
         return self.trained.push(
             repo_id,
@@ -151,7 +159,7 @@ class DistributedModelMixin:
 
 
 class DistributedGenerationMixin(DistributedModelMixin):
-    """What a distributed language model has."""
+    """Mixin of distributed language models: `generate` over sessions and lanes."""
 
     def generate(
         self,
@@ -161,23 +169,23 @@ class DistributedGenerationMixin(DistributedModelMixin):
         lanes: LaneCount | None = None,
         **kwargs: Any,
     ) -> Any:
-        """transformers' `generate`, with everything it takes.
+        """transformers' `generate`, with all its arguments.
 
         Args:
-            session: the session to use; else the one whose `with` block this is in; else one for this call alone.
-            lanes: divide the rows into so many groups, each with a session of its own, that are in flight at once, so
-                that servers need not wait for each other; "auto" for one a server of the route. There is at most one
-                a row. The texts are the same as without, but for sampled ones, and those depend on the seed and the
-                number of lanes alone.
+            session: the session to use; by default that of the surrounding `with` block, or a temporary one.
+            lanes: divide the batch into this many groups, each with its own session, that are in flight at once, so
+                that servers need not wait for each other; "auto" for one for each server of the route. There is at most
+                one lane for each sequence. The texts are the same as without lanes, except sampled ones, which depend
+                only on the seed and the number of lanes.
 
         Raises:
-            UsageError: the arguments cannot be divided among lanes; it says why.
+            UsageError: the arguments cannot be divided among lanes.
         """
-        session = session or self._active.session
+        session = session or self._active.entered
         if lanes is not None:
             if session is not None:
                 raise UsageError(
-                    "lanes have sessions of their own; leave session out (and generate outside of its `with`)"
+                    "lanes open their own sessions; leave session out (and call generate outside its `with` block)"
                 )
             named = inspect.signature(super().generate).bind(inputs, *args, **kwargs).arguments  # type: ignore[misc]
             settings = named.pop("kwargs", {})
@@ -188,27 +196,27 @@ class DistributedGenerationMixin(DistributedModelMixin):
             kwargs["past_key_values"] = session.cache
         return self._generate({"inputs": inputs, **kwargs}, None, *args)
 
-    def _generate(self, arguments: dict[str, Any], turn: ComputeTicket | None, *args: Any) -> Any:
-        """transformers' `generate`, computing inside the turn if this is one lane of several."""
+    def _generate(self, arguments: dict[str, Any], ticket: ComputeTicket | None, *args: Any) -> Any:
+        """transformers' `generate`, inside the ticket if this is one lane of several."""
         try:
-            with turn if turn is not None else nullcontext():
+            with ticket if ticket is not None else nullcontext():
                 return super().generate(arguments.pop("inputs", None), *args, **arguments)  # type: ignore[misc]
         finally:
-            own, self._active.own = self._active.own, None
-            if own is not None:
-                own.close()
+            temporary, self._active.temporary = self._active.temporary, None
+            if temporary is not None:
+                temporary.close()
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int, length: int
     ) -> None:
-        """transformers' hook: the cache of a `generate` that was given none is a session of its own."""
+        """transformers' hook: a `generate` call without a cache gets a temporary session."""
         given = model_kwargs.get("past_key_values")
         if given is None and generation_config.use_cache is not False:
-            self._active.own = self.inference_session(max_length=max(1, length))
-            model_kwargs["past_key_values"] = self._active.own.cache
+            self._active.temporary = self.inference_session(max_length=max(1, length))
+            model_kwargs["past_key_values"] = self._active.temporary.cache
 
     def _get_candidate_generator(self, generation_config: Any, assistant_model: Any = None, **kwargs: Any) -> Any:
-        """transformers' hook: what proposes the candidates of assisted generation."""
+        """transformers' hook: the candidate generator of assisted generation."""
         validate_speculation(generation_config, is_draft_remote=isinstance(assistant_model, DistributedModelMixin))
         generator = super()._get_candidate_generator(  # type: ignore[misc]
             generation_config=generation_config, assistant_model=assistant_model, **kwargs
@@ -219,10 +227,10 @@ class DistributedGenerationMixin(DistributedModelMixin):
         self,
         input_ids: torch.Tensor,
         next_sequence_length: int | None = None,
-        inputs_embeds: torch.Tensor | None = None,  # by name: transformers looks whether it is taken
+        inputs_embeds: torch.Tensor | None = None,  # named, because transformers checks the signature for it
         **kwargs: Any,
     ) -> Any:
-        """transformers' hook: which tokens a forward gets."""
+        """transformers' hook: the inputs of the next forward."""
         if inputs_embeds is not None:
             kwargs["inputs_embeds"] = inputs_embeds
         cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
@@ -235,12 +243,12 @@ class DistributedGenerationMixin(DistributedModelMixin):
 
 
 def _continue_session(session: InferenceSession, tokens: Any, mask: torch.Tensor | None) -> None:
-    """Roll a session back to where it agrees with the prompt of a new `generate`."""
+    """Roll a session back to the longest prefix that it shares with the prompt of a new `generate` call."""
     if not isinstance(tokens, torch.Tensor) or tokens.ndim != 2:
         session.position = 0
         return
     if isinstance(session.cache, PromptedCache):
-        tokens, mask = extended_tokens(session.cache.count, tokens, mask)
+        tokens, mask = insert_virtual_tokens(session.cache.count, tokens, mask)
     known = session.cache.common_prefix(tokens, mask)
-    # At least one token has to be computed, or there would be no logits to go on from.
+    # At least one token has to be computed, because the next one is chosen from its logits.
     session.position = min(known, tokens.shape[1] - 1)

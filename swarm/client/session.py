@@ -1,8 +1,13 @@
-"""`with model.inference_session(max_length=...) as session`: one open generation on the swarm."""
+"""`with model.inference_session(max_length=...) as session`: one open generation on the swarm.
+
+The model's forward calls `InferenceSession.compute` through `RemoteLayer`. From there the way of a step is one way: the
+session cuts it into chunks and encodes them, its `Chain` sends them through the servers of the route in the network
+thread.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +21,6 @@ from swarm.client.local_blocks import LocalSession
 from swarm.client.routes.events import EventListener
 from swarm.client.wire.adapter import adapter_parts, detach_parts
 from swarm.client.wire.adapter_upload import pack_adapter
-from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.client.wire.padding import pack_hidden, position_offsets, unpack_hidden
 from swarm.data_structures import HopTiming, Route, Span, StepLayout
 from swarm.errors import SessionClosed, TooLong
@@ -24,25 +28,28 @@ from swarm.models.placeholder_cache import PlaceholderCache
 
 
 class InferenceSession:
-    """The servers of a route keep this session's attention keys and values; the client keeps its place, and a record of
-    what it sent, with which a server that vanishes is replaced by another one.
+    """One generation. Servers hold its keys and values; the client holds its position and a history of its inputs.
 
-    What the model's adapter adds to the blocks stays as it is when the session's route is found, with the first step.
+    The history refills the caches of a server that replaces a lost one. What the model's adapter adds to the blocks is
+    fixed when the route is found, at the first step.
 
-    A session is used by one thread at a time. `generate` within the `with` block uses it by itself.
+    A session is used by one thread at a time. `generate` inside its `with` block uses it.
 
     Args:
         model: the distributed model.
-        connection: its connection to the swarm.
-        max_length: tokens that each row may have at most; servers reserve room for them.
-        listener: hears of what happens to the session on its way, see `swarm.client.routes.events`.
+        connection: the model's connection to the swarm.
+        max_length: maximum number of tokens of each sequence; servers reserve cache space for them.
+        listener: receives the events of the session; see `swarm.client.routes.events`.
+
+    Attributes:
+        cache: the session as transformers sees it.
     """
 
     def __init__(
         self, model: Any, connection: SwarmConnection, max_length: int, listener: EventListener | None = None
     ) -> None:
         if max_length < 1:
-            raise ValueError(f"max_length is {max_length}; a session needs room for at least one token")
+            raise ValueError(f"max_length={max_length} is not valid: a session needs space for at least one token")
         self.max_length = max_length
         self.cache = PlaceholderCache(self)
         self._listener = listener
@@ -56,10 +63,10 @@ class InferenceSession:
         """Run the next tokens through all blocks and the family's final norm.
 
         Args:
-            hidden: `[rows, tokens, hidden_size]` from `model.word_embeddings`, any number of tokens.
+            hidden: `[sequences, tokens, hidden_size]` from `model.word_embeddings`, any number of tokens.
 
         Returns:
-            final representations of the same shape, ready for `model.lm_head`.
+            final hidden states of the same shape, ready for `model.lm_head`.
         """
         with torch.inference_mode():
             output = self._model.base_model(inputs_embeds=hidden, past_key_values=self.cache, use_cache=True)
@@ -68,7 +75,7 @@ class InferenceSession:
 
     @property
     def position(self) -> int:
-        """Tokens computed so far, the same for all rows. Set it back to take tokens back."""
+        """Number of tokens computed so far, the same for all sequences. Set it to a smaller value to roll back."""
         return self.cache.length
 
     @position.setter
@@ -77,14 +84,14 @@ class InferenceSession:
 
     @property
     def route(self) -> Route | None:
-        """The servers in use, once the first step was made."""
+        """The servers in use; None before the first step."""
         return self._chain.route if self._chain is not None and self._chain.is_open else None
 
     @property
     def timings(self) -> tuple[HopTiming, ...]:
-        """Where the time of the last step went: in this client's own blocks if it has any, then at each server."""
-        here = (self._local.timing,) if self._local is not None and self._local.timing is not None else ()
-        return here + (self._chain.timings if self._chain is not None else ())
+        """The times of the last step: in the client's own blocks, if it has any, then at each server."""
+        local = (self._local.timing,) if self._local is not None and self._local.timing is not None else ()
+        return local + (self._chain.timings if self._chain is not None else ())
 
     def compute(
         self,
@@ -93,52 +100,56 @@ class InferenceSession:
         positions: torch.Tensor | None,
         tokens: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Run the hidden states of new slots through the remote blocks and remember them.
+        """Run the hidden states of new slots through all blocks.
 
         Args:
-            hidden: `[rows, new, hidden_size]`.
-            mask: attention mask `[rows, position + new]`, or None if nothing is padded.
-            positions: position ids `[rows or 1, new]` that the model is told, or None if it takes none.
-            tokens: ids `[rows, new]`, if known.
+            hidden: `[sequences, new, hidden_size]`.
+            mask: attention mask `[sequences, position + new]`, or None if no slot is padding.
+            positions: position ids `[sequences or 1, new]` that the model's layers get, or None.
+            tokens: token ids `[sequences, new]`, if known.
+
+        Returns:
+            the outputs of the last block, same shape; zero where padded.
         """
         if self._closed:
             raise SessionClosed("this inference session is closed; open another one")
-        rows, new, _ = hidden.shape
-        layout, fresh = self.cache.layout(rows, new, mask)
+        sequences, new, _ = hidden.shape
+        layout, real = self.cache.layout(sequences, new, mask)
         longest = max(start + count for start, count in zip(layout.starts, layout.counts, strict=True))
         if longest > self.max_length:
             raise TooLong(
                 f"the session would be {longest} tokens long; it was opened with max_length={self.max_length}"
             )
-        size = max(1, REQUEST_TOKENS // rows)
+        max_slots = max(1, REQUEST_TOKENS // sequences)
         if layout.tokens:
-            chain = self._opened()
-            alone = not chain.appends(layout)  # what copies rows or sets them back has to be done everywhere at first
-            chunk = chunk_slots(new, rows, [hop.server for hop in chain.route.hops], alone)
-            if chunk < new and alone:
-                size = chunk
-        if new > size:
-            return self._compute_in_parts(hidden, mask, positions, tokens, size)
+            chain = self._open_chain()
+            # A step that copies sequences or rolls them back must finish at all servers before another one follows.
+            first_alone = not chain.appends(layout)
+            chunk = chunk_slots(new, sequences, [hop.server for hop in chain.route.hops], first_alone)
+            if chunk < new and first_alone:
+                max_slots = chunk
+        if new > max_slots:
+            return self._compute_in_two_steps(hidden, mask, positions, tokens, max_slots)
         result = hidden
         if layout.tokens:
-            result = self._compute_chunks(hidden, layout, fresh, positions, chunk)
-        self.cache.commit(rows, new, fresh, tokens)
+            result = self._compute_chunks(hidden, layout, real, positions, chunk)
+        self.cache.commit(sequences, new, real, tokens)
         return result
 
     def open(self) -> Route:
-        """Find a route and reserve room on its servers now, instead of at the first step."""
-        return self._opened().route
+        """Find a route and reserve cache space on its servers now, instead of at the first step."""
+        return self._open_chain().route
 
     def resume(self) -> Route:
-        """Go on after servers came back: replace those that were lost, now instead of at the next step.
+        """Replace lost servers now, instead of at the next step.
 
         After `MissingBlocks` the session still knows everything up to the last step that succeeded.
         """
-        chain = self._opened()
-        self._connection.resume_chain(chain)
+        chain = self._open_chain()
+        self._connection.run(chain.resume())
         return chain.route
 
-    def _compute_in_parts(
+    def _compute_in_two_steps(
         self,
         hidden: torch.Tensor,
         mask: torch.Tensor | None,
@@ -146,73 +157,71 @@ class InferenceSession:
         tokens: torch.Tensor | None,
         size: int,
     ) -> torch.Tensor:
-        """`compute` of the first `size` slots, and then of the rest."""
+        """`compute` for the first `size` slots, and then for the rest."""
         past = self.position
-        parts = []
-        for part in (slice(0, size), slice(size, hidden.shape[1])):
-            parts.append(
+        outputs = []
+        for slots in (slice(0, size), slice(size, hidden.shape[1])):
+            outputs.append(
                 self.compute(
-                    hidden[:, part],
-                    mask[:, : past + part.stop] if mask is not None else None,
-                    positions[:, part] if positions is not None else None,
-                    tokens[:, part] if tokens is not None else None,
+                    hidden[:, slots],
+                    mask[:, : past + slots.stop] if mask is not None else None,
+                    positions[:, slots] if positions is not None else None,
+                    tokens[:, slots] if tokens is not None else None,
                 )
             )
-        return torch.cat(parts, dim=1)
+        return torch.cat(outputs, dim=1)
 
     def _compute_chunks(
         self,
         hidden: torch.Tensor,
         layout: StepLayout,
-        fresh: torch.Tensor | None,
+        real: torch.Tensor | None,
         positions: torch.Tensor | None,
         size: int,
     ) -> torch.Tensor:
         """The blocks' outputs; chunks of `size` slots follow each other through the chain."""
-        cut = list(split_step(layout, fresh, positions, hidden.shape[1], size))
-        parts = []
-        for slots, of_slots, real in cut:
+        chunks = list(split_step(layout, real, positions, hidden.shape[1], size))
+        steps = []
+        for slots, chunk_layout, chunk_real in chunks:
             inputs = hidden[:, slots]
             if self._local is not None:
-                inputs = self._local.compute(inputs, real, of_slots)
-            parts.append((pack_hidden(inputs, real, self._connection.config.wire), of_slots))
-        outputs = self._send(parts)
+                inputs = self._local.compute(inputs, chunk_real, chunk_layout)
+            steps.append((pack_hidden(inputs, chunk_real, self._connection.config.wire), chunk_layout))
+        outputs = self._connection.run(self._open_chain().steps(steps))
         if self._local is not None:
             self._local.confirm()
-        if len(cut) == 1 and cut[0][0] == slice(0, hidden.shape[1]):
-            return unpack_hidden(outputs[0], hidden, fresh)
+        if len(chunks) == 1 and chunks[0][0] == slice(0, hidden.shape[1]):
+            return unpack_hidden(outputs[0], hidden, real)
         result = torch.zeros_like(hidden)
-        for (slots, _, real), output in zip(cut, outputs, strict=True):
-            result[:, slots] = unpack_hidden(output, hidden[:, slots], real)
+        for (slots, _, chunk_real), output in zip(chunks, outputs, strict=True):
+            result[:, slots] = unpack_hidden(output, hidden[:, slots], chunk_real)
         return result
 
-    def _send(self, parts: Sequence[tuple[PackedHidden, StepLayout]]) -> list[PackedHidden]:
-        return self._connection.steps(self._opened(), parts)
-
-    def _opened(self) -> Chain:
+    def _open_chain(self) -> Chain:
+        """The open chain; it is opened if it is not yet."""
         if self._closed:
             raise SessionClosed("this inference session is closed; open another one")
         if self._chain is None or not self._chain.is_open:
-            self._free()
+            self._close_chain()
             parts = adapter_parts(self._model.remote_blocks.adapter, Span(0, self._connection.blocks))
-            remote = {block: part for block, part in parts.items() if block in self._connection.span}
+            remote_parts = {block: part for block, part in parts.items() if block in self._connection.span}
             if self._connection.local is not None:
                 self._local = self._connection.local.session(detach_parts(parts))
-            # Known before it is open, so that it is closed even if somebody interrupts in the moment when it is.
-            self._chain = self._connection.new_chain(self.max_length, pack_adapter(remote), self._listener)
-            self._connection.open_chain(self._chain)
+            # Assigned before it is open: if Ctrl-C interrupts the opening, the chain still has to be closed.
+            self._chain = self._connection.new_chain(self.max_length, pack_adapter(remote_parts), self._listener)
+            self._connection.run(self._chain.open())
         return self._chain
 
     def close(self) -> None:
         """Free the session on all servers. A closed session cannot be used again."""
         self._closed = True
-        self._free()
+        self._close_chain()
         self._local = None
 
-    def _free(self) -> None:
+    def _close_chain(self) -> None:
         if self._chain is not None:
             chain, self._chain = self._chain, None
-            self._connection.close_chain(chain)
+            self._connection.run(chain.close())
 
     def __enter__(self) -> InferenceSession:
         self._model.enter_session(self)
@@ -224,21 +233,28 @@ class InferenceSession:
 
 
 def split_step(
-    layout: StepLayout, fresh: torch.Tensor | None, positions: torch.Tensor | None, slots: int, size: int
+    layout: StepLayout, real: torch.Tensor | None, positions: torch.Tensor | None, slots: int, size: int
 ) -> Iterator[tuple[slice, StepLayout, torch.Tensor | None]]:
-    """A step, `size` slots at a time: which slots, their layout, and which of them are real `[rows, size]` (None: all).
+    """Cut a step into chunks of `size` slots; a chunk of nothing but padding is left out.
 
-    Where all slots are padding nothing is sent. For `fresh` and `positions` see `InferenceSession.compute`.
+    Args:
+        layout: the layout of the whole step.
+        real: mask of the slots that hold tokens; None if no slot is padding.
+        positions: as for `InferenceSession.compute`.
+        slots: number of slots of the step.
+
+    Yields:
+        the slots of each chunk, its layout, and the mask of its slots that hold tokens.
     """
     starts, sources = layout.starts, layout.sources
     for first in range(0, slots, size):
         part = slice(first, min(first + size, slots))
-        real = fresh[:, part] if fresh is not None else None
-        real = None if real is None or bool(real.all()) else real
-        counts = (part.stop - first,) * layout.sequences if real is None else tuple(real.sum(1).tolist())
+        part_real = real[:, part] if real is not None else None
+        part_real = None if part_real is None or bool(part_real.all()) else part_real
+        counts = (part.stop - first,) * layout.sequences if part_real is None else tuple(part_real.sum(1).tolist())
         if not any(counts):
             continue
-        plain = StepLayout(starts, counts, sources)
-        offsets = position_offsets(positions[:, part] if positions is not None else None, real, plain)
-        yield part, replace(plain, offsets=offsets), real
+        chunk = StepLayout(starts, counts, sources)
+        offsets = position_offsets(positions[:, part] if positions is not None else None, part_real, chunk)
+        yield part, replace(chunk, offsets=offsets), part_real
         starts, sources = tuple(start + count for start, count in zip(starts, counts, strict=True)), None

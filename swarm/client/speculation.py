@@ -1,7 +1,7 @@
 """Speculative decoding (Leviathan et al., 2023) with transformers' own assisted generation.
 
-A draft model at this client, or the prompt itself, proposes candidates; the swarm computes them in one step, and those
-that are rejected are set back with the next one. What is accepted costs one round trip instead of one a token.
+A draft model at this client, or the prompt itself, proposes candidates. The swarm computes all of them in one step, and
+the next step rolls back those that were rejected. Accepted candidates cost one round trip instead of one a token.
 """
 
 from __future__ import annotations
@@ -12,32 +12,35 @@ from swarm.errors import UsageError
 
 
 def validate_speculation(generation_config: Any, is_draft_remote: bool) -> None:
-    """Raise `UsageError` if candidates are wanted from what is not here.
+    """Raise `UsageError` if the candidates cannot come from this client.
 
     Args:
-        is_draft_remote: the draft model's blocks are in a swarm, too.
+        is_draft_remote: whether the blocks of the draft model are in a swarm as well.
     """
     if is_draft_remote:
         raise UsageError(
             "the assistant_model has to run at this client, because each of its tokens would cost a round trip; load a "
-            "small model with transformers' from_pretrained"
+            "small model with from_pretrained of transformers"
         )
     if generation_config.assistant_early_exit is not None:
         raise UsageError(
-            "assistant_early_exit drafts with the model's first blocks, which are not at this client; use a small "
+            "assistant_early_exit drafts with the first blocks of the model, which are not at this client; use a small "
             "assistant_model, or prompt_lookup_num_tokens"
         )
 
 
 def bound_candidates(generator: Any, limit: int) -> Any:
-    """The same candidate generator, whose sequences have at most `limit` tokens.
+    """Patch a candidate generator so that its sequences have at most `limit` tokens.
 
-    The model's own token follows the last candidate, so nothing behind `limit` could be used; but servers would have to
-    keep room for it. Raises `UsageError` if it wants to see what happens inside of the model.
+    The model's own token follows the last candidate, so candidates beyond `limit` cannot be used, but servers would
+    have to reserve cache space for them.
+
+    Raises:
+        UsageError: the generator needs hidden states from inside the model.
     """
     if generator.requires_model_outputs:
         raise UsageError(
-            f"{type(generator).__name__} drafts from hidden states inside of the model, which are not at this client; "
+            f"{type(generator).__name__} drafts from hidden states inside the model, which are not at this client; "
             "use a small assistant_model, or prompt_lookup_num_tokens"
         )
     get_candidates = generator.get_candidates
@@ -52,10 +55,10 @@ def bound_candidates(generator: Any, limit: int) -> Any:
 
 
 def unseen_length(cache_length: int, input_length: int, mask_length: int | None) -> int | None:
-    """How many of the last tokens of a prompt have to be computed, where a session has computed those before already.
+    """How many of the last tokens of a prompt still have to be computed, if a session has computed those before.
 
-    transformers' assisted generation passes all of them, as if its cache were always empty at first. None: all, because
-    nothing is computed yet, or because what was passed is only what is new.
+    transformers' assisted generation always passes the whole prompt, as if the cache were empty at first. None means
+    all tokens that were passed: nothing is computed yet, or only new tokens were passed.
     """
     if not 0 < cache_length < input_length or mask_length not in (None, input_length):
         return None

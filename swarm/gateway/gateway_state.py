@@ -73,7 +73,7 @@ class GatewayState:
         self._readiness_lock = asyncio.Lock()
         client_metrics = ClientMetrics(registry)
         for model in models:
-            model.model.swarm.listen(client_metrics.on_event)
+            model.model.swarm.add_listener(client_metrics.on_event)
 
     async def keys(self) -> KeyFile | None:
         """The keys as they are in the file now."""

@@ -165,8 +165,8 @@ def bad_payloads(answer: Callable[..., Answer]) -> list[tuple[str, Answer, str]]
 
 
 BAD_REPLIES = [
-    ("wrong type", (messages.InfoReply(0, 3, 0, 0, "1"), b""), "InfoReply out of place"),
-    ("reply to another request", OPENED, "SessionOpened out of place"),
+    ("wrong type", (messages.InfoReply(0, 3, 0, 0, "1"), b""), "unexpected InfoReply"),
+    ("reply to another request", OPENED, "unexpected SessionOpened"),
     ("garbage", (msgspec.Raw(b"\xc1"), b""), "not a valid reply"),
     ("request instead of a reply", (messages.InfoRequest(), b""), "not a valid reply"),
     ("more than could be right", (messages.InfoRequest(), b"x" * 1000), "payload of 1000 bytes"),

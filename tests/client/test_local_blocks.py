@@ -44,8 +44,8 @@ def test_ways_to_say_which(wanted: Any, span: Span | None) -> None:
 @pytest.mark.parametrize(
     ("wanted", "why"),
     [
-        ("1:4", "begins with block 0, as in 0:4"),
-        ("0:6", "leaves nothing to the swarm, the model has 6 blocks"),
+        ("1:4", "begin with block 0, as in 0:4"),
+        ("0:6", "leaves nothing to the swarm, because the model has 6 blocks"),
         (7, "leaves nothing to the swarm"),
         (-1, "use START:END"),
         ("0:0", "use START:END"),
@@ -148,7 +148,7 @@ def test_texts_are_those_of_the_local_model(model: Any, local: Any, settings: di
 @pytest.mark.parametrize("beams", [1, 3])
 def test_lanes(model: Any, local: Any, beams: int) -> None:
     settings = {"max_new_tokens": 10, "do_sample": False, "num_beams": beams, "pad_token_id": PAD}
-    assert model.swarm.stages() == 3
+    assert model.swarm.stage_count() == 3
     expected = local.generate(**batch(), **settings)
     assert model.generate(**batch(), lanes="auto", **settings).tolist() == expected.tolist()
 

@@ -1,1 +1,1 @@
-"""Batches without a session: forward and backward passes through the servers."""
+"""Batches without a session: forward and backward passes of whole sequences through the servers."""

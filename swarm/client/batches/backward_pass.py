@@ -1,7 +1,8 @@
-"""The way back of a batch: gradients through the servers in reverse order, from inputs that were kept on the way there.
+"""Backward pass of a batch without a session: gradients go through the servers in reverse order.
 
-Servers keep nothing between the two passes, so any server of the same blocks can do a hop's part. Where one fails its
-blocks are routed anew. If several servers are needed for them, the inputs of the inner ones are computed again first.
+It begins with the inputs of every hop, which the client kept in the forward pass. Servers keep nothing between the two
+passes, so any server that has a hop's blocks can compute its gradients. When a server fails, a new route is found for
+its blocks. If several servers are needed for them, the inputs of the inner ones are computed again first.
 """
 
 from __future__ import annotations
@@ -16,39 +17,41 @@ from swarm.errors import RemoteError
 
 
 async def backward_batches(
-    work: PassContext, passages: Sequence[ForwardTrace], gradients: Sequence[torch.Tensor], first: int
+    context: PassContext, traces: Sequence[ForwardTrace], gradients: Sequence[torch.Tensor], first: int
 ) -> list[HopGradients]:
-    """The gradients of what went in and of the adapter, one for each passage, in their order.
+    """The gradients of the inputs and of the adapter, one for each trace, in their order.
 
     Args:
-        passages: of a forward pass with the same adapter.
-        gradients: of their outputs, `[tokens, hidden_size]` float32 on the CPU, finite.
-        first: blocks before this one need no gradients; those of the inputs then have no meaning.
+        traces: of a forward pass with the same adapter.
+        gradients: of the traces' outputs, `[tokens, hidden_size]`, float32, on the CPU, finite.
+        first: blocks before this one need no gradients; the gradient of the inputs is then meaningless.
 
-    Raises as `forward_all` does.
+    Raises as `forward_batches` does.
     """
-    pairs = zip(passages, gradients, strict=True)
-    return await gather_or_cancel([_backward(work, passage, gradient, first) for passage, gradient in pairs])
+    pairs = zip(traces, gradients, strict=True)
+    return await gather_or_cancel([_backward(context, trace, gradient, first) for trace, gradient in pairs])
 
 
-async def _backward(work: PassContext, passage: ForwardTrace, gradient_TH: torch.Tensor, first: int) -> HopGradients:
-    """One micro-batch, whatever happens to the servers."""
-    layout, detours = passage.layout, work.detours()
-    legs, parts = list(passage.legs), dict[int, Sequence[torch.Tensor]]()
-    while legs and legs[-1].hop.span.end > first and bool(gradient_TH.any()):
-        leg = legs.pop()
-        span = leg.hop.span
-        hops = await detours.begin([leg.hop], span)
+async def _backward(context: PassContext, trace: ForwardTrace, gradient_TH: torch.Tensor, first: int) -> HopGradients:
+    """The backward pass of one micro-batch; servers that fail are replaced."""
+    layout, rerouter = trace.layout, context.rerouter()
+    remaining, parts = list(trace.hop_inputs), dict[int, Sequence[torch.Tensor]]()
+    while remaining and remaining[-1].hop.span.end > first and bool(gradient_TH.any()):
+        last = remaining.pop()
+        span = last.hop.span
+        hops = await rerouter.next_hops([last.hop], span)
         if len(hops) == 1:
             hop = hops[0]
-            slowness = work.planner.timeout_factor(hop.server.peer_id)
+            slowness = context.planner.timeout_factor(hop.server.peer_id)
             try:
-                found = await work.asker.backward(hop, leg.inputs, gradient_TH, layout, work.adapter, slowness)
+                found = await context.requester.backward(
+                    hop, last.inputs, gradient_TH, layout, context.adapter, slowness
+                )
             except RemoteError as error:
-                hops = await detours.after(hop, error, span)
+                hops = await rerouter.replace(hop, error, span)
             else:
-                work.planner.report_success(hop.server.peer_id)
+                context.planner.report_success(hop.server.peer_id)
                 gradient_TH, parts = found.inputs, {**parts, **found.parts}
                 continue
-        legs += (await run_hops(work, detours, span, leg.inputs, layout, hops, whole=False))[0]
+        remaining += (await run_hops(context, rerouter, span, last.inputs, layout, hops, skip_last=True))[0]
     return HopGradients(gradient_TH, parts)

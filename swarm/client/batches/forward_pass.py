@@ -1,8 +1,8 @@
-"""Batches without a session: whole sequences through the blocks, in micro-batches that go several ways at once.
+"""Forward pass of a batch without a session: whole sequences, in micro-batches that take several routes at once.
 
-They are divided among routes by throughput, so that all should come back at about the same time (SWARM parallelism,
-Ryabinin et al. 2023), and each route's part into micro-batches, so that its servers work at the same time. Where a
-server fails, the micro-batches that it had are sent again from the block where they were lost.
+The batch is divided among routes by their throughput, so that all parts should finish at about the same time (SWARM
+parallelism, Ryabinin et al. 2023). Each route's part is divided into micro-batches, so that its servers work at the
+same time. When a server fails, its micro-batches are sent again, from the block where they were lost.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class HopInputs:
-    """What went into the blocks of one hop."""
+    """The inputs of one hop's blocks, kept for the backward pass."""
 
     hop: Hop
     inputs: PackedHidden
@@ -43,105 +43,111 @@ class HopInputs:
 
 @dataclass(frozen=True)
 class ForwardTrace:
-    """The way that a micro-batch took, from which its backward pass begins.
+    """What the forward pass of a micro-batch leaves behind; its backward pass begins here.
 
     Attributes:
-        legs: its hops; they cover the blocks in order. None if they were not kept.
-        outputs: of the last one.
+        layout: of the sequences.
+        hop_inputs: the inputs of every hop; the hops cover the blocks in order. Empty if they were not kept.
+        outputs: the outputs of the last hop.
     """
 
     layout: StepLayout
-    legs: tuple[HopInputs, ...]
+    hop_inputs: tuple[HopInputs, ...]
     outputs: PackedHidden
 
 
 @dataclass
 class PassContext:
-    """One forward or backward pass of a batch.
+    """What the micro-batches of one forward or backward pass share.
 
     Attributes:
+        requester: sends the requests.
+        planner: finds routes.
         adapter: what is added to the blocks.
-        keeps: whether a way back may follow: then what went into each hop is kept.
-        lost: servers that failed meanwhile, and when.
+        keep_inputs: keep the inputs of every hop for a backward pass.
+        lost: servers that failed during the pass, and when.
     """
 
-    asker: HopRequester
+    requester: HopRequester
     planner: RouteSource
     adapter: PackedAdapter = field(default_factory=PackedAdapter)
-    keeps: bool = True
+    keep_inputs: bool = True
     lost: dict[str, float] = field(default_factory=dict)
 
-    def detours(self) -> Rerouter:
-        """For one micro-batch."""
+    def rerouter(self) -> Rerouter:
+        """A rerouter for one micro-batch."""
         return Rerouter(self.planner, self.lost)
 
 
-async def forward_batches(work: PassContext, span: Span, batches: Sequence[MicroBatch]) -> list[ForwardTrace]:
-    """All micro-batches through the blocks of `span`, at the same time; in their order.
+async def forward_batches(context: PassContext, span: Span, batches: Sequence[MicroBatch]) -> list[ForwardTrace]:
+    """Run all micro-batches through the blocks of `span` at the same time; the traces are in their order.
 
     Raises:
-        MissingBlocks: servers failed, and nobody else holds their blocks.
-        RemoteError: a server refused the request as wrong, or all that were tried failed.
+        MissingBlocks: servers failed, and no other server offers their blocks.
+        RemoteError: a server refused the request as wrong, or all servers that were tried failed.
     """
     for batch in batches:
-        batch.hidden.check()
-    # Servers behind the first ones get the adapter while those compute.
+        batch.hidden.require_finite()
+    # Later servers get the adapter while the first ones compute.
     later = {hop.server.peer_id: hop for batch in batches for hop in batch.route.hops[1:]}
-    bringing = [asyncio.ensure_future(_bring(work, hop)) for hop in later.values() if work.adapter.keys(hop.span)]
+    uploads = [
+        asyncio.ensure_future(_upload_adapter(context, hop)) for hop in later.values() if context.adapter.keys(hop.span)
+    ]
     try:
-        return await gather_or_cancel([_forward(work, span, batch) for batch in batches])
+        return await gather_or_cancel([_forward(context, span, batch) for batch in batches])
     finally:
-        await cancel_tasks(bringing)
+        await cancel_tasks(uploads)
 
 
-async def _bring(work: PassContext, hop: Hop) -> None:
-    with suppress(RemoteError):  # whoever needs it there will see
-        await work.asker.bring(hop, work.adapter)
+async def _upload_adapter(context: PassContext, hop: Hop) -> None:
+    with suppress(RemoteError):  # the first request to this server will meet the same error
+        await context.requester.upload_adapter(hop, context.adapter)
 
 
-async def _forward(work: PassContext, span: Span, batch: MicroBatch) -> ForwardTrace:
-    legs, outputs = await run_hops(work, work.detours(), span, batch.hidden, batch.layout, batch.route.hops)
-    return ForwardTrace(batch.layout, tuple(legs), outputs)
+async def _forward(context: PassContext, span: Span, batch: MicroBatch) -> ForwardTrace:
+    inputs, outputs = await run_hops(context, context.rerouter(), span, batch.hidden, batch.layout, batch.route.hops)
+    return ForwardTrace(batch.layout, tuple(inputs), outputs)
 
 
 async def run_hops(
-    work: PassContext,
-    detours: Rerouter,
+    context: PassContext,
+    rerouter: Rerouter,
     span: Span,
     hidden: PackedHidden,
     layout: StepLayout,
     hops: Sequence[Hop],
-    whole: bool = True,
+    skip_last: bool = False,
 ) -> tuple[list[HopInputs], PackedHidden]:
-    """One micro-batch through the blocks of `span`, whatever happens to the servers.
+    """Run one micro-batch through the blocks of `span`, and replace servers that fail.
 
     Args:
-        whole: False to leave out the last hop: its inputs are wanted, not its outputs.
+        hops: the hops to begin with.
+        skip_last: leave out the last hop, because only its inputs are needed.
 
     Returns:
-        the way that it took, and what came out of it.
+        the inputs of every hop, and the outputs of the last hop that has run.
     """
-    legs: list[HopInputs] = []
+    kept: list[HopInputs] = []
     while hops:
         rest = Span(hops[0].span.start, span.end)
-        hop, *behind = await detours.begin(hops, rest)
-        if not behind and not whole:
-            return [*legs, HopInputs(hop, hidden)], hidden
+        hop, *following = await rerouter.next_hops(hops, rest)
+        if skip_last and not following:
+            return [*kept, HopInputs(hop, hidden)], hidden
         try:
-            slowness = work.planner.timeout_factor(hop.server.peer_id)
-            outputs = await work.asker.forward(hop, hidden, layout, work.adapter, slowness)
+            slowness = context.planner.timeout_factor(hop.server.peer_id)
+            outputs = await context.requester.forward(hop, hidden, layout, context.adapter, slowness)
         except RemoteError as error:
-            hops = await detours.after(hop, error, rest)
+            hops = await rerouter.replace(hop, error, rest)
             continue
-        work.planner.report_success(hop.server.peer_id)
-        if work.keeps:
-            legs.append(HopInputs(hop, hidden))
-        hidden, hops = outputs, behind
-    return legs, hidden
+        context.planner.report_success(hop.server.peer_id)
+        if context.keep_inputs:
+            kept.append(HopInputs(hop, hidden))
+        hidden, hops = outputs, following
+    return kept, hidden
 
 
 async def gather_or_cancel(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results, in order. When one fails the others are broken off."""
+    """All results, in order. If one fails, the others are cancelled."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return list(await asyncio.gather(*tasks))
@@ -150,7 +156,7 @@ async def gather_or_cancel(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def cancel_tasks(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    """End tasks that are not wanted any more."""
+    """Cancel the tasks and wait until they have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

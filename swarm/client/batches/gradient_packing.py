@@ -1,4 +1,4 @@
-"""Gradients on their way from server to server."""
+"""Gradients encoded for the wire."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from swarm.data_structures import WireFormat
 from swarm.protocol.compression import HIDDEN_DTYPES, decode_tensor, encode_tensor
 
 MAX_SCALE_EXPONENT = 100
-"""Powers of two that gradients are scaled by at most, so that the factor is a number that float32 has."""
+"""Largest exponent of the power of two that scales gradients, so that float32 can represent the factor."""
 
 _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class HopGradients:
-    """What was computed in one server's blocks, or in those of several.
+    """Gradients of the blocks of one hop or of several.
 
     Attributes:
-        inputs: of what went into the blocks, `[tokens, hidden_size]`, float32.
-        parts: of the tensors of each block's part of the adapter, float32; those of a block that is left out are zero.
+        inputs: gradient of the blocks' inputs, `[tokens, hidden_size]`, float32.
+        parts: gradients of the adapter's tensors by block, float32; those of a missing block are zero.
     """
 
     inputs: torch.Tensor
@@ -32,22 +32,26 @@ class HopGradients:
 
 
 def gradient_wire_format(wire: WireFormat) -> WireFormat:
-    """The format of gradients, where hidden states travel in `wire`.
+    """The wire format of gradients where hidden states use `wire`.
 
-    8 bits are too few for them. Of 16, float16 has eight times the precision of bfloat16; scaled, they fit into it.
+    Gradients need more than 8 bits. Of the 16-bit formats, float16 has eight times the precision of bfloat16, and
+    scaled gradients fit into its range.
     """
     return WireFormat.NONE if wire is WireFormat.NONE else WireFormat.FLOAT16
 
 
 def pack_scaled(gradient_TH: torch.Tensor, wire: WireFormat, dtype: str) -> tuple[PackedHidden, float]:
-    """A gradient times a power of two, so that its largest number is near 1, and what to multiply the answer by.
+    """Scale a gradient by a power of two so that its largest value is near 1, and encode it.
 
-    Gradients are often less than what 16 bits hold: float16 begins at 6e-8. A power of two changes no digit, and
-    whatever is computed from a gradient is proportional to it.
+    Gradients are often below the range of 16 bits: float16 begins at 6e-8. A power of two changes no digit, and
+    everything that is computed from a gradient is proportional to it.
 
     Args:
         gradient_TH: finite, on the CPU, float32.
-        dtype: what `wire` leaves open, see `WireFormat.NONE`.
+        dtype: the dtype on the wire if `wire` is `WireFormat.NONE`.
+
+    Returns:
+        the encoded gradient, and the factor for `unpack_scaled` of the reply.
     """
     largest = float(gradient_TH.abs().max())
     exponent = max(-MAX_SCALE_EXPONENT, min(MAX_SCALE_EXPONENT, math.frexp(largest)[1]))
@@ -57,6 +61,6 @@ def pack_scaled(gradient_TH: torch.Tensor, wire: WireFormat, dtype: str) -> tupl
 
 
 def unpack_scaled(packed: PackedHidden, factor: float) -> torch.Tensor:
-    """A gradient of the answer `[tokens, hidden_size]`, float32."""
+    """The gradient in a reply, `[tokens, hidden_size]`, float32, with the scale of `pack_scaled` undone."""
     flat = decode_tensor(packed.payload, packed.tokens, packed.hidden_size, packed.wire, packed.dtype, _CPU)
     return flat.float() * factor

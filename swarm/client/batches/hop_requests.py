@@ -1,7 +1,7 @@
-"""One server's part of a forward or backward pass: a request and its answer. The server keeps nothing of it.
+"""The requests of one hop: its part of a forward or backward pass, of which the server keeps nothing.
 
-Of what several micro-batches ask of one server only a few requests are under way at once: enough to keep it busy while
-the answers travel, few enough that the last one need not wait long.
+Several micro-batches may need the same server, but only a few requests are in flight to it at once: enough to keep it
+busy while replies travel, few enough that the last one does not wait long.
 """
 
 from __future__ import annotations
@@ -37,61 +37,63 @@ from swarm.protocol.framing import Frame
 from swarm.transport.stream import Network, Stream
 
 MAX_REQUESTS_IN_FLIGHT = 8
-"""Requests that one server may have been sent and not answered."""
+"""Requests that may be in flight to one server."""
 
 BACKWARD_TIME_FACTOR = 3
-"""How many times longer than the forward pass of the same tokens the backward pass may take: it begins with that."""
+"""How many times longer than the forward pass the backward pass of the same tokens may take: it repeats that first."""
 
 
 @dataclass(frozen=True)
 class _HopRequest:
-    """What a server is asked.
+    """One request to a hop's server.
 
     Attributes:
-        request: None to bring it the adapter alone.
-        limit: bytes that the answer may have.
+        request: None to upload the adapter only.
+        limit: maximum size of the reply's payload in bytes.
     """
 
     hop: Hop
-    carried: AdapterUpload
+    upload: AdapterUpload
     request: messages.Message | None
     payload: bytes | memoryview
     limit: int
 
-    async def over(self, stream: Stream) -> Frame:
-        return await self.carried.ask(stream, self.hop, self.request, self.payload, self.limit)
+    async def send(self, stream: Stream) -> Frame:
+        """Send the request over the stream and return the reply."""
+        return await self.upload.request(stream, self.hop, self.request, self.payload, self.limit)
 
 
 @dataclass
 class _ServerQueue:
-    """Our requests at one server.
+    """This client's requests to one server.
 
     Attributes:
-        users: that are under way, or wait.
-        tokens: of those that are under way.
-        lost: the connection broke, or one was not answered in time.
+        slots: free for requests in flight.
+        users: requests in flight or waiting for a slot.
+        tokens: tokens of the requests in flight.
+        lost: the connection broke, or a request timed out.
     """
 
-    room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_REQUESTS_IN_FLIGHT))
+    slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_REQUESTS_IN_FLIGHT))
     users: int = 0
     tokens: int = 0
     lost: bool = False
 
 
 class HopRequester:
-    """Asks servers for one client. For the network loop.
-
-    Attributes:
-        sent: what servers have of adapters.
+    """Sends the forward and backward requests of one client. For the network thread.
 
     Args:
-        network: this client's place in the network.
-        manner: what is asked of every server.
+        network: opens streams to servers.
+        options: the options of every request.
+
+    Attributes:
+        ledger: the adapter parts that servers hold.
     """
 
-    def __init__(self, network: Network, manner: RequestOptions) -> None:
-        self.sent = UploadLedger()
-        self._manner = manner
+    def __init__(self, network: Network, options: RequestOptions) -> None:
+        self.ledger = UploadLedger()
+        self._options = options
         self._pool = StreamPool(network)
         self._queues: dict[str, _ServerQueue] = {}
 
@@ -100,26 +102,32 @@ class HopRequester:
     ) -> PackedHidden:
         """Run packed sequences through one server's blocks.
 
-        Raises `RemoteError` of the fitting kind; `PeerTimeout` when it takes much longer than such work should.
+        Args:
+            slowness: how many times longer than announced the server may take.
+
+        Raises:
+            PeerTimeout: the server took much longer than such a request should.
+            PeerLost, ProtocolViolation: the connection broke, or the reply was not valid.
+            RemoteError: the server refused the request; the class names the reason.
         """
         request = messages.ForwardRequest(
-            revision=self._manner.revision,
+            revision=self._options.revision,
             start=hop.span.start,
             end=hop.span.end,
             counts=list(layout.counts),
             format=hidden.wire,
             dtype=hidden.dtype,
-            reply_format=self._manner.wire,
+            reply_format=self._options.wire,
             offsets=list(layout.offsets) if layout.offsets is not None else None,
             adapters=adapter.digests(hop.span),
         )
-        outputs = OutputShape(hidden.tokens, hidden.hidden_size)
-        ask = _HopRequest(hop, AdapterUpload(adapter, self.sent), request, hidden.payload, 4 * outputs.values)
-        frame = await self._answer(ask, hidden.tokens, slowness)
+        shape = OutputShape(hidden.tokens, hidden.hidden_size)
+        hop_request = _HopRequest(hop, AdapterUpload(adapter, self.ledger), request, hidden.payload, 4 * shape.values)
+        frame = await self._request(hop_request, hidden.tokens, slowness)
         reply = parse_reply(hop, frame)
         if not isinstance(reply, messages.ForwardReply):
             raise unexpected_reply(hop, reply)
-        return validate_outputs(hop, outputs, frame.payload, reply)
+        return validate_outputs(hop, shape, frame.payload, reply)
 
     async def backward(
         self,
@@ -130,31 +138,31 @@ class HopRequester:
         adapter: PackedAdapter,
         slowness: float = 1.0,
     ) -> HopGradients:
-        """The gradients of what went into one server's blocks, and of their adapters.
+        """The gradients of the inputs of one server's blocks, and of their adapters.
 
         Args:
-            inputs: as they went in.
-            gradient_TH: of the outputs, finite, on the CPU, float32.
+            inputs: the inputs of the forward pass.
+            gradient_TH: gradient of the outputs, finite, on the CPU, float32.
+            slowness: as for `forward`.
 
         Raises as `forward` does.
         """
-        wire = gradient_wire_format(self._manner.wire)
+        wire = gradient_wire_format(self._options.wire)
         try:
             return await self._backward(hop, inputs, gradient_TH, layout, adapter, slowness, wire)
         except WrongDtype:
             if wire is not WireFormat.FLOAT16:
                 raise
-            # They have grown beyond what float16 holds on the way back through the blocks.
+            # On their way back through the blocks the gradients have grown beyond the range of float16.
             wire = WireFormat.BFLOAT16
             return await self._backward(hop, inputs, gradient_TH, layout, adapter, slowness, wire)
 
-    async def bring(self, hop: Hop, adapter: PackedAdapter) -> None:
-        """Send a server what it is going to need of the adapter. Raises as `forward` does."""
-        ask = _HopRequest(hop, AdapterUpload(adapter, self.sent), None, b"", 0)
-        await self._talk(ask, STALL_ALLOWANCE_S)
+    async def upload_adapter(self, hop: Hop, adapter: PackedAdapter) -> None:
+        """Send a server the parts of the adapter that it is going to need. Raises as `forward` does."""
+        await self._exchange(_HopRequest(hop, AdapterUpload(adapter, self.ledger), None, b"", 0), STALL_ALLOWANCE_S)
 
     def close(self) -> None:
-        """End what is idle."""
+        """Close idle streams."""
         self._pool.close()
 
     async def _backward(
@@ -169,7 +177,7 @@ class HopRequester:
     ) -> HopGradients:
         gradient, factor = pack_scaled(gradient_TH, wire, inputs.dtype)
         request = messages.BackwardRequest(
-            revision=self._manner.revision,
+            revision=self._options.revision,
             start=hop.span.start,
             end=hop.span.end,
             counts=list(layout.counts),
@@ -179,48 +187,49 @@ class HopRequester:
             offsets=list(layout.offsets) if layout.offsets is not None else None,
             adapters=adapter.digests(hop.span),
         )
-        outputs, described = OutputShape(inputs.tokens, inputs.hidden_size), adapter.described(hop.span)
-        limit = 4 * outputs.values + gradient_bytes(list(described.values()), inputs.hidden_size)
+        shape, specs = OutputShape(inputs.tokens, inputs.hidden_size), adapter.specs(hop.span)
+        limit = 4 * shape.values + gradient_bytes(list(specs.values()), inputs.hidden_size)
         payload = b"".join((inputs.payload, gradient.payload))
-        ask = _HopRequest(hop, AdapterUpload(adapter, self.sent), request, payload, limit)
-        frame = await self._answer(ask, BACKWARD_TIME_FACTOR * inputs.tokens, slowness)
+        hop_request = _HopRequest(hop, AdapterUpload(adapter, self.ledger), request, payload, limit)
+        frame = await self._request(hop_request, BACKWARD_TIME_FACTOR * inputs.tokens, slowness)
         reply = parse_reply(hop, frame)
         if not isinstance(reply, messages.BackwardReply):
             raise unexpected_reply(hop, reply)
-        packed, parts = validate_gradients(hop, outputs, list(described.values()), frame.payload, reply)
+        packed, parts = validate_gradients(hop, shape, list(specs.values()), frame.payload, reply)
         scaled = [[tensor * factor for tensor in part] for part in parts]
-        return HopGradients(unpack_scaled(packed, factor), dict(zip(described, scaled, strict=True)))
+        return HopGradients(unpack_scaled(packed, factor), dict(zip(specs, scaled, strict=True)))
 
-    async def _answer(self, ask: _HopRequest, tokens: int, slowness: float) -> Frame:
-        async with self._turn(ask.hop, tokens) as queue:
-            patience = initial_estimate(ask.hop, slowness, self._manner.timeout).allowed(queue.tokens)
+    async def _request(self, request: _HopRequest, tokens: int, slowness: float) -> Frame:
+        """The reply to a request of `tokens` tokens, once the server has a free slot for it."""
+        async with self._slot(request.hop, tokens) as queue:
+            estimate = initial_estimate(request.hop, slowness, self._options.timeout)
             try:
-                return await self._talk(ask, patience)
+                return await self._exchange(request, estimate.timeout(queue.tokens))
             except PeerLost:
                 queue.lost = True
                 raise
 
-    async def _talk(self, ask: _HopRequest, patience: float) -> Frame:
-        peer_id = ask.hop.server.peer_id
+    async def _exchange(self, request: _HopRequest, seconds: float) -> Frame:
+        peer_id = request.hop.server.peer_id
         try:
-            async with reply_deadline(ask.hop, patience + ask.carried.seconds(ask.hop)):
-                return await self._pool.talk(peer_id, ask.over)
+            async with reply_deadline(request.hop, seconds + request.upload.upload_timeout(request.hop)):
+                return await self._pool.exchange(peer_id, request.send)
         except PeerLost:
-            self.sent.forget(peer_id)
+            self.ledger.forget(peer_id)
             raise
 
     @asynccontextmanager
-    async def _turn(self, hop: Hop, tokens: int) -> AsyncIterator[_ServerQueue]:
-        """Wait until the server has few enough of our requests; raises `PeerLost` if it is lost meanwhile."""
+    async def _slot(self, hop: Hop, tokens: int) -> AsyncIterator[_ServerQueue]:
+        """Wait for a free slot of the server. Raises `PeerLost` if the server is lost meanwhile."""
         peer_id = hop.server.peer_id
         queue = self._queues.get(peer_id)
         if queue is None or queue.lost:
             queue = self._queues[peer_id] = _ServerQueue()
         queue.users += 1
         try:
-            async with queue.room:
+            async with queue.slots:
                 if queue.lost:
-                    raise PeerLost(f"{describe_hop(hop)} was lost before it was asked")
+                    raise PeerLost(f"{describe_hop(hop)} was lost before the request was sent")
                 queue.tokens += tokens
                 try:
                     yield queue

@@ -1,4 +1,4 @@
-"""Streams to servers, kept open between requests: opening one costs a way there and back."""
+"""Pool of idle streams to servers: opening a new stream for each request would cost a round trip."""
 
 from __future__ import annotations
 
@@ -12,60 +12,60 @@ from swarm.transport.stream import Network, Stream
 T = TypeVar("T")
 
 IDLE_TIMEOUT_S = 30.0
-"""Seconds after which a stream that nobody uses is closed."""
+"""Seconds after which an idle stream is closed."""
 
 MAX_IDLE_STREAMS_PER_SERVER = 8
-"""Streams that are kept open to one server while nobody uses them."""
+"""Idle streams that are kept open to one server."""
 
 
 class StreamPool:
-    """Streams on which nothing is under way. For the network loop.
+    """Idle streams by server. For the network thread.
 
     Args:
-        network: this client's place in the network.
+        network: opens streams.
     """
 
     def __init__(self, network: Network) -> None:
         self._network = network
         self._idle: dict[str, dict[Stream, asyncio.TimerHandle]] = {}
 
-    async def talk(self, peer_id: str, conversation: Callable[[Stream], Awaitable[T]]) -> T:
-        """What the conversation returns, over a stream that is kept if that ends well.
+    async def exchange(self, peer_id: str, conversation: Callable[[Stream], Awaitable[T]]) -> T:
+        """Run `conversation` on an idle stream or a new one, and return its result. The stream is kept if it succeeds.
 
-        The server may have closed a stream that lay idle. Then the conversation begins again over a new one.
+        If the server has closed the idle stream meanwhile, the conversation runs again on a new one.
         """
-        stream = self._taken(peer_id)
+        stream = self._take_idle(peer_id)
         if stream is not None:
             try:
-                return await self._talk(peer_id, stream, conversation)
+                return await self._run(peer_id, stream, conversation)
             except PeerTimeout:
                 raise
             except PeerLost:
-                self._drop(peer_id)  # what closed one of them closed all
-        return await self._talk(peer_id, await self._network.open_stream(peer_id), conversation)
+                self._close_idle(peer_id)  # what closed this one has probably closed them all
+        return await self._run(peer_id, await self._network.open_stream(peer_id), conversation)
 
     def close(self) -> None:
-        """Close all that are idle."""
+        """Close all idle streams."""
         for peer_id in list(self._idle):
-            self._drop(peer_id)
+            self._close_idle(peer_id)
 
-    async def _talk(self, peer_id: str, stream: Stream, conversation: Callable[[Stream], Awaitable[T]]) -> T:
+    async def _run(self, peer_id: str, stream: Stream, conversation: Callable[[Stream], Awaitable[T]]) -> T:
         try:
             result = await conversation(stream)
         except BaseException:
-            stream.close()  # an answer may still come
+            stream.close()  # a late reply must not reach another request
             raise
         self._keep(peer_id, stream)
         return result
 
-    def _taken(self, peer_id: str) -> Stream | None:
-        """The stream that was used last."""
+    def _take_idle(self, peer_id: str) -> Stream | None:
+        """The idle stream that was used last, or None."""
         idle = self._idle.get(peer_id)
         if not idle:
             return None
         stream, timer = idle.popitem()
         timer.cancel()
-        self._tidy(peer_id)
+        self._remove_if_empty(peer_id)
         return stream
 
     def _keep(self, peer_id: str, stream: Stream) -> None:
@@ -77,14 +77,14 @@ class StreamPool:
 
     def _expire(self, peer_id: str, stream: Stream) -> None:
         del self._idle[peer_id][stream]
-        self._tidy(peer_id)
+        self._remove_if_empty(peer_id)
         stream.close()
 
-    def _drop(self, peer_id: str) -> None:
+    def _close_idle(self, peer_id: str) -> None:
         for stream, timer in self._idle.pop(peer_id, {}).items():
             timer.cancel()
             stream.close()
 
-    def _tidy(self, peer_id: str) -> None:
+    def _remove_if_empty(self, peer_id: str) -> None:
         if not self._idle[peer_id]:
             del self._idle[peer_id]

@@ -109,7 +109,7 @@ class Chain:
         if self._closed:
             raise SessionClosed("this session is closed; open another one")
         for hidden, _ in parts:
-            hidden.check()
+            hidden.require_finite()
         if self._unlinked:
             self._unlinked = False
             await self._failover.link(self._hops, range(len(self._hops)))

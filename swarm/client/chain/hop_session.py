@@ -95,9 +95,9 @@ class HopSession:
             wait_timeout_s=CACHE_WAIT_S,
             adapters=adapter.adapter.digests(self.hop.span),
         )
-        async with reply_deadline(self.hop, min(OPEN_TIMEOUT_S, options.timeout) + adapter.seconds(self.hop)):
+        async with reply_deadline(self.hop, min(OPEN_TIMEOUT_S, options.timeout) + adapter.upload_timeout(self.hop)):
             stream = await self._stream.connect()
-            frame = await adapter.ask(stream, self.hop, request, b"", 0)
+            frame = await adapter.request(stream, self.hop, request, b"", 0)
         reply = parse_reply(self.hop, frame)
         if not isinstance(reply, messages.SessionOpened):
             raise unexpected_reply(self.hop, reply)

@@ -31,7 +31,7 @@ class ReplyClock:
 
     def timeout(self, tokens: int) -> float:
         """Seconds that `tokens` may take."""
-        return self._timeouts.allowed(tokens)
+        return self._timeouts.timeout(tokens)
 
     def on_expected(self, now: float) -> None:
         """A step is going to come to the server."""
@@ -45,14 +45,14 @@ class ReplyClock:
         """
         if number == first:
             self._start, self._timed_step = now, number
-        self.deadline = self._start + self._timeouts.allowed(tokens)
+        self.deadline = self._start + self._timeouts.timeout(tokens)
 
     def on_reply(self, number: int, tokens: int, compute_seconds: float, continues: bool, now: float) -> None:
         """The server has answered a step of so many tokens, which `continues` the call of the step before."""
         seconds = compute_seconds  # if the answer overtakes the notice of a push, the step's start is not known
         if self._timed_step == number:
             seconds = now - self._start
-            self._timeouts.answered(seconds, tokens)
+            self._timeouts.observe(seconds, tokens)
         timing = HopTiming(seconds, compute_seconds)
         if self.timing is not None and continues:
             timing = HopTiming(self.timing.total + timing.total, self.timing.compute + timing.compute)

@@ -1,4 +1,4 @@
-"""`with model.inference_lanes(n, max_length=...) as lanes`: sessions that a loop keeps in flight at once."""
+"""`with model.inference_lanes(n, max_length=...) as lanes`: several sessions whose steps are in flight at once."""
 
 from __future__ import annotations
 
@@ -15,63 +15,63 @@ from swarm.errors import CacheFull, SessionClosed
 
 
 class Lane:
-    """One session among several; its steps are computed one after the other, at the same time as other lanes' steps.
+    """One of several sessions: its steps run in order, at the same time as the steps of other lanes.
 
     Args:
-        session: its own, with its own caches at every server; its position may be set back between steps.
-        baton: what the lanes share.
-        lanes: how many there are, for what is said when there is no room.
+        session: the lane's own session; its position may be set back between steps.
+        lock: shared by the lanes.
+        lanes: how many lanes there are, for the error message when the servers' caches are full.
     """
 
-    def __init__(self, session: InferenceSession, baton: ComputeLock, lanes: int) -> None:
+    def __init__(self, session: InferenceSession, lock: ComputeLock, lanes: int) -> None:
         self.session = session
-        self._turn = ComputeTicket(baton)
+        self._ticket = ComputeTicket(lock)
         self._lanes = lanes
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="swarm-lane")
         self._closed = False
 
     def submit(self, hidden: torch.Tensor) -> Future[torch.Tensor]:
-        """Begin `session.step(hidden)` and come back at once; its result or its error is in the future.
+        """Start `session.step(hidden)` and return at once; the future gets its result or its error.
 
-        Steps of a lane are done in the order in which they were submitted.
+        The steps of a lane run in the order in which they were submitted.
         """
         if self._closed:
             raise SessionClosed("this lane is closed; open other ones")
         return self._worker.submit(self._step, hidden)
 
     def step(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`session.step(hidden)`, after the steps that were submitted before."""
+        """Run `session.step(hidden)` after all steps that were submitted before."""
         return self.submit(hidden).result()
 
-    def end(self) -> None:
-        """Give up the running step and those behind it."""
+    def cancel(self) -> None:
+        """Cancel the running step and those submitted after it; the lane takes no more steps."""
         self._closed = True
-        self._turn.end()
+        self._ticket.cancel()
         self._worker.shutdown(wait=False, cancel_futures=True)
 
     def close(self) -> None:
         """Free the session on all servers. A closed lane cannot be used again."""
-        self.end()
+        self.cancel()
         self._worker.shutdown()
         self.session.close()
 
     def _step(self, hidden: torch.Tensor) -> torch.Tensor:
         try:
-            with self._turn:
+            with self._ticket:
                 return self.session.step(hidden)
         except CacheFull as error:
             raise explain_cache_full(error, self._lanes) from error
 
 
 class InferenceLanes(Sequence[Lane]):
-    """Lanes of one model; a context manager that closes them all.
+    """The lanes of one model; a context manager that closes them all.
 
-    What one lane computes, and a server that it loses, is no matter of the others.
+    Lanes are independent: an error of one lane, or a server that it loses, does not affect the others.
     """
 
     def __init__(self, sessions: Sequence[InferenceSession]) -> None:
-        baton = ComputeLock()
-        self._lanes = [Lane(session, baton, len(sessions)) for session in sessions]
+        lock = ComputeLock()
+        self._lanes = [Lane(session, lock, len(sessions)) for session in sessions]
 
     @overload
     def __getitem__(self, index: int) -> Lane: ...
@@ -89,9 +89,9 @@ class InferenceLanes(Sequence[Lane]):
         return iter(self._lanes)
 
     def close(self) -> None:
-        """Free all sessions. Steps that are under way are given up."""
+        """Close all sessions. Running steps are cancelled."""
         for lane in self._lanes:
-            lane.end()
+            lane.cancel()
         for lane in self._lanes:
             lane.close()
 

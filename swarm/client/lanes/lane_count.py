@@ -1,8 +1,8 @@
-"""Lanes: recurrent pipeline parallelism (MDI-LLM, section III-C). How many there are, and who has which rows. Pure.
+"""Lanes: recurrent pipeline parallelism (MDI-LLM, section III-C). How many, and which sequences each has. Pure.
 
-A text's next token can only be computed when the one before is known, so a chain of servers that writes one text lets
-all but one of them wait. Several groups of rows, each with its own caches at every server (the paper's rotating KV
-caches), keep all of them busy: the token of one lane travels while the others are computed.
+A text's next token can be computed only when the one before is known, so a chain of servers that generates one text
+keeps all servers but one waiting. Several groups of sequences, each with its own caches at every server (the paper's
+rotating KV caches), keep all of them busy: the token of one lane travels while those of the others are computed.
 """
 
 from __future__ import annotations
@@ -13,31 +13,32 @@ from typing import Literal
 from swarm.errors import InvalidOption
 
 LaneCount = int | Literal["auto"]
+"""A number of lanes, or "auto" for one a stage."""
 
 MAX_LANES = 256
-"""Each is a thread here and a session at every server."""
+"""Most lanes of one call: each is a thread at this client and a session at every server."""
 
 
-def validate_lane_count(wanted: LaneCount) -> None:
-    """Raise `InvalidOption` if that is no number of lanes."""
-    if wanted == "auto":
+def validate_lane_count(lanes: LaneCount) -> None:
+    """Raise `InvalidOption` if `lanes` is not a valid number of lanes."""
+    if lanes == "auto":
         return
-    if isinstance(wanted, bool) or not isinstance(wanted, int) or not 1 <= wanted <= MAX_LANES:
-        raise InvalidOption(f'lanes={wanted!r} is neither "auto" nor a number from 1 to {MAX_LANES}')
+    if isinstance(lanes, bool) or not isinstance(lanes, int) or not 1 <= lanes <= MAX_LANES:
+        raise InvalidOption(f'lanes={lanes!r} is neither "auto" nor a number from 1 to {MAX_LANES}')
 
 
-def choose_lane_count(wanted: LaneCount, rows: int, stages: int) -> int:
-    """How many lanes `rows` rows are divided into.
+def choose_lane_count(lanes: LaneCount, sequences: int, stages: int) -> int:
+    """How many lanes a batch of `sequences` sequences is divided into.
 
     Args:
-        wanted: that many, or "auto": one for each stage, so that no stage has to wait if all are equally fast.
-        stages: servers of the route, and one more if this client computes first blocks itself.
+        lanes: the number asked for, or "auto": one lane for each stage, so that no stage waits if all are equally fast.
+        stages: servers of the route, and one more if this client computes the first blocks itself.
     """
-    return max(1, min(stages if wanted == "auto" else wanted, rows, MAX_LANES))
+    return max(1, min(stages if lanes == "auto" else lanes, sequences, MAX_LANES))
 
 
-def split_sequences(rows: int, lanes: int) -> list[slice]:
-    """Contiguous groups of rows, in order, whose sizes differ by at most one. There are no more lanes than rows."""
-    size, larger = divmod(rows, lanes)
+def split_sequences(sequences: int, lanes: int) -> list[slice]:
+    """Contiguous groups of sequences, in order, whose sizes differ by at most one; at least one sequence a lane."""
+    size, larger = divmod(sequences, lanes)
     edges = [lane * size + min(lane, larger) for lane in range(lanes + 1)]
     return [slice(start, end) for start, end in itertools.pairwise(edges)]

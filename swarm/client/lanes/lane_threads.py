@@ -1,13 +1,12 @@
-"""Running the lanes of one `generate`: a thread, a session and a random state for each, one baton for all."""
+"""The lanes of one `generate` call: a thread, a session and a random state for each, and one compute lock for all."""
 
 from __future__ import annotations
 
 import contextvars
-import queue
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,101 +19,68 @@ from swarm.errors import CacheFull
 T = TypeVar("T")
 
 GenerateFunction = Callable[[dict[str, Any], ComputeTicket | None], Any]
-"""Runs transformers' `generate` with such arguments, inside the turn if there is one."""
+"""Runs transformers' `generate` with these arguments, inside the ticket if there is one."""
 
 
-def generate_in_lanes(model: Any, wanted: LaneCount, arguments: Mapping[str, Any], generate: GenerateFunction) -> Any:
-    """One `generate`, its rows divided among lanes.
+def generate_in_lanes(model: Any, lanes: LaneCount, arguments: Mapping[str, Any], generate: GenerateFunction) -> Any:
+    """Run one `generate` call with its sequences divided among lanes.
+
+    The random states of the lanes derive from the caller's generator, which advances by one draw.
 
     Args:
         model: the distributed model.
+        lanes: how many lanes at most.
         arguments: of transformers' `generate`, by name.
-
-    The lanes' random states come from the caller's generator, which goes on by one draw.
+        generate: runs the part of one lane.
 
     Raises:
         UsageError: the arguments cannot be divided; see `lane_arguments`.
-        CacheFull: the servers have no room for so many lanes.
+        CacheFull: the servers do not have enough free cache for so many lanes.
     """
-    validate_lane_count(wanted)
-    rows = batch_size(arguments)
-    lanes = 1 if rows == 1 else choose_lane_count(wanted, rows, model.swarm.stages() if wanted == "auto" else 1)
-    if lanes == 1:
+    validate_lane_count(lanes)
+    sequences = batch_size(arguments)
+    count = 1
+    if sequences > 1:
+        count = choose_lane_count(lanes, sequences, model.swarm.stage_count() if lanes == "auto" else 1)
+    if count == 1:
         return generate(dict(arguments), None)
-    made = plan_lanes(model, arguments)
-    parts = split_sequences(rows, lanes)
-    seeds = torch.randint(2**62, (lanes,), device=model.device).tolist()
+    plan = plan_lanes(model, arguments)
+    parts = split_sequences(sequences, count)
+    seeds = torch.randint(2**62, (count,), device=model.device).tolist()
     randoms = [RandomState(model.device, seed) for seed in seeds]
-    callers = RandomState(model.device)
+    callers_random = RandomState(model.device)
     try:
-        return merge_outputs(
-            run_lanes([partial(generate, lane_arguments(arguments, made, part)) for part in parts], randoms),
-            parts,
-            made,
-        )
+        works = [partial(generate, lane_arguments(arguments, plan, part)) for part in parts]
+        return merge_outputs(run_lanes(works, randoms), parts, plan)
     except CacheFull as error:
-        raise explain_cache_full(error, lanes) from error
+        raise explain_cache_full(error, count) from error
     finally:
-        callers.put()
+        callers_random.restore()
 
 
 def explain_cache_full(error: CacheFull, lanes: int) -> CacheFull:
-    """The servers' refusal, with what to do about it."""
+    """The servers' refusal with advice on what to do."""
     return CacheFull(f"{error} ({lanes} lanes are open at every server at once; fewer lanes or rows need less)")
 
 
 def run_lanes(works: Sequence[Callable[[ComputeTicket], T]], randoms: Sequence[RandomState]) -> list[T]:
-    """What each of `works` returns; each runs in a thread of its own and computes inside the turn that it is given.
+    """The results of `works`; each runs in its own thread and computes inside the ticket that it gets.
 
-    The first error ends the other lanes, at their next wait at the latest, and is raised when all have ended. So does
-    an interruption of the calling thread.
+    The first error, or an interruption of the calling thread, cancels all lanes at their next wait. It is raised when
+    all lanes have ended.
     """
-    baton = ComputeLock()
-    ended: queue.SimpleQueue[_LaneThread[T]] = queue.SimpleQueue()
-    lanes = [
-        _LaneThread(work, ComputeTicket(baton, random), ended) for work, random in zip(works, randoms, strict=True)
-    ]
-    started: list[_LaneThread[T]] = []
-    try:
-        for lane in lanes:
-            lane.thread.start()
-            started.append(lane)
-        for _ in lanes:
-            if (error := ended.get().error) is not None:
-                raise error
-    except BaseException:
-        for lane in started:
-            lane.turn.end()
-        raise
-    finally:
-        for lane in started:
-            lane.thread.join()
-    return [lane.results[0] for lane in lanes]
-
-
-class _LaneThread(Generic[T]):
-    """One lane's thread. When it ends, it puts itself into `ended`.
-
-    Attributes:
-        results: what the work returned, if it did.
-        error: what it raised, if it did.
-    """
-
-    def __init__(
-        self, work: Callable[[ComputeTicket], T], turn: ComputeTicket, ended: queue.SimpleQueue[_LaneThread[T]]
-    ) -> None:
-        self.turn = turn
-        self.results: list[T] = []
-        self.error: BaseException | None = None
-        self._work = work
-        self._ended = ended
-        context = contextvars.copy_context()
-        self.thread = threading.Thread(target=context.run, args=(self._run,), name="swarm-lane", daemon=True)
-
-    def _run(self) -> None:
+    lock = ComputeLock()
+    tickets = [ComputeTicket(lock, random) for random in randoms]
+    with ThreadPoolExecutor(len(works), thread_name_prefix="swarm-lane") as executor:
         try:
-            self.results.append(self._work(self.turn))
-        except BaseException as error:
-            self.error = error
-        finally:
-            self._ended.put(self)
+            futures = [
+                executor.submit(contextvars.copy_context().run, work, ticket)
+                for work, ticket in zip(works, tickets, strict=True)
+            ]
+            for future in as_completed(futures):
+                future.result()
+        except BaseException:
+            for ticket in tickets:
+                ticket.cancel()
+            raise
+    return [future.result() for future in futures]

@@ -1,6 +1,6 @@
-"""What happens to a client's sessions on their way through the swarm, for those who show or count it.
+"""Events of a client's sessions, for listeners that show or count them.
 
-Listeners are called in the thread of the network; they must be quick, and may not use the session from there.
+Listeners are called in the network thread. They must return quickly and must not use the session.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RouteTaken:
-    """The session goes by this route from now on."""
+    """The session takes this route from now on."""
 
     route: Route
 
 
 @dataclass(frozen=True)
 class HopLost:
-    """A server of the route is used no more; another one is looked for.
+    """The session has given up a server of its route and looks for another one.
 
     Attributes:
+        peer_id: the server.
         span: the blocks that it computed.
-        reason: code of the error, see `swarm.errors.RemoteError`.
+        reason: the code of the error, see `swarm.errors.RemoteError`.
     """
 
     peer_id: str
@@ -37,10 +38,11 @@ class HopLost:
 
 @dataclass(frozen=True)
 class Replayed:
-    """A server's caches were filled again from the session's record.
+    """A server's caches have been refilled from the session's input history.
 
     Attributes:
-        tokens: of all rows.
+        span: the server's blocks.
+        tokens: number of tokens of all sequences.
     """
 
     span: Span
@@ -49,23 +51,24 @@ class Replayed:
 
 @dataclass(frozen=True)
 class BlocksMissing:
-    """Nobody holds these blocks at present; the session waits for a server."""
+    """No server offers these blocks; the session waits for one."""
 
     blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Recovered:
-    """Other servers took the place of one that was lost, so many seconds after the session noticed."""
+    """Other servers have replaced a lost one, `seconds` after the session noticed the loss."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
 class PeerAvoided:
-    """A server is kept out of routes for so many seconds.
+    """A server is kept out of routes for `seconds`.
 
     Attributes:
+        peer_id: the server.
         reason: a value of `swarm.routing.peer_health.Failure`.
     """
 
@@ -79,17 +82,17 @@ EventListener = Callable[[SessionEvent], None]
 
 
 def ignore_events(event: SessionEvent) -> None:
-    """The listener where nobody listens."""
+    """A listener that does nothing."""
 
 
 def broadcast(listeners: Iterable[EventListener]) -> EventListener:
-    """One listener that tells several. What one of them raises is logged, and harms neither session nor others."""
+    """A listener that calls several listeners. An exception of one of them is logged; the others are still called."""
 
-    def tell(event: SessionEvent) -> None:
+    def emit(event: SessionEvent) -> None:
         for listener in listeners:
             try:
                 listener(event)
             except Exception:
-                logger.exception("a listener failed at %s", type(event).__name__)
+                logger.exception("an event listener failed on %s", type(event).__name__)
 
-    return tell
+    return emit

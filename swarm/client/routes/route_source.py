@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Protocol
+from collections.abc import Awaitable, Callable
+from typing import Protocol, TypeVar
 
 from swarm.client.routes.events import BlocksMissing, EventListener, ignore_events
 from swarm.data_structures import Route, Span
 from swarm.errors import AdapterRefused, MissingBlocks, TooLong, WrongDtype
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 REFRESH_PERIOD_S = 1.0
 """Seconds between looks for new servers while blocks are missing."""
@@ -61,6 +64,14 @@ class MissingBlocksWait:
     def is_over(self) -> bool:
         """Whether the time is over."""
         return time.perf_counter() >= self._deadline
+
+    async def retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """The result of `attempt`, which is repeated while it raises `MissingBlocks`, until the time is over."""
+        while True:
+            try:
+                return await attempt()
+            except MissingBlocks as missing:
+                await self.wait(missing)
 
     async def wait(self, missing: MissingBlocks) -> None:
         """Wait a little and refresh the view of the swarm. Raises `missing` when the time is over."""

@@ -1,1 +1,1 @@
-"""Threads of one client: the network's event loop, and the lock on this process's computing."""
+"""The threads of one client: the network's event loop, and the lock that lanes compute under."""

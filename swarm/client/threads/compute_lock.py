@@ -1,13 +1,13 @@
-"""Who computes: of several threads that share this process's torch, one at a time; the others wait for the swarm.
+"""One lock on the computing of this process: the threads of several lanes compute one at a time.
 
-A lane hands the baton on whenever it waits for the network, and stands in line for it again once its answer is there.
-So the client's own part (embeddings, first blocks, head, sampling) is one stage of the pipeline, like each server is,
-and threads do not disturb each other in the middle of a step.
+A lane releases the lock whenever it waits for the network, and queues for it again when the reply has come. So the
+client's own part (embeddings, first blocks, head, sampling) is one stage of the pipeline, as each server is, and
+threads do not disturb each other within a step.
 
-What reads much memory for each lane alone (the head of a large vocabulary) is done `together` for all that are ready.
+Work that reads much memory for each lane (the head of a large vocabulary) is batched for all lanes that are ready.
 
-The stage has one random generator, torch's own. Each lane brings its state along and takes it away again, so that what
-a lane samples does not depend on who was quicker.
+All lanes share torch's random generators. Each lane restores its own state when it gets the lock and captures it when
+it releases the lock, so that its samples do not depend on the order of the lanes.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ R = TypeVar("R")
 
 
 class RandomState:
-    """A state of torch's generators: of the CPU's, and of the device's that a model samples on.
+    """A state of torch's random generators: the CPU's, and that of the device on which a model samples.
 
     Args:
         device: where the model samples.
-        seed: begin as after `torch.manual_seed(seed)`; None takes the generators' state as it is now.
+        seed: start as after `torch.manual_seed(seed)`; None captures the current state.
     """
 
     def __init__(self, device: torch.device, seed: int | None = None) -> None:
         self._device = device
         self._states: list[torch.Tensor] = []
         if seed is None:
-            self.take()
+            self.capture()
         else:
             self._states = [torch.Generator(one).manual_seed(seed).get_state() for one in self._devices]
 
-    def put(self) -> None:
-        """Let the generators go on from this state."""
+    def restore(self) -> None:
+        """Set torch's generators to this state."""
         torch.set_rng_state(self._states[0])
         if len(self._states) > 1:
             torch.cuda.set_rng_state(self._states[1], self._device)
 
-    def take(self) -> None:
-        """Remember where the generators are now."""
+    def capture(self) -> None:
+        """Save the current state of torch's generators."""
         self._states = [torch.get_rng_state()]
         if self._device.type == "cuda":
             self._states.append(torch.cuda.get_rng_state(self._device))
@@ -59,66 +59,66 @@ class RandomState:
 
 
 class ComputeLock:
-    """Held by one lane at a time; handed on in the order in which lanes became ready."""
+    """A lock for the lanes of one model; it is granted in the order in which lanes became ready."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._held = False
+        self._mutex = threading.Lock()
+        self._is_held = False
         self._ready: deque[ComputeTicket] = deque()
-        self._aside: deque[ComputeTicket] = deque()
-        """Those that let others go first."""
-        self._shares: list[_Share] = []
+        self._yielded: deque[ComputeTicket] = deque()
+        """Tickets that let the ready ones go first."""
+        self._batch: list[_BatchItem] = []
 
-    def ask(self, turn: ComputeTicket) -> None:
-        """`turn` is ready to compute: now, if nobody does, else when those before it have handed on."""
-        with self._lock:
-            if self._held:
-                self._ready.append(turn)
+    def request(self, ticket: ComputeTicket) -> None:
+        """Grant the lock to `ticket` now if it is free, else after the tickets that requested it before."""
+        with self._mutex:
+            if self._is_held:
+                self._ready.append(ticket)
                 return
-            self._held = True
-        turn.go()
+            self._is_held = True
+        ticket.grant()
 
-    def hand_on(self) -> None:
-        """Who holds the baton needs it no more."""
-        with self._lock:
-            if not self._ready and not self._aside:
-                self._held = False
+    def release(self) -> None:
+        """The holder releases the lock; the next ticket gets it."""
+        with self._mutex:
+            if not self._ready and not self._yielded:
+                self._is_held = False
                 return
-            turn = (self._ready or self._aside).popleft()
-        turn.go()
+            ticket = (self._ready or self._yielded).popleft()
+        ticket.grant()
 
-    def step_aside(self, turn: ComputeTicket) -> bool:
-        """`turn`, which holds the baton, lets all go first that are ready. False if nobody is."""
-        with self._lock:
+    def yield_to_ready(self, ticket: ComputeTicket) -> bool:
+        """The holder lets all ready tickets go first; it has to wait for a new grant. False if none is ready."""
+        with self._mutex:
             if not self._ready:
                 return False
-            self._aside.append(turn)
+            self._yielded.append(ticket)
             following = self._ready.popleft()
-        following.go()
+        following.grant()
         return True
 
-    def share(self, value: Any) -> _Share:
-        """A value that waits to be computed with others. For who holds the baton."""
-        self._shares.append(_Share(value))
-        return self._shares[-1]
+    def add_to_batch(self, value: Any) -> _BatchItem:
+        """The holder adds a value to the next batch."""
+        self._batch.append(_BatchItem(value))
+        return self._batch[-1]
 
-    def compute(self, work: Callable[[list[Any]], Sequence[Any]]) -> None:
-        """Compute all that waits, and let those that wait for it go on. For who holds the baton."""
-        shares, self._shares = self._shares, []
+    def compute_batch(self, work: Callable[[list[Any]], Sequence[Any]]) -> None:
+        """The holder computes the whole batch; tickets that yielded for it become ready."""
+        items, self._batch = self._batch, []
         try:
-            for share, result in zip(shares, work([share.value for share in shares]), strict=True):
-                share.result = result
+            for item, result in zip(items, work([item.value for item in items]), strict=True):
+                item.result = result
         except BaseException as error:
-            for share in shares:
-                share.error = error
-        with self._lock:
-            self._ready.extend(self._aside)
-            self._aside.clear()
+            for item in items:
+                item.error = error
+        with self._mutex:
+            self._ready.extend(self._yielded)
+            self._yielded.clear()
 
 
 @dataclass
-class _Share:
-    """One lane's part of what is computed together; `result` or `error` is set when it is done."""
+class _BatchItem:
+    """One lane's value in a batch; `result` or `error` is set when the batch has been computed."""
 
     value: Any
     result: Any = None
@@ -130,94 +130,96 @@ class _Share:
 
 
 class ComputeTicket:
-    """One lane's place in line; a context manager, inside which its thread holds the baton unless it waits.
+    """One lane's claim to the lock; a context manager inside which its thread holds the lock unless it waits.
 
     Args:
-        baton: what the lanes share.
-        random: the lane's own state of the generators; None leaves them alone.
+        lock: shared by the lanes.
+        random: the lane's own state of the random generators; None leaves the generators alone.
     """
 
-    def __init__(self, baton: ComputeLock, random: RandomState | None = None) -> None:
-        self._baton = baton
+    def __init__(self, lock: ComputeLock, random: RandomState | None = None) -> None:
+        self._lock = lock
         self._random = random
-        self._may_go = threading.Lock()
-        self._may_go.acquire()
+        self._granted = threading.Lock()
+        self._granted.acquire()
         self._waiting_for: Future[Any] | None = None
-        self._ended = False
+        self._cancelled = False
 
     def __enter__(self) -> ComputeTicket:
-        # A new thread's matrix products would take all cores, whatever the process was told.
+        # Without this, matrix products in a new thread would use all cores, whatever limit the process has set.
         torch.set_num_threads(torch.get_num_threads())
-        self._baton.ask(self)
-        self._take()
-        _current.turn = self
+        self._lock.request(self)
+        self._wait_for_grant()
+        _current.ticket = self
         return self
 
     def __exit__(self, *exception: object) -> None:
-        _current.turn = None
-        self._give()
+        _current.ticket = None
+        self._release()
 
     def wait(self, future: Future[T]) -> T:
-        """The future's result; others compute meanwhile. Raises `CancelledError` once the turn has been ended."""
-        # First noted, then looked: whatever `end` does in another thread, one of the two sees the other.
+        """The future's result; other lanes compute meanwhile. Raises `CancelledError` after `cancel`."""
+        # Store first, then check: whatever `cancel` does in another thread, one of the two sees the other.
         self._waiting_for = future
-        if self._ended:
+        if self._cancelled:
             future.cancel()
-        self._give()
-        future.add_done_callback(lambda _: self._baton.ask(self))
-        self._take()
+        self._release()
+        future.add_done_callback(lambda _: self._lock.request(self))
+        self._wait_for_grant()
         self._waiting_for = None
-        if self._ended:
+        if self._cancelled:
             raise CancelledError
         return future.result()
 
-    def together(self, value: T, work: Callable[[list[T]], Sequence[R]]) -> R:
-        """What `work` makes of `value`; the values of other lanes that are ready to compute now come with it.
+    def compute_batched(self, value: T, work: Callable[[list[T]], Sequence[R]]) -> R:
+        """The result of `work` for `value`, computed in one batch with the values of other lanes that are ready.
 
         Args:
-            work: values to results, in order, none of them None. The same for all lanes.
+            work: takes a list of values and returns their results in order, none of them None. The same for all lanes.
         """
-        share = self._baton.share(value)
+        item = self._lock.add_to_batch(value)
         if self._random is not None:
-            self._random.take()
-        if self._baton.step_aside(self):
-            self._take()
-        if not share.done:
-            self._baton.compute(work)
-        if share.error is not None:
-            raise share.error
-        result: R = share.result
+            self._random.capture()
+        if self._lock.yield_to_ready(self):
+            self._wait_for_grant()
+        if not item.done:
+            self._lock.compute_batch(work)
+        if item.error is not None:
+            raise item.error
+        result: R = item.result
         return result
 
-    def end(self) -> None:
-        """Called by another thread: the lane shall wait for nothing any more, now or later."""
-        self._ended = True
+    def cancel(self) -> None:
+        """Cancel this and every later wait. For other threads."""
+        self._cancelled = True
         future = self._waiting_for
         if future is not None:
             future.cancel()
 
-    def go(self) -> None:
-        """Called by the baton: it is this turn's."""
-        self._may_go.release()
+    def grant(self) -> None:
+        """The lock is this ticket's now. For `ComputeLock`."""
+        self._granted.release()
 
-    def _take(self) -> None:
-        self._may_go.acquire()
+    def _wait_for_grant(self) -> None:
+        self._granted.acquire()
         if self._random is not None:
-            self._random.put()
+            self._random.restore()
 
-    def _give(self) -> None:
+    def _release(self) -> None:
         if self._random is not None:
-            self._random.take()
-        self._baton.hand_on()
+            self._random.capture()
+        self._lock.release()
 
 
-class _Current(threading.local):
-    turn: ComputeTicket | None = None
+class _CurrentTicket(threading.local):
+    """The ticket of the current thread."""
+
+    ticket: ComputeTicket | None = None
 
 
-_current = _Current()
+_current = _CurrentTicket()
 
 
 def current_ticket() -> ComputeTicket | None:
-    """The turn that this thread is in, if it runs a lane."""
-    return _current.turn
+    """The ticket inside which the current thread runs, or None."""
+    return _current.ticket

@@ -1,4 +1,4 @@
-"""The bridge from a person's ordinary Python to the network: an event loop in a thread of its own."""
+"""The thread of the network: an asyncio event loop that runs coroutines for synchronous callers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from swarm.client.threads.compute_lock import current_ticket
 T = TypeVar("T")
 
 CLOSE_GRACE_S = 0.02
-"""Seconds that a loop gets to close what has ended, before it is closed itself."""
+"""Seconds that pipes and sockets get to close before the event loop is closed."""
 
 
 class NetworkThread:
-    """Runs coroutines for threads that wait for their results."""
+    """A thread with an event loop; other threads run coroutines in it and wait for their results."""
 
     def __init__(self) -> None:
         self._loop = uvloop.new_event_loop()
@@ -26,20 +26,20 @@ class NetworkThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The coroutine's result or exception. Ctrl-C in the waiting thread cancels it.
+        """The coroutine's result or exception. Ctrl-C in the waiting thread cancels the coroutine.
 
-        A thread that is one lane of several lets the others compute meanwhile.
+        A thread that runs a lane lets other lanes compute while it waits.
         """
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        turn = current_ticket()
+        ticket = current_ticket()
         try:
-            return future.result() if turn is None else turn.wait(future)
+            return future.result() if ticket is None else ticket.wait(future)
         except BaseException:
             future.cancel()
             raise
 
     def close(self) -> None:
-        """Stop the loop. Coroutines that are still running are cancelled."""
+        """Cancel all coroutines and stop the thread."""
         if self._loop.is_closed():
             return
         self.run(_cancel_others())
@@ -53,5 +53,5 @@ async def _cancel_others() -> None:
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
-    # The pipes of a daemon that has just ended close a moment later; once the loop is closed they could not any more.
+    # The pipes of a daemon that has just ended close a moment later, which a closed loop could not do.
     await asyncio.sleep(CLOSE_GRACE_S)

@@ -1,7 +1,7 @@
-"""The head's product for several lanes at once.
+"""The model's head, computed once for several lanes.
 
-A head is the largest matrix that a client reads for a token, more than a gigabyte in models of large vocabularies.
-Lanes that are ready at the same time read it once, for all their rows.
+The head is the largest matrix that a client reads for each token: more than a gigabyte in models with a large
+vocabulary. Lanes that are ready at the same time read it once for all their tokens.
 """
 
 from __future__ import annotations
@@ -15,18 +15,21 @@ from swarm.client.threads.compute_lock import current_ticket
 
 
 def share_head(head: nn.Module) -> None:
-    """Let lanes that are ready at the same time compute `head` together, where each has one row, `[1, 1, width]`."""
-    alone = head.forward
+    """Patch `head` so that lanes that are ready at the same time compute it in one batch.
+
+    Only inputs of one sequence and one token, `[1, 1, width]`, are batched.
+    """
+    compute_alone = head.forward
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
-        turn = current_ticket()
-        if turn is None or torch.is_grad_enabled() or hidden.shape[:-1] != (1, 1):
-            return alone(hidden)  # type: ignore[no-any-return]
-        return turn.together(hidden, together)
+        ticket = current_ticket()
+        if ticket is None or torch.is_grad_enabled() or hidden.shape[:-1] != (1, 1):
+            return compute_alone(hidden)  # type: ignore[no-any-return]
+        return ticket.compute_batched(hidden, compute_together)
 
-    def together(rows: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        if len(rows) == 1:
-            return [alone(rows[0])]
-        return alone(torch.cat(rows)).split(1)  # type: ignore[no-any-return]
+    def compute_together(inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        if len(inputs) == 1:
+            return [compute_alone(inputs[0])]
+        return compute_alone(torch.cat(inputs)).split(1)  # type: ignore[no-any-return]
 
     head.forward = forward  # type: ignore[method-assign]

@@ -1,1 +1,1 @@
-"""Fine-tuning: what is trained at this client, how it enters the frozen model, and its files."""
+"""Fine-tuning: the parameters that this client trains, how they enter the frozen model, and their files."""

@@ -14,7 +14,7 @@ from swarm.protocol.adapter_encoding import LoraFactors
 
 
 class LoraModule(nn.Module):
-    """What is added to one linear module: `scaling * lora_B @ lora_A`, float32.
+    """The LoRA of one linear module, which adds `scaling * lora_B @ lora_A`; float32.
 
     Args:
         down: A, `[rank, inputs]`.
@@ -40,8 +40,8 @@ class Lora(nn.Module):
     """The LoRA of a whole model: `lora[3]["self_attn.q_proj"]` is a `LoraModule`.
 
     Args:
-        modules: by block and module inside of it.
-        use_rslora: how their `lora_scaling` was made.
+        modules: by block and module path inside it.
+        use_rslora: whether `scaling` is that of rank-stabilized LoRA.
     """
 
     def __init__(self, modules: Mapping[int, Mapping[str, LoraModule]], use_rslora: bool) -> None:
@@ -50,7 +50,7 @@ class Lora(nn.Module):
         self._by_block = {block: dict(sorted(modules[block].items())) for block in sorted(modules)}
         for block, inside in self._by_block.items():
             for module, factors in inside.items():
-                self._add(f"{block}.{module}", factors)
+                self._register(f"{block}.{module}", factors)
 
     def __getitem__(self, block: int) -> Mapping[str, LoraModule]:
         return self._by_block.get(block, {})
@@ -59,13 +59,13 @@ class Lora(nn.Module):
         return iter(self._by_block)
 
     def factors(self, block: int) -> tuple[LoraFactors, ...]:
-        """As servers take them, scaled within the graph."""
+        """The factors of a block as servers get them, scaled inside the graph."""
         return tuple(
             LoraFactors(module, one.lora_A, scale_up(one.lora_B, one.scaling)) for module, one in self[block].items()
         )
 
-    def _add(self, path: str, factors: LoraModule) -> None:
-        """Register it under its path, so that parameters are named `lora.3.self_attn.q_proj.lora_A`."""
+    def _register(self, path: str, factors: LoraModule) -> None:
+        """Register a module under its path, so that its parameters have names like `lora.3.self_attn.q_proj.lora_A`."""
         owner: nn.Module = self
         *outer, last = path.split(".")
         for name in outer:
@@ -75,15 +75,15 @@ class Lora(nn.Module):
         owner.add_module(last, factors)
 
 
-def new_lora(wanted: Mapping[int, Mapping[str, tuple[int, int]]], settings: LoraSettings, path: str) -> Lora:
-    """Factors to begin with: A random, B zero, so that at first nothing changes.
+def new_lora(targets: Mapping[int, Mapping[str, tuple[int, int]]], settings: LoraSettings, path: str) -> Lora:
+    """Untrained factors: A random and B zero, so that at first they change nothing.
 
     Args:
-        wanted: see `lora_config.targets`.
-        path: of the list of blocks in the model.
+        targets: see `lora_config.select_targets`.
+        path: path of the list of blocks in the model.
     """
 
-    def made(block: int, module: str, sizes: tuple[int, int]) -> LoraModule:
+    def new_module(block: int, module: str, sizes: tuple[int, int]) -> LoraModule:
         rank, alpha = settings.rank_and_alpha(f"{path}.{block}.{module}")
         down, up = torch.empty(rank, sizes[0]), torch.zeros(sizes[1], rank)
         if settings.initial == "gaussian":
@@ -95,13 +95,14 @@ def new_lora(wanted: Mapping[int, Mapping[str, tuple[int, int]]], settings: Lora
         return LoraModule(down, up, alpha, settings.use_rslora)
 
     modules = {
-        block: {name: made(block, name, sizes) for name, sizes in inside.items()} for block, inside in wanted.items()
+        block: {name: new_module(block, name, sizes) for name, sizes in inside.items()}
+        for block, inside in targets.items()
     }
     return Lora(modules, settings.use_rslora)
 
 
 def stored_lora(stored: StoredAdapter) -> Lora:
-    """Factors from files."""
+    """The factors of an adapter's files."""
     use_rslora = stored.config.use_rslora
     modules = {
         block: {name: LoraModule(one.down, one.up, one.alpha, use_rslora) for name, one in inside.items()}

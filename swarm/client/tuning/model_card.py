@@ -1,4 +1,4 @@
-"""The model card of an adapter: what it is for, so that it can be found by tag, and how to use it."""
+"""The model card of an adapter: tags by which it can be found, and how to use it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ MODEL_CLASSES = {
 }
 
 SWARM_ONLY_TEXT = """
-PEFT has no counterpart of this method. `adapter_model.safetensors` holds {tensors}.
+PEFT does not support this method. `adapter_model.safetensors` holds {tensors}.
 """
 SWARM_ONLY_TENSORS: dict[Method, str] = {
     "deep_ptune": (
-        "`prompt_embeddings` `[positions, width]`, which stand in front of the embedded text, and "
+        "`prompt_embeddings` `[positions, width]`, which precede the embedded text, and "
         "`deep_prompt_embeddings` `[blocks, positions, hidden size]`, which are added to the inputs of each block at "
         "these positions"
     ),
@@ -41,7 +41,8 @@ def model_card(base: str, revision: str, method: Method, task: str) -> str:
     """The text of `README.md`.
 
     Args:
-        base, revision: of the model that the adapter was trained for.
+        base, revision: the model for which the adapter was trained.
+        method: how it was trained.
         task: "CAUSAL_LM" or "SEQ_CLS".
     """
     is_of_peft = method not in SWARM_ONLY_TENSORS

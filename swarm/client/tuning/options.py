@@ -1,9 +1,9 @@
-"""What a person asks to be trained, checked before anything is loaded."""
+"""What a caller asks to be trained, checked before anything is loaded."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,80 +13,97 @@ from swarm.models.adapters.adapter_config import Method
 from swarm.protocol.messages import MAX_PROMPT_LENGTH
 
 DEFAULT_VIRTUAL_TOKENS = 16
+"""Virtual tokens of prompt tuning if the caller does not choose."""
 
 
 @dataclass(frozen=True)
 class TuningOptions:
-    """Attributes:
-    mode: what is trained beside a head; None for nothing.
-    pre_seq_len: virtual tokens; None for the adapter's own number, else `DEFAULT_VIRTUAL_TOKENS`.
-    lora: LoRA to begin with.
-    adapter: folder or repository to load; None to begin anew.
-    adapter_revision: of that repository.
-    force: take an adapter of another revision of the model.
-    trainable: whether training of the adapter goes on.
+    """Details of fine-tuning; see `from_pretrained(tuning=...)`.
+
+    Attributes:
+        pre_seq_len: number of virtual tokens; None for the adapter's own, or `DEFAULT_VIRTUAL_TOKENS` for new ones.
+        lora_config: a `peft.LoraConfig`, or a dict of its entries. Entries that servers do not support are refused.
+        lora_rank, lora_alpha, target_modules: the same without PEFT; 8, 8 and queries and values by default.
+        adapter_revision: branch, tag or commit of the adapter's repository.
+        trainable: whether an adapter that is loaded is trained further; None for only if a tuning mode is given.
+        force_adapter: load an adapter that was trained for another revision of the model.
+    """
+
+    pre_seq_len: int | None = None
+    lora_config: Any = None
+    lora_rank: int | None = None
+    lora_alpha: float | None = None
+    target_modules: str | Iterable[str] | None = None
+    adapter_revision: str | None = None
+    trainable: bool | None = None
+    force_adapter: bool = False
+
+
+@dataclass(frozen=True)
+class TuningConfig:
+    """The resolved configuration of fine-tuning.
+
+    Attributes:
+        mode: what is trained besides a head; None for nothing.
+        adapter: folder or repository to load; None to start with new parameters.
+        lora: the settings of new LoRA factors; None if the mode is not LoRA.
+        trainable: whether the parameters are trained, or used frozen.
+        options: the caller's options.
     """
 
     mode: Method | None = None
-    pre_seq_len: int | None = None
-    lora: LoraSettings | None = None
     adapter: str | Path | None = None
-    adapter_revision: str | None = None
-    force: bool = False
+    lora: LoraSettings | None = None
     trainable: bool = False
+    options: TuningOptions = field(default_factory=TuningOptions)
+
+    @property
+    def is_training(self) -> bool:
+        """Whether parameters other than a head are trained."""
+        return self.trainable and (self.mode is not None or self.adapter is not None)
 
 
-def tuning_options(
-    tuning_mode: str | None,
-    pre_seq_len: int | None,
-    lora_config: Any,
-    lora_rank: int | None,
-    lora_alpha: float | None,
-    target_modules: str | Iterable[str] | None,
-    adapter: str | Path | None,
-    adapter_revision: str | None,
-    force_adapter: bool,
-    trainable: bool | None,
-) -> TuningOptions:
-    """The arguments of `from_pretrained`. Raises `InvalidOption` if they make no sense together."""
-    mode = _mode(tuning_mode)
-    if pre_seq_len is not None and mode not in ("ptune", "deep_ptune", None):
-        raise InvalidOption(f"pre_seq_len is for virtual tokens; tuning_mode={tuning_mode!r} has none")
-    if pre_seq_len is not None and (isinstance(pre_seq_len, bool) or not 1 <= pre_seq_len <= MAX_PROMPT_LENGTH):
-        raise InvalidOption(f"pre_seq_len={pre_seq_len!r} is no number of virtual tokens from 1 to {MAX_PROMPT_LENGTH}")
-    lora = {
-        "lora_config": lora_config,
-        "lora_rank": lora_rank,
-        "lora_alpha": lora_alpha,
-        "target_modules": target_modules,
-    }
-    given = [name for name, value in lora.items() if value is not None]
-    if given and mode != "lora":
-        raise InvalidOption(f"{given[0]} is for LoRA; say tuning_mode='lora' with it")
-    if given and adapter is not None:
-        raise InvalidOption(f"{given[0]} is for LoRA that begins anew; the adapter {adapter} has its own")
+def resolve_tuning(tuning_mode: str | None, adapter: str | Path | None, options: TuningOptions) -> TuningConfig:
+    """The configuration that these arguments of `from_pretrained` ask for.
+
+    Raises:
+        InvalidOption: an argument is not valid, or two of them exclude each other.
+    """
+    mode = _tuning_method(tuning_mode)
+    _require_consistent(mode, adapter, options)
+    lora = None
+    if mode == "lora":
+        lora = lora_settings(options.lora_config, options.lora_rank, options.lora_alpha, options.target_modules)
+    trainable = options.trainable if options.trainable is not None else mode is not None or adapter is None
+    return TuningConfig(mode, adapter, lora, trainable, options)
+
+
+def _require_consistent(mode: Method | None, adapter: str | Path | None, options: TuningOptions) -> None:
+    count = options.pre_seq_len
+    if count is not None and mode not in ("ptune", "deep_ptune", None):
+        raise InvalidOption(f"pre_seq_len is for virtual tokens, which tuning_mode={mode!r} does not have")
+    if count is not None and (isinstance(count, bool) or not 1 <= count <= MAX_PROMPT_LENGTH):
+        raise InvalidOption(
+            f"pre_seq_len={count!r} is not a valid number of virtual tokens: use 1 to {MAX_PROMPT_LENGTH}"
+        )
+    for name in ("lora_config", "lora_rank", "lora_alpha", "target_modules"):
+        if getattr(options, name) is None:
+            continue
+        if mode != "lora":
+            raise InvalidOption(f"{name} is for LoRA; add tuning_mode='lora'")
+        if adapter is not None:
+            raise InvalidOption(f"{name} is for new LoRA factors; the adapter {adapter} has its own")
     if adapter is None:
-        for name, value in {"adapter_revision": adapter_revision, "trainable": trainable}.items():
-            if value is not None:
-                raise InvalidOption(
-                    f"{name} is for an adapter that is loaded; say adapter=FOLDER_OR_REPOSITORY with it"
-                )
-    if mode is None and adapter is None and pre_seq_len is not None:
-        raise InvalidOption("pre_seq_len is for virtual tokens; say tuning_mode='ptune' or 'deep_ptune' with it")
-    return TuningOptions(
-        mode=mode,
-        pre_seq_len=pre_seq_len,
-        lora=lora_settings(lora_config, lora_rank, lora_alpha, target_modules) if mode == "lora" else None,
-        adapter=adapter,
-        adapter_revision=adapter_revision,
-        force=force_adapter,
-        trainable=trainable if trainable is not None else mode is not None or adapter is None,
-    )
+        for name in ("adapter_revision", "trainable"):
+            if getattr(options, name) is not None:
+                raise InvalidOption(f"{name} is for an adapter that is loaded; add adapter=FOLDER_OR_REPOSITORY")
+    if mode is None and adapter is None and count is not None:
+        raise InvalidOption("pre_seq_len is for virtual tokens; add tuning_mode='ptune' or 'deep_ptune'")
 
 
-def _mode(wanted: str | None) -> Method | None:
-    match wanted:
+def _tuning_method(tuning_mode: str | None) -> Method | None:
+    match tuning_mode:
         case None | "ptune" | "deep_ptune" | "lora":
-            return wanted
+            return tuning_mode
         case _:
-            raise InvalidOption(f"tuning_mode={wanted!r} is not one of ptune, deep_ptune, lora, or None for none")
+            raise InvalidOption(f"tuning_mode={tuning_mode!r} is not one of ptune, deep_ptune, lora, or None for none")

@@ -1,4 +1,4 @@
-"""The cache of a session whose rows begin with virtual tokens."""
+"""The cache of a session whose sequences begin with virtual tokens."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from swarm.models.placeholder_cache import PlaceholderCache
 
 
 class PromptedCache(PlaceholderCache):
-    """Rows that begin with virtual tokens, of which the caller's tokens, masks and `generate` know nothing.
+    """The cache of a session whose sequences begin with virtual tokens.
 
-    `length` and whatever else belongs to the session counts them; what transformers asks outside of the model does not.
+    The caller's tokens and masks, and `generate`, know nothing of virtual tokens. `length` and everything else that
+    belongs to the session counts them; what transformers asks outside the model does not.
 
     Args:
         session: as for `PlaceholderCache`.
-        count: virtual tokens of a row.
+        count: virtual tokens of each sequence.
 
     Attributes:
-        is_inside: whether the model is asking, which sees the virtual tokens.
-        prompts: the virtual tokens' embeddings as they were at the first step. A session goes on with what it began
-            with, also if training goes on meanwhile.
+        is_inside: whether the model is running, which sees the virtual tokens.
+        prompts: the embeddings of the virtual tokens at the first step. A session keeps them if training goes on.
     """
 
     def __init__(self, session: Any, count: int) -> None:
@@ -33,16 +33,16 @@ class PromptedCache(PlaceholderCache):
         self._leads: torch.Tensor | None = None
 
     @property
-    def placement(self) -> VirtualTokenLayout | None:
-        """Where the virtual tokens stand, once they do."""
+    def token_layout(self) -> VirtualTokenLayout | None:
+        """Where the virtual tokens stand; None before the step that brings them."""
         return VirtualTokenLayout(self.count, self._leads) if self._leads is not None and self.length else None
 
-    def place(self, placement: VirtualTokenLayout) -> None:
-        """The step that comes brings the virtual tokens."""
-        self._leads = placement.leads
+    def set_token_layout(self, layout: VirtualTokenLayout) -> None:
+        """Store the layout for the step that brings the virtual tokens."""
+        self._leads = layout.leads
 
     def set_length(self, length: int) -> None:
-        """As for any cache; virtual tokens are kept all or none, so further back than these is the beginning."""
+        """Roll back as any cache does; rolling back into the virtual tokens rolls back to 0."""
         if self._leads is not None and length < int(self._leads.max()) + self.count:
             length = min(length, 0)
         super().set_length(length)

@@ -1,4 +1,4 @@
-"""Writing what was trained: PEFT's files and a model card, into a folder or a repository of the hub."""
+"""Saving trained parameters: PEFT's files and a model card, in a folder or a repository of the hub."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ CARD_FILE = "README.md"
 
 @dataclass(frozen=True, eq=False)
 class TrainedSnapshot:
-    """What is written.
+    """The values that are saved.
 
     Attributes:
-        checkpoint: the model that it was trained for.
-        path: of the list of blocks in the model, such as "model.layers".
+        checkpoint: the model for which they were trained.
+        method: how they were trained.
+        path: path of the list of blocks in the model, such as "model.layers".
         prompts, deep_prompts, lora: as in the model.
-        heads: tensors of what was trained whole, by their names in the model.
+        heads: tensors of the heads that were trained, by their names in the model.
     """
 
     checkpoint: Checkpoint
@@ -51,13 +52,13 @@ class TrainedSnapshot:
 
     @property
     def base(self) -> str:
-        """What the model is called: its repository, or a folder's name; paths of this machine are nobody's matter."""
+        """The model's repository, or the name of its folder without the path, which is private to this machine."""
         is_folder = Path(self.checkpoint.source).is_dir()
         return self.checkpoint.name if is_folder else self.checkpoint.source
 
 
 def save(snapshot: TrainedSnapshot, folder: str | Path) -> None:
-    """Write config, weights and model card into `folder`, which is made if need be."""
+    """Write config, weights and model card into `folder`, which is created if it is missing."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(peft_tensors(snapshot), folder / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -68,7 +69,7 @@ def save(snapshot: TrainedSnapshot, folder: str | Path) -> None:
 
 
 def save_state(state: Mapping[str, torch.Tensor], folder: str | Path) -> None:
-    """Write parameters by their names in the model."""
+    """Write parameters under their names in the model."""
     tensors = {name: tensor.detach().contiguous() for name, tensor in state.items()}
     save_file(tensors, Path(folder) / STATE_FILE, metadata={"format": "pt"})
 
@@ -83,13 +84,13 @@ def push(
     commit_message: str = "Upload adapter",
     create_pr: bool = False,
 ) -> str:
-    """Upload what `save` writes to a repository of the hub, which is made if need be.
+    """Upload the files of `save` to a repository of the hub, which is created if it is missing.
 
     Args:
-        repository: such as "name/adapter"; other arguments as in `huggingface_hub.HfApi`.
+        repository: such as "name/adapter". The other arguments are those of `huggingface_hub.HfApi`.
 
     Returns:
-        the address of the commit.
+        the URL of the commit.
     """
     api = HfApi(token=token)
     made = api.create_repo(repository, private=private, exist_ok=True)
@@ -106,7 +107,7 @@ def push(
 
 
 def peft_tensors(snapshot: TrainedSnapshot) -> dict[str, torch.Tensor]:
-    """The tensors under PEFT's names."""
+    """The tensors of `adapter_model.safetensors`, under PEFT's names."""
     found: dict[str, torch.Tensor] = {}
     if snapshot.prompts is not None:
         found[PROMPTS_KEY] = snapshot.prompts
@@ -124,7 +125,7 @@ def peft_tensors(snapshot: TrainedSnapshot) -> dict[str, torch.Tensor]:
 
 
 def peft_config(snapshot: TrainedSnapshot) -> dict[str, Any]:
-    """What `adapter_config.json` says."""
+    """The entries of `adapter_config.json`."""
     config = snapshot.checkpoint.config
     common = {
         "peft_type": PEFT_TYPES[snapshot.method],
@@ -169,19 +170,19 @@ def _lora_config(lora: Lora, path: str, modules: LoraTargets) -> dict[str, Any]:
 def _target_modules(
     trained: Mapping[tuple[int, str], Any], places: Mapping[tuple[int, str], str], modules: LoraTargets
 ) -> list[str]:
-    """Names inside the blocks where all blocks that have such a module train it, else the places themselves."""
+    """The module's name if all blocks that have such a module train it, else the full paths."""
     names = []
     for module in {module for _, module in trained}:
         having = {block for block, inside in enumerate(modules.blocks) if module in inside}
-        mine = {block for block, name in trained if name == module}
-        names += [module] if mine == having else [places[block, module] for block in mine]
+        training = {block for block, name in trained if name == module}
+        names += [module] if training == having else [places[block, module] for block in training]
     return sorted(names)
 
 
 def _pattern(
     values: Mapping[tuple[int, str], Any], places: Mapping[tuple[int, str], str], usual: Any
 ) -> dict[str, Any]:
-    """What is not `usual`: by the module's name where it is the same in all blocks, else by place."""
+    """The values that differ from `usual`: by the module's name if it is the same in all blocks, else by full path."""
     pattern = {}
     for module in sorted({module for _, module in values}):
         mine = {key: value for key, value in values.items() if key[1] == module}

@@ -1,4 +1,4 @@
-"""What one model's client trains or has loaded: parameters of the model, and what servers are sent of them."""
+"""The parameters that a client trains or has loaded from an adapter, and what servers get of them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import nn
 
 from swarm.client.tuning import saving
 from swarm.client.tuning.lora import Lora, new_lora, stored_lora
-from swarm.client.tuning.lora_config import LoraSettings, lora_targets
-from swarm.client.tuning.options import DEFAULT_VIRTUAL_TOKENS, TuningOptions
+from swarm.client.tuning.lora_config import LoraSettings, select_targets
+from swarm.client.tuning.options import DEFAULT_VIRTUAL_TOKENS, TuningConfig
 from swarm.errors import AdapterError, AdapterMismatch, InvalidOption, UsageError
 from swarm.models.adapters.adapter_config import Method
 from swarm.models.adapters.adapter_files import StoredAdapter
@@ -25,52 +25,62 @@ logger = logging.getLogger(__name__)
 
 
 class TrainedParameters:
-    """The parameters that training changes. They belong to the model, whose parameters are frozen but for these.
+    """The parameters of a model that training changes; all others are frozen. Implements `Adapter`.
 
     Args:
-        heads: the model, frozen.
+        loaded: the model without its blocks, frozen.
         checkpoint: what it was loaded from.
+
+    Attributes:
+        method: what was trained or is being trained; None for nothing.
     """
 
-    def __init__(self, heads: BlocklessModel, checkpoint: Checkpoint) -> None:
-        self.model, self.head, self._path = heads.model, heads.head, heads.path
+    def __init__(self, loaded: BlocklessModel, checkpoint: Checkpoint) -> None:
+        self.model, self.head, self._path = loaded.model, loaded.head, loaded.path
         self.checkpoint = checkpoint
-        self.method: Method | None = "head" if heads.head else None
+        self.method: Method | None = "head" if loaded.head else None
         for name in ("prompts", "deep_prompts"):
             self.model.register_parameter(name, None)
         self.model.register_module("lora", None)
-        if heads.head:
-            _compute_in_float32(self.model.get_submodule(heads.head))
+        if loaded.head:
+            _compute_in_float32(self.model.get_submodule(loaded.head))
 
     def part(self, block: int) -> BlockAdapterWeights | None:
-        """What servers add to a block; see `swarm.client.wire.adapter.Adapter`."""
+        """What servers add to a block; see `Adapter.part`."""
         lora: Lora | None = self.model.lora
         factors = lora.factors(block) if lora is not None else ()
         prompt = self.model.deep_prompts[block] if self.model.deep_prompts is not None else None
         return BlockAdapterWeights(prompt, factors) if factors or prompt is not None else None
 
-    def begin(self, options: TuningOptions) -> None:
-        """New parameters."""
-        if options.mode == "lora":
-            self._add_lora(options.lora or LoraSettings())
-        elif options.mode is not None:
-            self._add_prompts(options.pre_seq_len or DEFAULT_VIRTUAL_TOKENS, is_deep=options.mode == "deep_ptune")
-        self._finish(options.mode, trainable=True)
+    def initialize(self, tuning: TuningConfig) -> None:
+        """Add new parameters."""
+        if tuning.mode == "lora":
+            self._add_lora(tuning.lora or LoraSettings())
+        elif tuning.mode is not None:
+            count = tuning.options.pre_seq_len or DEFAULT_VIRTUAL_TOKENS
+            self._add_prompts(count, is_deep=tuning.mode == "deep_ptune")
+        self._finish(tuning.mode, trainable=True)
 
-    def load(self, stored: StoredAdapter, options: TuningOptions) -> None:
-        """Parameters from files. Raises `AdapterMismatch` or `AdapterError` if they do not fit this model."""
-        config = stored.config
-        if options.mode not in (None, config.method):
-            raise InvalidOption(f"tuning_mode={options.mode!r}, but {options.adapter} was trained as {config.method!r}")
-        if options.pre_seq_len not in (None, config.positions):
-            raise InvalidOption(f"pre_seq_len={options.pre_seq_len}, but {options.adapter} has {config.positions}")
-        if options.trainable and config.dropout:
-            logger.warning("%s was trained with lora_dropout=%s; it goes on without", options.adapter, config.dropout)
+    def load(self, stored: StoredAdapter, tuning: TuningConfig) -> None:
+        """Add the parameters of an adapter's files.
+
+        Raises:
+            AdapterMismatch: their shapes do not fit this model.
+            AdapterError: the model has no place for some of them.
+            InvalidOption: they contradict the caller's options.
+        """
+        config, source, count = stored.config, tuning.adapter, tuning.options.pre_seq_len
+        if tuning.mode not in (None, config.method):
+            raise InvalidOption(f"tuning_mode={tuning.mode!r}, but {source} was trained as {config.method!r}")
+        if count not in (None, config.positions):
+            raise InvalidOption(f"pre_seq_len={count}, but {source} has {config.positions} virtual tokens")
+        if tuning.trainable and config.dropout:
+            logger.warning("%s was trained with lora_dropout=%s; training goes on without it", source, config.dropout)
         if stored.prompts is not None:
             width = self.model.get_input_embeddings().weight.shape[1]
             if stored.prompts.shape[1] != width:
                 raise AdapterMismatch(
-                    f"{options.adapter} does not fit {self.checkpoint.name}: its virtual tokens are "
+                    f"{source} does not fit {self.checkpoint.name}: its virtual tokens are "
                     f"{stored.prompts.shape[1]} wide, and the model's embeddings {width}"
                 )
             self.model.prompts = nn.Parameter(stored.prompts)
@@ -78,11 +88,11 @@ class TrainedParameters:
             self.model.deep_prompts = nn.Parameter(stored.deep_prompts)
         if config.method == "lora":
             self.model.lora = stored_lora(stored)
-        self._load_heads(stored, options)
-        self._finish(config.method, options.trainable)
+        self._load_heads(stored, source)
+        self._finish(config.method, tuning.trainable)
 
     def names(self) -> frozenset[str]:
-        """Names of the model's parameters that belong to what was trained, and of others that somebody trains."""
+        """The names of these parameters in the model, and of all others that require gradients."""
         return frozenset(
             name for name, one in self.model.named_parameters() if one.requires_grad or name.startswith(self._own)
         )
@@ -91,11 +101,11 @@ class TrainedParameters:
         """Write the files of the adapter.
 
         Args:
-            with_state: write `model.safetensors`, too: the trained parameters by their names here, where
-                `transformers.Trainer` looks for what it goes on with.
+            with_state: also write `model.safetensors`, with the parameters' names in the model, from which
+                `transformers.Trainer` resumes training.
 
         Raises:
-            UsageError: there is nothing that was trained.
+            UsageError: no parameter was trained.
         """
         saving.save(self.snapshot(), folder)
         if with_state:
@@ -106,11 +116,11 @@ class TrainedParameters:
         return saving.push(self.snapshot(), repository, **options)
 
     def snapshot(self) -> saving.TrainedSnapshot:
-        """What is saved, as it is now."""
+        """The current values of everything that is saved."""
         if self.method is None:
             raise UsageError(
-                "there is nothing of this model to save: its weights are the swarm's, and nothing was trained. Load it "
-                "with tuning_mode=... to train"
+                "this model has nothing to save: its weights belong to the swarm, and no parameter was trained; load "
+                "it with tuning_mode=... to train"
             )
         model = self.model
         head = model.get_submodule(self.head).state_dict() if self.head else {}
@@ -129,7 +139,7 @@ class TrainedParameters:
         return ("prompts", "deep_prompts", "lora.", *((f"{self.head}.",) if self.head else ()))
 
     def _add_prompts(self, count: int, is_deep: bool) -> None:
-        """Virtual tokens begin as words of the vocabulary (Lester et al. 2021), deep prompts as nothing."""
+        """Virtual tokens start as random words of the vocabulary (Lester et al. 2021), deep prompts as zero."""
         embeddings = self.model.get_input_embeddings()
         with torch.no_grad():
             words = embeddings(torch.randint(embeddings.weight.shape[0], (count,), device=embeddings.weight.device))
@@ -140,22 +150,22 @@ class TrainedParameters:
 
     def _add_lora(self, settings: LoraSettings) -> None:
         config = self.checkpoint.config
-        wanted = lora_targets(settings, find_lora_targets(config), self._path, config.model_type)
-        self.model.lora = new_lora(wanted, settings, self._path)
+        targets = select_targets(settings, find_lora_targets(config), self._path, config.model_type)
+        self.model.lora = new_lora(targets, settings, self._path)
 
-    def _load_heads(self, stored: StoredAdapter, options: TuningOptions) -> None:
-        mine = dict(self.model.get_submodule(self.head).state_dict(prefix=f"{self.head}.")) if self.head else {}
+    def _load_heads(self, stored: StoredAdapter, source: str | Path | None) -> None:
+        own = dict(self.model.get_submodule(self.head).state_dict(prefix=f"{self.head}.")) if self.head else {}
         for name, tensor in stored.heads.items():
-            if name not in mine:
+            if name not in own:
                 what = "its head; load it for classification" if not self.head and "score" in name else name[:200]
-                raise AdapterError(f"{options.adapter} has weights that this model has no place for: {what}")
-            if mine[name].shape != tensor.shape:
+                raise AdapterError(f"{source} has weights that this model has no place for: {what}")
+            if own[name].shape != tensor.shape:
                 raise AdapterMismatch(
-                    f"{options.adapter} does not fit: {name} is {list(tensor.shape)} and not {list(mine[name].shape)}"
+                    f"{source} does not fit: {name} has the shape {list(tensor.shape)}, not {list(own[name].shape)}"
                 )
-            mine[name].copy_(tensor)
+            own[name].copy_(tensor)
         if self.head and not stored.heads:
-            logger.warning("%s has no head; %s is as it was, or new and untrained", options.adapter, self.head)
+            logger.warning("%s has no head; %s is that of the checkpoint, or new and untrained", source, self.head)
 
     def _finish(self, method: Method | None, trainable: bool) -> None:
         self.method = method or self.method
@@ -164,23 +174,23 @@ class TrainedParameters:
         if self.model.lora is not None or self.model.deep_prompts is not None:
             self.model.remote_blocks.adapter = self
         if self.method is not None:
-            _keep_state_small(self)
+            _restrict_state_dict(self)
 
 
 def _compute_in_float32(head: nn.Module) -> None:
-    """What is trained is float32, also where the model that it reads from is not."""
+    """Make a trained head float32, even if the model computes in another dtype."""
     head.float()
 
     def cast(module: nn.Module, args: tuple[Any, ...]) -> Any:
         return tuple(value.float() if isinstance(value, torch.Tensor) else value for value in args)
 
     if not isinstance(head, nn.Linear):
-        raise AdapterError(f"a {type(head).__name__} is no linear head, which is all that can be trained here")
+        raise AdapterError(f"a {type(head).__name__} cannot be trained here: only linear heads are supported")
     head.register_forward_pre_hook(cast)
 
 
-def _keep_state_small(trained: TrainedParameters) -> None:
-    """The state of a tuned model is what was trained: all else comes with the model, and does not change."""
+def _restrict_state_dict(trained: TrainedParameters) -> None:
+    """Let the state dict hold the trained parameters only; all others come with the checkpoint and never change."""
 
     def leave_out(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         keep = trained.names()

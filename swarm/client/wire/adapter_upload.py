@@ -1,7 +1,7 @@
-"""Adapters on their way to servers: packed once, sent to each server that does not have them.
+"""Upload of adapters to servers: packed once, and sent to each server that does not hold them yet.
 
-What a server was sent is remembered for as long as it said it would keep it. It may have lost it all the same; then it
-says so, and gets it again, once.
+A ledger remembers what each server holds, for as long as the server has promised to keep it. A server that has lost a
+part before then refuses the request and gets all parts again, once.
 """
 
 from __future__ import annotations
@@ -25,65 +25,68 @@ from swarm.protocol.framing import Frame
 from swarm.transport.stream import Stream
 
 MAX_PUT_BYTES = 4 << 20
-"""Bytes of adapters in one message, if that is one block's at least."""
+"""Maximum payload of one upload message in bytes; a message holds at least one block's part, however large."""
 
 MIN_UPLOAD_BYTES_PER_S = 1e5
-"""Bytes a second of the slowest link that adapters are sent over before it is given up."""
+"""Bytes a second: an upload over a slower link times out."""
 
-MAX_LEDGER_SERVERS, MAX_PARTS_PER_SERVER = 1024, 4096
-"""Servers whose adapters are remembered, and how many of each."""
+MAX_LEDGER_SERVERS = 1024
+"""Servers that the ledger remembers."""
+
+MAX_PARTS_PER_SERVER = 4096
+"""Parts that the ledger remembers of each server."""
 
 PartKey = tuple[int, bytes]
-"""A block, and the digest of its part of an adapter."""
+"""A block and the digest of its part of an adapter."""
 
 
 @dataclass(frozen=True)
 class PackedPart:
-    """One block's part as it travels."""
+    """One block's part of an adapter, encoded for the wire."""
 
-    described: messages.BlockAdapterSpec
+    spec: messages.BlockAdapterSpec
     payload: bytes
 
 
 @dataclass(frozen=True)
 class PackedAdapter:
-    """An adapter as it was at one moment, as it travels.
+    """A snapshot of an adapter, encoded for the wire.
 
     Attributes:
-        parts: of the blocks that have one.
-        dtype: of all of them.
+        parts: the parts by block; blocks without a part are missing.
+        dtype: the dtype of all parts.
     """
 
     parts: Mapping[int, PackedPart] = field(default_factory=dict)
     dtype: str = "float32"
 
     def digests(self, span: Span) -> list[bytes] | None:
-        """One a block; None if none of the blocks has a part."""
+        """One digest for each block, empty for a block without a part; None if no block of the span has a part."""
         parts = [self.parts.get(block) for block in range(span.start, span.end)]
-        return [part.described.digest if part else b"" for part in parts] if any(parts) else None
+        return [part.spec.digest if part else b"" for part in parts] if any(parts) else None
 
-    def described(self, span: Span) -> dict[int, messages.BlockAdapterSpec]:
-        """The parts of the span's blocks, in order."""
+    def specs(self, span: Span) -> dict[int, messages.BlockAdapterSpec]:
+        """The specs of the span's parts by block, in order."""
         blocks = [block for block in range(span.start, span.end) if block in self.parts]
-        return {block: self.parts[block].described for block in blocks}
+        return {block: self.parts[block].spec for block in blocks}
 
     def keys(self, span: Span) -> list[PartKey]:
-        """What a server of these blocks needs."""
-        return [(block, one.digest) for block, one in self.described(span).items()]
+        """The keys of the parts that a server of this span needs."""
+        return [(block, spec.digest) for block, spec in self.specs(span).items()]
 
-    def size(self, keys: Iterable[PartKey]) -> int:
-        """Bytes of these parts."""
+    def payload_bytes(self, keys: Iterable[PartKey]) -> int:
+        """The size of these parts in bytes."""
         return sum(len(self.parts[block].payload) for block, _ in keys)
 
-    def puts(self, keys: Sequence[PartKey]) -> Iterator[tuple[messages.PutAdapters, bytes]]:
-        """The messages that bring these parts, and their payloads."""
-        for blocks in self._divided([block for block, _ in keys]):
+    def upload_messages(self, keys: Sequence[PartKey]) -> Iterator[tuple[messages.PutAdapters, bytes]]:
+        """The messages that upload these parts, each with its payload."""
+        for blocks in self._message_groups([block for block, _ in keys]):
             covered = range(blocks[0], blocks[-1] + 1)
-            described = [self.parts[block].described if block in blocks else None for block in covered]
+            specs = [self.parts[block].spec if block in blocks else None for block in covered]
             payload = b"".join(self.parts[block].payload for block in blocks)
-            yield messages.PutAdapters(blocks[0], described, self.dtype), payload
+            yield messages.PutAdapters(blocks[0], specs, self.dtype), payload
 
-    def _divided(self, blocks: Sequence[int]) -> Iterator[list[int]]:
+    def _message_groups(self, blocks: Sequence[int]) -> Iterator[list[int]]:
         group: list[int] = []
         size = 0
         for block in blocks:
@@ -98,9 +101,12 @@ class PackedAdapter:
 
 
 def pack_adapter(parts: Mapping[int, BlockAdapterWeights]) -> PackedAdapter:
-    """The parts by block, as they are now: in 16 bits if all their tensors are of one such dtype, else in float32.
+    """Encode the current values of an adapter's parts.
 
-    Raises `NotFinite` if there is NaN or infinity in one.
+    The dtype is float16 or bfloat16 if all tensors have it, else float32.
+
+    Raises:
+        NotFinite: a tensor contains NaN or infinity.
     """
     dtypes = {tensor.dtype for part in parts.values() for tensor in part.tensors}
     common = dtypes.pop() if len(dtypes) == 1 else torch.float32
@@ -110,123 +116,137 @@ def pack_adapter(parts: Mapping[int, BlockAdapterWeights]) -> PackedAdapter:
         if not part.tensors:
             continue
         if not all(bool(tensor.isfinite().all()) for tensor in part.tensors):
-            raise NotFinite(f"the adapter of block {block} holds NaN or infinity; look for it in what was trained")
-        (described,), payload = pack_adapters([part], dtype)
-        packed[block] = PackedPart(described, payload)
+            raise NotFinite(f"the adapter of block {block} contains NaN or infinity; check the training that made it")
+        (spec,), payload = pack_adapters([part], dtype)
+        packed[block] = PackedPart(spec, payload)
     return PackedAdapter(packed, dtype_name(dtype))
 
 
 class UploadLedger:
-    """What servers were sent, and have not lost as far as is known. For the network loop."""
+    """Remembers which adapter parts each server holds, as far as this client knows. For the network thread."""
 
     def __init__(self) -> None:
-        self._until: OrderedDict[str, OrderedDict[PartKey, float]] = OrderedDict()
-        self._under_way: dict[str, asyncio.Future[None]] = {}
+        self._expiry: OrderedDict[str, OrderedDict[PartKey, float]] = OrderedDict()
+        self._uploads: dict[str, asyncio.Future[None]] = {}
+        """The upload in progress to each server; done when it ends."""
 
-    def lacking(self, peer_id: str, keys: Iterable[PartKey]) -> list[PartKey]:
-        """Which of these the server has to be sent."""
-        known: Mapping[PartKey, float] = self._until.get(peer_id, {})
+    def missing(self, peer_id: str, keys: Iterable[PartKey]) -> list[PartKey]:
+        """Those of the parts that the server does not hold."""
+        known: Mapping[PartKey, float] = self._expiry.get(peer_id, {})
         now = time.monotonic()
         return [key for key in keys if known.get(key, now) <= now]
 
-    def kept(self, peer_id: str, keys: Sequence[PartKey], seconds: float) -> None:
-        """The server has these, for so many seconds."""
+    def record(self, peer_id: str, keys: Sequence[PartKey], seconds: float) -> None:
+        """The server has received these parts and keeps them for `seconds`."""
         if not keys:
             return
-        known = self._until.setdefault(peer_id, OrderedDict())
-        self._until.move_to_end(peer_id)
+        known = self._expiry.setdefault(peer_id, OrderedDict())
+        self._expiry.move_to_end(peer_id)
         for key in keys:
             known[key] = time.monotonic() + seconds
             known.move_to_end(key)
         while len(known) > MAX_PARTS_PER_SERVER:
             known.popitem(last=False)
-        while len(self._until) > MAX_LEDGER_SERVERS:
-            self._until.popitem(last=False)
+        while len(self._expiry) > MAX_LEDGER_SERVERS:
+            self._expiry.popitem(last=False)
 
     def forget(self, peer_id: str) -> None:
-        """The server may have lost everything."""
-        self._until.pop(peer_id, None)
+        """The server may have lost all parts."""
+        self._expiry.pop(peer_id, None)
 
-    async def turn(self, peer_id: str, keys: Sequence[PartKey]) -> list[PartKey]:
-        """Which of these to send now. Whoever is told some has to call `done`; others wait for that."""
-        while lacking := self.lacking(peer_id, keys):
-            other = self._under_way.get(peer_id)
-            if other is None:
-                self._under_way[peer_id] = asyncio.get_running_loop().create_future()
+    async def claim_missing(self, peer_id: str, keys: Sequence[PartKey]) -> list[PartKey]:
+        """The parts that the caller has to upload now; it must call `release` when it has finished.
+
+        Waits while another upload to the same server is in progress, because that may bring the same parts.
+        """
+        while missing := self.missing(peer_id, keys):
+            upload = self._uploads.get(peer_id)
+            if upload is None:
+                self._uploads[peer_id] = asyncio.get_running_loop().create_future()
                 break
-            await asyncio.wait({other})
-        return lacking
+            await asyncio.wait({upload})
+        return missing
 
-    def done(self, peer_id: str) -> None:
-        """Sending is over, well or not."""
-        future = self._under_way.pop(peer_id, None)
-        if future is not None:
-            future.set_result(None)
+    def release(self, peer_id: str) -> None:
+        """The upload that `claim_missing` began has ended, successfully or not."""
+        upload = self._uploads.pop(peer_id, None)
+        if upload is not None:
+            upload.set_result(None)
 
 
 @dataclass(frozen=True)
 class AdapterUpload:
-    """An adapter that goes along with requests. For the network loop."""
+    """Uploads an adapter to a server together with the first request that needs it. For the network thread.
+
+    Attributes:
+        adapter: the adapter; empty for none.
+        ledger: which parts the servers hold; shared by all requests of the client.
+    """
 
     adapter: PackedAdapter = field(default_factory=PackedAdapter)
-    sent: UploadLedger = field(default_factory=UploadLedger)
+    ledger: UploadLedger = field(default_factory=UploadLedger)
 
-    def seconds(self, hop: Hop) -> float:
-        """What sending the server its parts may take, where it has to be."""
-        lacking = self.sent.lacking(hop.server.peer_id, self.adapter.keys(hop.span))
-        return self.adapter.size(lacking) / MIN_UPLOAD_BYTES_PER_S
+    def upload_timeout(self, hop: Hop) -> float:
+        """Seconds that the upload of the missing parts may take; 0 if the server holds all of them."""
+        missing = self.ledger.missing(hop.server.peer_id, self.adapter.keys(hop.span))
+        return self.adapter.payload_bytes(missing) / MIN_UPLOAD_BYTES_PER_S
 
-    async def ask(
+    async def request(
         self, stream: Stream, hop: Hop, request: messages.Message | None, payload: bytes | memoryview, limit: int
     ) -> Frame:
-        """Send a request, behind what the server needs for it; the answer, whose payload has `limit` bytes at most.
+        """Upload what the server lacks, send a request right behind it, and return the reply, which may be a refusal.
+
+        A server that has lost a part says so and gets all parts again, once.
 
         Args:
-            request: None to bring what the server needs alone; the answer is then that to the last of it, or empty.
+            request: None to upload only. The returned frame is then the first refusal, or empty.
+            limit: maximum size of the reply's payload in bytes.
 
-        Raises `PeerLost` or `ProtocolViolation`. A refusal is an answer.
+        Raises:
+            PeerLost: the connection broke.
+            ProtocolViolation: the server's answer to the upload was not valid.
         """
-        frame = await self._ask(stream, hop, request, payload, limit)
-        if self.adapter.keys(hop.span) and isinstance(_refused(frame), UnknownAdapter):
-            self.sent.forget(hop.server.peer_id)
-            frame = await self._ask(stream, hop, request, payload, limit)
+        frame = await self._request(stream, hop, request, payload, limit)
+        if self.adapter.keys(hop.span) and isinstance(_refusal(frame), UnknownAdapter):
+            self.ledger.forget(hop.server.peer_id)
+            frame = await self._request(stream, hop, request, payload, limit)
         return frame
 
-    async def _ask(
+    async def _request(
         self, stream: Stream, hop: Hop, request: messages.Message | None, payload: bytes | memoryview, limit: int
     ) -> Frame:
         peer_id = hop.server.peer_id
-        lacking = await self.sent.turn(peer_id, self.adapter.keys(hop.span))
+        missing = await self.ledger.claim_missing(peer_id, self.adapter.keys(hop.span))
         try:
-            puts = list(self.adapter.puts(lacking))
-            for put in puts:
-                await stream.send(*put)
-            # Right behind: nobody waits for the adapters' way there and back.
+            uploads = list(self.adapter.upload_messages(missing))
+            for upload in uploads:
+                await stream.send(*upload)
+            # Sent right behind, so that the upload costs no round trip of its own.
             if request is not None:
                 await stream.send(request, payload)
-            answers = [await stream.receive(0) for _ in puts]
-            refusals = [frame for frame in answers if _refused(frame) is not None]
+            answers = [await stream.receive(0) for _ in uploads]
+            refusals = [frame for frame in answers if _refusal(frame) is not None]
             if not refusals:
-                self.sent.kept(peer_id, lacking, min((_seconds(hop, frame) for frame in answers), default=0.0))
+                self.ledger.record(peer_id, missing, min((_kept_seconds(hop, one) for one in answers), default=0.0))
         finally:
-            if lacking:
-                self.sent.done(peer_id)
+            if missing:
+                self.ledger.release(peer_id)
         if not refusals:
             return await stream.receive(limit) if request is not None else Frame(b"")
         if request is not None:
-            with suppress(PeerLost):  # or the next request would get the answer to this one
+            with suppress(PeerLost):  # read and dropped, or the next request would get this reply
                 await stream.receive(limit)
         return refusals[0]
 
 
-def _refused(frame: Frame) -> RemoteError | None:
-    """Why the server refuses, if it does."""
+def _refusal(frame: Frame) -> RemoteError | None:
+    """The error of a frame that is a refusal, else None."""
     reply = messages.decode_server(frame.header) if frame.header else None
     return remote_error(reply.code, reply.message) if isinstance(reply, messages.Refusal) else None
 
 
-def _seconds(hop: Hop, frame: Frame) -> float:
-    """How long the server keeps adapters. Raises `ProtocolViolation` if that is not what it says."""
+def _kept_seconds(hop: Hop, frame: Frame) -> float:
+    """How long the server keeps the parts. Raises `ProtocolViolation` if the frame is another message."""
     reply = messages.decode_server(frame.header)
     if not isinstance(reply, messages.AdaptersStored):
         raise unexpected_reply(hop, reply)

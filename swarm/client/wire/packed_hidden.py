@@ -1,4 +1,4 @@
-"""Hidden states as they travel, and what a client asks of every server."""
+"""Hidden states encoded for the wire."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from swarm.protocol.compression import is_finite
 
 @dataclass(frozen=True, slots=True)
 class PackedHidden:
-    """Hidden states `[tokens, hidden_size]` as they travel."""
+    """Hidden states `[tokens, hidden_size]` encoded for the wire."""
 
     payload: bytes | memoryview
     tokens: int
@@ -19,7 +19,7 @@ class PackedHidden:
     wire: WireFormat
     dtype: str
 
-    def check(self) -> None:
-        """Raise `NotFinite` if there is NaN or infinity in it, which no server takes."""
+    def require_finite(self) -> None:
+        """Raise `NotFinite` if a value is NaN or infinite, which every server would refuse."""
         if not is_finite(self.payload, self.tokens * self.hidden_size, self.wire, self.dtype):
-            raise NotFinite("the hidden states to be sent hold NaN or infinity; look for it in what was put in")
+            raise NotFinite("the hidden states to be sent contain NaN or infinity; check the inputs of the model")

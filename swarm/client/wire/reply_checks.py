@@ -1,4 +1,4 @@
-"""What a server may answer: how much, how soon, and what is wrong with it."""
+"""Checks of a server's reply: did it come in time, is it of the right kind, are its contents valid."""
 
 from __future__ import annotations
 
@@ -19,35 +19,36 @@ from swarm.protocol.compression import is_finite, payload_bytes
 from swarm.protocol.framing import Frame
 
 ASSUMED_ROUND_TRIP_S = 0.1
-"""Seconds assumed for the way to a server and back before anything was measured."""
+"""Round trip to a server in seconds that is assumed before anything was measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputShape:
-    """How much an answer has to hold: hidden states `[tokens, hidden_size]`."""
+    """Shape of the hidden states that a reply has to hold: `[tokens, hidden_size]`."""
 
     tokens: int
     hidden_size: int
 
     @property
     def values(self) -> int:
+        """Number of values."""
         return self.tokens * self.hidden_size
 
 
 @asynccontextmanager
-async def reply_deadline(hop: Hop, patience: float) -> AsyncIterator[None]:
-    """An exchange with a server that has to end within `patience` seconds. Raises `PeerTimeout` or `PeerLost`."""
+async def reply_deadline(hop: Hop, seconds: float) -> AsyncIterator[None]:
+    """Limit an exchange with a server to `seconds`. Raises `PeerTimeout` or `PeerLost`, which name the hop."""
     try:
-        async with asyncio.timeout(patience):
+        async with asyncio.timeout(seconds):
             yield
     except TimeoutError:
-        raise PeerTimeout(f"{describe_hop(hop)} did not answer within {patience:.1f} s") from None
+        raise PeerTimeout(f"{describe_hop(hop)} did not answer within {seconds:.1f} s") from None
     except PeerLost as error:
         raise PeerLost(f"{describe_hop(hop)} is gone: {error}") from None
 
 
 def parse_reply(hop: Hop, frame: Frame) -> messages.ServerMessage:
-    """The header of an answer. A refusal is raised."""
+    """The header of a reply. A refusal is raised as the `RemoteError` that its code names."""
     reply = messages.decode_server(frame.header)
     if isinstance(reply, messages.Refusal):
         raise remote_error(reply.code, f"{describe_hop(hop)} refused: {reply.message}")
@@ -55,7 +56,12 @@ def parse_reply(hop: Hop, frame: Frame) -> messages.ServerMessage:
 
 
 def initial_estimate(hop: Hop, slowness: float, limit: float) -> TimeoutEstimator:
-    """What a server announces of itself is all that is known of work that it has not done yet."""
+    """The timeout estimator of a server that has not replied yet: it starts from what the server announces.
+
+    Args:
+        slowness: how many times longer than announced the server may take.
+        limit: upper limit of every timeout in seconds.
+    """
     blocks, server = hop.span.length, hop.server
     step = ASSUMED_ROUND_TRIP_S + server.queue_delay + blocks / max(server.throughput, 1e-3)
     token = blocks / max(server.forward_throughput or server.throughput, 1e-3)
@@ -66,44 +72,44 @@ def initial_estimate(hop: Hop, slowness: float, limit: float) -> TimeoutEstimato
 
 def validate_outputs(
     hop: Hop,
-    due: OutputShape,
+    shape: OutputShape,
     payload: bytes | memoryview,
     reply: messages.StepReply | messages.ReplayReply | messages.ForwardReply | messages.BackwardReply,
 ) -> PackedHidden:
-    """The outputs in an answer. Raises `ProtocolViolation` if they are not as many as are due, or not finite."""
+    """The outputs in a reply. Raises `ProtocolViolation` if they do not have this shape or are not finite."""
     try:
-        length = payload_bytes(due.values, reply.format, reply.dtype)
+        length = payload_bytes(shape.values, reply.format, reply.dtype)
     except WrongDtype as error:
         raise ProtocolViolation(f"{describe_hop(hop)} answered in an unknown format: {error}") from None
     if len(payload) != length:
         raise ProtocolViolation(f"{describe_hop(hop)} answered with {len(payload)} bytes where {length} were due")
-    if not is_finite(payload, due.values, reply.format, reply.dtype):
+    if not is_finite(payload, shape.values, reply.format, reply.dtype):
         raise ProtocolViolation(f"{describe_hop(hop)} answered with values that are not finite")
-    return PackedHidden(payload, due.tokens, due.hidden_size, reply.format, reply.dtype)
+    return PackedHidden(payload, shape.tokens, shape.hidden_size, reply.format, reply.dtype)
 
 
 def validate_gradients(
     hop: Hop,
-    due: OutputShape,
+    shape: OutputShape,
     adapters: Sequence[messages.BlockAdapterSpec],
     payload: bytes | memoryview,
     reply: messages.BackwardReply,
 ) -> tuple[PackedHidden, list[list[torch.Tensor]]]:
     """The gradients in a reply: of the inputs, and of each adapter's tensors. Raises as `validate_outputs` does."""
-    view, length = memoryview(payload), gradient_bytes(adapters, due.hidden_size)
+    view, length = memoryview(payload), gradient_bytes(adapters, shape.hidden_size)
     first = max(0, len(view) - length)
-    inputs = validate_outputs(hop, due, view[:first], reply)
+    inputs = validate_outputs(hop, shape, view[:first], reply)
     try:
-        return inputs, unpack_gradients(adapters, view[first:], due.hidden_size)
+        return inputs, unpack_gradients(adapters, view[first:], shape.hidden_size)
     except (WrongShape, NotFinite) as error:
         raise ProtocolViolation(f"{describe_hop(hop)} answered with wrong gradients: {error}") from None
 
 
 def unexpected_reply(hop: Hop, reply: messages.ServerMessage) -> ProtocolViolation:
-    """An answer that is right in itself, but not here."""
-    return ProtocolViolation(f"{describe_hop(hop)} answered with a {type(reply).__name__} out of place")
+    """The error for a valid reply that does not answer the request."""
+    return ProtocolViolation(f"{describe_hop(hop)} answered with an unexpected {type(reply).__name__}")
 
 
 def describe_hop(hop: Hop) -> str:
-    """The server, for people."""
+    """The server and its blocks, for error messages and logs."""
     return f"server {hop.server.short_id} (blocks {hop.span})"

@@ -1,4 +1,4 @@
-"""What a client asks of every server."""
+"""The options that every request of one client carries or obeys."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from swarm.data_structures import WireFormat
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """What a client asks of every server.
+    """The options that every request of one client carries or obeys.
 
     Attributes:
-        revision: the model's revision.
+        revision: revision of the model.
         wire: format of the replies.
-        timeout: seconds to wait for one answer at most; usually much less, see `swarm.client.wire.reply_timeout`.
-        push: let servers hand their outputs on to each other.
+        timeout: upper limit in seconds for one reply. Most timeouts are much shorter; see
+            `swarm.client.wire.reply_timeout`.
+        push: let servers send their outputs directly to the next server.
     """
 
     revision: str

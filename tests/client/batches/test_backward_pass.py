@@ -54,7 +54,7 @@ class Batch:
     def __init__(self, swarm: Swarm, parts: dict[int, BlockAdapterWeights]) -> None:
         self.swarm, self.parts, self.first = swarm, parts, 0
         self.packed = pack_adapter(parts)
-        self.asker = HopRequester(swarm.network, swarm.manner)
+        self.requester = HopRequester(swarm.network, swarm.manner)
         self.batches: list[MicroBatch] = []
         self.hidden: list[torch.Tensor] = []
         self.ends: list[torch.Tensor] = []
@@ -73,9 +73,9 @@ class Batch:
     async def forward(self) -> list[ForwardTrace]:
         return await forward_batches(self.work(), Span(0, BLOCKS), self.batches)
 
-    async def backward(self, passages: list[ForwardTrace]) -> None:
+    async def backward(self, traces: list[ForwardTrace]) -> None:
         """Go back and compare."""
-        found = await backward_batches(self.work(), passages, self.ends, self.first)
+        found = await backward_batches(self.work(), traces, self.ends, self.first)
         tensors = [tensor for part in self.parts.values() for tensor in part.tensors]
         totals = [torch.zeros_like(tensor) for tensor in tensors]
         for batch, hidden, end, ours in zip(self.batches, self.hidden, self.ends, found, strict=True):
@@ -91,12 +91,12 @@ class Batch:
                 close(sum(ours.parts[block][number] for ours in found if block in ours.parts), total)
 
     def work(self) -> PassContext:
-        return PassContext(self.asker, self.swarm.planner, self.packed)
+        return PassContext(self.requester, self.swarm.planner, self.packed)
 
     async def run(self, between: Callable[[], object] = lambda: None) -> None:
-        passages = await self.forward()
+        traces = await self.forward()
         between()
-        await self.backward(passages)
+        await self.backward(traces)
 
 
 def close(found: Any, right: torch.Tensor) -> None:
@@ -110,7 +110,7 @@ def play(span_model: Any, act: Any, parts: dict[int, BlockAdapterWeights] | None
         await swarm.start()
         batch = Batch(swarm, adapter() if parts is None else parts)
         await act(swarm, batch)
-        batch.asker.close()
+        batch.requester.close()
         for name in SERVERS:
             swarm.hub.resume(name)  # one that hung has not heard yet that nobody waits for it
         await asyncio.sleep(1)
@@ -140,9 +140,9 @@ def test_gradients_come_back_by_the_same_way(span_model, parts):
 def test_a_graph_can_be_walked_backward_again(span_model):
     async def act(swarm, batch):
         batch.add((5, 3), "a", "b")
-        passages = await batch.forward()
+        traces = await batch.forward()
         for _ in range(3):
-            await batch.backward(passages)
+            await batch.backward(traces)
 
     play(span_model, act)
 
@@ -218,10 +218,10 @@ def test_a_server_that_is_killed_while_it_computes_gradients(span_model, name):
     async def act(swarm, batch):
         for _ in range(4):
             batch.add((4,), "a", "b")
-        passages = await batch.forward()
+        traces = await batch.forward()
         swarm.servers[name].runtime._seconds = 0.5
         asyncio.get_running_loop().call_later(1.2, swarm.kill, name)  # two or three are done
-        await batch.backward(passages)
+        await batch.backward(traces)
         assert [peer for peer, _ in swarm.planner.failures] == [name]
         assert swarm.servers[name + "2"].count(BACKWARD) in (2, 3)
 
@@ -246,12 +246,12 @@ def test_replacements_may_be_cut_differently(span_model):
     async def act(swarm, batch):
         batch.add((5, 3), "a", "b")
         batch.add((4,), "a", "b2")
-        passages = await batch.forward()
+        traces = await batch.forward()
         swarm.kill("b")
         swarm.kill("b2")
         await swarm.add("c", 2, 5)
         await swarm.add("d", 4, 6)
-        await batch.backward(passages)
+        await batch.backward(traces)
         inner, last = swarm.servers["c"], swarm.servers["d"]
         assert (inner.count(messages.ForwardRequest), inner.count(BACKWARD)) == (2, 2)
         assert (last.count(messages.ForwardRequest), last.count(BACKWARD)) == (0, 2)
@@ -262,7 +262,7 @@ def test_replacements_may_be_cut_differently(span_model):
 def test_a_replacement_that_fails_as_well(span_model):
     async def act(swarm, batch):
         batch.add((5, 3), "a", "b")
-        passages = await batch.forward()
+        traces = await batch.forward()
         swarm.kill("b")
         swarm.servers["b2"].tamper = spoiled
         await swarm.add("c", 3, 5)
@@ -271,7 +271,7 @@ def test_a_replacement_that_fails_as_well(span_model):
             spoiled(message, payload) if isinstance(message, messages.BackwardReply) else (message, payload)
         )
         await swarm.add("e", 3, 5)
-        await batch.backward(passages)
+        await batch.backward(traces)
 
     play(span_model, act)
 
@@ -290,11 +290,11 @@ def test_a_server_that_forgets_every_adapter_is_left(span_model):
     async def act(swarm, batch):
         batch.add((5, 3), "a", "b")
         refused = messages.refusal(UnknownAdapter("never heard of it"))
-        passages = await batch.forward()
+        traces = await batch.forward()
         swarm.servers["b"].tamper = lambda message, payload: (
             (refused, b"") if isinstance(message, messages.BackwardReply) else (message, payload)
         )
-        await batch.backward(passages)
+        await batch.backward(traces)
         assert [peer for peer, _ in swarm.planner.failures] == ["b"]
 
     play(span_model, act)
@@ -304,10 +304,10 @@ def test_a_server_that_forgets_every_adapter_is_left(span_model):
 def test_what_is_the_clients_fault_is_raised(span_model, error):
     async def act(swarm, batch):
         batch.add((5, 3), "a", "b")
-        passages = await batch.forward()
+        traces = await batch.forward()
         swarm.servers["b"].tamper = lambda message, payload: (messages.refusal(error), b"")
         with pytest.raises(type(error), match="refused: too"):
-            await batch.backward(passages)
+            await batch.backward(traces)
         assert swarm.planner.failures == []
 
     play(span_model, act)
@@ -317,11 +317,11 @@ def test_what_is_the_clients_fault_is_raised(span_model, error):
 def test_blocks_that_nobody_holds_any_more_are_named(span_model, missing_blocks_timeout):
     async def act(swarm, batch):
         batch.add((5, 3), "a", "b")
-        passages = await batch.forward()
+        traces = await batch.forward()
         swarm.kill("b")
         swarm.kill("b2")
         with pytest.raises(MissingBlocks, match="blocks 3:6"):
-            await batch.backward(passages)
+            await batch.backward(traces)
 
     play(span_model, act, missing_blocks_timeout=missing_blocks_timeout)
 
@@ -332,7 +332,7 @@ def test_what_holds_nan_is_not_sent(span_model):
         packed = PackedHidden(encode_tensor(bad, WireFormat.NONE), 2, HIDDEN, WireFormat.NONE, "float32")
         info = swarm.announced["a"]
         batch.batches = [MicroBatch(packed, StepLayout((0,), (2,)), Route((Hop(info, info.span),)))]
-        with pytest.raises(NotFinite, match="look for it in what was put in"):
+        with pytest.raises(NotFinite, match="check the inputs of the model"):
             await batch.forward()
         assert counts(swarm, messages.ForwardRequest) == [0, 0, 0, 0]
 
@@ -348,9 +348,9 @@ def test_servers_of_a_route_work_at_the_same_time(span_model):
         for server in swarm.servers.values():
             server.runtime._seconds = 0.5
         began = asyncio.get_running_loop().time()
-        passages = await batch.forward()
+        traces = await batch.forward()
         there = asyncio.get_running_loop().time()
-        await batch.backward(passages)
+        await batch.backward(traces)
         back = asyncio.get_running_loop().time() - there
         assert back < 5 * 0.5 + 0.3
         assert there - began < 4 * 0.5 + 0.3  # forwards of the same blocks are computed together, as far as they go
@@ -375,8 +375,8 @@ def test_an_interrupted_pass_leaves_nothing_behind(span_model):
     async def act(swarm, batch):
         batch.add((5,), "a", "b")
         batch.add((4,), "a2", "b2")
-        passages = await batch.forward()
-        task = asyncio.ensure_future(batch.backward(passages))
+        traces = await batch.forward()
+        task = asyncio.ensure_future(batch.backward(traces))
         await asyncio.sleep(0.025)
         task.cancel()
         await asyncio.wait({task})
@@ -384,6 +384,6 @@ def test_an_interrupted_pass_leaves_nothing_behind(span_model):
         asked = counts(swarm)
         await asyncio.sleep(5)
         assert counts(swarm) == asked
-        assert not batch.asker._queues
+        assert not batch.requester._queues
 
     play(span_model, act)

@@ -44,19 +44,17 @@ class Batch:
 
     async def run(self) -> None:
         swarm = self.swarm
-        asker = HopRequester(swarm.network, swarm.manner)
+        requester = HopRequester(swarm.network, swarm.manner)
         try:
-            passages = await forward_batches(
-                PassContext(asker, swarm.planner, keeps=False), Span(0, BLOCKS), self.batches
+            traces = await forward_batches(
+                PassContext(requester, swarm.planner, keep_inputs=False), Span(0, BLOCKS), self.batches
             )
-            assert not any(passage.legs for passage in passages)
+            assert not any(trace.hop_inputs for trace in traces)
         finally:
-            asker.close()
-        for passage, expected in zip(passages, self.expected, strict=True):
-            result = passage.outputs
-            outputs = decode_tensor(
-                result.payload, result.tokens, WIDTH, result.wire, result.dtype, torch.device("cpu")
-            )
+            requester.close()
+        for trace, expected in zip(traces, self.expected, strict=True):
+            result = trace.outputs
+            outputs = decode_tensor(result.payload, result.tokens, WIDTH, result.wire, result.dtype, torch.device("cpu"))
             torch.testing.assert_close(outputs, expected, rtol=0, atol=TOLERANCE * float(expected.abs().max()))
 
 

@@ -42,9 +42,9 @@ SPLIT = StepLayout((0, 0), (2, 1), None, (4, 0))
 
 
 def forward(
-    swarm: Any, name: str = "server", adapter: PackedAdapter = NOTHING, asker: HopRequester | None = None
+    swarm: Any, name: str = "server", adapter: PackedAdapter = NOTHING, requester: HopRequester | None = None
 ) -> Any:
-    return (asker or HopRequester(swarm.network, MANNER)).forward(hop(name), INPUT, LAYOUT, adapter)
+    return (requester or HopRequester(swarm.network, MANNER)).forward(hop(name), INPUT, LAYOUT, adapter)
 
 
 def backward(swarm: Any, adapter: PackedAdapter = NOTHING, manner: RequestOptions = MANNER) -> Any:
@@ -59,10 +59,10 @@ async def ended(server: Any) -> None:
 def test_a_forward_says_what_it_wants_and_leaves():
     async def scenario(swarm):
         server = await swarm.add(forward_reply())
-        asker = HopRequester(swarm.network, MANNER)
-        output = await asker.forward(hop(), INPUT, SPLIT, NOTHING)
+        requester = HopRequester(swarm.network, MANNER)
+        output = await requester.forward(hop(), INPUT, SPLIT, NOTHING)
         assert output == PackedHidden(OUTPUT, 3, HIDDEN, WireFormat.FLOAT16, "float32")
-        asker.close()
+        requester.close()
         await ended(server)
         request = messages.ForwardRequest(
             "main", 0, 3, [2, 1], WireFormat.NONE, "float32", WireFormat.FLOAT16, offsets=[4, 0]
@@ -120,20 +120,20 @@ def test_gradients_that_outgrow_float16_travel_as_bfloat16():
     run(scenario)
 
 
-@cases([*BAD_REPLIES, ("a step", reply(), "StepReply out of place"), *bad_payloads(forward_reply)])
+@cases([*BAD_REPLIES, ("a step", reply(), "unexpected StepReply"), *bad_payloads(forward_reply)])
 def test_a_server_that_answers_a_forward_wrongly(answer, why):
     async def scenario(swarm):
         server = await swarm.add(answer)
-        asker = HopRequester(swarm.network, MANNER)
+        requester = HopRequester(swarm.network, MANNER)
         with pytest.raises(ProtocolViolation, match=why):
-            await forward(swarm, asker=asker)
-        asker.close()
+            await forward(swarm, requester=requester)
+        requester.close()
         await ended(server)
 
     run(scenario)
 
 
-@cases([*BAD_REPLIES, ("a forward", forward_reply(), "ForwardReply out of place"), *bad_payloads(backward_reply)])
+@cases([*BAD_REPLIES, ("a forward", forward_reply(), "unexpected ForwardReply"), *bad_payloads(backward_reply)])
 def test_a_server_that_answers_a_backward_wrongly(answer, why):
     async def scenario(swarm):
         await swarm.add(answer)
@@ -202,9 +202,9 @@ def test_long_work_may_take_as_long_as_was_announced():
 
         await swarm.network.serve(slow)
         patient = hop("client", forward_throughput=3.0 * 10 / 300)
-        asker = HopRequester(swarm.network, RequestOptions("main", WireFormat.FLOAT16, 100.0))
-        assert (await asker.forward(patient, INPUT, LAYOUT, NOTHING)).payload == OUTPUT
-        assert (await asker.backward(patient, INPUT, GRADIENT, LAYOUT, NOTHING)).inputs.shape == (3, HIDDEN)
+        requester = HopRequester(swarm.network, RequestOptions("main", WireFormat.FLOAT16, 100.0))
+        assert (await requester.forward(patient, INPUT, LAYOUT, NOTHING)).payload == OUTPUT
+        assert (await requester.backward(patient, INPUT, GRADIENT, LAYOUT, NOTHING)).inputs.shape == (3, HIDDEN)
 
     run(scenario)
 
@@ -229,11 +229,11 @@ def test_few_requests_are_under_way_at_one_server_and_each_may_wait_for_those_be
 
         await swarm.network.serve(one_by_one)
         place = hop("client", forward_throughput=3.0 * 3 / 1.0, throughput=9.0)
-        asker = HopRequester(swarm.network, MANNER)
-        work = [asker.forward(place, INPUT, LAYOUT, NOTHING) for _ in range(3 * MAX_REQUESTS_IN_FLIGHT)]
+        requester = HopRequester(swarm.network, MANNER)
+        work = [requester.forward(place, INPUT, LAYOUT, NOTHING) for _ in range(3 * MAX_REQUESTS_IN_FLIGHT)]
         assert len(await asyncio.gather(*work)) == 3 * MAX_REQUESTS_IN_FLIGHT
         assert most == MAX_REQUESTS_IN_FLIGHT
-        assert not asker._queues
+        assert not requester._queues
 
     run(scenario)
 
@@ -241,13 +241,13 @@ def test_few_requests_are_under_way_at_one_server_and_each_may_wait_for_those_be
 def test_who_waits_for_a_server_that_is_lost_hears_of_it_at_once():
     async def scenario(swarm):
         server = await swarm.add(None)
-        asker = HopRequester(swarm.network, MANNER)
-        work = [forward(swarm, asker=asker) for _ in range(3 * MAX_REQUESTS_IN_FLIGHT)]
+        requester = HopRequester(swarm.network, MANNER)
+        work = [forward(swarm, requester=requester) for _ in range(3 * MAX_REQUESTS_IN_FLIGHT)]
         found = await asyncio.gather(*work, return_exceptions=True)
         assert all(isinstance(error, PeerLost) for error in found)
         assert len(server.requests) == MAX_REQUESTS_IN_FLIGHT
         assert asyncio.get_running_loop().time() < 10
-        assert not asker._queues
+        assert not requester._queues
 
     run(scenario)
 

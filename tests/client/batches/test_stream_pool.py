@@ -26,7 +26,7 @@ def test_a_stream_is_used_again():
         server = await swarm.add(*[REPLY] * 5)
         pool = StreamPool(swarm.network)
         for _ in range(5):
-            await pool.talk("server", ask)
+            await pool.exchange("server", ask)
         assert len(server.streams) == 1
         pool.close()
         await asyncio.sleep(0.1)
@@ -39,10 +39,10 @@ def test_each_conversation_has_its_own_and_few_are_kept():
     async def scenario(swarm):
         server = await swarm.add(*[REPLY] * 5)
         pool = StreamPool(swarm.network)
-        await asyncio.gather(*(pool.talk("server", ask) for _ in range(MAX_IDLE_STREAMS_PER_SERVER + 4)))
+        await asyncio.gather(*(pool.exchange("server", ask) for _ in range(MAX_IDLE_STREAMS_PER_SERVER + 4)))
         await asyncio.sleep(0.1)
         assert server.open_streams == MAX_IDLE_STREAMS_PER_SERVER
-        await asyncio.gather(*(pool.talk("server", ask) for _ in range(MAX_IDLE_STREAMS_PER_SERVER)))
+        await asyncio.gather(*(pool.exchange("server", ask) for _ in range(MAX_IDLE_STREAMS_PER_SERVER)))
         assert len(server.streams) == MAX_IDLE_STREAMS_PER_SERVER + 4
 
     run(scenario)
@@ -52,9 +52,9 @@ def test_what_nobody_uses_is_closed():
     async def scenario(swarm):
         server = await swarm.add(*[REPLY] * 5)
         pool = StreamPool(swarm.network)
-        await pool.talk("server", ask)
+        await pool.exchange("server", ask)
         await asyncio.sleep(IDLE_TIMEOUT_S - 1)
-        await pool.talk("server", ask)
+        await pool.exchange("server", ask)
         await asyncio.sleep(IDLE_TIMEOUT_S - 1)
         assert server.open_streams == 1
         await asyncio.sleep(2)
@@ -68,11 +68,11 @@ def test_a_stream_that_the_server_has_closed_meanwhile_is_no_loss():
     async def scenario(swarm):
         server = await swarm.add(REPLY, "hang up")
         pool = StreamPool(swarm.network)
-        await asyncio.gather(*(pool.talk("server", ask) for _ in range(3)))
+        await asyncio.gather(*(pool.exchange("server", ask) for _ in range(3)))
         for stream in server.streams:
             stream.close()
         await asyncio.sleep(0.1)
-        await pool.talk("server", ask)
+        await pool.exchange("server", ask)
         assert len(server.streams) == 4  # the others were closed as well, and are not tried
 
     run(scenario)
@@ -90,10 +90,10 @@ def test_after_trouble_a_stream_is_not_used_again(error):
 
         for _ in range(2):  # over a new stream, and over one that was kept
             with pytest.raises(type(error)):
-                await pool.talk("server", fail)
+                await pool.exchange("server", fail)
             await asyncio.sleep(0.1)
             assert server.open_streams == 0
-            await pool.talk("server", ask)
+            await pool.exchange("server", ask)
         assert len(server.streams) == 3
 
     run(scenario)
@@ -103,10 +103,10 @@ def test_a_server_that_is_gone_is_tried_once_more():
     async def scenario(swarm):
         server = await swarm.add(REPLY, "hang up")
         pool = StreamPool(swarm.network)
-        await pool.talk("server", ask)
+        await pool.exchange("server", ask)
         server.answers = ("hang up",)
         with pytest.raises(PeerLost):
-            await pool.talk("server", ask)
+            await pool.exchange("server", ask)
         assert len(server.streams) == 2
 
     run(scenario)

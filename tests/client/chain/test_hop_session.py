@@ -144,7 +144,7 @@ def cases(table: list[tuple[str, Any, str]]) -> Any:
 @cases(
     [
         *BAD_REPLIES,
-        ("a number ahead", reply(1), "StepReply out of place"),
+        ("a number ahead", reply(1), "unexpected StepReply"),
         *bad_payloads(lambda *a, **k: reply(0, *a, **k)),
     ]
 )
@@ -162,7 +162,7 @@ def test_a_server_that_answers_a_step_wrongly(answer, why):
     run(scenario)
 
 
-@cases([*BAD_REPLIES, ("a step", reply(0, b""), "StepReply out of place"), *bad_payloads(replay_reply)])
+@cases([*BAD_REPLIES, ("a step", reply(0, b""), "unexpected StepReply"), *bad_payloads(replay_reply)])
 def test_a_server_that_answers_a_replay_wrongly(answer, why):
     async def scenario(swarm):
         await swarm.add(OPENED, answer)
@@ -177,7 +177,7 @@ def test_a_server_that_answers_a_replay_wrongly(answer, why):
 @cases(
     [
         ("payload where none is due", reply(), "payload of 24 bytes"),
-        ("wrong type", reply(0, b""), "StepReply out of place"),
+        ("wrong type", reply(0, b""), "unexpected StepReply"),
         ("garbage", (msgspec.Raw(b""), b""), "not a valid reply"),
     ]
 )

@@ -135,7 +135,7 @@ def test_allowed_tokens_and_criteria_by_row(model: Any, local: Any) -> None:
 
 def shaken(model: Any, seed: int) -> Callable[[], None]:
     """Let every exchange with the swarm begin a little later, by chance. Returns what ends that."""
-    background, chance = model.swarm._background, random.Random(seed)
+    background, chance = model.swarm._network_thread, random.Random(seed)
     run = background.run
 
     def run_late(work: Any) -> Any:
@@ -234,7 +234,7 @@ def interrupt_lanes(model: Any) -> None:
 def test_what_is_refused(model: Any) -> None:
     with pytest.raises(InvalidOption, match="lanes=0"):
         write(model, lanes=0)
-    with model.inference_session(max_length=32), pytest.raises(UsageError, match="sessions of their own"):
+    with model.inference_session(max_length=32), pytest.raises(UsageError, match="lanes open their own sessions"):
         write(model, lanes=2)
     with pytest.raises(UsageError, match="streamer"):
         write(model, lanes=2, streamer=object())
@@ -287,17 +287,17 @@ def test_a_lane_that_waits_for_the_network_is_ended_by_another_ones_error() -> N
 
     ended: list[BaseException] = []
 
-    def waits(turn: ComputeTicket) -> None:
+    def waits(ticket: ComputeTicket) -> None:
         try:
-            with turn:
+            with ticket:
                 background.run(never())
         except BaseException as error:
             ended.append(error)
             background.run(soon())  # what a lane does at its end still works, such as closing its session
             raise
 
-    def fails(turn: ComputeTicket) -> None:
-        with turn:
+    def fails(ticket: ComputeTicket) -> None:
+        with ticket:
             background.run(soon())
             raise ZeroDivisionError
 
@@ -314,8 +314,8 @@ def test_results_come_in_the_order_of_the_lanes() -> None:
     background = NetworkThread()
 
     def lane(number: int) -> Callable[[ComputeTicket], int]:
-        def work(turn: ComputeTicket) -> int:
-            with turn:
+        def work(ticket: ComputeTicket) -> int:
+            with ticket:
                 background.run(asyncio.sleep(0.01 * (3 - number)))
             return number
 

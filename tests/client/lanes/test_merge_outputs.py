@@ -11,7 +11,7 @@ from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, Generat
 from swarm.client.lanes.merge_outputs import merge_outputs
 from swarm.client.lanes.split_arguments import LanePlan
 
-PLAN = LanePlan(rows=3, num_beams=1, num_return_sequences=1, pad=9, eos=1)
+PLAN = LanePlan(sequences=3, num_beams=1, num_return_sequences=1, pad=9, eos=1)
 INF = float("inf")
 
 
@@ -25,7 +25,7 @@ def test_lanes_that_end_early_are_filled_up() -> None:
 
 
 def test_scores_of_a_lane_that_has_ended_are_all_for_the_filling() -> None:
-    plan = LanePlan(rows=2, num_beams=1, num_return_sequences=1, pad=2, eos=1)
+    plan = LanePlan(sequences=2, num_beams=1, num_return_sequences=1, pad=2, eos=1)
     long = GenerateDecoderOnlyOutput(
         sequences=torch.tensor([[5, 0, 1]]), scores=(torch.tensor([[3.0, 1.0, 0.0]]), torch.tensor([[0.0, 4.0, 0.0]]))
     )
@@ -42,7 +42,7 @@ def test_scores_of_a_lane_that_has_ended_are_all_for_the_filling() -> None:
 
 
 def test_beams_are_counted_through_the_whole_batch() -> None:
-    plan = LanePlan(rows=3, num_beams=2, num_return_sequences=1, pad=None, eos=None)
+    plan = LanePlan(sequences=3, num_beams=2, num_return_sequences=1, pad=None, eos=None)
     lanes = [
         GenerateBeamDecoderOnlyOutput(
             sequences=torch.tensor([[5, 6, 7], [8, 9, 9]]),
@@ -67,7 +67,7 @@ def test_beams_are_counted_through_the_whole_batch() -> None:
 
 @pytest.mark.parametrize("fill", [None, 0])
 def test_lanes_of_one_length_need_no_filling(fill: int | None) -> None:
-    plan = LanePlan(rows=2, num_beams=1, num_return_sequences=1, pad=fill, eos=None)
+    plan = LanePlan(sequences=2, num_beams=1, num_return_sequences=1, pad=fill, eos=None)
     assert merge_outputs([torch.tensor([[1, 2]]), torch.tensor([[3, 4]])], parts(0, 1, 2), plan).tolist() == [
         [1, 2],
         [3, 4],

@@ -52,7 +52,7 @@ def test_rows_are_divided_and_settings_are_not(model: Any) -> None:
         "pad_token_id": 0,
     }
     made = plan_lanes(model, arguments)
-    assert made.rows == 4
+    assert made.sequences == 4
     lane = lane_arguments(arguments, made, slice(1, 3))
     assert lane["input_ids"].tolist() == IDS[1:3].tolist()
     assert lane["attention_mask"].shape == lane["negative_prompt_ids"].shape == (2, 5)
@@ -83,7 +83,7 @@ def test_what_stands_behind_a_text_that_has_ended(model: Any, settings: dict[str
     config = GenerationConfig(**settings)
     stored, model.generation_config = model.generation_config, config
     try:
-        assert plan_lanes(model, {"input_ids": IDS, "generation_config": config}).fill == fill
+        assert plan_lanes(model, {"input_ids": IDS, "generation_config": config}).fill_token == fill
     finally:
         model.generation_config = stored
 
@@ -98,7 +98,7 @@ def test_what_stands_behind_a_text_that_has_ended(model: Any, settings: dict[str
         ({"logits_processor": LogitsProcessorList([lambda ids, scores: scores])}, "row_by_row = True"),
         (
             {"logits_processor": LogitsProcessorList([EncoderRepetitionPenaltyLogitsProcessor(1.2, IDS)])},
-            "made for all rows",
+            "made for the whole batch",
         ),
         ({"attention_mask": MASK[:3]}, r"attention_mask is \[3, 5\], but there are 4 rows"),
         ({"cache_position": torch.arange(4)}, "cache_position"),

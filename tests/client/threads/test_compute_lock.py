@@ -52,7 +52,7 @@ def threads() -> Threads:
 
 
 def test_one_at_a_time_in_the_order_of_the_answers(threads: Threads) -> None:
-    baton = ComputeLock()
+    lock = ComputeLock()
     answers: list[Future[str]] = [Future() for _ in range(4)]
     waiting = [threading.Event() for _ in answers]
     order: list[str] = []
@@ -60,10 +60,10 @@ def test_one_at_a_time_in_the_order_of_the_answers(threads: Threads) -> None:
 
     def lane(number: int) -> None:
         nonlocal computing
-        with ComputeTicket(baton) as turn:
-            assert current_ticket() is turn
+        with ComputeTicket(lock) as ticket:
+            assert current_ticket() is ticket
             waiting[number].set()
-            order.append(turn.wait(answers[number]))
+            order.append(ticket.wait(answers[number]))
             computing += 1
             assert computing == 1
             torch.randn(64, 64) @ torch.randn(64, 64)
@@ -73,8 +73,13 @@ def test_one_at_a_time_in_the_order_of_the_answers(threads: Threads) -> None:
     for number in range(4):
         threads.start(lambda number=number: lane(number))
     for event in waiting:
+<<<<<<< HEAD
         assert event.wait(60)
     holder = ComputeTicket(baton)
+=======
+        assert event.wait(10)
+    holder = ComputeTicket(lock)
+>>>>>>> cf190d3 (The client: options in named groups, one resolved configuration, one way from the session to the chain, plain names and texts)
     with holder:  # while somebody computes, those whose answers come stand in line
         for number in (2, 0, 3, 1):
             answers[number].set_result(str(number))
@@ -83,17 +88,17 @@ def test_one_at_a_time_in_the_order_of_the_answers(threads: Threads) -> None:
 
 
 def test_while_one_waits_the_others_compute(threads: Threads) -> None:
-    baton = ComputeLock()
+    lock = ComputeLock()
     first, second = Future[int](), Future[int]()
 
     def waiter() -> None:
-        with ComputeTicket(baton) as turn:
-            assert turn.wait(first) == 1
+        with ComputeTicket(lock) as ticket:
+            assert ticket.wait(first) == 1
 
     def other() -> None:
-        with ComputeTicket(baton) as turn:
-            first.set_result(1)  # the first one's turn comes when this one waits, not before
-            assert turn.wait(second) == 2
+        with ComputeTicket(lock) as ticket:
+            first.set_result(1)  # the first one continues when this one waits, not before
+            assert ticket.wait(second) == 2
 
     threads.start(waiter)
     threads.start(other)
@@ -104,17 +109,17 @@ def test_while_one_waits_the_others_compute(threads: Threads) -> None:
 def test_errors_of_what_is_waited_for_come_out(threads: Threads) -> None:
     failed: Future[None] = Future()
     failed.set_exception(ValueError("no"))
-    baton = ComputeLock()
-    with ComputeTicket(baton) as turn, pytest.raises(ValueError, match="no"):
-        turn.wait(failed)
-    with ComputeTicket(baton):  # the baton was given back
+    lock = ComputeLock()
+    with ComputeTicket(lock) as ticket, pytest.raises(ValueError, match="no"):
+        ticket.wait(failed)
+    with ComputeTicket(lock):  # the lock was given back
         pass
 
 
 def test_an_ended_turn_waits_no_more(threads: Threads) -> None:
     never: Future[None] = Future()
     waiting = threading.Event()
-    turn = ComputeTicket(ComputeLock())
+    ticket = ComputeTicket(ComputeLock())
 
     class Watched(Future[None]):
         def add_done_callback(self, callback: Callable[[Future[None]], object]) -> None:
@@ -124,31 +129,36 @@ def test_an_ended_turn_waits_no_more(threads: Threads) -> None:
     never = Watched()
 
     def lane() -> None:
-        with turn:
+        with ticket:
             with pytest.raises(CancelledError):
-                turn.wait(never)
+                ticket.wait(never)
             with pytest.raises(CancelledError):  # nor the next time
-                turn.wait(Future())
+                ticket.wait(Future())
 
     threads.start(lane)
+<<<<<<< HEAD
     assert waiting.wait(60)
     turn.end()
+=======
+    assert waiting.wait(10)
+    ticket.cancel()
+>>>>>>> cf190d3 (The client: options in named groups, one resolved configuration, one way from the session to the chain, plain names and texts)
     threads.join()
     assert never.cancelled()
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
 def test_what_a_lane_samples_depends_on_its_seed_alone(threads: Threads, order: tuple[int, ...]) -> None:
-    baton = ComputeLock()
+    lock = ComputeLock()
     rounds = 3
     answers = [[Future[None]() for _ in range(rounds)] for _ in order]
     numbers: dict[int, list[float]] = {number: [] for number in order}
     drawn = [[threading.Event() for _ in range(rounds)] for _ in order]
 
     def lane(number: int) -> None:
-        with ComputeTicket(baton, RandomState(CPU, seed=number)) as turn:
+        with ComputeTicket(lock, RandomState(CPU, seed=number)) as ticket:
             for answer, event in zip(answers[number], drawn[number], strict=True):
-                turn.wait(answer)
+                ticket.wait(answer)
                 numbers[number].append(float(torch.rand(())))
                 event.set()
 
@@ -171,8 +181,8 @@ def test_a_turn_without_a_random_state_leaves_the_generator_alone() -> None:
     done: Future[None] = Future()
     done.set_result(None)
     values = [float(torch.rand(()))]
-    with ComputeTicket(ComputeLock()) as turn:
-        turn.wait(done)
+    with ComputeTicket(ComputeLock()) as ticket:
+        ticket.wait(done)
         values.append(float(torch.rand(())))
     assert values == expected
 
@@ -192,27 +202,32 @@ class Counted:
 
 def together(threads: Threads, values: list[int], leaving: tuple[int, ...] = ()) -> tuple[Counted, dict[int, object]]:
     """Lanes whose answers come while another one computes; those of `leaving` compute nothing together."""
-    baton, work = ComputeLock(), Counted()
+    lock, work = ComputeLock(), Counted()
     answers: dict[int, Future[None]] = {value: Future() for value in values}
     waiting = [threading.Event() for _ in values]
     found: dict[int, object] = {}
 
     def lane(value: int, event: threading.Event) -> None:
-        with ComputeTicket(baton) as turn:
+        with ComputeTicket(lock) as ticket:
             event.set()
-            turn.wait(answers[value])
+            ticket.wait(answers[value])
             if value in leaving:
                 return
             try:
-                found[value] = turn.together(value, work)
+                found[value] = ticket.compute_batched(value, work)
             except ZeroDivisionError as error:
                 found[value] = error
 
     for value, event in zip(values, waiting, strict=True):
         threads.start(lambda value=value, event=event: lane(value, event))
     for event in waiting:
+<<<<<<< HEAD
         assert event.wait(60)
     with ComputeTicket(baton):
+=======
+        assert event.wait(10)
+    with ComputeTicket(lock):
+>>>>>>> cf190d3 (The client: options in named groups, one resolved configuration, one way from the session to the chain, plain names and texts)
         for answer in answers.values():
             answer.set_result(None)
     threads.join()
@@ -228,8 +243,8 @@ def test_who_is_ready_at_the_same_time_computes_together(threads: Threads) -> No
 def test_who_has_nobody_beside_it_computes_alone(threads: Threads) -> None:
     work, found = together(threads, [5])
     assert (work.calls, found) == ([[5]], {5: 10})
-    with ComputeTicket(ComputeLock()) as turn:
-        assert turn.together(6, work) == 12
+    with ComputeTicket(ComputeLock()) as ticket:
+        assert ticket.compute_batched(6, work) == 12
 
 
 @pytest.mark.parametrize("leaving", [(4,), (1,), (2, 3, 4), (1, 2, 3)])

@@ -13,7 +13,7 @@ from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPP
 from transformers import AutoModelForCausalLM
 
 from swarm.client.tuning.lora import new_lora
-from swarm.client.tuning.lora_config import LoraSettings, default_targets, lora_settings, lora_targets
+from swarm.client.tuning.lora_config import LoraSettings, default_targets, lora_settings, select_targets
 from swarm.errors import InvalidOption
 from swarm.models.cutting.families import causal_lm_class
 from swarm.models.cutting.lora_targets import find_lora_targets
@@ -26,7 +26,7 @@ def wanted(family: str, **entries: Any) -> tuple[dict[int, dict[str, tuple[int, 
     with torch.device("meta"):
         path = find_layers(causal_lm_class(config)(config), BLOCKS)[0]
     settings = lora_settings(entries)
-    return lora_targets(settings, find_lora_targets(config), path, config.model_type), settings, path
+    return select_targets(settings, find_lora_targets(config), path, config.model_type), settings, path
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_a_config_object_a_dict_and_keywords_say_the_same(config: Any) -> None:
 @pytest.mark.parametrize(
     ("entries", "said"),
     [
-        ({"lora_dropout": 0.1}, "lora_dropout=0.1 cannot be done"),
+        ({"lora_dropout": 0.1}, "does not support lora_dropout=0.1"),
         ({"use_dora": True}, "DoRA"),
         ({"bias": "all"}, "bias='all'"),
         ({"lora_bias": True}, "lora_bias"),
@@ -127,12 +127,12 @@ def test_every_entry_of_pefts_config_is_known_or_empty_by_default() -> None:
     ("family", "entries", "said"),
     [
         ("llama", {"target_modules": ["q_proj", "nothing"]}, "'nothing'"),
-        ("llama", {"target_modules": ["lm_head", "q_proj"]}, "lm_head lies outside"),
+        ("llama", {"target_modules": ["lm_head", "q_proj"]}, "lm_head is outside"),
         ("llama", {"target_modules": ["input_layernorm"]}, "input_layernorm"),
         ("mixtral", {"target_modules": ["gate_up_proj"]}, "gate_up_proj"),
-        ("qwen3_moe", {"target_modules": ["down_proj"]}, "down_proj would mean the experts"),
+        ("qwen3_moe", {"target_modules": ["down_proj"]}, "down_proj also match the experts"),
         ("deepseek_v3", {"target_modules": "all-linear"}, "experts"),
-        ("opt_projected", {"target_modules": ["project_in"]}, "model.decoder.project_in lies outside"),
+        ("opt_projected", {"target_modules": ["project_in"]}, "model.decoder.project_in is outside"),
         ("llama", {"target_modules": ["q_proj"], "layers_to_transform": [6]}, "blocks 0:6"),
     ],
 )

@@ -7,22 +7,15 @@ from typing import Any
 import pytest
 
 from swarm import AutoDistributedModelForCausalLM, AutoDistributedModelForSequenceClassification
-from swarm.client.tuning.options import TuningOptions, tuning_options
+from swarm.client.tuning.options import TuningConfig, TuningOptions, resolve_tuning
 from swarm.errors import InvalidOption, UnsupportedModel
 from tests.zoo import config_of
 
-NOTHING: dict[str, Any] = {
-    "tuning_mode": None,
-    "pre_seq_len": None,
-    "lora_config": None,
-    "lora_rank": None,
-    "lora_alpha": None,
-    "target_modules": None,
-    "adapter": None,
-    "adapter_revision": None,
-    "force_adapter": False,
-    "trainable": None,
-}
+
+def resolve(given: dict[str, Any]) -> TuningConfig:
+    options = dict(given)
+    mode, adapter = options.pop("tuning_mode", None), options.pop("adapter", None)
+    return resolve_tuning(mode, adapter, TuningOptions(**options))
 
 
 @pytest.mark.parametrize(
@@ -30,7 +23,7 @@ NOTHING: dict[str, Any] = {
     [
         ({"tuning_mode": "prefix"}, "tuning_mode='prefix' is not one of ptune"),
         ({"tuning_mode": "lora", "pre_seq_len": 4}, "pre_seq_len is for virtual tokens"),
-        ({"pre_seq_len": 4}, "say tuning_mode"),
+        ({"pre_seq_len": 4}, "add tuning_mode"),
         ({"tuning_mode": "ptune", "pre_seq_len": 0}, "pre_seq_len=0"),
         ({"tuning_mode": "ptune", "pre_seq_len": 10**6}, "pre_seq_len=1000000"),
         ({"tuning_mode": "ptune", "lora_rank": 4}, "lora_rank is for LoRA"),
@@ -38,13 +31,13 @@ NOTHING: dict[str, Any] = {
         ({"tuning_mode": "lora", "lora_rank": 0}, "lora_rank=0"),
         ({"tuning_mode": "lora", "lora_config": {"lora_dropout": 0.1}}, "lora_dropout"),
         ({"tuning_mode": "lora", "adapter": "folder", "lora_alpha": 4}, "the adapter folder has its own"),
-        ({"trainable": True}, "say adapter="),
-        ({"adapter_revision": "main"}, "say adapter="),
+        ({"trainable": True}, "add adapter="),
+        ({"adapter_revision": "main"}, "add adapter="),
     ],
 )
 def test_what_makes_no_sense_is_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidOption, match=said):
-        tuning_options(**{**NOTHING, **given})
+        resolve(given)
 
 
 @pytest.mark.parametrize(
@@ -59,9 +52,9 @@ def test_what_makes_no_sense_is_refused(given: dict[str, Any], said: str) -> Non
     ],
 )
 def test_an_adapter_is_frozen_unless_training_goes_on(given: dict[str, Any], trainable: bool) -> None:
-    options = tuning_options(**{**NOTHING, **given})
-    assert isinstance(options, TuningOptions)
-    assert options.trainable is trainable
+    config = resolve(given)
+    assert isinstance(config, TuningConfig)
+    assert config.trainable is trainable
 
 
 def test_classes_are_counted_for_classification_only() -> None:

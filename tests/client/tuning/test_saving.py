@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard
 
 from swarm.client.tuning import saving
 from swarm.client.tuning.lora import new_lora
-from swarm.client.tuning.lora_config import lora_settings, lora_targets
+from swarm.client.tuning.lora_config import lora_settings, select_targets
 from swarm.client.tuning.saving import TrainedSnapshot, peft_config, peft_tensors, push, save
 from swarm.models.adapters.adapter_files import read_adapter
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
@@ -31,7 +31,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 def lora(checkpoint: Checkpoint, heads: Mapping[str, torch.Tensor] | None = None, **entries: Any) -> TrainedSnapshot:
     settings = lora_settings({"init_lora_weights": False, **entries})
-    modules = lora_targets(settings, find_lora_targets(checkpoint.config), "model.layers", "llama")
+    modules = select_targets(settings, find_lora_targets(checkpoint.config), "model.layers", "llama")
     made = new_lora(modules, settings, "model.layers")
     return TrainedSnapshot(checkpoint, "lora", "model.layers", None, None, made, heads or {})
 

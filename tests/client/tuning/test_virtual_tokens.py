@@ -33,7 +33,7 @@ def lead(row: list[int]) -> int:
 def test_they_stand_in_front_of_each_rows_first_real_token(mask: torch.Tensor) -> None:
     tokens = torch.arange(mask.numel()).view(mask.shape) + 10
     where = virtual_token_layout(COUNT, len(mask), mask)
-    found = where.extended(tokens, VIRTUAL).tolist()
+    found = where.insert(tokens, VIRTUAL).tolist()
     for row, real, got in zip(tokens.tolist(), mask.tolist(), found, strict=True):
         first = lead(real)
         assert got == [*row[:first], *VIRTUAL.tolist(), *row[first:]]
@@ -46,7 +46,7 @@ def test_hidden_states_go_where_tokens_go_and_gradients_come_back(mask: torch.Te
     where = virtual_token_layout(COUNT, len(mask), mask)
     hidden = torch.randn(*mask.shape, 2, requires_grad=True)
     prompts = torch.randn(COUNT, 2, requires_grad=True)
-    found = where.extended(hidden, prompts)
+    found = where.insert(hidden, prompts)
     assert torch.equal(
         found[where.is_virtual(mask.shape[1])].view(len(mask), COUNT, 2), prompts.expand(len(mask), -1, -1)
     )
@@ -60,7 +60,7 @@ def test_positions_count_on_from_each_rows_first_real_token(mask: torch.Tensor) 
     counted = (mask.cumsum(1) - 1).clamp(min=0)
     where = virtual_token_layout(COUNT, len(mask), mask)
     found = where.positions(counted)
-    real = where.extended(mask, torch.ones(COUNT, dtype=torch.long)).bool()
+    real = where.insert(mask, torch.ones(COUNT, dtype=torch.long)).bool()
     for positions, row in zip(found, real, strict=True):
         assert positions[row].tolist() == list(range(int(row.sum())))
 
@@ -82,7 +82,7 @@ def test_what_comes_out_behind_the_virtual_tokens_lies_where_it_lay() -> None:
     """Leaving out the first slots leaves every real token in its own one, however the rows are padded."""
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 0, 0], [0, 1, 1, 0]])
     tokens = torch.arange(12).view(3, 4)
-    rest = virtual_token_layout(COUNT, 3, mask).extended(tokens, VIRTUAL)[:, COUNT:]
+    rest = virtual_token_layout(COUNT, 3, mask).insert(tokens, VIRTUAL)[:, COUNT:]
     assert torch.equal(rest[mask == 1], tokens[mask == 1])
 
 
@@ -90,22 +90,22 @@ def test_a_cache_shows_its_virtual_tokens_to_the_model_alone() -> None:
     cache = PromptedCache(None, COUNT)
     assert cache.get_seq_length() == 0
     mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
-    cache.place(virtual_token_layout(COUNT, 2, mask))
+    cache.set_token_layout(virtual_token_layout(COUNT, 2, mask))
     cache.commit(2, COUNT + 3, None, None)
     assert cache.get_seq_length() == 3
     cache.is_inside = True
     assert cache.get_seq_length() == COUNT + 3
     cache.reorder_cache(torch.tensor([1, 1]))
-    assert cache.placement is not None
-    assert cache.placement.leads.tolist() == [0, 0]
+    assert cache.token_layout is not None
+    assert cache.token_layout.leads.tolist() == [0, 0]
 
 
 def test_virtual_tokens_are_rolled_back_all_or_none() -> None:
     cache = PromptedCache(None, COUNT)
-    cache.place(virtual_token_layout(COUNT, 1, torch.tensor([[0, 1, 1]])))
+    cache.set_token_layout(virtual_token_layout(COUNT, 1, torch.tensor([[0, 1, 1]])))
     cache.commit(1, COUNT + 3, None, None)
     cache.set_length(COUNT + 1)
     assert cache.length == COUNT + 1
     cache.set_length(COUNT)
     assert cache.length == 0
-    assert cache.placement is None
+    assert cache.token_layout is None

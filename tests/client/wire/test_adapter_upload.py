@@ -45,13 +45,13 @@ def part(value: float, dtype: torch.dtype = torch.float32) -> BlockAdapterWeight
 ADAPTER = pack_adapter({0: part(1.0), 2: part(2.0)})
 
 
-def forward(asker: HopRequester, adapter: PackedAdapter = ADAPTER) -> Any:
-    return asker.forward(hop(), INPUT, LAYOUT, adapter)
+def forward(requester: HopRequester, adapter: PackedAdapter = ADAPTER) -> Any:
+    return requester.forward(hop(), INPUT, LAYOUT, adapter)
 
 
 def test_what_is_packed_is_what_was_put_in():
     assert list(ADAPTER.parts) == [0, 2]
-    (put, payload), *others = ADAPTER.puts(ADAPTER.keys(Span(0, 3)))
+    (put, payload), *others = ADAPTER.upload_messages(ADAPTER.keys(Span(0, 3)))
     assert not others
     assert (put.start, len(put.blocks), put.blocks[1]) == (0, 3, None)
     described = [block for block in put.blocks if block is not None]
@@ -60,7 +60,7 @@ def test_what_is_packed_is_what_was_put_in():
         torch.testing.assert_close(found.tensors, right.tensors)
     assert ADAPTER.digests(Span(0, 3)) == [described[0].digest, b"", described[1].digest]
     assert ADAPTER.digests(Span(1, 2)) is None
-    assert ADAPTER.size(ADAPTER.keys(Span(1, 3))) == len(payload) // 2
+    assert ADAPTER.payload_bytes(ADAPTER.keys(Span(1, 3))) == len(payload) // 2
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_large_adapters_go_in_several_messages(prompts, limit):
     adapter = pack_adapter({2 * n: BlockAdapterWeights(torch.ones(rows, HIDDEN)) for n, rows in enumerate(prompts)})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adapter_upload, "MAX_PUT_BYTES", limit)
-        puts = list(adapter.puts(adapter.keys(Span(0, 20))))
+        puts = list(adapter.upload_messages(adapter.keys(Span(0, 20))))
     blocks = [number for put, _ in puts for number, block in enumerate(put.blocks, put.start) if block is not None]
     assert blocks == list(adapter.parts)
     assert b"".join(payload for _, payload in puts) == b"".join(one.payload for one in adapter.parts.values())
@@ -104,11 +104,11 @@ def test_large_adapters_go_in_several_messages(prompts, limit):
 def test_each_server_is_sent_an_adapter_once_and_other_parts_when_they_change():
     async def scenario(swarm):
         server = await swarm.add(KEPT, forward_reply(), forward_reply(), KEPT, forward_reply())
-        asker = HopRequester(swarm.network, MANNER)
-        assert (await forward(asker)).payload == OUTPUT
-        assert (await forward(asker)).payload == OUTPUT
+        requester = HopRequester(swarm.network, MANNER)
+        assert (await forward(requester)).payload == OUTPUT
+        assert (await forward(requester)).payload == OUTPUT
         changed = pack_adapter({0: part(1.0), 2: part(3.0)})
-        assert (await forward(asker, changed)).payload == OUTPUT
+        assert (await forward(requester, changed)).payload == OUTPUT
         assert server.asked == [PUT, FORWARD, FORWARD, PUT, FORWARD]
         second = server.requests[3][0]
         assert (second.start, len(second.blocks)) == (2, 1)  # block 0 is as before
@@ -142,8 +142,8 @@ def test_of_requests_that_come_together_one_brings_the_adapter():
                 await stream.send(*(KEPT if type(message) is PUT else forward_reply()))
 
         await swarm.network.serve(answer)
-        asker, place = HopRequester(swarm.network, MANNER), hop("client")
-        await asyncio.gather(*(asker.forward(place, INPUT, LAYOUT, ADAPTER) for _ in range(5)))
+        requester, place = HopRequester(swarm.network, MANNER), hop("client")
+        await asyncio.gather(*(requester.forward(place, INPUT, LAYOUT, ADAPTER) for _ in range(5)))
         assert sorted(kind.__name__ for kind in server.asked) == ["ForwardRequest"] * 5 + ["PutAdapters"]
 
     run(scenario)
@@ -152,12 +152,12 @@ def test_of_requests_that_come_together_one_brings_the_adapter():
 def test_a_server_that_has_lost_an_adapter_gets_it_again_once():
     async def scenario(swarm):
         server = await swarm.add(KEPT, forward_reply(), UNKNOWN, KEPT, forward_reply(), UNKNOWN, KEPT, UNKNOWN)
-        asker = HopRequester(swarm.network, MANNER)
-        await forward(asker)
-        await forward(asker)
+        requester = HopRequester(swarm.network, MANNER)
+        await forward(requester)
+        await forward(requester)
         assert server.asked == [PUT, FORWARD, FORWARD, PUT, FORWARD]
         with pytest.raises(UnknownAdapter, match="it has left"):
-            await forward(asker)
+            await forward(requester)
         assert server.asked[5:] == [FORWARD, PUT, FORWARD]
 
     run(scenario)
@@ -166,10 +166,10 @@ def test_a_server_that_has_lost_an_adapter_gets_it_again_once():
 def test_what_is_wrong_with_bringing_it_is_told_and_others_try_for_themselves():
     async def scenario(swarm):
         await swarm.add(OPENED, forward_reply())
-        asker = HopRequester(swarm.network, MANNER)
-        found = await asyncio.gather(forward(asker), forward(asker), return_exceptions=True)
+        requester = HopRequester(swarm.network, MANNER)
+        found = await asyncio.gather(forward(requester), forward(requester), return_exceptions=True)
         assert [type(error) for error in found] == [ProtocolViolation, ProtocolViolation]
-        assert not asker.sent._under_way
+        assert not requester.ledger._uploads
 
     run(scenario)
 
@@ -177,13 +177,13 @@ def test_what_is_wrong_with_bringing_it_is_told_and_others_try_for_themselves():
 def test_a_broken_connection_may_mean_that_everything_is_lost():
     async def scenario(swarm):
         server = await swarm.add(KEPT, forward_reply(), "hang up")
-        asker = HopRequester(swarm.network, MANNER)
-        await forward(asker)
+        requester = HopRequester(swarm.network, MANNER)
+        await forward(requester)
         server.answers = ("hang up",)
         with pytest.raises(PeerLost):
-            await forward(asker)
+            await forward(requester)
         server.answers = (KEPT, forward_reply())
-        await forward(asker)
+        await forward(requester)
         assert server.asked[-2:] == [PUT, FORWARD]
 
     run(scenario)
@@ -192,11 +192,11 @@ def test_a_broken_connection_may_mean_that_everything_is_lost():
 def test_nothing_is_relied_on_longer_than_the_server_promised():
     async def scenario(swarm):
         server = await swarm.add(*[KEPT, forward_reply()] * 2)
-        asker = HopRequester(swarm.network, MANNER)
-        await forward(asker)
+        requester = HopRequester(swarm.network, MANNER)
+        await forward(requester)
         await asyncio.sleep(601)
         server.answers = (KEPT, forward_reply())
-        await forward(asker)
+        await forward(requester)
         assert server.asked == [PUT, FORWARD] * 2
 
     run(scenario)
@@ -207,10 +207,10 @@ def test_what_is_remembered_is_bounded(monkeypatch):
     monkeypatch.setattr(adapter_upload, "MAX_PARTS_PER_SERVER", 2)
     sent = UploadLedger()
     for peer in "abcd":
-        sent.kept(peer, [(0, b"x"), (1, b"x")], 60.0)
-        sent.kept(peer, [(2, b"x")], 60.0)
-    assert sent.lacking("a", [(2, b"x")]) == [(2, b"x")]
-    assert sent.lacking("d", [(0, b"x"), (1, b"x"), (2, b"x")]) == [(0, b"x")]
+        sent.record(peer, [(0, b"x"), (1, b"x")], 60.0)
+        sent.record(peer, [(2, b"x")], 60.0)
+    assert sent.missing("a", [(2, b"x")]) == [(2, b"x")]
+    assert sent.missing("d", [(0, b"x"), (1, b"x"), (2, b"x")]) == [(0, b"x")]
 
 
 def test_a_session_brings_the_adapter_in_front_and_again_where_it_is_lost():

@@ -14,40 +14,40 @@ tokens = st.integers(1, 10**6)
 
 def test_at_first_it_goes_by_what_was_announced():
     patience = TimeoutEstimator(0.5, 0.01, 60.0)
-    assert patience.allowed(1) == STALL_ALLOWANCE_S + TIMEOUT_FACTOR * (0.5 + TIMEOUT_FACTOR * 0.25)
-    assert patience.allowed(101) == pytest.approx(patience.allowed(1) + TIMEOUT_FACTOR * 100 * 0.01)
+    assert patience.timeout(1) == STALL_ALLOWANCE_S + TIMEOUT_FACTOR * (0.5 + TIMEOUT_FACTOR * 0.25)
+    assert patience.timeout(101) == pytest.approx(patience.timeout(1) + TIMEOUT_FACTOR * 100 * 0.01)
 
 
 def test_steady_answers_shorten_it_down_to_a_stall():
     patience = TimeoutEstimator(5.0, 0.01, 60.0)
     for _ in range(200):
-        patience.answered(0.05, 1)
-    assert STALL_ALLOWANCE_S < patience.allowed(1) < STALL_ALLOWANCE_S + 0.5
+        patience.observe(0.05, 1)
+    assert STALL_ALLOWANCE_S < patience.timeout(1) < STALL_ALLOWANCE_S + 0.5
 
 
 def test_a_server_that_varies_gets_more():
     steady, varying = TimeoutEstimator(1.0, 0.01, 60.0), TimeoutEstimator(1.0, 0.01, 60.0)
     for number in range(100):
-        steady.answered(1.0, 1)
-        varying.answered(0.5 if number % 2 else 1.5, 1)
-    assert varying.allowed(1) > 1.5 * steady.allowed(1)
+        steady.observe(1.0, 1)
+        varying.observe(0.5 if number % 2 else 1.5, 1)
+    assert varying.timeout(1) > 1.5 * steady.timeout(1)
 
 
 def test_long_steps_tell_what_a_token_costs_and_leave_short_ones_alone():
     patience = TimeoutEstimator(0.1, 1e-5, 600.0)
-    before = patience.allowed(1)
+    before = patience.timeout(1)
     for _ in range(30):
-        patience.answered(0.1 + 0.02 * 999, 1000)
-    assert patience.allowed(1) == before
-    assert patience.allowed(1000) >= 0.02 * 999
+        patience.observe(0.1 + 0.02 * 999, 1000)
+    assert patience.timeout(1) == before
+    assert patience.timeout(1000) >= 0.02 * 999
 
 
 def test_a_server_that_becomes_slower_by_and_by_is_not_taken_for_dead():
     patience = TimeoutEstimator(0.1, 0.01, 1e6)
     took = 0.1
     for _ in range(500):
-        assert took <= patience.allowed(1)
-        patience.answered(took, 1)
+        assert took <= patience.timeout(1)
+        patience.observe(took, 1)
         took *= 1.02
 
 
@@ -55,6 +55,6 @@ def test_a_server_that_becomes_slower_by_and_by_is_not_taken_for_dead():
 def test_it_has_bounds_and_grows_with_the_tokens(step, token, answers, wanted, limit):
     patience = TimeoutEstimator(step, token, limit)
     for took, count in answers:
-        patience.answered(took, count)
-    assert min(STALL_ALLOWANCE_S, limit) <= patience.allowed(wanted) <= limit
-    assert patience.allowed(wanted) <= patience.allowed(wanted + 1)
+        patience.observe(took, count)
+    assert min(STALL_ALLOWANCE_S, limit) <= patience.timeout(wanted) <= limit
+    assert patience.timeout(wanted) <= patience.timeout(wanted + 1)
