@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from benchmarks import machine
-from swarm import AutoDistributedModelForCausalLM, AutoDistributedModelForSequenceClassification
+from swarm import AutoDistributedModelForCausalLM, AutoDistributedModelForSequenceClassification, TuningOptions
 from swarm.cli.local_swarm import LocalSwarm
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
 
@@ -81,7 +81,11 @@ def prompts(address: str | None, seed: int) -> Result:
         whole = AutoModelForSequenceClassification.from_pretrained(DEMO_FOLDER, num_labels=len(TOPICS))
         return prompt_tuning.tune(LocalDeepPrompts(whole, count), tokenizer, seed)[:2]
     model = AutoDistributedModelForSequenceClassification.from_pretrained(
-        DEMO_FOLDER, initial_peers=[address], num_labels=len(TOPICS), tuning_mode="deep_ptune", pre_seq_len=count
+        DEMO_FOLDER,
+        initial_peers=[address],
+        num_labels=len(TOPICS),
+        tuning_mode="deep_ptune",
+        tuning=TuningOptions(pre_seq_len=count),
     )
     model.config.pad_token_id = tokenizer.pad_token_id
     try:
@@ -98,7 +102,7 @@ def lora(address: str | None, seed: int) -> Result:
         local = get_peft_model(AutoModelForCausalLM.from_pretrained(DEMO_FOLDER), LoraConfig(**lora_text.LORA))
         return lora_text.tune(local, tokenizer, seed)[:2]
     model = AutoDistributedModelForCausalLM.from_pretrained(
-        DEMO_FOLDER, initial_peers=[address], tuning_mode="lora", lora_config=lora_text.LORA
+        DEMO_FOLDER, initial_peers=[address], tuning_mode="lora", tuning=TuningOptions(lora_config=lora_text.LORA)
     )
     try:
         return lora_text.tune(model, tokenizer, seed)[:2]

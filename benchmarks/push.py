@@ -27,7 +27,7 @@ from benchmarks import machine
 from benchmarks.chain import split_blocks, spread
 from benchmarks.delayed import DelayedPeer
 from benchmarks.shapes import SHAPES, make_model
-from swarm import AutoDistributedModelForCausalLM
+from swarm import AutoDistributedModelForCausalLM, NetworkOptions
 from swarm.cli.local_swarm import LOOPBACK, PeerProcess
 from swarm.client import connection
 from swarm.client.chain.chain import Chain
@@ -140,7 +140,9 @@ def over_libp2p(path: Path, servers: int, delay: float, tokens: int, repeats: in
     connection.Peer = DelayedPeer  # type: ignore[attr-defined, misc]
     with slow_servers(path, servers, delay) as address:
         models: dict[bool, Any] = {
-            push: AutoDistributedModelForCausalLM.from_pretrained(path, initial_peers=[address], wire="none", push=push)
+            push: AutoDistributedModelForCausalLM.from_pretrained(
+                path, initial_peers=[address], wire="none", network=NetworkOptions(push=push)
+            )
             for push in PUSH
         }
         for _, push in itertools.product(range(repeats), PUSH):

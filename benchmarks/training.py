@@ -34,7 +34,7 @@ from benchmarks import machine
 from benchmarks.chain import split_blocks, spread
 from benchmarks.delayed import DelayedPeer
 from benchmarks.shapes import SHAPES, make_model
-from swarm import AutoDistributedModelForCausalLM
+from swarm import AutoDistributedModelForCausalLM, TuningOptions
 from swarm.cli.local_swarm import LocalSwarm
 from swarm.client import connection
 from swarm.transport.p2p import quiet_hivemind
@@ -84,7 +84,7 @@ def local_model(path: Path) -> Any:
 def tuned(path: Path, address: str) -> Iterator[Any]:
     """The swarm's model with the same factors to train."""
     model = AutoDistributedModelForCausalLM.from_pretrained(
-        path, initial_peers=[address], wire="none", tuning_mode="lora", lora_config=LORA
+        path, initial_peers=[address], wire="none", tuning_mode="lora", tuning=TuningOptions(lora_config=LORA)
     )
     try:
         yield model

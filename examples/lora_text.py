@@ -18,7 +18,7 @@ from standard_library import sources
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from swarm import AutoDistributedModelForCausalLM
+from swarm import AutoDistributedModelForCausalLM, TuningOptions
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 
 LENGTH, BATCH, STEPS = 128, 8, 150
@@ -71,7 +71,7 @@ def main() -> None:
     with peers(arguments) as addresses:
         torch.manual_seed(arguments.seed)
         model = AutoDistributedModelForCausalLM.from_pretrained(
-            arguments.model, initial_peers=addresses, tuning_mode="lora", lora_config=LORA
+            arguments.model, initial_peers=addresses, tuning_mode="lora", tuning=TuningOptions(lora_config=LORA)
         )
         tokenizer = AutoTokenizer.from_pretrained(open_checkpoint(arguments.model).source)
         before, after, losses = tune(model, tokenizer, arguments.seed, arguments.steps)

@@ -18,7 +18,7 @@ from standard_library import TOPICS, docstrings
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from swarm import AutoDistributedModelForSequenceClassification
+from swarm import AutoDistributedModelForSequenceClassification, TuningOptions
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 
 ASKED = " It is about"
@@ -89,7 +89,7 @@ def main() -> None:
             initial_peers=addresses,
             num_labels=len(TOPICS),
             tuning_mode=arguments.mode,
-            pre_seq_len=VIRTUAL_TOKENS,
+            tuning=TuningOptions(pre_seq_len=VIRTUAL_TOKENS),
         )
         tokenizer = prepared(AutoTokenizer.from_pretrained(open_checkpoint(arguments.model).source))
         model.config.pad_token_id = tokenizer.pad_token_id

@@ -12,11 +12,15 @@ if TYPE_CHECKING:
         AutoDistributedModelForSequenceClassification,
         AutoModelForPromptTuning,
     )
+    from swarm.client.config import NetworkOptions
+    from swarm.client.tuning.options import TuningOptions
 
 __all__ = [
     "AutoDistributedModelForCausalLM",
     "AutoDistributedModelForSequenceClassification",
     "AutoModelForPromptTuning",
+    "NetworkOptions",
+    "TuningOptions",
     "__version__",
 ]
 

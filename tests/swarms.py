@@ -13,7 +13,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from typing import Any
 import psutil
 
 from swarm.client.auto_model import AutoDistributedModelForCausalLM
+from swarm.client.config import NetworkOptions
+from swarm.client.tuning.options import TuningOptions
 from swarm.server.config import BlocksOption, ServerConfig
 from swarm.server.throughput.throughput_option import ThroughputOption
 from swarm.transport.p2p import P2PConfig
@@ -164,7 +166,9 @@ class TestSwarm:
     def client(self, **options: Any) -> Any:
         """A new client's model; what travels is exact unless said otherwise, so that texts can be compared."""
         options = {"wire": "none", **options}
-        return AutoDistributedModelForCausalLM.from_pretrained(self.model, initial_peers=self.addresses, **options)
+        return AutoDistributedModelForCausalLM.from_pretrained(
+            self.model, initial_peers=self.addresses, **group_options(options)
+        )
 
     def stop(self) -> None:
         for server in self.servers:
@@ -190,6 +194,16 @@ def run_swarm(model: Path | str, blocks: Sequence[str], **options: Any) -> Itera
             swarm.stop()
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def group_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `from_pretrained`: the fields of `NetworkOptions` and `TuningOptions` are put into these groups."""
+    grouped = dict(options)
+    for name, kind in (("network", NetworkOptions), ("tuning", TuningOptions)):
+        members = {field.name: grouped.pop(field.name) for field in fields(kind) if field.name in grouped}
+        if members:
+            grouped[name] = kind(**members)
+    return grouped
 
 
 @contextmanager

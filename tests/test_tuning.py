@@ -23,7 +23,7 @@ from swarm.data_structures import WireFormat
 from swarm.errors import AdapterError, AdapterMismatch, InvalidOption, UsageError
 from swarm.models.cutting import surgery
 from tests.slow import slow_except
-from tests.swarms import TestSwarm, run_swarm
+from tests.swarms import TestSwarm, group_options, run_swarm
 from tests.zoo import BLOCKS, PROMPTS, make_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:Position ids are not supported")  # PEFT's generate gives its own
@@ -64,7 +64,7 @@ def llamas(folders: Any) -> Iterator[TestSwarm]:
 def tuned(test_swarm: TestSwarm, kind: Any = swarm.AutoDistributedModelForCausalLM, **options: Any) -> Iterator[Any]:
     """A client's model whose values can be compared; it disconnects at the end."""
     options = {"wire": "none", "dtype": "float32", **options}
-    model = kind.from_pretrained(test_swarm.model, initial_peers=test_swarm.addresses, **options)
+    model = kind.from_pretrained(test_swarm.model, initial_peers=test_swarm.addresses, **group_options(options))
     try:
         yield model.eval()
     finally:

@@ -92,6 +92,7 @@ def main(
 
     import torch
 
+    from swarm.client.config import NetworkOptions
     from swarm.gateway.lifecycle import ListenAddress, serve_gateway
     from swarm.gateway.settings import GatewaySettings
     from swarm.transport.p2p import quiet_hivemind
@@ -107,7 +108,8 @@ def main(
         max_waiting=queue,
         public_status=public_status,
     )
-    options: dict[str, Any] = {"wire": wire, "wait_for_blocks": wait_for_blocks, "cache_dir": cache_dir}
+    network = NetworkOptions(wait_for_blocks=wait_for_blocks)
+    options: dict[str, Any] = {"wire": wire, "network": network, "cache_dir": cache_dir}
     peers = console.split_addresses(initial_peers)
     if peers:
         options["initial_peers"] = peers

@@ -121,7 +121,7 @@ class SequenceGeneration:
     def cancel(self) -> None:
         """Stop generating. Returns at once; the session is freed a moment later."""
         self._cancelled = True
-        self._ticket.end()
+        self._ticket.cancel()
 
     async def wait_ended(self) -> None:
         """Wait until the session is freed."""

@@ -12,6 +12,7 @@ import openai
 import pytest
 from langchain_openai import ChatOpenAI
 
+from swarm import NetworkOptions
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
 from swarm.models.checkpoints.tokenizer import load_local_model, load_tokenizer
 from tests.gateways import GatewayProcess, metric_at, run_gateway
@@ -230,7 +231,10 @@ def kill(swarm: TestSwarm, short_id: str) -> None:
 
 @pytest.mark.slow
 def test_missing_blocks_are_reported_until_they_are_back():
-    with run_swarm(DEMO_FOLDER, ("0:6", "6:12")) as swarm, run_gateway(swarm, wait_for_blocks=1.0) as gateway:
+    with (
+        run_swarm(DEMO_FOLDER, ("0:6", "6:12")) as swarm,
+        run_gateway(swarm, network=NetworkOptions(wait_for_blocks=1.0)) as gateway,
+    ):
         with openai.OpenAI(base_url=gateway.api, api_key="none", max_retries=0) as client:
             ask(client)
             swarm.holders("6:12")[0].stop()

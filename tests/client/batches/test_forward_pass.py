@@ -54,7 +54,9 @@ class Batch:
             requester.close()
         for trace, expected in zip(traces, self.expected, strict=True):
             result = trace.outputs
-            outputs = decode_tensor(result.payload, result.tokens, WIDTH, result.wire, result.dtype, torch.device("cpu"))
+            outputs = decode_tensor(
+                result.payload, result.tokens, WIDTH, result.wire, result.dtype, torch.device("cpu")
+            )
             torch.testing.assert_close(outputs, expected, rtol=0, atol=TOLERANCE * float(expected.abs().max()))
 
 

@@ -287,4 +287,4 @@ def test_the_deadline_covers_all_steps_under_way(tokens):
         progress.on_delivered(number, OutputShape(count, 4), 0.0)
         deadlines.append(progress.deadline)
     assert deadlines == sorted(deadlines)
-    assert progress.deadline == TimeoutEstimator(0.1, 0.01, 60.0).allowed(sum(tokens))
+    assert progress.deadline == TimeoutEstimator(0.1, 0.01, 60.0).timeout(sum(tokens))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from swarm.client.config import ClientConfig
+from swarm.client.config import ClientConfig, ModelIdentity
 from swarm.client.routes import route_planner as module
 from swarm.client.routes.route_planner import (
     FIRST_PING_TIMEOUT_S,
@@ -33,6 +33,7 @@ from swarm.errors import (
 from swarm.routing.peer_health import PeerFailure
 from tests import virtual_time
 from tests.infos import server_info
+from tests.swarms import group_options
 
 ALL = Span(0, 6)
 
@@ -82,8 +83,8 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
         async def scenario() -> None:
             peer: Any = SimpleNamespace(dht="the dht")
-            config = ClientConfig(("somebody",), **options)
-            planner = RoutePlanner(peer, config, "the model", "main", 6, None, tell=world.told.append)
+            config = ClientConfig(("somebody",), **group_options(options))
+            planner = RoutePlanner(peer, config, ModelIdentity("the model", "main", 6), world.told.append)
             try:
                 await act(world, planner)
             finally:
