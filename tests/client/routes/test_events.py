@@ -63,4 +63,4 @@ def test_a_listener_that_fails_harms_nobody(caplog):
 
     broadcast([broken, heard.append])(Recovered(1.0))
     assert heard == [Recovered(1.0)]
-    assert "a listener failed at Recovered" in caplog.text
+    assert "an event listener failed on Recovered" in caplog.text
