@@ -73,13 +73,8 @@ def test_one_at_a_time_in_the_order_of_the_answers(threads: Threads) -> None:
     for number in range(4):
         threads.start(lambda number=number: lane(number))
     for event in waiting:
-<<<<<<< HEAD
         assert event.wait(60)
-    holder = ComputeTicket(baton)
-=======
-        assert event.wait(10)
     holder = ComputeTicket(lock)
->>>>>>> cf190d3 (The client: options in named groups, one resolved configuration, one way from the session to the chain, plain names and texts)
     with holder:  # while somebody computes, those whose answers come stand in line
         for number in (2, 0, 3, 1):
             answers[number].set_result(str(number))
@@ -136,13 +131,8 @@ def test_an_ended_turn_waits_no_more(threads: Threads) -> None:
                 ticket.wait(Future())
 
     threads.start(lane)
-<<<<<<< HEAD
     assert waiting.wait(60)
-    turn.end()
-=======
-    assert waiting.wait(10)
     ticket.cancel()
->>>>>>> cf190d3 (The client: options in named groups, one resolved configuration, one way from the session to the chain, plain names and texts)
     threads.join()
     assert never.cancelled()
 
@@ -221,13 +211,8 @@ def together(threads: Threads, values: list[int], leaving: tuple[int, ...] = ())
     for value, event in zip(values, waiting, strict=True):
         threads.start(lambda value=value, event=event: lane(value, event))
     for event in waiting:
-<<<<<<< HEAD
         assert event.wait(60)
-    with ComputeTicket(baton):
-=======
-        assert event.wait(10)
     with ComputeTicket(lock):
->>>>>>> cf190d3 (The client: options in named groups, one resolved configuration, one way from the session to the chain, plain names and texts)
         for answer in answers.values():
             answer.set_result(None)
     threads.join()

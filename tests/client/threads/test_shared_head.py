@@ -35,13 +35,8 @@ def test_each_lane_gets_its_own_scores():
     threads = [threading.Thread(target=lane, args=(number,)) for number in range(len(rows))]
     for thread, event in zip(threads, waiting, strict=True):
         thread.start()
-<<<<<<< HEAD
         assert event.wait(60)
-    with ComputeTicket(baton):  # while somebody computes, their answers come
-=======
-        assert event.wait(10)
     with ComputeTicket(lock):  # while somebody computes, their answers come
->>>>>>> cf190d3 (The client: options in named groups, one resolved configuration, one way from the session to the chain, plain names and texts)
         for answer in answers:
             answer.set_result(None)
     for thread in threads:
