@@ -189,7 +189,7 @@ def test_sampling(model: Any, local: Any, poor: dict[str, Any]) -> None:
 
 
 def test_what_is_not_at_this_client_is_said(model: Any) -> None:
-    with pytest.raises(UsageError, match="first blocks, which are not at this client"):
+    with pytest.raises(UsageError, match="first blocks of the model, which are not at this client"):
         write(model, prompt(), assistant_early_exit=2)
     with pytest.raises(UsageError, match="assistant_model has to run at this client"):
         write(model, prompt(), assistant_model=model)

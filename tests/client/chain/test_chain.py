@@ -237,7 +237,7 @@ def test_chunks_of_a_prompt_keep_all_servers_at_work(span_model, push):
 @pytest.mark.parametrize("push", [True, False])
 def test_a_server_is_handed_no_more_than_a_window(span_model, push, monkeypatch):
     async def scenario():
-        monkeypatch.setattr("swarm.client.chain.chain.window", lambda tokens: 2)
+        monkeypatch.setattr("swarm.client.chain.chain.max_chunks_in_flight", lambda tokens: 2)
         swarm = Swarm(span_model, ONCE, push=push)
         unanswered, most = Counter(), Counter()
 

@@ -100,7 +100,7 @@ def test_what_stands_behind_a_text_that_has_ended(model: Any, settings: dict[str
             {"logits_processor": LogitsProcessorList([EncoderRepetitionPenaltyLogitsProcessor(1.2, IDS)])},
             "made for the whole batch",
         ),
-        ({"attention_mask": MASK[:3]}, r"attention_mask is \[3, 5\], but there are 4 rows"),
+        ({"attention_mask": MASK[:3]}, r"attention_mask has the shape \[3, 5\], but the batch has 4 rows"),
         ({"cache_position": torch.arange(4)}, "cache_position"),
         ({"return_dict_in_generate": True, "output_hidden_states": True}, "output_hidden_states"),
         ({"return_dict_in_generate": True, "output_attentions": True}, "output_attentions"),

@@ -152,10 +152,10 @@ def test_who_failed_is_kept_out_for_as_long_as_the_reason_says(play, error, reas
         assert await route(planner) == "0:3c 3:6b"
         await planner.refresh()
         assert await route(planner) == "0:3c 3:6b"  # that it is still announced says nothing
-        await asyncio.sleep(reason.seconds + 0.1)
+        await asyncio.sleep(reason.ban_seconds + 0.1)
         assert await route(planner) == "0:3a 3:6b"
 
-    play(act, refresh=1000.0)
+    play(act, refresh_period=1000.0)
 
 
 def test_a_success_forgives(play):
@@ -164,7 +164,7 @@ def test_a_success_forgives(play):
         planner.report_failure("a", PeerLost("x"))
         planner.report_success("a")
         assert await route(planner) == "0:3c 3:6b"
-        await asyncio.sleep(2 * PeerFailure.UNREACHABLE.seconds)
+        await asyncio.sleep(2 * PeerFailure.UNREACHABLE.ban_seconds)
         planner.report_success("a")
         assert planner.router.health.reasons("a") == ()
 
@@ -187,7 +187,7 @@ def test_a_picture_in_use_is_renewed_in_the_background(play):
         assert await route(planner) == "0:3c 3:6b"
         assert now() == began
 
-    play(act, refresh=15.0)
+    play(act, refresh_period=15.0)
 
 
 def test_a_look_that_fails_leaves_the_picture_as_it_is(play):
@@ -202,7 +202,7 @@ def test_a_look_that_fails_leaves_the_picture_as_it_is(play):
         await asyncio.sleep(20)
         assert await route(planner) == "0:3c 3:6b"
 
-    play(act, refresh=15.0)
+    play(act, refresh_period=15.0)
 
 
 def test_a_client_that_sleeps_asks_nothing_and_looks_again_when_it_wakes_up(play):
@@ -217,7 +217,7 @@ def test_a_client_that_sleeps_asks_nothing_and_looks_again_when_it_wakes_up(play
         assert await route(planner) == "0:3c 3:6b"
         assert now() == pytest.approx(began + world.look_takes)
 
-    play(act, refresh=15.0)
+    play(act, refresh_period=15.0)
 
 
 def test_a_slow_look_is_not_waited_for_where_there_is_an_old_picture(play):
@@ -229,7 +229,7 @@ def test_a_slow_look_is_not_waited_for_where_there_is_an_old_picture(play):
         assert await route(planner) == "0:3a 3:6b"
         assert now() <= began + STALE_REFRESH_TIMEOUT_S
 
-    play(act, refresh=15.0)
+    play(act, refresh_period=15.0)
 
 
 def test_missing_blocks_are_looked_for_once(play):
@@ -250,7 +250,7 @@ def test_missing_blocks_are_looked_for_once(play):
         assert await route(planner) == "0:3a 3:6e"
         assert len(world.looks) == 3
 
-    play(act, refresh=1000.0)
+    play(act, refresh_period=1000.0)
 
 
 def test_batches_are_split_by_the_same_picture(play):
@@ -268,7 +268,7 @@ def test_batches_are_split_by_the_same_picture(play):
         (portion,) = await planner.split(ALL, [5])
         assert portion.route.hops[0].server.peer_id == "e"
 
-    play(act, refresh=1000.0)
+    play(act, refresh_period=1000.0)
 
 
 def test_several_callers_share_one_look(play):
@@ -307,13 +307,13 @@ def test_what_many_sessions_see_is_told_once(play):
     async def act(world, planner):
         for error in (PeerLost("x"), PeerLost("y"), CacheFull("z"), PeerLost("x")):
             planner.report_failure("a", error)
-        await asyncio.sleep(PeerFailure.UNREACHABLE.seconds)
+        await asyncio.sleep(PeerFailure.UNREACHABLE.ban_seconds)
         planner.report_failure("a", PeerLost("x"))
         lost, full = PeerFailure.UNREACHABLE, PeerFailure.CACHE_FULL
         assert [(event.reason, event.seconds) for event in world.told] == [
-            (lost.value, lost.seconds),
-            (full.value, lost.seconds),
-            (lost.value, 2 * lost.seconds),
+            (lost.value, lost.ban_seconds),
+            (full.value, lost.ban_seconds),
+            (lost.value, 2 * lost.ban_seconds),
         ]
 
     play(act)
