@@ -29,6 +29,10 @@ CLASS_NAME = re.compile(r"([A-Z][a-z]\w*)(?:[.(].*)?")
 
 MEMBER = re.compile(r"[A-Z][a-z]\w*\.(\w+)")
 
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*[a-z]")
+
+DOCKER_OPTIONS = {"--env", "--init"}
+
 FOREIGN = {"Conv1D", "None", "PyYAML"}
 """Names from elsewhere that look like classes of ours."""
 
@@ -124,6 +128,20 @@ def test_classes_exist(page: Path) -> None:
     assert named <= classes() | FOREIGN
     members = {match[1] for one in backticked(page) if (match := MEMBER.match(one))}
     assert members <= source()
+
+
+@cache
+def options() -> frozenset[str]:
+    """The command-line options of the project's programs."""
+    folders = ("swarm", "benchmarks", "scripts", "examples")
+    files = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    return frozenset(option for path in files for option in OPTION.findall(path.read_text()))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=label)
+def test_options_exist(page: Path) -> None:
+    named = {option for one in backticked(page) for option in OPTION.findall(one)}
+    assert named <= options() | DOCKER_OPTIONS
 
 
 @pytest.mark.parametrize("page", PAGES, ids=label)
