@@ -23,7 +23,8 @@ from swarm.server.compute.engine import Engine
 from swarm.server.sessions.adapter_store import AdapterLimits, AdapterStore
 from swarm.server.sessions.handler import MessageHandler
 from swarm.server.sessions.request_validation import RequestLimits
-from swarm.server.sessions.session_table import Session, SessionTable
+from swarm.server.sessions.session import Session
+from swarm.server.sessions.session_table import SessionTable
 from swarm.transport.memory import MemoryHub, MemoryNetwork
 from tests import virtual_time, zoo
 from tests.virtual_time import InlineRuntime
@@ -95,7 +96,7 @@ class Server:
 
     def session(self, client: str = "hostile") -> Session:
         """The one session of a client."""
-        (session,) = [one for one in self.sessions._sessions.values() if one.peer_id == client]
+        (session,) = [one for one in self.sessions._sessions.values() if one.terms.peer_id == client]
         return session
 
     async def client(self, name: str = "hostile") -> Client:

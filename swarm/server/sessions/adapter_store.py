@@ -1,11 +1,12 @@
 """The adapters that a server keeps for its peers.
 
-Laws:
-- An adapter belongs to the peer that sent it, who names a block's part by its digest. Nobody finds another's, nor
-  learns whether it is there. What the server itself was started with is found by everybody.
-- What nobody has used for a while leaves. So does what was used longest ago, where a peer or all together have more
-  than their room, or a peer more than a few versions of a block's part: training makes a new one with every step.
-- Sessions and requests that are under way hold theirs as long as they need them, and these count as well.
+Rules:
+- An adapter belongs to the peer that sent it, which names a block's part by its digest. No peer finds the adapters of
+  another, or learns whether they exist. Those that the server itself was started with are found by every peer.
+- Parts that have not been used for a while are dropped. So are the least recently used ones, where a peer or all peers
+  together exceed their memory, or a peer keeps more than a few versions of one block's part: training makes a new one
+  with every step.
+- Sessions and requests keep their parts for as long as they need them, and these count as well.
 """
 
 from __future__ import annotations
@@ -26,17 +27,19 @@ from swarm.protocol.framing import MAX_PAYLOAD_BYTES
 from swarm.protocol.messages import BlockAdapterSpec, PutAdapters
 
 PART_OVERHEAD_BYTES = 1 << 10
-"""Bytes that a part counts beyond its numbers, so that many tiny ones are not for free."""
+"""Bytes that each part counts in addition to its values, so that many tiny ones are not free."""
 
 
 @dataclass(frozen=True)
 class AdapterLimits:
-    """Attributes:
-    rank: of LoRA factors, at most.
-    memory: bytes of all adapters.
-    peer_share: of this, that one peer may take.
-    versions: of one block's part, that are kept for a peer.
-    seconds: after which what was not used leaves.
+    """How much the adapters of clients may take.
+
+    Attributes:
+        rank: largest rank of LoRA factors.
+        memory: bytes of all adapters.
+        peer_share: share of the memory that one peer may take.
+        versions: versions of one block's part that are kept for a peer.
+        seconds: after which unused parts are dropped.
     """
 
     rank: int = 256
@@ -47,7 +50,7 @@ class AdapterLimits:
 
     @property
     def peer_memory(self) -> int:
-        """Bytes of one peer's adapters."""
+        """Bytes that the adapters of one peer may take."""
         return min(int(self.memory * self.peer_share), MAX_PAYLOAD_BYTES)
 
 
@@ -55,7 +58,7 @@ _Key = tuple[str, int, bytes]
 """Peer, block, digest."""
 
 _Reference = tuple[weakref.ref[BlockAdapterWeights], int]
-"""A part that may be gone, and its bytes."""
+"""A part that may have been freed, and its bytes."""
 
 
 @dataclass
@@ -71,7 +74,7 @@ class AdapterStore:
 
     Attributes:
         now: clock in seconds.
-        observer: hears how much is kept.
+        observer: is told how much is kept.
     """
 
     now: Callable[[], float]
@@ -80,16 +83,16 @@ class AdapterStore:
     _kept: dict[_Key, _StoredPart] = field(default_factory=dict)
     """Least recently used first."""
     _sizes: Counter[str] = field(default_factory=Counter)
-    """Bytes of what is kept, by peer."""
-    _left: dict[str, list[_Reference]] = field(default_factory=dict)
-    """By peer: what left, but may be held by somebody."""
+    """Bytes of the parts that are kept, by peer."""
+    _dropped: dict[str, list[_Reference]] = field(default_factory=dict)
+    """By peer: parts that were dropped but may still be in use."""
     _public: dict[tuple[int, bytes], BlockAdapterWeights] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def check(self, message: PutAdapters, hidden_size: int) -> None:
-        """Raise `AdapterRefused` for a rank or a size that is not taken, before anything is made of the payload."""
+    def validate_size(self, message: PutAdapters, hidden_size: int) -> None:
+        """Raise `AdapterRefused` for a rank or a size beyond the limits, before the payload is decoded."""
         size = 0
         for block in filter(None, message.blocks):
             rank = max((one.rank for one in block.modules), default=0)
@@ -99,13 +102,13 @@ class AdapterStore:
         if size > self.limits.peer_memory:
             raise AdapterRefused(
                 f"the adapter takes {format_bytes(size)}; "
-                f"this server takes up to {format_bytes(self.limits.peer_memory)} of a peer"
+                f"this server takes up to {format_bytes(self.limits.peer_memory)} from a peer"
             )
 
-    def put(self, peer: str, parts: Mapping[tuple[int, bytes], BlockAdapterWeights]) -> None:
-        """Keep parts, by block and digest; they have been checked against their blocks.
+    def store(self, peer: str, parts: Mapping[tuple[int, bytes], BlockAdapterWeights]) -> None:
+        """Keep parts, by block and digest, which have been validated against their blocks.
 
-        Raises `CacheFull` where sessions, of this peer or of all together, hold so much that there is no room for them.
+        Raises `CacheFull` if sessions of this peer, or of all peers together, use so much memory that they do not fit.
         """
         self.expire()
         new: dict[_Key, _StoredPart] = {}
@@ -119,24 +122,24 @@ class AdapterStore:
                 new[key] = _StoredPart(part, _bytes(part), self.now())
         needed = sum(one.size for one in new.values())
         own = [key for key in self._kept if key[0] == peer and key not in known]
-        if not self._make_room(own, lambda: self._held(peer) + needed <= self.limits.peer_memory):
+        if not self._drop_until(own, lambda: self._memory_of_peer(peer) + needed <= self.limits.peer_memory):
             raise CacheFull(
-                f"sessions of this peer hold {format_bytes(self._held(peer))} of adapters, of the "
+                f"sessions of this peer hold {format_bytes(self._memory_of_peer(peer))} of adapters, of the "
                 f"{format_bytes(self.limits.peer_memory)} that a peer may have; close some, or ask another server"
             )
         others = [key for key in self._kept if key not in known]
-        if not self._make_room(others, lambda: self.memory + needed <= self.limits.memory):
-            raise CacheFull("all room for adapters is in use; ask another server, or again later")
+        if not self._drop_until(others, lambda: self.memory + needed <= self.limits.memory):
+            raise CacheFull("all memory for adapters is in use; ask another server, or try again later")
         self._kept.update(new)
         self._sizes[peer] += needed
         self._drop_old_versions(peer)
-        self._tell()
+        self._report()
 
     def find(self, peer: str, span: Span, digests: Sequence[bytes] | None) -> AdapterWeights:
-        """What these digests, one a block of the span, name for this peer.
+        """The parts that these digests, one for each block of the span, name for this peer.
 
         Raises:
-            UnknownAdapter: one of them is not here.
+            UnknownAdapter: one of them is not kept.
             WrongShape: there are more or fewer digests than blocks.
         """
         if digests is None:
@@ -147,7 +150,7 @@ class AdapterStore:
         return {block: self._part(peer, block, digest) for block, digest in named.items()}
 
     def add_public(self, parts: AdapterWeights) -> None:
-        """Keep parts for everybody, as long as this server has its blocks; they have been checked."""
+        """Keep validated parts for every peer, for as long as this server holds its blocks."""
         for block, part in parts.items():
             dtypes = {tensor.dtype for tensor in part.tensors}
             assert len(dtypes) == 1, "a part travels in one dtype"
@@ -155,27 +158,27 @@ class AdapterStore:
             self._public[block, described.digest] = part
 
     def expire(self) -> None:
-        """Let go what nobody has used for a while."""
+        """Drop parts that have not been used for a while."""
         now = self.now()
         for key in [key for key, one in self._kept.items() if now - one.used > self.limits.seconds]:
             self._drop(key)
-        self._left = {peer: alive for peer, left in self._left.items() if (alive := _alive(left))}
-        self._tell()
+        self._dropped = {peer: alive for peer, left in self._dropped.items() if (alive := _alive(left))}
+        self._report()
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop everything."""
         self._kept.clear()
         self._sizes.clear()
-        self._left.clear()
+        self._dropped.clear()
         self._public.clear()
-        self._tell()
+        self._report()
 
     @property
     def memory(self) -> int:
-        """Bytes of all peers' adapters that are here, known by name or only held by somebody."""
-        return self._sizes.total() + sum(map(_alive_bytes, self._left.values()))
+        """Bytes of all peers' adapters in memory, whether kept or only in use."""
+        return self._sizes.total() + sum(map(_alive_bytes, self._dropped.values()))
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         self.observer.adapter_totals(len(self), self.memory)
 
     def _part(self, peer: str, block: int, digest: bytes) -> BlockAdapterWeights:
@@ -184,18 +187,20 @@ class AdapterStore:
             return public
         key = peer, block, digest
         if key not in self._kept:
-            raise UnknownAdapter(f"the adapter {digest.hex()} of block {block} is not here (any more); send it again")
+            raise UnknownAdapter(
+                f"the adapter {digest.hex()} of block {block} is not (or no longer) kept here; send it again"
+            )
         return self._touch(key)
 
     def _touch(self, key: _Key) -> BlockAdapterWeights:
-        """It is used."""
+        """Mark a part as used now."""
         one = self._kept.pop(key)
         one.used = self.now()
-        self._kept[key] = one  # behind all others
+        self._kept[key] = one  # after all others
         return one.part
 
-    def _make_room(self, candidates: Sequence[_Key], enough: Callable[[], bool]) -> bool:
-        """Drop candidates, in order, until there is enough room."""
+    def _drop_until(self, candidates: Sequence[_Key], enough: Callable[[], bool]) -> bool:
+        """Drop candidates, in order, until `enough` says so. False if dropping all was not enough."""
         for key in candidates:
             if enough():
                 return True
@@ -207,7 +212,7 @@ class AdapterStore:
         self._sizes[peer] -= one.size
         if not self._sizes[peer]:
             del self._sizes[peer]
-        self._left.setdefault(peer, []).append((weakref.ref(one.part), one.size))
+        self._dropped.setdefault(peer, []).append((weakref.ref(one.part), one.size))
 
     def _drop_old_versions(self, peer: str) -> None:
         versions: defaultdict[int, list[_Key]] = defaultdict(list)
@@ -218,9 +223,9 @@ class AdapterStore:
             for key in keys[: -self.limits.versions]:
                 self._drop(key)
 
-    def _held(self, peer: str) -> int:
-        """Bytes of a peer's adapters."""
-        return self._sizes[peer] + _alive_bytes(self._left.get(peer, ()))
+    def _memory_of_peer(self, peer: str) -> int:
+        """Bytes of one peer's adapters in memory."""
+        return self._sizes[peer] + _alive_bytes(self._dropped.get(peer, ()))
 
 
 def _alive(left: Sequence[_Reference]) -> list[_Reference]:
@@ -236,7 +241,7 @@ def _bytes(part: BlockAdapterWeights) -> int:
 
 
 def _size(block: BlockAdapterSpec, hidden_size: int, dtype: str) -> int:
-    """What `_bytes` will be of a part that is described like this; an unknown dtype is refused later."""
+    """What `_bytes` will be for a part with this description. An unknown dtype is refused later."""
     return PART_OVERHEAD_BYTES + count_values(block, hidden_size) * (
         HIDDEN_DTYPES[dtype].itemsize if dtype in HIDDEN_DTYPES else 1
     )

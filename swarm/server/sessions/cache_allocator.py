@@ -1,8 +1,8 @@
-"""Who holds how much of the attention cache. What was granted is held until it is given back, used or not.
+"""Allocation of the attention cache. Tokens that were allocated are held until they are released, used or not.
 
-- Nobody is granted more than is free, and no peer more than its share of the whole.
-- Who finds no room may wait. Room that becomes free goes to the peers that hold least, among these to who came first;
-  a large request at the head of the line is not overtaken by smaller ones behind it.
+- No allocation exceeds what is free, and no peer holds more than its share of the whole.
+- An allocation may wait. Tokens that become free go to the peers that hold least, and among these to the first in the
+  queue. A large allocation at the head of the queue is not overtaken by smaller ones behind it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from swarm.errors import CacheFull
 
 MAX_PEER_CACHE_SHARE = 0.75
-"""Of the cache, that one peer may hold: a client that takes all it can get leaves room for others."""
+"""Share of the cache that one peer may hold, so that a client which takes all it can get leaves some for others."""
 
 
 @dataclass(eq=False)
 class _WaitingAllocation:
-    """Somebody in the line.
+    """An allocation in the queue.
 
     Attributes:
-        decided: done once it has left the line: with its tokens if `granted`.
+        decided: done once it has left the queue, with its tokens if `granted`.
     """
 
     holder: Hashable
@@ -38,11 +38,11 @@ class _WaitingAllocation:
 
 
 class CacheAllocator:
-    """The books of one server's cache.
+    """Keeps track of the tokens that each holder has of one server's cache.
 
     Args:
         capacity: tokens that all holders together may have.
-        peer_share: of the capacity, that the holders of one peer may have.
+        peer_share: share of the capacity that the holders of one peer may have.
     """
 
     def __init__(self, capacity: int, peer_share: float = MAX_PEER_CACHE_SHARE) -> None:
@@ -50,98 +50,98 @@ class CacheAllocator:
         self.quota = max(1, int(capacity * peer_share)) if capacity else 0
         self._held: dict[Hashable, tuple[str, int]] = {}
         self._peers: Counter[str] = Counter()
-        self._waiters: list[_WaitingAllocation] = []
+        self._queue: list[_WaitingAllocation] = []
         self._closing = False
 
     @property
     def free(self) -> int:
-        """Tokens that nobody holds."""
+        """Tokens that are not held."""
         return self.capacity - self._peers.total()
 
-    def held(self, holder: Hashable) -> int:
+    def held_by(self, holder: Hashable) -> int:
         """Tokens that a holder has."""
         return self._held.get(holder, ("", 0))[1]
 
-    def take(self, holder: Hashable, peer: str, tokens: int) -> None:
-        """Give a holder `tokens` more. Raises `CacheFull`, and changes nothing, if it cannot have them now."""
-        first = self._first()
+    def allocate(self, holder: Hashable, peer: str, tokens: int) -> None:
+        """Give a holder `tokens` more. Raises `CacheFull`, and changes nothing, if they are not available now."""
+        first = self._next_in_queue()
         overtakes = first is not None and self._peers[first.peer] <= self._peers[peer]
         if overtakes or tokens > self.free or self._peers[peer] + tokens > self.quota:
             raise self._full(peer, tokens)
         self._grant(holder, peer, tokens)
 
-    async def wait(self, holder: Hashable, peer: str, tokens: int, patience: float) -> None:
-        """As `take`, but wait up to `patience` seconds for room if there may ever be enough.
+    async def allocate_or_wait(self, holder: Hashable, peer: str, tokens: int, timeout_s: float) -> None:
+        """Like `allocate`, but wait up to `timeout_s` for free tokens, unless there can never be enough.
 
-        Raises `CacheFull` too when the holder gives back what it has meanwhile. Who is cancelled holds no more than
-        before, even if it was granted at that very moment.
+        Also raises `CacheFull` if the holder is released meanwhile. A call that is cancelled allocates nothing, even if
+        the tokens were granted at that very moment.
         """
-        if patience <= 0 or self._closing or tokens + self.held(holder) > self.quota:
-            return self.take(holder, peer, tokens)
+        if timeout_s <= 0 or self._closing or tokens + self.held_by(holder) > self.quota:
+            return self.allocate(holder, peer, tokens)
         waiter = _WaitingAllocation(holder, peer, tokens, asyncio.get_running_loop().create_future())
-        self._waiters.append(waiter)
-        self._admit()
+        self._queue.append(waiter)
+        self._grant_waiting()
         try:
-            # Unlike `wait_for`, this leaves the decision alone: a grant and the end of the patience may come together.
-            await asyncio.wait([waiter.decided], timeout=patience)
+            # Unlike `wait_for`, this does not cancel the decision: a grant and the timeout may come together.
+            await asyncio.wait([waiter.decided], timeout=timeout_s)
         except BaseException:
             if waiter.granted:
                 self._take_back(holder, tokens)
             raise
         finally:
-            self._leave_line(waiter)
+            self._leave_queue(waiter)
         if not waiter.granted:
             raise self._full(peer, tokens)
 
-    def give_back(self, holder: Hashable) -> None:
-        """The holder needs nothing any more, and waits for nothing. It is never seen again."""
-        for waiter in [waiter for waiter in self._waiters if waiter.holder == holder]:
-            self._waiters.remove(waiter)
+    def release(self, holder: Hashable) -> None:
+        """Free all tokens of a holder, and end its waiting."""
+        for waiter in [waiter for waiter in self._queue if waiter.holder == holder]:
+            self._queue.remove(waiter)
             waiter.decide(False)
-        self._take_back(holder, self.held(holder))
+        self._take_back(holder, self.held_by(holder))
 
-    def close(self) -> None:
-        """From now on nobody waits for room, and who does is told that there is none."""
+    def refuse_waiting(self) -> None:
+        """From now on no allocation waits, and those that do fail with `CacheFull`."""
         self._closing = True
-        for waiter in self._waiters:
+        for waiter in self._queue:
             waiter.decide(False)
-        self._waiters.clear()
+        self._queue.clear()
 
-    def _first(self) -> _WaitingAllocation | None:
-        """Who is next in the line. Who is held back by its own quota keeps nobody else waiting."""
-        line = [one for one in self._waiters if self._peers[one.peer] + one.tokens <= self.quota]
+    def _next_in_queue(self) -> _WaitingAllocation | None:
+        """The allocation to grant next. One that would exceed its peer's quota does not hold up the others."""
+        line = [one for one in self._queue if self._peers[one.peer] + one.tokens <= self.quota]
         return min(line, key=lambda one: self._peers[one.peer], default=None)
 
-    def _admit(self) -> None:
-        """Grant what those who wait can have."""
-        while (first := self._first()) is not None and first.tokens <= self.free:
-            self._waiters.remove(first)
+    def _grant_waiting(self) -> None:
+        """Grant the waiting allocations that fit."""
+        while (first := self._next_in_queue()) is not None and first.tokens <= self.free:
+            self._queue.remove(first)
             self._grant(first.holder, first.peer, first.tokens)
             first.decide(True)
 
-    def _leave_line(self, waiter: _WaitingAllocation) -> None:
-        if waiter in self._waiters:
-            self._waiters.remove(waiter)
-            self._admit()
+    def _leave_queue(self, waiter: _WaitingAllocation) -> None:
+        if waiter in self._queue:
+            self._queue.remove(waiter)
+            self._grant_waiting()
 
     def _grant(self, holder: Hashable, peer: str, tokens: int) -> None:
-        self._held[holder] = peer, self.held(holder) + tokens
+        self._held[holder] = peer, self.held_by(holder) + tokens
         self._peers[peer] += tokens
 
     def _take_back(self, holder: Hashable, tokens: int) -> None:
         peer, held = self._held.pop(holder, ("", 0))
-        tokens = min(tokens, held)  # a holder that was granted room may have given back all since
+        tokens = min(tokens, held)  # a holder that was granted tokens may have been released since
         if held > tokens:
             self._held[holder] = peer, held - tokens
         self._peers[peer] -= tokens
         if not self._peers[peer]:
             del self._peers[peer]
-        self._admit()
+        self._grant_waiting()
 
     def _full(self, peer: str, tokens: int) -> CacheFull:
-        others = f", {len(self._waiters)} others wait" if self._waiters else ""
+        others = f", {len(self._queue)} others wait" if self._queue else ""
         return CacheFull(
             f"{tokens} tokens of attention cache are needed and {max(0, self.free)} of {self.capacity} are "
             f"free{others}; this peer holds {self._peers[peer]} of the {self.quota} that one peer may have. Ask for a "
-            "smaller max_length, fewer rows, or another server"
+            "smaller max_length, fewer sequences, or another server"
         )

@@ -1,4 +1,4 @@
-"""What a request has to fulfil before anything is computed for it. Every failed check blames the peer that asked."""
+"""Checks that a request has to pass before anything is computed for it. Every error names a fault of the sender."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from swarm.protocol import messages
 from swarm.protocol.compression import is_finite, payload_bytes
 
 HiddenStatesRequest = messages.StepRequest | messages.ReplayRequest | messages.ForwardRequest | messages.BackwardRequest
-"""Requests that carry hidden states for some rows."""
+"""Requests that carry hidden states of some sequences."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class RequestLimits:
 
     Attributes:
         step_tokens: tokens in one step or forward.
-        backward_tokens: tokens in one backward, which has to remember more of them.
-        streams: connections that one peer may have open. Another server needs one for each session that it pushes to.
+        backward_tokens: tokens in one backward, which needs more memory for each.
+        streams: open connections of one peer. Another server needs one for each session that it pushes to.
     """
 
     step_tokens: int = 16384
@@ -31,10 +31,10 @@ class RequestLimits:
 
 
 class RequestValidator:
-    """The checks of one server.
+    """Validates requests to one server.
 
     Args:
-        model: the span that it holds.
+        model: the span that the server holds.
         revision: of the model.
         limits: see `RequestLimits`.
     """
@@ -46,11 +46,11 @@ class RequestValidator:
 
     @property
     def max_payload(self) -> int:
-        """Bytes that no payload exceeds."""
+        """Size in bytes that no valid payload exceeds."""
         tokens = max(self._limits.step_tokens, 2 * self._limits.backward_tokens)
         return max(tokens * self._model.hidden_size * 4, messages.MAX_PROBE_BYTES)
 
-    def span(self, revision: str, start: int, end: int) -> Span:
+    def validate_span(self, revision: str, start: int, end: int) -> Span:
         """The blocks [start, end), if this server holds them. Raises `WrongSpan`."""
         held = self._model.span
         if not held.start <= start < end <= held.end:
@@ -59,17 +59,17 @@ class RequestValidator:
             raise WrongSpan(f"revision {revision} was asked for, this server holds revision {self._revision}")
         return Span(start, end)
 
-    def layout(self, message: HiddenStatesRequest) -> StepLayout:
-        """The rows of a request. Raises `WrongShape` if its lists disagree about how many there are, or `TooLong`."""
-        rows = len(message.counts)
-        starts = [0] * rows
+    def validate_layout(self, message: HiddenStatesRequest) -> StepLayout:
+        """The layout of a request. Raises `WrongShape` if its lists differ in length, or `TooLong`."""
+        sequences = len(message.counts)
+        starts = [0] * sequences
         if isinstance(message, messages.StepRequest | messages.ReplayRequest):
             starts = message.starts
         sources = message.sources if isinstance(message, messages.StepRequest) else None
         for name, values in (("starts", starts), ("sources", sources), ("offsets", message.offsets)):
-            if values is not None and len(values) != rows:
-                raise WrongShape(f"a request of {rows} rows has {len(values)} {name}")
-        self._positions(starts, message)
+            if values is not None and len(values) != sequences:
+                raise WrongShape(f"a request of {sequences} sequences has {len(values)} {name}")
+        self._validate_positions(starts, message)
         return StepLayout(
             tuple(starts),
             tuple(message.counts),
@@ -77,17 +77,17 @@ class RequestValidator:
             tuple(message.offsets) if message.offsets is not None else None,
         )
 
-    def length(self, layout: StepLayout, max_length: int) -> None:
-        """Raise `TooLong` if a row outgrows what the session was opened for."""
-        for row, (start, count) in enumerate(zip(layout.starts, layout.counts, strict=True)):
+    def validate_length(self, layout: StepLayout, max_length: int) -> None:
+        """Raise `TooLong` if a sequence grows beyond the length that the session was opened for."""
+        for sequence, (start, count) in enumerate(zip(layout.starts, layout.counts, strict=True)):
             if start + count > max_length:
                 raise TooLong(
-                    f"row {row} would be {start + count} tokens long; the session was opened for {max_length}"
+                    f"sequence {sequence} would be {start + count} tokens long; the session was opened for {max_length}"
                 )
 
-    def payload(self, tokens: int, wire: WireFormat, dtype: str, payload: bytes | memoryview) -> None:
+    def validate_payload(self, tokens: int, wire: WireFormat, dtype: str, payload: bytes | memoryview) -> None:
         """Raise `TooLong`, `WrongDtype` or `WrongShape` if the payload is not `[tokens, hidden]` in that format."""
-        self._tokens(tokens, self._limits.step_tokens)
+        self._validate_token_count(tokens, self._limits.step_tokens)
         hidden = self._model.hidden_size
         expected = payload_bytes(tokens * hidden, wire, dtype)
         if len(payload) != expected:
@@ -95,12 +95,12 @@ class RequestValidator:
         if not is_finite(payload, tokens * hidden, wire, dtype):
             raise NotFinite("the hidden states hold NaN or infinity, which would spoil the session's cache")
 
-    def gradients(self, tokens: int, message: messages.BackwardRequest, payload: bytes | memoryview) -> None:
-        """Raise `TooLong`, `WrongDtype`, `WrongShape` or `NotFinite` unless the payload is a backward's.
+    def validate_gradients(self, tokens: int, message: messages.BackwardRequest, payload: bytes | memoryview) -> None:
+        """Raise `TooLong`, `WrongDtype`, `WrongShape` or `NotFinite` unless the payload is that of a backward.
 
-        That is inputs and gradients, each `[tokens, hidden]` in its format.
+        It consists of inputs and gradients, each `[tokens, hidden]` in its format.
         """
-        self._tokens(tokens, self._limits.backward_tokens)
+        self._validate_token_count(tokens, self._limits.backward_tokens)
         values, dtype = tokens * self._model.hidden_size, message.dtype
         inputs = payload_bytes(values, message.format, dtype)
         gradients = payload_bytes(values, message.gradient_format, dtype)
@@ -113,18 +113,20 @@ class RequestValidator:
         if not is_finite(whole[:inputs], values, message.format, dtype):
             raise NotFinite("the hidden states hold NaN or infinity")
         if not is_finite(whole[inputs:], values, message.gradient_format, dtype):
-            raise NotFinite("the gradients hold NaN or infinity; look for it in the loss")
+            raise NotFinite("the gradients hold NaN or infinity; check the loss")
 
-    def _tokens(self, tokens: int, limit: int) -> None:
+    def _validate_token_count(self, tokens: int, limit: int) -> None:
         if not 0 < tokens <= limit:
             raise TooLong(f"{tokens} tokens in one request; this server takes 1 to {limit}")
 
-    def _positions(self, starts: Sequence[int], message: HiddenStatesRequest) -> None:
-        """A position beyond a table of the model would fail in the middle of the computation; on a GPU, for all."""
+    def _validate_positions(self, starts: Sequence[int], message: HiddenStatesRequest) -> None:
+        """Raise `TooLong` for a position beyond a table of the model. The computation would fail; on a GPU, for all."""
         limit = self._model.positions
         if limit is None:
             return
         offsets = message.offsets or [0] * len(message.counts)
-        for row, (start, count, offset) in enumerate(zip(starts, message.counts, offsets, strict=True)):
+        for sequence, (start, count, offset) in enumerate(zip(starts, message.counts, offsets, strict=True)):
             if start + offset + count > limit:
-                raise TooLong(f"row {row} reaches position {start + offset + count}; this model has {limit} positions")
+                raise TooLong(
+                    f"sequence {sequence} reaches position {start + offset + count}; this model has {limit} positions"
+                )

@@ -10,87 +10,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import asynccontextmanager
 
-from swarm.data_structures import Span, WireFormat
 from swarm.errors import CacheFull, UnknownSession, WrongSpan
 from swarm.metrics.server import ServerObserver
-from swarm.models.execution.session_cache import SessionCache
-from swarm.protocol.messages import StepReply
 from swarm.server.sessions.cache_allocator import MAX_PEER_CACHE_SHARE, CacheAllocator
-from swarm.server.sessions.push import PushLink
 from swarm.server.sessions.reply_stream import ReplyStream
+from swarm.server.sessions.session import Session
 
 RECONNECT_TIMEOUT_S = 30.0
 IDLE_TIMEOUT_S = 1800.0
 
 EXPIRY_PERIOD_S = 1.0
-"""Seconds between looks for expired sessions while somebody waits for room."""
+"""Time between checks for expired sessions while another session waits for cache."""
 
 MAX_PEER_SESSIONS = 256
-
-LINK_TIMEOUT_S = 2.0
-"""Seconds that a push may be ahead of the client's word that it is allowed."""
-
-
-@dataclass(eq=False)
-class Session:
-    """One client's open generation at this server.
-
-    Attributes:
-        next_step: the least number that the next step may have. (A step that its client gave up leaves a gap.)
-        last: the step before, kept so that its reply can be sent again: fingerprint of the request, reply, payload.
-        rows: rows for which cache is reserved.
-        adapters: digests of what its client adds to the blocks; the cache has the adapters themselves.
-        patience: seconds that its client would rather wait for room than be refused.
-        attached: number of open connections that use the session.
-        client: the newest of them, to which replies to pushed steps go.
-        previous: the peer that may push steps into the session, besides the client itself.
-        link: the way to the next server.
-        lock: held by the step that is being computed.
-        growing: held by who reserves room, so that two connections never reserve the same rows twice.
-    """
-
-    session_id: bytes
-    peer_id: str
-    span: Span
-    max_length: int
-    reply_format: WireFormat
-    cache: SessionCache
-    last_seen: float
-    next_step: int = 0
-    last: tuple[int, StepReply, bytes | memoryview] | None = None
-    rows: int = 0
-    adapters: list[bytes] | None = None
-    patience: float = 0.0
-    attached: int = 0
-    client: ReplyStream | None = None
-    previous: str | None = None
-    link: PushLink | None = None
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    growing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _linked: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def let_push(self, previous: str | None) -> None:
-        """Take pushes from this peer and from no other."""
-        self.previous = previous
-        self._linked.set()
-        self._linked = asyncio.Event()
-
-    async def may_push(self, peer_id: str) -> bool:
-        """Whether the peer is allowed to push, or will be in `LINK_TIMEOUT_S` seconds."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(LINK_TIMEOUT_S):
-                while self.previous != peer_id:
-                    await self._linked.wait()
-        return self.previous == peer_id
-
-    def unlink(self) -> None:
-        """Push no more."""
-        if self.link is not None:
-            self.link.close()
-            self.link = None
 
 
 class SessionTable:
@@ -99,10 +33,10 @@ class SessionTable:
     Args:
         capacity: tokens of cache that all sessions together may reserve.
         now: clock in seconds.
-        peer_share: of the cache, that the sessions of one peer may reserve.
-        peer_sessions: sessions that one peer may have.
-        page: tokens of the smallest piece that the cache is given out in.
-        observer: hears of sessions that come and go.
+        peer_share: share of the cache that the sessions of one peer may reserve.
+        peer_sessions: number of sessions that one peer may have.
+        page: tokens of the smallest piece in which cache is given out.
+        observer: is told of sessions that open and close.
     """
 
     def __init__(
@@ -116,46 +50,49 @@ class SessionTable:
     ) -> None:
         self.capacity = capacity // page * page
         self._page = page
-        self._accountant = CacheAllocator(self.capacity, peer_share)
+        self._allocator = CacheAllocator(self.capacity, peer_share)
         self._peer_sessions = peer_sessions
         self._now = now
         self._sessions: dict[tuple[str, bytes], Session] = {}
         self._observer = observer or ServerObserver()
-        self._tell()
+        self._report()
 
     def __len__(self) -> int:
         return len(self._sessions)
 
     @property
     def free(self) -> int:
-        """Tokens of cache that nobody has reserved."""
-        return self._accountant.free
+        """Tokens of cache that are not reserved."""
+        return self._allocator.free
 
-    async def open(self, session: Session, rows: int = 1, client: ReplyStream | None = None) -> Session:
-        """Register the session with room for so many rows, or return the same client's session of that id.
+    async def open_session(self, session: Session, sequences: int = 1, client: ReplyStream | None = None) -> Session:
+        """Register the session with cache for `sequences`, or return the session that this client has under its id.
 
         Args:
             client: the connection that uses it from now on.
 
         Raises:
             WrongSpan: the id is in use for other blocks or adapters.
-            CacheFull: there is no room, or the peer has too many sessions.
+            CacheFull: there is no free cache, or the peer has too many sessions.
         """
         self.expire()
-        known = self._sessions.get((session.peer_id, session.session_id))
+        terms = session.terms
+        known = self._sessions.get(session.key)
         if known is not None:
-            if known.span != session.span or known.max_length != session.max_length:
-                raise WrongSpan(f"the session is open for blocks {known.span} and {known.max_length} tokens")
-            if known.adapters != session.adapters:
+            if (known.terms.span, known.terms.max_length) != (terms.span, terms.max_length):
+                raise WrongSpan(
+                    f"the session is open for blocks {known.terms.span} and {known.terms.max_length} tokens"
+                )
+            if known.terms.adapters != terms.adapters:
                 raise WrongSpan("the session is open with other adapters; open another one")
             session = known
-        elif sum(one.peer_id == session.peer_id for one in self._sessions.values()) >= self._peer_sessions:
+        elif sum(one.terms.peer_id == terms.peer_id for one in self._sessions.values()) >= self._peer_sessions:
             raise CacheFull(f"a peer may have {self._peer_sessions} sessions; close some, or ask another server")
-        self._sessions[session.peer_id, session.session_id] = session
+        self._sessions[session.key] = session
         session.attached += 1
         session.last_seen = self._now()
         try:
-            await self.reserve(session, rows)
+            await self.reserve_cache(session, sequences)
         except BaseException:
             self.detach(session)
             if known is None:
@@ -163,16 +100,16 @@ class SessionTable:
             raise
         if known is None:
             self._observer.session_opened()
-        session.client = client  # a connection that was refused does not take the place of one that works
+        session.client = client  # a connection that was refused does not replace one that works
         return session
 
-    async def pushed_by(self, previous: str, client: str, session_id: bytes) -> Session:
-        """The session of `client` into which the peer `previous` may push.
+    async def find_for_push(self, previous_peer: str, client: str, session_id: bytes) -> Session:
+        """The session of `client` into which `previous_peer` may push.
 
-        Raises `UnknownSession`, also where only the pushing is not allowed: who may not push learns nothing.
+        Raises `UnknownSession`, also if the session exists but the peer may not push: it learns nothing about it.
         """
         session = self._sessions.get((client, session_id))
-        if session is None or not await session.may_push(previous):
+        if session is None or not await session.may_push(previous_peer):
             raise UnknownSession("there is no session here into which this peer may push")
         return session
 
@@ -180,50 +117,51 @@ class SessionTable:
         """The connections of all sessions."""
         return [session.client for session in self._sessions.values() if session.client is not None]
 
-    def check(self, session: Session) -> None:
+    def require_open(self, session: Session) -> None:
         """Raise `UnknownSession` if the session is not open any more."""
-        if self._sessions.get((session.peer_id, session.session_id)) is not session:
+        if self._sessions.get(session.key) is not session:
             raise UnknownSession("the session has expired; open it again")
 
-    async def reserve(self, session: Session, rows: int) -> None:
-        """Make room for `rows` rows in all, or wait for it as long as the session's client wants.
+    async def reserve_cache(self, session: Session, sequences: int) -> None:
+        """Reserve cache for `sequences` in all, waiting for it as long as the session's client allows.
 
         Raises `CacheFull`, and changes nothing, if there is none, or `UnknownSession` if the session is closed.
         """
-        async with session.growing:
-            self.check(session)
-            more = (rows - session.rows) * self._room(session.max_length)
+        terms = session.terms
+        async with session.reserving:
+            self.require_open(session)
+            more = (sequences - session.sequences) * self._tokens_reserved(terms.max_length)
             if more > 0:
                 self.expire()
                 try:
-                    async with self._expiring(session.patience):
-                        await self._accountant.wait(session, session.peer_id, more, session.patience)
+                    async with self._expiring(terms.wait_timeout_s):
+                        await self._allocator.allocate_or_wait(session, terms.peer_id, more, terms.wait_timeout_s)
                 except CacheFull:
-                    self.check(session)  # which was closed meanwhile?
+                    self.require_open(session)  # it may have been closed meanwhile
                     raise
-                self.check(session)
-                session.rows = rows
-                self._tell()
+                self.require_open(session)
+                session.sequences = sequences
+                self._report()
         session.last_seen = self._now()
 
-    def _room(self, length: int) -> int:
-        """Tokens of cache that a row of so many takes: whole pages."""
+    def _tokens_reserved(self, length: int) -> int:
+        """Tokens of cache that a sequence of this length takes: whole pages."""
         return -(-length // self._page) * self._page
 
     def refuse_waiting(self) -> None:
-        """From now on nobody waits for room."""
-        self._accountant.close()
+        """From now on no session waits for cache."""
+        self._allocator.refuse_waiting()
 
     @asynccontextmanager
-    async def _expiring(self, patience: float) -> AsyncIterator[None]:
-        """Somebody waits for room: look often for sessions whose client is gone."""
+    async def _expiring(self, wait_timeout_s: float) -> AsyncIterator[None]:
+        """While a session waits for cache: look often for sessions whose client is gone."""
 
-        async def look() -> None:
+        async def expire_regularly() -> None:
             while True:
                 await asyncio.sleep(EXPIRY_PERIOD_S)
                 self.expire()
 
-        task = asyncio.create_task(look()) if patience > 0 else None
+        task = asyncio.create_task(expire_regularly()) if wait_timeout_s > 0 else None
         try:
             yield
         finally:
@@ -239,21 +177,21 @@ class SessionTable:
 
     def close(self, session: Session, reason: str = "closed") -> None:
         """Forget the session and free its cache. The reason is for the observer."""
-        if self._forget(session) and session.rows:  # else it never was open
+        if self._forget(session) and session.sequences:  # otherwise it was never open
             self._observer.session_closed(reason)
 
     def _forget(self, session: Session) -> bool:
-        """False if it was forgotten before."""
-        if self._sessions.get((session.peer_id, session.session_id)) is not session:
+        """Returns False if it was forgotten before."""
+        if self._sessions.get(session.key) is not session:
             return False
-        del self._sessions[session.peer_id, session.session_id]
-        session.unlink()
-        self._accountant.give_back(session)
-        session.cache.clear()  # its connection may stay, and remember the session
-        self._tell()
+        del self._sessions[session.key]
+        session.close_push_link()
+        self._allocator.release(session)
+        session.cache.clear()  # its connection may stay open and keep the session in memory
+        self._report()
         return True
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         self._observer.session_totals(len(self), self.capacity - self.free, self.capacity)
 
     def clear(self) -> None:
@@ -265,8 +203,6 @@ class SessionTable:
         """Close the sessions whose client is gone."""
         now = self._now()
         for session in list(self._sessions.values()):
-            if (
-                now - session.last_seen > (IDLE_TIMEOUT_S if session.attached else RECONNECT_TIMEOUT_S)
-                and not session.lock.locked()
-            ):
+            timeout_s = IDLE_TIMEOUT_S if session.attached else RECONNECT_TIMEOUT_S
+            if now - session.last_seen > timeout_s and not session.lock.locked():
                 self.close(session, "expired")

@@ -279,7 +279,7 @@ def test_a_replacement_that_fails_as_well(span_model):
 def test_a_server_that_has_forgotten_the_adapter_gets_it_again(span_model):
     async def act(swarm, batch):
         batch.add((5, 3), "a", "b")
-        await batch.run(swarm.servers["b"].handler._training.adapters.clear)
+        await batch.run(swarm.servers["b"].handler._stateless.adapters.clear)
         assert swarm.servers["b"].count(messages.PutAdapters) == 2
         assert swarm.planner.failures == []
 

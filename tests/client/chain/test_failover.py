@@ -380,8 +380,8 @@ def test_a_replacement_that_refuses_is_not_the_only_one(span_model, name, error)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_server_without_room_for_more_rows(span_model, name):
     async def act(swarm, talk):
-        accountant = swarm.servers[name].sessions._accountant
-        accountant.capacity = accountant.quota = 2 * 64  # two rows
+        allocator = swarm.servers[name].sessions._allocator
+        allocator.capacity = allocator.quota = 2 * 64  # two rows
         await talk.step(StepLayout((4, 4, 4), (1, 1, 1), (0, 1, 1)))
         assert [(peer, type(why)) for peer, why in swarm.planner.failures] == [(name, CacheFull)]
         others_were_left_alone(swarm, name)
@@ -483,7 +483,7 @@ def test_a_lost_push_is_delivered_by_the_client(span_model, source, target):
 @pytest.mark.parametrize(("source", "target"), [("a", "b"), ("b", "c")])
 def test_servers_that_cannot_reach_each_other_are_joined_by_the_client(span_model, source, target):
     async def act(swarm, talk):
-        for link in [session.link for session in swarm.servers[source].sessions._sessions.values()]:
+        for link in [session.push_link for session in swarm.servers[source].sessions._sessions.values()]:
             link.close()
         for _ in range(3):
             began = now()

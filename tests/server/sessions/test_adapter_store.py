@@ -48,7 +48,7 @@ def digest(seed: int, numbers: int = 100) -> bytes:
 
 
 def put(store: AdapterStore, peer: str, seed: int, block: int = 2, numbers: int = 100) -> None:
-    store.put(peer, {(block, digest(seed, numbers)): part(seed, numbers)})
+    store.store(peer, {(block, digest(seed, numbers)): part(seed, numbers)})
 
 
 def has(store: AdapterStore, peer: str, seed: int, block: int = 2) -> bool:
@@ -63,14 +63,14 @@ def has(store: AdapterStore, peer: str, seed: int, block: int = 2) -> bool:
 
 
 def test_an_adapter_is_found_by_its_block_and_digest(store):
-    store.put("me", {(2, digest(1)): part(1), (3, digest(2)): part(2)})
+    store.store("me", {(2, digest(1)): part(1), (3, digest(2)): part(2)})
     found = store.find("me", SPAN, [digest(1), digest(2)])
     assert [float(found[block].prompt[0, 0]) for block in (2, 3)] == [1, 2]
     assert store.find("me", SPAN, [b"", b""]) == {}
     assert store.find("me", SPAN, None) == {}
     assert set(store.find("me", SPAN, [b"", digest(2)])) == {3}
     assert set(store.find("me", Span(3, 4), [digest(2)])) == {3}
-    with pytest.raises(UnknownAdapter, match=r"of block 2 is not here \(any more\); send it again"):
+    with pytest.raises(UnknownAdapter, match=r"of block 2 is not \(or no longer\) kept here; send it again"):
         store.find("me", SPAN, [digest(2), digest(1)])
     with pytest.raises(UnknownAdapter):
         store.find("me", SPAN, [b"short", b""])
@@ -175,7 +175,7 @@ def test_there_is_no_room_while_others_hold_all_of_it(store):
         for seed in range(5):
             put(store, peer, seed)
             held.append(store.find(peer, SPAN, [digest(seed), b""]))
-    with pytest.raises(CacheFull, match="all room for adapters is in use"):
+    with pytest.raises(CacheFull, match="all memory for adapters is in use"):
         put(store, "c", 1)
     assert not has(store, "c", 1)
 
@@ -187,7 +187,7 @@ def test_five_hundred_steps_of_four_peers_take_no_more_room(store):
             assert has(store, peer, step)
     assert len(store) <= 4 * LIMITS.versions
     assert store.memory <= LIMITS.memory
-    assert sum(map(len, store._left.values())) <= 8  # what has left leaves no trace
+    assert sum(map(len, store._dropped.values())) <= 8  # what has left leaves no trace
 
 
 def described(rank: int, inputs: int = 32, prompt: int = 0) -> PutAdapters:
@@ -196,15 +196,15 @@ def described(rank: int, inputs: int = 32, prompt: int = 0) -> PutAdapters:
 
 
 def test_ranks_and_sizes(store):
-    store.check(described(8), hidden_size=32)
+    store.validate_size(described(8), hidden_size=32)
     with pytest.raises(AdapterRefused, match="has rank 9; this server takes up to 8"):
-        store.check(described(9), hidden_size=32)
-    with pytest.raises(AdapterRefused, match=r"takes 34 KB; this server takes up to 7\.12 KB of a peer"):
-        store.check(described(8, inputs=1000), hidden_size=32)
+        store.validate_size(described(9), hidden_size=32)
+    with pytest.raises(AdapterRefused, match=r"takes 34 KB; this server takes up to 7\.12 KB from a peer"):
+        store.validate_size(described(8, inputs=1000), hidden_size=32)
     with pytest.raises(AdapterRefused, match="takes up to"):
-        store.check(described(1, prompt=100), hidden_size=32)
+        store.validate_size(described(1, prompt=100), hidden_size=32)
     with pytest.raises(AdapterRefused):
-        AdapterStore(Clock(), AdapterLimits(memory=0)).check(described(1), hidden_size=32)
+        AdapterStore(Clock(), AdapterLimits(memory=0)).validate_size(described(1), hidden_size=32)
 
 
 def test_what_the_server_has_itself_is_for_everybody_and_stays(store, clock):
@@ -259,7 +259,7 @@ class Anything(RuleBasedStateMachine):
     def room_is_kept(self):
         assert self.store.memory <= LIMITS.memory
         for peer in "abc":
-            assert self.store._held(peer) <= LIMITS.peer_memory
+            assert self.store._memory_of_peer(peer) <= LIMITS.peer_memory
             assert self.store._sizes[peer] == sum(key[0] == peer for key in self.store._kept) * SIZE
 
 

@@ -41,7 +41,7 @@ class Line:
     def join(self, name: str, tokens: int, peer: str = "", patience: float = PATIENCE) -> asyncio.Task[None]:
         async def wait() -> None:
             try:
-                await self.accountant.wait(name, peer or name, tokens, patience)
+                await self.accountant.allocate_or_wait(name, peer or name, tokens, patience)
             except CacheFull:
                 self.refused.append(name)
             else:
@@ -52,52 +52,52 @@ class Line:
 
 def test_what_is_granted_is_held_until_it_is_given_back():
     books = CacheAllocator(100, peer_share=1.0)
-    books.take("a", "peer", 30)
-    books.take("a", "peer", 20)
-    books.take("b", "peer", 50)
-    assert (books.held("a"), books.held("b"), books.free) == (50, 50, 0)
-    books.give_back("a")
-    books.give_back("a")
-    books.give_back("nobody")
-    assert (books.held("a"), books.held("b"), books.free) == (0, 50, 50)
+    books.allocate("a", "peer", 30)
+    books.allocate("a", "peer", 20)
+    books.allocate("b", "peer", 50)
+    assert (books.held_by("a"), books.held_by("b"), books.free) == (50, 50, 0)
+    books.release("a")
+    books.release("a")
+    books.release("nobody")
+    assert (books.held_by("a"), books.held_by("b"), books.free) == (0, 50, 50)
 
 
 def test_a_refusal_says_how_much_is_free_and_changes_nothing():
     books = CacheAllocator(100, peer_share=0.75)
-    books.take("a", "one", 60)
+    books.allocate("a", "one", 60)
     with pytest.raises(CacheFull, match=r"50 tokens .* 40 of 100 are free; this peer holds 0 of the 75"):
-        books.take("b", "two", 50)
+        books.allocate("b", "two", 50)
     with pytest.raises(CacheFull, match=r"16 tokens .* 40 of 100 are free; this peer holds 60 of the 75"):
-        books.take("b", "one", 16)
-    assert (books.held("b"), books.free) == (0, 40)
-    books.take("b", "one", 15)
-    books.take("c", "two", 25)
+        books.allocate("b", "one", 16)
+    assert (books.held_by("b"), books.free) == (0, 40)
+    books.allocate("b", "one", 15)
+    books.allocate("c", "two", 25)
     assert books.free == 0
 
 
 def test_without_any_room_nobody_gets_any():
     books = CacheAllocator(0)
     with pytest.raises(CacheFull, match="0 of 0 are free"):
-        books.take("a", "peer", 1)
+        books.allocate("a", "peer", 1)
 
 
 def test_a_peer_leaves_room_for_others_by_default():
     books = CacheAllocator(1000)
     with pytest.raises(CacheFull):
-        books.take("a", "greedy", int(1000 * MAX_PEER_CACHE_SHARE) + 1)
-    books.take("a", "greedy", int(1000 * MAX_PEER_CACHE_SHARE))
-    books.take("b", "modest", int(1000 * (1 - MAX_PEER_CACHE_SHARE)))
+        books.allocate("a", "greedy", int(1000 * MAX_PEER_CACHE_SHARE) + 1)
+    books.allocate("a", "greedy", int(1000 * MAX_PEER_CACHE_SHARE))
+    books.allocate("b", "modest", int(1000 * (1 - MAX_PEER_CACHE_SHARE)))
 
 
 def test_who_comes_first_is_served_first():
     async def scenario():
         books = CacheAllocator(100, peer_share=1.0)
-        books.take("all", "holder", 100)
+        books.allocate("all", "holder", 100)
         line = Line(books)
         for name in "abc":
             line.join(name, 30)
             await settled()
-        books.give_back("all")
+        books.release("all")
         await settled()
         assert line.granted == ["a", "b", "c"]
         assert (now(), books.free) == (0, 10)
@@ -109,19 +109,19 @@ def test_a_large_request_is_not_overtaken_by_smaller_ones():
     async def scenario():
         books = CacheAllocator(100, peer_share=1.0)
         for name in ("x", "y", "z"):
-            books.take(name, name, 30)
+            books.allocate(name, name, 30)
         line = Line(books)
         line.join("large", 80)
         await settled()
         line.join("small", 5)
         await settled()
         with pytest.raises(CacheFull, match="2 others wait"):
-            books.take("impatient", "impatient", 5)
+            books.allocate("impatient", "impatient", 5)
         for name in ("x", "y"):
-            books.give_back(name)
+            books.release(name)
             await settled()
             assert line.granted == []  # although there is room for the small one
-        books.give_back("z")
+        books.release("z")
         await settled()
         assert line.granted == ["large", "small"]
 
@@ -131,17 +131,17 @@ def test_a_large_request_is_not_overtaken_by_smaller_ones():
 def test_peers_that_hold_least_go_first():
     async def scenario():
         books = CacheAllocator(100, peer_share=1.0)
-        books.take("all", "other", 70)
-        books.take("mine", "rich", 30)
+        books.allocate("all", "other", 70)
+        books.allocate("mine", "rich", 30)
         line = Line(books)
         line.join("more of the same", 60, peer="rich")
         await settled()
         line.join("first", 60, peer="poor")
         await settled()
-        books.give_back("all")
+        books.release("all")
         await settled()
         assert line.granted == ["first"]
-        books.give_back("first")
+        books.release("first")
         await settled()
         assert line.granted == ["first", "more of the same"]
 
@@ -154,13 +154,13 @@ def test_who_waits_for_its_own_quota_keeps_nobody_else_waiting(patience):
 
     async def scenario():
         books = CacheAllocator(100, peer_share=0.75)
-        books.take("a", "greedy", 75)
+        books.allocate("a", "greedy", 75)
         line = Line(books)
         line.join("b", 10, peer="greedy")
         await settled()
         await line.join("c", 20, peer="modest", patience=patience)
         assert (line.granted, now()) == (["c"], 0)
-        books.give_back("a")
+        books.release("a")
         await settled()
         assert line.granted == ["c", "b"]
 
@@ -170,17 +170,17 @@ def test_who_waits_for_its_own_quota_keeps_nobody_else_waiting(patience):
 def test_who_holds_less_than_those_who_wait_need_not_wait_behind_them():
     async def scenario():
         books = CacheAllocator(100, peer_share=1.0)
-        books.take("a", "rich", 40)
+        books.allocate("a", "rich", 40)
         line = Line(books)
         line.join("b", 60 + 1, peer="rich")  # never, as long as a holds what it has
         line.join("c", 60, peer="rich")
         await settled()
         assert line.granted == ["c"]
-        books.give_back("c")
+        books.release("c")
         line.join("d", 60, peer="rich")
-        books.take("newcomer", "poor", 30)
+        books.allocate("newcomer", "poor", 30)
         await settled()
-        assert books.held("newcomer") == 30
+        assert books.held_by("newcomer") == 30
 
     on_virtual_time(scenario)
 
@@ -188,7 +188,7 @@ def test_who_holds_less_than_those_who_wait_need_not_wait_behind_them():
 def test_patience_ends():
     async def scenario():
         books = CacheAllocator(100, peer_share=1.0)
-        books.take("all", "holder", 80)
+        books.allocate("all", "holder", 80)
         line = Line(books)
         first = line.join("first", 50)
         await settled()
@@ -205,22 +205,22 @@ def test_patience_ends():
 def test_who_is_cancelled_holds_nothing(granted):
     async def scenario():
         books = CacheAllocator(100, peer_share=1.0)
-        books.take("all", "holder", 100)
-        books.take("cancelled", "cancelled", 0)
+        books.allocate("all", "holder", 100)
+        books.allocate("cancelled", "cancelled", 0)
         line = Line(books)
         task = line.join("cancelled", 70)
         await settled()
         line.join("behind", 60)
         await settled()
         if granted:
-            books.give_back("all")
-            assert books.held("cancelled") == 70
+            books.release("all")
+            assert books.held_by("cancelled") == 70
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert books.held("cancelled") == 0
+        assert books.held_by("cancelled") == 0
         if not granted:
-            books.give_back("all")
+            books.release("all")
         await settled()
         assert (line.granted, books.free, now()) == (["behind"], 40, 0)
 
@@ -232,15 +232,15 @@ def test_who_is_granted_once_its_task_is_cancelled_holds_nothing():
 
     async def scenario():
         books = CacheAllocator(100, peer_share=1.0)
-        books.take("all", "holder", 100)
+        books.allocate("all", "holder", 100)
         line = Line(books)
         task = line.join("cancelled", 70)
         await settled()
         task.cancel()
-        books.give_back("all")
+        books.release("all")
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert (books.held("cancelled"), books.free) == (0, 100)
+        assert (books.held_by("cancelled"), books.free) == (0, 100)
 
     on_virtual_time(scenario)
 
@@ -248,16 +248,16 @@ def test_who_is_granted_once_its_task_is_cancelled_holds_nothing():
 def test_a_wait_in_addition_to_what_is_held_gives_back_only_itself():
     async def scenario():
         books = CacheAllocator(100, peer_share=1.0)
-        books.take("mine", "peer", 20)
-        books.take("other", "other", 80)
+        books.allocate("mine", "peer", 20)
+        books.allocate("other", "other", 80)
         task = Line(books).join("mine", 50, peer="peer")
         await settled()
-        books.give_back("other")
-        assert books.held("mine") == 70
+        books.release("other")
+        assert books.held_by("mine") == 70
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
-        assert (books.held("mine"), books.free) == (20, 80)
+        assert (books.held_by("mine"), books.free) == (20, 80)
 
     on_virtual_time(scenario)
 
@@ -265,15 +265,15 @@ def test_a_wait_in_addition_to_what_is_held_gives_back_only_itself():
 def test_who_gives_back_waits_no_more():
     async def scenario():
         books = CacheAllocator(100, peer_share=1.0)
-        books.take("all", "holder", 80)
-        books.take("mine", "mine", 10)
+        books.allocate("all", "holder", 80)
+        books.allocate("mine", "mine", 10)
         line = Line(books)
         task = line.join("mine", 60)
         await settled()
-        books.give_back("mine")
+        books.release("mine")
         await task
         assert (line.refused, now(), books.free) == (["mine"], 0, 20)
-        books.give_back("all")
+        books.release("all")
         assert books.free == 100
 
     on_virtual_time(scenario)
@@ -282,11 +282,11 @@ def test_who_gives_back_waits_no_more():
 def test_closed_books_let_nobody_wait():
     async def scenario():
         books = CacheAllocator(100, peer_share=1.0)
-        books.take("all", "holder", 80)
+        books.allocate("all", "holder", 80)
         line = Line(books)
         tasks = [line.join(name, 30) for name in "abc"]
         await settled()
-        books.close()
+        books.refuse_waiting()
         await asyncio.gather(*tasks)
         await line.join("late", 30)
         await line.join("small", 20)
@@ -325,7 +325,7 @@ def test_the_books_are_right_whatever_holders_do(acts, share):
 
         async def wait(one, tokens):
             try:
-                await books.wait(one, peer(one), tokens, PATIENCE)
+                await books.allocate_or_wait(one, peer(one), tokens, PATIENCE)
             except CacheFull:
                 return
             if one == holder(one[0]):  # else it has given back what it was just granted
@@ -340,13 +340,13 @@ def test_the_books_are_right_whatever_holders_do(acts, share):
             one = holder(name)
             if act == "take":
                 with suppress(CacheFull):
-                    books.take(one, peer(one), number)
+                    books.allocate(one, peer(one), number)
                     expected[one] += number
             elif act == "wait" and (name not in waits or waits[name].done()):
                 waits[name] = asyncio.create_task(wait(one, number))
                 await asyncio.sleep(0)
             elif act == "give back":
-                books.give_back(one)
+                books.release(one)
                 numbers[name] += 1
                 waits.pop(name, None)
                 del expected[one]
@@ -358,16 +358,16 @@ def test_the_books_are_right_whatever_holders_do(acts, share):
                 for _ in range(number):
                     await asyncio.sleep(0)
             assert 0 <= books.free <= 100
-            held = [(each, books.held(each)) for each in (holder(other) for other in "abcdef")]
+            held = [(each, books.held_by(each)) for each in (holder(other) for other in "abcdef")]
             assert sum(tokens for _, tokens in held) == 100 - books.free
             for team in ("even", "odd"):
                 assert sum(tokens for each, tokens in held if peer(each) == team) <= books.quota
         await asyncio.sleep(PATIENCE + 1)
         assert all(task.done() for task in waits.values())
-        assert {one: books.held(one) for one in expected} == dict(expected)
+        assert {one: books.held_by(one) for one in expected} == dict(expected)
         assert books.free == 100 - expected.total()
         for name in "abcdef":
-            books.give_back(holder(name))
+            books.release(holder(name))
         assert books.free == 100
 
     on_virtual_time(scenario)

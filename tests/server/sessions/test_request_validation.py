@@ -31,17 +31,17 @@ def checks(positions: int | None = None, tokens: int = TOKENS) -> RequestValidat
 @given(st.integers(0, 8), st.integers(0, 8), st.sampled_from(["main", "other", ""]))
 def test_a_span_is_allowed_if_it_is_held(start, end, revision):
     if 2 <= start < end <= 5 and revision == "main":
-        assert checks().span(revision, start, end) == Span(start, end)
+        assert checks().validate_span(revision, start, end) == Span(start, end)
     else:
         with pytest.raises(WrongSpan):
-            checks().span(revision, start, end)
+            checks().validate_span(revision, start, end)
 
 
 def test_the_rows_of_each_kind_of_request():
-    assert checks().layout(STEP) == StepLayout((0, 4), (2, 1), (1, 0), (5, 0))
-    assert checks().layout(REPLAY) == StepLayout((0, 4), (2, 1), None, (5, 0))
-    assert checks().layout(FORWARD) == StepLayout((0, 0), (2, 1), None, (5, 0))
-    assert checks().layout(BACKWARD) == StepLayout((0, 0), (2, 1), None, (5, 0))
+    assert checks().validate_layout(STEP) == StepLayout((0, 4), (2, 1), (1, 0), (5, 0))
+    assert checks().validate_layout(REPLAY) == StepLayout((0, 4), (2, 1), None, (5, 0))
+    assert checks().validate_layout(FORWARD) == StepLayout((0, 0), (2, 1), None, (5, 0))
+    assert checks().validate_layout(BACKWARD) == StepLayout((0, 0), (2, 1), None, (5, 0))
 
 
 @pytest.mark.parametrize("message", [STEP, REPLAY, FORWARD, BACKWARD], ids=lambda message: type(message).__name__)
@@ -50,8 +50,8 @@ def test_the_rows_of_each_kind_of_request():
 def test_lists_of_different_lengths(message, name, values):
     if not hasattr(message, name):
         return
-    with pytest.raises(WrongShape, match="rows has"):
-        checks().layout(msgspec.structs.replace(message, **{name: values}))
+    with pytest.raises(WrongShape, match="sequences has"):
+        checks().validate_layout(msgspec.structs.replace(message, **{name: values}))
 
 
 @given(st.integers(0, 25), st.integers(0, 25), st.none() | st.integers(0, 25), st.none() | st.just(POSITIONS))
@@ -60,20 +60,20 @@ def test_positions_beyond_a_table(start, count, offset, limit):
         0, [0, start], [1, count], WireFormat.NONE, "float32", None, [0, offset] if offset is not None else None
     )
     if limit is not None and start + count + (offset or 0) > limit:
-        with pytest.raises(TooLong, match="row 1 reaches position"):
-            checks(limit).layout(message)
+        with pytest.raises(TooLong, match="sequence 1 reaches position"):
+            checks(limit).validate_layout(message)
     else:
-        assert checks(limit).layout(message).starts == (0, start)
+        assert checks(limit).validate_layout(message).starts == (0, start)
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=4))
 def test_no_row_outgrows_its_session(rows):
     layout = StepLayout(tuple(start for start, _ in rows), tuple(count for _, count in rows))
     longest = max(start + count for start, count in rows)
-    checks().length(layout, longest)
+    checks().validate_length(layout, longest)
     if longest:
         with pytest.raises(TooLong, match=f"would be {longest} tokens long; the session was opened for {longest - 1}"):
-            checks().length(layout, longest - 1)
+            checks().validate_length(layout, longest - 1)
 
 
 @given(
@@ -97,10 +97,10 @@ def test_a_payload_passes_only_if_everything_about_it_is_right(tokens, wire, dty
     elif nan:
         wrong = NotFinite
     if wrong is None:
-        checks().payload(tokens, wire, dtype, payload)
+        checks().validate_payload(tokens, wire, dtype, payload)
     else:
         with pytest.raises(wrong):
-            checks().payload(tokens, wire, dtype, payload)
+            checks().validate_payload(tokens, wire, dtype, payload)
 
 
 @given(st.integers(1, 10**6), st.sampled_from(WireFormat), st.sampled_from(["float32", "bfloat16", "float16"]))
@@ -118,16 +118,16 @@ def backward_payload(inputs: int = 3, gradients: int = 3, bad: str = "") -> byte
 
 
 def test_the_payload_of_a_backward():
-    checks().gradients(3, BACKWARD, backward_payload())
+    checks().validate_gradients(3, BACKWARD, backward_payload())
     for inputs, gradients in ((2, 3), (3, 2), (3, 0), (0, 3), (4, 4)):
         with pytest.raises(WrongShape, match=r"inputs and gradients of 3 tokens take 96 \+ 48 bytes"):
-            checks().gradients(3, BACKWARD, backward_payload(inputs, gradients))
+            checks().validate_gradients(3, BACKWARD, backward_payload(inputs, gradients))
     with pytest.raises(NotFinite, match="hidden states"):
-        checks().gradients(3, BACKWARD, backward_payload(bad="inputs"))
+        checks().validate_gradients(3, BACKWARD, backward_payload(bad="inputs"))
     with pytest.raises(NotFinite, match="gradients"):
-        checks().gradients(3, BACKWARD, backward_payload(bad="gradients"))
+        checks().validate_gradients(3, BACKWARD, backward_payload(bad="gradients"))
     with pytest.raises(WrongDtype):
-        checks().gradients(3, msgspec.structs.replace(BACKWARD, dtype="int8"), backward_payload())
+        checks().validate_gradients(3, msgspec.structs.replace(BACKWARD, dtype="int8"), backward_payload())
     for tokens in (0, 41):
         with pytest.raises(TooLong, match="this server takes 1 to 40"):
-            checks().gradients(tokens, BACKWARD, b"")
+            checks().validate_gradients(tokens, BACKWARD, b"")

@@ -12,12 +12,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from swarm.data_structures import Span, WireFormat
 from swarm.errors import CacheFull, UnknownSession, WrongSpan
+from swarm.server.sessions.session import LINK_TIMEOUT_S, Session, SessionTerms
 from swarm.server.sessions.session_table import (
     EXPIRY_PERIOD_S,
     IDLE_TIMEOUT_S,
-    LINK_TIMEOUT_S,
     RECONNECT_TIMEOUT_S,
-    Session,
     SessionTable,
 )
 from tests import virtual_time
@@ -34,18 +33,26 @@ class Clock:
         return self.now
 
 
-def session(number: int = 0, peer: str = "peer", max_length: int = 10, span: Span | None = None) -> Session:
+def session(
+    number: int = 0,
+    peer: str = "peer",
+    max_length: int = 10,
+    span: Span | None = None,
+    adapters: list[bytes] | None = None,
+    wait_timeout_s: float = 0.0,
+) -> Session:
     cache: Any = SimpleNamespace(cleared=0)
     cache.clear = lambda: setattr(cache, "cleared", cache.cleared + 1)
-    return Session(
+    terms = SessionTerms(
         session_id=number.to_bytes(16, "big"),
         peer_id=peer,
         span=span or Span(0, 3),
         max_length=max_length,
         reply_format=WireFormat.NONE,
-        cache=cache,
-        last_seen=0.0,
+        adapters=adapters,
+        wait_timeout_s=wait_timeout_s,
     )
+    return Session(terms, cache)
 
 
 def test_rows_take_whole_pages():
@@ -80,11 +87,11 @@ def at_once(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def opened(sessions: SessionTable, one: Session, rows: int = 1, client: Any = None) -> Session:
-    return at_once(sessions.open(one, rows, client))
+    return at_once(sessions.open_session(one, rows, client))
 
 
 def reserve(sessions: SessionTable, one: Session, rows: int) -> None:
-    at_once(sessions.reserve(one, rows))
+    at_once(sessions.reserve_cache(one, rows))
 
 
 @pytest.fixture
@@ -99,9 +106,9 @@ def sessions(clock) -> SessionTable:
 
 def test_rows_are_counted_when_they_are_first_seen(sessions):
     one = opened(sessions, session(max_length=10))
-    assert (len(sessions), one.rows, sessions.free) == (1, 1, 90)
+    assert (len(sessions), one.sequences, sessions.free) == (1, 1, 90)
     reserve(sessions, one, 3)
-    assert (one.rows, sessions.free) == (3, 70)
+    assert (one.sequences, sessions.free) == (3, 70)
     reserve(sessions, one, 3)
     assert sessions.free == 70
     reserve(sessions, one, 5)
@@ -137,7 +144,7 @@ def test_no_room_for_more_rows_changes_nothing(sessions):
     reserve(sessions, two, 3)
     with pytest.raises(CacheFull, match=r"20 tokens .* 10 of 100 are free"):
         reserve(sessions, two, 5)
-    assert (two.rows, sessions.free) == (3, 10)
+    assert (two.sequences, sessions.free) == (3, 10)
     reserve(sessions, two, 4)
     assert sessions.free == 0
 
@@ -266,9 +273,9 @@ class FakeLink:
 @pytest.mark.parametrize("end", ["close", "clear", "expire", "unlink"])
 def test_the_link_of_a_session_ends_with_it(sessions, clock, end):
     one: Any = opened(sessions, session())
-    link = one.link = FakeLink()
+    link = one.push_link = FakeLink()
     if end == "unlink":
-        one.unlink()
+        one.close_push_link()
     elif end == "clear":
         sessions.clear()
     elif end == "close":
@@ -278,14 +285,14 @@ def test_the_link_of_a_session_ends_with_it(sessions, clock, end):
         clock.now += RECONNECT_TIMEOUT_S + 1
         sessions.expire()
     assert link.closed
-    assert one.link is None
+    assert one.push_link is None
 
 
 def test_closing_a_predecessor_leaves_the_link_of_its_successor(sessions):
     old: Any = opened(sessions, session())
     sessions.close(old)
     new: Any = opened(sessions, session())
-    link = new.link = FakeLink()
+    link = new.push_link = FakeLink()
     sessions.close(old)
     assert not link.closed
 
@@ -294,9 +301,9 @@ def test_who_may_push(sessions):
     async def scenario():
         loop = asyncio.get_running_loop()
         mine, theirs = opened(sessions, session(peer="me")), opened(sessions, session(peer="them"))
-        mine.let_push("before")
-        number = mine.session_id
-        assert await sessions.pushed_by("before", "me", number) is mine
+        mine.allow_push_from("before")
+        number = mine.terms.session_id
+        assert await sessions.find_for_push("before", "me", number) is mine
         for previous, client, session_id in [
             ("other", "me", number),
             ("before", "them", number),
@@ -306,12 +313,12 @@ def test_who_may_push(sessions):
         ]:
             began = loop.time()
             with pytest.raises(UnknownSession, match="no session here into which this peer may push"):
-                await sessions.pushed_by(previous, client, session_id)
+                await sessions.find_for_push(previous, client, session_id)
             assert loop.time() - began <= LINK_TIMEOUT_S
         sessions.close(mine)
         with pytest.raises(UnknownSession):
-            await sessions.pushed_by("before", "me", number)
-        assert theirs.previous is None
+            await sessions.find_for_push("before", "me", number)
+        assert theirs.previous_peer is None
 
     virtual_time.run(scenario)
 
@@ -320,11 +327,11 @@ def test_a_push_waits_for_its_link_through_others(sessions):
     async def scenario():
         loop = asyncio.get_running_loop()
         one = opened(sessions, session())
-        pushing = asyncio.create_task(sessions.pushed_by("third", "peer", one.session_id))
+        pushing = asyncio.create_task(sessions.find_for_push("third", "peer", one.terms.session_id))
         for name in ("first", "second", "third"):
             await asyncio.sleep(LINK_TIMEOUT_S / 4)
             assert not pushing.done()
-            one.let_push(name)
+            one.allow_push_from(name)
         assert await pushing is one
         assert loop.time() == pytest.approx(LINK_TIMEOUT_S * 3 / 4)
 
@@ -348,23 +355,23 @@ def test_the_newest_connection_is_the_clients(sessions):
 
 def test_check_tells_who_was_forgotten(sessions, clock):
     one = opened(sessions, session())
-    sessions.check(one)
+    sessions.require_open(one)
     clock.now += IDLE_TIMEOUT_S + 1
     sessions.expire()
     with pytest.raises(UnknownSession, match="expired"):
-        sessions.check(one)
+        sessions.require_open(one)
     opened(sessions, session())
     with pytest.raises(UnknownSession):
-        sessions.check(one)
+        sessions.require_open(one)
 
 
 def test_rows_are_reserved_when_a_session_is_opened(sessions):
     one = opened(sessions, session(), 4)
-    assert (one.rows, sessions.free) == (4, 60)
+    assert (one.sequences, sessions.free) == (4, 60)
     assert opened(sessions, session(), 2) is one
-    assert (one.rows, sessions.free) == (4, 60)
+    assert (one.sequences, sessions.free) == (4, 60)
     opened(sessions, session(), 6)
-    assert (one.rows, sessions.free) == (6, 40)
+    assert (one.sequences, sessions.free) == (6, 40)
     with pytest.raises(CacheFull, match=r"110 tokens .* 40 of 100 are free"):
         opened(sessions, session(1), 11)
     assert (len(sessions), sessions.free) == (1, 40)
@@ -375,7 +382,7 @@ def test_a_connection_that_is_refused_takes_nothing_from_the_one_that_works(sess
     one = opened(sessions, session(), 5, working)
     with pytest.raises(CacheFull):
         opened(sessions, session(), 11, object())
-    assert (one.rows, one.attached, sessions.free) == (5, 1, 50)
+    assert (one.sequences, one.attached, sessions.free) == (5, 1, 50)
     assert sessions.clients() == [working]
 
 
@@ -393,9 +400,7 @@ def test_a_peer_has_a_bounded_number_of_sessions_and_a_part_of_the_cache(clock):
 
 
 def patient(number: int = 0, peer: str = "peer", patience: float = 20.0, **options: Any) -> Session:
-    one = session(number, peer, **options)
-    one.patience = patience
-    return one
+    return session(number, peer, wait_timeout_s=patience, **options)
 
 
 Scenario = Callable[[SessionTable], Awaitable[None]]
@@ -417,7 +422,7 @@ def now() -> float:
 @pytest.mark.parametrize("end", ["close", "expire", "fewer"])
 def test_who_waits_gets_the_room_that_another_session_leaves(end):
     async def scenario(sessions):
-        holder = await sessions.open(session(1), 8)
+        holder = await sessions.open_session(session(1), 8)
         if end == "expire":
             await asyncio.sleep(1)
             sessions.detach(holder)
@@ -425,22 +430,22 @@ def test_who_waits_gets_the_room_that_another_session_leaves(end):
         else:
             gone = now() + 5
             asyncio.get_running_loop().call_at(gone, sessions.close, holder)
-        waiting = await sessions.open(patient(2, patience=RECONNECT_TIMEOUT_S + 5), 2 if end == "fewer" else 5)
+        waiting = await sessions.open_session(patient(2, patience=RECONNECT_TIMEOUT_S + 5), 2 if end == "fewer" else 5)
         if end == "fewer":
             assert now() == 0  # there was room at once
         else:
             assert gone <= now() <= gone + EXPIRY_PERIOD_S + 1e-6
             assert (len(sessions), sessions.free) == (1, 50)
-        sessions.check(waiting)
+        sessions.require_open(waiting)
 
     on_virtual_time(scenario)
 
 
 def test_who_has_waited_long_enough_is_told_how_much_is_free():
     async def scenario(sessions):
-        await sessions.open(session(1), 8)
+        await sessions.open_session(session(1), 8)
         with pytest.raises(CacheFull, match=r"50 tokens .* 20 of 100 are free"):
-            await sessions.open(patient(2), 5)
+            await sessions.open_session(patient(2), 5)
         assert now() == 20
         assert (len(sessions), sessions.free) == (1, 20)
 
@@ -450,7 +455,7 @@ def test_who_has_waited_long_enough_is_told_how_much_is_free():
 def test_what_can_never_fit_is_refused_at_once():
     async def scenario(sessions):
         with pytest.raises(CacheFull, match="110 tokens"):
-            await sessions.open(patient(), 11)
+            await sessions.open_session(patient(), 11)
         assert (now(), len(sessions)) == (0, 0)
 
     on_virtual_time(scenario)
@@ -458,13 +463,13 @@ def test_what_can_never_fit_is_refused_at_once():
 
 def test_more_rows_may_be_waited_for_too():
     async def scenario(sessions):
-        other, one = await sessions.open(session(1), 5), await sessions.open(patient(2), 2)
+        other, one = await sessions.open_session(session(1), 5), await sessions.open_session(patient(2), 2)
         asyncio.get_running_loop().call_later(5, sessions.close, other)
-        await sessions.reserve(one, 6)
-        assert (now(), one.rows, sessions.free) == (5, 6, 40)
+        await sessions.reserve_cache(one, 6)
+        assert (now(), one.sequences, sessions.free) == (5, 6, 40)
         with pytest.raises(CacheFull):
-            await sessions.reserve(one, 11)
-        assert (now(), one.rows, sessions.free) == (5, 6, 40)
+            await sessions.reserve_cache(one, 11)
+        assert (now(), one.sequences, sessions.free) == (5, 6, 40)
 
     on_virtual_time(scenario)
 
@@ -473,9 +478,9 @@ def test_more_rows_may_be_waited_for_too():
 @pytest.mark.parametrize("begun", [False, True], ids=["opening", "growing"])
 def test_a_wait_that_is_broken_off_leaves_nothing_behind(begun, moment):
     async def scenario(sessions):
-        other = await sessions.open(session(1), 8)
-        one = await sessions.open(patient(2), 1) if begun else patient(2)
-        waiting = asyncio.create_task(sessions.reserve(one, 6) if begun else sessions.open(one, 6))
+        other = await sessions.open_session(session(1), 8)
+        one = await sessions.open_session(patient(2), 1) if begun else patient(2)
+        waiting = asyncio.create_task(sessions.reserve_cache(one, 6) if begun else sessions.open_session(one, 6))
         await asyncio.sleep(1)
         if moment != "while it waits":
             sessions.close(other)
@@ -483,20 +488,20 @@ def test_a_wait_that_is_broken_off_leaves_nothing_behind(begun, moment):
         with pytest.raises(asyncio.CancelledError):
             await waiting
         sessions.close(other)
-        assert (one.rows, sessions.free) == ((1, 90) if begun else (0, 100))
+        assert (one.sequences, sessions.free) == ((1, 90) if begun else (0, 100))
         assert len(sessions) == begun
-        again = await sessions.open(patient(2), 10)
-        assert (again.rows, sessions.free) == (10, 0)
+        again = await sessions.open_session(patient(2), 10)
+        assert (again.sequences, sessions.free) == (10, 0)
 
     on_virtual_time(scenario)
 
 
 def test_room_that_comes_at_the_last_moment_is_taken():
     async def scenario(sessions):
-        other = await sessions.open(session(1), 8)
+        other = await sessions.open_session(session(1), 8)
         asyncio.get_running_loop().call_at(20, sessions.close, other)
         try:
-            await sessions.open(patient(2), 5)
+            await sessions.open_session(patient(2), 5)
         except CacheFull:
             assert (len(sessions), sessions.free) == (0, 100)
         else:
@@ -507,13 +512,13 @@ def test_room_that_comes_at_the_last_moment_is_taken():
 
 def test_two_connections_that_open_a_session_at_once_reserve_its_rows_once():
     async def scenario(sessions):
-        other = await sessions.open(session(1), 8)
-        tasks = [asyncio.create_task(sessions.open(patient(2), 3)) for _ in range(3)]
+        other = await sessions.open_session(session(1), 8)
+        tasks = [asyncio.create_task(sessions.open_session(patient(2), 3)) for _ in range(3)]
         await asyncio.sleep(1)
         sessions.close(other)
         first, *others = await asyncio.gather(*tasks)
         assert all(one is first for one in others)
-        assert (first.attached, first.rows, sessions.free) == (3, 3, 70)
+        assert (first.attached, first.sequences, sessions.free) == (3, 3, 70)
 
     on_virtual_time(scenario)
 
@@ -521,17 +526,17 @@ def test_two_connections_that_open_a_session_at_once_reserve_its_rows_once():
 @pytest.mark.parametrize("begun", [False, True], ids=["opening", "growing"])
 def test_a_session_that_is_closed_while_it_waits_is_over_at_once(begun):
     async def scenario(sessions):
-        other = await sessions.open(session(1), 8)
-        one = await sessions.open(patient(2), 1) if begun else patient(2)
-        waiting = asyncio.create_task(sessions.reserve(one, 6) if begun else sessions.open(one, 6))
-        behind = asyncio.create_task(sessions.open(patient(3, patience=30), 5))
+        other = await sessions.open_session(session(1), 8)
+        one = await sessions.open_session(patient(2), 1) if begun else patient(2)
+        waiting = asyncio.create_task(sessions.reserve_cache(one, 6) if begun else sessions.open_session(one, 6))
+        behind = asyncio.create_task(sessions.open_session(patient(3, patience=30), 5))
         await asyncio.sleep(1)
         sessions.close(one)
         with pytest.raises(UnknownSession):
             await waiting
         assert now() == 1
         sessions.close(other)
-        assert (await behind).rows == 5  # nobody dead stands in the line
+        assert (await behind).sequences == 5  # nobody dead stands in the line
         assert (now(), len(sessions), sessions.free) == (1, 1, 50)
 
     on_virtual_time(scenario)
@@ -539,8 +544,8 @@ def test_a_session_that_is_closed_while_it_waits_is_over_at_once(begun):
 
 def test_a_session_that_is_closed_as_it_is_granted_holds_nothing():
     async def scenario(sessions):
-        other, one = await sessions.open(session(1), 8), await sessions.open(patient(2), 1)
-        waiting = asyncio.create_task(sessions.reserve(one, 6))
+        other, one = await sessions.open_session(session(1), 8), await sessions.open_session(patient(2), 1)
+        waiting = asyncio.create_task(sessions.reserve_cache(one, 6))
         await asyncio.sleep(1)
         sessions.close(other)
         sessions.close(one)
@@ -553,13 +558,13 @@ def test_a_session_that_is_closed_as_it_is_granted_holds_nothing():
 
 def test_who_waits_for_room_does_not_expire_meanwhile():
     async def scenario(sessions):
-        await sessions.open(session(1), 8)
-        one = await sessions.open(patient(2, patience=60), 1)
+        await sessions.open_session(session(1), 8)
+        one = await sessions.open_session(patient(2, patience=60), 1)
         sessions.detach(one)
         async with one.lock:  # as a step holds it
             with pytest.raises(CacheFull):
-                await sessions.reserve(one, 5)
-            sessions.check(one)
+                await sessions.reserve_cache(one, 5)
+            sessions.require_open(one)
         await asyncio.sleep(RECONNECT_TIMEOUT_S + 1)
         sessions.expire()
         assert len(sessions) == 1
@@ -569,25 +574,25 @@ def test_who_waits_for_room_does_not_expire_meanwhile():
 
 def test_a_server_that_leaves_lets_nobody_wait():
     async def scenario(sessions):
-        await sessions.open(session(1), 8)
-        waiting = asyncio.create_task(sessions.open(patient(2), 5))
+        await sessions.open_session(session(1), 8)
+        waiting = asyncio.create_task(sessions.open_session(patient(2), 5))
         await asyncio.sleep(1)
         sessions.refuse_waiting()
         with pytest.raises(CacheFull):
             await waiting
         with pytest.raises(CacheFull):
-            await sessions.open(patient(2), 5)
+            await sessions.open_session(patient(2), 5)
         assert now() == 1
-        assert (await sessions.open(patient(2), 1)).rows == 1
+        assert (await sessions.open_session(patient(2), 1)).sequences == 1
 
     on_virtual_time(scenario)
 
 
 def test_no_task_is_left_when_the_waiting_is_over():
     async def scenario(sessions):
-        await sessions.open(session(1), 8)
+        await sessions.open_session(session(1), 8)
         with pytest.raises(CacheFull):
-            await sessions.open(patient(2), 5)
+            await sessions.open_session(patient(2), 5)
         await asyncio.sleep(0)
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
@@ -614,7 +619,7 @@ class Ledger(RuleBasedStateMachine):
             one = opened(self.sessions, session(number, peer, max_length), rows)
         except (CacheFull, WrongSpan):
             return
-        assert one.rows >= rows
+        assert one.sequences >= rows
         if all(one is not other for other in self.known):
             self.known.append(one)
 
@@ -622,16 +627,16 @@ class Ledger(RuleBasedStateMachine):
     @rule(data=st.data(), rows=st.integers(1, 12))
     def reserve(self, data, rows):
         one = data.draw(st.sampled_from(self.known))
-        before, free = one.rows, self.sessions.free
+        before, free = one.sequences, self.sessions.free
         try:
             reserve(self.sessions, one, rows)
         except CacheFull:
-            assert (rows - before) * one.max_length > free
-            assert one.rows == before
+            assert (rows - before) * one.terms.max_length > free
+            assert one.sequences == before
         except UnknownSession:
-            assert one.rows == before
+            assert one.sequences == before
         else:
-            assert one.rows >= rows
+            assert one.sequences >= rows
             assert self.is_open(one)
 
     def is_open(self, one):
@@ -659,7 +664,7 @@ class Ledger(RuleBasedStateMachine):
     @invariant()
     def the_sum_is_right(self):
         assert 0 <= self.sessions.free <= CAPACITY
-        held = sum(one.rows * one.max_length for one in self.known if self.is_open(one))
+        held = sum(one.sequences * one.terms.max_length for one in self.known if self.is_open(one))
         assert self.sessions.free == CAPACITY - held
 
 

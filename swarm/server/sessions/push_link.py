@@ -1,7 +1,7 @@
-"""Handing a step's outputs straight to the next server of the route.
+"""Sending a step's outputs straight to the next server of the route.
 
-A pushed step is an ordinary step that does not come from the client. Pushing is an optimisation and never the only way:
-the client gets the outputs too, and delivers them itself where a push failed. So a push may simply be lost.
+A pushed step is an ordinary step that does not come from the client. Pushing is only an optimisation: the client gets
+the outputs as well and delivers them itself where a push failed. A push may therefore be lost.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from swarm.transport.stream import Network, Stream
 logger = logging.getLogger(__name__)
 
 PUSH_CONNECT_TIMEOUT_S = 2.0
-"""Seconds that a push waits for the connection to the next server, which is opened when the link is made."""
+"""How long a push waits for the connection to the next server, which is opened when the link is made."""
 
 PUSH_TIMEOUT_S = 5.0
 MIN_BYTES_PER_S = 1e5
-"""A push of n bytes is given up after `PUSH_TIMEOUT_S + n / MIN_BYTES_PER_S` seconds."""
+"""A push of n bytes fails after `PUSH_TIMEOUT_S + n / MIN_BYTES_PER_S` seconds."""
 
 
 class PushLink:
-    """One session's way from this server to the next one.
+    """One session's connection from this server to the next one.
 
     Args:
-        network: this server's place in the network.
+        network: this server's end of the network.
         client: peer id of the session's client.
         peer_id: the next server.
         session_id: the session there.
@@ -40,11 +40,11 @@ class PushLink:
         self._stream: Stream | None = None
         self._broken = False
         self._connected = asyncio.Event()
-        self._task = asyncio.get_running_loop().create_task(self._keep(network))
+        self._task = asyncio.get_running_loop().create_task(self._watch(network))
 
     async def push(self, step: messages.StepRequest, payload: bytes | memoryview) -> bool:
-        """Hand a step on. False if that is impossible; True does not promise that it arrives."""
-        if self._broken:  # perhaps while it still connects
+        """Send a step to the next server. False if that failed; True does not guarantee that it arrives."""
+        if self._broken:  # possibly before it was connected
             return False
         try:
             async with asyncio.timeout(PUSH_CONNECT_TIMEOUT_S):
@@ -60,20 +60,20 @@ class PushLink:
         return True
 
     def close(self) -> None:
-        """Push no more."""
+        """Push no more steps."""
         self._broken = True
         self._task.cancel()
         if self._stream is not None:
             self._stream.close()
 
-    async def _keep(self, network: Network) -> None:
-        """Connect, then watch: the next server only ever says that something is wrong, or goes away."""
+    async def _watch(self, network: Network) -> None:
+        """Connect, then wait: the next server only ever sends an error, or closes the connection."""
         try:
             self._stream = await network.open_stream(self._peer_id)
             self._connected.set()
             await self._stream.receive(0)
         except RemoteError as error:
-            logger.debug("the way to …%s is gone: %s", self._peer_id[-6:], error)
+            logger.debug("the link to …%s is gone: %s", self._peer_id[-6:], error)
         finally:
             self._broken = True
             self._connected.set()

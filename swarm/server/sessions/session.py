@@ -1,0 +1,98 @@
+"""One client's open generation at this server."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from dataclasses import dataclass
+
+from swarm.data_structures import Span, WireFormat
+from swarm.models.execution.session_cache import SessionCache
+from swarm.protocol.messages import StepReply
+from swarm.server.sessions.push_link import PushLink
+from swarm.server.sessions.reply_stream import ReplyStream
+
+LINK_TIMEOUT_S = 2.0
+"""How long a push may be ahead of the client's message that allows it."""
+
+
+@dataclass(frozen=True)
+class SessionTerms:
+    """What a client opened its session for.
+
+    Attributes:
+        session_id: chosen by the client.
+        peer_id: the client.
+        span: the blocks that the session uses.
+        max_length: tokens that each of its sequences may have.
+        reply_format: wire format of the outputs.
+        adapters: digests of what the client adds to the blocks; None for nothing.
+        wait_timeout_s: how long the client prefers to wait for cache before it is refused.
+    """
+
+    session_id: bytes
+    peer_id: str
+    span: Span
+    max_length: int
+    reply_format: WireFormat
+    adapters: list[bytes] | None = None
+    wait_timeout_s: float = 0.0
+
+
+class Session:
+    """The state of one session.
+
+    Attributes:
+        terms: what it was opened for.
+        cache: keys and values of its tokens, with the adapters that it uses.
+        last_seen: when anything last arrived for it.
+        next_step: the smallest number that the next step may have. (A step that its client gave up leaves a gap.)
+        last: the step before, kept so that its reply can be sent again: fingerprint of the request, reply, payload.
+        sequences: number of sequences for which cache is reserved.
+        attached: number of open connections that use the session.
+        client: the newest of them, to which replies to pushed steps go.
+        previous_peer: the peer that may push steps into the session, besides the client itself.
+        push_link: the link to the next server.
+        lock: held by the step that is being computed.
+        reserving: held while cache is reserved, so that two connections never reserve the same sequences twice.
+    """
+
+    def __init__(self, terms: SessionTerms, cache: SessionCache) -> None:
+        self.terms = terms
+        self.cache = cache
+        self.last_seen = 0.0
+        self.next_step = 0
+        self.last: tuple[int, StepReply, bytes | memoryview] | None = None
+        self.sequences = 0
+        self.attached = 0
+        self.client: ReplyStream | None = None
+        self.previous_peer: str | None = None
+        self.push_link: PushLink | None = None
+        self.lock = asyncio.Lock()
+        self.reserving = asyncio.Lock()
+        self._push_allowed = asyncio.Event()
+
+    @property
+    def key(self) -> tuple[str, bytes]:
+        """What tells it from all other sessions of the server."""
+        return self.terms.peer_id, self.terms.session_id
+
+    def allow_push_from(self, peer_id: str | None) -> None:
+        """Accept pushed steps from this peer and from no other."""
+        self.previous_peer = peer_id
+        self._push_allowed.set()
+        self._push_allowed = asyncio.Event()
+
+    async def may_push(self, peer_id: str) -> bool:
+        """Whether the peer is allowed to push, now or within `LINK_TIMEOUT_S`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LINK_TIMEOUT_S):
+                while self.previous_peer != peer_id:
+                    await self._push_allowed.wait()
+        return self.previous_peer == peer_id
+
+    def close_push_link(self) -> None:
+        """Push no more steps to the next server."""
+        if self.push_link is not None:
+            self.push_link.close()
+            self.push_link = None

@@ -1,0 +1,127 @@
+"""Steps and replays of open sessions: from a decoded message to the reply, and on to the next server."""
+
+from __future__ import annotations
+
+from swarm.data_structures import StepLayout, WireFormat
+from swarm.errors import ServerClosing, WrongPosition
+from swarm.metrics.server import ServerObserver
+from swarm.protocol import messages
+from swarm.protocol.compression import dtype_name
+from swarm.server.compute import compute_request
+from swarm.server.compute.compute_request import Bytes, ComputeResult
+from swarm.server.compute.engine import Engine
+from swarm.server.sessions.request_validation import RequestValidator
+from swarm.server.sessions.session import Session
+from swarm.server.sessions.session_table import SessionTable
+
+
+class SessionSteps:
+    """Validates the steps of all sessions and has them computed.
+
+    Attributes:
+        closed: no more steps are accepted.
+    """
+
+    def __init__(
+        self, sessions: SessionTable, engine: Engine, validator: RequestValidator, observer: ServerObserver
+    ) -> None:
+        self.closed = False
+        self._sessions = sessions
+        self._engine = engine
+        self._validator = validator
+        self._observer = observer
+
+    async def run_step(
+        self, session: Session, message: messages.StepRequest, payload: Bytes, *, asked_by_client: bool
+    ) -> tuple[messages.StepReply | None, Bytes]:
+        """Compute a step, push its outputs to the next server, and return the reply for the client.
+
+        If the client asks again for the last step, it gets the reply that was kept.
+        """
+        fingerprint = hash((messages.encode(message), payload))
+        async with session.lock:
+            if session.last is not None and message.step == session.last[1].step and fingerprint == session.last[0]:
+                # The reply was lost, or both the client and the previous server have delivered the step.
+                return session.last[1:] if asked_by_client else (None, b"")
+            if message.step < session.next_step and not asked_by_client:
+                return None, b""  # a push that the client has overtaken
+            self._require_not_closed()
+            if message.step < session.next_step:
+                raise WrongPosition(f"step {message.step} came where step {session.next_step} was expected")
+            layout = self._validator.validate_layout(message)
+            reply_format = session.terms.reply_format
+            result = await self._extend_cache(session, message, layout, payload, reply_format)
+            reply = messages.StepReply(message.step, reply_format, _dtype(session), result.milliseconds)
+            session.last = fingerprint, reply, result.payload
+            session.next_step = message.step + 1
+        return await self._push_outputs(session, message, reply, result.payload), result.payload
+
+    async def run_replay(
+        self, session: Session, message: messages.ReplayRequest, payload: Bytes
+    ) -> tuple[messages.ReplayReply, Bytes]:
+        """Append the history that a client sends to a server which takes over its session."""
+        async with session.lock:
+            self._require_not_closed()
+            layout = self._validator.validate_layout(message)
+            reply_format = session.terms.reply_format
+            result = await self._extend_cache(
+                session, message, layout, payload, reply_format if message.return_outputs else None
+            )
+            session.last = None
+            session.next_step = message.next_step
+            return messages.ReplayReply(reply_format, _dtype(session), result.milliseconds), result.payload
+
+    async def _push_outputs(
+        self, session: Session, message: messages.StepRequest, reply: messages.StepReply, output: Bytes
+    ) -> messages.StepReply:
+        """Push before replying, because the next server waits for the outputs; the client only keeps a copy."""
+        link = session.push_link
+        if link is None:
+            return reply
+        onward = messages.StepRequest(
+            step=message.step,
+            starts=message.starts,
+            counts=message.counts,
+            format=reply.format,
+            dtype=reply.dtype,
+            sources=message.sources,
+            offsets=message.offsets,
+        )
+        pushed = await link.push(onward, output)
+        self._observer.output_pushed(len(output), pushed)
+        return messages.StepReply(reply.step, reply.format, reply.dtype, reply.compute_ms, pushed)
+
+    async def _extend_cache(
+        self,
+        session: Session,
+        message: messages.StepRequest | messages.ReplayRequest,
+        layout: StepLayout,
+        payload: Bytes,
+        reply_format: WireFormat | None,
+    ) -> ComputeResult:
+        """Validate tokens, append them to the session's cache, and encode the outputs unless `reply_format` is None."""
+        self._sessions.require_open(session)  # a closed session has lost its cache, so that any step would seem wrong
+        self._validator.validate_length(layout, session.terms.max_length)
+        self._validator.validate_payload(layout.tokens, message.format, message.dtype, payload)
+        session.cache.validate_layout(layout)
+        await self._sessions.reserve_cache(session, layout.sequences)
+        return await self._engine.compute(
+            compute_request.forward_work(
+                session.terms.peer_id,
+                session.terms.session_id,
+                session.cache,
+                layout,
+                payload,
+                message.format,
+                message.dtype,
+                reply_format,
+            )
+        )
+
+    def _require_not_closed(self) -> None:
+        if self.closed:
+            raise ServerClosing("this server is leaving; use another one")
+
+
+def _dtype(session: Session) -> str:
+    return dtype_name(session.cache.model.dtype)
