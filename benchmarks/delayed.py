@@ -46,9 +46,9 @@ class DelayedStream:
         self._items.popleft()
         return item
 
-    async def discard(self) -> None:
+    async def discard_incoming(self) -> None:
         self._reader.cancel()
-        await self._stream.discard()
+        await self._stream.discard_incoming()
 
     def close(self) -> None:
         self._reader.cancel()

@@ -1,9 +1,9 @@
-"""What the examples reach over the swarm, beside the same training of the local model, by seed.
+"""Results of the examples over the swarm, compared with the same training of the local model, by seed.
 
     python -m benchmarks.finetuning [--seeds 3] [--only prompts|lora] [--json FILE]
 
-Data, steps, rate and initial values are drawn alike; only the blocks are elsewhere. Three local servers hold the demo
-model. The local models are transformers' own: with `peft` for LoRA, and for deep prompts with a hook on each layer.
+Data, steps, learning rate and initial values are the same; only the blocks are elsewhere. Three local servers hold the
+demo model. The local models are transformers' own: with `peft` for LoRA, with a hook on each layer for deep prompts.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from running import BLOCKS, prepared
 from standard_library import TOPICS
 
 Result = tuple[float, float]
-"""Before and after training, on held-out data."""
+"""The metric on held-out data before and after training."""
 
 
 class LocalDeepPrompts(nn.Module):
-    """The local classification model with virtual tokens in front and prompts at every block."""
+    """The local classification model with virtual tokens before the text and prompts at every block."""
 
     def __init__(self, model: Any, count: int) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class LocalDeepPrompts(nn.Module):
 
 
 def prompts(address: str | None, seed: int) -> Result:
-    """Accuracy of the prompt-tuned model, over the swarm at `address` or local."""
+    """Accuracy of the prompt-tuned model, over the swarm at `address`, or locally without an address."""
     torch.manual_seed(seed)
     tokenizer = prepared(AutoTokenizer.from_pretrained(DEMO_FOLDER))
     count = prompt_tuning.VIRTUAL_TOKENS
@@ -95,7 +95,7 @@ def prompts(address: str | None, seed: int) -> Result:
 
 
 def lora(address: str | None, seed: int) -> Result:
-    """Held-out loss of the model with LoRA, over the swarm at `address` or local."""
+    """Held-out loss of the model with LoRA, over the swarm at `address`, or locally without an address."""
     torch.manual_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(DEMO_FOLDER)
     if address is None:
@@ -117,7 +117,7 @@ TASKS: dict[str, tuple[str, Callable[[str | None, int], Result]]] = {
 
 
 def table(results: dict[str, dict[str, list[Result]]]) -> str:
-    """The figures for people, in Markdown."""
+    """Format the results in Markdown."""
 
     def cell(values: list[float]) -> str:
         return f"{statistics.mean(values):.3f} ({', '.join(f'{value:.3f}' for value in values)})"

@@ -1,16 +1,17 @@
-"""Decode steps of one 7B-shaped span on a GPU, against the time that reading its weights takes at the card's bandwidth.
+"""Decode steps of one 7B-shaped span on a GPU, relative to the time of reading its weights at the card's bandwidth.
 
     python -m benchmarks.gpu_decode [--forms none,int8,nf4] [--batches 1,32] [--past 128] [--steps 50] [--json FILE]
 
-A span of 8 blocks (hidden 4096, intermediate 11008, 32 heads), random weights, bfloat16 and its quantized forms, as a
-server loads and runs it: cache in pages, steps as recorded graphs, or what the server falls back to; the table says
-which. A batch is so many sessions of one row. A step's time is that of a clock on the wall from handing in the hidden
-states to outputs that are computed, Python included.
+A span of 8 blocks (hidden 4096, intermediate 11008, 32 heads) with random weights, in bfloat16 and quantized, is loaded
+and run as by a server: with a paged cache and recorded CUDA graphs, or with what the server falls back to; the table
+shows which. A batch is a number of sessions with one sequence each. A step's time is wall-clock time from passing in
+the hidden states until the outputs are computed, including Python.
 
-The bandwidth is the greater one of a large copy on the card (bytes read and written) and a large sum (bytes read),
-measured before and after each form with CUDA's events; ratios are to the greatest found, so that none is flattered.
+The bandwidth is the larger of that of a large copy on the card (bytes read and written) and of a large sum (bytes
+read), measured before and after each form with CUDA events. Ratios use the highest bandwidth found, so that no result
+looks better than it is.
 
-`--device cpu --blocks 1 --hidden 256` tries the benchmark itself. Without a GPU it says so, and measures nothing.
+`--device cpu --blocks 1 --hidden 256` tests the benchmark itself. Without a GPU it says so, and measures nothing.
 """
 
 from __future__ import annotations
@@ -37,22 +38,24 @@ from swarm.models.span_loading import load_span
 from swarm.models.weights.quantization import form_for_device
 
 TARGET = 1.5
-"""Times the reading of the weights that a step may take."""
+"""Maximum time of a step, as a multiple of the time of reading the weights."""
 
 WARM_UP = 10
-"""Steps that are not counted: recordings are made in the first one."""
+"""Number of steps that are not counted: CUDA graphs are recorded in the first one."""
 
 LARGE = {"cuda": 2 << 30, "cpu": 64 << 20}
-"""Bytes that are copied and summed to measure bandwidth: far more than any cache of the device holds."""
+"""Number of bytes copied and summed to measure the bandwidth: far more than any cache of the device holds."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """Attributes:
-    way: where rows lie, and what runs a step.
-    weights: bytes.
-    reading: seconds that reading the weights takes.
-    steps: seconds of each step.
+    """Measured steps of one form of the weights and one batch size.
+
+    Attributes:
+        way: the layout of the cache and how a step is executed.
+        weights: size of the weights in bytes.
+        reading: seconds that reading the weights takes.
+        steps: seconds of each step.
     """
 
     form: str
@@ -64,12 +67,12 @@ class Result:
 
     @property
     def ratio(self) -> float:
-        """The median step beside reading the weights."""
+        """Median time of a step relative to reading the weights."""
         return statistics.median(self.steps) / self.reading
 
 
 def bandwidth(device: torch.device, repeats: int = 5) -> float:
-    """Bytes/s of the device's memory."""
+    """Measure the bandwidth of the device's memory in bytes/s."""
     source = torch.ones(LARGE[device.type] // 4, device=device)
     target = torch.empty_like(source)
     size = source.numel() * source.element_size()
@@ -79,7 +82,7 @@ def bandwidth(device: torch.device, repeats: int = 5) -> float:
 
 
 def _seconds(function: Callable[[], object], device: torch.device) -> float:
-    """Of the device's own clock, if it has one."""
+    """Measure seconds with the device's own clock if it has one."""
     if device.type != "cuda":
         began = time.perf_counter()
         function()
@@ -93,7 +96,7 @@ def _seconds(function: Callable[[], object], device: torch.device) -> float:
 
 
 def make_checkpoint(folder: Path, hidden: int, intermediate: int, heads: int, blocks: int) -> Checkpoint:
-    """Random weights in bfloat16, the same in every run."""
+    """Save a model with random bfloat16 weights, the same in every run."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=hidden,
@@ -110,7 +113,7 @@ def make_checkpoint(folder: Path, hidden: int, intermediate: int, heads: int, bl
 
 
 def step_times(model: SpanModel, batch: int, past: int, steps: int) -> list[float]:
-    """Seconds of each step of `batch` sessions that have `past` positions at first."""
+    """Seconds of each step of `batch` sessions that start with `past` positions."""
     sessions = [SessionCache(model) for _ in range(batch)]
 
     def hidden(tokens: int) -> torch.Tensor:
@@ -145,7 +148,7 @@ def _synchronize(device: torch.device) -> None:
 def measure(
     checkpoint: Checkpoint, device: torch.device, forms: Sequence[str], batches: Sequence[int], past: int, steps: int
 ) -> list[Result]:
-    """Load the span in one form after the other and decode with it."""
+    """Load the span in each form of the weights and decode with it."""
     found: list[tuple[str, str, int, int, list[float]]] = []
     rates = [bandwidth(device)]
     for form in forms:
@@ -168,7 +171,7 @@ def measure(
 
 
 def report(results: Sequence[Result]) -> str:
-    """A table: medians and ranges."""
+    """Format medians and ranges as a table."""
     lines = [
         "| weights | MiB | cache, forward | batch | ms a step | ms to read the weights | ratio | target |",
         "|" + " --- |" * 8,

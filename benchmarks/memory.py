@@ -1,12 +1,13 @@
-"""Memory of each device of a ring, and its tokens/s with a lane for each, against the whole model on one device.
+"""Memory of each device of a ring, and its tokens/s with one lane per device, relative to the model on one device.
 
     python -m benchmarks.memory [--model nano tinyllama] [--dtype bfloat16] [--tokens 32] [--repeats 3] [--json FILE]
 
-The partitions of MDI-LLM's tables I and II: the starter is a client that runs first blocks itself, secondaries are
-servers. Every device is a process with one torch thread (and a libp2p daemon, which is counted). Random weights.
+The partitions are those of MDI-LLM's tables I and II: the starter is a client that runs the first blocks itself; the
+secondaries are servers. Every device is a process with one torch thread (and a libp2p daemon, which is counted). The
+weights are random.
 
-The peak counts pages of the checkpoint's files that are looked at, one block after the other (a client compares digests
-of all blocks).
+The peak includes pages of the checkpoint's files that are read one block at a time (a client compares the digests of
+all blocks).
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ MODELS = {
     "nano": LlamaConfig(hidden_size=1024, num_hidden_layers=12, num_attention_heads=16, **COMMON),
     "tinyllama": LlamaConfig(hidden_size=2048, num_hidden_layers=22, num_attention_heads=32, **COMMON),
 }
-"""NanoLlama (304 million parameters) and TinyLlama (1.1 billion), as the paper describes them."""
+"""NanoLlama (304 million parameters) and TinyLlama (1.1 billion), as described in the paper."""
 
 RINGS = {"nano": ((5, 7), (2, 5, 5)), "tinyllama": ((10, 12), (6, 8, 8))}
-"""Blocks of each device, the starter's first."""
+"""Number of blocks of each device, the starter first."""
 
 PAPER = {
     ("nano", 1): (2.15,),
@@ -58,14 +59,14 @@ PAPER = {
 """GB of RAM and VRAM that the paper measured on Jetson boards, fp32."""
 
 TEXTS, PROMPT = 3, 1
-"""As in the paper: three texts, each begun by one token."""
+"""As in the paper: three texts with a prompt of one token each."""
 
 MEGA = 1e6
 
 
 @dataclass
 class Device:
-    """Bytes: the most that was resident, what is resident while texts are written, and what the model itself takes."""
+    """Memory in bytes: peak resident, resident during generation, and what the model itself takes."""
 
     peak: int
     steady: int
@@ -87,7 +88,7 @@ class Ring:
 
 
 def make_model(name: str, dtype: str, folder: Path) -> Path:
-    """Save a model with random weights that never ends a text by itself."""
+    """Save a model with random weights that never generates an end-of-text token."""
     torch.manual_seed(0)
     config = MODELS[name]
     config.eos_token_id = config.bos_token_id = config.pad_token_id = None
@@ -99,20 +100,20 @@ def make_model(name: str, dtype: str, folder: Path) -> Path:
 
 
 def write(model: Any, tokens: int, **settings: Any) -> torch.Tensor:
-    """Three texts, greedily."""
+    """Generate three texts greedily."""
     prompt = torch.arange(5, 5 + TEXTS).view(TEXTS, PROMPT)
     return model.generate(prompt, max_new_tokens=tokens, do_sample=False, **settings)
 
 
 def measured(run: Any, tokens: int, repeats: int) -> dict[str, Any]:
-    """Tokens/s by repeat, and this process's memory."""
+    """Tokens/s by repetition, and this process's memory."""
     run(4)  # warms up
     rates = [TEXTS / seconds_per_token(run, tokens) for _ in range(repeats)]
     return {"rates": rates, "peak": peak(os.getpid()), "steady": steady(os.getpid())}
 
 
 def alone(path: Path, dtype: str, tokens: int, repeats: int) -> dict[str, Any]:
-    """The whole model in this process, which writes one text after the other."""
+    """Run the whole model in this process, one text after the other."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=HIDDEN_DTYPES[dtype])
 
     def run(count: int) -> None:
@@ -124,7 +125,7 @@ def alone(path: Path, dtype: str, tokens: int, repeats: int) -> dict[str, Any]:
 
 
 def starter(path: Path, dtype: str, blocks: int, address: str, tokens: int, repeats: int, lanes: int) -> dict[str, Any]:
-    """The first blocks in this process, the rest behind `address`."""
+    """Run the first blocks in this process and the rest in the swarm at `address`."""
     model: Any = AutoDistributedModelForCausalLM.from_pretrained(
         path, initial_peers=[address], dtype=dtype, local_blocks=blocks, wire="none"
     )
@@ -135,12 +136,12 @@ def starter(path: Path, dtype: str, blocks: int, address: str, tokens: int, repe
 
 
 def peak(pid: int) -> int:
-    """The most that was ever resident, of a process and its libp2p daemon."""
+    """Peak resident memory of a process and its libp2p daemon."""
     return sum(_status(one, "VmHWM") for one in _family(pid))
 
 
 def steady(pid: int) -> int:
-    """What is resident now."""
+    """Current resident memory."""
     return sum(_status(one, "VmRSS") for one in _family(pid))
 
 
@@ -154,7 +155,7 @@ def _status(pid: int, name: str) -> int:
 
 
 def in_a_process(*arguments: object) -> dict[str, Any]:
-    """Run a part of this benchmark as a process of its own, so that its memory is its own."""
+    """Run a part of this benchmark as a separate process, so that its memory can be measured alone."""
     command = [sys.executable, "-m", "benchmarks.memory", "--part", *map(str, arguments)]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return json.loads(output.splitlines()[-1])
@@ -170,7 +171,7 @@ def bytes_of(path: Path, dtype: str, tokens: int) -> tuple[list[int], int]:
 
 
 def measure_ring(path: Path, dtype: str, blocks: tuple[int, ...], tokens: int, repeats: int) -> Ring:
-    """Start the secondaries, run the starter beside them."""
+    """Start the secondaries, and run the starter."""
     ring = Ring(blocks)
     of_block, heads = bytes_of(path, dtype, tokens)
     edges = [sum(blocks[:device]) for device in range(len(blocks) + 1)]
@@ -187,7 +188,7 @@ def measure_ring(path: Path, dtype: str, blocks: tuple[int, ...], tokens: int, r
 
 
 def measure_alone(path: Path, dtype: str, tokens: int, repeats: int) -> Ring:
-    """The whole model on one device."""
+    """Measure the whole model on one device."""
     found = in_a_process("alone", path, dtype, tokens, repeats)
     of_block, heads = bytes_of(path, dtype, tokens)
     size = sum(of_block) + heads
@@ -195,13 +196,13 @@ def measure_alone(path: Path, dtype: str, tokens: int, repeats: int) -> Ring:
 
 
 def empty() -> Device:
-    """What Python and the libraries take by themselves."""
+    """Memory of Python and the libraries alone."""
     found = in_a_process("empty")
     return Device(found["peak"], found["steady"], 0)
 
 
 def table(name: str, dtype: str, rings: list[Ring], nothing: Device) -> str:
-    """The figures for people, in Markdown."""
+    """Format the results in Markdown."""
     lines = [
         f"{name}, {dtype}, {TEXTS} texts; MB a device, the starter's first; Python and the libraries alone take "
         f"{nothing.peak / MEGA:.0f}",
@@ -232,7 +233,7 @@ def table(name: str, dtype: str, rings: list[Ring], nothing: Device) -> str:
 
 
 def run_part(part: list[str]) -> None:
-    """What a process of this benchmark does; its last line is its result."""
+    """The main function of a process of this benchmark; the last line of its output is the result."""
     kind, *rest = part
     if kind == "starter":
         path, dtype, blocks, address, tokens, repeats, lanes = rest

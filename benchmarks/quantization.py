@@ -1,11 +1,11 @@
-"""Linear layers in each form that a server on a CPU may hold them in: milliseconds of one block's products.
+"""Time of one block's linear layers, in ms, for each form in which a server on a CPU may hold the weights.
 
     python -m benchmarks.quantization [--shape 4096x11008] [--blocks 1] [--batches 1,8,32,512] [--repeats 5] [--json F]
 
-A block is that of a Llama model: four products hidden x hidden and three hidden x intermediate. With several blocks no
-weight stays in the processor's cache, as in any larger model. One torch thread. All forms take turns, so that whatever
-else the machine does falls on all of them; ratios are of the same round. `plain` is torch's own linear layer,
-`prepacked` the one with the weight in oneDNN's layout. The quantized forms get inputs in bfloat16.
+The block is that of a Llama model: four products hidden x hidden and three hidden x intermediate. With several blocks
+no weight stays in the processor's cache, as in any larger model. There is one torch thread. All forms are measured
+alternately, so that other load on the machine affects all of them; ratios are of the same round. `plain` is torch's own
+linear layer, `prepacked` one with the weight in oneDNN's layout. The quantized forms get inputs in bfloat16.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ BASELINE = "fp32 plain"
 
 @dataclass(frozen=True)
 class Form:
-    """Attributes:
-    layers: the block's linear layers.
-    dtype: of the inputs.
+    """A form of a block's weights.
+
+    Attributes:
+        layers: the block's linear layers.
+        dtype: data type of the inputs.
     """
 
     name: str
@@ -54,7 +56,7 @@ def plain(hidden: int, intermediate: int, blocks: int, dtype: torch.dtype) -> nn
 
 
 def forms(hidden: int, intermediate: int, blocks: int) -> list[Form]:
-    """All forms that this processor computes with."""
+    """All forms that this processor can compute with."""
     found = []
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         layers = plain(hidden, intermediate, blocks, dtype)
@@ -78,7 +80,7 @@ def seconds(form: Form, inputs: dict[int, torch.Tensor]) -> float:
 
 @torch.inference_mode()
 def measure(every: list[Form], batches: list[int], repeats: int) -> dict[int, dict[str, list[float]]]:
-    """Seconds by batch and form, one for each repeat."""
+    """Seconds by batch and form, one per repetition."""
     result: dict[int, dict[str, list[float]]] = {}
     for batch in batches:
         result[batch] = {form.name: [] for form in every}
@@ -97,12 +99,12 @@ def _inputs(form: Form, batch: int) -> dict[int, torch.Tensor]:
 
 
 def spread(values: list[float], show: Callable[[float], str]) -> str:
-    """Median and range."""
+    """Format the median and the range."""
     return f"{show(statistics.median(values))} ({show(min(values))} to {show(max(values))})"
 
 
 def report(every: list[Form], found: dict[int, dict[str, list[float]]]) -> str:
-    """A table for docs/quantization.md: times, and times as fast as the baseline of the same round."""
+    """Format the table of docs/quantization.md: times, and speedups relative to the baseline of the same round."""
     heading = "| form | weights | " + " | ".join(f"batch {batch}: ms | x {BASELINE}" for batch in found) + " |"
     lines = [heading, "|" + " --- |" * (2 + 2 * len(found))]
     for form in every:

@@ -1,8 +1,8 @@
-"""How long routing takes over a large swarm, and how close its routes are to the best: `python -m benchmarks.routing`.
+"""Time of route planning in a large swarm, and how close its routes are to the optimum: `python -m benchmarks.routing`.
 
-The servers lie in a square of 200 ms round trip on each side, hold 2 to 16 blocks, and announce the round trips to
-some of those that hold the block behind their span. The exact optimum is the same search with a beam as wide as the
-swarm, which tries all pairs at every boundary; at a few hundred servers it is checked against the plain reference.
+The servers lie in a square whose side is a round trip of 200 ms, hold 2 to 16 blocks, and announce round trips to some
+of the servers that hold the block after their span. The exact optimum is the same search with a beam as wide as the
+swarm, which tries all pairs at every boundary. With a few hundred servers it is the reference `shortest_path` instead.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ SESSION = RouteRequirements(cache_tokens=4096)
 def random_swarm(
     rng: random.Random, servers: int, blocks: int, announced: int, pinged: int, speed: float = 400
 ) -> SwarmSnapshot:
-    """A swarm as a client sees it, all blocks held by somebody.
+    """Make a random swarm as a client sees it, with at least one server for each block.
 
     Args:
-        announced: round trips that each server announces.
-        pinged: servers that the client has measured.
-        speed: median blocks a second.
+        announced: number of round trips that each server announces.
+        pinged: number of servers that the client has measured.
+        speed: median blocks per second.
     """
     places = [(rng.random(), rng.random()) for _ in range(servers)]
     access = [rng.lognormvariate(math.log(0.008), 0.8) for _ in range(servers)]
     spans = [_random_span(rng, blocks, number) for number in range(servers)]
-    # As they come from the network: each mention of a peer id is a string of its own.
+    # As when read from the network, each occurrence of a peer id is a separate string.
     peer_ids = [b"Qm%044d" % number for number in range(servers)]
     holders = [[number for number in range(servers) if block in spans[number]] for block in range(blocks)]
 
@@ -79,7 +79,7 @@ def random_swarm(
 
 def _random_span(rng: random.Random, blocks: int, number: int) -> Span:
     length = min(blocks, rng.choice((2, 4, 4, 8, 8, 12, 16)))
-    # The first servers stand one behind the other, so that there is a route even in a small swarm.
+    # The first servers follow one another, so that there is a route even in a small swarm.
     start = number * 2 if number * 2 < blocks else rng.randrange(1 - length, blocks)
     start = max(0, min(start, blocks - length))
     return Span(start, start + length)
@@ -96,7 +96,7 @@ def _summary(values: list[float], form: str) -> str:
 
 
 def measure(swarms: list[SwarmSnapshot], wanted: Span, reference: bool) -> list[str]:
-    """Cells of one row: medians and ranges over the swarms."""
+    """The cells of one row of the table: medians and ranges over the swarms."""
     index, route, ratios = [], [], []
     first_block = Span(wanted.start, wanted.start + 1)
     for snapshot in swarms:

@@ -1,13 +1,13 @@
-"""Speed of fine-tuning over the swarm: forward and backward, against the same training of the local model.
+"""Speed of fine-tuning over the swarm (forward and backward) relative to the same training of the local model.
 
     python -m benchmarks.training [--only near|far] [--shape small] [--repeats 5] [--json FILE]
 
-Trained are LoRA factors (rank 8, queries and values), in fp32, by batches of 8 rows of 64 tokens. Local: `peft` on the
-transformers model in one thread. Both take turns.
+LoRA factors (rank 8, queries and values) are trained in fp32, with batches of 8 sequences of 64 tokens. The local model
+is the transformers model with `peft`, in one thread. Both are measured alternately.
 
-`near`: three servers of one thread each, and what the local model does beside it.
-`far`: three and six servers (every span twice), 50 ms one way between any two peers, each server allowed a quarter of a
-processor, so that six of them do not compete for two. That needs Linux's control groups and the right to make one.
+`near`: three servers with one thread each, and the local model.
+`far`: three and six servers (every span twice), 50 ms one way between any two peers. Each server may use a quarter of a
+processor, so that six of them do not compete for two. That needs Linux's control groups and permission to create one.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from swarm.cli.local_swarm import LocalSwarm
 from swarm.client import connection
 from swarm.transport.p2p import quiet_hivemind
 
-ROWS, LENGTH = 8, 64
-TOKENS = ROWS * LENGTH
+SEQUENCES, LENGTH = 8, 64
+TOKENS = SEQUENCES * LENGTH
 LORA = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
 DELAY = 0.05
-SHARE = 0.25
-"""Of a processor, for each server that is far."""
+CPU_SHARE = 0.25
+"""Fraction of a processor that each server of the far swarm may use."""
 
 GROUPS = Path("/sys/fs/cgroup/cpu")
-PERIOD = 10_000
-"""Microseconds in which a server gets its share of a processor."""
+PERIOD_US = 10_000
+"""Period of the CPU quota."""
 
 
 @dataclass
-class Figures:
-    """Tokens/s of forward and backward together, by repeat."""
+class TrainingSpeeds:
+    """Tokens/s of forward and backward together, by repetition."""
 
     swarm: list[float] = field(default_factory=list)
     local: list[float] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Figures:
 
 
 def batch() -> torch.Tensor:
-    return torch.randint(0, 1024, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+    return torch.randint(0, 1024, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
 def speed(model: Any) -> float:
@@ -92,9 +92,9 @@ def tuned(path: Path, address: str) -> Iterator[Any]:
         model.swarm.close()
 
 
-def near(shape: str, servers: int, repeats: int) -> Figures:
-    """A chain and the local model take turns."""
-    figures = Figures()
+def near(shape: str, servers: int, repeats: int) -> TrainingSpeeds:
+    """Measure a chain and the local model alternately."""
+    figures = TrainingSpeeds()
     with ExitStack() as stack:
         path = make_model(shape, Path(stack.enter_context(tempfile.TemporaryDirectory())))
         local = local_model(path)
@@ -112,15 +112,15 @@ def near(shape: str, servers: int, repeats: int) -> Figures:
 
 @contextmanager
 def limited(pids: Sequence[int]) -> Iterator[None]:
-    """Every process gets `SHARE` of a processor. Raises `OSError` where that is not allowed."""
+    """Limit every process to `CPU_SHARE` of a processor. Raises `OSError` if that is not permitted."""
     groups = []
     try:
         for pid in pids:
             group = GROUPS / f"swarm-{os.getpid()}-{pid}"
             group.mkdir()
             groups.append(group)
-            (group / "cpu.cfs_period_us").write_text(str(PERIOD))
-            (group / "cpu.cfs_quota_us").write_text(str(int(SHARE * PERIOD)))
+            (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+            (group / "cpu.cfs_quota_us").write_text(str(int(CPU_SHARE * PERIOD_US)))
             (group / "cgroup.procs").write_text(str(pid))
         yield
     finally:
@@ -132,7 +132,7 @@ def limited(pids: Sequence[int]) -> Iterator[None]:
 
 @contextmanager
 def far_swarm(path: Path, blocks: Sequence[str]) -> Iterator[str]:
-    """Servers on a slow network, each with a part of a processor; the address to join."""
+    """Run servers on a slow network, each with a fraction of a processor; yields the address to join."""
     with LocalSwarm(str(path), ()) as swarm, ExitStack() as stack:
         where = ("--initial-peers", swarm.address, "--host-maddrs", "/ip4/127.0.0.1/tcp/0")
         pids = []
@@ -156,7 +156,7 @@ def far_swarm(path: Path, blocks: Sequence[str]) -> Iterator[str]:
 
 
 def far(shape: str, repeats: int) -> dict[int, list[float]]:
-    """Tokens/s by number of servers."""
+    """Format tokens/s by number of servers."""
     DelayedPeer.seconds = DELAY
     connection.Peer = DelayedPeer  # type: ignore[attr-defined, misc]
     results: dict[int, list[float]] = {}
@@ -170,7 +170,7 @@ def far(shape: str, repeats: int) -> dict[int, list[float]]:
     return results
 
 
-def near_table(shape: str, figures: Figures) -> str:
+def near_table(shape: str, figures: TrainingSpeeds) -> str:
     return (
         f"| {shape}, 3 servers | {spread(figures.swarm, 0)} | {spread(figures.local, 0)} | {spread(figures.ratios())} |"
     )
@@ -214,7 +214,7 @@ def main() -> None:
         except OSError as error:
             print(f"not measured: no control group for the servers here ({error})")
             return
-        print(f"{1e3 * DELAY:.0f} ms one way, {SHARE} of a processor a server; tokens/s, median (range)\n")
+        print(f"{1e3 * DELAY:.0f} ms one way, {CPU_SHARE} of a processor a server; tokens/s, median (range)\n")
         print(far_table(raw["far"]))
 
     parts = {"near": run_near, "far": run_far}

@@ -1,10 +1,10 @@
-"""What a wire format costs: bytes a token, and the time to pack, check and unpack hidden states.
+"""Costs of the wire formats: bytes per token, and the time to pack, check and unpack hidden states.
 
     python -m benchmarks.wire [--dtype bfloat16] [--repeats 7] [--json FILE]
 
-Hidden states of random numbers, in the dtype that a server computes in. Times are processor time of one thread, and the
-formats take turns, so that what else the machine does matters little. MB/s counts the bytes of the hidden states before
-they are packed. What a format costs in quality is another question: docs/wire.md.
+The hidden states are random, in the dtype that a server computes in. Times are CPU times of one thread, and the formats
+are measured alternately, so that other load on the machine matters little. MB/s counts the bytes of the unpacked hidden
+states. For the loss of quality see docs/wire.md.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from swarm.protocol.compression import HIDDEN_DTYPES, decode_tensor, encode_tens
 
 HIDDEN_SIZES = (256, 512, 1024, 2048, 4096, 8192)
 TOKENS = (1, 128)
-LARGE = 1 << 26
-"""Values of the payload that stands for the largest that are sent: 134 MB in 16 bits."""
+LARGE_VALUES = 1 << 26
+"""Number of values in the largest payload that is measured: 134 MB in 16 bits."""
 
-SLICE = 0.01
-"""Seconds that one timing takes at least."""
+MIN_TIMING_S = 0.01
+"""Minimum duration of one timing."""
 
 CPU = torch.device("cpu")
 
 
 @dataclass
 class Costs:
-    """One hidden size, number of tokens and format. Times in seconds, by repeat."""
+    """Costs of one hidden size, number of tokens and format. Times are in seconds, by repetition."""
 
     hidden_size: int
     tokens: int
@@ -50,7 +50,7 @@ class Costs:
 
 
 def measure(dtype: str, repeats: int) -> list[Costs]:
-    """Every size, number of tokens and format."""
+    """Measure every size, number of tokens and format."""
     found = []
     for hidden_size, tokens in itertools.product(HIDDEN_SIZES, TOKENS):
         hidden = torch.randn(tokens, hidden_size).to(HIDDEN_DTYPES[dtype])
@@ -70,19 +70,19 @@ def _once(costs: Costs, hidden: torch.Tensor, dtype: str) -> None:
 
 
 def seconds(function: Callable[[], object]) -> float:
-    """Of one call, mean of as many as take `SLICE`."""
+    """Mean time of one call, over at least `MIN_TIMING_S`."""
     calls, began = 0, time.thread_time()
     while True:
         function()
         calls += 1
         passed = time.thread_time() - began
-        if passed > SLICE:
+        if passed > MIN_TIMING_S:
             return passed / calls
 
 
 def checks_of_large_payloads(repeats: int) -> dict[str, list[float]]:
-    """Seconds that `is_finite`, which runs in the network's loop, takes for `LARGE` values."""
-    hidden = torch.randn(1, LARGE)
+    """Seconds that `is_finite`, which runs in the network's event loop, takes for `LARGE_VALUES` values."""
+    hidden = torch.randn(1, LARGE_VALUES)
     found: dict[str, list[float]] = {}
     for wire, dtype in (
         (WireFormat.NONE, "float32"),
@@ -90,12 +90,14 @@ def checks_of_large_payloads(repeats: int) -> dict[str, list[float]]:
     ):
         payload = encode_tensor(hidden, wire)
         title = f"{wire}, {len(payload) / 1e6:.0f} MB"
-        found[title] = [seconds(lambda p=payload, w=wire, d=dtype: is_finite(p, LARGE, w, d)) for _ in range(repeats)]
+        found[title] = [
+            seconds(lambda p=payload, w=wire, d=dtype: is_finite(p, LARGE_VALUES, w, d)) for _ in range(repeats)
+        ]
     return found
 
 
 def table(found: list[Costs], dtype: str) -> str:
-    """The figures for people, in Markdown: medians, and the range for 8 bits, which take longest."""
+    """Format the results in Markdown: medians, and the range for 8 bits, which takes longest."""
     lines = [
         f"Hidden states in {dtype}; median of the repeats, for 1 and for {TOKENS[1]} tokens",
         "",
@@ -123,7 +125,7 @@ def _milliseconds(times: list[float]) -> str:
 
 
 def table_of_checks(checks: dict[str, list[float]]) -> str:
-    lines = [f"Looking for NaN and infinity in {LARGE:,} values, in the network's loop:", ""]
+    lines = [f"Looking for NaN and infinity in {LARGE_VALUES:,} values, in the network's loop:", ""]
     lines += ["| payload | ms, median (range) |", "| --- | --- |"]
     lines += [f"| {title} | {spread([1e3 * one for one in times], 1)} |" for title, times in checks.items()]
     return "\n".join(lines)
