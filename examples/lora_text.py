@@ -29,7 +29,7 @@ LORA = {
     "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
 }
 MARGIN = 2.0
-"""By how much the trained model's held-out loss lies below the untrained one's, stated beforehand: nats a token."""
+"""Required reduction of the held-out loss, fixed before training: nats per token."""
 
 PROMPT = "import os\n\n\ndef read(path):\n"
 
@@ -41,7 +41,7 @@ def chunks(tokenizer: PreTrainedTokenizerBase, held_out: bool, characters: int) 
 
 
 def batches(tokenizer: PreTrainedTokenizerBase, seed: int, steps: int) -> Iterator[dict[str, torch.Tensor]]:
-    """What is trained on, in an order that the seed decides."""
+    """Yield the training data in an order that depends on the seed."""
     rows, chance = chunks(tokenizer, held_out=False, characters=600_000), random.Random(seed)
     for _ in range(steps):
         batch = rows[chance.sample(range(len(rows)), BATCH)]
@@ -50,7 +50,7 @@ def batches(tokenizer: PreTrainedTokenizerBase, seed: int, steps: int) -> Iterat
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> float:
-    """Nats a token on modules that training has not seen."""
+    """Loss in nats per token on modules that are not in the training data."""
     rows = chunks(tokenizer, held_out=True, characters=40_000)
     parts = rows.split(16)
     return sum(float(model(input_ids=part, labels=part).loss) * len(part) for part in parts) / len(rows)
@@ -59,7 +59,7 @@ def held_out_loss(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> float
 def tune(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, seed: int, steps: int | None = None
 ) -> tuple[float, float, list[float]]:
-    """Held-out loss before and after, and the losses."""
+    """Train; returns the held-out loss before and after, and the losses of all steps."""
     before = held_out_loss(model, tokenizer)
     data = list(batches(tokenizer, seed, steps or STEPS))
     losses = train(model.parameters(), data, lambda batch: model(**batch).loss, rate=RATE)

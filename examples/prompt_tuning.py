@@ -22,19 +22,19 @@ from swarm import AutoDistributedModelForSequenceClassification, TuningOptions
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 
 ASKED = " It is about"
-"""Stands behind each text: the last token, from which the class is read, is then the same everywhere."""
+"""Appended to each text, so that the last token, from which the class is read, is always the same."""
 
 BATCH, EPOCHS, LONGEST = 16, 4, 64
 RATE = 1e-2
 VIRTUAL_TOKENS = 16
 MARGIN = 0.15
-"""By how much the trained model beats the untrained one, stated beforehand: share of held-out texts."""
+"""Required gain in held-out accuracy, fixed before training."""
 
 Example = tuple[str, int]
 
 
 def encoded(tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]) -> dict[str, torch.Tensor]:
-    """A batch, padded on the right."""
+    """Make a batch, padded on the right."""
     texts = [text + ASKED for text, _ in examples]
     batch = tokenizer(texts, return_tensors="pt", padding=True, truncation=True, max_length=LONGEST)
     return {
@@ -47,7 +47,7 @@ def encoded(tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]) -> 
 def batches(
     tokenizer: PreTrainedTokenizerBase, seed: int, steps: int | None = None
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """What is trained on, in an order that the seed decides."""
+    """Yield the training data in an order that depends on the seed."""
     examples, chance = docstrings(held_out=False), random.Random(seed)
     left = steps if steps is not None else EPOCHS * (len(examples) // BATCH)
     while left > 0:
@@ -59,7 +59,7 @@ def batches(
 
 @torch.no_grad()
 def accuracy(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> float:
-    """Share of held-out texts that are told apart rightly."""
+    """Fraction of held-out texts that are classified correctly."""
     examples, right = docstrings(held_out=True), 0
     for first in range(0, len(examples), 64):
         batch = encoded(tokenizer, examples[first : first + 64])
@@ -70,7 +70,7 @@ def accuracy(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> float:
 def tune(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, seed: int, steps: int | None = None
 ) -> tuple[float, float, list[float]]:
-    """Held-out accuracy before and after, and the losses."""
+    """Train; returns the held-out accuracy before and after, and the losses of all steps."""
     before = accuracy(model, tokenizer)
     losses = train(
         model.parameters(), list(batches(tokenizer, seed, steps)), lambda batch: model(**batch).loss, rate=RATE

@@ -1,4 +1,4 @@
-"""Retrieval with a module of one's own between the swarm's blocks.
+"""Retrieval with a custom module between the swarm's blocks.
 
     python examples/retrieval.py [--initial-peers ADDRESS]
 
@@ -26,24 +26,26 @@ from swarm import AutoDistributedModelForCausalLM
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 
 BEFORE = 8
-"""Blocks before the module."""
+"""Number of blocks before the module."""
 
 NEIGHBOURS = 8
 BATCH, STEPS = 8, 100
 RATE = 3e-3
 REMEMBERED = 300
-"""Chunks of 128 tokens in the library."""
+"""Number of chunks of 128 tokens in the library."""
 
 MARGIN = 0.5
-"""By how much held-out loss with retrieval lies below the baseline's, stated beforehand: nats a token."""
+"""Required reduction of the held-out loss relative to the baseline, fixed before training: nats per token."""
 
 
 @dataclass(frozen=True)
 class Library:
-    """Attributes:
-    places: hidden states, of length 1, `[places, hidden]`.
-    following: embeddings of the tokens that came next there, `[places, hidden]`.
-    documents: which chunk each place belongs to.
+    """The places that can be retrieved.
+
+    Attributes:
+        places: normalized hidden states, `[places, hidden]`.
+        following: embeddings of the tokens that came next there, `[places, hidden]`.
+        documents: the chunk that each place belongs to.
     """
 
     places: torch.Tensor
@@ -68,7 +70,7 @@ class Library:
 
 
 class Memory(nn.Module):
-    """Adds what followed in similar places, the more the more similar they are."""
+    """Adds what followed in similar places, weighted by similarity."""
 
     def __init__(self, library: Library, at_random: bool) -> None:
         super().__init__()
@@ -91,7 +93,7 @@ class Memory(nn.Module):
 
 @torch.no_grad()
 def remember(model: Any, rows: torch.Tensor) -> Library:
-    """The library of some chunks `[chunks, tokens]`."""
+    """Build the library from chunks `[chunks, tokens]`."""
     states, following = [], []
     for part in rows.split(16):
         embedded = model.word_embeddings(part)
@@ -103,7 +105,7 @@ def remember(model: Any, rows: torch.Tensor) -> Library:
 
 
 def loss_of(model: Any, memory: Memory, rows: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
-    """Nats a token with the module between the blocks."""
+    """Loss in nats per token with the module between the blocks."""
     hidden = model.remote_blocks[:BEFORE](model.word_embeddings(rows))
     hidden = model.remote_blocks[BEFORE:](memory(hidden, documents))
     logits = model.lm_head(model.base_model.norm(hidden))
@@ -113,7 +115,7 @@ def loss_of(model: Any, memory: Memory, rows: torch.Tensor, documents: torch.Ten
 def tune(
     model: Any, tokenizer: PreTrainedTokenizerBase, library: Library, at_random: bool, seed: int, steps: int
 ) -> tuple[float, list[float]]:
-    """Held-out loss of a trained module, and the losses on the way."""
+    """Train a module; returns its held-out loss and the losses of all steps."""
     torch.manual_seed(seed)
     memory, chance = Memory(library, at_random), random.Random(seed)
     rows = chunks(tokenizer, held_out=False, characters=600_000)

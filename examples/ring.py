@@ -1,4 +1,4 @@
-"""A ring of two or three small devices: this one runs the first blocks and writes, the others hold the rest.
+"""A ring of two or three small devices: this one runs the first blocks and generates, the others hold the rest.
 
 On every other device, once (docs/ring.md):
 
@@ -22,10 +22,8 @@ from swarm import AutoDistributedModelForCausalLM
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="local folder or hub id")
-    parser.add_argument(
-        "texts", nargs="+", help="one prompt a lane; as many as there are devices keep all of them busy"
-    )
-    parser.add_argument("--initial-peers", nargs="+", help="where to join; or the environment variable")
+    parser.add_argument("texts", nargs="+", help="one prompt per lane; as many lanes as devices keep all devices busy")
+    parser.add_argument("--initial-peers", nargs="+", help="addresses to join by; default: $SWARM_INITIAL_PEERS")
     parser.add_argument("--local-blocks", default="0:1", help="blocks that this device computes")
     parser.add_argument("--max-new-tokens", type=int, default=50)
     arguments = parser.parse_args()

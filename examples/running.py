@@ -17,23 +17,23 @@ from transformers import PreTrainedTokenizerBase, get_cosine_schedule_with_warmu
 from swarm.cli.local_swarm import LocalSwarm
 
 BLOCKS = ("0:4", "4:8", "8:12")
-"""Of the demo model, one entry a server."""
+"""Blocks of the demo model, one entry per server."""
 
 
 def options(description: str | None, output: str) -> argparse.ArgumentParser:
-    """The options of every example."""
+    """Make a parser with the options of every example."""
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
-    parser.add_argument("--model", help="local folder or hub id; the demo model if left out")
-    parser.add_argument("--initial-peers", nargs="+", help="a swarm to train on; three local servers if left out")
+    parser.add_argument("--model", help="local folder or hub id; default: the demo model")
+    parser.add_argument("--initial-peers", nargs="+", help="a swarm to train on; default: three local servers")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, help="optimizer steps; fewer for a first look")
+    parser.add_argument("--steps", type=int, help="number of optimizer steps; use fewer for a quick test")
     parser.add_argument("--output", type=Path, default=Path(output), help="folder for what was trained and the plot")
     return parser
 
 
 @contextmanager
 def peers(arguments: argparse.Namespace) -> Iterator[list[str]]:
-    """Where to join: as was said, or a swarm of three servers on this machine, which ends with the example."""
+    """Yield addresses to join by: the given ones, or those of three local servers that run during the example."""
     given = arguments.initial_peers or os.environ.get("SWARM_INITIAL_PEERS", "").split()
     if given:
         yield given
@@ -44,7 +44,7 @@ def peers(arguments: argparse.Namespace) -> Iterator[list[str]]:
 
 
 def prepared(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """With padding, on the right."""
+    """Load the tokenizer, with padding on the right."""
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     tokenizer.padding_side = "right"
     return tokenizer
@@ -56,7 +56,7 @@ def train(
     loss_of: Callable[[dict[str, torch.Tensor]], torch.Tensor],
     rate: float,
 ) -> list[float]:
-    """One optimizer step a batch, with warm-up and cosine decay; the losses."""
+    """Train with one optimizer step per batch, warm-up and cosine decay; returns the losses."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=rate)
     schedule = get_cosine_schedule_with_warmup(optimizer, len(batches) // 20, len(batches))
@@ -75,7 +75,7 @@ def train(
 
 
 def plot(losses: Sequence[float], title: str, path: Path, baseline: tuple[str, float] | None = None) -> None:
-    """The loss by step, and its mean over 20 steps, as a PNG."""
+    """Plot the loss by step, and its mean over 20 steps, as a PNG."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     axes.plot(losses, color="tab:blue", alpha=0.3, label="loss of a batch")

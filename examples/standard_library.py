@@ -1,7 +1,7 @@
-"""Small data sets that are made on the spot, from the standard library of the Python that runs.
+"""Small data sets made from the standard library of the running Python.
 
-They are real, and need neither a download nor anybody's permission: first sentences of docstrings, to be told apart by
-what the library is for, and source code. What is held out is chosen by a hash, so it is the same everywhere.
+They are real data that need no download and no permission: first sentences of docstrings, to be classified by topic,
+and source code. A hash decides which examples are held out, so they are the same everywhere.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ TOPICS = {
         *("socketserver.py", "ssl.py", "urllib", "wsgiref", "xmlrpc"),
     ),
 }
-"""What is told apart, and the modules that it is about."""
+"""Topic -> the modules that belong to it."""
 
 HELD_OUT = 0.2
-"""Share of the examples that training never sees."""
+"""Fraction of the examples that is held out."""
 
 LEFT_OUT = frozenset({"test", "tests", "site-packages", "dist-packages", "lib2to3", "turtledemo", "encodings"})
 
@@ -51,7 +51,7 @@ def _docstrings(path: Path) -> Iterator[str]:
 
 
 def docstrings(held_out: bool, most: int | None = None) -> list[tuple[str, int]]:
-    """Texts and the number of their topic in `TOPICS`, in a mixed order; as many of each topic, `most` in all."""
+    """Texts and the number of their topic in `TOPICS`, shuffled: equally many of each topic, at most `most` in all."""
     found = []
     for modules in TOPICS.values():
         texts = {text for module in modules for path in _files(module) for text in _docstrings(path)}
@@ -64,7 +64,7 @@ def docstrings(held_out: bool, most: int | None = None) -> list[tuple[str, int]]
 
 
 def sources(held_out: bool, characters: int) -> str:
-    """Source code of some modules, so many characters in all."""
+    """Source code of some modules, with the given number of characters in total."""
     paths = [path for path in _files() if _is_held_out(path.name) is held_out and path.stat().st_size > 2000]
     random.Random(0).shuffle(paths)
     code = ""

@@ -1,4 +1,4 @@
-"""Measures what each form of the weights does to trained models, and writes the table of docs/quantization.md.
+"""Measures the loss of quality of trained models with each quantization, and writes the table of docs/quantization.md.
 
     python -m scripts.calibrate_quant texts/*.txt [--other wikitext.txt] [--models FOLDER ...]
 
@@ -37,17 +37,17 @@ ROWS = 8
 
 
 class _Plain:
-    """The client's model needs a class to mix in; a model in one process has nothing to add."""
+    """An empty mix-in for the client's model, which needs none in a single process."""
 
 
 def loaded(folder: Path, form: str, dtype: torch.dtype = torch.float32) -> SpanModel:
-    """All blocks in a form of the server's on a CPU."""
+    """Quantize all blocks as a server does on a CPU."""
     checkpoint = open_checkpoint(folder)
     return load_span(checkpoint, Span(0, checkpoint.blocks), dtype=dtype, device=CPU, quant=form)
 
 
 def by_bitsandbytes(folder: Path, form: str) -> SpanModel:
-    """All blocks as on a GPU."""
+    """Quantize all blocks as on a GPU."""
     with mock.patch.object(frozen_linear, "can_prepack", return_value=False):
         span = loaded(folder, NONE)
 
@@ -100,7 +100,7 @@ def measure(folder: Path, text: str) -> dict[str, tuple[float, Damage]]:
 
 
 def rows(title: str, found: dict[str, tuple[float, Damage]]) -> list[str]:
-    """One line a form."""
+    """Format one line per form of the weights."""
     whole = found[EXACT][0]
     return [
         f"| {title} | {name} | {size / whole:.3f} | {damage.perplexity:+.2f} ± {damage.uncertainty:.2f} "

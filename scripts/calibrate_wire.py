@@ -1,4 +1,4 @@
-"""Measures what each wire format does to models of many families, and writes the table of docs/wire.md.
+"""Measures the loss of quality of each wire format with models of many families, and writes the table of docs/wire.md.
 
     python -m scripts.calibrate_wire texts/*.txt [--other wikitext.txt] [--models FOLDER ...] [--families llama opt ...]
 
@@ -42,7 +42,7 @@ Row = dict[str, Any]
 
 
 def read_texts(paths: Iterable[Path]) -> tuple[list[str], str]:
-    """What to train on, and the held-out ends."""
+    """Split texts into training data and held-out ends."""
     texts = [clean(path.read_text("utf-8-sig")) for path in paths]
     cuts = [text.rfind("\n", 0, int(len(text) * (1 - HELD_OUT))) + 1 for text in texts]
     pairs = list(zip(texts, cuts, strict=True))
@@ -92,7 +92,7 @@ def _figures(variant: Variant, damage: Damage) -> Row:
 
 
 def kept(path: Path, make: Any) -> Row:
-    """The figures in the file, measured first if there is none."""
+    """Read the results from the file, or measure them if there is no file."""
     if not path.exists():
         row = make()
         path.write_text(json.dumps(row, indent=1))
@@ -102,7 +102,7 @@ def kept(path: Path, make: Any) -> Row:
 
 
 def own_weights(options: argparse.Namespace, held_out: str) -> dict[str, Row]:
-    """Models that were trained elsewhere, on both texts."""
+    """Measure models with weights of their own, on both texts."""
     texts = {"held-out texts": held_out}
     if options.other:
         texts["other text"] = options.other.read_text("utf-8")
@@ -122,7 +122,7 @@ def own_weights(options: argparse.Namespace, held_out: str) -> dict[str, Row]:
 
 
 def small_models(options: argparse.Namespace, train: Sequence[str], held_out: str) -> dict[str, Row]:
-    """A model of each family, trained for this."""
+    """Measure a model of each family that was trained for this purpose."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO_FOLDER)
     ids = [torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False).input_ids) for text in train]
     windows = windows_of(held_out, tokenizer, SHORT)
@@ -155,7 +155,7 @@ def _percent(figures: Row, digits: int = 3) -> str:
 
 
 def format_rows(rows: dict[str, Row]) -> str:
-    """One line a model and format."""
+    """Format one line per model and format."""
     lines = [
         f"| model | format | bytes a token | perplexity %, 1 hop | {CALIBRATION_HOPS} hops | most | KL, nats "
         f"| greedy changed | {OUTLIER_FACTOR:.0f} × |",
@@ -177,7 +177,7 @@ def format_rows(rows: dict[str, Row]) -> str:
 
 
 def family_rows(rows: dict[str, Row]) -> str:
-    """One line a family: the default, and why."""
+    """Format one line per family: the default, and why."""
     lines = [
         f"| family | default | perplexity % | greedy changed | {' | '.join(f'{times:.0f} ×' for times in STRESS)} "
         "| largest | perplexity |",
@@ -194,7 +194,7 @@ def family_rows(rows: dict[str, Row]) -> str:
 
 
 def put(page: str, name: str, text: str) -> str:
-    """The page with what stands between two markers replaced."""
+    """Replace the part of the page between two markers."""
     mark = MARK.format(name)
     before, _, after = page.split(mark)
     return f"{before}{mark}\n\n{text}\n\n{mark}{after}"

@@ -1,4 +1,4 @@
-"""The compose files in docker/, read as services of this machine instead of containers."""
+"""Reads the compose files in docker/ as services of this machine instead of containers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IMAGE = "swarm:"
 
 
 class Failure(Exception):
-    """The compose file does not do what it should; one line says where."""
+    """A compose file does not do what it should; one line says where."""
 
 
 @dataclass
@@ -57,23 +57,23 @@ def load_dashboard() -> dict[str, Any]:
 
 
 def expressions(dashboard: dict[str, Any]) -> list[str]:
-    """What its panels ask Prometheus, with Grafana's variables filled in for all servers and the last minute."""
+    """The Prometheus queries of its panels, with Grafana's variables set to all servers and the last minute."""
     asked = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
     return [one.replace("$__rate_interval", "1m").replace("$instance", ".*") for one in asked]
 
 
 def merged(service: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """A service of which two files say something, as Compose does for what ours say."""
+    """Merge a service that is defined in two files, as Compose does."""
     return {**service, **more, "volumes": [*service.get("volumes", ()), *more.get("volumes", ())]}
 
 
 def interpolated(text: str) -> str:
-    """As Compose does where no variable is set: `${NAME:-default}` and `$$`."""
+    """Substitute `${NAME:-default}` and `$$` as Compose does when no variable is set."""
     return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text).replace("$$", "$")
 
 
 def swarm_services(compose: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The services that run a command of ours, those that others depend on first."""
+    """The services that run a command of this package, dependencies first."""
     left = {
         name: service
         for name, service in compose["services"].items()

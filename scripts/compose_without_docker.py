@@ -1,4 +1,4 @@
-"""Run the swarm of docker/compose*.yaml without Docker: every command, health check and metrics target of the files.
+"""Runs the swarm of docker/compose*.yaml without Docker: every command, health check and metrics target of the files.
 
 Each service gets a loopback address of its own (127.x.y.z) in the place of its container, so names become addresses and
 ports stay as they are. Volumes are temporary folders. A message goes through the gateway, then through one with keys,
@@ -50,7 +50,7 @@ QUESTION = "Once upon a time"
 
 @dataclass
 class Running:
-    """A service under way."""
+    """A running service."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -102,7 +102,7 @@ def wait_healthy(running: Running, service: dict[str, Any], place: Place) -> Non
 
 
 def chat(url: str, key: str = "") -> str:
-    """What the model answers through the gateway. Raises `HTTPError` if it refuses."""
+    """Send a message through the gateway; returns the answer. Raises `HTTPError` if it is refused."""
     headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
     with urllib.request.urlopen(urllib.request.Request(f"{url}/v1/models", headers=headers), timeout=30) as reply:
         model = json.load(reply)["data"][0]["id"]
@@ -186,7 +186,7 @@ def check_prometheus(url: str, targets: int) -> None:
 
 
 def stop(services: list[Running]) -> None:
-    """End all processes, the last one first; what does not leave in time is killed and told."""
+    """End all processes, the last one first; a process that does not end in time is killed and reported."""
     late = []
     for running in reversed(services):
         if running.process.poll() is None:
@@ -203,7 +203,7 @@ def stop(services: list[Running]) -> None:
 
 
 def run(folder: Path) -> None:
-    """Everything, in order. Raises `Failure`."""
+    """Run all checks in order. Raises `Failure`."""
     compose, with_keys = load("compose.yaml"), load("compose.keys.yaml")
     services = swarm_services(compose)
     names = [*dict.fromkeys([*services, *with_keys["services"], "prometheus"])]

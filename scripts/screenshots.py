@@ -1,4 +1,4 @@
-"""Makes the pictures of the chat page in `docs/pictures`, on a real swarm of three servers with a model of known texts.
+"""Makes the pictures of the chat page in `docs/pictures`, with a real swarm of three servers and known texts.
 
 Run it with `python -m scripts.screenshots`.
 """

@@ -1,4 +1,4 @@
-"""Small models of many families, trained for a minute or so, so that their hidden states are no longer random.
+"""Trains small models of many families for a minute or so, so that their hidden states are no longer random.
 
 The configs are those of the tests' zoo, made wider. Training is seeded and counted in steps; a folder that holds a
 trained model already is taken as it is.
@@ -27,7 +27,7 @@ FAMILIES = (
     *("cohere", "smollm3", "gpt_oss", "glm4", "deepseek_v3", "gptj", "gpt_bigcode", "mpt", "deepseek_v2"),
     *("glm4_moe", "olmo3", "exaone4", "seed_oss", "ernie4_5", "llama4_text", "cohere2", "hunyuan_v1_dense"),
 )
-"""Those that people use most come first, for a run that has no time for all."""
+"""The most popular families come first, for a run without time for all of them."""
 
 CONTEXT, ROWS = 128, 8
 WIDER = {

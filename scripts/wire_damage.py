@@ -1,4 +1,4 @@
-"""What a wire format does to a model: the whole chain in this process, with every hop's bytes made and read again."""
+"""Measures the effect of a wire format on a model: a whole chain in this process that encodes and decodes every hop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Variant:
-    """One way for hidden states to travel.
+    """One way of sending hidden states.
 
     Attributes:
         wire: the format.
@@ -44,7 +44,7 @@ STRESSED = (7, 50, 101)
 
 
 class ChainLayer(nn.Module):
-    """Stands in the client's model for all blocks, as a chain of servers does."""
+    """Replaces all blocks in the client's model, as a chain of servers does."""
 
     def __init__(self, span: Any, outputs: int) -> None:
         super().__init__()
@@ -74,13 +74,13 @@ class ChainLayer(nn.Module):
 
 
 def spans(blocks: int, hops: int) -> list[Span]:
-    """The blocks of each server, as even as possible."""
+    """The blocks of each server, divided as evenly as possible."""
     edges = [round(blocks * number / hops) for number in range(hops + 1)]
     return [Span(start, end) for start, end in itertools.pairwise(edges)]
 
 
 class _Plain:
-    """The client's model needs a class to mix in; a chain in one process has nothing to add."""
+    """An empty mix-in for the client's model, which needs none in a single process."""
 
 
 class InProcess:
@@ -105,7 +105,7 @@ class InProcess:
 
 @dataclass
 class Damage:
-    """What changed against exact transport, over windows of text.
+    """Differences from exact transport, over windows of text.
 
     Attributes:
         losses: change of the mean loss in each window, nats a token.
