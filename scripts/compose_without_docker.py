@@ -42,7 +42,7 @@ from scripts.compose_services import (
     swarm_services,
 )
 
-START = 120.0
+START_TIMEOUT_S = 300.0
 """Seconds within which a service has to become healthy."""
 LEAVE = 15.0
 QUESTION = "Once upon a time"
@@ -85,7 +85,7 @@ def wait_healthy(running: Running, service: dict[str, Any], place: Place) -> Non
         raise Failure(f"the health check of {running.name} is a {kind}; write it as CMD")
     mounts = mounts_of(service, running.name, place)
     command = [place.translated(word, running.name, mounts) for word in words]
-    deadline = time.monotonic() + START
+    deadline = time.monotonic() + START_TIMEOUT_S
     while True:
         checked = subprocess.run(
             command, env=environment_of(service, place, running.name), capture_output=True, check=False
@@ -97,7 +97,9 @@ def wait_healthy(running: Running, service: dict[str, Any], place: Place) -> Non
             raise Failure(f"{running.name} ended with code {running.process.returncode}:\n    {running.tail()}")
         if time.monotonic() > deadline:
             why = checked.stderr.decode(errors="replace").strip().splitlines()[-1:]
-            raise Failure(f"{running.name} did not become healthy in {START:.0f} s: {why}\n    {running.tail()}")
+            raise Failure(
+                f"{running.name} did not become healthy in {START_TIMEOUT_S:.0f} s: {why}\n    {running.tail()}"
+            )
         time.sleep(1.0)
 
 
@@ -132,7 +134,12 @@ def once(name: str, service: dict[str, Any], place: Place, *words: str) -> str:
     command = [place.translated(word, name, mounts) for word in (*arguments_of(service, "entrypoint"), *words)]
     print(f"{name}: {shlex.join(words)}", flush=True)
     done = subprocess.run(
-        command, env=environment_of(service, place, name), capture_output=True, text=True, timeout=START, check=False
+        command,
+        env=environment_of(service, place, name),
+        capture_output=True,
+        text=True,
+        timeout=START_TIMEOUT_S,
+        check=False,
     )
     if done.returncode:
         raise Failure(f"{name} {' '.join(words)} ended with code {done.returncode}: {done.stderr.strip()}")
@@ -167,13 +174,13 @@ def ask_prometheus(url: str, path: str, **query: str) -> Any:
 
 def check_prometheus(url: str, targets: int) -> None:
     """Wait until Prometheus has seen every target twice, then ask what the dashboard asks. Raises `Failure`."""
-    deadline = time.monotonic() + START
+    deadline = time.monotonic() + START_TIMEOUT_S
     while True:
         seen = ask_prometheus(url, "query", query="count_over_time(up[1m])")["result"]
         if len(seen) == targets and all(int(one["value"][1]) >= 2 for one in seen):
             break
         if time.monotonic() > deadline:
-            raise Failure(f"Prometheus has seen {len(seen)} of {targets} targets in {START:.0f} s")
+            raise Failure(f"Prometheus has seen {len(seen)} of {targets} targets in {START_TIMEOUT_S:.0f} s")
         time.sleep(1.0)
     down = [one["metric"]["instance"] for one in ask_prometheus(url, "query", query="up == 0")["result"]]
     if down:
