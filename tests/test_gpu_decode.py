@@ -31,7 +31,7 @@ def test_it_measures_every_form_and_batch(tmp_path, monkeypatch):
     for one in results:
         assert len(one.steps) == 3
         assert all(seconds > 0 for seconds in one.steps)
-        assert one.way.startswith("rows, ")
+        assert one.way.startswith("contiguous cache, ")
     none, int8, nf4 = (results[place].weights for place in (0, 2, 4))
     assert none >= 2 * (4 * 64 * 64 + 3 * 64 * 128)
     assert nf4 < int8 < none
@@ -43,7 +43,7 @@ def test_a_ratio_is_the_median_step_beside_reading_the_weights():
     result = Result("none", "pages, graphs", 1, 1000, 0.001, [0.0016, 0.0012, 0.0014])
     assert result.ratio == pytest.approx(1.4)
     assert "| 1.40 | 1.5: met |" in report([result])
-    missed = Result("nf4", "rows, plain", 1, 1000, 0.001, [0.0016])
+    missed = Result("nf4", "contiguous cache, plain forward", 1, 1000, 0.001, [0.0016])
     assert "| 1.60 | 1.5: missed |" in report([missed])
     assert statistics.median(result.steps) == 0.0014
 

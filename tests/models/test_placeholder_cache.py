@@ -82,7 +82,7 @@ def test_rolling_back():
         cache.set_length(4)
     cache.reset()
     assert cache.batch_size == -1
-    assert step(cache, tokens_of([[1], [2], [3]])).rows == 3
+    assert step(cache, tokens_of([[1], [2], [3]])).sequences == 3
 
 
 @given(
