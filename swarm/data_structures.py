@@ -1,4 +1,4 @@
-"""The nouns that every room shares. Frozen dataclasses, standard library only."""
+"""Data types that all packages share. Frozen dataclasses, standard library only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from swarm.errors import InvalidSpan
 
 
 class ServerState(enum.IntEnum):
-    """Life of a server as it is announced. Only ONLINE servers are routed to."""
+    """The state that a server announces. Routes use only ONLINE servers."""
 
     OFFLINE = 0
     JOINING = 1
@@ -17,9 +17,9 @@ class ServerState(enum.IntEnum):
 
 
 class Mobility(enum.IntEnum):
-    """Whether a server would move to other blocks, as it announces.
+    """Whether a server would move to other blocks. Servers announce it.
 
-    PINNED: never; somebody asked for these blocks. COOLING: only to close a gap, because it came a short while ago.
+    PINNED: never, because its blocks were configured. COOLING: only to close a gap, because it moved here recently.
     """
 
     PINNED = 0
@@ -28,7 +28,7 @@ class Mobility(enum.IntEnum):
 
 
 class WireFormat(enum.StrEnum):
-    """How hidden states travel. NONE sends them in the dtype the server computes in, which loses nothing."""
+    """Format of hidden states on the wire. NONE sends them in the dtype that the server computes in, without loss."""
 
     NONE = "none"
     FLOAT16 = "float16"
@@ -60,26 +60,27 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What one server announces about itself, checked (see `swarm.dht.records`).
+    """What one server announces about itself, after validation (see `swarm.dht.records`).
 
     Attributes:
         peer_id: base58 libp2p peer id; also the owner of the announcement's signature.
-        span: the blocks it holds.
-        throughput: blocks that it computes for one token, per second, in steps of one token (a span of n blocks does
+        span: the blocks that the server holds.
+        throughput: blocks that it computes per second in decode steps of one token (a span of n blocks does
             throughput / n decode steps/s).
-        cache_tokens_free: how many more tokens its attention cache can hold (one token = one row position, all blocks).
-        revision: which version of the checkpoint it loaded.
-        digests: one digest a block, in order, of the weights it loaded (see `swarm.models.checkpoints.block_digest`).
-        compute_dtype: name of the torch dtype it computes in, such as "bfloat16".
+        cache_tokens_free: tokens that its attention cache can still hold (one token: one position of one sequence, all
+            blocks).
+        revision: version of the checkpoint that it loaded.
+        digests: one digest per block, in order, of the loaded weights (see `swarm.models.checkpoints.block_digest`).
+        compute_dtype: name of the torch dtype in which it computes, such as "bfloat16".
         quantization: "none", "int8", "int4" or "nf4".
-        forward_throughput: blocks x tokens per second where many tokens are computed at once (prefill, training); 0 if
-            it did not say.
-        network_throughput: tokens/s of hidden states that its link to other peers carries; 0 if it did not say.
-        queue_delay: seconds that a step waited for its compute thread lately.
-        round_trips: (peer id, seconds) of servers that hold the blocks behind its own, as it measured them.
+        forward_throughput: blocks x tokens per second when many tokens are computed at once (prefill, training); 0 if
+            unknown.
+        network_throughput: tokens/s of hidden states that its link to other peers carries; 0 if unknown.
+        queue_delay: seconds that recent steps waited for its compute thread.
+        round_trips: (peer id, seconds) for servers that hold the blocks after its own, as it measured them.
         mobility: whether it would move to other blocks.
-        relayed: whether others reach it through a relay only (see `swarm.dht.reachability`).
-        adapters: names of the adapters that every client may use there.
+        relayed: whether other peers can reach it only through a relay (see `swarm.dht.reachability`).
+        adapters: names of the adapters that every client may use on this server.
     """
 
     peer_id: str
@@ -107,7 +108,7 @@ class ServerInfo:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens/s that it adds to each of its blocks: what it computes, or what its link carries if that is less."""
+        """Tokens/s that it adds to each of its blocks: what it computes, or what its link carries if that is lower."""
         computed = self.throughput / self.span.length
         return min(computed, self.network_throughput) if self.network_throughput else computed
 
@@ -117,9 +118,9 @@ class ModelInfo:
     """A model that the swarm runs, as its servers announce it.
 
     Attributes:
-        name: what the swarm calls it.
+        name: the model's name in the swarm.
         blocks: number of blocks of the whole model.
-        revision: which version of the checkpoint.
+        revision: version of the checkpoint.
     """
 
     name: str
@@ -129,7 +130,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """One server's part of a route: it computes the blocks of `span`, which lie inside what it holds."""
+    """One server's part of a route: the server computes the blocks of `span`, which are among those it holds."""
 
     server: ServerInfo
     span: Span
@@ -137,7 +138,7 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The ordered hops that cover all blocks of a request exactly once."""
+    """The ordered hops of a request, which cover each of its blocks exactly once."""
 
     hops: tuple[Hop, ...] = field(default_factory=tuple)
 
@@ -147,12 +148,12 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """Which tokens a step carries: packed rows, never a padded rectangle.
+    """Which tokens a step carries: packed sequences, never a padded rectangle.
 
-    Row `r` brings `counts[r]` new tokens, the first at position `starts[r]` of its sequence. A start below what the
-    server has for that row is a rollback. With `sources`, row `r` first becomes a copy of the former row `sources[r]`
-    (beam search). With `offsets`, the model is told that the row's new tokens begin at `starts[r] + offsets[r]`: a
-    padded batch without explicit positions counts its padding, as transformers does.
+    Sequence `r` brings `counts[r]` new tokens, the first of them at position `starts[r]`. If the server has cached more
+    than `starts[r]` tokens of the sequence, it rolls back. With `sources`, sequence `r` first becomes a copy of the
+    former sequence `sources[r]` (beam search). With `offsets`, the model sees the new tokens at positions from
+    `starts[r] + offsets[r]` on: a padded batch without explicit positions counts its padding, as in transformers.
     """
 
     starts: tuple[int, ...]
@@ -171,11 +172,11 @@ class StepLayout:
 
 @dataclass(frozen=True, slots=True)
 class HopTiming:
-    """Where one step's time went at one server, in seconds.
+    """How long one step took at one server, in seconds.
 
     Attributes:
-        total: from the request to the reply, as the client saw it.
-        compute: what the server spent in its blocks.
+        total: from the request to the reply, as measured by the client.
+        compute: time that the server spent in its blocks.
     """
 
     total: float
@@ -183,5 +184,5 @@ class HopTiming:
 
     @property
     def overhead(self) -> float:
-        """The cost of the hop itself: the way there and back, decoding, waiting."""
+        """Time beyond computing: the network, encoding and decoding, waiting."""
         return self.total - self.compute

@@ -1,10 +1,10 @@
-"""One exception tree for the whole project.
+"""The exception classes of the whole project.
 
-Laws:
-- An error says what happened, why, and what to do next, in one line.
-- Its class says who has to act: `UsageError` the person at this machine, `RequestRefused` the peer that sent the
+- An error message says what happened, why, and what to do next, in one line.
+- The class says which side has to act: `UsageError` the user of this machine, `RequestRefused` the peer that sent the
   request, `ServerFault` the peer that answered it.
-- Errors with a `code` travel: a server encodes the code and the message, the client raises the same class again.
+- An error with a `code` can be sent to another peer: a server sends the code and the message, and the client raises the
+  same class again.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import ClassVar
 
 
 class SwarmError(Exception):
-    """Base class of every error that this project raises on purpose."""
+    """Base class of all errors that this project raises on purpose."""
 
 
 class UsageError(SwarmError):
-    """Something that the person at this machine asked for cannot be done. The command line exits with code 2."""
+    """The user asked for something that cannot be done and has to change it. The command line exits with code 2."""
 
 
 class ModelNotFound(UsageError):
-    """The model is neither a local folder with a checkpoint nor a repository that can be reached."""
+    """The model is neither a local folder with a checkpoint nor a repository on the hub that can be reached."""
 
 
 class CheckpointError(UsageError):
@@ -34,19 +34,19 @@ class UnsupportedModel(UsageError):
 
 
 class InvalidSpan(UsageError):
-    """The requested blocks lie outside the model, or the range is empty."""
+    """The requested blocks are outside the model, or the range is empty."""
 
 
 class InvalidOption(UsageError):
-    """An option has a value that cannot be used on this machine."""
+    """An option has an invalid value, or one that cannot be used on this machine."""
 
 
 class NotEnoughMemory(UsageError):
-    """The blocks asked for do not fit into the device's free memory."""
+    """The requested blocks do not fit into the device's free memory."""
 
 
 class AddressUnavailable(UsageError):
-    """The address to listen on is taken or does not exist here."""
+    """The address to listen on is taken or does not belong to this machine."""
 
 
 class PeerUnreachable(UsageError):
@@ -58,7 +58,7 @@ class IdentityError(UsageError):
 
 
 class AdapterError(UsageError):
-    """The adapter's files cannot be used (pickled, broken, of another form, for modules that the model has not)."""
+    """The adapter's files cannot be used (pickled, broken, unsupported, or for modules that the model lacks)."""
 
 
 class AdapterMismatch(AdapterError):
@@ -66,7 +66,7 @@ class AdapterMismatch(AdapterError):
 
 
 class ChatTemplateError(UsageError):
-    """The model's chat template cannot write such a conversation, as it says itself."""
+    """The model's chat template rejects the conversation."""
 
 
 class ScenarioError(UsageError):
@@ -74,58 +74,58 @@ class ScenarioError(UsageError):
 
 
 class KeyFileError(UsageError):
-    """The file of a gateway's keys cannot be used, or not be changed as wanted."""
+    """A gateway's key file cannot be used, or cannot be changed as requested."""
 
 
 class MissingBlocks(SwarmError):
-    """No server holds some of the blocks that are needed.
+    """No usable server holds some of the blocks that are needed; a server for them has to be started.
 
     Attributes:
         blocks: indices of the missing blocks, ascending.
     """
 
-    def __init__(self, blocks: Iterable[int], why: str = "no server of the swarm holds them") -> None:
+    def __init__(self, blocks: Iterable[int], reason: str = "no server of the swarm holds them") -> None:
         self.blocks = tuple(blocks)
         super().__init__(
-            f"blocks {format_blocks(self.blocks)} are missing: {why}. "
+            f"blocks {format_blocks(self.blocks)} are missing: {reason}. "
             f"Start a server for them (swarm server --blocks {self.blocks[0]}:{self.blocks[-1] + 1}) or wait for one."
         )
 
 
 class SessionClosed(SwarmError):
-    """The inference session was used after it had been closed."""
+    """The caller used an inference session after closing it."""
 
 
 class RemoteError(SwarmError):
-    """Something went wrong between this peer and another one.
+    """An exchange between this peer and another one failed. The subclass says which side has to act.
 
     Attributes:
-        code: the name that travels on the wire.
+        code: name of the error on the wire.
     """
 
     code: ClassVar[str] = "remote_error"
 
 
 class PeerLost(RemoteError):
-    """The connection to a peer broke, or the peer did not answer in time."""
+    """The connection to a peer broke, or the peer did not answer in time; use another peer."""
 
     code = "peer_lost"
 
 
 class PeerTimeout(PeerLost):
-    """The peer did not answer in time; whether it is still there is not known."""
+    """The peer did not answer in time; it may still be running."""
 
     code = "peer_timeout"
 
 
 class ProtocolViolation(RemoteError):
-    """The other side sent something that the protocol does not allow: the other side is at fault."""
+    """The other peer sent something that the protocol does not allow: that peer is at fault."""
 
     code = "protocol_violation"
 
 
 class RequestRefused(RemoteError):
-    """A server refused a request because the request is wrong: the requesting side is at fault."""
+    """A server refused a request because the request is wrong: the peer that sent it is at fault."""
 
     code = "request_refused"
 
@@ -143,55 +143,55 @@ class WrongDtype(RequestRefused):
 
 
 class NotFinite(RequestRefused):
-    """The hidden states hold NaN or infinity: whoever computed them is at fault."""
+    """The values of a message hold NaN or infinity: the peer that computed them is at fault."""
 
     code = "not_finite"
 
 
 class TooLong(RequestRefused):
-    """The step or the session is longer than what was agreed or than what the server accepts."""
+    """The step or the session is longer than agreed, or longer than the server accepts."""
 
     code = "too_long"
 
 
 class UnknownSession(RequestRefused):
-    """The server does not know the session: it was never opened, was closed, or has expired."""
+    """The server does not know the session: it was never opened, was closed, or has expired. Open it again."""
 
     code = "unknown_session"
 
 
 class UnknownAdapter(RequestRefused):
-    """The server does not have the adapter: it was never sent, or has left after its time. It can be sent again."""
+    """The server does not have the adapter: it was never sent, or was removed after its lifetime. Send it again."""
 
     code = "unknown_adapter"
 
 
 class AdapterRefused(RequestRefused):
-    """The adapter does not fit to the blocks, or is larger than what the server takes."""
+    """The adapter does not fit the blocks, or is larger than the server accepts."""
 
     code = "adapter_refused"
 
 
 class WrongPosition(RequestRefused):
-    """The step starts behind what the server has in its cache, or its number is out of order."""
+    """The step starts after the end of the server's cache, or its number is out of order."""
 
     code = "wrong_position"
 
 
 class WrongSpan(RequestRefused):
-    """The server does not hold the requested blocks (any more)."""
+    """The server does not hold the requested blocks, or no longer does."""
 
     code = "wrong_span"
 
 
 class ServerFault(RemoteError):
-    """A server could not do what it was rightly asked to do: the server is at fault."""
+    """A server could not carry out a valid request: the server is at fault."""
 
     code = "server_fault"
 
 
 class CacheFull(ServerFault):
-    """The server has no room for the session's attention cache at present."""
+    """The server currently has no free space for the session's attention cache."""
 
     code = "cache_full"
 
@@ -202,24 +202,24 @@ class ServerClosing(ServerFault):
     code = "server_closing"
 
 
-def _travelling(root: type[RemoteError]) -> dict[str, type[RemoteError]]:
+def _errors_by_code(root: type[RemoteError]) -> dict[str, type[RemoteError]]:
     found = {root.code: root}
     for child in root.__subclasses__():
-        found.update(_travelling(child))
+        found.update(_errors_by_code(child))
     return found
 
 
 def remote_error(code: str, message: str) -> RemoteError:
-    """The exception for a refusal that came over the wire; an unknown code becomes a plain `ServerFault`.
+    """The exception for a refusal that another peer sent. An unknown code becomes a plain `ServerFault`.
 
-    Strangers wrote the message, and it ends in logs and on terminals: it stays one line, and commands nothing.
+    The message is foreign input that ends up in logs and on terminals, so it is sanitized.
     """
-    return _travelling(RemoteError).get(code, ServerFault)(sanitize_text(message))
+    return _errors_by_code(RemoteError).get(code, ServerFault)(sanitize_text(message))
 
 
 def sanitize_text(text: str) -> str:
-    """Text of a stranger as one line, without what would move a terminal's cursor or turn letters around."""
-    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+    """Foreign text as one line, with every character replaced that could control a terminal or reverse the text."""
+    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
 def format_blocks(blocks: Iterable[int]) -> str:

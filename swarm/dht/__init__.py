@@ -1,2 +1,2 @@
-"""What servers announce about themselves, and how others read it. With `swarm.transport`, the only importer of
+"""Announcements of servers in the DHT, and how other peers read them. Only this package and `swarm.transport` import
 hivemind."""

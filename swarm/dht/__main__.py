@@ -1,4 +1,4 @@
-"""`python -m swarm.dht`, also `swarm dht`: a bootstrap peer. It holds no blocks; it knows who does, and can relay."""
+"""`python -m swarm.dht`, also `swarm dht`: a bootstrap peer. It holds no blocks, stores DHT records, and can relay."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import click
 from swarm.common import console
 from swarm.errors import InvalidOption
 
-if TYPE_CHECKING:  # hivemind loads only once the options are known to be right
+if TYPE_CHECKING:  # hivemind is imported only after the options are validated
     from swarm.metrics.endpoint import MetricsAddress
     from swarm.metrics.registry import Registry
     from swarm.transport.p2p import P2PConfig, Peer
@@ -27,7 +27,7 @@ logger = logging.getLogger("swarm.dht")
 @click.option(
     "--address-file",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the address that others join by to this file, once this peer can be joined.",
+    help="Write this peer's address to this file as soon as other peers can join.",
 )
 @console.metrics_option
 @console.log_format_option
@@ -41,9 +41,9 @@ def main(
     metrics: str | None,
     log_format: str,
 ) -> None:
-    """Run a bootstrap peer: the address that everybody else joins by.
+    """Run a bootstrap peer, whose address other peers use to join the swarm.
 
-    It also carries traffic for peers behind firewalls. Give it --identity-path to keep its address.
+    It also relays traffic for peers behind firewalls. Use --identity-path to keep its address.
     """
     import uvloop
 
@@ -67,14 +67,14 @@ async def _serve(config: P2PConfig, address_file: Path | None, metrics: MetricsA
     from swarm.metrics.registry import new_registry
     from swarm.transport.joining import join_network
 
-    leave = asyncio.Event()
+    stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, leave.set)
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     registry = new_registry()
     endpoint = MetricsEndpoint(registry, metrics) if metrics is not None else None
     peer = await join_network(config, AnnouncementValidator())
     try:
-        _observe(peer, registry)
+        _export_metrics(peer, registry)
         addresses = await peer.visible_addresses()
         logger.info("Bootstrap peer: %s", peer.peer_id)
         for address in addresses:
@@ -82,7 +82,7 @@ async def _serve(config: P2PConfig, address_file: Path | None, metrics: MetricsA
         logger.info("Set %s=%s to leave the option out", console.INITIAL_PEERS_VARIABLE, addresses[0])
         if address_file is not None:
             _write_address(address_file, addresses[0])
-        await leave.wait()
+        await stop.wait()
         logger.info("Leaving the swarm")
     finally:
         if endpoint is not None:
@@ -91,7 +91,7 @@ async def _serve(config: P2PConfig, address_file: Path | None, metrics: MetricsA
 
 
 def _write_address(path: Path, address: str) -> None:
-    """At once and whole: whoever waits for the file may read it as soon as it is there. Raises `InvalidOption`."""
+    """Write the file atomically: a process that waits for it never sees half of it. Raises `InvalidOption`."""
     unfinished = path.with_name(path.name + ".new")
     try:
         unfinished.write_text(address + "\n")
@@ -100,11 +100,11 @@ def _write_address(path: Path, address: str) -> None:
         raise InvalidOption(f"--address-file {path} cannot be written: {error.strerror}") from None
 
 
-def _observe(peer: Peer, registry: Registry) -> None:
+def _export_metrics(peer: Peer, registry: Registry) -> None:
     from swarm.metrics.dht import BootstrapMetrics
 
     protocol = peer.dht.protocol
-    # Only their lengths, which any thread may ask for.
+    # Only lengths are read, which is safe from any thread.
     BootstrapMetrics(
         registry,
         peers=lambda: len(protocol.routing_table.uid_to_peer_id),

@@ -1,6 +1,6 @@
-"""Keeps a server's announcement in the DHT: renewed every period, at once when something changes, gone when it dies.
+"""Keeps a server's announcement in the DHT: renewed every period and at each change; it expires when the server dies.
 
-With it goes the record that names the server's model for those who do not know what the swarm runs.
+The server's model record is stored with it, for peers that do not know which models the swarm runs.
 """
 
 from __future__ import annotations
@@ -25,27 +25,26 @@ from swarm.transport.p2p import Peer
 logger = logging.getLogger(__name__)
 
 LIFETIME_PERIODS = 2.5
-"""A record lives this many update periods, so that one lost update does not make a live server vanish."""
-
+"""A record lives this many update periods, so that a live server does not vanish when one update is lost."""
 
 MAX_CLOCK_SKEW_S = 60.0
-"""Seconds by which the clocks of others may be behind, so that they still take the longest-lived record."""
+"""Other peers' clocks may be this far behind and still accept the record with the longest lifetime."""
 
 
 def adapter_names(sources: Iterable[str]) -> tuple[str, ...]:
-    """What is announced of adapters given as folders or hub ids: of a folder its last name, as its path is private."""
+    """Announced names of adapters given as folders or hub ids. Of a folder only the last part, as paths are private."""
     folders = ((source, os.path.expanduser(source)) for source in sources)
     names = (Path(folder).resolve().name if os.path.isdir(folder) else source for source, folder in folders)
     return tuple(name[:256] for name in dict.fromkeys(names))[:MAX_ADAPTERS]
 
 
 class Announcer:
-    """Announces what `describe` returns.
+    """Stores this server's announcement in the DHT and renews it.
 
     Args:
         peer: this peer.
         model: the served model.
-        describe: the announcement as of now; whether the peer is relayed is filled in here.
+        describe: returns the current announcement; the announcer itself adds whether the peer is relayed.
         period: seconds between updates.
     """
 
@@ -58,11 +57,11 @@ class Announcer:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Announce now and then every period."""
+        """Announce now, and then once every period."""
         self._task = asyncio.get_running_loop().create_task(self._renew())
 
     async def announce(self) -> bool:
-        """Store the announcement as of now. False if no peer of the DHT accepted it."""
+        """Store the current announcement. False if no peer of the DHT accepted it."""
         info = replace(self._describe(), relayed=is_relayed(await self._peer.visible_addresses()))
         lifetime = self._period * LIFETIME_PERIODS
         keys = [model_key(self._model.name, info.span.start)]
@@ -79,7 +78,7 @@ class Announcer:
         return bool(stored[keys[0], self._subkey])
 
     async def stop(self) -> None:
-        """End the renewals. What was announced last stays until it expires."""
+        """Stop renewing. The last announcement stays until it expires."""
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
@@ -90,6 +89,6 @@ class Announcer:
             try:
                 if not await self.announce():
                     logger.warning("the announcement reached no peer of the DHT; trying again in %.0f s", self._period)
-            except Exception:
+            except Exception:  # hivemind may raise anything; the server must stay announced
                 logger.exception("announcing failed; trying again in %.0f s", self._period)
             await asyncio.sleep(self._period)

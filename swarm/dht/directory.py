@@ -1,4 +1,4 @@
-"""From records to servers: which models the swarm runs, and who serves one of them now."""
+"""Reading the DHT: which models the swarm runs, and which servers serve a model now."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from swarm.errors import ProtocolViolation
 
 
 async def fetch_models(dht: DHTNode) -> list[ModelInfo]:
-    """The models that peers of the swarm say they serve, those that most peers name first.
+    """The models that peers of the swarm claim to serve, those named by most peers first.
 
-    Anybody can name any model, so a reader takes as many as he wants to look at.
+    Any peer can name any model, so the caller should use only as many as it is ready to look at.
     """
     found = await dht.get_many(model_records.list_keys(), sufficient_expiration_time=float("inf"))
     records = []
@@ -32,7 +32,7 @@ async def fetch_models(dht: DHTNode) -> list[ModelInfo]:
 async def fetch_servers(dht: DHTNode, model: str, blocks: int) -> list[ServerInfo]:
     """All servers that announce blocks of `model`, in any state, ordered by span and peer.
 
-    Records that do not fit a model of `blocks` blocks are left out, as are those that hivemind's validators refuse.
+    Records that do not fit a model of `blocks` blocks are left out, and so are those that the validators reject.
     """
     keys = [model_key(model, block) for block in range(blocks)]
     found = await dht.get_many(keys, sufficient_expiration_time=float("inf"))
@@ -45,7 +45,7 @@ async def fetch_servers(dht: DHTNode, model: str, blocks: int) -> list[ServerInf
             info = _decode(value)
             if info is None or info.span.start != block or info.span.end > blocks or expires < time.time():
                 continue
-            # A server that moved has records under two keys; the one that lives longer is the newer one.
+            # A server that moved has records under two keys; the one that expires later is the newer one.
             known = servers.get(info.peer_id)
             if known is None or known[0] < expires:
                 servers[info.peer_id] = (expires, info)

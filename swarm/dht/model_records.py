@@ -1,10 +1,10 @@
-"""The list of models that the swarm runs, as it lies in the DHT.
+"""The list of models that the swarm runs, as stored in the DHT.
 
-Who serves blocks also stores one short record that names its model, so that whoever knows nothing but an initial peer
-can find out what the swarm runs. The list is spread over a few keys: a reply of the DHT holds 2 MiB, which the records
-of some two thousand servers under one key would fill.
+A server also stores one short record that names its model, so that a peer that knows only an initial peer can find out
+which models the swarm runs. The list is spread over several keys: a reply of the DHT holds at most 2 MiB, which the
+records of about two thousand servers under one key would fill.
 
-What a record says is believed as far as others say the same: see `agreed_models`.
+A record is believed if most of the others agree with it: see `agreed_models`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from swarm.dht.records import MAX_MODEL_BLOCKS, Name
 from swarm.errors import ProtocolViolation
 
 LIST_SHARDS = 8
-"""Keys that the list is spread over."""
+"""Number of keys over which the list is spread."""
 
 MAX_MODEL_RECORD_BYTES = 4096
 MODEL_RECORD_LIFETIME_S = 300.0
-"""Seconds that a record is valid: longer than an announcement, so that a model whose servers died is missed by name."""
+"""A model record lives longer than an announcement, so that a model whose servers died can be reported as missing."""
 
 
 class ModelRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -46,30 +46,32 @@ def list_keys() -> tuple[str, ...]:
 
 
 def list_key(peer_id: str) -> str:
-    """DHT key under which a peer names its model."""
+    """DHT key under which a peer stores its model record."""
     return list_keys()[zlib.crc32(peer_id.encode()) % LIST_SHARDS]
 
 
 def encode_model(peer_id: str, info: ModelInfo) -> bytes:
-    """The record as bytes."""
+    """Encode a model record."""
     return msgspec.msgpack.encode(ModelRecord(peer_id, info.name, info.blocks, info.revision))
 
 
 def decode_model(data: bytes) -> tuple[str, ModelInfo]:
-    """Check a record against the schema: its owner's peer id, and what it says. Raises `ProtocolViolation`."""
+    """Decode and validate a model record: its owner's peer id, and the model. Raises `ProtocolViolation`."""
     if len(data) > MAX_MODEL_RECORD_BYTES:
-        raise ProtocolViolation(f"a model's record of {len(data)} bytes is too large")
+        raise ProtocolViolation(
+            f"a model record of {len(data)} bytes is too large; at most {MAX_MODEL_RECORD_BYTES} are allowed"
+        )
     try:
         record = _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ProtocolViolation(f"not a valid record of a model: {error}") from None
+        raise ProtocolViolation(f"not a valid model record: {error}") from None
     return record.peer_id, ModelInfo(record.model, record.blocks, record.revision)
 
 
 def agreed_models(records: Iterable[tuple[str, ModelInfo]]) -> list[ModelInfo]:
-    """One entry a name: what most peers say of it. The models that most peers name come first.
+    """One entry for each model name: the claim that most peers make. Models that most peers name come first.
 
-    Of equally frequent claims the smallest is taken, so that all readers decide alike.
+    Among equally frequent claims the smallest wins, so that all readers decide alike.
     """
     claims: dict[str, Counter[ModelInfo]] = {}
     for info in dict(records).values():

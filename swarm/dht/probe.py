@@ -1,6 +1,6 @@
-"""For whoever looks for what is wrong: one address at a time, and one record.
+"""Diagnostics for `swarm doctor`: probing one address at a time, and storing one trial record.
 
-Joining tells of all addresses together, and fails without saying so where the clocks differ.
+Joining the DHT reports on all addresses together, and does not say so if it fails because the clocks differ.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from swarm.errors import PeerLost
 from swarm.transport.p2p import Peer
 
 PROBE_EXCHANGES = 3
-"""Exchanges after the dial. The quickest says most about the clock."""
+"""Exchanges after the dial. The quickest one tells most about the clock."""
 
 TRIAL_RECORD_LIFETIME_S = 30.0
-"""Seconds after which the record that is written for a trial is forgotten."""
+"""How long a trial record lives."""
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """How a peer answered.
+    """Round trip and clock of a peer that answered a probe.
 
     Attributes:
         round_trip: seconds of the quickest exchange.
@@ -42,33 +42,33 @@ class ProbeResult:
     clock_ahead: float
 
 
-async def probe(peer: Peer, address: str, patience: float) -> ProbeResult:
-    """Dial an address that ends in a peer id, and ask the peer for its time as every member of the DHT may.
+async def probe(peer: Peer, address: str, timeout_s: float) -> ProbeResult:
+    """Dial an address that ends in a peer id, and ask the peer for its time.
 
     Args:
         peer: this peer; it need not have joined.
-        patience: seconds for all of it.
+        timeout_s: time limit for all of it.
 
     Raises:
-        PeerLost: nobody answers there, or another peer does.
+        PeerLost: no peer answers at that address, or a different one does.
     """
     where, _, peer_id = address.rpartition("/p2p/")
     try:
-        async with asyncio.timeout(patience):
+        async with asyncio.timeout(timeout_s):
             target = PeerID.from_base58(peer_id)
-            # A relay's address ends in /p2p-circuit: what stands before the target's id is the way to it.
+            # A relay's address ends in /p2p-circuit: everything before the target's id is the path to it.
             await peer.dht.p2p._client.connect(target, [Multiaddr(where)])
             return min(
                 [await _exchange(peer, target) for _ in range(PROBE_EXCHANGES)], key=lambda echo: echo.round_trip
             )
     except TimeoutError:
-        raise PeerLost(f"no answer within {patience:.0f} s") from None
+        raise PeerLost(f"no answer within {timeout_s:.0f} s") from None
     except (P2PDaemonError, ControlFailure, OSError, asyncio.IncompleteReadError, ValueError) as error:
         raise PeerLost(str(error) or type(error).__name__) from None
 
 
 async def _exchange(peer: Peer, target: PeerID) -> ProbeResult:
-    """One ping of hivemind's DHT, whose answer tells the time at which it was written."""
+    """Exchange one ping of hivemind's DHT; the answer contains the peer's time."""
     stub = peer.dht.protocol.get_stub(target)
     sent, began = time.time(), time.perf_counter()
     answer = await stub.rpc_ping(dht_pb2.PingRequest(peer=peer.dht.protocol.node_info, validate=False))
@@ -77,10 +77,9 @@ async def _exchange(peer: Peer, target: PeerID) -> ProbeResult:
 
 
 async def write_record(peer: Peer) -> bool:
-    """Store a signed record for a trial; False if no peer of the DHT accepted it.
+    """Store a signed trial record. False if no peer of the DHT accepted it.
 
-    It is the announcement of a server that is offline, of a model that nobody else names: nobody's picture of the swarm
-    changes.
+    It announces an offline server of a model with a unique name, so it does not change what other peers see.
 
     Args:
         peer: this peer; a client, so that it does not store the record itself.
@@ -99,15 +98,15 @@ async def write_record(peer: Peer) -> bool:
     )
     subkey = RSASignatureValidator(peer.identity.private_key).local_public_key
     expires = time.time() + TRIAL_RECORD_LIFETIME_S
-    return bool(await peer.dht.store(model_key(_trial(peer), 0), encode_announcement(info), expires, subkey))
+    return bool(await peer.dht.store(model_key(_trial_model(peer), 0), encode_announcement(info), expires, subkey))
 
 
 async def read_record(peer: Peer) -> bool:
-    """Whether others have the record of `write_record`."""
-    found = await fetch_servers(peer.dht, _trial(peer), blocks=1)
+    """Whether other peers return the record of `write_record`."""
+    found = await fetch_servers(peer.dht, _trial_model(peer), blocks=1)
     return [one.peer_id for one in found] == [peer.peer_id]
 
 
-def _trial(peer: Peer) -> str:
-    """Name of a model that nobody serves."""
+def _trial_model(peer: Peer) -> str:
+    """Name of a model that no server serves."""
     return f"trial/{peer.peer_id}"

@@ -1,4 +1,4 @@
-"""Whether others reach a peer directly, from the addresses that its libp2p daemon tells everybody. Pure."""
+"""Whether other peers can reach a peer directly, judged by the addresses that its libp2p daemon announces. Pure."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ RELAY = "p2p-circuit"
 
 
 def is_relayed(addresses: Iterable[str]) -> bool:
-    """True if the peer has addresses by way of relays, and none that everybody can dial.
+    """Whether a peer has relay addresses and no public ones.
 
-    A peer without either is on a private network or on one machine, where those who see it dial it directly.
+    A peer that has neither is on a private network or on one machine, where other peers dial it directly.
     """
     relayed = False
     for address in addresses:
@@ -27,4 +27,4 @@ def is_relayed(addresses: Iterable[str]) -> bool:
 
 def _is_public(address: Multiaddr) -> bool:
     host = next((address[name] for name in ("ip4", "ip6") if name in address), None)
-    return host is None or ip_address(host).is_global  # without a number it is a name that somebody chose to announce
+    return host is None or ip_address(host).is_global  # otherwise a host name, which was configured

@@ -1,10 +1,10 @@
-"""The announcement of a server, as it lies in the DHT.
+"""The announcement of a server, as stored in the DHT.
 
 A server stores exactly one record, under the key of its first block: `swarm1/<model>/<first block>`, a DHT dictionary
-with one subkey an owner. A reader that wants the whole model asks for the keys of all blocks at once. (Petals stores a
-copy under every block of the span; one copy carries the same knowledge.)
+with one subkey per owner. A reader of the whole model requests the keys of all blocks at once. (Petals stores a copy
+under every block of the span; one copy carries the same information.)
 
-The subkey contains the owner's public key, so hivemind's signature validator accepts changes from the owner alone.
+The subkey contains the owner's public key, so hivemind's signature validator accepts changes only from the owner.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from swarm.errors import ProtocolViolation, SwarmError
 MAX_MODEL_BLOCKS = 2048
 MAX_RECORD_BYTES = 64 * 1024
 MAX_LIFETIME_S = 600.0
-"""Seconds that an announcement may be valid at most."""
+"""An announcement may be valid for at most this long."""
 
 MAX_ROUND_TRIPS = 16
-"""Neighbours whose round trips one announcement may name."""
+"""Neighbours whose round trips one announcement may list."""
 
 MAX_ADAPTERS = 16
-"""Adapters that one announcement may name."""
+"""Adapters that one announcement may list."""
 
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Block = Annotated[int, msgspec.Meta(ge=0, le=MAX_MODEL_BLOCKS)]
@@ -37,7 +37,7 @@ Digest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{12}\Z")]
 class ServerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Wire form of `ServerInfo`; the types and ranges are the schema.
 
-    What has its default value is left out, so that peers which do not know a newer field read most records.
+    Fields with their default value are left out, so that older peers that do not know a field can read most records.
     """
 
     peer_id: Name
@@ -65,12 +65,12 @@ _decoder = msgspec.msgpack.Decoder(ServerRecord)
 
 
 def model_key(model: str, block: int) -> str:
-    """DHT key of the servers of `model` whose span begins at `block`."""
+    """DHT key of the servers of `model` whose span starts at `block`."""
     return f"swarm1/{model}/{block}"
 
 
 def encode_announcement(info: ServerInfo) -> bytes:
-    """The announcement as bytes."""
+    """Encode an announcement."""
     return msgspec.msgpack.encode(
         ServerRecord(
             peer_id=info.peer_id,
@@ -97,9 +97,11 @@ def encode_announcement(info: ServerInfo) -> bytes:
 
 
 def decode_announcement(data: bytes) -> ServerInfo:
-    """Check an announcement against the schema. Raises `ProtocolViolation`."""
+    """Decode and validate an announcement. Raises `ProtocolViolation`."""
     if len(data) > MAX_RECORD_BYTES:
-        raise ProtocolViolation(f"an announcement of {len(data)} bytes is too large")
+        raise ProtocolViolation(
+            f"an announcement of {len(data)} bytes is too large; at most {MAX_RECORD_BYTES} are allowed"
+        )
     try:
         record = _decoder.decode(data)
         span = Span(record.start, record.end)

@@ -1,8 +1,7 @@
-"""Which records a peer stores for others and believes when it reads them: signed announcements of servers and of
-models, and nothing else.
+"""Which DHT records a peer stores for others and believes: signed announcements and model records, nothing else.
 
-hivemind has checked the signature before this validator runs (it has the higher priority). Here the record must match
-one of the two schemas, and the peer it speaks of must be the owner of the key that signed it.
+hivemind's signature validator runs first, because it has the higher priority. This validator checks that the record
+matches one of the two schemas, and that the peer it describes owns the key that signed it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _OWNER = re.compile(re.escape(RSASignatureValidator.PUBLIC_KEY_FORMAT).replace(b
 
 
 def owner_of(subkey: bytes) -> str | None:
-    """The peer whose key a subkey carries, or None if it is not exactly one RSA key."""
+    """The id of the peer whose key a subkey contains, or None if it does not contain exactly one RSA key."""
     match = _OWNER.fullmatch(subkey)
     try:
         return peer_id_of(match[1]) if match else None
@@ -34,7 +33,7 @@ def owner_of(subkey: bytes) -> str | None:
 
 
 class AnnouncementValidator(RecordValidatorBase):
-    """Lets announcements pass that are well formed, of their owner, and not valid for too long."""
+    """Accepts records that are well formed, signed by their owner, and do not live too long."""
 
     def __init__(self, now: Callable[[], float] = time.time) -> None:
         self._now = now
@@ -49,15 +48,15 @@ class AnnouncementValidator(RecordValidatorBase):
             return False
         if not isinstance(subkey, bytes) or not isinstance(value, bytes):
             return False
-        speaker = _speaker(value)
-        return speaker is not None and speaker == owner_of(subkey)
+        described = _described_peer(value)
+        return described is not None and described == owner_of(subkey)
 
     def merge_with(self, other: RecordValidatorBase) -> bool:
         return isinstance(other, AnnouncementValidator)
 
 
-def _speaker(value: bytes) -> str | None:
-    """The peer that a record of either kind speaks of, or None if it is of neither."""
+def _described_peer(value: bytes) -> str | None:
+    """The id of the peer that a record of either kind describes, or None if the record is invalid."""
     with suppress(ProtocolViolation):
         return decode_announcement(value).peer_id
     with suppress(ProtocolViolation):

@@ -1,4 +1,4 @@
-"""transformers models cut into spans (servers) and reduced to embeddings and head (clients).
+"""transformers models, cut into spans for servers and reduced to embeddings and head for clients.
 
-This is the only room that imports transformers.
+Only this package and `swarm.generation` import transformers.
 """

@@ -1,4 +1,4 @@
-"""The client's part of a model: embeddings, final norm and head, around one layer that stands for all blocks.
+"""The client's part of a model: embeddings, final norm and head, around one layer that replaces all blocks.
 
 The result is the family's own model for the task, so embedding scale, learned positions, norms, soft-capping,
 `generate` and the pooling of a classification are the family's own code.
@@ -21,20 +21,21 @@ from swarm.models.checkpoints.partial_model import load_partial_model
 from swarm.models.cutting import families, surgery
 
 NO_MASK_ATTENTION = "remote"
-"""Name of the attention implementation that a client's config carries: its masks are empty, nobody reads them."""
-
+"""Name of the attention implementation in a client's config. Its masks are empty, because no layer reads them."""
 
 Task = Literal["CAUSAL_LM", "SEQ_CLS"]
-"""What the model is for: to go on with a text, or to classify it. The names are PEFT's."""
+"""The model's task: to continue a text, or to classify it. The names are PEFT's."""
 
 
 @dataclass(frozen=True)
 class BlocklessModel:
-    """Attributes:
-    model: the family's model, frozen.
-    owner: the module in it that calls the blocks.
-    path: where the blocks are in the whole model, such as "model.layers".
-    head: name of the module that classifies, such as "score"; None for a language model.
+    """A family's model without its blocks.
+
+    Attributes:
+        model: the family's model, frozen.
+        owner: the module inside it that calls the blocks.
+        path: path of the blocks in the whole model, such as "model.layers".
+        head: name of the module that classifies, such as "score"; None for a language model.
     """
 
     model: Any
@@ -52,16 +53,16 @@ def load_blockless_model(
     task: Task = "CAUSAL_LM",
     num_labels: int | None = None,
 ) -> BlocklessModel:
-    """The family's model for the task with `layer` in place of its blocks.
+    """Load the family's model for the task, with `layer` in place of its blocks.
 
     Args:
-        layer: called as a decoder layer; takes over the plain attributes of the family's first layer.
-        mixin: class that the model's class inherits from first.
-        num_labels: classes; None for what the config says. A head that the checkpoint does not have is new.
+        layer: called like a decoder layer; it gets the plain attributes of the family's first layer.
+        mixin: first base class of the model's class.
+        num_labels: number of classes; None for the config's. A head that the checkpoint lacks is initialized.
 
     Raises:
         UnsupportedModel: the family has no model for the task.
-        CheckpointError: the checkpoint does not fill it.
+        CheckpointError: the checkpoint lacks tensors of the model.
     """
     config = copy.deepcopy(checkpoint.config)
     if num_labels is not None:
@@ -79,7 +80,7 @@ def load_blockless_model(
         first = getattr(owner, name)[0]
         for key, value in vars(first).items():
             if isinstance(value, (bool, int, str)) and key != "training" and not hasattr(layer, key):
-                setattr(layer, key, value)  # such as attention_type, which some families read off the layer
+                setattr(layer, key, value)  # such as attention_type, which some families read from the layer
         setattr(owner, name, nn.ModuleList([layer]))
 
     def may_be_missing(name: str) -> bool:
@@ -87,10 +88,10 @@ def load_blockless_model(
 
     model = load_partial_model(model_class, config, cut, tensors, dtype, may_be_missing)
     AttentionMaskInterface.register(NO_MASK_ATTENTION, _empty_mask)
-    # A model around another one may have given that one a copy of its config.
+    # A model that wraps another one may have given it a copy of its config.
     for one in {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}.values():
         surgery.slice_config(one, Span(0, 1), blocks)
-        one.use_cache = False  # a plain forward keeps nothing; generate() asks for a cache by itself
+        one.use_cache = False  # a plain forward pass caches nothing; generate() requests a cache itself
         one._attn_implementation_internal = NO_MASK_ATTENTION
     settings = checkpoint.generation_config() if task == "CAUSAL_LM" else None
     if settings is not None:
@@ -100,11 +101,11 @@ def load_blockless_model(
 
 
 def _head_name(model: Any) -> str:
-    """The module beside the base model that has weights."""
+    """Name of the module with weights besides the base model."""
     for name, child in model.named_children():
         if name != model.base_model_prefix and next(child.parameters(), None) is not None:
             return str(name)
-    raise UnsupportedModel(f"{type(model).__name__} has no head beside its {model.base_model_prefix}")
+    raise UnsupportedModel(f"{type(model).__name__} has no head besides its {model.base_model_prefix}")
 
 
 def _empty_mask(*args: Any, device: torch.device | str | None = None, **kwargs: Any) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""The client's stand-in for a transformers cache: it knows how long each row is and what was done to the rows.
+"""The client's placeholder for a transformers cache: the length of each sequence, and changes not yet sent.
 
-Keys and values lie on the servers. What `generate` does to its cache (append, crop, reorder, repeat) is written down
-here and travels with the next step as a `StepLayout`.
+Keys and values are on the servers. What `generate` does to its cache (append, crop, reorder, repeat) is recorded here
+and sent with the next step as a `StepLayout`.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from swarm.data_structures import StepLayout
 
 
 class PlaceholderCache(Cache):
-    """Bookkeeping of the rows of one inference session.
+    """The cache object that `generate` sees in an inference session. It holds no keys and values.
 
-    Slots are columns of the caller's padded `[rows, length]` batch; positions count real tokens only. A slot whose
+    Slots are columns of the caller's padded `[sequences, length]` batch; positions count real tokens only. A slot whose
     attention mask is 0 was never sent.
 
     Args:
-        session: whatever computes steps for this cache; opaque here.
+        session: the object that computes steps for this cache; opaque here.
     """
 
     def __init__(self, session: Any) -> None:
         super().__init__(layers=[])
         self.session = session
         self.length = 0
-        self.rows = 0
+        self.sequences = 0
         self.tokens: torch.Tensor | None = None
-        """Token ids `[rows, length]` of all slots, or None once hidden states came without ids."""
-        self._real: torch.Tensor | None = None  # bool [rows, length]; None while every slot is real
-        self._sources: list[int] | None = None  # where rows were copied from since the last step
+        """Token ids `[sequences, length]` of all slots, or None after hidden states came without ids."""
+        self._real: torch.Tensor | None = None  # bool [sequences, length]; None while every slot is real
+        self._sources: list[int] | None = None  # where sequences were copied from since the last step
 
-    # What transformers asks of a cache.
+    # The interface of a transformers cache.
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length
@@ -51,10 +51,10 @@ class PlaceholderCache(Cache):
 
     @property
     def batch_size(self) -> int:
-        return self.rows or -1
+        return self.sequences or -1
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last `-tokens_to_remove` slots of every row."""
+        """Remove the last `-tokens_to_remove` slots of every sequence."""
         self.set_length(self.length - abs(tokens_to_remove))
 
     def reset(self) -> None:
@@ -64,60 +64,64 @@ class PlaceholderCache(Cache):
         self._select(beam_idx.tolist())
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        picked = torch.arange(self.rows)[indices.cpu()]
+        picked = torch.arange(self.sequences)[indices.cpu()]
         self._select(picked.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._select([row for row in range(self.rows) for _ in range(repeats)])
+        self._select([sequence for sequence in range(self.sequences) for _ in range(repeats)])
 
-    # What the client's session asks of it.
+    # The interface for the client's session.
 
     def set_length(self, length: int) -> None:
-        """Roll every row back to `length` slots. Raises ValueError if that is ahead of what was computed."""
+        """Roll every sequence back to `length` slots. Raises `ValueError` if fewer slots were computed."""
         if not 0 <= length <= self.length:
-            raise ValueError(f"position {length} is not between 0 and {self.length}, which is what was computed so far")
+            raise ValueError(
+                f"position {length} is not between 0 and {self.length}, the number of positions computed so far"
+            )
         self.length = length
         if self.tokens is not None:
             self.tokens = self.tokens[:, :length]
         if self._real is not None:
             self._real = self._real[:, :length]
         if length == 0:
-            self.rows, self.tokens, self._real, self._sources = 0, None, None, None
+            self.sequences, self.tokens, self._real, self._sources = 0, None, None, None
 
-    def layout(self, rows: int, new: int, mask: torch.Tensor | None) -> tuple[StepLayout, torch.Tensor | None]:
-        """What the next step sends, given `new` more slots for each of `rows` rows.
+    def layout(self, sequences: int, new: int, mask: torch.Tensor | None) -> tuple[StepLayout, torch.Tensor | None]:
+        """What the next step sends, given `new` more slots for each of `sequences` sequences.
 
         Args:
-            mask: attention mask `[rows, length + new]`, or None if every new slot is real.
+            mask: attention mask `[sequences, length + new]`, or None if every new slot is real.
 
         Returns:
-            the layout, and which of the new slots are real (bool `[rows, new]`), None if all are.
+            the layout, and which of the new slots are real (bool `[sequences, new]`), None if all are.
 
         Raises:
             ValueError: the batch or the mask does not continue what was computed.
         """
-        if self.rows not in (0, rows):
-            raise ValueError(f"the session has {self.rows} rows and cannot go on with {rows}; roll it back to 0 first")
-        fresh = self._fresh_slots(rows, new, mask)
-        starts = (self.length,) * rows if self._real is None else tuple(self._real.sum(1).tolist())
-        counts = (new,) * rows if fresh is None else tuple(fresh.sum(1).tolist())
+        if self.sequences not in (0, sequences):
+            raise ValueError(
+                f"the session has {self.sequences} sequences and cannot continue with {sequences}; roll back to 0 first"
+            )
+        fresh = self._fresh_slots(sequences, new, mask)
+        starts = (self.length,) * sequences if self._real is None else tuple(self._real.sum(1).tolist())
+        counts = (new,) * sequences if fresh is None else tuple(fresh.sum(1).tolist())
         return StepLayout(starts, counts, tuple(self._sources) if self._sources is not None else None), fresh
 
-    def commit(self, rows: int, new: int, fresh: torch.Tensor | None, tokens: torch.Tensor | None) -> None:
-        """The step was computed: remember its slots."""
+    def commit(self, sequences: int, new: int, fresh: torch.Tensor | None, tokens: torch.Tensor | None) -> None:
+        """Record the slots of a step that was computed."""
         if self._real is not None or fresh is not None:
-            old = self._real if self._real is not None else torch.ones(rows, self.length, dtype=torch.bool)
-            added = fresh if fresh is not None else torch.ones(rows, new, dtype=torch.bool)
+            old = self._real if self._real is not None else torch.ones(sequences, self.length, dtype=torch.bool)
+            added = fresh if fresh is not None else torch.ones(sequences, new, dtype=torch.bool)
             self._real = torch.cat([old, added], dim=1)
         if self.length == 0:
             self.tokens = tokens
         elif self.tokens is not None:
             self.tokens = torch.cat([self.tokens, tokens], dim=1) if tokens is not None else None
-        self.rows, self.length, self._sources = rows, self.length + new, None
+        self.sequences, self.length, self._sources = sequences, self.length + new, None
 
     def common_prefix(self, tokens: torch.Tensor, mask: torch.Tensor | None) -> int:
-        """How many leading slots of `tokens` `[rows, n]` were computed already, with the same mask, in every row."""
-        if self.tokens is None or tokens.shape[0] != self.rows:
+        """How many leading slots of `tokens` `[sequences, n]` are computed, in all sequences and with the same mask."""
+        if self.tokens is None or tokens.shape[0] != self.sequences:
             return 0
         span = min(self.length, tokens.shape[1])
         same = self.tokens[:, :span] == tokens[:, :span].cpu()
@@ -125,27 +129,27 @@ class PlaceholderCache(Cache):
         same &= real == (mask[:, :span].cpu().bool() if mask is not None else torch.ones_like(same))
         return int(same.all(dim=0).long().cumprod(0).sum())
 
-    def _fresh_slots(self, rows: int, new: int, mask: torch.Tensor | None) -> torch.Tensor | None:
+    def _fresh_slots(self, sequences: int, new: int, mask: torch.Tensor | None) -> torch.Tensor | None:
         if mask is None:
             return None
-        if mask.shape != (rows, self.length + new):
+        if mask.shape != (sequences, self.length + new):
             raise ValueError(
                 f"the attention mask is {list(mask.shape)}; with {self.length} tokens computed and {new} new ones it "
-                f"has to be [{rows}, {self.length + new}]"
+                f"has to be [{sequences}, {self.length + new}]"
             )
         real = mask.cpu().bool()
-        past = self._real if self._real is not None else torch.ones(rows, self.length, dtype=torch.bool)
+        past = self._real if self._real is not None else torch.ones(sequences, self.length, dtype=torch.bool)
         if not torch.equal(real[:, : self.length], past):
-            raise ValueError("the attention mask changed for tokens that are computed already; roll the session back")
+            raise ValueError("the attention mask changed for tokens that are already computed; roll the session back")
         fresh = real[:, self.length :]
         return None if bool(fresh.all()) else fresh
 
-    def _select(self, rows: list[int]) -> None:
+    def _select(self, sequences: list[int]) -> None:
         if self.length == 0:
             return
-        earlier = self._sources if self._sources is not None else list(range(self.rows))
-        self._sources = [earlier[row] for row in rows]
-        index = torch.tensor(rows)
-        self.rows = len(rows)
+        earlier = self._sources if self._sources is not None else list(range(self.sequences))
+        self._sources = [earlier[sequence] for sequence in sequences]
+        index = torch.tensor(sequences)
+        self.sequences = len(sequences)
         self._real = self._real[index] if self._real is not None else None
         self.tokens = self.tokens[index] if self.tokens is not None else None

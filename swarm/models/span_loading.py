@@ -1,4 +1,4 @@
-"""Loading a span: the tensors of some blocks, in the family's own model cut down to them."""
+"""Loading a span: the tensors of some blocks, in the family's own model cut to these blocks."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ def load_span(
 ) -> SpanModel:
     """Load the tensors of `span` and nothing else.
 
-    Memory peaks at what the span takes in the end and one block in `dtype`.
+    Peak memory is that of the loaded span plus one block in `dtype`.
 
     Args:
         quant: form of the weights, see `swarm.models.weights.quantization`.
-        progress: show progress on the terminal.
+        progress: whether to show progress on the terminal.
         layout: how the attention cache is laid out, see `swarm.models.execution.strategy_trials`.
 
     Raises:
-        InvalidSpan: the span lies outside the model.
+        InvalidSpan: the span is outside the model.
         CheckpointError: weights are missing, unreadable or of the wrong shape.
-        InvalidOption: this machine cannot compute with weights in that form.
+        InvalidOption: this machine cannot compute with this quantization.
     """
     checkpoint.validate_span(span.start, span.end)
     quantization.require_available(quant, device)
     model, digests = _load_blocks(checkpoint, span, dtype, device, quant, progress)
-    # After loading, because rotary tables are filled while it happens, for the layer types of the whole model.
+    # Only after loading, which fills rotary tables for the layer types of the whole model.
     surgery.slice_config(model.config, span, checkpoint.blocks)
     cut = CutModel(model, checkpoint.structure.layers_path)
     loaded = SpanModel(cut, span, digests, checkpoint.config.hidden_size)
@@ -60,7 +60,7 @@ def load_span(
 def _load_blocks(
     checkpoint: Checkpoint, span: Span, dtype: torch.dtype, device: torch.device, quant: str, progress: bool
 ) -> tuple[Any, list[str]]:
-    """One block after the other is read, brought into its form and put behind those before it; a digest a block."""
+    """Read and quantize one block after the other, and append each to the model. Returns a digest for each block."""
     path = checkpoint.structure.layers_path
     whole: Any = None
     layers: Any = nn.ModuleList()
@@ -70,26 +70,26 @@ def _load_blocks(
     for block in console.iterate_with_progress(range(span.start, span.end), title, "block"):
         model, digest = _load_block(checkpoint, block, dtype)
         quantization.quantize(model.get_submodule(path), quant, device)
-        # On a CPU, what was not quantized.
+        # On a CPU, this affects the modules that were not quantized.
         frozen_linear.prepack(model.to(device).get_submodule(path))
         digests.append(digest)
         return_freed_memory()
         if whole is None:
             whole, layers = model, model.get_submodule(path)
         else:
-            layers.extend(_moved(model.get_submodule(path), model.config, whole.config))
+            layers.extend(_with_config(model.get_submodule(path), model.config, whole.config))
     surgery.renumber_layers(layers)
     return whole, digests
 
 
 def return_freed_memory() -> None:
-    """Give what the allocator keeps of freed tensors back to the system, where the C library is glibc."""
+    """Return the memory of freed tensors from the allocator to the system, if the C library is glibc."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _moved(layers: Any, old: Any, new: Any) -> Iterator[nn.Module]:
-    """The layers, told that they belong to the model of another config."""
+def _with_config(layers: Any, old: Any, new: Any) -> Iterator[nn.Module]:
+    """The layers, with their references to the config `old` replaced by `new`."""
     for layer in layers:
         for module in layer.modules():
             for name, value in vars(module).items():
@@ -99,7 +99,7 @@ def _moved(layers: Any, old: Any, new: Any) -> Iterator[nn.Module]:
 
 
 def _load_block(checkpoint: Checkpoint, block: int, dtype: torch.dtype) -> tuple[Any, str]:
-    """The model cut down to one block, on the CPU, with the config of the whole model, and the block's digest."""
+    """The model cut to one block, on the CPU, with the config of the whole model; and the block's digest."""
     config = copy.deepcopy(checkpoint.config)
     blocks = checkpoint.blocks
     tensors = _read_block(checkpoint, block)
@@ -120,15 +120,15 @@ def _load_block(checkpoint: Checkpoint, block: int, dtype: torch.dtype) -> tuple
 def _read_block(checkpoint: Checkpoint, block: int) -> dict[str, torch.Tensor]:
     """The block's tensors by their names inside the block.
 
-    They are copied: safetensors maps the file into memory, where one small tensor that is kept would keep all of it.
+    They are copied: safetensors maps the file into memory, and one small tensor would keep the whole mapping alive.
     """
     tensors: dict[str, torch.Tensor] = {}
 
-    def wanted(name: str) -> bool:
+    def is_in_block(name: str) -> bool:
         place = checkpoint.locate(name)
         return place is not None and place[0] == block
 
-    for name, tensor in checkpoint.read_tensors(wanted):
+    for name, tensor in checkpoint.read_tensors(is_in_block):
         place = checkpoint.locate(name)
         assert place is not None
         tensors[place[1]] = tensor.clone()

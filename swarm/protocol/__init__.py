@@ -1,1 +1,1 @@
-"""What travels between peers: typed messages, frames, and packed tensors. Never pickle."""
+"""The wire protocol between peers: typed messages, frames, and encoded tensors. Never pickle."""

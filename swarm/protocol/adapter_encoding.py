@@ -1,9 +1,9 @@
-"""What clients add to frozen blocks, as bytes, and back.
+"""Adapters and their gradients as bytes, and back.
 
-A block's part of an adapter is a soft prompt, which is added to the block's inputs, and LoRA factors of some of its
-linear modules (Hu et al. 2021). Its bytes are: the prompt, then for each module A and B, row after row, little endian.
-A digest over description and bytes names it: the same factors have the same name at every server, and other factors
-another one. Gradients lie in the same order, always in float32.
+A block's adapter consists of a soft prompt, which is added to the block's inputs, and LoRA factors of some of its
+linear modules (Hu et al. 2021). Its bytes are the prompt, then A and B of each module, row by row, little endian. It is
+named by a digest of its shapes and bytes: equal weights have the same name at every server, different weights have
+different names. Gradients have the same order and are always float32.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ GRADIENT_DTYPE = torch.float32
 
 @dataclass(frozen=True, eq=False)
 class LoraFactors:
-    """LoRA of one module: `up @ down` is what is added to its weight.
+    """LoRA factors of one module: `up @ down` is added to its weight.
 
     Attributes:
-        module: where it stands inside the block, such as "self_attn.q_proj".
+        module: the module's path inside the block, such as "self_attn.q_proj".
         down: A, `[rank, inputs]`.
-        up: B, `[outputs, rank]`, times whatever the adapter is scaled by.
+        up: B, `[outputs, rank]`, already multiplied by the adapter's scaling.
     """
 
     module: str
@@ -41,11 +41,11 @@ class LoraFactors:
 
 @dataclass(frozen=True, eq=False)
 class BlockAdapterWeights:
-    """What is added to one block.
+    """The adapter weights of one block.
 
     Attributes:
-        prompt: `[positions, hidden_size]`, added to the inputs of each row's first positions; None for none.
-        factors: no module twice.
+        prompt: soft prompt `[positions, hidden_size]`, added to the inputs of each sequence's first positions; or None.
+        factors: LoRA factors, at most once for each module.
     """
 
     prompt: torch.Tensor | None = None
@@ -53,18 +53,18 @@ class BlockAdapterWeights:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """In the order in which they travel."""
+        """All tensors, in the order in which they are encoded."""
         prompt = () if self.prompt is None else (self.prompt,)
         return (*prompt, *(tensor for one in self.factors for tensor in (one.down, one.up)))
 
     def map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> BlockAdapterWeights:
-        """The same with other tensors of the same shapes."""
+        """A copy with `change` applied to every tensor; `change` must keep the shapes."""
         factors = tuple(LoraFactors(one.module, change(one.down), change(one.up)) for one in self.factors)
         return BlockAdapterWeights(change(self.prompt) if self.prompt is not None else None, factors)
 
 
 def pack_adapters(parts: Sequence[BlockAdapterWeights], dtype: torch.dtype) -> tuple[list[BlockAdapterSpec], bytes]:
-    """The parts' descriptions and their bytes one behind the other, all in `dtype`."""
+    """The specs of some blocks' adapters, and their concatenated bytes in `dtype`."""
     blocks, payloads = [], []
     for part in parts:
         payload = b"".join(encode_tensor(tensor.to(dtype), WireFormat.NONE) for tensor in part.tensors)
@@ -81,9 +81,9 @@ def unpack_adapters(
     """The inverse of `pack_adapters`.
 
     Raises:
-        WrongShape: the payload is not as long as the descriptions say, or has another digest.
+        WrongShape: the payload's length or a digest does not match the specs.
         WrongDtype: the dtype is unknown.
-        NotFinite: there is NaN or infinity in it.
+        NotFinite: the payload holds NaN or infinity.
     """
     lengths = [payload_bytes(count_values(block, hidden_size), WireFormat.NONE, dtype) for block in blocks]
     if len(payload) != sum(lengths):
@@ -92,9 +92,9 @@ def unpack_adapters(
     for block, length in zip(blocks, lengths, strict=True):
         mine = view[first : first + length]
         if adapter_digest(block.prompt_length, block.modules, mine, dtype) != block.digest:
-            raise WrongShape("an adapter's bytes have another digest than it was announced with")
+            raise WrongShape("an adapter's bytes do not match the digest that it was announced with; send it again")
         if not is_finite(mine, length // HIDDEN_DTYPES[dtype].itemsize, WireFormat.NONE, dtype):
-            raise NotFinite("an adapter holds NaN or infinity; look for it in what was trained")
+            raise NotFinite("an adapter holds NaN or infinity; check the weights that were trained")
         flat = decode_tensor(mine, 1, length // HIDDEN_DTYPES[dtype].itemsize, WireFormat.NONE, dtype, device)[0]
         parts.append(_part(block, list(_split(flat, block, hidden_size))))
         first += length
@@ -102,14 +102,14 @@ def unpack_adapters(
 
 
 def pack_gradients(gradients: Sequence[torch.Tensor]) -> bytes:
-    """Gradients of the tensors of some parts, in their order."""
+    """Encode the gradients of some adapters' tensors, in order."""
     return b"".join(encode_tensor(gradient.to(GRADIENT_DTYPE), WireFormat.NONE) for gradient in gradients)
 
 
 def unpack_gradients(
     blocks: Sequence[BlockAdapterSpec], payload: bytes | memoryview, hidden_size: int
 ) -> list[list[torch.Tensor]]:
-    """For every block its tensors' gradients, float32, on the CPU. Raises `WrongShape` or `NotFinite`."""
+    """For each block, the float32 gradients of its tensors, on the CPU. Raises `WrongShape` or `NotFinite`."""
     values = [count_values(block, hidden_size) for block in blocks]
     name = dtype_name(GRADIENT_DTYPE)
     if len(payload) != gradient_bytes(blocks, hidden_size):
@@ -121,17 +121,17 @@ def unpack_gradients(
 
 
 def gradient_bytes(blocks: Sequence[BlockAdapterSpec], hidden_size: int) -> int:
-    """Bytes of the gradients of some blocks' adapters."""
+    """Size in bytes of the gradients of some blocks' adapters."""
     return GRADIENT_DTYPE.itemsize * sum(count_values(block, hidden_size) for block in blocks)
 
 
 def count_values(block: BlockAdapterSpec, hidden_size: int) -> int:
-    """Numbers in a block's adapter."""
+    """Number of values in a block's adapter."""
     return block.prompt_length * hidden_size + sum(one.rank * (one.inputs + one.outputs) for one in block.modules)
 
 
 def adapter_digest(prompt: int, modules: Sequence[LoraShape], payload: bytes | memoryview, dtype: str) -> bytes:
-    """The name of a block's adapter."""
+    """The digest that names a block's adapter."""
     digest = hashlib.blake2b(msgspec.msgpack.encode((prompt, modules, dtype)), digest_size=ADAPTER_DIGEST_BYTES)
     digest.update(payload)
     return digest.digest()

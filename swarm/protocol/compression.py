@@ -1,13 +1,13 @@
-"""Packed hidden states as bytes, and back.
+"""Hidden states and other tensors as bytes, and back.
 
 Formats (see `WireFormat`):
     none                 the tensor's own dtype, little endian
-    float16, bfloat16    rounded to 16 bits; float16 ends at 65504, which the hidden states of some models exceed
+    float16, bfloat16    rounded to 16 bits; float16 ends at 65504, and the hidden states of some models exceed it
     blockwise8           blocks of 256 values share one float32 scale; each value becomes an index into the dynamic
                          8-bit map (Dettmers et al. 2022b, used by Petals section 3.1). Layout: n bytes of indices,
                          then one float32 per block. bitsandbytes does the arithmetic.
 
-What each costs in bytes and milliseconds: `benchmarks/wire.py`. What each costs in quality: `docs/wire.md`.
+Their cost in bytes and milliseconds: `benchmarks/wire.py`. Their cost in quality: `docs/wire.md`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _INFINITY = {
     "bfloat16": {"float32": 0x7F80, "bfloat16": 0x7F80, "float16": 0x4780},
     "float16": {"float32": 0x7C00, "bfloat16": 0x7C00, "float16": 0x7C00},
 }
-"""The bits of the least 16-bit number, by its format, that is infinite in each dtype. All larger ones are, or NaN."""
+"""For each 16-bit format and dtype, the bits of the smallest number that becomes infinite in that dtype. All larger bit
+patterns are infinite or NaN too."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -40,7 +41,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def payload_bytes(values: int, wire: WireFormat, dtype: str) -> int:
-    """Bytes that `values` numbers take. `dtype` matters for `none` only. Raises `WrongDtype` for an unknown one."""
+    """Bytes that `values` encoded numbers take. Only `none` depends on the dtype. Raises `WrongDtype` if unknown."""
     if dtype not in HIDDEN_DTYPES:
         raise WrongDtype(
             f"hidden states of dtype {dtype[:32]!r} are not accepted; use one of {', '.join(HIDDEN_DTYPES)}"
@@ -51,15 +52,18 @@ def payload_bytes(values: int, wire: WireFormat, dtype: str) -> int:
 
 
 def load_quantizer(device: torch.device) -> None:
-    """Load what 8 bits need, which takes a second or more, before somebody waits for the first step."""
+    """Load what the 8-bit format needs. This takes a second or more, so do it before the first step is waited for."""
     _dynamic_map(device)
 
 
 def encode_tensor(hidden: torch.Tensor, wire: WireFormat) -> bytes | memoryview:
     """Encode a tensor of any shape (float32, bfloat16 or float16).
 
-    With `none` on a CPU the result shares the tensor's memory. Raises `WrongDtype` for other dtypes, and where float16
-    was asked for and cannot hold a finite value: sent as infinity, it would be blamed on whoever computed it.
+    With `none` on a CPU the result shares the tensor's memory.
+
+    Raises:
+        WrongDtype: the dtype is another one, or a finite value does not fit into the requested float16. Sent as
+            infinity, the value would look like a fault of the peer that computed it.
     """
     if dtype_name(hidden.dtype) not in HIDDEN_DTYPES:
         raise WrongDtype(f"hidden states of dtype {dtype_name(hidden.dtype)} cannot be sent")
@@ -84,7 +88,7 @@ def decode_tensor(
     """Decode `[tokens, hidden_size]` into `dtype` on `device`.
 
     Raises:
-        WrongShape: the payload does not hold that many values.
+        WrongShape: the payload does not hold `tokens * hidden_size` values.
         WrongDtype: the dtype is unknown.
     """
     values = tokens * hidden_size
@@ -103,8 +107,8 @@ def decode_tensor(
 
 
 def is_finite(payload: bytes | memoryview, values: int, wire: WireFormat, dtype: str) -> bool:
-    """True if none of the `values` numbers of a payload of the right length is NaN, or infinite once in `dtype`."""
-    if wire is WireFormat.BLOCKWISE8:  # every index means a share of a scale, at most all of it
+    """Whether none of a payload's `values` numbers is NaN, or becomes infinite in `dtype`. Its length must be right."""
+    if wire is WireFormat.BLOCKWISE8:  # every index stands for a fraction of its scale
         scales = np.frombuffer(payload, np.float32, offset=values) if values else np.empty(0, np.float32)
         return bool((np.abs(scales) <= torch.finfo(HIDDEN_DTYPES[dtype]).max).all())
     name = _SIXTEEN_BIT.get(wire, dtype)
@@ -118,17 +122,17 @@ def is_finite(payload: bytes | memoryview, values: int, wire: WireFormat, dtype:
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().view(-1)
-    # numpy has no bfloat16; the bytes are the same whatever they are called.
+    # numpy has no bfloat16, so the tensor is viewed as bytes.
     raw: Any = flat.view(torch.uint8).numpy()
     return memoryview(raw).cast("B")
 
 
 @cache
 def _operators() -> Any:
-    """bitsandbytes' operators. Its `functional` wraps them in work that is thrown away, at half their cost a token."""
+    """bitsandbytes' operators. Calling them without its `functional` wrapper saves half of their cost per token."""
     log = logging.getLogger("bitsandbytes")
     before = log.level
-    log.setLevel(logging.ERROR)  # it warns of a kernel for something else
+    log.setLevel(logging.ERROR)  # it warns about a kernel that is not used here
     try:
         import bitsandbytes  # noqa: F401
     finally:
@@ -150,8 +154,8 @@ def _pack_blockwise(hidden: torch.Tensor) -> bytes:
         return b""
     code = _dynamic_map(flat.device)
     indices, scales = _operators().quantize_blockwise.default(flat, code, VALUES_PER_SCALE)
-    # NaN would become an ordinary value, and nobody would know. A sum that is no NaN has none among its terms; one
-    # that is may also be of infinities.
+    # Quantization would silently turn NaN into an ordinary value. If the sum is not NaN, none of its terms is; if it is
+    # NaN, the reason may also be infinities.
     if math.isnan(float(flat.sum())):
         blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % VALUES_PER_SCALE)).view(-1, VALUES_PER_SCALE)
         scales = scales.masked_fill(blocks.isnan().any(1), torch.nan)

@@ -1,11 +1,11 @@
-"""Frames: how a header and its payload lie in a byte stream.
+"""Frames: how a header and its payload are laid out in a byte stream.
 
     4 bytes  header length, big endian
     8 bytes  payload length, big endian
     header   one message of `swarm.protocol.messages`
     payload  tensor bytes, see `swarm.protocol.compression`
 
-Both lengths are checked against limits before a byte of what follows is read.
+Both lengths are checked against limits before any of the following bytes are read.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ PREFIX_BYTES = _PREFIX.size
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One message as it came: encoded header and payload."""
+    """One received message: encoded header and payload."""
 
     header: bytes
     payload: bytes | memoryview = b""
 
 
 def encode_prefix(header_length: int, payload_length: int) -> bytes:
-    """The twelve bytes in front of a frame."""
+    """The twelve bytes that precede a frame."""
     return _PREFIX.pack(header_length, payload_length)
 
 
 def decode_prefix(prefix: bytes, max_payload: int = MAX_PAYLOAD_BYTES) -> tuple[int, int]:
-    """Header and payload length. Raises `ProtocolViolation` when a limit is passed."""
+    """Header length and payload length. Raises `ProtocolViolation` if one exceeds its limit."""
     header_length, payload_length = _PREFIX.unpack(prefix)
     if header_length > MAX_HEADER_BYTES:
         raise ProtocolViolation(

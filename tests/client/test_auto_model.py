@@ -52,7 +52,7 @@ def test_a_family_that_cannot_work_is_named_before_weights_are_looked_for(tmp_pa
 def test_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_checkpoint("llama", tmp_path)
     monkeypatch.delenv("SWARM_INITIAL_PEERS", raising=False)
-    with pytest.raises(ModelNotFound, match="no local folder"):
+    with pytest.raises(ModelNotFound, match="not a local folder"):
         load("nobody/has-this-model")
     with pytest.raises(ModelNotFound, match="neither a local folder"):
         load(str(tmp_path / "not" / "there" / "at all"))

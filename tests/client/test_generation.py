@@ -129,7 +129,7 @@ def test_several_calls_in_one_session_compute_only_what_is_new(model: Any, local
         # Another text shares nothing but the first tokens: the session goes back to where they part.
         other = torch.cat([prompt()[:, :4], prompt(6, seed=11)], dim=1)
         assert greedy(model, other, 6).tolist() == greedy(local, other, 6).tolist()
-        assert session.cache.rows == 1
+        assert session.cache.sequences == 1
         batch = padded_batch()
         expected = local.generate(**batch, max_new_tokens=5, do_sample=False, pad_token_id=PAD)
         assert (
@@ -174,7 +174,7 @@ def test_a_session_has_limits_and_an_end(model: Any) -> None:
         with pytest.raises(TooLong, match="max_length=8"):
             session.step(model.word_embeddings(prompt(3)))
         session.step(model.word_embeddings(prompt(2)))  # what still fits goes on
-        with pytest.raises(ValueError, match="1 rows and cannot go on with 2"):
+        with pytest.raises(ValueError, match="1 sequences and cannot continue with 2"):
             session.step(model.word_embeddings(prompt(1).expand(2, -1)))
     with pytest.raises(SessionClosed):
         session.step(model.word_embeddings(prompt(1)))

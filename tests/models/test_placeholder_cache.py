@@ -49,7 +49,7 @@ def test_a_changed_mask_is_refused():
         cache.layout(1, 1, torch.tensor([[1, 1, 1, 1]]))
     with pytest.raises(ValueError, match=r"has to be \[1, 4\]"):
         cache.layout(1, 1, torch.tensor([[1]]))
-    with pytest.raises(ValueError, match="1 rows and cannot go on with 2"):
+    with pytest.raises(ValueError, match="1 sequences and cannot continue with 2"):
         cache.layout(2, 1, None)
 
 

@@ -185,7 +185,7 @@ def test_packing_needs_no_gradient():
 
 
 def test_loading_what_8_bits_need_says_nothing():
-    code = "import torch; from swarm.protocol.compression import warm_up; warm_up(torch.device('cpu'))"
+    code = "import torch; from swarm.protocol.compression import load_quantizer; load_quantizer(torch.device('cpu'))"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stdout == ended.stderr == ""
 

@@ -1,1 +1,1 @@
-"""Soft prompts and LoRA factors on frozen blocks: their files, and the hooks that apply them."""
+"""Adapters (soft prompts and LoRA) on frozen blocks: their files, and the hooks that apply them."""

@@ -1,4 +1,4 @@
-"""What `adapter_config.json` says, checked: which method, which model, and nothing that the swarm cannot do."""
+"""Parsing and validating `adapter_config.json`: the method, the base model, and no unsupported options."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ PEFT_TYPES: dict[Method, str] = {
     "deep_ptune": "SWARM_DEEP_PROMPT_TUNING",
     "head": "SWARM_HEAD",
 }
-"""Our name of a method to PEFT's. PEFT has no counterpart of the last two, and refuses them by these names."""
+"""Our name of each method to PEFT's. PEFT does not have the last two methods, so it rejects these names."""
 
 SUPPORTED_LORA_INITIALIZATIONS = (None, True, False, "gaussian", "orthogonal", "eva")
-"""Ways to initialise LoRA that leave the model's own weights as they are; others subtract something from these."""
+"""LoRA initializations that leave the model's own weights unchanged. The others change them."""
 
 SUPPORTED_ENTRIES = frozenset(
     (
@@ -34,19 +34,22 @@ SUPPORTED_ENTRIES = frozenset(
         *("prompt_tuning_init", "prompt_tuning_init_text", "tokenizer_name_or_path", "tokenizer_kwargs"),
     )
 )
-"""Entries that are read, or that change nothing in what the adapter computes. Any other one has to be empty."""
+"""Entries that are read, or that do not change what the adapter computes. All other entries must be empty."""
 
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """Attributes:
-    method: how it was trained.
-    peft_type: PEFT's name of that.
-    task_type: "CAUSAL_LM", "SEQ_CLS", or "" if it does not say.
-    base, revision: of the model that it was trained for; None if it does not say.
-    rank, alpha, use_rslora, rank_pattern, alpha_pattern: of LoRA, as in PEFT's `LoraConfig`.
-    dropout: of LoRA; matters in training only.
-    positions: virtual tokens; 0 for LoRA.
+    """The validated contents of an adapter's config file.
+
+    Attributes:
+        method: how the adapter was trained.
+        peft_type: PEFT's name of the method.
+        task_type: "CAUSAL_LM", "SEQ_CLS", or "" if not given.
+        base: name of the model that the adapter was trained for; None if not given.
+        revision: revision of that model; None if not given.
+        rank, alpha, use_rslora, rank_pattern, alpha_pattern: LoRA options, as in PEFT's `LoraConfig`.
+        dropout: LoRA dropout, which matters only in training.
+        positions: number of virtual tokens; 0 for LoRA.
     """
 
     method: Method
@@ -67,7 +70,7 @@ class AdapterConfig:
         return self.method == "deep_ptune"
 
     def rank_and_alpha(self, place: str) -> tuple[int, float]:
-        """LoRA's r and alpha of a module, given by its path in the model."""
+        """LoRA's r and alpha for the module with this path in the model."""
         return (
             next((rank for name, rank in self.rank_pattern.items() if matches_module(name, place)), self.rank),
             next((alpha for name, alpha in self.alpha_pattern.items() if matches_module(name, place)), self.alpha),
@@ -75,12 +78,12 @@ class AdapterConfig:
 
 
 def matches_module(name: str, place: str) -> bool:
-    """Whether an entry of a pattern means the module at `place`: its path, or the end of it ("^" before it: all)."""
+    """Whether a pattern's entry matches a module's path: by its end, or by the whole path if it starts with "^"."""
     return place == name.removeprefix("^") or (not name.startswith("^") and place.endswith(f".{name}"))
 
 
 def parse_adapter_config(config: Any, source: str) -> AdapterConfig:
-    """Check what a file held. Raises `AdapterError`, naming what cannot be done here."""
+    """Validate the parsed JSON of a config file. Raises `AdapterError` that names the unsupported entry."""
     return _ConfigParser(config, source).read()
 
 
@@ -88,15 +91,15 @@ class _ConfigParser:
     def __init__(self, config: Any, source: str) -> None:
         self._source = source
         if not isinstance(config, dict):
-            self._refuse("its config is no object")
+            self._refuse("its config is not a JSON object")
         self._config: dict[str, Any] = config
 
     def read(self) -> AdapterConfig:
         peft_type = self._get("peft_type", str, "")
         method = next((ours for ours, theirs in PEFT_TYPES.items() if theirs == peft_type), None)
         if method is None:
-            self._refuse(f"its method is {peft_type[:50]!r}, and only {', '.join(PEFT_TYPES.values())} can be used")
-        self._check_nothing_else()
+            self._refuse(f"its method is {peft_type[:50]!r}; supported methods are {', '.join(PEFT_TYPES.values())}")
+        self._refuse_unsupported()
         return AdapterConfig(
             method=method,
             peft_type=peft_type,
@@ -112,12 +115,12 @@ class _ConfigParser:
             positions=self._number("num_virtual_tokens", 0, 1, MAX_PROMPT_LENGTH) if "ptune" in method else 0,
         )
 
-    def _check_nothing_else(self) -> None:
+    def _refuse_unsupported(self) -> None:
         for name, value in self._config.items():
             if name not in SUPPORTED_ENTRIES and value:
-                self._refuse(f"it uses {name[:50]}, which the swarm cannot do")
+                self._refuse(f"it uses {name[:50]}, which is not supported; train it without")
         if self._config.get("bias") not in (None, "none"):
-            self._refuse("it trains biases (bias), and servers' weights stay as they are")
+            self._refuse("it trains biases (bias), but the weights of servers cannot be changed")
         initial = self._config.get("init_lora_weights")
         if not isinstance(initial, str | bool | None) or initial not in SUPPORTED_LORA_INITIALIZATIONS:
             self._refuse(f"init_lora_weights={str(initial)[:50]!r} changes the model's own weights")
@@ -127,7 +130,7 @@ class _ConfigParser:
         if value is None:
             return default
         if not isinstance(value, kind):
-            self._refuse(f"{name} is {str(value)[:50]!r}")
+            self._refuse(f"{name} is {str(value)[:50]!r}, which has the wrong type")
         return value
 
     def _number(self, name: str, default: float, least: float, most: float) -> Any:
@@ -136,14 +139,14 @@ class _ConfigParser:
     def _pattern(self, name: str, most: float) -> dict[str, Any]:
         pattern = self._get(name, dict, {})
         if len(pattern) > 100_000 or any(set(place) & set("*+?[](){}|\\$") for place in pattern):
-            self._refuse(f"{name} has regular expressions, and only names of modules are understood")
+            self._refuse(f"{name} has regular expressions; only names of modules are supported")
         least, whole = (1, True) if name == "rank_pattern" else (0, False)
         return {place: self._checked(name, value, least, most, whole) for place, value in pattern.items()}
 
     def _checked(self, name: str, value: Any, least: float, most: float, whole: bool) -> Any:
         kinds = (int,) if whole and name != "lora_alpha" else (int, float)
         if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
-            self._refuse(f"{name} is {str(value)[:50]}, and not a number from {least} to {most}")
+            self._refuse(f"{name} is {str(value)[:50]}; it must be a number from {least} to {most}")
         return value
 
     def _refuse(self, why: str) -> NoReturn:

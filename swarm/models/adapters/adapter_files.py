@@ -1,9 +1,9 @@
-"""Adapters in files, as PEFT writes them: `adapter_config.json` and `adapter_model.safetensors`.
+"""Reading adapters from files in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
 
-Four methods are read: LoRA, prompt tuning (virtual tokens), deep prompt tuning, and a head alone. PEFT does not have
-the last two; their files name methods that PEFT refuses, instead of leaving something out silently. The files are
-foreign input: only safetensors are opened, sizes are bounded, every key and shape is checked against the
-model, NaN is refused.
+Four methods are supported: LoRA, prompt tuning (virtual tokens), deep prompt tuning, and a head alone. PEFT does not
+have the last two; their files name methods that PEFT rejects, so that it does not silently leave something out. The
+files are foreign input: only safetensors are opened, sizes are bounded, every key and shape is checked against the
+model, and NaN is rejected.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STORED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, eq=False)
 class StoredLoraFactors:
-    """LoRA of one module: what is added to its weight is `scaling * up @ down`; both float32."""
+    """LoRA factors of one module, in float32: `scaling * up @ down` is added to its weight."""
 
     down: torch.Tensor
     up: torch.Tensor
@@ -48,14 +48,14 @@ class StoredLoraFactors:
 
 @dataclass(frozen=True, eq=False)
 class StoredAdapter:
-    """An adapter's tensors, checked against the model, in float32.
+    """An adapter's tensors in float32, validated against the model.
 
     Attributes:
-        config: what its config says.
-        lora: by block and module inside of it.
-        prompts: `[positions, width of the embeddings]`, None for none.
-        deep_prompts: `[blocks, positions, hidden_size]`, None for none.
-        heads: tensors of modules around the blocks that were trained whole, by their names in the model.
+        config: the adapter's config.
+        lora: LoRA factors, by block and by module inside the block.
+        prompts: virtual tokens `[positions, width of the embeddings]`, or None.
+        deep_prompts: `[blocks, positions, hidden_size]`, or None.
+        heads: fully trained tensors of modules outside the blocks, by their names in the model.
     """
 
     config: AdapterConfig
@@ -65,7 +65,7 @@ class StoredAdapter:
     heads: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def part(self, block: int) -> BlockAdapterWeights | None:
-        """What is added to a block of the whole model; None for nothing."""
+        """The adapter weights of a block of the whole model, or None if it has none."""
         factors = tuple(
             LoraFactors(module, one.down, scale_up(one.up, one.scaling))
             for module, one in self.lora.get(block, {}).items()
@@ -74,9 +74,9 @@ class StoredAdapter:
         return BlockAdapterWeights(prompt, factors) if factors or prompt is not None else None
 
 
-def scale_up(up: torch.Tensor, lora_scaling: float) -> torch.Tensor:
-    """B as it travels. Everybody scales with this, so that the same adapter has the same bytes everywhere."""
-    return up * lora_scaling
+def scale_up(up: torch.Tensor, scaling: float) -> torch.Tensor:
+    """B as it is sent. All peers scale with this function, so that an adapter has the same bytes everywhere."""
+    return up * scaling
 
 
 def read_block_weights(
@@ -88,10 +88,10 @@ def read_block_weights(
     cache_dir: str | Path | None = None,
     force: bool = False,
 ) -> dict[int, BlockAdapterWeights]:
-    """What an adapter adds to the blocks of `span`, in float32, just as clients send it; blocks without are left out.
+    """The adapter weights of the blocks of `span`, in float32, as clients send them. Other blocks are left out.
 
-    Virtual tokens and heads are the client's, so an adapter of nothing else has no parts. For arguments and errors see
-    `read_adapter`.
+    Virtual tokens and heads belong to the client, so an adapter of nothing else yields no weights. Arguments and errors
+    are those of `read_adapter`.
     """
     stored = read_adapter(source, checkpoint, span, revision=revision, cache_dir=cache_dir, force=force)
     parts = {block: stored.part(block) for block in range(span.start, span.end)}
@@ -107,18 +107,18 @@ def read_adapter(
     cache_dir: str | Path | None = None,
     force: bool = False,
 ) -> StoredAdapter:
-    """Read an adapter from a local folder or a repository of the hub.
+    """Read an adapter from a local folder or a repository on the hub.
 
     Args:
         checkpoint: the model it is for.
-        span: LoRA of these blocks only is read; None for all.
-        revision: of the adapter's repository.
-        cache_dir: where hub files are kept.
-        force: take it although it was trained for another revision of the model.
+        span: read LoRA factors of these blocks only; None for all blocks.
+        revision: revision of the adapter's repository.
+        cache_dir: folder for files from the hub.
+        force: accept an adapter that was trained for another revision of the model.
 
     Raises:
-        AdapterMismatch: it was trained for another revision, or for a model of other sizes.
-        AdapterError: there is none, it is pickled or broken, or it does what cannot be done here.
+        AdapterMismatch: the adapter was trained for another revision, or for a model of other sizes.
+        AdapterError: the adapter is missing, pickled, broken or unsupported.
     """
     files = AdapterSource(str(source), revision, cache_dir)
     config = parse_adapter_config(files.config(), str(source))
@@ -143,17 +143,17 @@ def validate_base_model(config: AdapterConfig, checkpoint: Checkpoint, source: s
         f"{checkpoint.name} of revision {checkpoint.revision}"
     )
     if not force:
-        raise AdapterMismatch(f"{said}; load that revision, or force it if you know that their weights are the same")
-    logger.warning("%s; it is used all the same", said)
+        raise AdapterMismatch(f"{said}; load that revision, or use force if you know that the weights are the same")
+    logger.warning("%s; it is used anyway", said)
 
 
 def is_exact_revision(revision: str | None) -> bool:
-    """Whether this names one state of the weights: a commit or a folder's digest, and no branch that moves."""
+    """Whether a revision identifies the weights: a commit or a folder's digest, not a branch, which may move."""
     return revision is not None and re.fullmatch(r"[0-9a-f]{40}|folder-[0-9a-f]+", revision) is not None
 
 
 class _AdapterReader:
-    """Sorts the tensors of one file by what they are for, and checks them."""
+    """Sorts the tensors of one weights file by their purpose and validates them."""
 
     def __init__(self, source: str, config: AdapterConfig, checkpoint: Checkpoint, tensors: safe_open) -> None:
         self._source, self._config, self._checkpoint, self._tensors = source, config, checkpoint, tensors
@@ -164,7 +164,7 @@ class _AdapterReader:
     def read(self, span: Span) -> StoredAdapter:
         halves: dict[int, dict[str, dict[str, str]]] = {}
         heads, prompts, deep = {}, None, None
-        for key in self._tensors.keys():  # noqa: SIM118  (it is no dict)
+        for key in self._tensors.keys():  # noqa: SIM118  (it is not a dict)
             if key == PROMPTS_KEY:
                 prompts = self._tensor(key, (self._config.positions, None))
             elif key == DEEP_PROMPTS_KEY and self._config.is_deep:
@@ -173,10 +173,10 @@ class _AdapterReader:
                 _, block, module, half = match.groups()
                 halves.setdefault(self._block(int(block), key), {}).setdefault(module, {})[half] = key
             elif "lora_" in key:
-                self._refuse(f"{key[:200]} is for a module outside of the blocks, which the swarm does not compute")
+                self._refuse(f"{key[:200]} is for a module outside the blocks, which servers do not compute")
             else:
                 heads[re.sub(r"^base_model\.(model\.(?=.+\.))?", "", key)] = self._tensor(key, None)
-        self._check_complete(bool(halves), prompts is not None, deep is not None, bool(heads))
+        self._validate_completeness(bool(halves), prompts is not None, deep is not None, bool(heads))
         lora = {
             block: {module: self._factors(block, module, halves[block][module]) for module in sorted(halves[block])}
             for block in sorted(halves)
@@ -184,18 +184,18 @@ class _AdapterReader:
         }
         return StoredAdapter(self._config, lora, prompts, deep, heads)
 
-    def _check_complete(self, has_lora: bool, has_prompts: bool, has_deep: bool, has_heads: bool) -> None:
+    def _validate_completeness(self, has_lora: bool, has_prompts: bool, has_deep: bool, has_heads: bool) -> None:
         method = self._config.method
         wanted = (method == "lora", "ptune" in method, method == "deep_ptune", has_heads or method == "head")
         if (has_lora, has_prompts, has_deep, has_heads) != wanted:
-            self._refuse(f"its tensors are not those of its method, {self._config.peft_type}")
+            self._refuse(f"its tensors do not match its method, {self._config.peft_type}")
 
     def _factors(self, block: int, module: str, keys: Mapping[str, str]) -> StoredLoraFactors:
         size = self._modules.blocks[block].get(module)
         if size is None:
             self._refuse(f"block {block} of {self._checkpoint.name} has no linear module {module[:200]}")
         if set(keys) != {"A", "B"}:
-            self._refuse(f"of LoRA's A and B it has only one for {module} of block {block}")
+            self._refuse(f"it has only one of LoRA's A and B for {module} of block {block}")
         rank, alpha = self._config.rank_and_alpha(_place(keys["A"]))
         if not 1 <= rank <= MAX_LORA_RANK:
             self._refuse(f"rank {rank} is not between 1 and {MAX_LORA_RANK}")
@@ -204,14 +204,14 @@ class _AdapterReader:
         return StoredLoraFactors(down, up, alpha, lora_scaling(rank, alpha, self._config.use_rslora))
 
     def _tensor(self, key: str, shape: tuple[int | None, ...] | None) -> torch.Tensor:
-        """One tensor as float32. `shape` is what it has to be, None where anything goes."""
+        """Read a tensor as float32. `shape` is the required shape, with None for any size; None accepts any shape."""
         found = tuple(self._tensors.get_slice(key).get_shape())
         if shape is not None and (
             len(found) != len(shape) or any(want not in (None, size) for want, size in zip(shape, found, strict=True))
         ):
             said = ", ".join("any" if size is None else str(size) for size in shape)
             raise AdapterMismatch(
-                f"{self._source} does not fit {self._checkpoint.name}: {key[:200]} is {list(found)} and not [{said}]"
+                f"{self._source} does not fit {self._checkpoint.name}: {key[:200]} is {list(found)} instead of [{said}]"
             )
         tensor: torch.Tensor = self._tensors.get_tensor(key)
         if tensor.dtype not in STORED_DTYPES:
@@ -237,10 +237,10 @@ class _AdapterReader:
 
 
 def lora_scaling(rank: int, alpha: float, use_rslora: bool) -> float:
-    """What `up @ down` is multiplied by (Hu et al. 2021; with `use_rslora` Kalajdzievski 2023)."""
+    """The factor of `up @ down` (Hu et al. 2021; with `use_rslora` Kalajdzievski 2023)."""
     return alpha / math.sqrt(rank) if use_rslora else alpha / rank
 
 
 def _place(key: str) -> str:
-    """A module's path in the model, of the key of its A."""
+    """A module's path in the model, from the key of its A."""
     return key.removeprefix("base_model.model.").partition(".lora_A.")[0]

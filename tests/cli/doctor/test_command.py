@@ -85,7 +85,7 @@ def test_what_is_wrong_comes_with_its_remedy(bootstrap: str, tmp_path: Any):
         (["--initial-peers", "/ip4/127.0.0.1/tcp/1"], "does not end in /p2p/PEER_ID"),
         (["--initial-peers", "nonsense"], "is not a valid multiaddress"),
         (["--host-maddrs", "nonsense"], "is not a valid multiaddress"),
-        (["--host-maddrs", "/dns4/localhost/tcp/1"], "name an IP address of this machine"),
+        (["--host-maddrs", "/dns4/localhost/tcp/1"], "it is not an IP address; use one of this machine"),
     ],
 )
 def test_what_is_no_address_is_refused_before_anything_is_checked(arguments: list[str], message: str):
