@@ -120,7 +120,7 @@ class SwarmPoller:
             try:
                 await self.poll()
                 self._failures = 0
-            except Exception as error:
+            except Exception as error:  # the next poll may succeed, whatever hivemind raised in this one
                 self._failures += 1
                 problem = str(error) if isinstance(error, SwarmError) else f"reading the swarm failed: {error!r}"
                 logger.warning("%s; trying again", problem)
