@@ -14,8 +14,8 @@ from collections import deque
 from swarm.errors import PeerLost, SwarmError
 from swarm.protocol.framing import MAX_PAYLOAD_BYTES, Frame
 from swarm.protocol.messages import Message
-from swarm.server import lifecycle as server
 from swarm.server.__main__ import main
+from swarm.transport import joining
 from swarm.transport.p2p import Peer
 from swarm.transport.stream import PayloadLimit, Stream, StreamHandler
 
@@ -99,5 +99,5 @@ class DelayedPeer(Peer):
 
 if __name__ == "__main__":
     DelayedPeer.seconds = float(sys.argv.pop(1))
-    server.Peer = DelayedPeer  # type: ignore[attr-defined, misc]
+    joining.Peer = DelayedPeer  # type: ignore[attr-defined, misc]
     main()
