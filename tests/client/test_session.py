@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Coroutine
 from concurrent.futures import CancelledError
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -21,9 +23,23 @@ class Chain:
     is_open = False
     route = "a route"
 
+    def __init__(self, outcomes: list[object]) -> None:
+        self._outcomes = outcomes
+
+    async def open(self) -> None:
+        outcome = self._outcomes.pop(0)
+        self.is_open = isinstance(outcome, str)
+        if outcome == "too late":
+            raise CancelledError
+        if isinstance(outcome, Exception):
+            raise outcome
+
+    async def close(self) -> None:
+        self.is_open = False
+
 
 class Connection:
-    """Opens chains as `outcomes` say: "open", or an error; "too late" is an interruption when the chain is open."""
+    """Its chains open as `outcomes` say: "open", or an error; "too late" is an interruption when the chain is open."""
 
     blocks, span, local = 4, Span(0, 4), None
 
@@ -32,23 +48,20 @@ class Connection:
         self._outcomes = list(outcomes)
 
     def new_chain(self, *_: object) -> Chain:
-        self.chains.append(Chain())
+        self.chains.append(Chain(self._outcomes))
         return self.chains[-1]
 
-    def open_chain(self, chain: Chain) -> None:
-        outcome = self._outcomes.pop(0)
-        chain.is_open = isinstance(outcome, str)
-        if outcome == "too late":
-            raise CancelledError
-        if isinstance(outcome, Exception):
-            raise outcome
-
-    def close_chain(self, chain: Chain) -> None:
-        chain.is_open = False
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Until its end: nothing in these coroutines waits."""
+        try:
+            work.send(None)
+        except StopIteration as end:
+            return end.value
+        raise AssertionError("it waits")
 
 
 def test_a_session_needs_room():
-    with pytest.raises(ValueError, match="max_length is 0"):
+    with pytest.raises(ValueError, match="max_length=0"):
         InferenceSession(None, CONNECTION, 0)
 
 
