@@ -1,15 +1,15 @@
-"""Numbers that a server goes by, and that those who plan for servers have to know."""
+"""Limits of a server that planning has to know as well."""
 
 from __future__ import annotations
 
 DEFAULT_CACHE_TOKENS = 16384
-"""Tokens of attention cache that a server has room for, if nothing else is asked for."""
+"""Default capacity of the attention cache, in tokens."""
 
 MAX_DEFAULT_ADAPTER_BYTES = 1 << 30
-"""Bytes of clients' adapters that a server has room for at most, if nothing else is asked for."""
+"""Upper bound, in bytes, of the default memory for clients' adapters."""
 
 DEFAULT_ADAPTER_SHARE = 0.05
-"""Of the memory that is free before anything is loaded, for adapters, if nothing else is asked for."""
+"""Default memory for clients' adapters, as a share of the memory that is free before anything is loaded."""
 
 MAX_MEMORY_SHARE = 0.9
-"""Share of the free memory that is used at most: activations, adapters and the allocator need the rest."""
+"""Share of the free memory that may be used. Activations, adapters and the allocator need the rest."""

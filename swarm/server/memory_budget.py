@@ -1,4 +1,4 @@
-"""How much memory blocks and their attention cache take, and how many fit. Figures are known before anything loads."""
+"""How much memory blocks and their attention cache take, and how many fit. Known before anything is loaded."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ def resolve_quantization(
     checkpoint: Checkpoint,
     device: torch.device,
     dtype: torch.dtype,
-    wanted: Span | int | None,
+    requested_blocks: Span | int | None,
     cache_tokens: int,
     reserved: int = 0,
 ) -> str:
-    """The form in which weights will be held, see `swarm.models.weights.quantization`. Says so in the log.
+    """The format in which weights will be held, see `swarm.models.weights.quantization`. It is logged.
 
     Args:
         requested: "none", "int8", "nf4", or "auto" for `choose_quantization`.
-        reserved: bytes of the free memory that are for something else.
+        reserved: bytes of the free memory that are needed for something else.
 
     Raises `InvalidOption` if this machine cannot compute with it.
     """
@@ -72,14 +72,14 @@ def resolve_quantization(
         logger.info("Weights: %s, as asked for%s", form, " (on a CPU nf4 is int4)" if form != requested else "")
         return form
     needs = {form: memory_footprint(checkpoint, dtype, form) for form in _possible_forms(device)}
-    form = choose_quantization(needs, wanted, free_memory(device) - reserved, cache_tokens)
-    said = "not quantized" if form == NONE else f"{form}, because not all blocks wanted fit in {dtype_name(dtype)}"
+    form = choose_quantization(needs, requested_blocks, free_memory(device) - reserved, cache_tokens)
+    said = "not quantized" if form == NONE else f"{form}, because not all requested blocks fit in {dtype_name(dtype)}"
     logger.info("Weights: %s; --quant says otherwise", said)
     return form
 
 
 def _possible_forms(device: torch.device) -> list[str]:
-    """From exact to small."""
+    """The formats that this machine can compute with, from exact to small."""
     forms = [NONE]
     for form in (INT8, form_for_device(device, NF4)):
         with suppress(InvalidOption):
@@ -89,39 +89,41 @@ def _possible_forms(device: torch.device) -> list[str]:
 
 
 def choose_quantization(
-    footprints: Mapping[str, MemoryFootprint], wanted: Span | int | None, free: int, cache_tokens: int
+    footprints: Mapping[str, MemoryFootprint], requested: Span | int | None, free: int, cache_tokens: int
 ) -> str:
-    """The form of the weights where nobody asked for one: exact where the blocks fit, else what makes them fit.
+    """The format of the weights if none was requested: exact where the blocks fit, otherwise the first that fits.
 
     Args:
-        footprints: by form, from exact to small.
-        wanted: these blocks, so many, or as many as possible. For the latter nothing is squeezed into the smallest
-            form that would be there in a better one.
+        footprints: by format, from exact to small.
+        requested: these blocks, this many, or as many as possible (None). In the last case the smallest format is used
+            only if no block fits in a better one.
     """
     blocks = len(next(iter(footprints.values())).block_bytes)
-    rooms = {form: _room(needs, wanted, free, cache_tokens) for form, needs in footprints.items()}
-    if wanted is None:
-        *gentle, smallest = rooms
-        best = max(gentle or [smallest], key=rooms.__getitem__)
-        return best if rooms[best] else max(rooms, key=rooms.__getitem__)
-    enough = min(wanted, blocks) if isinstance(wanted, int) else wanted.length
-    return next((form for form, room in rooms.items() if room >= enough), next(iter(rooms)))
+    fitting = {form: _fitting_blocks(needs, requested, free, cache_tokens) for form, needs in footprints.items()}
+    if requested is None:
+        *gentle, smallest = fitting
+        best = max(gentle or [smallest], key=fitting.__getitem__)
+        return best if fitting[best] else max(fitting, key=fitting.__getitem__)
+    enough = min(requested, blocks) if isinstance(requested, int) else requested.length
+    return next((form for form, count in fitting.items() if count >= enough), next(iter(fitting)))
 
 
-def _room(footprint: MemoryFootprint, wanted: Span | int | None, free: int, cache_tokens: int) -> int:
-    """How many of the blocks fit; of blocks that were named, all or none."""
+def _fitting_blocks(
+    memory_footprint: MemoryFootprint, requested: Span | int | None, free: int, cache_tokens: int
+) -> int:
+    """How many of the blocks fit. Of a requested span, all or none."""
     try:
-        if isinstance(wanted, Span):
-            check_fits(footprint, wanted.start, wanted.end, free, cache_tokens)
-            return wanted.length
-        return blocks_that_fit(footprint, free, cache_tokens)
+        if isinstance(requested, Span):
+            check_fits(memory_footprint, requested.start, requested.end, free, cache_tokens)
+            return requested.length
+        return blocks_that_fit(memory_footprint, free, cache_tokens)
     except NotEnoughMemory:
         return 0
 
 
-def adapter_memory(wanted: int | None, free: int) -> int:
+def adapter_memory(requested: int | None, free: int) -> int:
     """Bytes for clients' adapters, of `free` bytes before anything is loaded."""
-    return wanted if wanted is not None else min(MAX_DEFAULT_ADAPTER_BYTES, int(free * DEFAULT_ADAPTER_SHARE))
+    return requested if requested is not None else min(MAX_DEFAULT_ADAPTER_BYTES, int(free * DEFAULT_ADAPTER_SHARE))
 
 
 def free_memory(device: torch.device) -> int:
@@ -132,7 +134,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def _container_limit() -> int:
-    """What the container may still use (cgroup v2), or a number beyond any memory where there is no limit."""
+    """What the container may still use (cgroup v2), or a huge number if there is no limit."""
     folder = Path("/sys/fs/cgroup")
     try:
         return int((folder / "memory.max").read_text()) - int((folder / "memory.current").read_text())
@@ -141,7 +143,7 @@ def _container_limit() -> int:
 
 
 def resolve_device(requested: str) -> torch.device:
-    """The device to compute on. Raises `InvalidOption` if this machine has it not."""
+    """The device to compute on. Raises `InvalidOption` if this machine does not have it."""
     if requested == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -264,10 +264,7 @@ def small_window(monkeypatch) -> int:
 def owed(server: Server, client: str = HOSTILE) -> int:
     """Bytes that wait in the server's buffers for a client."""
     return sum(
-        len(data or b"")
-        for pipe in server.hub._pipes
-        if pipe.between == ("server", client)
-        for data in pipe._travelling
+        len(data or b"") for pipe in server.hub._pipes if pipe.between == ("server", client) for data in pipe._in_flight
     )
 
 

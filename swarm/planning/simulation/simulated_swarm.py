@@ -127,11 +127,11 @@ class SimulatedSwarm:
         if not server.serves:
             return
         now, old = self.clock.now, server.span
-        if server.mobility is Mobility.COOLING and not server.history.cools(now, self._policy):
+        if server.mobility is Mobility.COOLING and not server.history.is_cooling_down(now, self._policy):
             server.mobility = Mobility.FREE
             self._announce(server, server.state)
         self.directory.advance(now)
-        plan = self._plan_moves(server.history.overdue(now, self._policy) - {server.peer_id})
+        plan = self._plan_moves(server.history.overdue_servers(now, self._policy) - {server.peer_id})
         decision = decide_from_plan(plan, server.peer_id, now, server.history, self._policy)
         server.history = decision.history
         if decision.span is not None and old is not None:

@@ -1,4 +1,4 @@
-"""Which blocks a joining server should take. Pure: from what is announced to a span.
+"""Which blocks a joining server should take. Pure: from announcements to a span.
 
 A joining server takes the contiguous window whose blocks are served worst (Petals, section 3.2). Joining servers count
 as if they served already, or all newcomers would take the same blocks; servers that announced that they leave do not.
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from swarm.data_structures import ServerInfo, ServerState, Span
 
 MAX_PLAUSIBLE_RATIO = 4.0
-"""Up to this many times the 90th percentile an announced rate is believed whole."""
+"""An announced rate is believed up to this multiple of the 90th percentile."""
 
 
 def plausible_rate(rates: NDArray[np.float64]) -> float:

@@ -17,13 +17,15 @@ MoveServer = Callable[[Span, bool], Awaitable[None]]
 
 
 class MoveLoop:
-    """Checks with a random phase, so that servers that started together do not all look at the same moment.
+    """Checks regularly whether the server should move, and moves it.
+
+    The phase is random, so that servers that started together do not all check at the same moment.
 
     Args:
         peer_id: this server's.
-        blocks: of the model.
-        view: fetches what is announced.
-        move: takes the server to other blocks; its second argument says that a gap is to be closed.
+        blocks: number of blocks of the model.
+        fetch: fetches the announcements.
+        move: moves the server to other blocks; its second argument says whether that closes a gap.
         period: seconds between checks.
         load_seconds: how long loading took the last time.
     """
@@ -32,14 +34,14 @@ class MoveLoop:
         self,
         peer_id: str,
         blocks: int,
-        view: Callable[[], Awaitable[Sequence[ServerInfo]]],
+        fetch: Callable[[], Awaitable[Sequence[ServerInfo]]],
         move: MoveServer,
         period: float,
         load_seconds: float,
     ) -> None:
         self._peer_id = peer_id
         self._blocks = blocks
-        self._view = view
+        self._fetch = fetch
         self._move = move
         self._period = period
         self._policy = MovePolicy(load_seconds=load_seconds, check_period=period)
@@ -47,18 +49,18 @@ class MoveLoop:
 
     @property
     def mobility(self) -> Mobility:
-        """Whether this server would move, for its announcement."""
-        cools = self._history.cools(time.monotonic(), self._policy)
-        return Mobility.COOLING if cools else Mobility.FREE
+        """Whether this server would move, as announced."""
+        cooling = self._history.is_cooling_down(time.monotonic(), self._policy)
+        return Mobility.COOLING if cooling else Mobility.FREE
 
     async def run(self) -> None:
-        """Check for ever. Ends only with an error of `move`, after which there is nothing to serve."""
+        """Check until cancelled. Ends only with an error of `move`, after which there is nothing to serve."""
         await asyncio.sleep(self._period * random.random())
         while True:
             try:
-                servers = await self._view()
-            except Exception as error:  # the next look may succeed
-                logger.debug("looking at the swarm failed: %r", error)
+                servers = await self._fetch()
+            except Exception as error:  # hivemind may raise anything while the network is down; the next try may work
+                logger.debug("the announcements could not be fetched: %r", error)
             else:
                 await self._check(servers)
             await asyncio.sleep(self._period)

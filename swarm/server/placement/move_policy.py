@@ -1,11 +1,11 @@
-"""Whether this server should move to other blocks. Pure: from what is announced to a plan, from the plan to a decision.
+"""Whether this server should move to other blocks. Pure: from announcements to a plan, from the plan to a decision.
 
 Every server makes the same plan from the same announcements: it lets the best mover of the whole swarm move, then the
 next best, and so on (Petals, section 3.2: nodes check periodically whether rebalancing would improve the throughput
-enough). A server moves if the plan has a move for it; nobody has to be asked, and nobody runs after a move that another
-makes.
+enough). A server moves if the plan has a move for it. No coordination is needed, and no server chases a move that
+another one makes.
 
-Laws of a plan:
+Rules of a plan:
 - Each move goes to the weakest block and leaves no block as weak as that one was, so the weakest blocks only get
   better and repeated plans come to an end. Of such moves the one that evens out the throughputs most is taken.
 - While every block is held, no move takes away the last server of a block, not even for the time of loading: servers
@@ -13,9 +13,9 @@ Laws of a plan:
   a liar is not left alone with his blocks.
 - While every block is held, moves are made only if the weakest block gains `min_gain` by them and if what they gain in
   `horizon` pays for what is lost during `load_seconds`.
-- While some block is held by nobody, the model does not run at all. Then every move is right that closes more gaps than
+- While no server holds some block, the model does not run at all. Then every move is right that closes more gaps than
   it opens, at once: taking one server out of a doubly held stretch opens none; giving up a lonely stretch of two blocks
-  for a gap of five leaves fewer gaps than before, and costs nothing while nobody is served.
+  for a gap of five leaves fewer gaps than before, and costs nothing while no client is served.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from swarm.errors import format_blocks
 from swarm.server.placement.move_search import PlacementSnapshot, PlacementState, take_snapshot
 
 ROUNDING_TOLERANCE = 1e-6
-"""A gain by less than this part may be none: sums in another order."""
+"""A relative gain below this may be a rounding error, from sums in another order."""
 
 
 @dataclass(frozen=True)
 class MovePolicy:
-    """When moving is worth it. Times in seconds.
+    """When a move is worth making. Times in seconds.
 
     Attributes:
-        min_gain: part by which the swarm's bottleneck throughput has to grow (hysteresis).
-        cool_down: a server that has moved stays this long, unless there is a gap to close.
+        min_gain: relative growth of the swarm's bottleneck throughput that is needed (hysteresis).
+        cool_down: how long a server that has moved stays, unless there is a gap to close.
         load_seconds: how long a moving server is away.
         horizon: how long the gain is expected to last.
-        check_period: how often each server checks; who should move and did not in 1.5 periods is planned without.
+        check_period: how often each server checks. A plan leaves out servers that should have moved for 1.5 periods.
         max_moves: moves of one plan, if they gain enough; else it may have twice as many and one for each 32 servers.
     """
 
@@ -52,13 +52,13 @@ class MovePolicy:
     max_moves: int = 32
 
     @property
-    def patience(self) -> float:
+    def overdue_after(self) -> float:
         return 1.5 * self.check_period
 
 
 @dataclass(frozen=True)
 class PlannedMove:
-    """One server's way from its blocks to others; `closes_gap` if nobody held some of those."""
+    """One server's move from its blocks to others; `closes_gap` if no server held some of those."""
 
     peer_id: str
     old: Span
@@ -68,9 +68,11 @@ class PlannedMove:
 
 @dataclass(frozen=True)
 class MovePlan:
-    """Attributes:
-    moves: in the order of their worth; each server at most once.
-    reason: why there are these moves or none, for the log.
+    """The moves that would help the whole swarm.
+
+    Attributes:
+        moves: the best first; each server at most once.
+        reason: why there are these moves or none, for the log.
     """
 
     moves: tuple[PlannedMove, ...]
@@ -79,7 +81,7 @@ class MovePlan:
 
 @dataclass(frozen=True)
 class MoveHistory:
-    """What a server remembers from one check to the next.
+    """What a server remembers between checks.
 
     Attributes:
         moved_at: when it last moved (or joined); None if it never did.
@@ -89,37 +91,41 @@ class MoveHistory:
     moved_at: float | None = None
     expected: Mapping[str, tuple[float, Span]] = field(default_factory=dict)
 
-    def cools(self, now: float, policy: MovePolicy) -> bool:
-        """Whether the server has moved so lately that it stays, unless there is a gap to close."""
+    def is_cooling_down(self, now: float, policy: MovePolicy) -> bool:
+        """Whether the server has moved so recently that it stays, unless there is a gap to close."""
         return self.moved_at is not None and now - self.moved_at < policy.cool_down
 
-    def overdue(self, now: float, policy: MovePolicy) -> frozenset[str]:
-        """Servers to plan without: they were expected to move and did not; perhaps they died without a word.
+    def overdue_servers(self, now: float, policy: MovePolicy) -> frozenset[str]:
+        """Servers to plan without: they were expected to move and did not. They may have died.
 
-        They are asked again after a cool-down.
+        They are planned with again after a cool-down.
         """
         ages = {peer_id: now - since for peer_id, (since, _) in self.expected.items()}
-        return frozenset(p for p, age in ages.items() if policy.patience <= age < policy.patience + policy.cool_down)
+        return frozenset(
+            p for p, age in ages.items() if policy.overdue_after <= age < policy.overdue_after + policy.cool_down
+        )
 
-    def updated(self, plan: MovePlan, me: str, now: float, policy: MovePolicy) -> MoveHistory:
-        """With those expected that `plan` wants to move; those long overdue are forgotten."""
-        overdue = self.overdue(now, policy)
+    def expecting_moves(self, plan: MovePlan, me: str, now: float, policy: MovePolicy) -> MoveHistory:
+        """The history with the moves of `plan` expected; servers that are long overdue are forgotten."""
+        overdue = self.overdue_servers(now, policy)
         kept = {peer_id: self.expected[peer_id] for peer_id in overdue}
         for move in plan.moves:
             if move.peer_id != me:
                 since, old = self.expected.get(move.peer_id, (now, move.old))
                 age = now - since
-                kept[move.peer_id] = (since, old) if old == move.old and age < policy.patience else (now, move.old)
+                kept[move.peer_id] = (since, old) if old == move.old and age < policy.overdue_after else (now, move.old)
         return replace(self, expected=kept)
 
 
 @dataclass(frozen=True)
 class MoveDecision:
-    """Attributes:
-    span: the blocks to move to; None to stay.
-    reason: for the log.
-    history: to hand in at the next check.
-    closes_gap: whether nobody holds some of these blocks now.
+    """Whether and where this server moves.
+
+    Attributes:
+        span: the blocks to move to; None to stay.
+        reason: for the log.
+        history: to pass to the next check.
+        closes_gap: whether no server holds some of these blocks now.
     """
 
     span: Span | None
@@ -137,7 +143,7 @@ def decide_move(
     policy: MovePolicy,
     length: int | None = None,
 ) -> MoveDecision:
-    """Should the server `me` move, and where to?
+    """Whether and where the server `me` should move.
 
     Args:
         servers: as fetched from the DHT.
@@ -148,23 +154,25 @@ def decide_move(
         length: how many blocks it would hold after the move; as many as now if not given.
     """
     view = take_snapshot(servers, blocks, {} if length is None else {me: length})
-    return decide_from_plan(plan_moves(view, policy, history.overdue(now, policy) - {me}), me, now, history, policy)
+    return decide_from_plan(
+        plan_moves(view, policy, history.overdue_servers(now, policy) - {me}), me, now, history, policy
+    )
 
 
 def decide_from_plan(plan: MovePlan, me: str, now: float, history: MoveHistory, policy: MovePolicy) -> MoveDecision:
     """What a plan means for the server `me`."""
-    history = history.updated(plan, me, now, policy)
+    history = history.expecting_moves(plan, me, now, policy)
     mine = next((move for move in plan.moves if move.peer_id == me), None)
     if mine is None:
         better = "; better placed than this server: " + ", ".join("…" + m.peer_id[-6:] for m in plan.moves[:3])
         return MoveDecision(None, plan.reason + (better if plan.moves else ""), history)
-    if history.cools(now, policy) and not mine.closes_gap:
+    if history.is_cooling_down(now, policy) and not mine.closes_gap:
         return MoveDecision(None, f"{plan.reason}; this server moved a short while ago and stays for now", history)
     return MoveDecision(mine.new, plan.reason, replace(history, moved_at=now), mine.closes_gap)
 
 
 def plan_moves(view: PlacementSnapshot, policy: MovePolicy, immovable: frozenset[str] = frozenset()) -> MovePlan:
-    """The greedy moves of the whole swarm, best first; see the laws above.
+    """The greedy moves of the whole swarm, best first; see the rules above.
 
     Args:
         view: the swarm as announced.
@@ -175,20 +183,20 @@ def plan_moves(view: PlacementSnapshot, policy: MovePolicy, immovable: frozenset
     gaps = placement.gaps
     if not gaps:
         return MovePlan(*_even_out(placement, policy, len(view.peers)))
-    found = f"nobody holds blocks {format_blocks(gaps)}"
+    found = f"no server holds blocks {format_blocks(gaps)}"
     closing: list[PlannedMove] = []
-    while len(closing) < policy.max_moves and (way := placement.closing_way()) is not None:
-        closing.append(PlannedMove(*placement.move(way), closes_gap=True))
+    while len(closing) < policy.max_moves and (candidate := placement.best_gap_closing_move()) is not None:
+        closing.append(PlannedMove(*placement.apply_move(candidate), closes_gap=True))
     if placement.gaps:
         return MovePlan(tuple(closing), found if closing else f"{found} and no server can be spared for them")
     evening, why = _even_out(placement, policy, len(view.peers))
-    # Whoever goes to those blocks first closes the gap, whatever the plan wanted it for.
+    # Whichever server gets to those blocks first closes the gap, whatever the plan moved it for.
     evening = tuple(replace(move, closes_gap=any(block in move.new for block in gaps)) for move in evening)
     return MovePlan((*closing, *evening), f"{found}; with them held {why}")
 
 
 def _even_out(placement: PlacementState, policy: MovePolicy, servers: int) -> tuple[tuple[PlannedMove, ...], str]:
-    """Moves that raise the weakest block enough, and the reason for these or for none."""
+    """Moves that raise the weakest block enough, and the reason for them or for none."""
     before = best = placement.weakest
     enough = before * (1 + max(policy.min_gain, ROUNDING_TOLERANCE))
     state = f"the weakest block does {before:.4g} of at most {placement.even_share:.4g} tokens/s"
@@ -197,9 +205,9 @@ def _even_out(placement: PlacementState, policy: MovePolicy, servers: int) -> tu
     during = placement.throughputs
     moves: list[PlannedMove] = []
     best_count, lost = 0, 0.0
-    while (way := placement.raising_way(policy.min_gain)) is not None:
-        during = placement.without(way, during)
-        moves.append(PlannedMove(*placement.move(way), closes_gap=False))
+    while (candidate := placement.best_raising_move(policy.min_gain)) is not None:
+        during = placement.throughputs_without(candidate, during)
+        moves.append(PlannedMove(*placement.apply_move(candidate), closes_gap=False))
         if placement.weakest > best:
             best, best_count, lost = placement.weakest, len(moves), before - float(during.min())
         if len(moves) >= (policy.max_moves if best >= enough else 2 * policy.max_moves + servers // 32):

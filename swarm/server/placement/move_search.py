@@ -1,6 +1,7 @@
-"""Where the servers of a swarm are, and which one move would help most. Pure; `rebalancing` makes plans of such moves.
+"""Where the servers of a swarm are, and which move would help most. Pure; `move_policy` makes plans of such moves.
 
-All arrays have one entry a server or one a block. A *way* is one server and one window of blocks that it could move to.
+All arrays have one entry for each server or for each block. A *candidate* is a server and a window of blocks that it
+could move to.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ Flags = NDArray[np.bool_]
 
 
 MAX_CANDIDATES = 128
-"""Servers that are looked at closely for one move, if there are more."""
+"""Servers that are examined closely for one move, if there are more."""
 
 
 @dataclass(frozen=True, eq=False)
 class PlacementSnapshot:
-    """What the swarm announces, in an order that is the same for everybody.
+    """What the swarm announces, in an order that is the same for every server.
 
     Attributes:
         peers: the peer ids.
@@ -57,8 +58,8 @@ def take_snapshot(
     Args:
         servers: as fetched from the DHT.
         blocks: how many the model has.
-        lengths: peer id -> how many blocks it would hold after a move. Who is not named keeps its length, because
-            memory bounds it.
+        lengths: peer id -> how many blocks it would hold after a move. The others keep their length, which
+            their memory bounds.
     """
     lengths = lengths or {}
     counted = [s for s in servers if s.state is not ServerState.OFFLINE and s.span.end <= blocks]
@@ -85,12 +86,12 @@ def take_snapshot(
 class MoveCandidate:
     """One server (its index) and the first of the blocks that it would move to."""
 
-    who: int
+    server: int
     start: int
 
 
 class PlacementState:
-    """The swarm after the moves made so far. Rates are the believed ones (see `block_selection`).
+    """The swarm after the moves made so far. Rates are the believed ones (see `initial_blocks`).
 
     Each server moves at most once. One whose announced rate is not plausible, or that is still loading, is never the
     last that serves a block while others move.
@@ -115,7 +116,7 @@ class PlacementState:
 
     @property
     def gaps(self) -> list[int]:
-        """Blocks that nobody holds."""
+        """Blocks that no server holds."""
         return np.flatnonzero(self._holders == 0).tolist()
 
     @property
@@ -129,26 +130,26 @@ class PlacementState:
         most = np.maximum(self._rates * (self._ends - self._starts), self._rates_after * self._lengths)
         return float(most.sum()) / self._blocks
 
-    def without(self, way: MoveCandidate, throughputs: Floats) -> Floats:
+    def throughputs_without(self, candidate: MoveCandidate, throughputs: Floats) -> Floats:
         """The `throughputs` (tokens/s a block) while this server is away."""
         result = throughputs.copy()
-        result[self._starts[way.who] : self._ends[way.who]] -= self._rates[way.who]
+        result[self._starts[candidate.server] : self._ends[candidate.server]] -= self._rates[candidate.server]
         return result
 
-    def closing_way(self) -> MoveCandidate | None:
-        """The way that leaves fewest gaps, if any leaves fewer than there are; of equal ones the evenest."""
+    def best_gap_closing_move(self) -> MoveCandidate | None:
+        """The move that leaves fewest gaps, if any leaves fewer than there are; of equal ones the evenest."""
         gap_sums, lonely_sums = _prefix(self._holders == 0), _prefix(self._holders == 1)
         for block in self.gaps:
-            ways = _CandidateMoves(self, block, np.flatnonzero(self._movable & self._without_block(block)))
-            closed = gap_sums[ways.new_ends] - gap_sums[ways.new_starts]
-            opened = lonely_sums[ways.left_ends] - lonely_sums[ways.left_starts]
+            candidates = _CandidateMoves(self, block, np.flatnonzero(self._movable & self._without_block(block)))
+            closed = gap_sums[candidates.new_ends] - gap_sums[candidates.new_starts]
+            opened = lonely_sums[candidates.left_ends] - lonely_sums[candidates.left_starts]
             net = closed - opened
             if net.size and net.max() > 0:
-                return ways.evenest(net == net.max())
+                return candidates.evenest(net == net.max())
         return None
 
-    def raising_way(self, gain: float) -> MoveCandidate | None:
-        """Of the ways that raise the weakest block, the evenest of those that leave no other below (1 + `gain`) of it.
+    def best_raising_move(self, gain: float) -> MoveCandidate | None:
+        """Of the moves that raise the weakest block, the evenest of those that leave no other below (1 + `gain`) of it.
 
         If there is none, of those that leave none as weak as it was. In the other order one weak block would be raised
         by making others nearly as weak, and so on for ever.
@@ -158,16 +159,16 @@ class PlacementState:
         weakest, fewest = _RangeMinimum(self.throughputs), _RangeMinimum(self._staying)
         old = weakest(self._starts, self._ends)
         dispensable = fewest(self._starts, self._ends) - self._trusted >= 1
-        # Who would add less to the blocks that it keeps than it does now must not make them as weak either.
+        # A server that would add less to the blocks that it keeps must not make them as weak either.
         lost = self._rates - self._rates_after
         movable = self._free & dispensable & ((lost <= 0) | (old - lost > floor))
         target = floor * (1 + gain)
         for servers in self._most_promising(movable & self._without_block(block), old - self._rates > target, floor):
-            ways = _CandidateMoves(self, block, servers)
-            left = weakest(ways.left_starts, ways.left_ends) - ways.rates
+            candidates = _CandidateMoves(self, block, servers)
+            left = weakest(candidates.left_starts, candidates.left_ends) - candidates.rates
             for allowed in (left > target, left > floor):
                 if allowed.any():
-                    return ways.evenest(allowed)
+                    return candidates.evenest(allowed)
         return None
 
     def _without_block(self, block: int) -> Flags:
@@ -189,25 +190,25 @@ class PlacementState:
             yield np.flatnonzero(spare)
         yield np.flatnonzero(movable)
 
-    def move(self, way: MoveCandidate) -> tuple[str, Span, Span]:
+    def apply_move(self, candidate: MoveCandidate) -> tuple[str, Span, Span]:
         """Let the server move. Returns its peer id, the blocks it leaves and those it takes."""
-        who, start, end = way.who, way.start, way.start + int(self._lengths[way.who])
-        old = Span(int(self._starts[who]), int(self._ends[who]))
-        self.throughputs[old.start : old.end] -= self._rates[who]
+        server, start, end = candidate.server, candidate.start, candidate.start + int(self._lengths[candidate.server])
+        old = Span(int(self._starts[server]), int(self._ends[server]))
+        self.throughputs[old.start : old.end] -= self._rates[server]
         self._holders[old.start : old.end] -= 1
-        self._staying[old.start : old.end] -= self._trusted[who]
-        self._starts[who], self._ends[who], self._rates[who] = start, end, self._rates_after[who]
-        self.throughputs[start:end] += self._rates[who]
+        self._staying[old.start : old.end] -= self._trusted[server]
+        self._starts[server], self._ends[server], self._rates[server] = start, end, self._rates_after[server]
+        self.throughputs[start:end] += self._rates[server]
         self._holders[start:end] += 1
-        self._movable[who] = self._free[who] = False
-        return self._peers[who], old, Span(start, end)
+        self._movable[server] = self._free[server] = False
+        return self._peers[server], old, Span(start, end)
 
 
 class _CandidateMoves:
-    """All ways onto `block`: one entry for each of the `servers`, which do not hold it, and each window with it.
+    """All candidates onto `block`: one entry for each of the `servers`, which do not hold it, and each window with it.
 
     Attributes:
-        who: index of the server.
+        servers: index of the server.
         starts, ends, rates: what it has now.
         new_starts, new_ends, rates_after: what it would have.
         left_starts, left_ends: the blocks it would leave, an empty range if none.
@@ -218,11 +219,11 @@ class _CandidateMoves:
         lengths = p._lengths[servers]
         first = np.maximum(0, block - lengths + 1)
         count = np.minimum(block, p._blocks - lengths) - first + 1
-        self.who = np.repeat(servers, count)
-        self.new_starts = np.arange(len(self.who)) + np.repeat(first - (np.cumsum(count) - count), count)
-        self.new_ends = self.new_starts + p._lengths[self.who]
-        self.starts, self.ends = p._starts[self.who], p._ends[self.who]
-        self.rates, self.rates_after = p._rates[self.who], p._rates_after[self.who]
+        self.servers = np.repeat(servers, count)
+        self.new_starts = np.arange(len(self.servers)) + np.repeat(first - (np.cumsum(count) - count), count)
+        self.new_ends = self.new_starts + p._lengths[self.servers]
+        self.starts, self.ends = p._starts[self.servers], p._ends[self.servers]
+        self.rates, self.rates_after = p._rates[self.servers], p._rates_after[self.servers]
         # The block lies on one side of what the server holds, so what it would leave is one range.
         forward = self.ends <= block
         self.left_starts = np.where(forward, self.starts, np.minimum(self.ends, np.maximum(self.starts, self.new_ends)))
@@ -230,14 +231,14 @@ class _CandidateMoves:
         self._sums = _prefix(p.throughputs)
 
     def evenest(self, allowed: Flags) -> MoveCandidate:
-        """Of the `allowed` ways (at least one) that with the least sum of squared throughputs, the first of equals."""
+        """Of the `allowed` candidates (at least one), the one with the least sum of squared throughputs."""
         gained = self.rates_after * (self._sums[self.new_ends] - self._sums[self.new_starts])
         lost = self.rates * (self._sums[self.ends] - self._sums[self.starts])
         length, new_length = self.ends - self.starts, self.new_ends - self.new_starts
         kept = length - (self.left_ends - self.left_starts)
         change = self.rates_after**2 * new_length + self.rates**2 * length - 2 * self.rates * self.rates_after * kept
         best = int(np.where(allowed, 2 * (gained - lost) + change, np.inf).argmin())
-        return MoveCandidate(int(self.who[best]), int(self.new_starts[best]))
+        return MoveCandidate(int(self.servers[best]), int(self.new_starts[best]))
 
 
 def _prefix(values: NDArray[np.generic]) -> Floats:

@@ -1,8 +1,8 @@
-"""What a server knows of the links to its neighbours: the servers that a route may go on to from here.
+"""Measures the links to the servers that a route may continue to from here.
 
-The choice is pure. The loop pings a few of them every update period, so that the announcement can name their round
-trips, and now and then measures what its link carries towards peers picked at random. Nothing here can harm the
-server: whatever goes wrong is logged and tried again.
+Every update period, a loop pings a few of them, so that the announcement can list round trips. Now and then it measures
+the bandwidth towards peers picked at random. Errors never affect the server: they are logged and the measurement is
+repeated. The choice of peers is pure.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from swarm.transport.stream import Network
 logger = logging.getLogger(__name__)
 
 MAX_PINGS = 16
-"""Neighbours measured in one period."""
+"""Servers pinged in one period."""
 
 NEXT_SHARE = 0.75
-"""Share of the pings that servers which hold the block behind this server's own get, if there are that many."""
+"""Share of the pings that goes to servers which hold the block after this server's span, if there are enough."""
 
 MAX_PROBED_PEERS = 3
-"""Peers that the bandwidth is measured towards."""
+"""Peers to which the bandwidth is measured."""
 
 BANDWIDTH_PERIOD_S = 600.0
 """Seconds between measurements of the bandwidth, which cost megabytes."""
 
 BANDWIDTH_RETRY_S = 60.0
-"""Seconds until the next attempt after one that nobody answered."""
+"""Seconds until the next attempt after one that no peer answered."""
 
 VIEW_TIMEOUT_S = 30.0
-"""Seconds to wait for the view of the swarm."""
+"""How long fetching the announcements may take."""
 
 BYTES_PER_VALUE = 2
 """Hidden states travel in 16 bits (a client may ask for 8, or for 32: this is the middle)."""
@@ -100,7 +100,7 @@ class LinkMeasurement:
     Args:
         network: this peer.
         span: the blocks held now; None while there are none.
-        view: fetches the servers of the model, this one may be among them.
+        fetch: fetches the servers of the model, which may include this one.
         hidden_size: values of one token's hidden state.
         period: seconds between rounds.
         random: for the choice of peers.
@@ -111,17 +111,17 @@ class LinkMeasurement:
         self,
         network: Network,
         span: Callable[[], Span | None],
-        view: FetchServers,
+        fetch: FetchServers,
         hidden_size: int,
         period: float,
         random: Random | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.network_throughput = 0.0
-        """Tokens/s of hidden states that the link to other peers carries; 0 while nobody was there to measure it."""
+        """Tokens/s of hidden states that the link to other peers carries; 0 until it has been measured."""
         self._network = network
         self._span = span
-        self._view = view
+        self._fetch = fetch
         self._bytes_per_token = hidden_size * BYTES_PER_VALUE
         self._period = period
         self._random = random or Random()
@@ -140,20 +140,20 @@ class LinkMeasurement:
         return tuple(sorted(known, key=lambda pair: pair[1])[:MAX_ROUND_TRIPS])
 
     def start(self) -> None:
-        """Measure now and then every period."""
+        """Measure now, and then once every period."""
         self._task = asyncio.get_running_loop().create_task(self._loop())
 
     async def stop(self) -> None:
-        """End the measuring. What is known stays."""
+        """Stop measuring. Results are kept."""
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
                 await self._task
 
-    async def update(self) -> None:
-        """One round. Raises what `view` raises."""
+    async def measure_once(self) -> None:
+        """Measure once. Raises what `fetch` raises."""
         async with asyncio.timeout(VIEW_TIMEOUT_S):
-            servers = await self._view()
+            servers = await self._fetch()
         await self._ping(servers)
         if self._clock() >= self._network_due:
             await self._probe(servers)
@@ -194,7 +194,7 @@ class LinkMeasurement:
     async def _loop(self) -> None:
         while True:
             try:
-                await self.update()
-            except Exception as error:
+                await self.measure_once()
+            except Exception as error:  # hivemind may raise anything while the network is down
                 logger.debug("the links to other servers were not measured: %r", error)
             await asyncio.sleep(self._period)

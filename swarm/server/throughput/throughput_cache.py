@@ -1,7 +1,7 @@
-"""What was measured before: a small JSON file, so that a server that starts again need not measure again.
+"""Earlier measurements, in a small JSON file, so that a server that is started again need not measure again.
 
 The file is a convenience. Whatever is wrong with it (missing, broken, locked, not writable) only means that the server
-measures; nothing here raises.
+measures again; nothing here raises.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import msgspec
 logger = logging.getLogger(__name__)
 
 MAX_ENTRIES = 200
-"""Results kept; the oldest go first."""
+"""Number of results kept; the oldest are dropped first."""
 
 MAX_FILE_BYTES = 1 << 20
-"""Bytes that are read at most: more is no file of ours."""
+"""A larger file was not written by this program and is not read."""
 
 MAX_AGE_S = 30 * 24 * 3600.0
-"""Seconds after which a result counts no more: drivers, cooling and neighbours of a machine change."""
+"""Seconds after which a result counts no more: drivers, cooling and other load on a machine change."""
 
 MAX_CLOCK_ERROR_S = 3600.0
 """Seconds by which clocks may differ. A result from further in the future would never age, so it does not count."""
@@ -162,7 +162,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Write the whole file or nothing, whenever the power goes."""
+    """Write the whole file or nothing, even if the power fails."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     try:
         with os.fdopen(handle, "wb") as file:

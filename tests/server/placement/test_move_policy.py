@@ -160,14 +160,14 @@ def test_a_mover_that_is_loading_counts_where_it_goes():
 
 def test_whoever_does_not_move_in_time_is_planned_without():
     history = decide(uneven(), "a1", now=0.0).history
-    waiting = decide(uneven(), "a1", now=POLICY.patience - 1, history=history)
+    waiting = decide(uneven(), "a1", now=POLICY.overdue_after - 1, history=history)
     assert waiting.span is None
-    assert decide(uneven(), "a1", now=POLICY.patience + 1, history=waiting.history).span == Span(4, 8)
+    assert decide(uneven(), "a1", now=POLICY.overdue_after + 1, history=waiting.history).span == Span(4, 8)
 
 
 def test_whoever_was_planned_without_is_asked_again():
     history = decide(uneven(), "a1", now=0.0).history
-    later = POLICY.patience + POLICY.cool_down + 1
+    later = POLICY.overdue_after + POLICY.cool_down + 1
     decision = decide(uneven(), "a1", now=later, history=history)
     assert decision.span is None
     assert decision.history.expected["a0"][0] == later
@@ -184,7 +184,7 @@ def test_a_server_that_has_moved_stays_for_a_while():
 def test_there_is_no_cool_down_against_a_gap():
     decision = decide(uneven()[:3], "a0", now=1001.0, history=MoveHistory(moved_at=1000.0))
     assert decision.span == Span(4, 8)
-    assert "nobody holds blocks 4:8" in decision.reason
+    assert "no server holds blocks 4:8" in decision.reason
 
 
 def test_a_gain_that_does_not_last_is_not_worth_the_loading():

@@ -34,10 +34,10 @@ def test_a_raising_way_is_found_whenever_there_is_one_and_raises(swarm):
     before = believed_throughputs(view.starts, view.ends, view.rates, blocks)
     block = int(before.argmin())
     margin = 1e-9 * (1 + before[block])
-    found = PlacementState(view).raising_way(0.03)
+    found = PlacementState(view).best_raising_move(0.03)
     after = {(who, new): throughputs for who, new, throughputs in all_ways(view, block)}
     if found is not None:
-        weakest = after[found.who, found.start]
+        weakest = after[found.server, found.start]
         assert weakest[block] > before[block]
         assert np.all(weakest[weakest < before - margin] > before[block] - margin)
     elif min(before) > 0:
@@ -69,9 +69,9 @@ def test_in_a_large_swarm_the_few_that_are_looked_at_closely_are_those_that_are_
     servers = [server_info(0, 4, f"peer{i:03}", throughput=4.0 + i / 1000) for i in range(300)]
     servers.append(server_info(4, 8, "z", throughput=4.0))
     view = take_snapshot(servers, 8)
-    few = PlacementState(view).raising_way(0.03)
+    few = PlacementState(view).best_raising_move(0.03)
     monkeypatch.setattr(placement, "MAX_CANDIDATES", 10_000)
-    assert few == PlacementState(view).raising_way(0.03)
+    assert few == PlacementState(view).best_raising_move(0.03)
 
 
 @pytest.mark.parametrize("end", [4, 8])

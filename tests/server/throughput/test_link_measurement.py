@@ -177,7 +177,7 @@ def test_the_first_server_of_a_swarm_knows_no_links():
     async def scenario(swarm):
         for span in (HELD, None):
             lonely = swarm.measurement(span)
-            await lonely.update()
+            await lonely.measure_once()
             assert (lonely.round_trips, lonely.network_throughput) == ((), 0.0)
 
     run(scenario)
@@ -190,7 +190,7 @@ def test_links_to_neighbours_are_measured_and_fit_an_announcement():
         await swarm.add("far", 3, 4)
         await swarm.add("silent", serve=False)
         one = swarm.measurement()
-        await one.update()
+        await one.measure_once()
         assert {peer for peer, _ in one.round_trips} == {"next", "inside"}
         assert one.network_throughput > 0
         info = server_info(0, 2, "me", round_trips=one.round_trips, network_throughput=one.network_throughput)
@@ -203,7 +203,7 @@ def test_before_it_holds_blocks_a_server_measures_its_link_all_the_same():
     async def scenario(swarm):
         await swarm.add("next")
         one = swarm.measurement(None)
-        await one.update()
+        await one.measure_once()
         assert one.round_trips == ()
         assert one.network_throughput > 0
 
@@ -224,11 +224,11 @@ def test_the_announced_are_those_of_the_last_view_nearest_first_and_not_too_many
             await swarm.add(name)
         one = swarm.measurement()
         for _ in range(math.ceil(count / MAX_PINGS)):
-            await one.update()
+            await one.measure_once()
         nearest = sorted((seconds, peer) for peer, seconds in distances.items())[:MAX_ROUND_TRIPS]
         assert one.round_trips == tuple((peer, seconds) for seconds, peer in nearest)
         swarm.servers = swarm.servers[:3]
-        await one.update()
+        await one.measure_once()
         assert {peer for peer, _ in one.round_trips} == {info.peer_id for info in swarm.servers[1:]}
 
     run(scenario)
@@ -248,7 +248,7 @@ def test_peers_that_never_answer_do_not_crowd_out_the_others(monkeypatch):
         await swarm.add("good")
         one = swarm.measurement()
         for _ in range(9):
-            await one.update()
+            await one.measure_once()
             swarm.clock.now += 30
         assert sum("good" in chosen for chosen in pinged) >= 3  # 33 peers, 16 a round: in three rounds at the latest
         assert one.round_trips == (("good", 0.1),)
@@ -261,9 +261,9 @@ def test_a_neighbour_that_answers_no_more_is_not_announced():
         await swarm.add("next")
         await swarm.add("other")
         one = swarm.measurement()
-        await one.update()
+        await one.measure_once()
         del swarm.hub.handlers["next"]
-        await one.update()
+        await one.measure_once()
         assert [peer for peer, _ in one.round_trips] == ["other"]
 
     run(scenario)
@@ -275,7 +275,7 @@ def test_the_link_is_the_median_over_peers_in_tokens_of_16_bit_values(links):
             await swarm.add(name)
             links[name] = rate
         one = swarm.measurement()
-        await one.update()
+        await one.measure_once()
         assert one.network_throughput == 3200.0 / (16 * 2)
 
     run(scenario)
@@ -286,7 +286,7 @@ def test_an_absurd_link_still_fits_an_announcement(links):
         await swarm.add("a")
         links["a"] = 1e300
         one = swarm.measurement()
-        await one.update()
+        await one.measure_once()
         assert one.network_throughput == 1e9
 
     run(scenario)
@@ -295,28 +295,28 @@ def test_an_absurd_link_still_fits_an_announcement(links):
 def test_the_link_is_measured_rarely_and_again_soon_after_a_failure(links):
     async def scenario(swarm):
         one = swarm.measurement()
-        await one.update()  # nobody there: nothing to wait for
+        await one.measure_once()  # nobody there: nothing to wait for
         await swarm.add("a")
         links["a"] = PeerLost("gone")
-        await one.update()
+        await one.measure_once()
         assert one.network_throughput == 0.0
         links["a"] = 32.0
         swarm.clock.now += BANDWIDTH_RETRY_S - 1
-        await one.update()
+        await one.measure_once()
         assert one.network_throughput == 0.0
         swarm.clock.now += 2
-        await one.update()
+        await one.measure_once()
         assert one.network_throughput == 1.0
         links["a"] = 64.0
         swarm.clock.now += BANDWIDTH_PERIOD_S * 0.7
-        await one.update()
+        await one.measure_once()
         assert one.network_throughput == 1.0
         swarm.clock.now += BANDWIDTH_PERIOD_S * 0.6
-        await one.update()
+        await one.measure_once()
         assert one.network_throughput == 2.0
         links["a"] = PeerLost("gone")
         swarm.clock.now += BANDWIDTH_PERIOD_S * 1.3
-        await one.update()
+        await one.measure_once()
         assert one.network_throughput == 2.0  # what is known of the link stays
 
     run(scenario)
@@ -357,7 +357,7 @@ def test_a_view_that_never_comes_is_given_up(monkeypatch):
 
         one = LinkMeasurement(swarm.network, lambda: HELD, view, 16, 60.0)
         with pytest.raises(TimeoutError):
-            await one.update()
+            await one.measure_once()
 
     run(scenario)
 
