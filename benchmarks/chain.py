@@ -108,22 +108,22 @@ def hop_cost(model: PreTrainedModel, prompt: torch.Tensor, tokens: int) -> float
     than the next server.
     """
     costs: list[float] = []
-    send = model.swarm.steps
+    run = model.swarm.run
 
     def timed(*arguments: object) -> object:
         began = time.perf_counter()
-        result = send(*arguments)
+        result = run(*arguments)
         seconds = time.perf_counter() - began
         if timings := session.timings:
             costs.append((seconds - sum(timing.compute for timing in timings)) / len(timings))
         return result
 
     with model.inference_session(max_length=prompt.shape[1] + tokens) as session:
-        model.swarm.steps = timed
+        model.swarm.run = timed
         try:
             model.generate(prompt, max_new_tokens=tokens, do_sample=False)
         finally:
-            model.swarm.steps = send
+            model.swarm.run = run
     return statistics.median(costs)
 
 
