@@ -21,7 +21,7 @@ import psutil
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from swarm.client.auto_model import AutoDistributedModelForCausalLM
+from swarm.client.model.auto_model import AutoDistributedModelForCausalLM
 from swarm.client.session import InferenceSession
 from swarm.data_structures import Span
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER

@@ -19,7 +19,7 @@ from benchmarks.machine import describe
 from swarm.data_structures import ServerInfo, ServerState, Span
 from swarm.routing.beam_search import find_route
 from swarm.routing.cost_model import RouteRequirements, route_seconds
-from swarm.routing.shortest_path import shortest_path
+from swarm.routing.exact_reference import shortest_path
 from swarm.routing.swarm_snapshot import SwarmSnapshot
 
 SIDE = 0.2

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 from swarm.common.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from swarm.client.auto_model import (
+    from swarm.client.config import NetworkOptions
+    from swarm.client.model.auto_model import (
         AutoDistributedModelForCausalLM,
         AutoDistributedModelForSequenceClassification,
         AutoModelForPromptTuning,
     )
-    from swarm.client.config import NetworkOptions
     from swarm.client.tuning.options import TuningOptions
 
 __all__ = [
@@ -28,7 +28,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import torch and transformers only for those who use them."""
     if name in __all__:
-        from swarm.client import auto_model as model
+        from swarm.client.model import auto_model as model
 
         return getattr(model, name)
     raise AttributeError(f"module 'swarm' has no attribute {name!r}")

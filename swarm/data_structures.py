@@ -60,7 +60,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What one server announces about itself, after validation (see `swarm.dht.records`).
+    """What one server announces about itself, after validation (see `swarm.dht.server_records`).
 
     Attributes:
         peer_id: base58 libp2p peer id; also the owner of the announcement's signature.

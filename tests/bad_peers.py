@@ -26,7 +26,7 @@ from hivemind.utils.crypto import RSAPrivateKey
 
 from swarm.client.threads.network_thread import NetworkThread
 from swarm.data_structures import ServerInfo, WireFormat
-from swarm.dht.records import encode_announcement, model_key
+from swarm.dht.server_records import encode_announcement, model_key
 from swarm.errors import PeerLost
 from swarm.protocol import messages
 from swarm.server.config import ServerConfig

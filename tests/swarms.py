@@ -20,8 +20,8 @@ from typing import Any
 
 import psutil
 
-from swarm.client.auto_model import AutoDistributedModelForCausalLM
 from swarm.client.config import NetworkOptions
+from swarm.client.model.auto_model import AutoDistributedModelForCausalLM
 from swarm.client.tuning.options import TuningOptions
 from swarm.server.config import BlocksOption, ServerConfig
 from swarm.server.throughput.throughput_option import ThroughputOption

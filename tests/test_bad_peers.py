@@ -17,7 +17,7 @@ from hivemind.utils.crypto import RSAPrivateKey
 
 from swarm.client.session import InferenceSession
 from swarm.data_structures import ServerInfo, ServerState, Span
-from swarm.dht.records import encode_announcement
+from swarm.dht.server_records import encode_announcement
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
 from swarm.protocol import messages
 from swarm.routing.peer_health import PeerFailure, PeerHealth

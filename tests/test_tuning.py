@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import swarm
 from swarm.data_structures import WireFormat
 from swarm.errors import AdapterError, AdapterMismatch, InvalidOption, UsageError
-from swarm.models.cutting import surgery
+from swarm.models.cutting import cut_layers
 from tests.slow import slow_except
 from tests.swarms import TestSwarm, group_options, run_swarm
 from tests.zoo import BLOCKS, PROMPTS, make_checkpoint
@@ -101,7 +101,7 @@ def peft_prompts(base: Any, model: Any, task: str) -> Any:
 
 def add_deep_prompts(base: Any, deep: torch.Tensor) -> None:
     """The definition, written into the local model: added to each block's input where it is a whole sequence."""
-    _, owner, name = surgery.find_layers(base, BLOCKS)
+    _, owner, name = cut_layers.find_layers(base, BLOCKS)
 
     def adding(prompt: torch.Tensor) -> Any:
         def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -211,7 +211,7 @@ def test_deep_prompts_are_added_at_every_block(family_swarm: TestSwarm, tmp_path
 
 def test_figure_3_of_the_paper_as_written(family_swarm: TestSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWARM_INITIAL_PEERS", ",".join(family_swarm.addresses))
-    monkeypatch.setattr("swarm.client.auto_model.default_wire_format", lambda config, trains: WireFormat.NONE)
+    monkeypatch.setattr("swarm.client.model.auto_model.default_wire_format", lambda config, trains: WireFormat.NONE)
     data_loader = [(batch(3, 7, seed=step), torch.tensor([0, 1, step % 2])) for step in range(2)]
 
     # Initialize distributed BLOOM with soft prompts

@@ -50,7 +50,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 def _generate_and_compare(address: str, prompt: str, tokens: int, temperature: float, seed: int) -> None:
     import torch
 
-    from swarm.client.auto_model import AutoDistributedModelForCausalLM
+    from swarm.client.model.auto_model import AutoDistributedModelForCausalLM
     from swarm.data_structures import WireFormat
     from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
     from swarm.models.checkpoints.tokenizer import TextStreamer, load_local_model, load_tokenizer

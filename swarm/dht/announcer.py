@@ -19,7 +19,7 @@ from hivemind.dht.crypto import RSASignatureValidator
 from swarm.data_structures import ModelInfo, ServerInfo, ServerState
 from swarm.dht import model_records
 from swarm.dht.reachability import is_relayed
-from swarm.dht.records import MAX_ADAPTERS, MAX_LIFETIME_S, encode_announcement, model_key
+from swarm.dht.server_records import MAX_ADAPTERS, MAX_LIFETIME_S, encode_announcement, model_key
 from swarm.transport.p2p import Peer
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from hivemind.dht.node import DHTNode
 
 from swarm.data_structures import ModelInfo, ServerInfo
 from swarm.dht import model_records
-from swarm.dht.records import decode_announcement, model_key
+from swarm.dht.server_records import decode_announcement, model_key
 from swarm.errors import ProtocolViolation
 
 

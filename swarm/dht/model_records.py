@@ -17,7 +17,7 @@ from typing import Annotated
 import msgspec
 
 from swarm.data_structures import ModelInfo
-from swarm.dht.records import MAX_MODEL_BLOCKS, Name
+from swarm.dht.server_records import MAX_MODEL_BLOCKS, Name
 from swarm.errors import ProtocolViolation
 
 LIST_SHARDS = 8
@@ -41,7 +41,7 @@ _decoder = msgspec.msgpack.Decoder(ModelRecord)
 
 
 def list_keys() -> tuple[str, ...]:
-    """DHT keys of the whole list. They differ from the keys of all models' servers (`swarm.dht.records.model_key`)."""
+    """DHT keys of the whole list. They differ from the keys of servers (`server_records.model_key`)."""
     return tuple(f"swarm1-models/{shard}" for shard in range(LIST_SHARDS))
 
 

@@ -18,7 +18,7 @@ from multiaddr import Multiaddr
 from swarm.common.version import VERSION
 from swarm.data_structures import ServerInfo, ServerState, Span
 from swarm.dht.directory import fetch_servers
-from swarm.dht.records import encode_announcement, model_key
+from swarm.dht.server_records import encode_announcement, model_key
 from swarm.errors import PeerLost
 from swarm.transport.p2p import Peer
 

@@ -16,7 +16,7 @@ from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.utils import MSGPackSerializer
 
 from swarm.dht import model_records
-from swarm.dht.records import MAX_LIFETIME_S, MAX_RECORD_BYTES, decode_announcement
+from swarm.dht.server_records import MAX_LIFETIME_S, MAX_RECORD_BYTES, decode_announcement
 from swarm.errors import ProtocolViolation
 from swarm.transport.identity import peer_id_of
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from swarm.client.auto_model import AutoDistributedModelForCausalLM
+from swarm.client.model.auto_model import AutoDistributedModelForCausalLM
 from swarm.client.threads.compute_lock import ComputeLock
 from swarm.generation.response_format import GrammarCompiler
 from swarm.generation.tool_syntax import ToolSyntax, tool_syntax

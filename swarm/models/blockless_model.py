@@ -17,8 +17,8 @@ from transformers.masking_utils import AttentionMaskInterface
 from swarm.data_structures import Span
 from swarm.errors import UnsupportedModel
 from swarm.models.checkpoints.checkpoint import Checkpoint
-from swarm.models.checkpoints.partial_model import load_partial_model
-from swarm.models.cutting import families, surgery
+from swarm.models.checkpoints.partial_loading import load_partial_model
+from swarm.models.cutting import cut_layers, families
 
 NO_MASK_ATTENTION = "remote"
 """Name of the attention implementation in a client's config. Its masks are empty, because no layer reads them."""
@@ -75,7 +75,7 @@ def load_blockless_model(
     found: list[tuple[str, nn.Module, str | None]] = []
 
     def cut(model: Any) -> None:
-        path, owner, name = surgery.find_layers(model, blocks)
+        path, owner, name = cut_layers.find_layers(model, blocks)
         found.append((path, owner, _head_name(model) if task == "SEQ_CLS" else None))
         first = getattr(owner, name)[0]
         for key, value in vars(first).items():
@@ -90,7 +90,7 @@ def load_blockless_model(
     AttentionMaskInterface.register(NO_MASK_ATTENTION, _empty_mask)
     # A model that wraps another one may have given it a copy of its config.
     for one in {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}.values():
-        surgery.slice_config(one, Span(0, 1), blocks)
+        cut_layers.slice_config(one, Span(0, 1), blocks)
         one.use_cache = False  # a plain forward pass caches nothing; generate() requests a cache itself
         one._attn_implementation_internal = NO_MASK_ATTENTION
     settings = checkpoint.generation_config() if task == "CAUSAL_LM" else None

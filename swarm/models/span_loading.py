@@ -15,9 +15,9 @@ from swarm.common import console
 from swarm.data_structures import Span
 from swarm.models.checkpoints.block_digest import block_digest
 from swarm.models.checkpoints.checkpoint import Checkpoint
-from swarm.models.checkpoints.partial_model import load_partial_model
-from swarm.models.cutting import families, surgery
-from swarm.models.execution.cut_model import CutModel
+from swarm.models.checkpoints.partial_loading import load_partial_model
+from swarm.models.cutting import cut_layers, families
+from swarm.models.execution.hooked_module import HookedModule
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy_trials import LayoutRequest, choose_layout
 from swarm.models.weights import frozen_linear, quantization
@@ -51,8 +51,8 @@ def load_span(
     quantization.require_available(quant, device)
     model, digests = _load_blocks(checkpoint, span, dtype, device, quant, progress)
     # Only after loading, which fills rotary tables for the layer types of the whole model.
-    surgery.slice_config(model.config, span, checkpoint.blocks)
-    cut = CutModel(model, checkpoint.structure.layers_path)
+    cut_layers.slice_config(model.config, span, checkpoint.blocks)
+    cut = HookedModule(model, checkpoint.structure.layers_path)
     loaded = SpanModel(cut, span, digests, checkpoint.config.hidden_size)
     return choose_layout(loaded, layout)
 
@@ -78,7 +78,7 @@ def _load_blocks(
             whole, layers = model, model.get_submodule(path)
         else:
             layers.extend(_with_config(model.get_submodule(path), model.config, whole.config))
-    surgery.renumber_layers(layers)
+    cut_layers.renumber_layers(layers)
     return whole, digests
 
 
@@ -106,11 +106,11 @@ def _load_block(checkpoint: Checkpoint, block: int, dtype: torch.dtype) -> tuple
     digest = block_digest(tensors)
 
     def cut(model: nn.Module) -> None:
-        _, owner, name = surgery.find_layers(model, blocks)
+        _, owner, name = cut_layers.find_layers(model, blocks)
         kept = getattr(owner, name)[block : block + 1]
         setattr(owner, name, kept)
-        surgery.drop_weights(owner, keep=(name,))
-        surgery.renumber_layers(kept)
+        cut_layers.drop_weights(owner, keep=(name,))
+        cut_layers.renumber_layers(kept)
 
     prefix = f"{checkpoint.structure.layers_path}.0."
     tensors = {prefix + name: tensor for name, tensor in tensors.items()}

@@ -8,7 +8,7 @@ from swarm.dht.directory import fetch_servers
 from swarm.dht.validation import AnnouncementValidator
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from swarm.models.checkpoints.footprint import memory_footprint
-from swarm.models.checkpoints.partial_model import resolve_dtype
+from swarm.models.checkpoints.partial_loading import resolve_dtype
 from swarm.models.weights.quantization import INT4, NF4, NONE
 from swarm.planning.device_group import ModelSize
 from swarm.routing.compatibility import CompatibleServers, compatible_servers

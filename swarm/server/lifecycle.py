@@ -30,8 +30,8 @@ from swarm.server.placement.initial_blocks import block_throughputs, weakest_win
 from swarm.server.placement.move_loop import MoveLoop
 from swarm.server.resolved_config import ResolvedConfig, resolve_config
 from swarm.server.span_service import SpanService
+from swarm.server.throughput.compute_measurement import remembered_throughput
 from swarm.server.throughput.link_measurement import LinkMeasurement
-from swarm.server.throughput.measurement import remembered_throughput
 from swarm.transport.joining import join_network
 from swarm.transport.p2p import Peer
 from swarm.transport.process_folder import remove_abandoned_folders

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from swarm.models.checkpoints.partial_model import resolve_dtype
+from swarm.models.checkpoints.partial_loading import resolve_dtype
 from swarm.protocol.compression import dtype_name
 from swarm.server import memory_budget
 from swarm.server.config import ServerConfig

@@ -22,7 +22,7 @@ from swarm.server.resolved_config import ResolvedConfig
 from swarm.server.sessions.adapter_store import AdapterLimits, AdapterStore
 from swarm.server.sessions.handler import MessageHandler
 from swarm.server.sessions.session_table import SessionTable
-from swarm.server.throughput.measurement import determine_throughput
+from swarm.server.throughput.compute_measurement import determine_throughput
 from swarm.server.throughput.throughput_cache import Throughput
 from swarm.transport.stream import Network
 

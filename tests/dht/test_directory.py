@@ -17,7 +17,7 @@ from swarm.data_structures import ModelInfo, ServerInfo, ServerState, Span
 from swarm.dht import model_records
 from swarm.dht.announcer import LIFETIME_PERIODS, Announcer, adapter_names
 from swarm.dht.directory import fetch_models, fetch_servers
-from swarm.dht.records import encode_announcement, model_key
+from swarm.dht.server_records import encode_announcement, model_key
 from swarm.dht.validation import AnnouncementValidator
 from swarm.transport.p2p import P2PConfig, Peer
 

@@ -17,7 +17,7 @@ from swarm.dht.model_records import (
     list_key,
     list_keys,
 )
-from swarm.dht.records import MAX_MODEL_BLOCKS, model_key
+from swarm.dht.server_records import MAX_MODEL_BLOCKS, model_key
 from swarm.errors import ProtocolViolation
 
 RECORD = {"peer_id": "QmPeer", "model": "org/model", "blocks": 12, "revision": "main"}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from swarm.data_structures import ModelInfo, ServerInfo, ServerState, Span
 from swarm.dht import model_records
-from swarm.dht.records import MAX_LIFETIME_S, MAX_RECORD_BYTES, encode_announcement
+from swarm.dht.server_records import MAX_LIFETIME_S, MAX_RECORD_BYTES, encode_announcement
 from swarm.dht.validation import AnnouncementValidator, owner_of
 from swarm.transport.identity import peer_id_of
 

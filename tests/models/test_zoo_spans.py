@@ -15,7 +15,7 @@ from swarm.data_structures import Span
 from swarm.errors import UnsupportedModel
 from swarm.models.attention.padded_kv import PaddedKV
 from swarm.models.checkpoints.checkpoint import open_checkpoint
-from swarm.models.cutting import surgery
+from swarm.models.cutting import cut_layers
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.span_loading import load_span
 from tests import zoo
@@ -36,7 +36,7 @@ class Local:
 
     def __init__(self, folder: Path) -> None:
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        _, owner, name = surgery.find_layers(self.model.base_model, zoo.BLOCKS)
+        _, owner, name = cut_layers.find_layers(self.model.base_model, zoo.BLOCKS)
         layers = getattr(owner, name)
         layers[0].register_forward_pre_hook(self._note_input, with_kwargs=True)
         layers[-1].register_forward_hook(self._note_output)

@@ -95,7 +95,7 @@ def check_memory(model: str | None, requested: str, cache_dir: Path | None) -> F
     """Check how many blocks of the model fit into memory."""
     from swarm.models.checkpoints.checkpoint import open_checkpoint
     from swarm.models.checkpoints.footprint import memory_footprint
-    from swarm.models.checkpoints.partial_model import resolve_dtype
+    from swarm.models.checkpoints.partial_loading import resolve_dtype
     from swarm.server.limits import DEFAULT_CACHE_TOKENS
     from swarm.server.memory_budget import blocks_that_fit, free_memory, resolve_device
 

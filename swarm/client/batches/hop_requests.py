@@ -27,8 +27,8 @@ from swarm.client.wire.reply_checks import (
     validate_gradients,
     validate_outputs,
 )
-from swarm.client.wire.reply_timeout import STALL_ALLOWANCE_S
 from swarm.client.wire.request_options import RequestOptions
+from swarm.client.wire.timeout_estimator import STALL_ALLOWANCE_S
 from swarm.data_structures import Hop, StepLayout, WireFormat
 from swarm.errors import PeerLost, WrongDtype
 from swarm.protocol import messages

@@ -34,9 +34,9 @@ from __future__ import annotations
 
 import enum
 
-from swarm.client.chain.reply_clock import ReplyClock
+from swarm.client.chain.hop_clock import HopClock
 from swarm.client.wire.reply_checks import OutputShape
-from swarm.client.wire.reply_timeout import TimeoutEstimator
+from swarm.client.wire.timeout_estimator import TimeoutEstimator
 from swarm.errors import (
     PeerLost,
     PeerTimeout,
@@ -92,7 +92,7 @@ class HopProgress:
 
     def __init__(self, server: str, timeouts: TimeoutEstimator) -> None:
         self.replied = self.delivered = self.pushed = self.rejected = self.received = self.catch_up_to = NO_STEP
-        self.clock = ReplyClock(timeouts)
+        self.clock = HopClock(timeouts)
         self.error: Exception | None = None
         self.leaving: ServerClosing | None = None
         self.stale = self.replaced = False

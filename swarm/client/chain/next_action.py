@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from swarm.client.chain.hop_clock import NO_DEADLINE
 from swarm.client.chain.hop_progress import NO_STEP
-from swarm.client.chain.reply_clock import NO_DEADLINE
 
 
 class HopState(Protocol):

@@ -8,7 +8,7 @@ from typing import overload
 
 import torch
 
-from swarm.client.lanes.lane_threads import explain_cache_full
+from swarm.client.lanes.generate_in_lanes import explain_cache_full
 from swarm.client.session import InferenceSession
 from swarm.client.threads.compute_lock import ComputeLock, ComputeTicket
 from swarm.errors import CacheFull, SessionClosed

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from swarm.client.wire.packed_hidden import PackedHidden
-from swarm.client.wire.reply_timeout import TimeoutEstimator
+from swarm.client.wire.timeout_estimator import TimeoutEstimator
 from swarm.data_structures import Hop
 from swarm.errors import NotFinite, PeerLost, PeerTimeout, ProtocolViolation, WrongDtype, WrongShape, remote_error
 from swarm.protocol import messages

@@ -15,7 +15,7 @@ class RequestOptions:
         revision: revision of the model.
         wire: format of the replies.
         timeout: upper limit in seconds for one reply. Most timeouts are much shorter; see
-            `swarm.client.wire.reply_timeout`.
+            `swarm.client.wire.timeout_estimator`.
         push: let servers send their outputs directly to the next server.
     """
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from swarm.models.attention.packed_attention import PACKED_IMPLEMENTATION
+from swarm.models.attention.multi_session_attention import PACKED_IMPLEMENTATION
 
 
 class AttentionSwitch:

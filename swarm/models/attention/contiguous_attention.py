@@ -1,4 +1,4 @@
-"""Attention over contiguous sequences, in one store for each session; see `swarm.models.attention.packed_attention`."""
+"""Attention over contiguous sequences, in one store for each session; see `multi_session_attention`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from swarm.models.attention.contiguous_kv import ContiguousKV
-from swarm.models.attention.packed_attention import AttentionExtras, ExpandKV, PackedBatch, PackedMask
+from swarm.models.attention.multi_session_attention import AttentionExtras, ExpandKV, PackedBatch, PackedMask
 
 
 @dataclass(frozen=True, slots=True)

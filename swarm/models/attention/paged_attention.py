@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function, sliding_window_overlay
 
-from swarm.models.attention.packed_attention import (
+from swarm.models.attention.multi_session_attention import (
     AttentionExtras,
     ExpandKV,
     MaskFunction,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from swarm.models.checkpoints.checkpoint import Checkpoint
-from swarm.models.cutting import families, surgery
+from swarm.models.cutting import cut_layers, families
 from swarm.models.weights.quantization import NONE, quantizable, quantized_bytes
 
 
@@ -50,7 +50,7 @@ def _linears(checkpoint: Checkpoint) -> Iterator[list[nn.Module]]:
     config = copy.deepcopy(checkpoint.config)
     with torch.device("meta"):
         model = families.base_class(config)(config)
-    path, _, _ = surgery.find_layers(model, checkpoint.blocks)
+    path, _, _ = cut_layers.find_layers(model, checkpoint.blocks)
     for layer in model.get_submodule(path).children():
         yield [module for module in layer.modules() if type(module) is nn.Linear]
 

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from swarm.errors import CheckpointError
-from swarm.models.checkpoints.partial_model import quiet_transformers
+from swarm.models.checkpoints.partial_loading import quiet_transformers
 
 __all__ = ["TextStreamer", "load_local_model", "load_tokenizer"]
 

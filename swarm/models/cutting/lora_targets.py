@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from swarm.models.cutting import families, surgery
+from swarm.models.cutting import cut_layers, families
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def find_lora_targets(config: PreTrainedConfig) -> LoraTargets:
     config = copy.deepcopy(config)
     with torch.device("meta"):
         model = families.base_class(config)(config)
-    layers_path, owner, name = surgery.find_layers(model, families.number_of_blocks(config))
+    layers_path, owner, name = cut_layers.find_layers(model, families.number_of_blocks(config))
     layers = getattr(owner, name)
     blocks = tuple(
         {path: size for path, module in layer.named_modules() if (size := linear_size(module)) is not None}

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from swarm.models.attention.padded_kv import PaddedKV
-from swarm.models.cutting import families, surgery
+from swarm.models.cutting import cut_layers, families
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def inspect_model(config: PreTrainedConfig) -> ModelStructure:
     with torch.device("meta"):
         model = families.base_class(config)(config)
     blocks = families.number_of_blocks(config)
-    path, _, _ = surgery.find_layers(model, blocks)
+    path, _, _ = cut_layers.find_layers(model, blocks)
     layers = model.get_submodule(path)
     outputs, cached = _run_one_token(model, layers, config, blocks)
     parameters = tuple(sum(p.numel() for p in layer.parameters()) for layer in layers)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from swarm.models.attention.packed_attention import PackedBatch
+from swarm.models.attention.multi_session_attention import PackedBatch
 from swarm.models.attention.page_pool import SCRATCH_PAGE
 from swarm.models.attention.paged_attention import BatchSequence, PagedAttention, PagedBatch, PagedBatchIndex
 

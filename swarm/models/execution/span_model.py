@@ -12,10 +12,10 @@ from swarm.data_structures import Span
 from swarm.errors import InvalidSpan
 from swarm.models.adapters.adapter_batch import active_adapters
 from swarm.models.adapters.layer_hooks import AdaptedLayers
-from swarm.models.attention.packed_attention import ActiveBatch, PackedBatch
+from swarm.models.attention.multi_session_attention import ActiveBatch, PackedBatch
 from swarm.models.attention.padded_kv import PaddedKV
 from swarm.models.execution.cuda_graphs import DecodeGraphs
-from swarm.models.execution.cut_model import CutModel
+from swarm.models.execution.hooked_module import HookedModule
 from swarm.models.execution.strategy import PADDED, ExecutionStrategy
 from swarm.models.weights.quantization import weight_bytes
 
@@ -42,7 +42,7 @@ class SpanModel:
 
     def __init__(
         self,
-        cut: CutModel,
+        cut: HookedModule,
         span: Span,
         digests: list[str],
         hidden_size: int,

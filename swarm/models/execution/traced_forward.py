@@ -27,7 +27,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from swarm.models.attention.packed_attention import (
+from swarm.models.attention.multi_session_attention import (
     ActiveBatch,
     AttentionExtras,
     PackedBatch,

@@ -8,8 +8,8 @@ import numpy as np
 
 from swarm.data_structures import Span
 from swarm.planning.simulation.server_table import ServerTable
+from swarm.server.placement.best_move import Floats
 from swarm.server.placement.initial_blocks import sum_by_block
-from swarm.server.placement.move_search import Floats
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import msgspec
 
 from swarm.common import yaml_file
 from swarm.errors import ScenarioError
-from swarm.server.placement.move_policy import MovePolicy
+from swarm.server.placement.move_decision import MovePolicy
 
 _SCENARIO_FOLDER = resources.files("swarm.planning.simulation") / "scenarios"
 MAX_SERVERS = 20_000
@@ -87,7 +87,7 @@ ScenarioEvent = JoinEvent | LeaveEvent | ChurnEvent | LieEvent
 
 
 class PolicyOverrides(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The fields of `swarm.server.placement.move_policy.MovePolicy` that a scenario may change."""
+    """The fields of `swarm.server.placement.move_decision.MovePolicy` that a scenario may change."""
 
     min_gain: Fraction = MovePolicy.min_gain
     cool_down: Seconds = MovePolicy.cool_down

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from swarm.data_structures import Span
-from swarm.server.placement.move_search import Flags, Floats, Ints
+from swarm.server.placement.best_move import Flags, Floats, Ints
 
 
 class ServerTable:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from swarm.data_structures import ServerInfo, ServerState
 from swarm.planning.simulation.server_table import ServerTable
+from swarm.server.placement.best_move import Floats, PlacementSnapshot
 from swarm.server.placement.initial_blocks import believed_throughputs
-from swarm.server.placement.move_search import Floats, PlacementSnapshot
 
 
 @dataclass(frozen=True)

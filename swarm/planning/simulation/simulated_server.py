@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from swarm.data_structures import Mobility, ServerInfo, ServerState, Span
 from swarm.planning.simulation.scenario import LieEvent, Scenario
-from swarm.server.placement.move_policy import MoveHistory
+from swarm.server.placement.move_decision import MoveHistory
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Simulates the life of the servers: they join, load, announce, check for moves, and leave.
 
-They decide with `initial_blocks` and `move_policy`, from what the directory shows at that moment. Servers that see the
+They decide with `initial_blocks` and `move_decision`, from what the directory shows at that moment. Servers that see the
 same announcements compute the same plan, so it is computed only once.
 """
 
@@ -16,7 +16,7 @@ from swarm.planning.simulation.simulated_directory import SimulatedDirectory
 from swarm.planning.simulation.simulated_server import SimulatedServer, draw_server
 from swarm.planning.simulation.virtual_clock import VirtualClock
 from swarm.server.placement.initial_blocks import weakest_window
-from swarm.server.placement.move_policy import MoveHistory, MovePlan, decide_from_plan, plan_moves
+from swarm.server.placement.move_decision import MoveHistory, MovePlan, decide_from_plan, plan_moves
 
 
 class SimulatedSwarm:

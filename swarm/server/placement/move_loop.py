@@ -1,4 +1,4 @@
-"""The loop that asks every update period whether this server should move; `move_policy` decides."""
+"""The loop that asks every update period whether this server should move; `move_decision` decides."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from swarm.data_structures import Mobility, ServerInfo, Span
-from swarm.server.placement.move_policy import MoveHistory, MovePolicy, decide_move
+from swarm.server.placement.move_decision import MoveHistory, MovePolicy, decide_move
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 from random import Random
 
 from swarm.data_structures import ServerInfo, ServerState, Span
-from swarm.dht.records import MAX_ROUND_TRIPS
+from swarm.dht.server_records import MAX_ROUND_TRIPS
 from swarm.errors import RemoteError
 from swarm.routing.round_trips import RoundTrips
 from swarm.transport.ping import measure_bandwidth, ping_many

@@ -18,10 +18,10 @@ from hypothesis.stateful import (
 )
 
 import swarm.client
+from swarm.client.chain.hop_clock import NO_DEADLINE
 from swarm.client.chain.hop_progress import MAX_RETRIES, NO_STEP, HopProgress, ReplyKind
-from swarm.client.chain.reply_clock import NO_DEADLINE
 from swarm.client.wire.reply_checks import OutputShape
-from swarm.client.wire.reply_timeout import TimeoutEstimator
+from swarm.client.wire.timeout_estimator import TimeoutEstimator
 from swarm.errors import (
     CacheFull,
     NotFinite,

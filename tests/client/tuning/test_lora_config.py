@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 from swarm.client.tuning.lora import new_lora
 from swarm.client.tuning.lora_config import LoraSettings, default_targets, lora_settings, select_targets
 from swarm.errors import InvalidOption
+from swarm.models.cutting.cut_layers import find_layers
 from swarm.models.cutting.families import causal_lm_class
 from swarm.models.cutting.lora_targets import find_lora_targets
-from swarm.models.cutting.surgery import find_layers
 from tests.zoo import BLOCKS, FAMILIES, config_of
 
 

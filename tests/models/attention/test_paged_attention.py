@@ -16,7 +16,7 @@ from transformers.masking_utils import (
     sliding_window_overlay,
 )
 
-from swarm.models.attention.packed_attention import PackingUnsupported
+from swarm.models.attention.multi_session_attention import PackingUnsupported
 from swarm.models.attention.paged_attention import BatchSequence, build_index, window_of
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.data_structures import StepLayout
-from swarm.models.attention.packed_attention import PackingUnsupported
+from swarm.models.attention.multi_session_attention import PackingUnsupported
 from swarm.models.execution.session_cache import SessionCache, StepComputation, advance_steps
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy_trials import choose_layout

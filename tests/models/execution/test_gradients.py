@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from swarm.data_structures import Span, StepLayout
 from swarm.models.adapters.adapter_batch import NO_ADAPTER, AdapterWeights
 from swarm.models.checkpoints.checkpoint import open_checkpoint
-from swarm.models.cutting import surgery
+from swarm.models.cutting import cut_layers
 from swarm.models.execution import gradients
 from swarm.models.execution.gradients import SpanGradients, compute_gradients, forward_with_graph
 from swarm.models.execution.session_cache import forward_without_cache
@@ -38,7 +38,7 @@ class Local:
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).base_model.requires_grad_(False)
-        _, owner, name = surgery.find_layers(self.model, zoo.BLOCKS)
+        _, owner, name = cut_layers.find_layers(self.model, zoo.BLOCKS)
         self.layers = getattr(owner, name)
 
     def gradients(

@@ -6,8 +6,8 @@ from swarm.data_structures import Mobility, ServerState
 from swarm.dht.announcer import LIFETIME_PERIODS
 from swarm.planning.simulation.scenario import Scenario
 from swarm.planning.simulation.simulated_directory import SimulatedDirectory
+from swarm.server.placement.best_move import take_snapshot
 from swarm.server.placement.initial_blocks import block_throughputs
-from swarm.server.placement.move_search import take_snapshot
 from tests.infos import server_info
 
 

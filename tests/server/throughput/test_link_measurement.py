@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.data_structures import ServerInfo, ServerState, Span
-from swarm.dht.records import MAX_ROUND_TRIPS, decode_announcement, encode_announcement
+from swarm.dht.server_records import MAX_ROUND_TRIPS, decode_announcement, encode_announcement
 from swarm.errors import PeerLost
 from swarm.protocol import messages
 from swarm.server.throughput import link_measurement as module

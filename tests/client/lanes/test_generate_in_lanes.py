@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from swarm.client.lanes.lane_threads import run_lanes
+from swarm.client.lanes.generate_in_lanes import run_lanes
 from swarm.client.threads.compute_lock import ComputeTicket, RandomState
 from swarm.client.threads.network_thread import NetworkThread
 from swarm.errors import CacheFull, InvalidOption, SwarmError, UsageError

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.client.wire.reply_timeout import STALL_ALLOWANCE_S, TIMEOUT_FACTOR, TimeoutEstimator
+from swarm.client.wire.timeout_estimator import STALL_ALLOWANCE_S, TIMEOUT_FACTOR, TimeoutEstimator
 
 seconds = st.floats(0, 1e4)
 tokens = st.integers(1, 10**6)

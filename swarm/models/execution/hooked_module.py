@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from swarm.models.attention.attention_switch import AttentionSwitch
-from swarm.models.cutting import surgery
+from swarm.models.cutting import cut_layers
 
 
-class CutModel:
+class HookedModule:
     """The cut transformers model, with hooks that replace what its layers receive and take what they produce.
 
     Args:
@@ -37,7 +37,7 @@ class CutModel:
         self.takes_positions = "position_ids" in inspect.signature(module.forward).parameters
         self.positions = _table_length(module)
         self._path = path
-        self._narrowed: dict[tuple[int, int], CutModel] = {}
+        self._narrowed: dict[tuple[int, int], HookedModule] = {}
         self._received: torch.Tensor | None = None
         self._produced: torch.Tensor | None = None
         # Before hooks that add to a layer's inputs, which may have been there for a wider span.
@@ -50,12 +50,12 @@ class CutModel:
         layers: Any = self.module.get_submodule(self._path)
         return cast(nn.ModuleList, layers)
 
-    def narrowed(self, start: int, end: int) -> CutModel:
+    def narrowed(self, start: int, end: int) -> HookedModule:
         """The model around the layers [start, end) of this one. It shares their weights."""
         if (start, end) not in self._narrowed:
-            module = surgery.slice_model(self.module, self._path, start, end)
+            module = cut_layers.slice_model(self.module, self._path, start, end)
             self.attention.include_model(module)
-            self._narrowed[start, end] = CutModel(module, self._path, self.first + start, self.attention)
+            self._narrowed[start, end] = HookedModule(module, self._path, self.first + start, self.attention)
         return self._narrowed[start, end]
 
     def run(self, hidden: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:

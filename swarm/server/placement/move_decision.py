@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 
 from swarm.data_structures import ServerInfo, Span
 from swarm.errors import format_blocks
-from swarm.server.placement.move_search import PlacementSnapshot, PlacementState, take_snapshot
+from swarm.server.placement.best_move import PlacementSnapshot, PlacementState, take_snapshot
 
 ROUNDING_TOLERANCE = 1e-6
 """A relative gain below this may be a rounding error, from sums in another order."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from swarm.client.chain.reply_clock import NO_DEADLINE, ReplyClock
-from swarm.client.wire.reply_timeout import TimeoutEstimator
+from swarm.client.chain.hop_clock import NO_DEADLINE, HopClock
+from swarm.client.wire.timeout_estimator import TimeoutEstimator
 from swarm.data_structures import HopTiming
 
 
-def clock() -> ReplyClock:
-    return ReplyClock(TimeoutEstimator(0.1, 0.01, 60.0))
+def clock() -> HopClock:
+    return HopClock(TimeoutEstimator(0.1, 0.01, 60.0))
 
 
 def test_the_deadline_runs_from_when_the_first_step_became_the_next_one():

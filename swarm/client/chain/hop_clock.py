@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from swarm.client.wire.reply_timeout import TimeoutEstimator
+from swarm.client.wire.timeout_estimator import TimeoutEstimator
 from swarm.data_structures import HopTiming
 
 NO_DEADLINE = float("inf")
 
 
-class ReplyClock:
+class HopClock:
     """The deadline of the steps under way at one server. Times are seconds on the clock of the caller.
 
     The steps under way share one deadline, which runs from when the first of them became the server's next one.

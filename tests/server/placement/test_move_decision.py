@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.data_structures import Mobility, ServerInfo, ServerState, Span
+from swarm.server.placement.best_move import take_snapshot
 from swarm.server.placement.initial_blocks import block_throughputs
-from swarm.server.placement.move_policy import MoveHistory, MovePlan, MovePolicy, decide_move, plan_moves
-from swarm.server.placement.move_search import take_snapshot
+from swarm.server.placement.move_decision import MoveHistory, MovePlan, MovePolicy, decide_move, plan_moves
 from tests.infos import server_info
 
 POLICY = MovePolicy()

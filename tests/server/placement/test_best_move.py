@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.server.placement import move_search as placement
+from swarm.server.placement import best_move as placement
+from swarm.server.placement.best_move import PlacementState, take_snapshot
 from swarm.server.placement.initial_blocks import believed_throughputs
-from swarm.server.placement.move_search import PlacementState, take_snapshot
 from tests.infos import server_info
-from tests.server.placement.test_move_policy import swarms
+from tests.server.placement.test_move_decision import swarms
 
 
 def all_ways(view, block):

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModel
 
 from swarm.data_structures import Span
 from swarm.errors import UnsupportedModel
-from swarm.models.cutting import surgery
+from swarm.models.cutting import cut_layers
 from tests import zoo
 
 
@@ -41,14 +41,14 @@ class Model(nn.Module):
 
 def test_the_list_of_layers_is_found_by_its_length_and_is_no_list_of_experts():
     model = Model(4)
-    path, owner, name = surgery.find_layers(model, 4)
+    path, owner, name = cut_layers.find_layers(model, 4)
     assert (path, name) == ("decoder.layers", "layers")
     assert owner is model.decoder
 
 
 def test_a_model_without_such_a_list_is_refused():
     with pytest.raises(UnsupportedModel, match="no list of 5 layers"):
-        surgery.find_layers(Model(4), 5)
+        cut_layers.find_layers(Model(4), 5)
 
 
 @pytest.mark.parametrize("family", zoo.FAMILIES)
@@ -56,13 +56,13 @@ def test_layers_are_found_in_every_family(family):
     config = zoo.config_of(family)
     with torch.device("meta"):
         model = AutoModel.from_config(config)
-    path, _, _ = surgery.find_layers(model, zoo.BLOCKS)
+    path, _, _ = cut_layers.find_layers(model, zoo.BLOCKS)
     assert "expert" not in path
 
 
 def test_kept_layers_are_renumbered_under_every_name():
     layers = Model(4).decoder.layers[2:]
-    surgery.renumber_layers(layers)
+    cut_layers.renumber_layers(layers)
     assert [layer.attention.layer_idx for layer in layers] == [0, 1]
     assert [layer.layer_id for layer in layers] == [0, 1]
 
@@ -75,7 +75,7 @@ def test_config_lists_with_an_entry_a_block_are_sliced():
         architectures=["four", "names", "of", "classes"],
         eos_token_id=[1, 2],
     )
-    surgery.slice_config(config, Span(1, 3), 4)
+    cut_layers.slice_config(config, Span(1, 3), 4)
     assert config.num_hidden_layers == 2
     assert config.layer_types == ["b", "c"]
     assert config.windows == (2, 3)
@@ -86,19 +86,19 @@ def test_config_lists_with_an_entry_a_block_are_sliced():
 def test_slicing_leaves_the_lists_of_the_original_alone():
     """Configs are copied before they are sliced, but a copy may share its lists."""
     types = ["a", "b"]
-    surgery.slice_config(SimpleNamespace(num_hidden_layers=2, layer_types=types), Span(0, 1), 2)
+    cut_layers.slice_config(SimpleNamespace(num_hidden_layers=2, layer_types=types), Span(0, 1), 2)
     assert types == ["a", "b"]
 
 
 def test_number_of_layers_under_the_familys_own_name():
     config = AutoConfig.for_model("gpt2", n_layer=6)
-    surgery.slice_config(config, Span(2, 5), 6)
+    cut_layers.slice_config(config, Span(2, 5), 6)
     assert config.n_layer == config.num_hidden_layers == 3
 
 
 def test_dropped_weights_are_replaced_by_modules_that_let_hidden_states_pass():
     decoder = Decoder(2)
-    surgery.drop_weights(decoder, keep=("layers",))
+    cut_layers.drop_weights(decoder, keep=("layers",))
     assert {name.split(".")[0] for name, _ in decoder.named_parameters()} == {"layers"}
     assert isinstance(decoder.dropout, nn.Dropout)
     hidden = torch.ones(1, 3, 2)
@@ -108,7 +108,7 @@ def test_dropped_weights_are_replaced_by_modules_that_let_hidden_states_pass():
 
 def test_a_dropped_embedding_adds_nothing_whatever_it_is_called_with():
     decoder = Decoder(2)
-    surgery.drop_weights(decoder, keep=("layers",))
+    cut_layers.drop_weights(decoder, keep=("layers",))
     hidden = torch.ones(1, 3, 2, dtype=torch.bfloat16)
     for indices in (torch.arange(3), torch.ones(1, 3)):  # OPT gives it a mask of floats
         assert torch.equal(hidden + decoder.embed(indices, 7), hidden)
@@ -118,7 +118,7 @@ def test_a_dropped_embedding_adds_nothing_whatever_it_is_called_with():
 def test_a_narrowed_model_shares_weights_and_leaves_the_wide_one_alone():
     model = Model(4)
     model.config = model.decoder.config = SimpleNamespace(num_hidden_layers=4, layer_types=list("abcd"))
-    narrow = surgery.slice_model(model, "decoder.layers", 1, 3)
+    narrow = cut_layers.slice_model(model, "decoder.layers", 1, 3)
     assert list(narrow.decoder.layers) == list(model.decoder.layers[1:3])
     assert narrow.config.layer_types == narrow.decoder.config.layer_types == ["b", "c"]
     assert len(model.decoder.layers) == model.config.num_hidden_layers == 4

@@ -6,7 +6,7 @@ remove them from the outputs. The whole model (such as `LlamaForCausalLM`) is ho
 its hooks extend the labels by the virtual tokens.
 
 Everything outside the hooks (the caller, `generate`, the heads) knows the caller's tokens only. Everything inside (the
-owner, sessions, servers) sees the virtual tokens as well. See `swarm.client.remote_sequential` for the whole way.
+owner, sessions, servers) sees the virtual tokens as well. See `swarm.client.model.remote_sequential` for the whole way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from swarm.client.remote_sequential import ForwardCall, RemoteLayer
+from swarm.client.model.remote_sequential import ForwardCall, RemoteLayer
 from swarm.client.tuning.prompted_cache import PromptedCache
 from swarm.client.tuning.virtual_tokens import VirtualTokenLayout, virtual_token_layout
 from swarm.errors import UsageError

@@ -13,10 +13,10 @@ import torch
 
 from swarm.client.config import ClientConfig, ModelIdentity, NetworkOptions
 from swarm.client.connection import SwarmConnection
-from swarm.client.forward_hooks import ForwardHooks
-from swarm.client.generation import ActiveSessions, DistributedGenerationMixin, DistributedModelMixin
 from swarm.client.local_blocks import LocalBlocks, parse_local_blocks
-from swarm.client.remote_sequential import RemoteLayer, RemoteSequential
+from swarm.client.model.generation_mixin import ActiveSessions, DistributedGenerationMixin, DistributedModelMixin
+from swarm.client.model.remote_sequential import RemoteLayer, RemoteSequential
+from swarm.client.model.transformers_hooks import ForwardHooks
 from swarm.client.threads.shared_head import share_head
 from swarm.client.tuning.options import TuningConfig, TuningOptions, resolve_tuning
 from swarm.client.tuning.trained import TrainedParameters
@@ -25,7 +25,7 @@ from swarm.errors import AdapterMismatch, InvalidOption
 from swarm.models.adapters.adapter_files import StoredAdapter, read_adapter
 from swarm.models.blockless_model import Task, load_blockless_model
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from swarm.models.checkpoints.partial_model import resolve_dtype
+from swarm.models.checkpoints.partial_loading import resolve_dtype
 from swarm.models.cutting.families import classification_class
 from swarm.models.span_loading import load_span
 from swarm.models.wire_defaults import default_wire_format
@@ -89,7 +89,7 @@ class _AutoDistributedModel:
             tuning: details of fine-tuning.
 
         Returns:
-            an instance of the family's class (such as `LlamaForCausalLM`) with a mixin of `swarm.client.generation`.
+            an instance of the family's class (such as `LlamaForCausalLM`) with the mixin of `generation_mixin`.
 
         Raises `UsageError`; its subclasses in `swarm.errors` name the reasons.
         """

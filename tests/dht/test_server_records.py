@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.data_structures import ServerInfo, ServerState, Span
-from swarm.dht.records import (
+from swarm.dht.server_records import (
     MAX_ADAPTERS,
     MAX_MODEL_BLOCKS,
     MAX_RECORD_BYTES,

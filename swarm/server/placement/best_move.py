@@ -1,4 +1,4 @@
-"""Where the servers of a swarm are, and which move would help most. Pure; `move_policy` makes plans of such moves.
+"""Where the servers of a swarm are, and which move would help most. Pure; `move_decision` makes plans of such moves.
 
 All arrays have one entry for each server or for each block. A *candidate* is a server and a window of blocks that it
 could move to.

@@ -11,8 +11,8 @@ from swarm.data_structures import Span
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.span_loading import load_span
-from swarm.server.throughput import measurement as throughput
-from swarm.server.throughput.measurement import (
+from swarm.server.throughput import compute_measurement as throughput
+from swarm.server.throughput.compute_measurement import (
     BATCH_TOKENS,
     MAX_DECODE_S,
     MAX_FORWARD_S,

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from swarm.client.connection import SwarmConnection
-from swarm.client.forward_hooks import insert_virtual_tokens
+from swarm.client.lanes.generate_in_lanes import generate_in_lanes
 from swarm.client.lanes.inference_lanes import InferenceLanes
 from swarm.client.lanes.lane_count import LaneCount, validate_lane_count
-from swarm.client.lanes.lane_threads import generate_in_lanes
-from swarm.client.remote_sequential import RemoteSequential
+from swarm.client.model.remote_sequential import RemoteSequential
+from swarm.client.model.speculation import bound_candidates, unseen_length, validate_speculation
+from swarm.client.model.transformers_hooks import insert_virtual_tokens
 from swarm.client.routes.events import EventListener
 from swarm.client.session import InferenceSession
-from swarm.client.speculation import bound_candidates, unseen_length, validate_speculation
 from swarm.client.threads.compute_lock import ComputeTicket
 from swarm.client.tuning.lora import Lora
 from swarm.client.tuning.prompted_cache import PromptedCache

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from swarm.client.autograd import run_remotely
 from swarm.client.connection import SwarmConnection
+from swarm.client.model.autograd import run_remotely
 from swarm.client.session import InferenceSession
 from swarm.client.wire.adapter import Adapter, adapter_parts
 from swarm.client.wire.padding import PaddedBatch
