@@ -144,7 +144,7 @@ def test_commands_of_the_compose_files_parse():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_of_the_pages_parse(page):
     found = commands_of(page.read_text())
-    assert found, "the page has commands, but none was recognised"
+    assert found, "the page has commands, but none was recognized"
     for words in found:
         try:
             parse(words)

@@ -434,7 +434,7 @@ def test_a_session_keeps_its_adapter_when_servers_are_killed(folder: Path, local
     ),
 )
 def test_16_bits_on_the_wire(family: str, wire: str, most: float, tmp_path: Path) -> None:
-    """Models as they are initialised by transformers: those of the zoo multiply every error. bfloat16 has three bits
+    """Models as they are initialized by transformers: those of the zoo multiply every error. bfloat16 has three bits
     less than float16."""
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config_of(family), dtype=torch.float32).save_pretrained(tmp_path)

@@ -73,9 +73,9 @@ def _print(view: SwarmView, as_json: bool, clear: bool) -> None:
     if as_json:
         click.echo(msgspec.json.encode(view))
         return
-    coloured = _on_terminal() and not os.environ.get("NO_COLOR")
+    colored = _on_terminal() and not os.environ.get("NO_COLOR")
     shown = format_swarm(view, shutil.get_terminal_size((100, 24)).columns)
-    click.echo((CLEAR_SCREEN if clear else "") + (shown if coloured else click.unstyle(shown)), color=True)
+    click.echo((CLEAR_SCREEN if clear else "") + (shown if colored else click.unstyle(shown)), color=True)
 
 
 def _on_terminal() -> bool:

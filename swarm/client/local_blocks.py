@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from swarm.client.chain.input_history import REQUEST_TOKENS
+from swarm.client.wire.packed_hidden import MAX_REQUEST_TOKENS
 from swarm.client.wire.padding import PaddedBatch, drop_padding, restore_padding
 from swarm.data_structures import HopTiming, Route, Span, StepLayout
 from swarm.errors import InvalidSpan, TooLong
@@ -100,7 +100,7 @@ class LocalBlocks:
 
         Returns and raises as `compute`.
         """
-        size = max(1, REQUEST_TOKENS // max(1, hidden_RTH.shape[1]))
+        size = max(1, MAX_REQUEST_TOKENS // max(1, hidden_RTH.shape[1]))
         pieces = [slice(first, first + size) for first in range(0, max(1, len(hidden_RTH)), size)]
         return torch.cat([self._forward(span, hidden_RTH[piece], batch[piece], adapter) for piece in pieces])
 

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from swarm.client.chain.chain import Chain
-from swarm.client.chain.input_history import REQUEST_TOKENS
 from swarm.client.chain.prompt_chunks import chunk_slots
 from swarm.client.connection import SwarmConnection
 from swarm.client.local_blocks import LocalSession
 from swarm.client.routes.events import EventListener
 from swarm.client.wire.adapter import adapter_parts, detach_parts
 from swarm.client.wire.adapter_upload import pack_adapter
+from swarm.client.wire.packed_hidden import MAX_REQUEST_TOKENS
 from swarm.client.wire.padding import pack_hidden, position_offsets, unpack_hidden
 from swarm.data_structures import HopTiming, Route, Span, StepLayout
 from swarm.errors import SessionClosed, TooLong
@@ -120,7 +120,7 @@ class InferenceSession:
             raise TooLong(
                 f"the session would be {longest} tokens long; it was opened with max_length={self.max_length}"
             )
-        max_slots = max(1, REQUEST_TOKENS // sequences)
+        max_slots = max(1, MAX_REQUEST_TOKENS // sequences)
         if layout.tokens:
             chain = self._open_chain()
             # A step that copies sequences or rolls them back must finish at all servers before another one follows.

@@ -42,7 +42,7 @@ _decoder = msgspec.msgpack.Decoder(ModelRecord)
 
 def list_keys() -> tuple[str, ...]:
     """DHT keys of the whole list. They differ from the keys of servers (`server_records.model_key`)."""
-    return tuple(f"swarm1-models/{shard}" for shard in range(LIST_SHARDS))
+    return tuple(f"swarm2-models/{shard}" for shard in range(LIST_SHARDS))
 
 
 def list_key(peer_id: str) -> str:

@@ -1,6 +1,6 @@
 """The announcement of a server, as stored in the DHT.
 
-A server stores exactly one record, under the key of its first block: `swarm1/<model>/<first block>`, a DHT dictionary
+A server stores exactly one record, under the key of its first block: `swarm2/<model>/<first block>`, a DHT dictionary
 with one subkey per owner. A reader of the whole model requests the keys of all blocks at once. (Petals stores a copy
 under every block of the span; one copy carries the same information.)
 
@@ -22,7 +22,7 @@ MAX_LIFETIME_S = 600.0
 """An announcement may be valid for at most this long."""
 
 MAX_ROUND_TRIPS = 16
-"""Neighbours whose round trips one announcement may list."""
+"""Neighbors whose round trips one announcement may list."""
 
 MAX_ADAPTERS = 16
 """Adapters that one announcement may list."""
@@ -66,7 +66,7 @@ _decoder = msgspec.msgpack.Decoder(ServerRecord)
 
 def model_key(model: str, block: int) -> str:
     """DHT key of the servers of `model` whose span starts at `block`."""
-    return f"swarm1/{model}/{block}"
+    return f"swarm2/{model}/{block}"
 
 
 def encode_announcement(info: ServerInfo) -> bytes:

@@ -61,7 +61,7 @@ class IncrementalDetokenizer:
     def _context(self, tokens: list[int]) -> list[int]:
         """The last tokens, starting at the beginning of a character.
 
-        Decoders that look at neighbouring bytes together (SentencePiece's) decode none of them if the first ones belong
+        Decoders that look at neighboring bytes together (SentencePiece's) decode none of them if the first ones belong
         to an incomplete character.
         """
         lengths = range(CONTEXT_TOKENS, min(CONTEXT_TOKENS + MAX_CHARACTER_TOKENS - 1, len(tokens)) + 1)

@@ -18,7 +18,7 @@ TABLE_COLUMNS = ("blocks", "server", "peer", "state", "tokens/s", "queue", "cach
 
 
 def format_swarm(view: SwarmView, width: int = 100) -> str:
-    """Format the view in lines of about `width` columns, with click's colours."""
+    """Format the view in lines of about `width` columns, with click's colors."""
     parts = []
     if view.problem:
         parts.append(click.style(f"{view.problem}", fg="red"))
@@ -52,8 +52,8 @@ def _cell(model: ModelView, block: int) -> str:
     view = model.coverage[block]
     if not view.servers:
         return click.style(MISSING, fg="red", bold=True)
-    colour = "yellow" if block == model.weakest else "green"
-    return click.style(bar_character(view.throughput, model.median), fg=colour)
+    color = "yellow" if block == model.weakest else "green"
+    return click.style(bar_character(view.throughput, model.median), fg=color)
 
 
 def _model(model: ModelView, width: int) -> str:

@@ -1,7 +1,7 @@
 """Estimates how long one step takes on a route.
 
 A server pushes its output straight to the next one, so a step travels in a circle: half a round trip from the client
-to the first server, half a round trip between neighbours, half a round trip back from the last server. At each server
+to the first server, half a round trip between neighbors, half a round trip back from the last server. At each server
 it waits in the queue, is computed, and is sent.
 
 All numbers are announced by other peers and may be false, so every term is bounded: a cost is never infinite, negative

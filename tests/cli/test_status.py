@@ -1,4 +1,4 @@
-"""`swarm status`: exit codes, colours, JSON. Over a real swarm: tests/monitor/test_real_swarm.py."""
+"""`swarm status`: exit codes, colors, JSON. Over a real swarm: tests/monitor/test_real_swarm.py."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def test_json_is_one_line_for_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("terminal", "no_color", "coloured"), [(True, None, True), (True, "1", False), (False, None, False)]
+    ("terminal", "no_color", "colored"), [(True, None, True), (True, "1", False), (False, None, False)]
 )
 def test_colours_only_for_people_who_want_them(
-    monkeypatch: pytest.MonkeyPatch, terminal: bool, no_color: str | None, coloured: bool
+    monkeypatch: pytest.MonkeyPatch, terminal: bool, no_color: str | None, colored: bool
 ) -> None:
     monkeypatch.setattr(status, "_on_terminal", lambda: terminal)
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -68,7 +68,7 @@ def test_colours_only_for_people_who_want_them(
     result = CliRunner()
     monkeypatch.setattr(dht_source, "DhtSource", lambda peers, models: DescribedSwarm(WHOLE))
     output = result.invoke(status.main, ["--initial-peers", "/addr"], color=True).output
-    assert ("\x1b[" in output) is coloured
+    assert ("\x1b[" in output) is colored
 
 
 def test_it_looks_again_until_it_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ def test_characters_are_never_split(tokenizer):
 
 @pytest.fixture(scope="module")
 def bytewise():
-    """As SentencePiece: characters without a token become bytes, and neighbouring bytes are decoded together."""
+    """As SentencePiece: characters without a token become bytes, and neighboring bytes are decoded together."""
     tokens = ["<unk>", "▁", "a", "b", *(f"<0x{byte:02X}>" for byte in range(256))]
     model = models.BPE({token: i for i, token in enumerate(tokens)}, [], unk_token="<unk>", byte_fallback=True)
     made = Tokenizer(model)

@@ -79,7 +79,7 @@ def test_a_server_without_room_for_the_session_is_taken_only_if_nobody_else_hold
     assert find_route(SwarmSnapshot((small,)), Span(0, 2), session).hops[0].server is small
 
 
-def test_a_replacement_is_chosen_by_its_neighbours_not_by_the_client():
+def test_a_replacement_is_chosen_by_its_neighbors_not_by_the_client():
     before = server_info(0, 2, "before", round_trips=(("near-it", 0.002), ("near-client", 0.2)))
     near_it = server_info(2, 4, "near-it", round_trips=(("after", 0.002),))
     near_client = server_info(2, 4, "near-client", round_trips=(("after", 0.2),))

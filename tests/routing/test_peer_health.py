@@ -143,7 +143,7 @@ def test_while_failing_a_ban_never_ends_sooner_than_it_was_said(events):
 
 @given(st.lists(st.tuples(failures, pauses), min_size=1, max_size=40))
 @settings(deadline=None, max_examples=200)
-def test_after_good_behaviour_a_peer_is_as_good_as_new(events):
+def test_after_good_behavior_a_peer_is_as_good_as_new(events):
     health = PeerHealth()
     now = 0.0
     for reason, pause in events:

@@ -10,14 +10,14 @@ import msgspec
 
 from swarm.cli.doctor.verdicts import Finding, Verdict
 
-COLOURS = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.FAILURE: "red", Verdict.UNKNOWN: "cyan"}
+COLORS = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.FAILURE: "red", Verdict.UNKNOWN: "cyan"}
 MARK_WIDTH = max(map(len, Verdict))
 CHECK_WIDTH = 12
 
 
 def format_finding(finding: Finding) -> str:
-    """Format one finding in colour, with its remedy on a second line."""
-    mark = click.style(f"{finding.verdict:<{MARK_WIDTH}}", fg=COLOURS[finding.verdict])
+    """Format one finding in color, with its remedy on a second line."""
+    mark = click.style(f"{finding.verdict:<{MARK_WIDTH}}", fg=COLORS[finding.verdict])
     first = f"{mark}  {finding.check:<{CHECK_WIDTH}}  {finding.found}"
     return f"{first}\n{'':{MARK_WIDTH + CHECK_WIDTH + 4}}→ {finding.remedy}" if finding.remedy else first
 

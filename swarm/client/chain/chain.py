@@ -200,13 +200,13 @@ class Chain:
                 if hop.progress.replied < number:
                     hop.expect(number, OutputShape(layout.tokens, self._hidden_size))
         # Only now, because from now on steps may be pushed to them.
-        neighbours = range(max(0, index - 1), min(len(self._hops), index + len(repaired) + 1))
+        neighbors = range(max(0, index - 1), min(len(self._hops), index + len(repaired) + 1))
         if index and self._window > 1:
             # It has to catch up first: it would refuse what the server before pushes meanwhile.
             self._unlinked = True
-            await self._failover.link(self._hops, neighbours, silent=index - 1)
+            await self._failover.link(self._hops, neighbors, silent=index - 1)
         else:
-            await self._failover.link(self._hops, neighbours)
+            await self._failover.link(self._hops, neighbors)
 
     async def _stop_pushes_to(self, index: int) -> None:
         """What was pushed to a hop did not arrive there, or was refused, so this client has to deliver it itself.

@@ -1,11 +1,11 @@
 """Putting another server in the place of one that was lost, in the middle of a session (Petals, section 3.2).
 
 The blocks of the lost server are routed again, perhaps cut differently; the history of what went into them is replayed
-to the new servers, which then have the same caches; the servers before and behind are told their new neighbours. No
+to the new servers, which then have the same caches; the servers before and behind are told their new neighbors. No
 other server of the route starts again.
 
 Laws:
-- The step that was running is delivered again. Servers recognise a step that they have seen, so it is computed once.
+- The step that was running is delivered again. Servers recognize a step that they have seen, so it is computed once.
 - A server that failed is reported to the route source, which keeps it out of routes for a while.
 - When no server holds the blocks, the session waits for one; after `RouteSource.missing_blocks_timeout` it is an error.
 """
@@ -112,7 +112,7 @@ class Failover:
         return fresh
 
     async def link(self, hops: Sequence[HopSession], which: range, silent: int | None = None) -> None:
-        """Tell the servers of `hops[which]` their neighbours; `hops[silent]` is told not to push."""
+        """Tell the servers of `hops[which]` their neighbors; `hops[silent]` is told not to push."""
         if not self._context.options.push:
             return
         for index in which:

@@ -304,7 +304,7 @@ class HopProgress:
     # Links
 
     def on_linked(self, pushes_onward: bool) -> None:
-        """The server is told its neighbours."""
+        """The server is told its neighbors."""
         self.pushes_onward = pushes_onward
 
     def on_pushes_stopped(self) -> None:

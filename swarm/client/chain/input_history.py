@@ -12,15 +12,12 @@ from dataclasses import dataclass
 
 import torch
 
-from swarm.client.wire.packed_hidden import PackedHidden
+from swarm.client.wire.packed_hidden import MAX_REQUEST_TOKENS, PackedHidden
 from swarm.data_structures import StepLayout, WireFormat
 from swarm.protocol.compression import decode_tensor, dtype_name, encode_tensor
 
-REQUEST_TOKENS = 8192
-"""Tokens in one request; longer prompts, larger batches and longer replays are sent in several."""
-
 MAX_UNFOLDED_STEPS = 1024
-MAX_UNFOLDED_TOKENS = 4 * REQUEST_TOKENS
+MAX_UNFOLDED_TOKENS = 4 * MAX_REQUEST_TOKENS
 """Steps and tokens that are kept unfolded at most."""
 
 _CPU = torch.device("cpu")
@@ -97,7 +94,7 @@ class InputHistory:
         """Requests that fill an empty cache with the steps up to number `done`. Lossless, whatever travelled before."""
         self.fold(done)
         rows = self._rows
-        size = max(1, REQUEST_TOKENS // max(1, len(rows)))
+        size = max(1, MAX_REQUEST_TOKENS // max(1, len(rows)))
         positions = [0] * len(rows)
         while any(position < _length(row) for position, row in zip(positions, rows, strict=True)):
             pieces = [_piece(row, position, size) for row, position in zip(rows, positions, strict=True)]

@@ -112,7 +112,7 @@ def _next_at(index: int, hop: HopState, numbers: Sequence[int], now: float, wind
     under_way = [number for number in numbers if hop.replied < number <= handed]
     upcoming = next((number for number in numbers if number > max(hop.replied, handed)), None)
     if under_way and now >= hop.deadline:
-        # A push may have been lost, so deliver the step: the server recognises a step that it has seen.
+        # A push may have been lost, so deliver the step: the server recognizes a step that it has seen.
         first = under_way[0]
         return Deliver(index, first) if hop.delivered < first <= hop.received else Repair(index, overdue=True)
     if upcoming is not None:

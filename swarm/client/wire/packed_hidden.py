@@ -8,6 +8,9 @@ from swarm.data_structures import WireFormat
 from swarm.errors import NotFinite
 from swarm.protocol.compression import is_finite
 
+MAX_REQUEST_TOKENS = 8192
+"""Tokens in one request. Longer prompts, larger batches and longer replays are sent in several requests."""
+
 
 @dataclass(frozen=True, slots=True)
 class PackedHidden:

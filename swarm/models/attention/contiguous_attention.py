@@ -14,7 +14,7 @@ from swarm.models.attention.multi_session_attention import AttentionExtras, Expa
 
 @dataclass(frozen=True, slots=True)
 class ContiguousSegment:
-    """Neighbouring sequences of a store that bring equally many tokens to a batch.
+    """Neighboring sequences of a store that bring equally many tokens to a batch.
 
     If they bring more than one token each, they all begin at the same slot.
 

@@ -156,7 +156,7 @@ class PagedBatch(PackedBatch):
 def window_of(function: MaskFunction) -> Window:
     """The window that a family's mask function describes. Raises `PackingUnsupported` for any other rule.
 
-    transformers makes a new function for each forward, so it is recognised by its parts.
+    transformers makes a new function for each forward, so it is recognized by its parts.
     """
     if function is causal_mask_function:
         return CAUSAL_WINDOW

@@ -83,7 +83,7 @@ def compute_parts(model: SpanModel, parts: Sequence[StepPart]) -> list[torch.Ten
 
 
 def _segments(store: ContiguousKV, layout: StepLayout, token: int) -> Iterator[ContiguousSegment]:
-    """Neighbouring sequences for one call of attention: equally many tokens each, and either one or the same start."""
+    """Neighboring sequences for one call of attention: equally many tokens each, and either one or the same start."""
     sequences = zip(itertools.count(), layout.starts, layout.counts)
     for (new, _), group in itertools.groupby(sequences, key=lambda one: (one[2], one[1] if one[2] > 1 else 0)):
         members = list(group)

@@ -253,7 +253,7 @@ def _unpack_int4(packed: torch.Tensor, rows: int, block: int, halves: bool) -> l
     """The levels of `rows` rows of a weight, uint8 `[blocks, in, rows of a block]`: full blocks, the smaller last one.
 
     torch packs blocks of rows: for each input the levels of the block lie together, two a byte, either the first half
-    of the block beside the second one (`halves`) or neighbours; a last, smaller block always has neighbours.
+    of the block beside the second one (`halves`) or neighbors; a last, smaller block always has neighbors.
     """
     inputs, full = packed.numel() * 2 // rows, rows // block * block
     found = []

@@ -36,7 +36,7 @@ function showEmpty(view) {
   setText(byId("empty"), lines.join(" "));
 }
 
-/** Shows whether the data is up to date; `data-state` colours the dot. */
+/** Shows whether the data is up to date; `data-state` colors the dot. */
 function showState() {
   const age = latest === null ? 0 : Date.now() / 1000 - latest.time;
   const isOld = latest !== null && age > 3 * latest.period + 60;

@@ -106,7 +106,7 @@ function makeBar() {
   return element("div", { class: "bar" }, element("span"));
 }
 
-/** The colour level of a block: 0 missing, 1 loading, 2 (below half the median) to 6 (twice the median or more). */
+/** The color level of a block: 0 missing, 1 loading, 2 (below half the median) to 6 (twice the median or more). */
 export function levelOf(model, block) {
   const { servers, joining, throughput } = model.coverage[block];
   if (!servers) return joining ? 1 : 0;
@@ -133,7 +133,7 @@ export function niceStep(least) {
   for (let power = 1; ; power *= 10) for (const digit of [1, 2, 5]) if (digit * power >= least) return digit * power;
 }
 
-/** The legend of the colours. */
+/** The legend of the colors. */
 export function legend() {
   const names = [["0", "missing"], ["2", "below half the median"], ["4", "median"], ["6", "twice the median"]];
   return element("p", { class: "legend", "aria-hidden": "true" }, ...names.map(([level, text]) =>

@@ -1,7 +1,7 @@
 """Simulates the life of the servers: they join, load, announce, check for moves, and leave.
 
-They decide with `initial_blocks` and `move_decision`, from what the directory shows at that moment. Servers that see the
-same announcements compute the same plan, so it is computed only once.
+They decide with `initial_blocks` and `move_decision`, from what the directory shows at that moment. Servers that see
+the same announcements compute the same plan, so it is computed only once.
 """
 
 from __future__ import annotations

@@ -97,5 +97,5 @@ __all__ = [
     "refusal",
 ]
 
-PROTOCOL_ID = "/swarm/1"
+PROTOCOL_ID = "/swarm/2"
 """Name of the libp2p protocol. Change the number with any change that older peers cannot read."""

@@ -134,7 +134,7 @@ class LinkMeasurement:
 
     @property
     def round_trips(self) -> tuple[tuple[str, float], ...]:
-        """(peer id, seconds) of the neighbours of the last view that are known, nearest first, for the announcement."""
+        """(peer id, seconds) of the neighbors of the last view that are known, nearest first, for the announcement."""
         now = self._clock()
         known = [(peer, seconds) for peer in self._current if (seconds := self._measured.get(peer, now)) is not None]
         return tuple(sorted(known, key=lambda pair: pair[1])[:MAX_ROUND_TRIPS])

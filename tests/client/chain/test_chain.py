@@ -41,7 +41,7 @@ def test_outputs_and_the_time_that_a_token_takes(span_model, push):
         assert [timing.total > 0 for timing in talk.chain.timings] == [True] * 3
         assert [server.runtime.jobs for server in swarm.servers.values()] == [6, 6, 6]
         by_client = [server.count(messages.StepRequest) for server in swarm.servers.values()]
-        # The first output is pushed before the second server can know its neighbours; all others go straight.
+        # The first output is pushed before the second server can know its neighbors; all others go straight.
         assert by_client == [6, 0, 0] if push else [6, 6, 6]
         assert str(talk.chain.route) == "route: 0:2 …a → 2:4 …b → 4:6 …c"
         assert swarm.planner.failures == []

@@ -128,7 +128,7 @@ def test_nobody_else_starts_again(span_model, name):
         assert swarm.servers[name + "2"].count(messages.ReplayRequest) == 1
         expected = " ".join(f"{2 * i}:{2 * i + 2}@{n + '2' if n == name else n}" for i, n in enumerate(NAMES))
         assert swarm.planner.routes[-1] == expected
-        # The new server is linked with its neighbours: the next token goes straight from one to the next.
+        # The new server is linked with its neighbors: the next token goes straight from one to the next.
         began = now()
         await talk.append(1, 1)
         assert now() - began == pytest.approx(0.07)
@@ -207,13 +207,13 @@ def test_the_replacement_fails_too(span_model, name, kind):
     run(span_model, TWICE, act)
 
 
-@pytest.mark.parametrize("neighbour", ["a", "c"])
-def test_a_neighbour_fails_during_the_replay(span_model, neighbour):
+@pytest.mark.parametrize("neighbor", ["a", "c"])
+def test_a_neighbor_fails_during_the_replay(span_model, neighbor):
     async def act(swarm, talk):
-        swarm.on_message = at_first(messages.ReplayRequest, CLIENT, "b2", lambda: swarm.kill(neighbour), lost=False)
+        swarm.on_message = at_first(messages.ReplayRequest, CLIENT, "b2", lambda: swarm.kill(neighbor), lost=False)
         swarm.kill("b")
         await talk.append(1, 1)
-        others_were_left_alone(swarm, "b", neighbour)
+        others_were_left_alone(swarm, "b", neighbor)
 
     run(span_model, TWICE, act)
 

@@ -121,7 +121,7 @@ def test_every_session_has_an_id_of_its_own_and_keeps_it():
     run(scenario)
 
 
-def test_it_tells_who_its_neighbours_are():
+def test_it_tells_who_its_neighbors_are():
     async def scenario(swarm):
         server = await swarm.add(OPENED)
         one, before, after = Session(swarm), Session(swarm, name="before"), Session(swarm, name="after")

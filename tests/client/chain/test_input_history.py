@@ -105,7 +105,7 @@ def test_a_replay_fills_a_cache_as_the_steps_did(data: st.DataObject) -> None:
     most = data.draw(st.integers(1, 12))
     patch = pytest.MonkeyPatch()
     with patch.context() as limits:
-        limits.setattr(record, "REQUEST_TOKENS", most)
+        limits.setattr(record, "MAX_REQUEST_TOKENS", most)
         limits.setattr(record, "MAX_UNFOLDED_STEPS", data.draw(st.integers(1, 5)))
         limits.setattr(record, "MAX_UNFOLDED_TOKENS", data.draw(st.integers(1, 20)))
         kept, cache = InputHistory(), Cache()
@@ -160,7 +160,7 @@ def test_only_the_steps_that_are_wanted_are_replayed(data: st.DataObject) -> Non
 def test_the_record_of_a_server_that_was_filled_by_a_replay(data: st.DataObject) -> None:
     """What comes out of one server's replay is the record of the next; later steps follow."""
     with pytest.MonkeyPatch().context() as limits:
-        limits.setattr(record, "REQUEST_TOKENS", data.draw(st.integers(1, 12)))
+        limits.setattr(record, "MAX_REQUEST_TOKENS", data.draw(st.integers(1, 12)))
         kept, following, cache = InputHistory(), InputHistory(), Cache()
         for number in range(data.draw(st.integers(1, 5))):
             layout = data.draw(layouts(cache.lengths))
@@ -202,7 +202,7 @@ def test_a_real_cache_goes_on_as_if_it_had_seen_the_steps(span_model: Any, data:
         return torch.randn(layout.tokens, size, generator=random)
 
     with pytest.MonkeyPatch().context() as limits:
-        limits.setattr(record, "REQUEST_TOKENS", data.draw(st.integers(1, 12)))
+        limits.setattr(record, "MAX_REQUEST_TOKENS", data.draw(st.integers(1, 12)))
         kept, original, replacement = InputHistory(), SessionCache(model), SessionCache(model)
         for number in range(data.draw(st.integers(1, 5))):
             layout = data.draw(layouts(original.lengths))

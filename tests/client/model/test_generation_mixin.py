@@ -142,7 +142,7 @@ def test_several_calls_in_one_session_compute_only_what_is_new(model: Any, local
 
 
 def test_a_prompt_longer_than_one_request(model: Any, local: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarm.client.session.REQUEST_TOKENS", 6)  # three slots of a batch of two
+    monkeypatch.setattr("swarm.client.session.MAX_REQUEST_TOKENS", 6)  # three slots of a batch of two
     monkeypatch.setattr("swarm.client.chain.prompt_chunks.MAX_CHUNK_TOKENS", 6)
     batch = padded_batch()
     expected = local.generate(**batch, max_new_tokens=6, do_sample=False, pad_token_id=PAD)

@@ -17,18 +17,18 @@ QUOTA = 5 * 2**20
 
 CONTRAST = """
 () => {
-  const channels = (colour) => colour.match(/[\\d.]+/g).slice(0, 3).map((value) => {
+  const channels = (color) => color.match(/[\\d.]+/g).slice(0, 3).map((value) => {
     const part = value / 255;
     return part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
   });
-  const light = (colour) => channels(colour).reduce((sum, part, i) => sum + part * [0.2126, 0.7152, 0.0722][i], 0);
+  const light = (color) => channels(color).reduce((sum, part, i) => sum + part * [0.2126, 0.7152, 0.0722][i], 0);
   const seen = (name) => {
     const probe = document.createElement("i");
     probe.style.color = `var(--${name})`;
     document.body.append(probe);
-    const colour = getComputedStyle(probe).color;
+    const color = getComputedStyle(probe).color;
     probe.remove();
-    return light(colour);
+    return light(color);
   };
   const grounds = ["bg", "surface", "sunken", "bubble"];
   const texts = ["text", "muted", "accent", "danger", "good"];

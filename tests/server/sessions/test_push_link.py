@@ -50,7 +50,7 @@ def push(step: messages.StepRequest, client: str = CLIENT, session_id: bytes = O
 
 
 async def linked(server: Server, link: messages.SetNeighbors = LINK) -> Client:
-    """A client with one step behind it, and its neighbours known to the server."""
+    """A client with one step behind it, and its neighbors known to the server."""
     client = await (await server.client(CLIENT)).begin()
     await client.stream.send(link)
     await client.ask(messages.InfoRequest())  # whose answer shows that the link was read
@@ -119,7 +119,7 @@ def test_who_may_not_push_is_refused_and_changes_nothing(model, pusher, link, ch
     on_virtual_time(model, act)
 
 
-def test_after_a_change_of_neighbours_only_the_new_one_may_push(model):
+def test_after_a_change_of_neighbors_only_the_new_one_may_push(model):
     async def act(server):
         client, old, new = await linked(server), await server.client("before"), await server.client("new")
         await pushed_step(client, old)
@@ -306,7 +306,7 @@ def test_a_client_that_was_away_asks_for_what_was_pushed_meanwhile(model):
         assert server.runtime.jobs == jobs
         again.history, again.steps = client.history, client.steps
         again.check(reply, output, random(1, client.steps))
-        await pushed_step(again, before)  # the neighbours are still known
+        await pushed_step(again, before)  # the neighbors are still known
 
     on_virtual_time(model, act)
 
@@ -501,7 +501,7 @@ def test_another_next_server(model):
     on_virtual_time(model, act)
 
 
-def test_a_change_of_neighbours_while_a_push_waits_for_its_connection(model):
+def test_a_change_of_neighbors_while_a_push_waits_for_its_connection(model):
     async def act(server):
         server.hub.hang("next")
         client = await linked(server, TO_NEXT)

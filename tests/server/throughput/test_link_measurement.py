@@ -60,11 +60,11 @@ def test_whom_a_route_may_go_on_to(start, end, expected):
 
 
 @pytest.mark.parametrize("state", [ServerState.JOINING, ServerState.OFFLINE])
-def test_who_does_not_serve_is_no_neighbour(state):
+def test_who_does_not_serve_is_no_neighbor(state):
     assert names([server_info(8, 12, "a", state=state), server_info(8, 12, "b")]) == (["b"], [])
 
 
-def test_nobody_is_its_own_neighbour():
+def test_nobody_is_its_own_neighbor():
     assert names([server_info(8, 12, "me"), server_info(4, 8, "me")]) == ([], [])
 
 
@@ -72,7 +72,7 @@ spans = st.tuples(st.integers(0, 12), st.integers(1, 12)).map(lambda pair: Span(
 
 
 @given(spans, spans)
-def test_a_neighbour_holds_a_block_that_follows_one_of_this_servers(own, other):
+def test_a_neighbor_holds_a_block_that_follows_one_of_this_servers(own, other):
     behind, inside = next_hop_candidates([server_info(other.start, other.end)], "me", own)
     follows = [block for block in range(own.start, own.end) if block + 1 in other]
     assert bool(behind or inside) == bool(follows)
@@ -183,7 +183,7 @@ def test_the_first_server_of_a_swarm_knows_no_links():
     run(scenario)
 
 
-def test_links_to_neighbours_are_measured_and_fit_an_announcement():
+def test_links_to_neighbors_are_measured_and_fit_an_announcement():
     async def scenario(swarm):
         await swarm.add("next")
         await swarm.add("inside", 1, 2)
@@ -256,7 +256,7 @@ def test_peers_that_never_answer_do_not_crowd_out_the_others(monkeypatch):
     run(scenario)
 
 
-def test_a_neighbour_that_answers_no_more_is_not_announced():
+def test_a_neighbor_that_answers_no_more_is_not_announced():
     async def scenario(swarm):
         await swarm.add("next")
         await swarm.add("other")

@@ -52,14 +52,14 @@ function drawOnce(canvas, context, lights, now) {
   if (canvas.height !== Math.round(height * ratio)) canvas.height = Math.round(height * ratio);
   context.setTransform(ratio, 0, 0, ratio, 0, 0);
   context.clearRect(0, 0, width, height);
-  const colour = getComputedStyle(canvas).color;
+  const color = getComputedStyle(canvas).color;
   const places = lights.map((light) => place(light, now, width, height));
-  drawLines(context, places, colour);
-  lights.forEach((light, index) => drawLight(context, light, places[index], now, colour));
+  drawLines(context, places, color);
+  lights.forEach((light, index) => drawLight(context, light, places[index], now, color));
 }
 
-function drawLines(context, places, colour) {
-  context.strokeStyle = colour;
+function drawLines(context, places, color) {
+  context.strokeStyle = color;
   context.lineWidth = 0.8;
   for (let one = 0; one < places.length; one += 1) {
     for (let other = one + 1; other < places.length; other += 1) {
@@ -74,18 +74,18 @@ function drawLines(context, places, colour) {
   }
 }
 
-function drawLight(context, light, { x, y }, now, colour) {
+function drawLight(context, light, { x, y }, now, color) {
   const glow = 0.62 + 0.38 * Math.sin(now * light.pace * 3 + light.phase);
   const halo = context.createRadialGradient(x, y, 0, x, y, light.size * 6);
-  halo.addColorStop(0, colour);
-  halo.addColorStop(1, colour.replace("rgb(", "rgba(").replace(")", ", 0)")); // "transparent" would fade to grey
+  halo.addColorStop(0, color);
+  halo.addColorStop(1, color.replace("rgb(", "rgba(").replace(")", ", 0)")); // "transparent" would fade to grey
   context.globalAlpha = 0.3 * glow;
   context.fillStyle = halo;
   context.beginPath();
   context.arc(x, y, light.size * 6, 0, 2 * Math.PI);
   context.fill();
   context.globalAlpha = 0.45 + 0.55 * glow;
-  context.fillStyle = colour;
+  context.fillStyle = color;
   context.beginPath();
   context.arc(x, y, light.size, 0, 2 * Math.PI);
   context.fill();

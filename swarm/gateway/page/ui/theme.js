@@ -1,4 +1,4 @@
-// The light or dark theme. A plain script in the head, so that the page has its colours from the start.
+// The light or dark theme. A plain script in the head, so that the page has its colors from the start.
 (() => {
   const root = document.documentElement;
   const prefersDark = matchMedia("(prefers-color-scheme: dark)");
