@@ -243,7 +243,7 @@ def test_a_quantized_span(form, dtype):
 def test_a_footprint_without_quantization_is_what_is_loaded():
     checkpoint = open_checkpoint()
     assert (
-        sum(memory_footprint(checkpoint, torch.bfloat16).weights[:2])
+        sum(memory_footprint(checkpoint, torch.bfloat16).block_bytes[:2])
         == load(None, NONE, Span(0, 2), torch.bfloat16).weight_bytes
     )
 
