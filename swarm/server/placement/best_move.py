@@ -137,16 +137,22 @@ class PlacementState:
         return result
 
     def best_gap_closing_move(self) -> MoveCandidate | None:
-        """The move that leaves fewest gaps, if any leaves fewer than there are; of equal ones the evenest."""
+        """The move that leaves fewest gaps, if any leaves fewer than there are; of equal ones at one block the evenest."""
         gap_sums, lonely_sums = _prefix(self._holders == 0), _prefix(self._holders == 1)
+        best, most_closed = None, 0.0
+        # A window of the longest movable span holds no more gaps than this, so nothing better can follow.
+        longest = int(self._lengths[self._movable].max(initial=0))
+        limit = max((gap_sums[longest:] - gap_sums[: self._blocks + 1 - longest]).max(initial=0.0), 0.0)
         for block in self.gaps:
             candidates = _CandidateMoves(self, block, np.flatnonzero(self._movable & self._without_block(block)))
             closed = gap_sums[candidates.new_ends] - gap_sums[candidates.new_starts]
             opened = lonely_sums[candidates.left_ends] - lonely_sums[candidates.left_starts]
             net = closed - opened
-            if net.size and net.max() > 0:
-                return candidates.evenest(net == net.max())
-        return None
+            if net.size and net.max() > most_closed:
+                best, most_closed = candidates.evenest(net == net.max()), net.max()
+            if most_closed >= limit:
+                break
+        return best
 
     def best_raising_move(self, gain: float) -> MoveCandidate | None:
         """Of the moves that raise the weakest block, the evenest of those that leave no other below (1 + `gain`) of it.

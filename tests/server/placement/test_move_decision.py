@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from swarm.data_structures import Mobility, ServerInfo, ServerState, Span
@@ -120,7 +120,15 @@ def fewest_gaps(servers: list[ServerInfo], blocks: int) -> int:
     return best
 
 
+GREEDY_TRAP = [
+    server_info(1, 2, "loading", throughput=0.2, state=ServerState.JOINING),
+    server_info(2, 3, "stays", throughput=0.5),
+    server_info(1, 3, "closes one gap or two", throughput=2.0),
+]
+
+
 @given(everything)
+@example((GREEDY_TRAP, 5))
 @settings(deadline=None)
 def test_gaps_are_closed_whenever_some_server_can_close_them(swarm):
     servers, blocks = swarm
