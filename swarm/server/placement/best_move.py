@@ -137,7 +137,7 @@ class PlacementState:
         return result
 
     def best_gap_closing_move(self) -> MoveCandidate | None:
-        """The move that leaves fewest gaps, if any leaves fewer than there are; of equal ones the first, then the evenest."""
+        """The move that leaves fewest gaps, if any leaves fewer than there are; of equal ones the evenest."""
         gap_sums, lonely_sums = _prefix(self._holders == 0), _prefix(self._holders == 1)
         best, most_closed = None, 0.0
         # A window of the longest movable span holds no more gaps than this, so nothing better can follow.
