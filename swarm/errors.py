@@ -92,6 +92,10 @@ class MissingBlocks(SwarmError):
         )
 
 
+class DhtError(SwarmError):
+    """The DHT could not be read or written: the network is down, or this peer's libp2p daemon has ended. Try again."""
+
+
 class SessionClosed(SwarmError):
     """The caller used an inference session after closing it."""
 

@@ -18,8 +18,10 @@ from hivemind.dht.crypto import RSASignatureValidator
 
 from swarm.data_structures import ModelInfo, ServerInfo, ServerState
 from swarm.dht import model_records
+from swarm.dht.hivemind_errors import raise_dht_errors
 from swarm.dht.reachability import is_relayed
 from swarm.dht.server_records import MAX_ADAPTERS, MAX_LIFETIME_S, encode_announcement, model_key
+from swarm.errors import DhtError
 from swarm.transport.p2p import Peer
 
 logger = logging.getLogger(__name__)
@@ -61,21 +63,22 @@ class Announcer:
         self._task = asyncio.get_running_loop().create_task(self._renew())
 
     async def announce(self) -> bool:
-        """Store the current announcement. False if no peer of the DHT accepted it."""
-        info = replace(self._describe(), relayed=is_relayed(await self._peer.visible_addresses()))
-        lifetime = self._period * LIFETIME_PERIODS
-        keys = [model_key(self._model.name, info.span.start)]
-        values, expiration_times = [encode_announcement(info)], [time.time() + lifetime]
-        if info.state is not ServerState.OFFLINE:
-            keys.append(model_records.list_key(info.peer_id))
-            values.append(model_records.encode_model(info.peer_id, self._model))
-            expiration_times.append(
-                time.time()
-                + min(max(model_records.MODEL_RECORD_LIFETIME_S, lifetime), MAX_LIFETIME_S - MAX_CLOCK_SKEW_S)
-            )
-        subkeys = [self._subkey] * len(keys)
-        stored = await self._peer.dht.store_many(keys, values, expiration_times, subkeys)
-        return bool(stored[keys[0], self._subkey])
+        """Store the current announcement. False if no peer of the DHT accepted it. Raises `DhtError`."""
+        with raise_dht_errors("announcing"):
+            info = replace(self._describe(), relayed=is_relayed(await self._peer.visible_addresses()))
+            lifetime = self._period * LIFETIME_PERIODS
+            keys = [model_key(self._model.name, info.span.start)]
+            values, expiration_times = [encode_announcement(info)], [time.time() + lifetime]
+            if info.state is not ServerState.OFFLINE:
+                keys.append(model_records.list_key(info.peer_id))
+                values.append(model_records.encode_model(info.peer_id, self._model))
+                expiration_times.append(
+                    time.time()
+                    + min(max(model_records.MODEL_RECORD_LIFETIME_S, lifetime), MAX_LIFETIME_S - MAX_CLOCK_SKEW_S)
+                )
+            subkeys = [self._subkey] * len(keys)
+            stored = await self._peer.dht.store_many(keys, values, expiration_times, subkeys)
+            return bool(stored[keys[0], self._subkey])
 
     async def stop(self) -> None:
         """Stop renewing. The last announcement stays until it expires."""
@@ -89,6 +92,6 @@ class Announcer:
             try:
                 if not await self.announce():
                     logger.warning("the announcement reached no peer of the DHT; trying again in %.0f s", self._period)
-            except Exception:  # hivemind may raise anything; the server must stay announced
-                logger.exception("announcing failed; trying again in %.0f s", self._period)
+            except DhtError as error:
+                logger.warning("%s; trying again in %.0f s", error, self._period, exc_info=True)
             await asyncio.sleep(self._period)

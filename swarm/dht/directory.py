@@ -8,6 +8,7 @@ from hivemind.dht.node import DHTNode
 
 from swarm.data_structures import ModelInfo, ServerInfo
 from swarm.dht import model_records
+from swarm.dht.hivemind_errors import raise_dht_errors
 from swarm.dht.server_records import decode_announcement, model_key
 from swarm.errors import ProtocolViolation
 
@@ -15,9 +16,10 @@ from swarm.errors import ProtocolViolation
 async def fetch_models(dht: DHTNode) -> list[ModelInfo]:
     """The models that peers of the swarm claim to serve, those named by most peers first.
 
-    Any peer can name any model, so the caller should use only as many as it is ready to look at.
+    Any peer can name any model, so the caller should use only as many as it is ready to look at. Raises `DhtError`.
     """
-    found = await dht.get_many(model_records.list_keys(), sufficient_expiration_time=float("inf"))
+    with raise_dht_errors("reading the list of models"):
+        found = await dht.get_many(model_records.list_keys(), sufficient_expiration_time=float("inf"))
     records = []
     for entry in found.values():
         if entry is None or not isinstance(entry.value, dict):
@@ -33,9 +35,11 @@ async def fetch_servers(dht: DHTNode, model: str, blocks: int) -> list[ServerInf
     """All servers that announce blocks of `model`, in any state, ordered by span and peer.
 
     Records that do not fit a model of `blocks` blocks are left out, and so are those that the validators reject.
+    Raises `DhtError`.
     """
     keys = [model_key(model, block) for block in range(blocks)]
-    found = await dht.get_many(keys, sufficient_expiration_time=float("inf"))
+    with raise_dht_errors("reading the announcements"):
+        found = await dht.get_many(keys, sufficient_expiration_time=float("inf"))
     servers: dict[str, tuple[float, ServerInfo]] = {}
     for block, key in enumerate(keys):
         entry = found.get(key)

@@ -18,6 +18,7 @@ from multiaddr import Multiaddr
 from swarm.common.version import VERSION
 from swarm.data_structures import ServerInfo, ServerState, Span
 from swarm.dht.directory import fetch_servers
+from swarm.dht.hivemind_errors import raise_dht_errors
 from swarm.dht.server_records import encode_announcement, model_key
 from swarm.errors import PeerLost
 from swarm.transport.p2p import Peer
@@ -98,7 +99,9 @@ async def write_record(peer: Peer) -> bool:
     )
     subkey = RSASignatureValidator(peer.identity.private_key).local_public_key
     expires = time.time() + TRIAL_RECORD_LIFETIME_S
-    return bool(await peer.dht.store(model_key(_trial_model(peer), 0), encode_announcement(info), expires, subkey))
+    key = model_key(_trial_model(peer), 0)
+    with raise_dht_errors("writing a record"):
+        return bool(await peer.dht.store(key, encode_announcement(info), expires, subkey))
 
 
 async def read_record(peer: Peer) -> bool:

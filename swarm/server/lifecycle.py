@@ -16,7 +16,7 @@ from swarm.data_structures import Mobility, ModelInfo, ServerInfo, ServerState, 
 from swarm.dht.announcer import Announcer, adapter_names
 from swarm.dht.directory import fetch_servers
 from swarm.dht.validation import AnnouncementValidator
-from swarm.errors import InvalidSpan, ServerClosing, SwarmError
+from swarm.errors import DhtError, InvalidSpan, ServerClosing, SwarmError
 from swarm.metrics.endpoint import MetricsEndpoint
 from swarm.metrics.registry import new_registry
 from swarm.metrics.server import ServerMetrics, ServerObserver
@@ -286,7 +286,7 @@ class Server:
             await self._announcer.stop()
             try:
                 await asyncio.wait_for(self._announcer.announce(), GOODBYE_TIMEOUT_S)
-            except Exception as error:  # hivemind may raise anything once its daemon is gone; leaving goes on
+            except (DhtError, TimeoutError) as error:
                 logger.debug("could not announce leaving: %r", error)
         if self._service is not None:
             with suppress(TimeoutError):

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from swarm.errors import PeerLost, ProtocolViolation, remote_error
+from swarm.errors import PeerLost, ProtocolViolation, RemoteError, remote_error
 from swarm.protocol import messages
 from swarm.transport.stream import Network, Stream
 
@@ -73,8 +73,8 @@ async def ping_many(
         for peer in remaining:
             try:
                 found[peer] = await measure_round_trip(network, peer, timeout_s)
-            except Exception as error:  # whatever one peer sends must not end the others' measurements
-                logger.debug("…%s was not pinged: %r", peer[-6:], error)
+            except RemoteError as error:
+                logger.debug("…%s was not pinged: %s", peer[-6:], error)
 
     try:
         async with asyncio.timeout(limit), asyncio.TaskGroup() as group:

@@ -113,5 +113,5 @@ class HopStream:
                 self._on_message(messages.decode_server(frame.header), frame.payload)
         except PeerLost as error:
             self._on_lost(PeerLost(f"{describe_hop(self._hop)} is gone: {error}"))
-        except Exception as error:  # what the server did wrong, or a mistake of ours: either way this hop is over
+        except RemoteError as error:
             self._on_lost(error)

@@ -57,7 +57,7 @@ class ForwardWork:
 
 @dataclass(frozen=True)
 class BackwardWork:
-    """Gradients of a forward, computed in one piece. Fields are those of `ForwardWork`, except for:
+    """Gradients of a forward, computed in one piece. The fields are those of `ForwardWork`, except for `decode`.
 
     Attributes:
         decode: turns the payload into inputs and gradients of the outputs, each `[tokens, hidden]`.

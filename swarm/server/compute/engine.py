@@ -126,11 +126,12 @@ class Engine:
 
     def _iterate(self) -> None:
         """Compute one iteration, and post the next one if requests are left."""
-        try:
-            self._enqueue_arrived()
-            results = self._compute_next_batch(time.monotonic())
-        except BaseException as error:  # a fault of the engine itself: without an answer, the peers would wait for ever
-            return self._fail_all(error)
+        self._enqueue_arrived()
+        results = _result_or_error(self._compute_next_batch, time.monotonic())
+        if isinstance(
+            results, BaseException
+        ):  # a fault of the engine itself: unanswered, the peers would wait for ever
+            return self._fail_all(results)
         self._remove_requests([queued for queued, _ in results])
         _deliver_results(results)
         with self._lock:

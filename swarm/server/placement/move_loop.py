@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from swarm.data_structures import Mobility, ServerInfo, Span
+from swarm.errors import DhtError
 from swarm.server.placement.move_decision import MoveHistory, MovePolicy, decide_move
 
 logger = logging.getLogger(__name__)
@@ -59,8 +60,8 @@ class MoveLoop:
         while True:
             try:
                 servers = await self._fetch()
-            except Exception as error:  # hivemind may raise anything while the network is down; the next try may work
-                logger.debug("the announcements could not be fetched: %r", error)
+            except DhtError as error:
+                logger.debug("%s; trying again at the next check", error)
             else:
                 await self._check(servers)
             await asyncio.sleep(self._period)

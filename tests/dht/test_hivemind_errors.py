@@ -1,0 +1,25 @@
+"""Whatever hivemind's DHT raises becomes one typed error."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from swarm.dht.hivemind_errors import raise_dht_errors
+from swarm.errors import DhtError, ProtocolViolation
+
+
+def test_what_the_dht_raises_becomes_a_typed_error():
+    with pytest.raises(DhtError, match=r"reading the announcements failed: RuntimeError\('gone'\)") as caught:
+        with raise_dht_errors("reading the announcements"):
+            raise RuntimeError("gone")
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+@pytest.mark.parametrize("error", [ProtocolViolation("bad"), asyncio.CancelledError(), KeyboardInterrupt()])
+def test_own_errors_and_interruptions_pass(error):
+    with pytest.raises(type(error)) as caught:
+        with raise_dht_errors("reading"):
+            raise error
+    assert caught.value is error
