@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from swarm.common.outcome import result_or_error
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -105,12 +107,13 @@ class ComputeLock:
     def compute_batch(self, work: Callable[[list[Any]], Sequence[Any]]) -> None:
         """The holder computes the whole batch; tickets that yielded for it become ready."""
         items, self._batch = self._batch, []
-        try:
-            for item, result in zip(items, work([item.value for item in items]), strict=True):
-                item.result = result
-        except BaseException as error:
+        results = result_or_error(lambda: list(zip(items, work([item.value for item in items]), strict=True)))
+        if isinstance(results, BaseException):
             for item in items:
-                item.error = error
+                item.error = results
+        else:
+            for item, result in results:
+                item.result = result
         with self._mutex:
             self._ready.extend(self._yielded)
             self._yielded.clear()

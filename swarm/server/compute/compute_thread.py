@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
+from swarm.common.outcome import result_or_error
 from swarm.errors import ServerClosing
 
 P = ParamSpec("P")
@@ -42,11 +43,7 @@ class ComputeThread:
         def work() -> None:
             if future.cancelled():
                 return
-            try:
-                result, error = job(*args, **kwargs), None
-            except BaseException as raised:  # whatever it is, it is raised where the job was requested
-                result, error = None, raised
-            call_in_loop(loop, settle_future, future, result, error)
+            call_in_loop(loop, settle_future, future, result_or_error(job, *args, **kwargs))
 
         if not self.post(work):
             raise ServerClosing("this server is leaving; use another one")
@@ -91,13 +88,13 @@ def call_in_loop(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], 
         loop.call_soon_threadsafe(function, *args)
 
 
-def settle_future(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    """Give a future its result or its error, unless it was cancelled."""
+def settle_future(future: asyncio.Future[Any], outcome: Any) -> None:
+    """Give a future its result or, if `outcome` is an exception, its error, unless it was cancelled."""
     if future.cancelled():
         return
-    if isinstance(error, StopIteration):  # a future cannot carry it
-        error = RuntimeError(f"a job raised {error!r}")
-    if error is not None:
-        future.set_exception(error)
+    if isinstance(outcome, StopIteration):  # a future cannot carry it
+        outcome = RuntimeError(f"a job raised {outcome!r}")
+    if isinstance(outcome, BaseException):
+        future.set_exception(outcome)
     else:
-        future.set_result(result)
+        future.set_result(outcome)

@@ -12,9 +12,9 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar
+from collections.abc import Sequence
 
+from swarm.common.outcome import result_or_error
 from swarm.errors import ServerClosing
 from swarm.metrics.server import ServerObserver
 from swarm.models.execution.gradients import compute_gradients
@@ -35,9 +35,6 @@ MAX_INLINE_ITERATION_S = 5e-3
 
 MIN_ITERATION_TOKENS, MAX_ITERATION_TOKENS = 64, 4096
 """Bounds of an iteration's size. Fewer tokens would make products inefficient; more would take memory for no gain."""
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 def token_budget(tokens_per_second: float) -> int:
@@ -127,7 +124,7 @@ class Engine:
     def _iterate(self) -> None:
         """Compute one iteration, and post the next one if requests are left."""
         self._enqueue_arrived()
-        results = _result_or_error(self._compute_next_batch, time.monotonic())
+        results = result_or_error(self._compute_next_batch, time.monotonic())
         if isinstance(
             results, BaseException
         ):  # a fault of the engine itself: unanswered, the peers would wait for ever
@@ -148,11 +145,11 @@ class Engine:
         if any(queued.request.training for queued, _ in chosen):
             self._trained_at = now
         if chosen and chosen[0][0].is_whole:
-            return [(queued, _result_or_error(self._compute_backward, queued, now)) for queued, _ in chosen]
+            return [(queued, result_or_error(self._compute_backward, queued, now)) for queued, _ in chosen]
         results = self._start_computations([queued for queued, _ in chosen], now)
         results += self._advance([(queued, tokens) for queued, tokens in chosen if queued.computation is not None], now)
         finished = [one for one, _ in chosen if one.computation is not None and not one.computation.tokens_left]
-        results += [(queued, _result_or_error(_finish_computation, queued)) for queued in finished]
+        results += [(queued, result_or_error(_finish_computation, queued)) for queued in finished]
         return results
 
     def _wait_for_sessions(self) -> None:
@@ -189,7 +186,7 @@ class Engine:
         for queued in chosen:
             if queued.computation is None:
                 self._record_start(queued, now)
-                started = _result_or_error(_start_computation, queued)
+                started = result_or_error(_start_computation, queued)
                 if isinstance(started, BaseException):
                     failed.append((queued, started))
                 else:
@@ -214,7 +211,7 @@ class Engine:
     def _advance(self, chosen: Sequence[tuple[QueuedRequest, int]], now: float) -> list[_Result]:
         """Compute tokens of several requests together. If that fails, compute each half alone, down to the culprits."""
         began = time.perf_counter()
-        error = _result_or_error(_advance_together, chosen)
+        error = result_or_error(_advance_together, chosen)
         if error is not None and len(chosen) > 1:
             middle = len(chosen) // 2
             return self._advance(chosen[:middle], now) + self._advance(chosen[middle:], now)
@@ -232,14 +229,6 @@ class Engine:
 
 
 _Result = tuple[QueuedRequest, ComputeResult | BaseException]
-
-
-def _result_or_error(compute: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | BaseException:
-    """The result, or the exception. Computing for peers may raise anything, and each request gets its own error."""
-    try:
-        return compute(*args, **kwargs)
-    except BaseException as error:
-        return error
 
 
 def _start_computation(queued: QueuedRequest) -> StepComputation:
@@ -270,7 +259,4 @@ def _deliver_results(results: Sequence[_Result]) -> None:
 
 def _settle_all(results: Sequence[tuple[asyncio.Future[ComputeResult], ComputeResult | BaseException]]) -> None:
     for future, result in results:
-        if isinstance(result, BaseException):
-            settle_future(future, None, result)
-        else:
-            settle_future(future, result, None)
+        settle_future(future, result)

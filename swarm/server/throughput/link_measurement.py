@@ -18,7 +18,7 @@ from random import Random
 
 from swarm.data_structures import ServerInfo, ServerState, Span
 from swarm.dht.server_records import MAX_ROUND_TRIPS
-from swarm.errors import RemoteError, SwarmError
+from swarm.errors import RemoteError
 from swarm.routing.round_trips import RoundTrips
 from swarm.transport.ping import measure_bandwidth, ping_many
 from swarm.transport.stream import Network
@@ -195,6 +195,6 @@ class LinkMeasurement:
         while True:
             try:
                 await self.measure_once()
-            except SwarmError as error:
-                logger.debug("the links to other servers were not measured: %s", error)
+            except Exception as error:  # whatever one round raises, the next one may succeed
+                logger.debug("the links to other servers were not measured: %r", error)
             await asyncio.sleep(self._period)
