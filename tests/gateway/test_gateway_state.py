@@ -26,7 +26,7 @@ def service(looks: list[None], held: int, key_file: KeyFile | None = None) -> Ga
         looks.append(None)
         return [SimpleNamespace(span=Span(0, held))]
 
-    swarm = SimpleNamespace(listen=lambda listener: None, servers=servers, span=Span(0, 4), close=lambda: None)
+    swarm = SimpleNamespace(add_listener=lambda listener: None, servers=servers, span=Span(0, 4), close=lambda: None)
     return GatewayState(
         [ServedModel("m", SimpleNamespace(swarm=swarm), None)], GatewaySettings(), key_file, new_registry()
     )
