@@ -121,8 +121,8 @@ class ServerMetrics(ServerObserver):
             "swarm_server_sessions_closed_total", "Sessions ended, by reason.", ["reason"], registry=registry
         )
         self._open = _gauge("sessions_open", "Sessions that are open.", registry)
-        self._cache_used = _gauge("cache_used_tokens", "Room in the attention cache that is reserved.", registry)
-        self._cache_capacity = _gauge("cache_capacity_tokens", "Room in the attention cache.", registry)
+        self._cache_used = _gauge("cache_used_tokens", "Tokens reserved in the attention cache.", registry)
+        self._cache_capacity = _gauge("cache_capacity_tokens", "Tokens that the attention cache can hold.", registry)
         self._adapters = _gauge("adapters_kept", "Parts of clients' adapters that are kept, one a block.", registry)
         self._adapter_bytes = _gauge("adapter_bytes", "Bytes of clients' adapters.", registry)
         self._start = _gauge("span_start_block", "First block that is held.", registry)
