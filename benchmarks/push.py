@@ -31,7 +31,7 @@ from swarm import AutoDistributedModelForCausalLM, NetworkOptions
 from swarm.cli.local_swarm import LOOPBACK, PeerProcess
 from swarm.client import connection
 from swarm.client.chain.chain import Chain
-from swarm.client.chain.session_context import SessionContext
+from swarm.client.chain.session_constants import SessionContext
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.client.wire.request_options import RequestOptions
 from swarm.common.version import VERSION

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from swarm.client.chain.chain import Chain
-from swarm.client.chain.session_context import SessionContext
+from swarm.client.chain.session_constants import SessionContext
 from swarm.client.routes.events import SessionEvent
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.client.wire.request_options import RequestOptions

@@ -24,7 +24,7 @@ from swarm.client.chain.hop_session import HopSession
 from swarm.client.chain.input_history import Step
 from swarm.client.chain.next_action import Deliver, Finished, Repair, WaitUntil, next_action
 from swarm.client.chain.prompt_chunks import max_chunks_in_flight
-from swarm.client.chain.session_context import SessionContext
+from swarm.client.chain.session_constants import SessionContext
 from swarm.client.routes.route_source import is_worth_another_server
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.client.wire.reply_checks import OutputShape, describe_hop

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from swarm.client.chain.hop_progress import NO_STEP
 from swarm.client.chain.hop_session import HopSession
 from swarm.client.chain.input_history import InputHistory
-from swarm.client.chain.session_context import SessionContext
+from swarm.client.chain.session_constants import SessionContext
 from swarm.client.routes.events import HopLost, Recovered, Replayed, RouteTaken
 from swarm.client.routes.route_source import MIN_ROUTES_TRIED, MissingBlocksWait
 from swarm.client.wire.packed_hidden import PackedHidden

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from swarm.client.chain.hop_progress import HopProgress, ReplyKind
 from swarm.client.chain.hop_stream import CLOSE_TIMEOUT_S, HopStream
 from swarm.client.chain.input_history import InputHistory, Step
-from swarm.client.chain.session_context import SessionContext
+from swarm.client.chain.session_constants import SessionContext
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.client.wire.reply_checks import (
     OutputShape,
