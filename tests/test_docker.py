@@ -176,7 +176,6 @@ NOT_HAPPENED = {"gateway_refused", "client_hops_lost", "client_bans", "server_er
 """What the dashboard shows and a swarm that is well has none of."""
 
 
-@pytest.mark.slow
 def test_every_command_runs_without_docker():
     command = [sys.executable, "-m", "scripts.compose_without_docker"]
     script = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
