@@ -41,17 +41,23 @@ def folder(tmp_path, monkeypatch):
     """Where temporary files go, beside `tmp_path`; short, because sockets lie in it."""
     path = Path(tempfile.mkdtemp(prefix="swp-", dir="/tmp"))
     monkeypatch.setattr(tempfile, "tempdir", str(path))
+    others.clear()
+    others.update(daemons())
     yield path
     gc.collect()  # while this module's filter holds
     shutil.rmtree(path, ignore_errors=True)
 
 
+others: set[psutil.Process] = set()
+"""Daemons that ran before the test: a fixture of another module may live on in this process."""
+
+
 def daemons() -> list[psutil.Process]:
-    """Daemons that this test process has started and that still run."""
+    """Daemons that the test has started and that still run."""
     return [
         child
         for child in psutil.Process().children(recursive=True)
-        if child.status() != psutil.STATUS_ZOMBIE and "p2pd" in child.name()
+        if child not in others and child.status() != psutil.STATUS_ZOMBIE and "p2pd" in child.name()
     ]
 
 
