@@ -16,6 +16,8 @@ class ChatPage {
   constructor() {
     this.store = new ConversationStore();
     this.models = [];
+    this.isLoadingModels = false;
+    this.waitingText = null; // what was sent before the models were here
     this.swarm = null;
     this.chat = new Chat(this);
     this.sidebar = new Sidebar(this);
@@ -36,6 +38,7 @@ class ChatPage {
   }
 
   async loadModels() {
+    this.isLoadingModels = true;
     try {
       this.models = await fetchModels();
       this.#showBanner(null);
@@ -51,12 +54,16 @@ class ChatPage {
     select.replaceChildren(...(options.length ? options : [element("option", { value: "", text: "no model" })]));
     if (this.models.some(({ id }) => id === preferred)) select.value = preferred;
     select.disabled = !this.models.length;
+    this.isLoadingModels = false;
     this.chat.draw();
+    if (this.waitingText === this.prompt.value.trim()) this.#send();
+    this.waitingText = null;
   }
 
   /** Show a conversation, whether it is stored or not. */
   show(conversation) {
     const isStored = this.store.get(conversation.id) !== null;
+    this.waitingText = null;
     history.replaceState(null, "", isStored ? `#${conversation.id}` : location.pathname);
     if (this.models.some(({ id }) => id === conversation.model)) byId("model").value = conversation.model;
     this.chat.show(conversation);
@@ -131,7 +138,11 @@ class ChatPage {
 
   #send() {
     const text = this.prompt.value.trim();
-    if (!text || this.chat.isRunning() || !this.model()) return;
+    if (!text || this.chat.isRunning()) return;
+    if (!this.model()) {
+      if (this.isLoadingModels) this.waitingText = text;
+      return;
+    }
     this.prompt.value = "";
     this.prompt.dispatchEvent(new Event("input"));
     this.chat.send(text);

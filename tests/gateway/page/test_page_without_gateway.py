@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 
 from tests.browser import HOST, Answers, failure, open_page, picture, serve_files, stream
+from tests.waiting import wait_until
 
 QUOTA = 5 * 2**20
 """Characters that browsers store for a page."""
@@ -152,6 +153,20 @@ def test_settings_are_sent_and_kept(page):
         {"model": "scripted", "temperature": 0.5, "seed": 3, "stream": True, "messages": [system, user]}
     ]
     assert requests.headers[0]["x-swarm-details"] == "1"
+
+
+def test_a_message_that_is_sent_before_the_models_are_known_is_sent_once_they_are(page):
+    requests = Answers(page, stream("Yes."))
+    held: list[Route] = []
+    page.route(f"{HOST}/v1/models", lambda route: held.append(route))
+    page.reload()
+    send(page, "hello")
+    wait_until(lambda: page.evaluate("true") and held)
+    expect(page.locator("#prompt")).to_have_value("hello")
+    assert requests.bodies == []
+    held[0].fallback()
+    expect(answers(page)).to_have_text(["Yes."])
+    assert [body["messages"][-1]["content"] for body in requests.bodies] == ["hello"]
 
 
 def test_a_conversation_can_be_renamed_saved_and_deleted(page, tmp_path):
