@@ -45,6 +45,14 @@ class NotEnoughMemory(UsageError):
     """The requested blocks do not fit into the device's free memory."""
 
 
+class NotEnoughSpace(UsageError):
+    """The drive has not enough free space for the packed files of the requested blocks."""
+
+
+class PackedFileError(UsageError):
+    """A packed file of weights cannot be used (truncated, changed, of another model or format): prepare it again."""
+
+
 class AddressUnavailable(UsageError):
     """The address to listen on is taken or does not belong to this machine."""
 
@@ -198,6 +206,12 @@ class CacheFull(ServerFault):
     """The server currently has no free space for the session's attention cache."""
 
     code = "cache_full"
+
+
+class DriveFailed(ServerFault):
+    """The server could not read weights from its drive, or not in time."""
+
+    code = "drive_failed"
 
 
 class ServerClosing(ServerFault):

@@ -1,0 +1,1 @@
+"""Packed files of records: written once, verified, found again, removed."""

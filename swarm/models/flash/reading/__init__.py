@@ -1,0 +1,1 @@
+"""Reading many records from a drive at once, and measuring how fast it is."""

@@ -1,0 +1,49 @@
+"""Memory for records: slots of one layout, aligned for direct reads, seen as tensors without copying."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from swarm.models.flash.record_layout import RECORD_ALIGNMENT, RecordLayout
+
+Indices = np.ndarray
+"""Numbers of records or slots: one dimension, `int64`."""
+
+
+class RecordBuffer:
+    """Room for `slots` records. Pages that were never written take no memory.
+
+    Attributes:
+        layout: of the records.
+        slots: number of records that it has room for.
+        data: `[slots, layout.stride]` uint8; its address is a multiple of `RECORD_ALIGNMENT`.
+    """
+
+    def __init__(self, layout: RecordLayout, slots: int) -> None:
+        self.layout = layout
+        self.slots = slots
+        memory = torch.empty(slots * layout.stride + RECORD_ALIGNMENT, dtype=torch.uint8)
+        start = -memory.data_ptr() % RECORD_ALIGNMENT
+        self.data = memory[start : start + slots * layout.stride].view(slots, layout.stride)
+        self._values = self.data.view(layout.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return self.slots * self.layout.stride
+
+    def field(self, tensor: str) -> torch.Tensor:
+        """A field of all records, `[slots, *field.shape]`: a view, strided by record."""
+        field = self.layout.field(tensor)
+        start = field.offset // self.layout.dtype.itemsize
+        values = self._values[:, start : start + field.values]
+        return values.view(self.slots, *(field.shape or (1,)))
+
+    def addresses(self, slots: Indices) -> Indices:
+        """The memory addresses of slots."""
+        return self.data.data_ptr() + slots * self.layout.stride
+
+    def move(self, sources: Indices, targets: Indices) -> None:
+        """Copy records from slots to other slots; no slot is among both."""
+        self.data[torch.from_numpy(targets)] = self.data[torch.from_numpy(sources)]

@@ -1,0 +1,1 @@
+"""Blocks of any kind, read one after the other for each forward."""
