@@ -33,13 +33,13 @@ class BlockPlan:
         kind: what one record is.
         modules: role to path of each module that is taken out of the block, such as "up" to "mlp.up_proj". The roles
             are those of the kind.
-        axes: each tensor that goes to flash, and the axis that counts its records.
+        axes: each tensor that goes to flash, and the axis that counts its records; None if it is whole in one record.
         resident: the other tensors of the modules in `modules`, which stay in memory (biases).
     """
 
     kind: RecordKind
     modules: Mapping[str, str]
-    axes: Mapping[str, int]
+    axes: Mapping[str, int | None]
     resident: tuple[str, ...] = ()
 
     def layout(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> RecordLayout:

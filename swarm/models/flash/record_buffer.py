@@ -11,8 +11,19 @@ Indices = np.ndarray
 """Numbers of records or slots: one dimension, `int64`."""
 
 
+def allocate_aligned(size: int) -> torch.Tensor:
+    """`[size]` uint8 at an address that is a multiple of `RECORD_ALIGNMENT`."""
+    memory = torch.empty(size + RECORD_ALIGNMENT, dtype=torch.uint8)
+    start = -memory.data_ptr() % RECORD_ALIGNMENT
+    return memory[start : start + size]
+
+
 class RecordBuffer:
     """Room for `slots` records. Pages that were never written take no memory.
+
+    Args:
+        memory: from `allocate_aligned`, large enough, for buffers of different layouts that take turns; None for
+            memory of its own.
 
     Attributes:
         layout: of the records.
@@ -20,12 +31,11 @@ class RecordBuffer:
         data: `[slots, layout.stride]` uint8; its address is a multiple of `RECORD_ALIGNMENT`.
     """
 
-    def __init__(self, layout: RecordLayout, slots: int) -> None:
+    def __init__(self, layout: RecordLayout, slots: int, memory: torch.Tensor | None = None) -> None:
         self.layout = layout
         self.slots = slots
-        memory = torch.empty(slots * layout.stride + RECORD_ALIGNMENT, dtype=torch.uint8)
-        start = -memory.data_ptr() % RECORD_ALIGNMENT
-        self.data = memory[start : start + slots * layout.stride].view(slots, layout.stride)
+        memory = allocate_aligned(self.nbytes) if memory is None else memory
+        self.data = memory[: self.nbytes].view(slots, layout.stride)
         self._values = self.data.view(layout.dtype)
 
     @property

@@ -27,19 +27,24 @@ class RecordField:
 
     Attributes:
         tensor: the tensor's name inside its block, such as "mlp.up_proj.weight".
-        axis: the axis of the tensor that counts records: record i holds `tensor.select(axis, i)`.
+        axis: the axis of the tensor that counts records: record i holds `tensor.select(axis, i)`. None: the tensor is
+            whole in the one record that there is.
         shape: of that part.
         offset: bytes from the beginning of the record.
     """
 
     tensor: str
-    axis: int
+    axis: int | None
     shape: tuple[int, ...]
     offset: int
 
     @property
     def values(self) -> int:
         return math.prod(self.shape)
+
+    def parts(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor cut into records, `[records, *shape]`: a view."""
+        return tensor.unsqueeze(0) if self.axis is None else tensor.movedim(self.axis, 0)
 
 
 @dataclass(frozen=True)
@@ -61,17 +66,19 @@ class RecordLayout:
     stride: int
 
     @classmethod
-    def of(cls, shapes: Mapping[str, tuple[int, ...]], axes: Mapping[str, int], dtype: torch.dtype) -> RecordLayout:
-        """The layout for tensors of these shapes, cut along these axes.
+    def of(
+        cls, shapes: Mapping[str, tuple[int, ...]], axes: Mapping[str, int | None], dtype: torch.dtype
+    ) -> RecordLayout:
+        """The layout for tensors of these shapes, cut along these axes (None: whole, in one record).
 
         Raises `ValueError` if the tensors do not have the same number of records, or if there are none.
         """
-        counts = {shapes[name][axis] for name, axis in axes.items()}
+        counts = {1 if axis is None else shapes[name][axis] for name, axis in axes.items()}
         if len(counts) != 1:
             raise ValueError(f"the tensors {', '.join(axes)} hold {sorted(counts)} records; they need the same number")
         fields, offset = [], 0
         for name, axis in axes.items():
-            shape = shapes[name][:axis] + shapes[name][axis + 1 :]
+            shape = shapes[name] if axis is None else shapes[name][:axis] + shapes[name][axis + 1 :]
             field = RecordField(name, axis, shape, offset)
             fields.append(field)
             offset = _round_up(offset + field.values * dtype.itemsize, FIELD_ALIGNMENT)

@@ -79,7 +79,7 @@ class MemoryStore:
         self.counters = StoreCounters()
         self._records = RecordBuffer(layout, layout.count)
         for field in layout.fields:
-            parts = tensors[field.tensor].to(layout.dtype).movedim(field.axis, 0)
+            parts = field.parts(tensors[field.tensor].to(layout.dtype))
             self._records.field(field.tensor).copy_(parts.reshape(layout.count, *(field.shape or (1,))))
 
     def read(self, records: Indices, buffer: RecordBuffer, slots: Indices) -> PendingRead:
