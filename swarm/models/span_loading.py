@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import ctypes
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,10 +12,9 @@ from torch import nn
 
 from swarm.common import console
 from swarm.data_structures import Span
-from swarm.models.checkpoints.block_digest import block_digest
+from swarm.models.block_loading import load_block
 from swarm.models.checkpoints.checkpoint import Checkpoint
-from swarm.models.checkpoints.partial_loading import load_partial_model
-from swarm.models.cutting import cut_layers, families
+from swarm.models.cutting import cut_layers
 from swarm.models.execution.hooked_module import HookedModule
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy_trials import LayoutRequest, choose_layout
@@ -68,7 +66,7 @@ def _load_blocks(
     doing = "Loading" if quant == quantization.NONE else f"Quantizing to {quant}:"
     title = f"{doing} blocks {span}" if progress else None
     for block in console.iterate_with_progress(range(span.start, span.end), title, "block"):
-        model, digest = _load_block(checkpoint, block, dtype)
+        model, digest = load_block(checkpoint, block, dtype)
         quantization.quantize(model.get_submodule(path), quant, device)
         # On a CPU, this affects the modules that were not quantized.
         frozen_linear.prepack(model.to(device).get_submodule(path))
@@ -96,40 +94,3 @@ def _with_config(layers: Any, old: Any, new: Any) -> Iterator[nn.Module]:
                 if value is old:
                     setattr(module, name, new)
         yield layer
-
-
-def _load_block(checkpoint: Checkpoint, block: int, dtype: torch.dtype) -> tuple[Any, str]:
-    """The model cut to one block, on the CPU, with the config of the whole model; and the block's digest."""
-    config = copy.deepcopy(checkpoint.config)
-    blocks = checkpoint.blocks
-    tensors = _read_block(checkpoint, block)
-    digest = block_digest(tensors)
-
-    def cut(model: nn.Module) -> None:
-        _, owner, name = cut_layers.find_layers(model, blocks)
-        kept = getattr(owner, name)[block : block + 1]
-        setattr(owner, name, kept)
-        cut_layers.drop_weights(owner, keep=(name,))
-        cut_layers.renumber_layers(kept)
-
-    prefix = f"{checkpoint.structure.layers_path}.0."
-    tensors = {prefix + name: tensor for name, tensor in tensors.items()}
-    return load_partial_model(families.base_class(config), config, cut, tensors, dtype), digest
-
-
-def _read_block(checkpoint: Checkpoint, block: int) -> dict[str, torch.Tensor]:
-    """The block's tensors by their names inside the block.
-
-    They are copied: safetensors maps the file into memory, and one small tensor would keep the whole mapping alive.
-    """
-    tensors: dict[str, torch.Tensor] = {}
-
-    def is_in_block(name: str) -> bool:
-        place = checkpoint.locate(name)
-        return place is not None and place[0] == block
-
-    for name, tensor in checkpoint.read_tensors(is_in_block):
-        place = checkpoint.locate(name)
-        assert place is not None
-        tensors[place[1]] = tensor.clone()
-    return tensors

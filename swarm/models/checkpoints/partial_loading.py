@@ -40,12 +40,14 @@ def load_partial_model(
     tensors: Mapping[str, torch.Tensor],
     dtype: torch.dtype,
     may_be_missing: Callable[[str], bool] = lambda name: False,
+    converted: bool = False,
 ) -> Any:
     """Build `model_class` on the meta device, let `cut` change it, then fill it with `tensors`.
 
     Args:
         cut: removes the parts of the model that are not loaded.
         may_be_missing: whether the tensor of this name may be missing; the family then initializes it at random.
+        converted: whether the tensors were converted already, when a model was loaded from which they come.
 
     Raises:
         CheckpointError: tensors are missing or do not fit the model, or a package that they need is not installed.
@@ -55,10 +57,9 @@ def load_partial_model(
         model_class.__init__(self, config)  # type: ignore[misc]
         cut(self)
 
-    # The class keeps its family's name and module, by which transformers looks up its conversions.
-    cut_class: Any = type(
-        model_class.__name__, (model_class,), {"__init__": build, "__module__": model_class.__module__}
-    )
+    # transformers looks up its conversions by the class's name and module, and has none for modules of others.
+    module = __name__ if converted else model_class.__module__
+    cut_class: Any = type(model_class.__name__, (model_class,), {"__init__": build, "__module__": module})
     try:
         with quiet_transformers():
             model, report = cut_class.from_pretrained(
@@ -71,6 +72,8 @@ def load_partial_model(
     names = sorted(name for name in report["missing_keys"] if not may_be_missing(name))
     if names:
         raise CheckpointError(f"the checkpoint lacks {len(names)} tensors that the model needs, such as {names[0]}")
+    if converted and report["unexpected_keys"]:
+        raise CheckpointError(f"a {config.model_type} model has no tensor {sorted(report['unexpected_keys'])[0]}")
     model.requires_grad_(False)
     return model
 

@@ -1,0 +1,79 @@
+"""Loading one block: its tensors, in the family's own model cut to this block."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from swarm.models.checkpoints.block_digest import block_digest
+from swarm.models.checkpoints.checkpoint import Checkpoint
+from swarm.models.checkpoints.partial_loading import load_partial_model
+from swarm.models.cutting import cut_layers, families
+
+
+def load_block(checkpoint: Checkpoint, block: int, dtype: torch.dtype) -> tuple[Any, str]:
+    """The model cut to one block, on the CPU, with the config of the whole model; and the block's digest.
+
+    Raises `CheckpointError` if weights are missing, unreadable or of the wrong shape.
+    """
+    tensors = read_block(checkpoint, block)
+    digest = block_digest(tensors)
+    return fill_block(checkpoint, block, dtype, tensors), digest
+
+
+def read_block(checkpoint: Checkpoint, block: int) -> dict[str, torch.Tensor]:
+    """The block's tensors as stored in the checkpoint, by their names inside the block. Raises `CheckpointError`.
+
+    They are copied: safetensors maps the file into memory, and one small tensor would keep the whole mapping alive.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+
+    def is_in_block(name: str) -> bool:
+        place = checkpoint.locate(name)
+        return place is not None and place[0] == block
+
+    for name, tensor in checkpoint.read_tensors(is_in_block):
+        place = checkpoint.locate(name)
+        assert place is not None
+        tensors[place[1]] = tensor.clone()
+    return tensors
+
+
+def fill_block(
+    checkpoint: Checkpoint,
+    block: int,
+    dtype: torch.dtype,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    change: Callable[[nn.Module], object] = lambda layer: None,
+    converted: bool = False,
+) -> Any:
+    """The model cut to one block and filled with `tensors`, on the CPU, with the config of the whole model.
+
+    Args:
+        tensors: by their names inside the block.
+        change: changes the block while it is on the meta device, before it is filled.
+        converted: whether the tensors come from a loaded model, and so have its names and no quantization.
+
+    Raises:
+        CheckpointError: tensors are missing or do not fit the model.
+    """
+    config = copy.deepcopy(checkpoint.config)
+    if converted and hasattr(config, "quantization_config"):
+        del config.quantization_config
+
+    def cut(model: nn.Module) -> None:
+        _, owner, name = cut_layers.find_layers(model, checkpoint.blocks)
+        kept = getattr(owner, name)[block : block + 1]
+        setattr(owner, name, kept)
+        cut_layers.drop_weights(owner, keep=(name,))
+        cut_layers.renumber_layers(kept)
+        change(kept[0])
+
+    prefix = f"{checkpoint.structure.layers_path}.0."
+    named = {prefix + name: tensor for name, tensor in tensors.items()}
+    return load_partial_model(families.base_class(config), config, cut, named, dtype, converted=converted)
