@@ -1,0 +1,186 @@
+"""Blocks read in order into two buffers: while one block computes, the next one is on its way.
+
+A block's own modules compute, as they do in a span that is in memory; only their matrices are views into a buffer. So
+results are the same, bit for bit, as long as the same kernels run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from swarm.models.flash.block_plan import BlockPlan
+from swarm.models.flash.record_buffer import RecordBuffer, allocate_aligned
+from swarm.models.flash.streaming.residency import BUFFERS, choose_resident
+from swarm.models.flash.weight_store import PendingRead, WeightStore
+
+THE_RECORD = np.zeros(1, dtype=np.int64)
+"""Number of a block's only record, and of a buffer's only slot."""
+
+
+@dataclass(frozen=True)
+class StreamedBlock:
+    """A block whose matrices are to be streamed.
+
+    Attributes:
+        block: the block, without the modules that `take_out` took.
+        plan: made by `plan_streamed`.
+        taken: the modules that were taken out, by their paths. Their matrices may be on the meta device.
+        store: holds the block's one record.
+        resident: the other parameters of these modules, by their paths in the block.
+    """
+
+    block: nn.Module
+    plan: BlockPlan
+    taken: Mapping[str, nn.Module]
+    store: WeightStore
+    resident: Mapping[str, torch.Tensor]
+
+
+class BlockStream:
+    """The blocks of a span, of which some stay in memory and the others are read for each forward.
+
+    Blocks run in one thread at a time. Gradients are exact if each block is computed again before its own backward, as
+    with `torch.utils.checkpoint`: a block's matrices are only there until the next blocks run.
+
+    Attributes:
+        memory_bytes: memory that matrices take, buffers included.
+        streamed: number of blocks that are read for each forward.
+    """
+
+    def __init__(self, blocks: Sequence[StreamedBlock], budget: int) -> None:
+        """Put the modules back, read the blocks that stay, and begin to read the first of the others.
+
+        Args:
+            budget: bytes for matrices.
+
+        Raises:
+            NotEnoughMemory: the budget is too small, see `residency`.
+            DriveFailed: the blocks that stay cannot be read.
+        """
+        self._stores = [one.store for one in blocks]
+        stay = choose_resident([store.layout.stride for store in self._stores], budget)
+        for one in blocks:
+            _put_back(one)
+        kept = [RecordBuffer(one.store.layout, 1) for one, stays in zip(blocks, stay, strict=True) if stays]
+        _load_resident([one for one, stays in zip(blocks, stay, strict=True) if stays], kept)
+        moving = [one for one, stays in zip(blocks, stay, strict=True) if not stays]
+        largest = max((one.store.layout.stride for one in moving), default=0)
+        self._slots = [_Slot(allocate_aligned(largest)) for _ in range(BUFFERS if moving else 0)]
+        self._moving = [_MovingBlock(one, self._slots) for one in moving]
+        self.memory_bytes = sum(buffer.nbytes for buffer in kept) + len(self._slots) * largest
+        self.streamed = len(moving)
+        self._last = -1
+        for number, one in enumerate(moving):
+            self._moving[number].bind(self._slots[0])  # no parameter is on the meta device, whoever looks at them
+            one.block.register_forward_pre_hook(self._hook(number))
+        if self._moving:
+            self._begin(self._slots[0], 0)
+
+    def close(self) -> None:
+        """Let go of the stores. The blocks cannot be computed any more."""
+        for store in self._stores:
+            store.close()
+
+    def _hook(self, number: int) -> Any:
+        def enter(module: nn.Module, args: Any) -> None:
+            self._enter(number)
+
+        return enter
+
+    def _enter(self, number: int) -> None:
+        """A block is about to run: wait until its matrices are there, and begin to read those of the next."""
+        slot = next((one for one in self._slots if one.block == number), None)
+        if slot is None:
+            slot = self._slot_beside(self._last)
+            self._begin(slot, number)
+        slot.finish()
+        self._moving[number].bind(slot)
+        backward = number == self._last - 1
+        self._last = number
+        following = (number - 1 if backward else number + 1) % self.streamed
+        if all(one.block != following for one in self._slots):
+            self._begin(self._slot_beside(number), following)
+
+    def _slot_beside(self, number: int) -> _Slot:
+        """A slot in which another block lies than this one."""
+        return next(one for one in self._slots if one.block != number)
+
+    def _begin(self, slot: _Slot, number: int) -> None:
+        slot.finish()
+        slot.block = None
+        slot.pending = self._moving[number].read(slot)
+        slot.block = number
+
+
+class _Slot:
+    """Memory for one block.
+
+    Attributes:
+        block: the number of the streamed block that lies here or is on its way; None for none.
+        pending: the read that brings it.
+    """
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.block: int | None = None
+        self.pending: PendingRead | None = None
+
+    def finish(self) -> None:
+        """Wait until the block has arrived. If it cannot be read, the slot is empty. Raises `DriveFailed`."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            block, self.block = self.block, None
+            pending.wait()
+            self.block = block
+
+
+class _MovingBlock:
+    """A block whose matrices lie in one buffer or another."""
+
+    def __init__(self, one: StreamedBlock, slots: Iterable[_Slot]) -> None:
+        self._store = one.store
+        self._buffers = {slot: RecordBuffer(one.store.layout, 1, slot.memory) for slot in slots}
+        self._parameters = {slot: _parameters(one, buffer) for slot, buffer in self._buffers.items()}
+
+    def read(self, slot: _Slot) -> PendingRead:
+        return self._store.read(THE_RECORD, self._buffers[slot], THE_RECORD)
+
+    def bind(self, slot: _Slot) -> None:
+        """Let the block's modules compute with what lies in `slot`."""
+        for module, name, parameter in self._parameters[slot]:
+            module._parameters[name] = parameter
+
+
+def _parameters(one: StreamedBlock, buffer: RecordBuffer) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """The block's matrices as they lie in a buffer, and where each belongs."""
+    found = []
+    for tensor in one.plan.axes:
+        path, _, name = tensor.rpartition(".")
+        view = nn.Parameter(buffer.field(tensor)[0], requires_grad=False)
+        found.append((one.block.get_submodule(path), name, view))
+    return found
+
+
+def _put_back(one: StreamedBlock) -> None:
+    """Put the modules that were taken out back where they were, with those parameters that stay in memory."""
+    for path, module in one.taken.items():
+        one.block.set_submodule(path, module)
+    for tensor in one.plan.resident:
+        path, _, name = tensor.rpartition(".")
+        one.block.get_submodule(path)._parameters[name] = nn.Parameter(one.resident[tensor], requires_grad=False)
+
+
+def _load_resident(blocks: Sequence[StreamedBlock], buffers: Sequence[RecordBuffer]) -> None:
+    """Read blocks that stay in memory, all at once."""
+    reads = [one.store.read(THE_RECORD, buffer, THE_RECORD) for one, buffer in zip(blocks, buffers, strict=True)]
+    for read in reads:
+        read.wait()
+    for one, buffer in zip(blocks, buffers, strict=True):
+        for module, name, parameter in _parameters(one, buffer):
+            module._parameters[name] = parameter
