@@ -1,5 +1,6 @@
 """Feed-forward weights that stay on flash: records on a drive, of which some are in memory.
 
+sparsity       shares of records that tokens need together; cost_model: what a token costs; compute_speed: measured
 weight_store   the interface between those who compute and whatever holds the weights
 record_layout  what a record is, byte by byte; record_buffer: records in memory
 files          packed files: written once, verified, found again

@@ -1,0 +1,322 @@
+"""What a token costs on flash: bytes, seconds, and what follows from them. Pure.
+
+The cost of one block is a sum of three times, after section 2 and appendix C of "LLM in a flash":
+
+    resident   products with the weights that stay in memory (attention, norms, router, predictor)
+    reading    the records that are not in memory, as many reads as the drive takes at once
+    computing  products with records, of which those in memory are computed while the others are on their way
+
+so a block takes `resident + max(reading, computing of what is there) + computing of what was read`. Blocks follow one
+another, because the input of a predictor or a router is the result of what came before. Streamed blocks do not wait for
+inputs: the next one is read while this one computes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from swarm.models.flash.sparsity import Sparsity, interpolated
+
+SLAB_BYTES = 8 << 20
+"""Bytes of one read where a whole block is read in order."""
+
+MAX_WINDOW = 64
+"""Tokens. By then a window holds whatever a text keeps coming back to."""
+
+WINDOW_MARGIN = 1.1
+"""Room for windows that need more neurons than the mean."""
+
+
+class ReadingSpeed(Protocol):
+    """How fast a drive reads, as measured (`reading.drive_speed`)."""
+
+    def seconds(self, reads: float, bytes_each: float) -> float:
+        """Seconds of so many reads, begun together, each of `bytes_each` bytes at a place of its own."""
+
+
+@dataclass(frozen=True)
+class ComputeSpeed:
+    """How fast products with weights are, for one data type and one way in which the weights lie.
+
+    Attributes:
+        points: tokens that are computed together, and seconds for one byte of weights, in order of tokens.
+    """
+
+    points: tuple[tuple[int, float], ...]
+
+    def seconds(self, weight_bytes: float, tokens: int = 1) -> float:
+        """Seconds of the products of `tokens` tokens with so many bytes of weights."""
+        line = [(float(count), seconds) for count, seconds in self.points]
+        return weight_bytes * interpolated(line, tokens)
+
+
+@dataclass(frozen=True)
+class MachineSpeed:
+    """What was measured on this machine.
+
+    Attributes:
+        drive: reading.
+        resident: products with weights that stay in memory.
+        records: products with records, which lie side by side with other fields.
+        move_s_per_byte: to move a record to another slot.
+        block_s: what a block costs beyond its weights, whatever their number: Python, norms, attention scores.
+    """
+
+    drive: ReadingSpeed
+    resident: ComputeSpeed
+    records: ComputeSpeed
+    move_s_per_byte: float = 0.0
+    block_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What one iteration costs, of a block or of a span.
+
+    Attributes:
+        reads, bytes: from the drive.
+        reading_s: if nothing else were done.
+        computing_s: if nothing had to be read.
+        seconds: of both together, one hidden behind the other as far as possible.
+    """
+
+    reads: int
+    bytes: int
+    reading_s: float
+    computing_s: float
+    seconds: float
+
+    def __add__(self, other: StepCost) -> StepCost:
+        return StepCost(
+            self.reads + other.reads,
+            self.bytes + other.bytes,
+            self.reading_s + other.reading_s,
+            self.computing_s + other.computing_s,
+            self.seconds + other.seconds,
+        )
+
+
+NO_COST = StepCost(0, 0, 0.0, 0.0, 0.0)
+
+
+class BlockCosts(Protocol):
+    """One block, as the cost model sees it.
+
+    Attributes:
+        resident_bytes: weights that stay in memory.
+        stride: bytes of a record in its file.
+        records: number of records.
+    """
+
+    @property
+    def resident_bytes(self) -> int: ...
+    @property
+    def stride(self) -> int: ...
+    @property
+    def records(self) -> int: ...
+
+    def step(self, machine: MachineSpeed, tokens: int, sessions: int) -> StepCost:
+        """The cost of `tokens` tokens of each of `sessions` sessions, computed together."""
+
+
+@dataclass(frozen=True)
+class NeuronBlock:
+    """A block of which a token needs few neurons.
+
+    Attributes:
+        sparsity: of what the predictor selects.
+        window: tokens of each session whose neurons stay in memory.
+    """
+
+    resident_bytes: int
+    stride: int
+    records: int
+    sparsity: Sparsity
+    window: int
+
+    def step(self, machine: MachineSpeed, tokens: int, sessions: int) -> StepCost:
+        new = round(self.records * self.sparsity.newly_read(self.window, sessions, tokens))
+        there = self.records * self.sparsity.needed(self.window, sessions)
+        batch = tokens * sessions
+        resident_s = machine.block_s + machine.resident.seconds(self.resident_bytes, batch)
+        reading_s = machine.drive.seconds(new, self.stride) if new else 0.0
+        moving_s = machine.move_s_per_byte * new * self.stride
+        before_s = moving_s + machine.records.seconds(there * self.stride, batch)
+        after_s = machine.records.seconds(new * self.stride, batch)
+        return _overlapped(new, self.stride, resident_s, reading_s, before_s, after_s)
+
+
+@dataclass(frozen=True)
+class ExpertBlock:
+    """A mixture of experts.
+
+    Attributes:
+        needed: shares of experts that tokens need: (experts a token / experts,) if nothing else was measured.
+        hits: slots for experts, and the share of a token's experts that was found there, in order of slots.
+        slots: experts that memory has room for.
+        ahead: share of the missing experts that is read while the block before computes.
+    """
+
+    resident_bytes: int
+    stride: int
+    records: int
+    needed: Sparsity
+    hits: tuple[tuple[int, float], ...]
+    slots: int
+    ahead: float = 0.0
+
+    def step(self, machine: MachineSpeed, tokens: int, sessions: int) -> StepCost:
+        needed = self.records * self.needed.needed(tokens, sessions)
+        line = [(float(slots), share) for slots, share in self.hits]
+        hits = min(needed * max(0.0, min(1.0, interpolated(line, self.slots))), float(self.slots))
+        new = round(needed - hits)
+        batch = tokens * sessions
+        resident_s = machine.block_s + machine.resident.seconds(self.resident_bytes, batch)
+        reading_s = machine.drive.seconds(new, self.stride) if new else 0.0
+        # Each expert computes its own tokens only.
+        each = max(1, round(batch * self.needed.needed(1) * self.records / needed)) if needed else 1
+        before_s = machine.records.seconds(hits * self.stride, each)
+        after_s = machine.records.seconds(new * self.stride, each)
+        hidden_s = min(self.ahead * reading_s, resident_s)
+        cost = _overlapped(new, self.stride, resident_s, reading_s - hidden_s, before_s, after_s)
+        return StepCost(cost.reads, cost.bytes, reading_s, cost.computing_s, cost.seconds)
+
+
+@dataclass(frozen=True)
+class StreamedBlock:
+    """A block that is read whole for each iteration."""
+
+    resident_bytes: int
+    stride: int
+    records: int = 1
+
+    def step(self, machine: MachineSpeed, tokens: int, sessions: int) -> StepCost:
+        return whole_block(self, machine, tokens * sessions)
+
+
+def whole_block(block: BlockCosts, machine: MachineSpeed, tokens: int) -> StepCost:
+    """The cost of reading all records in order, in slabs, and computing `tokens` tokens with them: streamed blocks, and
+    prompts in every kind of block."""
+    size = block.stride * block.records
+    reads = math.ceil(size / SLAB_BYTES)
+    reading_s = machine.drive.seconds(reads, min(size, SLAB_BYTES))
+    resident_s = machine.block_s + machine.resident.seconds(block.resident_bytes, tokens)
+    computing_s = resident_s + machine.records.seconds(size, tokens)
+    return StepCost(reads, size, reading_s, computing_s, max(reading_s, computing_s))
+
+
+def _overlapped(
+    reads: int, stride: int, resident_s: float, reading_s: float, before_s: float, after_s: float
+) -> StepCost:
+    """The cost of a block that computes with records in memory (`before_s`) while others are read, and then with
+    those (`after_s`)."""
+    seconds = resident_s + max(reading_s, before_s) + after_s
+    return StepCost(reads, reads * stride, reading_s, resident_s + before_s + after_s, seconds)
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """What a span costs.
+
+    Attributes:
+        machine: its speed.
+        blocks: of the span, in order.
+    """
+
+    machine: MachineSpeed
+    blocks: Sequence[BlockCosts]
+
+    def step(self, tokens: int = 1, sessions: int = 1) -> StepCost:
+        """The cost of an iteration with `tokens` tokens of each of `sessions` sessions."""
+        return sum((block.step(self.machine, tokens, sessions) for block in self.blocks), NO_COST)
+
+    def prompt(self, tokens: int) -> StepCost:
+        """The cost of an iteration with so many tokens of a prompt, which needs all records."""
+        return sum((whole_block(block, self.machine, tokens) for block in self.blocks), NO_COST)
+
+    def tokens_per_second(self, sessions: int = 1) -> float:
+        """Tokens a second of all sessions together."""
+        return sessions / self.step(sessions=sessions).seconds
+
+    def token_budget(self, limit_s: float, most: int) -> int:
+        """Tokens of an iteration: as many of a prompt as are computed within `limit_s`, but at least as many as take
+        as long to compute as their weights take to read. Powers of two, up to `most`."""
+        tokens = 1
+        while tokens * 2 <= most:
+            cost = self.prompt(tokens * 2)
+            if cost.seconds > limit_s and self.prompt(tokens).computing_s >= self.prompt(tokens).reading_s:
+                break
+            tokens *= 2
+        return tokens
+
+
+def window_bytes(blocks: Sequence[NeuronBlock], window: int, sessions: int = 1) -> int:
+    """Bytes of memory for the neurons of `window` tokens of each session, with a margin."""
+    return sum(
+        block.stride * min(block.records, math.ceil(WINDOW_MARGIN * block.records * needed))
+        for block in blocks
+        for needed in [block.sparsity.needed(window, sessions)]
+    )
+
+
+def largest_window(blocks: Sequence[NeuronBlock], memory: int, sessions: int = 1) -> int:
+    """The largest window whose neurons fit into `memory` bytes; 0 if not even those of one token do.
+
+    Larger is always better: a window costs memory and saves reads (section 3.1).
+    """
+    window = 0
+    while window < MAX_WINDOW and window_bytes(blocks, window + 1, sessions) <= memory:
+        window += 1
+    return window
+
+
+@dataclass(frozen=True)
+class FlashChoice:
+    """Whether weights go to flash, and why, in words for the server's log."""
+
+    flash: bool
+    reason: str
+
+
+def choose(wanted: int, fitting: int, memory_block_s: float, flash_block_s: float, hop_s: float) -> FlashChoice:
+    """Whether the swarm gains if `wanted` blocks are held here on flash, of which memory holds `fitting`.
+
+    What does not fit here has to be held by other servers. So a token's way through all wanted blocks is compared: on
+    flash in one server, and in the memory of as many servers like this one as it takes, a hop away from each other.
+
+    Args:
+        memory_block_s, flash_block_s: seconds of a token for one block.
+        hop_s: seconds from one server to the next.
+    """
+    if fitting >= wanted:
+        return FlashChoice(False, f"all {wanted} blocks fit in memory")
+    if fitting == 0:
+        return FlashChoice(True, "not one block fits in memory")
+    servers = math.ceil(wanted / fitting)
+    here_s, elsewhere_s = wanted * flash_block_s, wanted * memory_block_s + (servers - 1) * hop_s
+    return FlashChoice(
+        here_s <= elsewhere_s,
+        f"a token takes {here_s * 1000:.0f} ms through {wanted} blocks on flash, and {elsewhere_s * 1000:.0f} ms in "
+        f"the memory of {servers} servers like this one",
+    )
+
+
+def describe(model: CostModel, memory: int, sessions: int = 8) -> str:
+    """One line for the start of a server.
+
+    Args:
+        memory: bytes for records.
+        sessions: how many at once the second figure is for.
+    """
+    one, total = model.step(), sum(block.stride * block.records for block in model.blocks)
+    each = one.bytes / one.reads if one.reads else 0
+    return (
+        f"Flash: {len(model.blocks)} blocks, {total / 1e9:.1f} GB on the drive, {memory / 1e9:.1f} GB of them in "
+        f"memory; a token reads {one.bytes / 1e6:.1f} MB ({one.bytes / total:.1%}) in {one.reads} reads of "
+        f"{each / 1024:.0f} KiB; {one.reading_s * 1000:.0f} ms reading, {one.computing_s * 1000:.0f} ms computing, "
+        f"{one.seconds * 1000:.0f} ms together: {1 / one.seconds:.1f} tokens/s alone, "
+        f"{model.tokens_per_second(sessions):.1f} for {sessions} sessions"
+    )

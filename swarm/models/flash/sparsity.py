@@ -1,0 +1,99 @@
+"""How many of a block's neurons (or experts) tokens need, alone and together: what was measured over text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+_NEARLY_ALL = 1 - 1e-9
+"""Shares are kept below 1, where their logarithms end."""
+
+
+@dataclass(frozen=True)
+class Sparsity:
+    """Shares of a block's records that tokens need, as measured.
+
+    Raises `ValueError` if a share is not between 0 and 1, or falls where it can only grow.
+
+    Attributes:
+        tokens: `tokens[k - 1]` is the share that k consecutive tokens of one session need together: the aggregated
+            usage s_agg(k) of "LLM in a flash", section 3.1. The first is what one token needs.
+        sessions: number of sessions to the share that one token of each needs together. Without it, sessions count as
+            independent of each other.
+    """
+
+    tokens: tuple[float, ...]
+    sessions: Mapping[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.tokens:
+            raise ValueError("at least the share that one token needs has to be known")
+        together = [self.sessions[count] for count in sorted(self.sessions)]
+        for shares in (self.tokens, together):
+            if not all(0 < share <= 1 for share in shares):
+                raise ValueError(f"shares lie between 0 and 1, not {shares}")
+            if any(later < earlier for earlier, later in pairwise(shares)):
+                raise ValueError(f"more tokens never need fewer records: {shares}")
+        if any(count < 1 for count in self.sessions):
+            raise ValueError("numbers of sessions are positive")
+
+    def needed(self, tokens: int, sessions: int = 1) -> float:
+        """The share that `tokens` consecutive tokens of each of `sessions` sessions need together.
+
+        Sessions share neurons: n of them count as somewhat fewer independent ones, as many as explain the measured
+        shares of one token of each.
+        """
+        if tokens == 0:
+            return 0.0
+        alone = min(_NEARLY_ALL, self._alone(tokens))
+        return -math.expm1(self._independent(sessions) * math.log1p(-alone))
+
+    def newly_read(self, window: int, sessions: int = 1, tokens: int = 1) -> float:
+        """The share that is not in memory, if that of the last `window` tokens of every session is: s_agg(k+1) -
+        s_agg(k) of the paper.
+
+        Args:
+            tokens: of each session that are computed at once.
+        """
+        new = self.needed(window + tokens, sessions) - self.needed(window, sessions)
+        return max(0.0, min(new, self.needed(tokens, sessions)))
+
+    def _alone(self, tokens: int) -> float:
+        """s_agg(tokens). Beyond what was measured, it grows by steps that shrink as the last two did."""
+        known = len(self.tokens)
+        if tokens <= known:
+            return self.tokens[tokens - 1]
+        steps = [later - earlier for earlier, later in pairwise((0.0, *self.tokens))]
+        ratio = 1 - steps[0]  # of independent tokens
+        if known > 1:
+            ratio = min(1.0, steps[-1] / steps[-2]) if steps[-2] > 0 else 0.0
+        more = tokens - known
+        growth = more * ratio if ratio == 1 else ratio * (1 - ratio**more) / (1 - ratio)
+        return min(1.0, self.tokens[-1] + steps[-1] * growth)
+
+    def _independent(self, sessions: int) -> float:
+        """The number of independent sessions that need as much as `sessions` real ones."""
+        one = math.log1p(-min(_NEARLY_ALL, self.tokens[0]))
+        points = [(0.0, 0.0)]  # logarithms of both numbers
+        for count in sorted(self.sessions):
+            if count > 1:
+                independent = math.log1p(-min(_NEARLY_ALL, self.sessions[count])) / one
+                points.append((math.log(count), math.log(min(count, max(1.0, independent)))))
+        return math.exp(interpolated(points, math.log(sessions), slope=1.0))
+
+
+def interpolated(points: list[tuple[float, float]], place: float, slope: float = 0.0) -> float:
+    """The value at `place` of the line through `points`, which are in order of place.
+
+    Beyond the last point the last piece goes on; `slope` is that of the line if there is one point only. Before the
+    first point the value is that of the first.
+    """
+    if place <= points[0][0]:
+        return points[0][1]
+    for (left, low), (right, high) in pairwise(points):
+        slope = (high - low) / (right - left)
+        if place <= right:
+            return low + slope * (place - left)
+    return points[-1][1] + slope * (place - points[-1][0])

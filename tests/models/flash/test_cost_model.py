@@ -1,0 +1,182 @@
+"""What a token costs on flash."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.models.flash.cost_model import (
+    SLAB_BYTES,
+    ComputeSpeed,
+    CostModel,
+    ExpertBlock,
+    MachineSpeed,
+    NeuronBlock,
+    StreamedBlock,
+    choose,
+    describe,
+    largest_window,
+    window_bytes,
+)
+from swarm.models.flash.sparsity import Sparsity
+
+
+@dataclass(frozen=True)
+class Drive:
+    """Reads side by side, each with a latency that `depth` of them share."""
+
+    bytes_per_s: float = 2e9
+    latency_s: float = 1e-4
+    depth: int = 32
+
+    def seconds(self, reads: float, bytes_each: float) -> float:
+        return reads * bytes_each / self.bytes_per_s + self.latency_s * reads / self.depth
+
+
+LINEAR = ComputeSpeed(((1, 1e-10), (101, 2e-10)))
+MACHINE = MachineSpeed(Drive(), LINEAR, LINEAR)
+PAPER = Sparsity((0.1, 0.15, 0.188, 0.216, 0.24, 0.264))
+OPT = NeuronBlock(134_217_728, 16_384, 16_384, PAPER, window=5)
+"""A block of OPT-6.7B in 16 bits."""
+
+MIXTURE = ExpertBlock(40_000_000, 9_437_184, 128, Sparsity((8 / 128,)), ((0, 0.0), (64, 0.8), (128, 1.0)), slots=32)
+
+machines = st.builds(
+    MachineSpeed,
+    st.builds(Drive, st.floats(1e8, 1e10), st.floats(0, 1e-3), st.integers(1, 64)),
+    st.just(LINEAR),
+    st.builds(lambda low, more: ComputeSpeed(((1, low), (64, low + more))), st.floats(1e-11, 1e-9), st.floats(0, 1e-8)),
+    st.floats(0, 1e-9),
+    st.floats(0, 1e-3),
+)
+neurons = st.builds(
+    NeuronBlock,
+    st.integers(0, 1 << 30),
+    st.integers(1, 64).map(lambda pages: 4096 * pages),
+    st.integers(1, 20_000),
+    st.just(PAPER),
+    st.integers(0, 10),
+)
+experts = st.builds(
+    ExpertBlock,
+    st.integers(0, 1 << 28),
+    st.integers(1, 1 << 20),
+    st.integers(8, 128),
+    st.just(Sparsity((0.0625,))),
+    st.just(((0, 0.0), (64, 0.8), (128, 1.0))),
+    st.integers(0, 128),
+    st.floats(0, 1),
+)
+streamed = st.builds(StreamedBlock, st.integers(0, 1 << 28), st.integers(1, 1 << 30))
+blocks = st.one_of(neurons, experts, streamed)
+
+
+def test_a_token_reads_what_its_window_lacks():
+    cost = OPT.step(MACHINE, tokens=1, sessions=1)
+    assert cost.reads == round(0.024 * 16_384)
+    assert cost.bytes == cost.reads * 16_384
+    assert cost.reading_s == Drive().seconds(cost.reads, 16_384)
+
+
+def test_what_is_there_is_computed_while_the_rest_is_read():
+    cost = OPT.step(MACHINE, tokens=1, sessions=1)
+    resident_s = 134_217_728 * 1e-10
+    there_s = 0.24 * 16_384 * 16_384 * 1e-10
+    assert cost.seconds == pytest.approx(resident_s + max(cost.reading_s, there_s) + cost.bytes * 1e-10, rel=1e-3)
+
+
+def test_a_batch_takes_longer_and_reads_more_but_less_for_each_token():
+    one, eight = OPT.step(MACHINE, 1, 1), OPT.step(MACHINE, 1, 8)
+    assert one.seconds < eight.seconds < 8 * one.seconds
+    assert one.bytes < eight.bytes
+
+
+def test_experts_that_are_there_are_not_read():
+    assert MIXTURE.step(MACHINE, 1, 1).reads == round(8 * (1 - 0.4))
+    assert dataclasses.replace(MIXTURE, slots=128).step(MACHINE, 1, 1).reads == 0
+    assert dataclasses.replace(MIXTURE, slots=0).step(MACHINE, 1, 1).reads == 8
+
+
+def test_look_ahead_hides_reading_behind_the_attention_only():
+    plain = MIXTURE.step(MACHINE, 1, 1)
+    ahead = dataclasses.replace(MIXTURE, ahead=1.0).step(MACHINE, 1, 1)
+    assert plain.seconds - ahead.seconds == pytest.approx(40_000_000 * 1e-10)
+    assert plain.reading_s == ahead.reading_s
+
+
+def test_streamed_blocks_take_the_longer_of_reading_and_computing():
+    block = StreamedBlock(0, 400_000_000)
+    cost = block.step(MACHINE, 1, 1)
+    assert cost.seconds == cost.reading_s == Drive().seconds(48, SLAB_BYTES)
+    assert block.step(MACHINE, 1, 1000).seconds == pytest.approx(400_000_000 * 1.1e-9, rel=0.01)
+
+
+def test_tokens_that_are_computed_together():
+    assert LINEAR.seconds(1e10, 51) == pytest.approx(1.5)
+    assert LINEAR.seconds(1e10, 201) == pytest.approx(3.0), "beyond what was measured, more tokens take more time"
+
+
+@given(machines, st.lists(blocks, min_size=1, max_size=4), st.integers(1, 4), st.integers(1, 32))
+def test_a_span_takes_at_least_its_reading_and_its_computing_and_at_most_both(machine, span, tokens, sessions):
+    cost = CostModel(machine, span).step(tokens, sessions)
+    longest = max(cost.reading_s, cost.computing_s)
+    assert longest * (1 - 1e-9) <= cost.seconds <= (cost.reading_s + cost.computing_s) * (1 + 1e-9)
+
+
+@given(machines, neurons, st.integers(1, 16))
+def test_a_larger_window_never_reads_more(machine, block, sessions):
+    read = [
+        dataclasses.replace(block, window=window).step(machine, 1, sessions).bytes
+        for window in range(len(PAPER.tokens))
+    ]
+    assert read == sorted(read, reverse=True)
+
+
+@given(st.lists(neurons, min_size=1, max_size=4), st.integers(0, 1 << 32), st.integers(1, 8))
+def test_the_largest_window_fits_and_the_next_does_not(span, memory, sessions):
+    window = largest_window(span, memory, sessions)
+    assert window == 0 or window_bytes(span, window, sessions) <= memory
+    assert window == 64 or window_bytes(span, window + 1, sessions) > memory
+
+
+@given(machines, st.lists(blocks, min_size=1, max_size=3), st.floats(0.001, 10))
+def test_the_budget_takes_no_longer_than_its_limit_unless_reading_takes_longer(machine, span, limit_s):
+    model = CostModel(machine, span)
+    budget = model.token_budget(limit_s, 4096)
+    if budget > 1:
+        half = model.prompt(budget // 2)
+        assert model.prompt(budget).seconds <= limit_s or half.reading_s > half.computing_s
+
+
+def test_streamed_blocks_get_a_budget_that_is_worth_the_reading():
+    model = CostModel(MACHINE, [StreamedBlock(0, 400_000_000)])
+    assert model.token_budget(0.01, 4096) > 64
+    assert model.token_budget(0.01, 32) == 32
+
+
+def test_flash_never_pays_if_everything_fits():
+    assert not choose(8, 8, memory_block_s=1.0, flash_block_s=0.001, hop_s=1.0).flash
+
+
+def test_flash_is_all_there_is_if_nothing_fits():
+    assert choose(8, 0, memory_block_s=0.001, flash_block_s=1.0, hop_s=0.001).flash
+
+
+@pytest.mark.parametrize(("flash_block_s", "pays"), [(0.010, True), (0.015, True), (0.017, False)])
+def test_flash_pays_if_a_token_is_no_slower_than_through_more_servers(flash_block_s, pays):
+    # 16 blocks in the memory of two servers: 160 ms and a hop of 100 ms, so up to 16 ms a block on flash.
+    choice = choose(16, 8, memory_block_s=0.010, flash_block_s=flash_block_s, hop_s=0.1)
+    assert choice.flash is pays
+    assert "260 ms in the memory of 2 servers" in choice.reason
+
+
+def test_the_line_for_the_start_of_a_server():
+    line = describe(CostModel(MACHINE, [OPT] * 4), memory=300_000_000)
+    assert line.startswith(
+        "Flash: 4 blocks, 1.1 GB on the drive, 0.3 GB of them in memory; a token reads 25.8 MB (2.4%)"
+    )
+    assert "1572 reads of 16 KiB" in line

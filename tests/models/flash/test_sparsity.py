@@ -1,0 +1,85 @@
+"""Shares of records that tokens need together."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.models.flash.sparsity import Sparsity
+
+shares = st.floats(0.001, 1.0)
+curves = st.lists(shares, min_size=1, max_size=8).map(lambda values: tuple(sorted(values)))
+
+
+@st.composite
+def sparsities(draw):
+    tokens = draw(curves)
+    counts = draw(st.lists(st.integers(2, 32), max_size=4, unique=True))
+    together = sorted(draw(st.lists(st.floats(tokens[0], 1.0), min_size=len(counts), max_size=len(counts))))
+    return Sparsity(tokens, dict(zip(sorted(counts), together, strict=True)))
+
+
+MEASURED = Sparsity((0.12,), {2: 0.21, 4: 0.33, 8: 0.47})
+"""A trained OPT of 7.5 million parameters."""
+
+
+def test_gives_back_what_was_measured():
+    sparsity = Sparsity((0.1, 0.15, 0.19), {2: 0.18})
+    assert [sparsity.needed(count) for count in (1, 2, 3)] == pytest.approx([0.1, 0.15, 0.19])
+    assert [MEASURED.needed(1, count) for count in (1, 2, 4, 8)] == pytest.approx([0.12, 0.21, 0.33, 0.47])
+
+
+def test_sessions_count_as_independent_until_they_were_measured():
+    assert Sparsity((0.1,)).needed(1, 3) == pytest.approx(1 - 0.9**3)
+
+
+def test_the_window_of_the_paper():
+    # OPT-6.7B: 24 % of the neurons in memory for a window of 5, and 2.4 % of them new with every token.
+    sparsity = Sparsity((0.1, 0.15, 0.188, 0.216, 0.24, 0.264))
+    assert sparsity.newly_read(5) == pytest.approx(0.024)
+    assert sparsity.newly_read(0) == pytest.approx(0.1)
+
+
+def test_several_tokens_at_once_read_what_the_window_lacks():
+    sparsity = Sparsity((0.1, 0.15, 0.19, 0.22))
+    assert sparsity.newly_read(1, tokens=2) == pytest.approx(0.19 - 0.1)
+
+
+@given(sparsities(), st.integers(0, 80), st.integers(1, 64))
+def test_more_tokens_and_more_sessions_never_need_less(sparsity, tokens, sessions):
+    needed = sparsity.needed(tokens, sessions)
+    assert 0 <= needed <= 1
+    assert sparsity.needed(tokens + 1, sessions) >= needed - 1e-9
+    assert sparsity.needed(tokens, sessions + 1) >= needed - 1e-9
+    assert needed <= 1 - (1 - sparsity.needed(tokens)) ** sessions + 1e-6, "no fewer in common than independent ones"
+
+
+@given(sparsities(), st.integers(0, 80), st.integers(1, 64), st.integers(1, 8))
+def test_no_window_reads_more_than_is_needed(sparsity, window, sessions, tokens):
+    assert 0 <= sparsity.newly_read(window, sessions, tokens) <= sparsity.needed(tokens, sessions) + 1e-12
+
+
+@given(st.lists(st.floats(0.001, 0.1), min_size=1, max_size=8))
+def test_what_is_read_for_each_token_adds_up_to_what_all_need(steps):
+    curve = tuple(itertools.accumulate(sorted(steps, reverse=True)))
+    sparsity = Sparsity(curve)
+    assert sum(sparsity.newly_read(window) for window in range(12)) == pytest.approx(sparsity.needed(12))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sessions", "message"),
+    [
+        ((), {}, "at least"),
+        ((0.0,), {}, "between"),
+        ((1.5,), {}, "between"),
+        ((0.3, 0.2), {}, "never need fewer"),
+        ((0.1,), {2: 0.3, 4: 0.2}, "never need fewer"),
+        ((0.1,), {0: 0.1}, "positive"),
+    ],
+)
+def test_refuses_shares_that_cannot_be(tokens, sessions, message):
+    with pytest.raises(ValueError, match=message):
+        Sparsity(tokens, sessions)
