@@ -1,10 +1,15 @@
-"""Trains the small demo model that ships with swarm, from any text files, on a CPU.
+"""Trains a small model from any text files, on a CPU: the demo model that ships with swarm, and models for benchmarks.
 
     python scripts/train_demo_model.py texts/*.txt --minutes 60
+    python scripts/train_demo_model.py texts/*.txt --minutes 30 --family opt --out runs/opt --work runs/opt-work
+    python scripts/train_demo_model.py texts/*.txt --minutes 30 --family llama --activation relu --out ... --work ...
 
-The texts are cleaned and split into a training part and a held-out end. A byte-level BPE tokenizer and a Llama of a few
+The texts are cleaned and split into a training part and a held-out end. A byte-level BPE tokenizer and a model of a few
 million parameters are trained on the former, and the weights with the best held-out loss are exported in the layout
 that `from_pretrained` reads. `--resume` goes on from the last checkpoint; with its time used up it only exports.
+
+Models whose activation yields exact zeros (OPT's ReLU, nemotron's squared ReLU, or another with `--activation`) are
+those that `benchmarks.flash_quality` measures; their feed-forward layers are wider than the demo model's.
 """
 
 from __future__ import annotations
@@ -28,7 +33,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 END_OF_TEXT = "<|endoftext|>"
 VOCABULARY = 2048
@@ -40,6 +52,22 @@ HELD_OUT = 0.02
 MEASURED = "<!-- measured by scripts/train_demo_model.py -->"
 QUOTES = dict.fromkeys("\u201c\u201d", '"') | dict.fromkeys("\u2018\u2019", "'")
 TYPOGRAPHY = str.maketrans({**QUOTES, "\u2014": "--", "\u00a0": " ", "_": ""})
+
+DEMO_SHAPE = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 192,
+    "intermediate_size": 448,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+}
+_WIDE = {"hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 8}
+WIDE_SHAPES: dict[str, dict[str, Any]] = {
+    "opt": {**_WIDE, "ffn_dim": 1024, "word_embed_proj_dim": 256, "dropout": 0.0},
+    "nemotron": {**_WIDE, "intermediate_size": 1024, "num_key_value_heads": 4},
+    "llama": {**_WIDE, "intermediate_size": 704, "num_key_value_heads": 4},
+}
+"""For benchmarks: the families that `--family` knows."""
 
 Options = argparse.Namespace
 
@@ -106,13 +134,13 @@ def draw_batch(texts: list[Text], step: int, seed: int) -> tuple[Tensor, Tensor]
 # Training
 
 
-def mean_loss(model: LlamaForCausalLM, inputs: Tensor, targets: Tensor) -> Tensor:
+def mean_loss(model: PreTrainedModel, inputs: Tensor, targets: Tensor) -> Tensor:
     logits = model(input_ids=inputs, use_cache=False).logits
     return cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 @torch.no_grad()
-def held_out_nats(model: LlamaForCausalLM, text: Text, length: int) -> float:
+def held_out_nats(model: PreTrainedModel, text: Text, length: int) -> float:
     """The summed loss of every held-out token but the first, each predicted from the chunk it lies in."""
     ids, nats = text.held_out[None], 0.0
     for start in range(0, ids.shape[1] - 1, length):
@@ -121,29 +149,39 @@ def held_out_nats(model: LlamaForCausalLM, text: Text, length: int) -> float:
     return nats
 
 
-def held_out_loss(model: LlamaForCausalLM, texts: list[Text], length: int = CONTEXT) -> tuple[float, float]:
+def held_out_loss(model: PreTrainedModel, texts: list[Text], length: int = CONTEXT) -> tuple[float, float]:
     """Nats per token and bits per byte."""
     nats = sum(held_out_nats(model, text, length) for text in texts)
     tokens, size = sum(len(text.held_out) - 1 for text in texts), sum(text.held_out_bytes for text in texts)
     return nats / tokens, nats / math.log(2) / size
 
 
-def build_model(end_of_text: int) -> LlamaForCausalLM:
+def build_model(family: str, activation: str | None, end_of_text: int) -> PreTrainedModel:
+    """A new model.
+
+    Args:
+        activation: in place of the family's own, by transformers' name.
+    """
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config_of(family, activation, end_of_text))
+    return model
+
+
+def config_of(family: str, activation: str | None, end_of_text: int) -> PreTrainedConfig:
     special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), end_of_text)
-    config = LlamaConfig(
-        architectures=["LlamaForCausalLM"],
-        vocab_size=VOCABULARY,
-        hidden_size=192,
-        intermediate_size=448,
-        num_hidden_layers=12,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        max_position_embeddings=LONG_CONTEXT,
-        tie_word_embeddings=True,
-        dtype="float32",
+    shape = DEMO_SHAPE if family == "llama" and activation is None else WIDE_SHAPES[family]
+    common = {
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": LONG_CONTEXT,
+        "tie_word_embeddings": True,
+        "dtype": "float32",
         **special,
-    )
-    return LlamaForCausalLM(config)
+        **shape,
+    }
+    if activation is not None:
+        default = AutoConfig.for_model(family)
+        name = next(key for key in ("activation_function", "hidden_act") if hasattr(default, key))
+        common[name] = activation
+    return AutoConfig.for_model(family, **common)
 
 
 def learning_rate(step: int, done: float, peak: float) -> float:
@@ -154,7 +192,7 @@ def learning_rate(step: int, done: float, peak: float) -> float:
 class Training:
     """A run: the model, its optimizer, and how far they have come."""
 
-    def __init__(self, model: LlamaForCausalLM, texts: list[Text], options: Options) -> None:
+    def __init__(self, model: PreTrainedModel, texts: list[Text], options: Options) -> None:
         self.model, self.texts, self.options = model, texts, options
         decayed = {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1}
         gains = {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}
@@ -231,7 +269,7 @@ def export(training: Training, bpe: Tokenizer, out: Path) -> None:
             os.replace(path, out / path.name)
 
 
-def save_model(model: LlamaForCausalLM, bpe: Tokenizer, folder: Path) -> None:
+def save_model(model: PreTrainedModel, bpe: Tokenizer, folder: Path) -> None:
     special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
     tokenizer: Any = PreTrainedTokenizerFast
     tokenizer(tokenizer_object=bpe, model_max_length=LONG_CONTEXT, **special).save_pretrained(folder)
@@ -248,7 +286,7 @@ def plot_curve(curve: list[tuple[int, float, float]], path: Path) -> None:
     axes = figure.subplots()
     axes.plot(steps, train_losses, label="training (mean since the last point)")
     axes.plot(steps, held_out_losses, label="held out")
-    axes.set(xlabel="step", ylabel="loss, nats per token", title="swarm demo model")
+    axes.set(xlabel="step", ylabel="loss, nats per token", title="training and held-out loss")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=100)
@@ -287,6 +325,8 @@ def parse_options() -> Options:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("texts", nargs="+", type=Path, help="UTF-8 text files")
     parser.add_argument("--weight", nargs="+", default=[], metavar="NAME=FACTOR", help="multiplies a text's share")
+    parser.add_argument("--family", choices=sorted(WIDE_SHAPES), default="llama")
+    parser.add_argument("--activation", help="in place of the family's own, such as relu for llama")
     parser.add_argument("--out", type=Path, default=Path("swarm/models/demo"))
     parser.add_argument("--work", type=Path, default=Path("runs/demo"), help="folder of the checkpoint")
     parser.add_argument("--minutes", type=float, default=60, help="the learning rate's schedule ends with them")
@@ -306,7 +346,7 @@ def main() -> None:
     torch.manual_seed(options.seed)
     weights = {name: float(factor) for name, factor in (pair.split("=") for pair in options.weight)}
     bpe, texts = load_texts(options.texts, weights)
-    training = Training(build_model(bpe.get_vocab()[END_OF_TEXT]), texts, options)
+    training = Training(build_model(options.family, options.activation, bpe.get_vocab()[END_OF_TEXT]), texts, options)
     if options.resume:
         training.resume()
     training.run()
