@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.models.flash.neurons.active_window import ActiveWindow, expected_tokens
+from swarm.models.flash.neurons.neuron_matrix import NeuronMatrix
+from swarm.models.flash.record_layout import RecordLayout
+from swarm.models.flash.weight_store import MemoryStore
+
+NEURONS = 30
+TENSORS = {"up": torch.arange(NEURONS * 2, dtype=torch.float32).view(NEURONS, 2)}
+LAYOUT = RecordLayout.of({"up": (NEURONS, 2)}, {"up": 0}, torch.float32)
+
+
+class Memory:
+    """A matrix that follows its window's decisions."""
+
+    def __init__(self, capacity: int, forwards: int | None = None) -> None:
+        self.matrix = NeuronMatrix(LAYOUT, capacity, {})
+        self.window = ActiveWindow(self.matrix, forwards)
+        self.store = MemoryStore(LAYOUT, TENSORS)
+
+    def forward(self, *needed: int, kept: list[int] | None = None) -> list[list[int]]:
+        """The neurons that each portion read."""
+        read = []
+        portions = self.window.portions(np.array(needed, dtype=np.int64), None if kept is None else np.array(kept))
+        for portion in portions:
+            self.matrix.delete(portion.leaving)
+            self.matrix.append(portion.joining, self.store).wait()
+            assert set(portion.needed) <= set(self.matrix.neurons)
+            read.append(portion.joining.tolist())
+        return read
+
+    @property
+    def held(self) -> set[int]:
+        return set(self.matrix.neurons.tolist())
+
+
+def test_only_what_is_not_in_memory_is_read() -> None:
+    memory = Memory(10)
+    assert memory.forward(1, 2, 3) == [[1, 2, 3]]
+    assert memory.forward(2, 3, 4) == [[4]]
+    assert memory.forward(1, 4) == [[]]
+
+
+def test_what_was_needed_longest_ago_makes_room() -> None:
+    memory = Memory(4)
+    memory.forward(1, 2)
+    memory.forward(3)
+    memory.forward(1, 5)
+    assert memory.held == {1, 2, 3, 5}
+    memory.forward(6)
+    assert memory.held == {1, 3, 5, 6}
+
+
+def test_a_fixed_window_drops_the_neurons_of_older_forwards() -> None:
+    memory = Memory(10, forwards=2)
+    memory.forward(1)
+    memory.forward(2)
+    memory.forward(3)
+    assert memory.held == {2, 3}
+
+
+@pytest.mark.parametrize(("forwards", "rereads"), [(None, 0), (2, 3)])
+def test_sessions_that_take_turns_find_their_neurons_where_a_window_of_forwards_drops_them(
+    forwards: int | None, rereads: int
+) -> None:
+    memory = Memory(12, forwards)
+    sessions = [(0, 1, 2), (10, 11, 12), (20, 21, 22)]
+    for session in sessions:
+        memory.forward(*session)
+    assert [len(memory.forward(*session)[0]) for session in sessions] == [rereads] * 3
+
+
+def test_a_forward_that_needs_more_than_memory_holds_is_computed_in_portions() -> None:
+    memory = Memory(4)
+    memory.forward(3, 7)
+    assert memory.forward(*range(10)) == [[0, 1], [2, 4, 5, 6], [8, 9]]
+
+
+def test_neurons_of_candidates_that_are_not_expected_to_be_accepted_leave_first() -> None:
+    memory = Memory(4)
+    memory.forward(1)
+    memory.forward(2, 3, 4, kept=[2])
+    memory.forward(5)
+    assert memory.held == {1, 2, 4, 5} or memory.held == {1, 2, 3, 5}
+
+
+def test_the_window_ends_at_the_expected_accepted_token_of_each_sequence() -> None:
+    assert expected_tokens(np.array([1, 5, 2]), 0.5).tolist() == [True, *[True] * 3, False, False, True, False]
+    assert expected_tokens(np.array([], dtype=np.int64)).tolist() == []
+
+
+@given(
+    st.integers(1, 12),
+    st.one_of(st.none(), st.integers(1, 4)),
+    st.lists(st.sets(st.integers(0, NEURONS - 1)), max_size=15),
+)
+def test_whatever_is_needed_everything_is_computed_once_and_memory_is_never_exceeded(
+    capacity: int, forwards: int | None, needs: list[set[int]]
+) -> None:
+    memory = Memory(capacity, forwards)
+    for number, needed in enumerate(needs):
+        before = memory.held
+        read = [neuron for portion in memory.forward(*sorted(needed)) for neuron in portion]
+        assert sorted(read) == sorted(needed - before)  # nothing twice, and nothing that was there
+        assert len(memory.held) <= capacity
+        if forwards is not None:
+            recent = set().union(*needs[max(0, number + 1 - forwards) : number + 1])
+            assert memory.held <= recent
