@@ -81,6 +81,9 @@ class ServerInfo:
         mobility: whether it would move to other blocks.
         relayed: whether other peers can reach it only through a relay (see `swarm.dht.reachability`).
         adapters: names of the adapters that every client may use on this server.
+        sparse: whether it computes a token with some neurons of its feed-forward layers only, which is approximate.
+        perplexity_loss: how much that raises the perplexity, relative to all neurons, as it measured; None if it is not
+            sparse or did not measure.
     """
 
     peer_id: str
@@ -101,6 +104,8 @@ class ServerInfo:
     mobility: Mobility = Mobility.FREE
     relayed: bool = False
     adapters: tuple[str, ...] = ()
+    sparse: bool = False
+    perplexity_loss: float | None = None
 
     @property
     def short_id(self) -> str:

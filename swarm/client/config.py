@@ -23,6 +23,9 @@ class NetworkOptions:
         push: let servers send their outputs directly to the next server instead of through this client.
         quant: use only servers whose weights have this form, or one of these forms: "none", "int8", "nf4" or "int4"
             (the form of CPUs that corresponds to nf4). None allows all.
+        exact: use no server that computes with some neurons of its feed-forward layers only (`sparse`; docs/flash.md).
+            By default no text depends on such a choice of neurons unless its user has agreed to it. Quantized weights
+            are another question: the weights that a server announces are the ones with which it computes exactly.
     """
 
     request_timeout: float = 60.0
@@ -31,6 +34,7 @@ class NetworkOptions:
     blocked_servers: Collection[str] = ()
     push: bool = True
     quant: str | Collection[str] | None = None
+    exact: bool = True
 
     def __post_init__(self) -> None:
         forms = self.weight_forms

@@ -59,6 +59,8 @@ class ServerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     mobility: Mobility = Mobility.FREE
     relayed: bool = False
     adapters: Annotated[list[Name], msgspec.Meta(max_length=MAX_ADAPTERS)] = []
+    sparse: bool = False
+    perplexity_loss: Annotated[float, msgspec.Meta(ge=-1, le=1e3)] | None = None
 
 
 _decoder = msgspec.msgpack.Decoder(ServerRecord)
@@ -92,6 +94,8 @@ def encode_announcement(info: ServerInfo) -> bytes:
             mobility=info.mobility,
             relayed=info.relayed,
             adapters=list(info.adapters),
+            sparse=info.sparse,
+            perplexity_loss=info.perplexity_loss,
         )
     )
 
@@ -110,6 +114,8 @@ def decode_announcement(data: bytes) -> ServerInfo:
     # A joining server has not read its weights yet.
     if len(record.digests) != span.length and (record.state is ServerState.ONLINE or record.digests):
         raise ProtocolViolation(f"an announcement of {span.length} blocks has {len(record.digests)} digests")
+    if record.perplexity_loss is not None and not record.sparse:
+        raise ProtocolViolation("an announcement has a loss of perplexity, but is not sparse")
     return ServerInfo(
         peer_id=record.peer_id,
         span=span,
@@ -129,4 +135,6 @@ def decode_announcement(data: bytes) -> ServerInfo:
         mobility=record.mobility,
         relayed=record.relayed,
         adapters=tuple(record.adapters),
+        sparse=record.sparse,
+        perplexity_loss=record.perplexity_loss,
     )

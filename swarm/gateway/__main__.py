@@ -57,6 +57,7 @@ logger = logging.getLogger("swarm.gateway")
 @click.option(
     "--wait-for-blocks", type=click.FloatRange(0), default=60.0, help="Seconds that a request waits for missing blocks."
 )
+@click.option("--exact/--no-exact", default=True, help="Use no server that computes with some neurons only (sparse).")
 @click.option("--cache-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder for files from the hub.")
 @click.option("--threads", type=click.IntRange(min=1), help="Torch threads.  [default: torch's choice]")
 @console.log_format_option
@@ -76,6 +77,7 @@ def main(
     public_status: bool,
     wire: str,
     wait_for_blocks: float,
+    exact: bool,
     cache_dir: Path | None,
     threads: int | None,
     log_format: str,
@@ -108,7 +110,7 @@ def main(
         max_waiting=queue,
         public_status=public_status,
     )
-    network = NetworkOptions(wait_for_blocks=wait_for_blocks)
+    network = NetworkOptions(wait_for_blocks=wait_for_blocks, exact=exact)
     options: dict[str, Any] = {"wire": wire, "network": network, "cache_dir": cache_dir}
     peers = console.split_addresses(initial_peers)
     if peers:

@@ -86,6 +86,8 @@ class ServerView:
         relayed: whether it is reached through a relay.
         round_trip: seconds from this peer and back; None if it was not measured.
         mobility: "pinned", "cooling" or "free".
+        sparse: whether it computes with some neurons only, so that results are approximate.
+        perplexity_loss: how much that raises the perplexity, as a share; None if it is not sparse or did not measure.
     """
 
     peer_id: str
@@ -109,6 +111,8 @@ class ServerView:
     round_trip: float | None
     adapters: tuple[str, ...]
     mobility: str
+    sparse: bool
+    perplexity_loss: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,4 +299,6 @@ def _server_view(server: ServerInfo, round_trips: Mapping[str, float], excluded:
         round_trip=round_trips.get(server.peer_id),
         adapters=tuple(shorten(adapter) for adapter in server.adapters),
         mobility=server.mobility.name.lower(),
+        sparse=server.sparse,
+        perplexity_loss=server.perplexity_loss,
     )

@@ -106,7 +106,6 @@ def _table(servers: Sequence[ServerView]) -> str:
 def _row(server: ServerView) -> tuple[str, ...]:
     how = "relayed " if server.relayed else ""
     ping = f"{server.round_trip * 1000:.0f} ms" if server.round_trip is not None else "?"
-    precision = server.dtype if server.quantization == "none" else f"{server.quantization}, {server.dtype}"
     return (
         f"{server.start}:{server.end}",
         server.name or "-",
@@ -116,9 +115,17 @@ def _row(server: ServerView) -> tuple[str, ...]:
         f"{server.queue * 1000:.0f} ms",
         f"{server.cache_tokens_free:,}",
         how + ping,
-        precision,
+        _precision(server),
         server.version,
     )
+
+
+def _precision(server: ServerView) -> str:
+    words = [server.dtype] if server.quantization == "none" else [server.quantization, server.dtype]
+    if server.sparse:
+        loss = server.perplexity_loss
+        words.append("sparse" if loss is None else f"sparse ({loss:+.1%} perplexity)")
+    return ", ".join(words)
 
 
 def format_number(value: float) -> str:

@@ -31,6 +31,7 @@ def compatible_servers(
     revision: str,
     digests: Sequence[str] | None = None,
     quant: Collection[str] | None = None,
+    exact: bool = False,
 ) -> CompatibleServers:
     """Divide the online servers of a model into usable and excluded ones.
 
@@ -40,6 +41,7 @@ def compatible_servers(
         digests: the right digest of every block of the model, if the client knows them.
         quant: the quantizations that the client accepts ("none", "int8", "int4", "nf4"); None for any. A digest is
             always that of the checkpoint, whatever the weights were quantized to.
+        exact: whether the client refuses servers that compute with some neurons only.
     """
     online = [server for server in servers if server.state is ServerState.ONLINE]
     excluded: dict[str, str] = {}
@@ -58,6 +60,10 @@ def compatible_servers(
         elif quant is not None and server.quantization not in quant:
             held = "not quantized" if server.quantization == "none" else server.quantization
             excluded[server.peer_id] = f"its weights are {held}, this client accepts {' or '.join(sorted(quant))}"
+        elif exact and server.sparse:
+            excluded[server.peer_id] = (
+                "it computes with some neurons only, which is approximate; NetworkOptions(exact=False) accepts that"
+            )
         else:
             usable.append(server)
     return CompatibleServers(tuple(usable), excluded)

@@ -24,6 +24,11 @@ FULL_CACHE_PENALTY_S = 100.0
 """Penalty of a server whose free cache is too small for the session. It exceeds the time of any step that a user waits
 for but is not infinite: the cache may be free again by the time the session is opened."""
 
+SPARSE_PENALTY = 0.05
+"""Share by which the compute time of a server that computes with some neurons only counts as longer. At equal speed an
+exact server is used; one that is slower by more than this share is not worth waiting for, for a client that accepts
+approximate results."""
+
 MIN_RATE = 1e-6
 """Lower bound on assumed rates (blocks/s, or tokens/s on a link): keeps 1 / rate far from overflowing."""
 
@@ -169,6 +174,11 @@ def _queue_and_wire(snapshot: SwarmSnapshot, requirements: RouteRequirements) ->
 
 
 def _block_seconds(snapshot: SwarmSnapshot, requirements: RouteRequirements) -> Floats:
+    seconds: Floats = _compute_seconds(snapshot, requirements) * (1 + SPARSE_PENALTY * snapshot.sparse)
+    return seconds
+
+
+def _compute_seconds(snapshot: SwarmSnapshot, requirements: RouteRequirements) -> Floats:
     one_by_one = snapshot.throughputs
     if requirements.tokens == 1:
         return 1 / np.maximum(one_by_one, MIN_RATE)
@@ -176,4 +186,5 @@ def _block_seconds(snapshot: SwarmSnapshot, requirements: RouteRequirements) -> 
     at_once = np.where(snapshot.forward_throughputs > 0, snapshot.forward_throughputs, one_by_one)
     many: Floats = requirements.tokens / np.maximum(at_once, MIN_RATE)
     # Many tokens never take less time than one token.
-    return np.maximum(many, 1 / np.maximum(one_by_one, MIN_RATE))
+    slowest: Floats = np.maximum(many, 1 / np.maximum(one_by_one, MIN_RATE))
+    return slowest

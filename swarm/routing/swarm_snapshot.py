@@ -129,6 +129,11 @@ class SwarmSnapshot:
         return self._column("cache_tokens_free")
 
     @cached_property
+    def sparse(self) -> Flags:
+        """Which servers compute with some neurons only, [S]."""
+        return np.fromiter((server.sparse for server in self.servers), np.bool_, len(self))
+
+    @cached_property
     def client_round_trips(self) -> Floats:
         """Seconds from the client to each server and back, measured or assumed, [S]."""
         seconds = np.full(len(self), self.default_round_trip)

@@ -24,7 +24,8 @@ OPTIONS = {
         "--log-format", "--help",
     },
     "chat": {
-        "model", "--initial-peers", "--url", "--key", "--system", "--temperature", "--max-tokens", "--seed", "--help",
+        "model", "--initial-peers", "--url", "--key", "--exact", "--system", "--temperature", "--max-tokens", "--seed",
+        "--help",
     },
     "doctor": {"model", "--initial-peers", "--device", "--host-maddrs", "--cache-dir", "--json", "--help"},
     "plan": {
@@ -33,8 +34,8 @@ OPTIONS = {
     },
     "gateway": {
         "models", "--initial-peers", "--host", "--port", "--keys", "--concurrent", "--queue", "--max-request",
-        "--default-max-tokens", "--cors", "--monitor", "--public-status", "--wire", "--wait-for-blocks", "--cache-dir",
-        "--threads", "--log-format", "--help",
+        "--default-max-tokens", "--cors", "--monitor", "--public-status", "--wire", "--wait-for-blocks", "--exact",
+        "--cache-dir", "--threads", "--log-format", "--help",
     },
     "demo": {"--prompt", "--tokens", "--temperature", "--seed", "--help"},
     "status": {"models", "--initial-peers", "--json", "--watch", "--help"},

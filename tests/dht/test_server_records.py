@@ -41,8 +41,13 @@ RECORD = {
     "round_trips": [["QmNext", 0.1], ["QmOther", 0.0]],
     "relayed": True,
     "adapters": ["org/pirate"],
+    "sparse": True,
+    "perplexity_loss": 0.004,
 }
-OPTIONAL = ("name", "forward_throughput", "network_throughput", "queue_delay", "round_trips", "relayed", "adapters")
+OPTIONAL = (
+    *("name", "forward_throughput", "network_throughput", "queue_delay", "round_trips", "relayed", "adapters"),
+    "perplexity_loss",
+)
 """Fields that a server may leave out."""
 
 names = st.text(max_size=256)
@@ -72,6 +77,8 @@ def servers(draw):
         round_trips=tuple(draw(st.lists(st.tuples(names, st.floats(0, 3600)), max_size=5))),
         relayed=draw(st.booleans()),
         adapters=tuple(draw(st.lists(names, max_size=5))),
+        sparse=(sparse := draw(st.booleans())),
+        perplexity_loss=draw(st.none() | st.floats(-1, 1e3)) if sparse else None,
     )
 
 
@@ -136,6 +143,13 @@ def test_the_sample_is_right_before_it_is_spoiled():
         {"peer_id": b"QmPeer"},
         {"peer_id": None},
         {"revision": 1},
+        {"sparse": 1},
+        {"sparse": None},
+        {"sparse": False},  # with a loss of perplexity
+        {"perplexity_loss": math.nan},
+        {"perplexity_loss": math.inf},
+        {"perplexity_loss": -1.1},
+        {"perplexity_loss": "small"},
         {"name": "n" * 257},
         {"forward_throughput": -1.0},
         {"forward_throughput": math.inf},
@@ -183,7 +197,9 @@ def test_what_may_not_be_missing(field):
         decode_announcement(without(field))
 
 
-@pytest.mark.parametrize(("field", "default"), list(zip(OPTIONAL, ("", 0.0, 0.0, 0.0, (), False, ()), strict=True)))
+@pytest.mark.parametrize(
+    ("field", "default"), list(zip(OPTIONAL, ("", 0.0, 0.0, 0.0, (), False, (), None), strict=True))
+)
 def test_what_a_server_may_leave_out(field, default):
     assert getattr(decode_announcement(without(field)), field) == default
 

@@ -59,6 +59,17 @@ def test_a_swarm_with_everything_in_it():
     assert display_width(first) == display_width(second)
 
 
+def test_a_server_that_selects_neurons_is_marked():
+    swarm = found(
+        2,
+        server_info(0, 1, "QmFirst", sparse=True, perplexity_loss=0.0042),
+        server_info(1, 2, "QmSecond", sparse=True, compute_dtype="bfloat16"),
+    )
+    lines = click.unstyle(shown(swarm)).split("\n")
+    assert any("float32, sparse (+0.4% perplexity)" in line for line in lines)
+    assert any("bfloat16, sparse  " in line for line in lines)
+
+
 def test_nothing_and_trouble():
     assert shown().startswith("No models")
     assert "gone: no server of this swarm serves it" in click.unstyle(shown(absent=("gone",)))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -56,6 +58,14 @@ def test_only_servers_of_a_precision():
     assert found.excluded == {"c": "its weights are nf4, this client accepts int8 or none"}
     found = compatible_servers(servers, "main", quant={"nf4"})
     assert found.excluded["a"] == "its weights are not quantized, this client accepts nf4"
+
+
+def test_servers_that_select_neurons_are_refused_if_results_have_to_be_exact():
+    servers = [server("a", 0, "x"), replace(server("b", 0, "x"), sparse=True, perplexity_loss=0.001)]
+    assert len(compatible_servers(servers, "main").servers) == 2
+    found = compatible_servers(servers, "main", exact=True)
+    assert [one.peer_id for one in found.servers] == ["a"]
+    assert "NetworkOptions(exact=False) accepts that" in found.excluded["b"]
 
 
 def test_servers_of_an_unwanted_precision_still_say_which_weights_are_right():

@@ -28,6 +28,16 @@ def test_one_token_once_around():
     assert price() == round(travel + a + b, 9)
 
 
+def test_of_equally_fast_servers_the_exact_one_is_used():
+    exact = server_info(0, 3, "x", throughput=10.0)
+    for tokens in (1, 100):
+        for factor, used in ((1.0, "x"), (1.04, "x"), (1.06, "s")):
+            sparse = server_info(0, 3, "s", throughput=10.0 * factor, sparse=True)
+            for servers in ((exact, sparse), (sparse, exact)):
+                route = find_route(SwarmSnapshot(servers), Span(0, 3), RouteRequirements(tokens=tokens))
+                assert [hop.server.peer_id for hop in route.hops] == [used]
+
+
 def test_many_tokens_are_computed_at_once_where_that_speed_is_known():
     travel = 0.02 + 0.01 + 0.03
     a = 0.05 + 2 * 200 / 10

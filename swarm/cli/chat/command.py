@@ -23,6 +23,12 @@ KEY_VARIABLE = "SWARM_API_KEY"
 @console.initial_peers_option
 @click.option("--url", help="Use a gateway, such as http://127.0.0.1:8000/v1, instead of joining the swarm.")
 @click.option("--key", envvar=KEY_VARIABLE, help=f"API key for the gateway.  [default: ${KEY_VARIABLE}]")
+@click.option(
+    "--exact/--no-exact",
+    default=True,
+    help="Use no server that computes with some neurons only (sparse). With --url the gateway decides.  "
+    "[default: exact]",
+)
 @click.option("--system", default="", help="System prompt: instructions for the model.")
 @click.option(
     "--temperature", type=click.FloatRange(0, 2), help="0 always takes the likeliest token.  [default: the model's]"
@@ -37,6 +43,7 @@ def main(
     initial_peers: tuple[str, ...],
     url: str | None,
     key: str | None,
+    exact: bool,
     system: str,
     temperature: float | None,
     max_tokens: int | None,
@@ -55,20 +62,23 @@ def main(
     terminal = Terminal()
     with terminal.conversation():
         with terminal.working():
-            backend = _make_backend(terminal.interactive, model, console.split_addresses(initial_peers), url, key)
+            if url is not None:
+                backend: ChatBackend = _gateway_backend(url, key, model)
+            else:
+                backend = _swarm_backend(terminal.interactive, model, console.split_addresses(initial_peers), exact)
         try:
             Dialogue(backend, terminal, AnswerOptions(temperature, max_tokens, seed), system).run()
         finally:
             backend.close()
 
 
-def _make_backend(
-    interactive: bool, model: str | None, peers: tuple[str, ...], url: str | None, key: str | None
-) -> ChatBackend:
-    if url is not None:
-        from swarm.cli.chat.gateway_backend import GatewayBackend
+def _gateway_backend(url: str, key: str | None, model: str | None) -> ChatBackend:
+    from swarm.cli.chat.gateway_backend import GatewayBackend
 
-        return GatewayBackend(url, key, model)
+    return GatewayBackend(url, key, model)
+
+
+def _swarm_backend(interactive: bool, model: str | None, peers: tuple[str, ...], exact: bool) -> ChatBackend:
     if not peers:
         raise InvalidOption(
             "a swarm or a gateway is required: --initial-peers ADDRESS... of a swarm "
@@ -80,10 +90,11 @@ def _make_backend(
     if interactive:
         click.echo("Joining the swarm ...", err=True)
     from swarm.cli.chat.swarm_backend import SwarmBackend
+    from swarm.client.config import NetworkOptions
     from swarm.transport.p2p import quiet_hivemind
 
     quiet_hivemind()
-    return SwarmBackend(model, initial_peers=peers)
+    return SwarmBackend(model, initial_peers=peers, network=NetworkOptions(exact=exact))
 
 
 def _exit_on_signal(number: int, frame: FrameType | None) -> None:

@@ -182,9 +182,9 @@ class RoutePlanner:
         return self._refresh_task
 
     async def _refresh_snapshot(self) -> None:
-        model = self._model
+        model, network = self._model, self._config.network
         announced = await fetch_servers(self._peer.dht, model.name, model.blocks)
-        found = compatible_servers(announced, model.revision, model.digests, self._config.network.weight_forms)
+        found = compatible_servers(announced, model.revision, model.digests, network.weight_forms, network.exact)
         self.router.update(found.servers, found.excluded)
         _ = self.router.snapshot.links  # computed now, so that no failover has to wait for it
         self._refreshed_at = time.monotonic()

@@ -1,6 +1,7 @@
 // Formats numbers and facts as text. Pure.
 
 const plain = new Intl.NumberFormat("en");
+const signedPercent = new Intl.NumberFormat("en", { style: "percent", maximumFractionDigits: 1, signDisplay: "always" });
 
 /** Formats a rate with two to three digits: `0.52`, `43`, `1,240`. */
 export function rate(value) {
@@ -35,7 +36,10 @@ export function serverName(server) {
 }
 
 export function precision(server) {
-  return server.quantization === "none" ? server.dtype : `${server.quantization} (${server.dtype})`;
+  const weights = server.quantization === "none" ? server.dtype : `${server.quantization} (${server.dtype})`;
+  if (!server.sparse) return weights;
+  if (server.perplexity_loss === null) return `${weights}, sparse`;
+  return `${weights}, sparse (${signedPercent.format(server.perplexity_loss)} perplexity)`;
 }
 
 export function reach(server) {
