@@ -37,6 +37,7 @@ class RecordBuffer:
         memory = allocate_aligned(self.nbytes) if memory is None else memory
         self.data = memory[: self.nbytes].view(slots, layout.stride)
         self._values = self.data.view(layout.dtype)
+        self._words = self.data.numpy().view(np.int64)
 
     @property
     def nbytes(self) -> int:
@@ -54,6 +55,14 @@ class RecordBuffer:
         """The memory addresses of slots."""
         return self.data.data_ptr() + slots * self.layout.stride
 
+    def copy_from(self, other: RecordBuffer, sources: Indices, targets: Indices) -> None:
+        """Copy records from slots of `other`, which may be this buffer if no slot is among both.
+
+        One by one, because an index takes memory for all of them first, whose pages cost more than the copies.
+        """
+        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+            self._words[target] = other._words[source]
+
     def move(self, sources: Indices, targets: Indices) -> None:
         """Copy records from slots to other slots; no slot is among both."""
-        self.data[torch.from_numpy(targets)] = self.data[torch.from_numpy(sources)]
+        self.copy_from(self, sources, targets)

@@ -83,7 +83,7 @@ class MemoryStore:
             self._records.field(field.tensor).copy_(parts.reshape(layout.count, *(field.shape or (1,))))
 
     def read(self, records: Indices, buffer: RecordBuffer, slots: Indices) -> PendingRead:
-        buffer.data[torch.from_numpy(slots)] = self._records.data[torch.from_numpy(records)]
+        buffer.copy_from(self._records, records, slots)
         self.counters.records += len(records)
         self.counters.bytes += len(records) * self.layout.stride
         self.counters.reads += int(np.count_nonzero(np.diff(records) != 1)) + 1 if len(records) else 0
