@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -77,3 +79,9 @@ def fill_block(
     prefix = f"{checkpoint.structure.layers_path}.0."
     named = {prefix + name: tensor for name, tensor in tensors.items()}
     return load_partial_model(families.base_class(config), config, cut, named, dtype, converted=converted)
+
+
+def return_freed_memory() -> None:
+    """Return the memory of freed tensors from the allocator to the system, if the C library is glibc."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

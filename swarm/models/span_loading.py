@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -12,7 +10,7 @@ from torch import nn
 
 from swarm.common import console
 from swarm.data_structures import Span
-from swarm.models.block_loading import load_block
+from swarm.models.block_loading import load_block, return_freed_memory
 from swarm.models.checkpoints.checkpoint import Checkpoint
 from swarm.models.cutting import cut_layers
 from swarm.models.execution.hooked_module import HookedModule
@@ -78,12 +76,6 @@ def _load_blocks(
             layers.extend(_with_config(model.get_submodule(path), model.config, whole.config))
     cut_layers.renumber_layers(layers)
     return whole, digests
-
-
-def return_freed_memory() -> None:
-    """Return the memory of freed tensors from the allocator to the system, if the C library is glibc."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _with_config(layers: Any, old: Any, new: Any) -> Iterator[nn.Module]:

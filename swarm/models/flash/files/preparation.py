@@ -1,0 +1,212 @@
+"""Preparing blocks: their weights are read from the checkpoint once, and written as packed files."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from swarm.common import console
+from swarm.common.units import format_bytes
+from swarm.data_structures import Span
+from swarm.errors import NotEnoughSpace, PackedFileError, format_blocks
+from swarm.models.block_loading import load_block, return_freed_memory
+from swarm.models.checkpoints.checkpoint import Checkpoint
+from swarm.models.flash.files.block_files import BlockFiles, PackedModel, packed_files
+from swarm.models.flash.files.folder_locks import preparation_lock, unusable_folder
+from swarm.models.flash.files.manifest import Manifest, encode_manifest
+from swarm.models.flash.files.planned_blocks import PlannedBlock, PlanOf, block_tensors, check_tensors, plan_span
+from swarm.models.flash.files.prepared_block import PreparedBlock, open_block
+from swarm.models.flash.files.record_writing import record_bytes, safetensors_bytes, sync_folder, write_file
+
+logger = logging.getLogger(__name__)
+
+SPARE_BYTES = 64 << 20
+"""Free space that preparation leaves on the drive."""
+
+
+def prepare(
+    checkpoint: Checkpoint, span: Span, *, dtype: torch.dtype, root: Path, plan_of: PlanOf, progress: bool = False
+) -> list[int]:
+    """Write the packed files of the blocks of `span` that have none, or unusable ones.
+
+    One block after the other is loaded and written, so peak memory is that of loading one block. Blocks that are
+    finished stay finished if the process is killed. If another process prepares blocks of the same model, this one
+    waits for it, with a message.
+
+    Args:
+        dtype: in which the weights are stored and computed with.
+        root: the folder of all packed files, see `flash_root`.
+        plan_of: finds what of a block goes to flash; it gets each block on the meta device.
+        progress: whether to show progress on the terminal.
+
+    Returns:
+        The blocks that were written.
+
+    Raises:
+        InvalidSpan: the span is outside the model.
+        NotEnoughSpace: the drive is too small. Before anything is written, or in the middle if others fill it.
+        CheckpointError: weights are missing, unreadable, or quantized.
+        PackedFileError: the folder cannot be written.
+    """
+    model = PackedModel.of(checkpoint, dtype, root)
+    return _prepare(checkpoint, model, plan_span(checkpoint, span, dtype, plan_of), progress)
+
+
+def open_span(
+    checkpoint: Checkpoint, span: Span, *, dtype: torch.dtype, root: Path, plan_of: PlanOf, progress: bool = False
+) -> dict[int, PreparedBlock]:
+    """The prepared blocks of `span`, checked and open; those that are missing or broken are prepared before.
+
+    Blocks of which nothing goes to flash are left out. Arguments and errors as for `prepare`.
+    """
+    model = PackedModel.of(checkpoint, dtype, root)
+    planned = plan_span(checkpoint, span, dtype, plan_of)
+    opened, unusable = open_blocks(checkpoint, model, planned, progress)
+    try:
+        _prepare(checkpoint, model, {block: planned[block] for block in unusable}, progress)
+        opened |= {block: open_block(model, block, planned=planned[block]) for block in unusable}
+    except BaseException:
+        _close(opened.values())
+        raise
+    return dict(sorted(opened.items()))
+
+
+def open_blocks(
+    checkpoint: Checkpoint, model: PackedModel, planned: Mapping[int, PlannedBlock], progress: bool = False
+) -> tuple[dict[int, PreparedBlock], dict[int, PackedFileError]]:
+    """Open those of the planned blocks that can be used; and for each of the others, why it cannot.
+
+    All files are read. If the checkpoint is a folder, its weights are compared with those that were prepared; a
+    revision on the hub does not change.
+    """
+    digests = _stored_digests(checkpoint, planned)
+    opened: dict[int, PreparedBlock] = {}
+    unusable: dict[int, PackedFileError] = {}
+    title = "Checking packed weights" if progress and model.folder.is_dir() else None
+    for block in console.iterate_with_progress(list(planned), title, "block"):
+        try:
+            opened[block] = open_block(model, block, planned=planned[block], digest=digests.get(block))
+        except PackedFileError as error:
+            unusable[block] = error
+    return opened, unusable
+
+
+def _stored_digests(checkpoint: Checkpoint, blocks: Collection[int]) -> dict[int, str]:
+    """The digests of these blocks in the checkpoint, as far as its files can be looked at."""
+    if not blocks:
+        return {}
+    first = min(blocks)
+    return dict(enumerate(checkpoint.block_digests(first, max(blocks) + 1) or (), start=first))
+
+
+def _prepare(
+    checkpoint: Checkpoint, model: PackedModel, planned: Mapping[int, PlannedBlock], progress: bool
+) -> list[int]:
+    """Prepare those of the planned blocks that cannot be used, and return them."""
+    if not planned:
+        return []
+    with preparation_lock(model):
+        _remove_unfinished(model)
+        opened, unusable = open_blocks(checkpoint, model, planned, progress)
+        _close(opened.values())
+        for block, error in unusable.items():
+            if model.files(block).manifest.exists():
+                logger.warning("%s", error)
+        if unusable:
+            _write_blocks(checkpoint, model, {block: planned[block] for block in unusable}, progress)
+    return list(unusable)
+
+
+def _close(blocks: Iterable[PreparedBlock]) -> None:
+    for prepared in blocks:
+        prepared.close()
+
+
+def _write_blocks(
+    checkpoint: Checkpoint, model: PackedModel, planned: Mapping[int, PlannedBlock], progress: bool
+) -> None:
+    blocks = format_blocks(planned)
+    with _write_errors(model, blocks):
+        model.folder.mkdir(parents=True, exist_ok=True)
+        for block in planned:
+            _remove_files(model.files(block))
+    size = sum(one.size for one in planned.values())
+    _check_space(model, blocks, size)
+    logger.info("Preparing blocks %s of %s for flash: %s in %s", blocks, model.name, format_bytes(size), model.folder)
+    title = f"Preparing blocks {blocks}" if progress else None
+    for block in console.iterate_with_progress(list(planned), title, "block"):
+        _write_block(checkpoint, model, block, planned[block])
+        return_freed_memory()
+
+
+def _write_block(checkpoint: Checkpoint, model: PackedModel, block: int, planned: PlannedBlock) -> None:
+    whole, digest = load_block(checkpoint, block, model.dtype)
+    plan = planned.plan
+    tensors = block_tensors(whole.get_submodule(checkpoint.structure.layers_path)[0], plan)
+    check_tensors(tensors, planned)
+    resident = {name: tensor for name, tensor in tensors.items() if name not in plan.axes}
+    files = model.files(block)
+    with _write_errors(model, str(block)):
+        try:
+            contents = (
+                write_file(files.records, record_bytes(planned.layout, tensors)),
+                write_file(files.resident, safetensors_bytes(resident)),
+            )
+            sync_folder(model.folder)
+            manifest = encode_manifest(Manifest.of(model, block, digest, plan, planned.layout, contents))
+            write_file(files.manifest, iter([torch.frombuffer(bytearray(manifest), dtype=torch.uint8)]))
+            sync_folder(model.folder)
+        except BaseException:
+            _remove_files(files)
+            raise
+
+
+def _check_space(model: PackedModel, blocks: str, needed: int) -> None:
+    with _write_errors(model, blocks):
+        status = os.statvfs(model.folder)
+    free = status.f_bavail * status.f_frsize
+    if free < needed + SPARE_BYTES:
+        raise NotEnoughSpace(
+            f"the packed weights of blocks {blocks} of {model.name} need {format_bytes(needed)}, and {model.root} has "
+            f"{format_bytes(free)} free: remove others (swarm flash show, swarm flash clean), "
+            "take fewer blocks, or choose another drive with --cache-dir"
+        )
+
+
+@contextmanager
+def _write_errors(model: PackedModel, blocks: str) -> Iterator[None]:
+    """Turn what the system says about writing into what the user can do about it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise NotEnoughSpace(
+                f"{model.root} became full while blocks {blocks} of {model.name} were written. Finished blocks are "
+                "kept: free some space (swarm flash show, swarm flash clean) and prepare again, or choose another "
+                "drive with --cache-dir"
+            ) from None
+        raise unusable_folder(model.root, error) from None
+
+
+def _remove_unfinished(model: PackedModel) -> None:
+    """Remove what preparations left that were killed: files that are not complete, or have no manifest."""
+    if not model.folder.is_dir():
+        return
+    with _write_errors(model, "of this model"):
+        found = packed_files(model.folder)
+        finished = {file.block for file in found if file.part == "json" and file.finished}
+        for file in found:
+            if not file.finished or (file.block not in finished and file.part != "predictor.safetensors"):
+                file.path.unlink(missing_ok=True)
+
+
+def _remove_files(files: BlockFiles) -> None:
+    """Remove what preparation wrote for a block, the manifest first. Raises `OSError`."""
+    for path in (files.manifest, files.records, files.resident):
+        path.unlink(missing_ok=True)

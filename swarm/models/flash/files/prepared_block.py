@@ -1,0 +1,127 @@
+"""A prepared block: its packed files, found, checked and in use."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from swarm.errors import PackedFileError
+from swarm.models.flash.block_plan import BlockPlan
+from swarm.models.flash.files.block_files import BlockFiles, PackedModel
+from swarm.models.flash.files.content_digests import verify_parts
+from swarm.models.flash.files.folder_locks import UseLock
+from swarm.models.flash.files.manifest import Manifest, check_identity, check_sizes, read_manifest
+from swarm.models.flash.files.planned_blocks import PlannedBlock
+from swarm.models.flash.record_layout import RecordLayout
+
+
+class PreparedBlock:
+    """A block whose packed files were checked. They are not removed until it is closed.
+
+    Create one with `open_block`.
+
+    Attributes:
+        block: index in the whole model.
+        plan: what of the block lies in records.
+        layout: of the records.
+        digest: of the block's tensors in the checkpoint, as servers announce it.
+        files: where the files lie; the records are in `files.records`.
+    """
+
+    def __init__(self, manifest: Manifest, files: BlockFiles, use: UseLock) -> None:
+        self.block = manifest.block
+        self.plan: BlockPlan = manifest.block_plan()
+        self.layout: RecordLayout = manifest.record_layout()
+        self.digest = manifest.digest
+        self.files = files
+        self._use = use
+
+    @property
+    def records(self) -> Path:
+        """The file of the records: record i lies at `i * layout.stride`."""
+        return self.files.records
+
+    def resident_tensors(self) -> dict[str, torch.Tensor]:
+        """The block's other tensors, by their names inside the loaded block, copied into memory.
+
+        Raises `PackedFileError` if they cannot be read any more.
+        """
+        try:
+            return _read_tensors(self.files.resident)
+        except (SafetensorError, OSError) as error:
+            raise PackedFileError(f"{self.files.resident} cannot be read: {error}") from None
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._use.close()
+
+
+def open_block(
+    model: PackedModel, block: int, *, planned: PlannedBlock | None = None, digest: str | None = None
+) -> PreparedBlock:
+    """Check a block's packed files and open them. All bytes are read and compared with their digests.
+
+    Args:
+        planned: what preparation would write now; files that were prepared in another way are refused.
+        digest: of the block's tensors in the checkpoint; files of other weights are refused.
+
+    Raises:
+        PackedFileError: the block is not prepared, or its files cannot be used; the message names the block, and the
+            command that prepares it.
+    """
+    with ExitStack() as stack:
+        use = UseLock(model)
+        stack.callback(use.close)
+        try:
+            manifest = _checked_manifest(model, block, planned, digest)
+        except FileNotFoundError:
+            raise PackedFileError(
+                f"block {block} of {model.name} is not prepared for flash: run {model.prepare_command(block)}"
+            ) from None
+        except PackedFileError as error:
+            raise PackedFileError(
+                f"block {block} of {model.name} cannot be read from flash: {error}. "
+                f"Prepare it again: {model.prepare_command(block)}"
+            ) from None
+        stack.pop_all()
+        return PreparedBlock(manifest, model.files(block), use)
+
+
+def _checked_manifest(model: PackedModel, block: int, planned: PlannedBlock | None, digest: str | None) -> Manifest:
+    """The manifest of files that can be used. Raises `FileNotFoundError` if there is none, and `PackedFileError`."""
+    files = model.files(block)
+    manifest = read_manifest(files.manifest)
+    check_identity(manifest, model, block)
+    if digest is not None and manifest.digest != digest:
+        raise PackedFileError("the checkpoint's weights have changed since")
+    if planned is not None and (manifest.block_plan(), manifest.record_layout()) != (planned.plan, planned.layout):
+        raise PackedFileError("it was prepared in another way than this program does it")
+    check_sizes(manifest, files)
+    for path, content in ((files.records, manifest.records), (files.resident, manifest.resident)):
+        try:
+            verify_parts(path, content.parts)
+        except OSError as error:
+            raise PackedFileError(f"{path.name} cannot be read ({error.strerror})") from None
+    _check_names(manifest.block_plan(), files.resident)
+    return manifest
+
+
+def _check_names(plan: BlockPlan, resident: Path) -> None:
+    """Raise `PackedFileError` unless the file is a safetensors file with the tensors that the plan leaves in memory."""
+    try:
+        with safe_open(resident, framework="pt") as file:
+            names = set(file.keys())
+    except (SafetensorError, OSError) as error:
+        raise PackedFileError(f"{resident.name} is not a safetensors file ({error})") from None
+    if not names.issuperset(plan.resident) or names.intersection(plan.axes):
+        raise PackedFileError(f"{resident.name} holds other tensors than the plan says")
+
+
+def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Copied, or one small tensor would keep the whole mapping of the file alive."""
+    with safe_open(path, framework="pt") as file:
+        names: list[str] = file.keys()
+        return {name: file.get_tensor(name).clone() for name in names}

@@ -1,0 +1,50 @@
+"""Prepared models for tests, and processes that prepare them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from swarm.models.block_loading import load_block
+from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from swarm.models.flash.files.block_files import PackedModel
+from swarm.models.flash.files.prepared_block import PreparedBlock
+from swarm.models.flash.record_buffer import RecordBuffer
+from tests import zoo
+
+
+def make_checkpoint(folder: Path, family: str = "llama") -> Checkpoint:
+    """A tiny model of the zoo."""
+    return open_checkpoint(zoo.make_checkpoint(family, folder / family))
+
+
+def packed(checkpoint: Checkpoint, root: Path, dtype: torch.dtype = torch.float32) -> PackedModel:
+    return PackedModel.of(checkpoint, dtype, root)
+
+
+def read_records(prepared: PreparedBlock) -> dict[str, torch.Tensor]:
+    """The tensors that became records, put together again from their file."""
+    layout = prepared.layout
+    buffer = RecordBuffer(layout, layout.count)
+    data = torch.frombuffer(bytearray(prepared.records.read_bytes()), dtype=torch.uint8)
+    buffer.data.copy_(data.view(layout.count, layout.stride))
+    tensors = {}
+    for field in layout.fields:
+        parts = buffer.field(field.tensor).view(layout.count, *field.shape)
+        tensors[field.tensor] = parts[0] if field.axis is None else parts.movedim(0, field.axis)
+    return tensors
+
+
+def assert_holds_block(prepared: PreparedBlock, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+    """Records and resident tensors are those of the loaded block, bit for bit, and nothing is missing or twice."""
+    whole, digest = load_block(checkpoint, prepared.block, dtype)
+    expected = whole.get_submodule(checkpoint.structure.layers_path)[0].state_dict()
+    records, resident = read_records(prepared), prepared.resident_tensors()
+    assert not records.keys() & resident.keys()
+    found = records | resident
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype is tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+    assert prepared.digest == digest
