@@ -155,6 +155,38 @@ TABLE: dict[str, dict[str, Any]] = {
         "attention_chunk_size": WINDOW,
         "floor_scale": 4,
     },
+    "olmoe": {**GATED, "intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2},
+    "phimoe": {**GATED, "intermediate_size": 24, "num_local_experts": 4, "sliding_window": WINDOW},
+    "granitemoe": {**GATED, "intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "ernie4_5_moe": {
+        **GATED,
+        "moe_intermediate_size": 24,
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": 5,
+    },
+    "dots1": {
+        **GATED,
+        "head_dim": 16,
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "hunyuan_v1_moe": {**GATED, "head_dim": 16, "num_experts": 4, "moe_topk": [2] * BLOCKS},
+    "minimax_m2": {
+        **GATED,
+        "head_dim": 16,
+        "intermediate_size": 24,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rotary_dim": 8,
+    },
     "ernie4_5": {**GATED, "head_dim": 16},
     "hunyuan_v1_dense": {**GATED, "head_dim": 16},
     "seed_oss": {**GATED, "head_dim": 16},
@@ -176,6 +208,7 @@ TUNED = {
     "gpt_bigcode": (1, SPREAD),
     "gptj": (3, SPREAD),
     "opt_projected": (11, 0.3),
+    "phimoe": (3, SPREAD),
 }
 """Seed and spread of families that repeat one token with the usual ones."""
 
@@ -185,8 +218,8 @@ REPRESENTATIVES = ("llama", "gpt2", "mixtral", "gemma2", "bloom", "deepseek_v3")
 experts, windows and soft caps. What a single process can tell is tried with every family."""
 
 
-def config_of(family: str) -> PreTrainedConfig:
-    return AutoConfig.for_model(VARIANTS.get(family, family), **TABLE[family])
+def config_of(family: str, **overrides: Any) -> PreTrainedConfig:
+    return AutoConfig.for_model(VARIANTS.get(family, family), **{**TABLE[family], **overrides})
 
 
 def make_checkpoint(family: str, folder: Path, max_shard_size: str = "1GB") -> Path:
@@ -195,10 +228,15 @@ def make_checkpoint(family: str, folder: Path, max_shard_size: str = "1GB") -> P
     Args:
         max_shard_size: such as "40KB", to obtain several shards and an index.
     """
-    model = AutoModelForCausalLM.from_config(config_of(family), dtype=torch.float32)
-    _spread_weights(model, *TUNED.get(family, (SEED, SPREAD)))
-    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    make_model(family).save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
+
+
+def make_model(family: str, **overrides: Any) -> PreTrainedModel:
+    """The model that `make_checkpoint` saves, if nothing of its config is overridden."""
+    model = AutoModelForCausalLM.from_config(config_of(family, **overrides), dtype=torch.float32)
+    _spread_weights(model, *TUNED.get(family, (SEED, SPREAD)))
+    return model
 
 
 def _spread_weights(model: PreTrainedModel, seed: int, spread: float) -> None:

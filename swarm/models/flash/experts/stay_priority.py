@@ -1,0 +1,65 @@
+"""Which experts should stay in memory: rules that learn from use and give every expert of a span a priority.
+
+Pure: no weights, no reading. A rule sees every forward of every block, and keeps a table of priorities; whoever needs a
+slot takes that of the expert with the lowest one. Which rule comes how near to the best possible cache is measured by
+`routing_trace` and shown by `benchmarks/flash.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from swarm.models.flash.record_buffer import Indices
+
+HALF_LIFE_TOKENS = 32.0
+"""Tokens after which a use counts half."""
+
+
+class StayPriority(Protocol):
+    """A rule.
+
+    Attributes:
+        priority_BE: `[blocks, experts]` float64; the expert with the lowest number leaves first.
+    """
+
+    priority_BE: np.ndarray
+
+    def note_use(self, block: int, experts: Indices, shares: np.ndarray, tokens: int) -> None:
+        """Learn from a forward of one block.
+
+        Args:
+            experts: those that were needed, each once.
+            shares: for each of them, the share of the forward's tokens that needed it.
+            tokens: of the forward.
+        """
+
+
+class LeastRecentlyUsed:
+    """Whatever was not needed for the longest time leaves."""
+
+    def __init__(self, blocks: int, experts: int) -> None:
+        self.priority_BE = np.zeros((blocks, experts))
+        self._clock = 0
+
+    def note_use(self, block: int, experts: Indices, shares: np.ndarray, tokens: int) -> None:
+        self._clock += 1
+        self.priority_BE[block, experts] = self._clock
+
+
+class DecayedFrequency:
+    """The share of recent tokens that needed an expert: an exponentially weighted average.
+
+    Args:
+        half_life: tokens after which a use counts half.
+    """
+
+    def __init__(self, blocks: int, experts: int, half_life: float = HALF_LIFE_TOKENS) -> None:
+        self.priority_BE = np.zeros((blocks, experts))
+        self._kept_a_token = 0.5 ** (1 / half_life)
+
+    def note_use(self, block: int, experts: Indices, shares: np.ndarray, tokens: int) -> None:
+        kept = self._kept_a_token**tokens
+        self.priority_BE[block] *= kept
+        self.priority_BE[block, experts] += (1 - kept) * shares
