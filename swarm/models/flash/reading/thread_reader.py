@@ -141,7 +141,8 @@ class ThreadRead:
                 self._read_one(offset, length, place)
             except OSError as error:
                 self._failure = read_error(self._path, offset, length, error.errno or errno.EIO)
-            self._reads_done += 1  # inexact when two threads do it at once, but it always changes
+            with self._changed:
+                self._reads_done += 1
         with self._changed:
             self._tasks_left -= 1
             if not self._tasks_left:

@@ -1,15 +1,12 @@
-"""Files with random bytes, memory to read them into, and every way of reading that works on this machine."""
+"""Files with random bytes, and memory to read them into."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from swarm.models.flash.reading.direct_reader import DirectReader
-from swarm.models.flash.reading.kernel_aio import AsyncReads
 from swarm.models.flash.reading.reads import Reads
 from swarm.models.flash.record_layout import RECORD_ALIGNMENT
 
@@ -34,9 +31,3 @@ def reads_of_units(sources: list[int], targets: list[int], length: int = 1) -> R
     """Reads of `length` units each, from these units of the file to those of the memory."""
     lengths = np.full(len(sources), length * UNIT)
     return Reads(np.array(sources, dtype=np.int64) * UNIT, lengths, np.array(targets, dtype=np.int64) * UNIT)
-
-
-def asynchronous_reader(path: Path, calls: AsyncReads, *, depth: int = 8, stall_s: float = 5.0) -> DirectReader:
-    """A reader by asynchronous reads. Without O_DIRECT, so that it works on every file system: the kernel then reads
-    while it accepts, and everything else is the same."""
-    return DirectReader(path, os.open(path, os.O_RDONLY), calls, depth, stall_s)
