@@ -20,14 +20,8 @@ from typing import Protocol
 
 from swarm.models.flash.sparsity import Sparsity, interpolated
 
-SLAB_BYTES = 8 << 20
-"""Bytes of one read where a whole block is read in order."""
-
-MAX_WINDOW = 64
-"""Tokens. By then a window holds whatever a text keeps coming back to."""
-
-WINDOW_MARGIN = 1.1
-"""Room for windows that need more neurons than the mean."""
+SLAB_BYTES = 1 << 20
+"""Bytes of one read where a whole block is read in order: longer ones are cut (`reading.reads`)."""
 
 
 class ReadingSpeed(Protocol):
@@ -128,23 +122,27 @@ class NeuronBlock:
 
     Attributes:
         sparsity: of what the predictor selects.
-        window: tokens of each session whose neurons stay in memory.
+        slots: neurons that memory has room for: those that were needed last.
     """
 
     resident_bytes: int
     stride: int
     records: int
     sparsity: Sparsity
-    window: int
+    slots: int
+
+    def window(self, sessions: int = 1) -> float:
+        """The tokens of each session whose neurons are in memory, the k of section 3.1: the more fit, the better."""
+        return self.sparsity.window(self.slots / self.records, sessions)
 
     def step(self, machine: MachineSpeed, tokens: int, sessions: int) -> StepCost:
-        new = round(self.records * self.sparsity.newly_read(self.window, sessions, tokens))
-        there = self.records * self.sparsity.needed(self.window, sessions)
-        batch = tokens * sessions
+        needed = self.sparsity.needed(tokens, sessions)
+        newly = self.sparsity.newly_read(self.window(sessions), sessions, tokens) if self.slots < self.records else 0.0
+        new, batch = round(self.records * newly), tokens * sessions
         resident_s = machine.block_s + machine.resident.seconds(self.resident_bytes, batch)
         reading_s = machine.drive.seconds(new, self.stride) if new else 0.0
         moving_s = machine.move_s_per_byte * new * self.stride
-        before_s = moving_s + machine.records.seconds(there * self.stride, batch)
+        before_s = moving_s + machine.records.seconds((needed - newly) * self.records * self.stride, batch)
         after_s = machine.records.seconds(new * self.stride, batch)
         return _overlapped(new, self.stride, resident_s, reading_s, before_s, after_s)
 
@@ -253,26 +251,6 @@ class CostModel:
         return tokens
 
 
-def window_bytes(blocks: Sequence[NeuronBlock], window: int, sessions: int = 1) -> int:
-    """Bytes of memory for the neurons of `window` tokens of each session, with a margin."""
-    return sum(
-        block.stride * min(block.records, math.ceil(WINDOW_MARGIN * block.records * needed))
-        for block in blocks
-        for needed in [block.sparsity.needed(window, sessions)]
-    )
-
-
-def largest_window(blocks: Sequence[NeuronBlock], memory: int, sessions: int = 1) -> int:
-    """The largest window whose neurons fit into `memory` bytes; 0 if not even those of one token do.
-
-    Larger is always better: a window costs memory and saves reads (section 3.1).
-    """
-    window = 0
-    while window < MAX_WINDOW and window_bytes(blocks, window + 1, sessions) <= memory:
-        window += 1
-    return window
-
-
 @dataclass(frozen=True)
 class FlashChoice:
     """Whether weights go to flash, and why, in words for the server's log."""
@@ -312,10 +290,12 @@ def describe(model: CostModel, memory: int, sessions: int = 8) -> str:
         sessions: how many at once the second figure is for.
     """
     one, total = model.step(), sum(block.stride * block.records for block in model.blocks)
+    windows = [block.window() for block in model.blocks if isinstance(block, NeuronBlock)]
+    kept = f" (the neurons of {min(windows):.1f} tokens)" if windows else ""
     each = one.bytes / one.reads if one.reads else 0
     return (
         f"Flash: {len(model.blocks)} blocks, {total / 1e9:.1f} GB on the drive, {memory / 1e9:.1f} GB of them in "
-        f"memory; a token reads {one.bytes / 1e6:.1f} MB ({one.bytes / total:.1%}) in {one.reads} reads of "
+        f"memory{kept}; a token reads {one.bytes / 1e6:.1f} MB ({one.bytes / total:.1%}) in {one.reads} reads of "
         f"{each / 1024:.0f} KiB; {one.reading_s * 1000:.0f} ms reading, {one.computing_s * 1000:.0f} ms computing, "
         f"{one.seconds * 1000:.0f} ms together: {1 / one.seconds:.1f} tokens/s alone, "
         f"{model.tokens_per_second(sessions):.1f} for {sessions} sessions"

@@ -10,6 +10,9 @@ from itertools import pairwise
 _NEARLY_ALL = 1 - 1e-9
 """Shares are kept below 1, where their logarithms end."""
 
+MAX_WINDOW = 256
+"""Tokens. By then a window holds whatever a text keeps coming back to."""
+
 
 @dataclass(frozen=True)
 class Sparsity:
@@ -50,15 +53,32 @@ class Sparsity:
         alone = min(_NEARLY_ALL, self._alone(tokens))
         return -math.expm1(self._independent(sessions) * math.log1p(-alone))
 
-    def newly_read(self, window: int, sessions: int = 1, tokens: int = 1) -> float:
+    def newly_read(self, window: float, sessions: int = 1, tokens: int = 1) -> float:
         """The share that is not in memory, if that of the last `window` tokens of every session is: s_agg(k+1) -
-        s_agg(k) of the paper.
+        s_agg(k) of the paper, and linear between whole numbers.
 
         Args:
             tokens: of each session that are computed at once.
         """
-        new = self.needed(window + tokens, sessions) - self.needed(window, sessions)
+        whole = math.floor(window)
+        new = self._growth(whole, sessions, tokens)
+        if window > whole:
+            new += (window - whole) * (self._growth(whole + 1, sessions, tokens) - new)
         return max(0.0, min(new, self.needed(tokens, sessions)))
+
+    def window(self, share: float, sessions: int = 1) -> float:
+        """The tokens of each session, up to `MAX_WINDOW`, whose records are such a share of all: the window that fits
+        into memory, linear between whole numbers."""
+        below = 0.0
+        for tokens in range(1, MAX_WINDOW + 1):
+            above = self.needed(tokens, sessions)
+            if above > share:
+                return tokens - 1 + max(0.0, share - below) / (above - below)
+            below = above
+        return float(MAX_WINDOW)
+
+    def _growth(self, window: int, sessions: int, tokens: int) -> float:
+        return self.needed(window + tokens, sessions) - self.needed(window, sessions)
 
     def _alone(self, tokens: int) -> float:
         """s_agg(tokens). Beyond what was measured, it grows by steps that shrink as the last two did."""

@@ -19,8 +19,6 @@ from swarm.models.flash.cost_model import (
     StreamedBlock,
     choose,
     describe,
-    largest_window,
-    window_bytes,
 )
 from swarm.models.flash.sparsity import Sparsity
 
@@ -40,7 +38,7 @@ class Drive:
 LINEAR = ComputeSpeed(((1, 1e-10), (101, 2e-10)))
 MACHINE = MachineSpeed(Drive(), LINEAR, LINEAR)
 PAPER = Sparsity((0.1, 0.15, 0.188, 0.216, 0.24, 0.264))
-OPT = NeuronBlock(134_217_728, 16_384, 16_384, PAPER, window=5)
+OPT = NeuronBlock(134_217_728, 16_384, 16_384, PAPER, slots=round(0.24 * 16_384))
 """A block of OPT-6.7B in 16 bits."""
 
 MIXTURE = ExpertBlock(40_000_000, 9_437_184, 128, Sparsity((8 / 128,)), ((0, 0.0), (64, 0.8), (128, 1.0)), slots=32)
@@ -59,7 +57,7 @@ neurons = st.builds(
     st.integers(1, 64).map(lambda pages: 4096 * pages),
     st.integers(1, 20_000),
     st.just(PAPER),
-    st.integers(0, 10),
+    st.integers(0, 20_000),
 )
 experts = st.builds(
     ExpertBlock,
@@ -85,7 +83,7 @@ def test_a_token_reads_what_its_window_lacks():
 def test_what_is_there_is_computed_while_the_rest_is_read():
     cost = OPT.step(MACHINE, tokens=1, sessions=1)
     resident_s = 134_217_728 * 1e-10
-    there_s = 0.24 * 16_384 * 16_384 * 1e-10
+    there_s = 0.076 * 16_384 * 16_384 * 1e-10
     assert cost.seconds == pytest.approx(resident_s + max(cost.reading_s, there_s) + cost.bytes * 1e-10, rel=1e-3)
 
 
@@ -111,7 +109,7 @@ def test_look_ahead_hides_reading_behind_the_attention_only():
 def test_streamed_blocks_take_the_longer_of_reading_and_computing():
     block = StreamedBlock(0, 400_000_000)
     cost = block.step(MACHINE, 1, 1)
-    assert cost.seconds == cost.reading_s == Drive().seconds(48, SLAB_BYTES)
+    assert cost.seconds == cost.reading_s == Drive().seconds(382, SLAB_BYTES)
     assert block.step(MACHINE, 1, 1000).seconds == pytest.approx(400_000_000 * 1.1e-9, rel=0.01)
 
 
@@ -128,19 +126,17 @@ def test_a_span_takes_at_least_its_reading_and_its_computing_and_at_most_both(ma
 
 
 @given(machines, neurons, st.integers(1, 16))
-def test_a_larger_window_never_reads_more(machine, block, sessions):
-    read = [
-        dataclasses.replace(block, window=window).step(machine, 1, sessions).bytes
-        for window in range(len(PAPER.tokens))
-    ]
+def test_more_memory_never_reads_more(machine, block, sessions):
+    slots = [round(block.records * share / 20) for share in range(21)]
+    read = [dataclasses.replace(block, slots=some).step(machine, 1, sessions).bytes for some in slots]
     assert read == sorted(read, reverse=True)
+    assert read[-1] == 0, "nothing is read if everything fits"
 
 
-@given(st.lists(neurons, min_size=1, max_size=4), st.integers(0, 1 << 32), st.integers(1, 8))
-def test_the_largest_window_fits_and_the_next_does_not(span, memory, sessions):
-    window = largest_window(span, memory, sessions)
-    assert window == 0 or window_bytes(span, window, sessions) <= memory
-    assert window == 64 or window_bytes(span, window + 1, sessions) > memory
+def test_the_window_is_as_large_as_memory_allows():
+    assert OPT.window() == pytest.approx(5, abs=0.01)
+    assert dataclasses.replace(OPT, slots=round(0.125 * 16_384)).window() == pytest.approx(1.5, abs=0.01)
+    assert OPT.window(sessions=2) < 5, "sessions share the memory"
 
 
 @given(machines, st.lists(blocks, min_size=1, max_size=3), st.floats(0.001, 10))
@@ -176,7 +172,5 @@ def test_flash_pays_if_a_token_is_no_slower_than_through_more_servers(flash_bloc
 
 def test_the_line_for_the_start_of_a_server():
     line = describe(CostModel(MACHINE, [OPT] * 4), memory=300_000_000)
-    assert line.startswith(
-        "Flash: 4 blocks, 1.1 GB on the drive, 0.3 GB of them in memory; a token reads 25.8 MB (2.4%)"
-    )
-    assert "1572 reads of 16 KiB" in line
+    assert line.startswith("Flash: 4 blocks, 1.1 GB on the drive, 0.3 GB of them in memory (the neurons of 5.0 tokens)")
+    assert "a token reads 25.8 MB (2.4%) in 1572 reads of 16 KiB" in line

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.models.flash.sparsity import Sparsity
+from swarm.models.flash.sparsity import MAX_WINDOW, Sparsity
 
 shares = st.floats(0.001, 1.0)
 curves = st.lists(shares, min_size=1, max_size=8).map(lambda values: tuple(sorted(values)))
@@ -57,7 +57,14 @@ def test_more_tokens_and_more_sessions_never_need_less(sparsity, tokens, session
     assert needed <= 1 - (1 - sparsity.needed(tokens)) ** sessions + 1e-6, "no fewer in common than independent ones"
 
 
-@given(sparsities(), st.integers(0, 80), st.integers(1, 64), st.integers(1, 8))
+@given(sparsities(), st.floats(0, 1), st.integers(1, 8))
+def test_a_window_fills_its_share(sparsity, share, sessions):
+    window = sparsity.window(share, sessions)
+    assert sparsity.needed(int(window), sessions) <= share + 1e-9
+    assert window == MAX_WINDOW or sparsity.needed(int(window) + 1, sessions) > share - 1e-9
+
+
+@given(sparsities(), st.floats(0, 80), st.integers(1, 64), st.integers(1, 8))
 def test_no_window_reads_more_than_is_needed(sparsity, window, sessions, tokens):
     assert 0 <= sparsity.newly_read(window, sessions, tokens) <= sparsity.needed(tokens, sessions) + 1e-12
 

@@ -1,0 +1,22 @@
+"""Tables of the benchmarks of weights on flash: medians, ranges, and ratios of the same round."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+
+def spread(values: Sequence[float], digits: int = 0) -> str:
+    """Format the median and the range."""
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def times(values: Sequence[float], others: Sequence[float]) -> str:
+    """Format how many times `others` the values are, round by round."""
+    return spread([value / other for value, other in zip(values, others, strict=True)], 2)
+
+
+def table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Format in Markdown."""
+    lines = [heading, ["---"] * len(heading), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
