@@ -9,7 +9,7 @@ The paper's fixed window is there for comparison.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,7 +66,7 @@ class ActiveWindow:
 
         Args:
             needed: neurons, sorted.
-            kept: those of them that later forwards are expected to need as well (see `expected_tokens`); None for all.
+            kept: those of them that later forwards are expected to need as well (see `ForwardTokens`); None for all.
         """
         self._forward += 1
         self.last_k_active[needed if kept is None else kept] = self._forward
@@ -96,16 +96,26 @@ class ActiveWindow:
         return Portion(needed, joining, others[leaves])
 
 
-def expected_tokens(counts: np.ndarray, accepted: float = EXPECTED_ACCEPTED) -> np.ndarray:
-    """Which tokens of a forward belong to the window, `[tokens]` bool: those that are expected to be accepted.
+@dataclass
+class ForwardTokens:
+    """Which tokens of the forward in progress belong to one sequence, for the window and for nothing else.
 
-    With speculation, the window ends at the expected accepted token (section 5.2): neurons that only later candidates
-    need are read for this forward and are the first to leave.
-
-    Args:
-        counts: tokens of each sequence of the forward, in order.
-        accepted: expected share of accepted candidates.
+    Attributes:
+        counts: tokens of each sequence of the forward, in order; None if each is a sequence's next token.
+        accepted: share of a sequence's tokens that are expected to be accepted.
     """
-    ends = np.cumsum(counts)
-    place = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
-    return np.asarray(place < np.ceil(accepted * np.repeat(counts, counts)))
+
+    counts: Sequence[int] | None = None
+    accepted: float = EXPECTED_ACCEPTED
+
+    def expected(self, tokens: int) -> np.ndarray | None:
+        """The tokens of which the window keeps neurons, `[tokens]` bool; None for all.
+
+        With speculation, the window ends at the expected accepted token (section 5.2): neurons that only later
+        candidates need are read for this forward, and are the first to leave.
+        """
+        if self.counts is None or sum(self.counts) != tokens:
+            return None
+        counts = np.asarray(self.counts, dtype=np.int64)
+        place = np.arange(tokens) - np.repeat(np.cumsum(counts) - counts, counts)
+        return np.asarray(place < np.ceil(self.accepted * np.repeat(counts, counts)))

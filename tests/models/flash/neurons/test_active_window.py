@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.models.flash.neurons.active_window import ActiveWindow, expected_tokens
+from swarm.models.flash.neurons.active_window import ActiveWindow, ForwardTokens
 from swarm.models.flash.neurons.neuron_matrix import NeuronMatrix
 from swarm.models.flash.record_layout import RecordLayout
 from swarm.models.flash.weight_store import MemoryStore
@@ -91,8 +91,14 @@ def test_neurons_of_candidates_that_are_not_expected_to_be_accepted_leave_first(
 
 
 def test_the_window_ends_at_the_expected_accepted_token_of_each_sequence() -> None:
-    assert expected_tokens(np.array([1, 5, 2]), 0.5).tolist() == [True, *[True] * 3, False, False, True, False]
-    assert expected_tokens(np.array([], dtype=np.int64)).tolist() == []
+    expected = ForwardTokens((1, 5, 2), accepted=0.5).expected(8)
+    assert expected is not None
+    assert expected.tolist() == [True, *[True] * 3, False, False, True, False]
+
+
+def test_without_sequences_or_with_those_of_another_forward_every_token_is_in_the_window() -> None:
+    assert ForwardTokens().expected(3) is None
+    assert ForwardTokens((1, 5)).expected(3) is None
 
 
 @given(

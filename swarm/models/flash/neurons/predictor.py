@@ -1,0 +1,150 @@
+"""Predictors: which neurons of a feed-forward layer a token will need, told from the layer's input.
+
+"LLM in a flash", section 3.1: a product of two small matrices tells which neurons the activation will not make zero,
+before their weights are read. Its input is that of the layer itself, after attention and norm of the same block.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn import functional
+
+from swarm.errors import PackedFileError
+
+_FORMAT = "swarm neuron predictor 1"
+_METADATA_KEY = "predictor"
+
+
+class NeuronPredictor(Protocol):
+    """Selects neurons for tokens, each token by itself.
+
+    Attributes:
+        memory_bytes: memory that it takes.
+    """
+
+    @property
+    def memory_bytes(self) -> int: ...
+
+    def select(self, hidden_TH: torch.Tensor) -> torch.Tensor:
+        """The neurons that each token needs, `[tokens, neurons]` bool."""
+
+
+class LowRankPredictor:
+    """Scores neurons by a product of two small matrices, and selects those whose score is above a threshold.
+
+    Args:
+        first: `[rank, hidden]`.
+        second: `[neurons, rank]`.
+        bias: `[neurons]`.
+        threshold: calibrated to a recall, see `predictor_training.threshold_for`.
+    """
+
+    def __init__(self, first: torch.Tensor, second: torch.Tensor, bias: torch.Tensor, threshold: float) -> None:
+        self.first, self.second, self.bias, self.threshold = first, second, bias, threshold
+
+    @property
+    def rank(self) -> int:
+        return len(self.first)
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (self.first, self.second, self.bias))
+
+    def scores(self, hidden_TH: torch.Tensor) -> torch.Tensor:
+        """`[tokens, neurons]`, in the dtype of `hidden_TH`."""
+        return functional.linear(functional.linear(hidden_TH, self.first), self.second, self.bias)
+
+    def select(self, hidden_TH: torch.Tensor) -> torch.Tensor:
+        return self.scores(hidden_TH) > self.threshold
+
+    def to(self, dtype: torch.dtype) -> LowRankPredictor:
+        """The same with matrices of another dtype."""
+        return LowRankPredictor(self.first.to(dtype), self.second.to(dtype), self.bias.to(dtype), self.threshold)
+
+
+class ActivationPredictor:
+    """Computes the activation itself, from all gates (or up projections) in memory: nothing is missed or read in vain.
+
+    With a gate, this is the paper's alternative for Llama 2 (appendix C.5): exact, for the memory of all gates. Without
+    one it is the oracle that predictors are compared with.
+
+    Args:
+        weight: of the gate or up projection, `[neurons, hidden]`.
+        bias: `[neurons]`, or None.
+        activation: of the layer.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: nn.Module) -> None:
+        self._weight, self._bias, self._activation = weight, bias, activation
+
+    @property
+    def memory_bytes(self) -> int:
+        return self._weight.nbytes
+
+    def select(self, hidden_TH: torch.Tensor) -> torch.Tensor:
+        selected: torch.Tensor = self._activation(functional.linear(hidden_TH, self._weight, self._bias)) != 0
+        return selected
+
+
+def save_predictor(predictor: LowRankPredictor, path: Path, digest: str) -> None:
+    """Write a predictor as safetensors.
+
+    Args:
+        digest: of the block that it was made for, see `swarm.models.checkpoints.block_digest`.
+    """
+    metadata = {"format": _FORMAT, "block_digest": digest, "threshold": predictor.threshold}
+    tensors = {"first": predictor.first, "second": predictor.second, "bias": predictor.bias}
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, path, metadata={_METADATA_KEY: json.dumps(metadata)})
+
+
+def load_predictor(path: Path, digest: str, hidden: int, neurons: int) -> LowRankPredictor:
+    """Read a predictor that `save_predictor` wrote.
+
+    Args:
+        digest, hidden, neurons: of the block that it is for.
+
+    Raises:
+        PackedFileError: the file cannot be read, or is for another block or another revision of it.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            threshold = _validated_threshold(path, (file.metadata() or {}).get(_METADATA_KEY), digest)
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            rank = shapes.get("first", (0,))[0]
+            expected = {"first": (rank, hidden), "second": (neurons, rank), "bias": (neurons,)}
+            if shapes != expected or not 0 < rank <= hidden:
+                raise _refusal(path, f"it holds {shapes}, which is no predictor for {neurons} neurons")
+            first, second, bias = (file.get_tensor(name) for name in ("first", "second", "bias"))
+    except (OSError, SafetensorError) as error:
+        raise _refusal(path, str(error)) from error
+    tensors = (first, second, bias)
+    if len({tensor.dtype for tensor in tensors}) != 1 or not all(tensor.isfinite().all() for tensor in tensors):
+        raise _refusal(path, "its values are not finite, or of several types")
+    return LowRankPredictor(first, second, bias, threshold)
+
+
+def _validated_threshold(path: Path, text: str | None, digest: str) -> float:
+    try:
+        metadata = json.loads(text or "")
+    except ValueError:
+        metadata = None
+    if not isinstance(metadata, dict) or metadata.get("format") != _FORMAT:
+        raise _refusal(path, "it holds no neuron predictor of this version")
+    if metadata.get("block_digest") != digest:
+        raise _refusal(path, "it was made for another block, or another revision of it")
+    threshold = metadata.get("threshold")
+    if not isinstance(threshold, float) or threshold != threshold or abs(threshold) == float("inf"):
+        raise _refusal(path, f"its threshold is {threshold!r}")
+    return threshold
+
+
+def _refusal(path: Path, reason: str) -> PackedFileError:
+    return PackedFileError(f"the predictor {path} cannot be used: {reason}; prepare the model again with `swarm flash`")

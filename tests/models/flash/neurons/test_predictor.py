@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from swarm.errors import PackedFileError
+from swarm.models.flash.neurons.predictor import ActivationPredictor, LowRankPredictor, load_predictor, save_predictor
+
+HIDDEN, NEURONS, RANK = 8, 20, 3
+
+
+def make_predictor(dtype: torch.dtype = torch.float32) -> LowRankPredictor:
+    torch.manual_seed(0)
+    return LowRankPredictor(
+        torch.randn(RANK, HIDDEN, dtype=dtype), torch.randn(NEURONS, RANK, dtype=dtype), torch.randn(NEURONS), 0.25
+    )
+
+
+def test_neurons_above_the_threshold_are_selected() -> None:
+    predictor = make_predictor()
+    hidden = torch.randn(5, HIDDEN)
+    scores = hidden @ predictor.first.T @ predictor.second.T + predictor.bias
+    assert torch.equal(predictor.select(hidden), scores > 0.25)
+
+
+def test_the_activation_predictor_selects_exactly_what_is_not_zero() -> None:
+    linear = nn.Linear(HIDDEN, NEURONS)
+    hidden = torch.randn(5, HIDDEN)
+    predictor = ActivationPredictor(linear.weight, linear.bias, nn.ReLU())
+    assert torch.equal(predictor.select(hidden), torch.relu(linear(hidden)) != 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_saved_predictor_is_the_same_when_it_is_loaded(tmp_path: Path, dtype: torch.dtype) -> None:
+    saved = make_predictor().to(dtype)
+    save_predictor(saved, tmp_path / "predictor", "digest")
+    loaded = load_predictor(tmp_path / "predictor", "digest", HIDDEN, NEURONS)
+    hidden = torch.randn(5, HIDDEN, dtype=dtype)
+    assert torch.equal(loaded.select(hidden), saved.select(hidden))
+    assert (loaded.rank, loaded.memory_bytes, loaded.threshold) == (RANK, saved.memory_bytes, 0.25)
+
+
+def write(path: Path, change: dict[str, torch.Tensor], **metadata: object) -> None:
+    predictor = make_predictor()
+    tensors = {"first": predictor.first, "second": predictor.second, "bias": predictor.bias, **change}
+    header = {"format": "swarm neuron predictor 1", "block_digest": "digest", "threshold": 0.25, **metadata}
+    save_file(tensors, path, metadata={"predictor": json.dumps(header)})
+
+
+@pytest.mark.parametrize(
+    ("change", "metadata", "reason"),
+    [
+        ({}, {"block_digest": "other"}, "another block"),
+        ({}, {"format": "swarm neuron predictor 9"}, "of this version"),
+        ({}, {"threshold": float("nan")}, "threshold"),
+        ({}, {"threshold": "1"}, "threshold"),
+        ({"first": torch.randn(RANK, HIDDEN + 1)}, {}, "no predictor for"),
+        ({"first": torch.randn(RANK)}, {}, "no predictor for"),
+        ({"first": torch.zeros(0, HIDDEN), "second": torch.zeros(NEURONS, 0)}, {}, "no predictor for"),
+        ({"more": torch.randn(1)}, {}, "no predictor for"),
+        ({"bias": torch.full((NEURONS,), float("nan"))}, {}, "not finite"),
+        ({"bias": torch.zeros(NEURONS, dtype=torch.float16)}, {}, "several types"),
+    ],
+)
+def test_a_predictor_that_does_not_fit_is_refused(
+    tmp_path: Path, change: dict[str, torch.Tensor], metadata: dict[str, object], reason: str
+) -> None:
+    write(tmp_path / "predictor", change, **metadata)
+    with pytest.raises(PackedFileError, match=reason):
+        load_predictor(tmp_path / "predictor", "digest", HIDDEN, NEURONS)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\xff" * 100])
+def test_a_file_that_holds_no_tensors_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "predictor").write_bytes(content)
+    with pytest.raises(PackedFileError, match="cannot be used"):
+        load_predictor(tmp_path / "predictor", "digest", HIDDEN, NEURONS)
+
+
+def test_a_file_without_metadata_is_refused(tmp_path: Path) -> None:
+    save_file({"first": torch.zeros(1)}, tmp_path / "predictor")
+    with pytest.raises(PackedFileError, match="of this version"):
+        load_predictor(tmp_path / "predictor", "digest", HIDDEN, NEURONS)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PackedFileError, match="cannot be used"):
+        load_predictor(tmp_path / "predictor", "digest", HIDDEN, NEURONS)
