@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from swarm.models.flash.reading.kernel_aio import CONTROL_BLOCK, EVENT, AsyncReads
+from swarm.models.flash.reading.queue_feeder import queue_feeder
 from swarm.models.flash.reading.reads import Reads
 from swarm.models.flash.record_layout import RECORD_ALIGNMENT
 
 RETRIES = 16
 """How often the reads of a batch may come back without a byte and without an error before the batch fails."""
+
+MAX_BYTES_IN_FLIGHT = 32 << 20
+"""Fewer long reads than short ones keep a drive busy, and the kernel takes a while to accept each."""
 
 _AGAIN = (-errno.EAGAIN, -errno.EINTR)
 _NUMBER_BITS = 32
@@ -29,6 +35,7 @@ class Batch:
     Attributes:
         memory: what they read into, kept alive.
         blocks: their control blocks.
+        longest: bytes of the longest read.
         pointers: addresses of control blocks in the order of submission. A read that came back short is in it again.
         submitted: how many of `pointers` the kernel was given.
         ended: how many of them have come back.
@@ -39,6 +46,7 @@ class Batch:
 
     memory: torch.Tensor
     blocks: np.ndarray
+    longest: int
     pointers: np.ndarray
     submitted: int = 0
     ended: int = 0
@@ -55,7 +63,7 @@ class Batch:
         blocks["length"] = reads.lengths
         blocks["offset"] = reads.offsets
         addresses = blocks.ctypes.data + np.arange(len(reads), dtype=np.uint64) * np.uint64(CONTROL_BLOCK.itemsize)
-        return cls(memory, blocks, addresses)
+        return cls(memory, blocks, int(reads.lengths.max(initial=1)), addresses)
 
     @property
     def missing(self) -> int:
@@ -98,6 +106,8 @@ class Batch:
 class AioQueue:
     """A context of the kernel, and the batches that go through it, in the order in which they were begun.
 
+    Used by one thread, beside the one that feeds it.
+
     Args:
         calls: the system calls.
         depth: how many reads are in flight at most.
@@ -119,19 +129,36 @@ class AioQueue:
         self._to_submit: deque[Batch] = deque()
         self._in_flight = 0
         self._next_number = 0
+        self._lock = threading.Lock()
         self.given_up = False
 
     def begin(self, descriptor: int, reads: Reads, memory: torch.Tensor) -> Batch:
-        """Add a batch, and submit what there is room for."""
-        number, self._next_number = self._next_number, (self._next_number + 1) % 2**_NUMBER_BITS
-        batch = self._batches[number] = Batch.of(number, descriptor, reads, memory)
-        self._to_submit.append(batch)
-        self._collect(0, 0.0)
-        self._submit()
+        """Add a batch and submit what there is room for. A thread submits the rest, unless something waits."""
+        with self._lock:
+            number, self._next_number = self._next_number, (self._next_number + 1) % 2**_NUMBER_BITS
+            batch = self._batches[number] = Batch.of(number, descriptor, reads, memory)
+            self._to_submit.append(batch)
+            self._collect(0, 0.0)
+            self._submit()
+            full = bool(self._to_submit)
+        if full:
+            queue_feeder().feed(self)
         return batch
+
+    def feed(self) -> bool:
+        with self._lock:
+            if self._to_submit:
+                with suppress(OSError):  # what waits for the reads meets it too
+                    self._collect(0, 0.0)
+                self._submit()
+            return bool(self._to_submit)
 
     def wait(self, batch: Batch, stall_s: float) -> bool:
         """Wait until a batch has ended. Returns False if nothing at all came back for `stall_s`. Raises `OSError`."""
+        with self._lock:
+            return self._wait(batch, stall_s)
+
+    def _wait(self, batch: Batch, stall_s: float) -> bool:
         progress = time.monotonic()
         while batch.missing:
             self._submit()
@@ -180,8 +207,11 @@ class AioQueue:
 
     def _submit(self) -> None:
         """Give the kernel as many reads as there is room for."""
-        while self._to_submit and (room := self._depth - self._in_flight) > 0:
+        while self._to_submit:
             batch = self._to_submit[0]
+            room = min(self._depth, max(MAX_BYTES_IN_FLIGHT // batch.longest, 1)) - self._in_flight
+            if room <= 0:
+                break
             pointers = batch.pointers[batch.submitted : batch.submitted + room]
             if not len(pointers):
                 self._to_submit.popleft()

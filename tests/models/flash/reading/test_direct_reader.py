@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.errors import DriveFailed
+from swarm.models.flash.reading import aio_queue
 from swarm.models.flash.reading.aio_queue import RETRIES
 from swarm.models.flash.reading.direct_reader import DirectReader
 from swarm.models.flash.reading.kernel_aio import CONTROL_BLOCK, KernelAio
@@ -259,6 +260,36 @@ def test_memory_of_reads_that_were_given_up_is_kept_until_they_have_ended(path: 
     another.close()
     gc.collect()
     assert kept() is None
+
+
+def test_a_full_queue_goes_on_while_nothing_waits(path: Path) -> None:
+    reader, memory, content = _reader(path, KernelAio(), depth=2), aligned_memory(UNITS), path.read_bytes()
+    for _ in range(3):
+        memory.zero_()
+        pending = reader.begin(_everything(), memory)
+        until = time.monotonic() + 30
+        while memory.numpy().tobytes() != content and time.monotonic() < until:
+            time.sleep(0.001)
+        assert memory.numpy().tobytes() == content
+        pending.wait()
+    reader.close()
+
+
+def test_long_reads_are_begun_in_portions(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[int] = []
+
+    class Counting(KernelAio):
+        def submit(self, context: int, pointers: np.ndarray) -> int:
+            begun.append(len(pointers))
+            return super().submit(context, pointers)
+
+    monkeypatch.setattr(aio_queue, "MAX_BYTES_IN_FLIGHT", 6 * UNIT)
+    reader, memory = _reader(path, Counting()), aligned_memory(UNITS)
+    reader.begin(_everything(), memory).wait()
+    assert memory.numpy().tobytes() == path.read_bytes()
+    assert max(begun) == 3
+    reader.begin(reads_of_units([0], [0], length=UNITS), memory).wait()  # a read longer than that goes alone
+    reader.close()
 
 
 def test_closing_waits_for_what_is_on_its_way(path: Path) -> None:
