@@ -49,7 +49,8 @@ def main(
     """Check this machine: software, device, memory for blocks of MODEL, disk and ports. With --initial-peers, check the
     connection to the swarm too: each peer, the clock, and a record written to the DHT and read back.
 
-    The default MODEL is the demo model. The exit code is 1 if a check failed.
+    The drive is measured with a scratch file of at most 256 MB. The default MODEL is the demo model. The exit code is 1
+    if a check failed.
     """
     import uvloop
 
@@ -88,6 +89,7 @@ async def _findings(
         ("GPU", lambda: machine.check_gpu(device)),
         ("Memory", lambda: machine.check_memory(model, device, cache_dir)),
         ("Disk", lambda: machine.check_disk(cache_dir)),
+        ("Drive", lambda: machine.check_drive(cache_dir)),
     )
     for name, check in checks:
         yield await _run_check(name, check)

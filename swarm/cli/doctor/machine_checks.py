@@ -15,7 +15,10 @@ from packaging.requirements import InvalidRequirement, Requirement
 from swarm.cli.doctor import verdicts
 from swarm.cli.doctor.verdicts import Finding
 from swarm.common.version import VERSION
-from swarm.errors import InvalidOption, NotEnoughMemory, SwarmError
+from swarm.errors import DriveFailed, InvalidOption, NotEnoughMemory, NotEnoughSpace, SwarmError
+
+SMALL_READ_BYTES = 16 << 10
+"""About a neuron of a model of 4096 hidden values, in 16 bits."""
 
 PACKAGES = ("torch", "transformers", "hivemind")
 
@@ -118,6 +121,27 @@ def check_disk(cache_dir: Path | None) -> Finding:
     from huggingface_hub import constants
 
     folder = cache_dir or Path(constants.HF_HUB_CACHE)
-    existing = next((one for one in (folder, *folder.absolute().parents) if one.exists()), Path("/"))
+    existing = _existing(folder)
     writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
     return verdicts.disk(str(folder), shutil.disk_usage(existing).free, writable)
+
+
+def check_drive(cache_dir: Path | None) -> Finding:
+    """Measure the drive on which packed files of weights would lie, with a scratch file."""
+    from swarm.models.flash.files.block_files import flash_root
+    from swarm.models.flash.reading.drive_measurement import measure_folder
+
+    folder = _existing(flash_root(cache_dir))
+    try:
+        speed = measure_folder(folder)
+    except DriveFailed as error:
+        return verdicts.failure("Drive", str(error), "give a folder on another drive: --cache-dir FOLDER")
+    except (OSError, NotEnoughSpace) as error:
+        return verdicts.unknown("Drive", f"not measured: {error}")
+    small, large = speed.bytes_per_second(SMALL_READ_BYTES), speed.bytes_per_second(speed.read_bytes[-1])
+    return verdicts.drive(str(folder), speed.io, small, large)
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    return next((one for one in (folder, *folder.absolute().parents) if one.exists()), Path("/"))

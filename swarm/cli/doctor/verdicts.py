@@ -18,6 +18,9 @@ CLOCK_WARNING_S = 1.0
 MIN_FREE_DISK_BYTES = 2 * 10**9
 """Below this, the cache of models is about to fill up."""
 
+MIN_FLASH_BYTES_PER_S = 0.3e9
+"""Below this, blocks whose weights stay on flash are hardly worth having: a hard disk, a memory card."""
+
 SLOW_ROUND_TRIP_S = 0.3
 """Round trip above which every token is noticeably slow."""
 
@@ -161,6 +164,18 @@ def disk(folder: str, free: int, writable: bool) -> Finding:
             "free disk space, or give another folder: --cache-dir FOLDER",
         )
     return ok(check, found)
+
+
+def drive(folder: str, io: str, small: float, large: float) -> Finding:
+    """Judge the drive on which packed files would lie. A slow one keeps no machine from joining a swarm.
+
+    Args:
+        io: how it was read, "direct" or "cached".
+        small: bytes/s of random reads of a few KB, about a neuron each.
+        large: bytes/s of random reads of a MB.
+    """
+    said = f"reads {format_bytes(large)}/s in large pieces, {format_bytes(small)}/s in small ones ({io}), in {folder}"
+    return ok("Drive", said if large >= MIN_FLASH_BYTES_PER_S else f"{said}: too slow for weights on flash (--flash)")
 
 
 def median_clock_offset(ahead: Sequence[float]) -> float:

@@ -24,11 +24,12 @@ from swarm.data_structures import ModelInfo
 from swarm.dht import probe
 from swarm.dht.directory import fetch_models, fetch_servers
 from swarm.dht.validation import AnnouncementValidator
-from swarm.errors import PeerLost
+from swarm.errors import DriveFailed, NotEnoughSpace, PeerLost
+from swarm.models.flash.reading import drive_measurement
 from swarm.transport.p2p import P2PConfig, Peer
 
 OTHER = "QmY4ace2YSgwDm1DQrKEGDpaMrgCLAJojTmtYUW2iDykrN"
-NAMES = {"Python", "swarm", "torch", "transformers", "hivemind", "CPU", "GPU", "Memory", "Disk", "Listening"}
+NAMES = {"Python", "swarm", "torch", "transformers", "hivemind", "CPU", "GPU", "Memory", "Disk", "Drive", "Listening"}
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +75,7 @@ def test_what_is_wrong_comes_with_its_remedy(bootstrap: str, tmp_path: Any):
     )
     assert "failure  GPU           --device cuda:99: torch cannot use it here" in done.stdout
     assert "unknown  DHT           not tried: no initial peer answers" in done.stdout
-    assert shown[-1] == "4 of 13 checks failed."
+    assert shown[-1] == "4 of 14 checks failed."
     assert "\x1b" not in done.stdout
     assert done.stderr == ""
 
@@ -230,6 +231,32 @@ def test_a_look_that_hangs_or_breaks_does_not_end_the_others(monkeypatch: pytest
     assert "no result within" in uvloop.run(doctor._run_check("CPU", hang)).found
     over.set()
     assert "ImportError: libcudart" in uvloop.run(doctor._run_check("GPU", broken)).found
+
+
+def test_the_drive_is_measured_where_packed_files_would_lie(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(drive_measurement, "SCRATCH_BYTES", 8 << 20)
+    found = machine.check_drive(tmp_path / "not" / "yet")
+    assert found.verdict is Verdict.OK
+    assert str(tmp_path) in found.found
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (DriveFailed("the drive delivered nothing"), Verdict.FAILURE),
+        (PermissionError(13, "Permission denied"), Verdict.UNKNOWN),
+        (NotEnoughSpace("the drive is full"), Verdict.UNKNOWN),
+    ],
+)
+def test_a_drive_that_cannot_be_measured(
+    error: Exception, expected: Verdict, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(folder: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(drive_measurement, "measure_folder", fail)
+    assert machine.check_drive(tmp_path).verdict is expected
 
 
 def test_a_full_or_forbidden_disk(tmp_path: Any):

@@ -40,6 +40,8 @@ ADDRESS = "/ip4/192.0.2.1/tcp/31337/p2p/QmPeer"
         (verdicts.disk("/cache", 10**12, True), OK, "in /cache", ""),
         (verdicts.disk("/cache", 10**9, True), WARNING, "1 GB free", "--cache-dir"),
         (verdicts.disk("/cache", 10**12, False), FAILURE, "cannot be written", "--cache-dir"),
+        (verdicts.drive("/cache", "direct", 0.9e9, 2.5e9), OK, "2.5 GB/s in large pieces, 900 MB/s in small", ""),
+        (verdicts.drive("/cache", "cached", 1e6, 0.1e9), OK, "too slow for weights on flash", ""),
         (verdicts.clock([]), UNKNOWN, "no peer", ""),
         (verdicts.clock([0.5]), OK, "0.50 s behind", ""),
         (verdicts.clock([-2.0]), WARNING, "2.00 s ahead of", "timedatectl"),
