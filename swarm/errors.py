@@ -184,6 +184,12 @@ class AdapterRefused(RequestRefused):
     code = "adapter_refused"
 
 
+class TrainingRefused(RequestRefused):
+    """The server reads weights from flash and keeps too few of them for gradients. Train over other servers."""
+
+    code = "training_refused"
+
+
 class WrongPosition(RequestRefused):
     """The step starts after the end of the server's cache, or its number is out of order."""
 

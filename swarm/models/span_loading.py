@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
-from torch import nn
 
 from swarm.common import console
 from swarm.data_structures import Span
 from swarm.models.block_loading import load_block, return_freed_memory
 from swarm.models.checkpoints.checkpoint import Checkpoint
-from swarm.models.cutting import cut_layers
-from swarm.models.execution.hooked_module import HookedModule
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy_trials import LayoutRequest, choose_layout
+from swarm.models.span_assembly import SpanAssembly
 from swarm.models.weights import frozen_linear, quantization
 
 
@@ -45,21 +40,8 @@ def load_span(
     """
     checkpoint.validate_span(span.start, span.end)
     quantization.require_available(quant, device)
-    model, digests = _load_blocks(checkpoint, span, dtype, device, quant, progress)
-    # Only after loading, which fills rotary tables for the layer types of the whole model.
-    cut_layers.slice_config(model.config, span, checkpoint.blocks)
-    cut = HookedModule(model, checkpoint.structure.layers_path)
-    loaded = SpanModel(cut, span, digests, checkpoint.config.hidden_size)
-    return choose_layout(loaded, layout)
-
-
-def _load_blocks(
-    checkpoint: Checkpoint, span: Span, dtype: torch.dtype, device: torch.device, quant: str, progress: bool
-) -> tuple[Any, list[str]]:
-    """Read and quantize one block after the other, and append each to the model. Returns a digest for each block."""
     path = checkpoint.structure.layers_path
-    whole: Any = None
-    layers: Any = nn.ModuleList()
+    assembly = SpanAssembly(checkpoint, span)
     digests: list[str] = []
     doing = "Loading" if quant == quantization.NONE else f"Quantizing to {quant}:"
     title = f"{doing} blocks {span}" if progress else None
@@ -70,19 +52,6 @@ def _load_blocks(
         frozen_linear.prepack(model.to(device).get_submodule(path))
         digests.append(digest)
         return_freed_memory()
-        if whole is None:
-            whole, layers = model, model.get_submodule(path)
-        else:
-            layers.extend(_with_config(model.get_submodule(path), model.config, whole.config))
-    cut_layers.renumber_layers(layers)
-    return whole, digests
-
-
-def _with_config(layers: Any, old: Any, new: Any) -> Iterator[nn.Module]:
-    """The layers, with their references to the config `old` replaced by `new`."""
-    for layer in layers:
-        for module in layer.modules():
-            for name, value in vars(module).items():
-                if value is old:
-                    setattr(module, name, new)
-        yield layer
+        assembly.append(model)
+    loaded = SpanModel(assembly.finish(), span, digests, checkpoint.config.hidden_size)
+    return choose_layout(loaded, layout)

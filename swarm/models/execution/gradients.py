@@ -22,6 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 from swarm.data_structures import StepLayout
+from swarm.errors import TrainingRefused
 from swarm.models.adapters.adapter_batch import (
     NO_ADAPTER,
     ActiveAdapters,
@@ -86,7 +87,15 @@ def compute_gradients(
     Args:
         inputs_TH: packed, in the span's dtype and on its device.
         gradients_TH: of the outputs, packed alike.
+
+    Raises:
+        TrainingRefused: the span reads weights from flash, and does not have all of them at once even for a block.
     """
+    if model.flash is not None and not model.flash.trainable:
+        raise TrainingRefused(
+            f"blocks {model.span} are on flash, and only the weights that a token needs are read, so this server "
+            "computes no gradients; train over servers whose blocks are in memory or streamed"
+        )
     sequences = inputs_TH.detach().split(list(layout.counts))
     ends = gradients_TH.split(list(layout.counts))
     found = [one.new_zeros(one.shape) for one in sequences]
@@ -117,8 +126,9 @@ def _run(
     sequences, length, _ = hidden_RTH.shape
     offsets = [layout.offsets[number] for number in group] if layout.offsets is not None else None
     segments = [AdapterSegment(adapter, list(range(length)) * sequences)] if adapter else []
-    too_large = _graph_bytes(model, sequences * length) > MAX_GRAPH_BYTES
-    with model.adapted.activate(segments), _checkpointed_blocks(model) if too_large else nullcontext():
+    # A streamed block's weights are gone when the next blocks have run, so each is computed again before its backward.
+    again = model.flash is not None or _graph_bytes(model, sequences * length) > MAX_GRAPH_BYTES
+    with model.adapted.activate(segments), _checkpointed_blocks(model) if again else nullcontext():
         return model.run_padded(hidden_RTH, None, None, offsets)
 
 
@@ -143,6 +153,7 @@ def _checkpointed_blocks(model: SpanModel) -> Iterator[None]:
     def contexts() -> tuple[Any, Any]:
         return nullcontext(), ActiveAdapters(running)  # for the second time, in whatever thread that is
 
+    own = [vars(layer).get("forward") for layer in model.layers]  # of a streamed block
     for layer in model.layers:
         layer.forward = partial(
             checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
@@ -150,8 +161,10 @@ def _checkpointed_blocks(model: SpanModel) -> Iterator[None]:
     try:
         yield
     finally:
-        for layer in model.layers:
+        for layer, forward in zip(model.layers, own, strict=True):
             del layer.forward
+            if forward is not None:
+                layer.forward = forward
 
 
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from swarm.models.attention.padded_kv import PaddedKV
 from swarm.models.execution.cuda_graphs import DecodeGraphs
 from swarm.models.execution.hooked_module import HookedModule
 from swarm.models.execution.strategy import PADDED, ExecutionStrategy
+from swarm.models.flash.flash_span import FlashSpan
 from swarm.models.weights.quantization import weight_bytes
 
 
@@ -27,6 +28,7 @@ class SpanModel:
         cut: the family's model, cut to these blocks.
         adapted: the layers of the wider span that this one is a part of; None for a span that was just loaded.
         strategy: how it computes. It never changes; `with_strategy` makes another model of the same weights.
+        flash: reads those of the weights that are on flash; None if all are in memory.
 
     Attributes:
         span: which blocks.
@@ -48,8 +50,10 @@ class SpanModel:
         hidden_size: int,
         adapted: AdaptedLayers | None = None,
         strategy: ExecutionStrategy = PADDED,
+        flash: FlashSpan | None = None,
     ) -> None:
         self.cut = cut
+        self.flash = flash
         self.span = span
         self.digests = digests
         self.hidden_size = hidden_size
@@ -60,7 +64,7 @@ class SpanModel:
         # Not the parameters' dtype: quantized weights are integers.
         self.dtype: torch.dtype = config.dtype
         self.device = next(cut.layers.parameters()).device
-        self.weight_bytes = weight_bytes(cut.module)
+        self.weight_bytes = weight_bytes(cut.module) if flash is None else flash.weight_bytes
         self.positions = cut.positions
         self.graphs: DecodeGraphs | None = None
         if strategy.graph_recorder is not None and strategy.paging is not None:
@@ -85,7 +89,7 @@ class SpanModel:
 
     def with_strategy(self, strategy: ExecutionStrategy) -> SpanModel:
         """A model that computes the same blocks, with the same weights, in another way."""
-        return SpanModel(self.cut, self.span, self.digests, self.hidden_size, self.adapted, strategy)
+        return SpanModel(self.cut, self.span, self.digests, self.hidden_size, self.adapted, strategy, self.flash)
 
     def narrowed(self, span: Span) -> SpanModel:
         """Part of this span as a span of its own, sharing the weights. Raises `InvalidSpan` if it is not a part."""
@@ -102,6 +106,7 @@ class SpanModel:
                 self.hidden_size,
                 self.adapted,
                 self.strategy.without_traced_forward(),
+                self.flash,
             )
         return self._narrowed[span]
 

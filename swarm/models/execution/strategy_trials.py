@@ -12,6 +12,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -57,7 +58,15 @@ T = TypeVar("T")
 
 
 def choose_layout(model: SpanModel, requested: LayoutRequest = "auto") -> SpanModel:
-    """A model of the same blocks that lays out keys and values as requested, or in the next best way that works."""
+    """A model of the same blocks that lays out keys and values as requested, or in the next best way that works.
+
+    Weights on flash are all read meanwhile, so that what a predictor selects makes no difference between two ways.
+    """
+    with model.flash.exactly() if model.flash is not None else nullcontext():
+        return _choose_layout(model, requested)
+
+
+def _choose_layout(model: SpanModel, requested: LayoutRequest) -> SpanModel:
     padded = model.with_strategy(PADDED)
     if requested == "padded" or model.family in POSITIONS_FROM_CACHE_LENGTH:
         return padded
@@ -116,7 +125,7 @@ def choose_forward(
         recorder: records decode steps; None for CUDA graphs on a GPU, and for no recording elsewhere.
     """
     plain = model.with_strategy(model.strategy.plain())
-    if not plain.strategy.packed:
+    if not plain.strategy.packed or plain.flash is not None:  # what is traced or recorded reads nothing from flash
         return plain
     best = _try_traced_forwards(plain, compile_in)
     if recorder is None and model.device.type == "cuda":

@@ -49,6 +49,7 @@ class Engine:
         compute_thread: where it computes.
         budget: tokens of one iteration.
         observer: is told of every iteration.
+        inline: whether a quick lone step may be computed in the network loop; not if computing may wait for a drive.
     """
 
     def __init__(
@@ -56,8 +57,10 @@ class Engine:
         compute_thread: ComputeThread,
         budget: int = MIN_ITERATION_TOKENS,
         observer: ServerObserver | None = None,
+        inline: bool = True,
     ) -> None:
         self.compute_thread = compute_thread
+        self._inline = inline
         self.budget = budget
         self._observer = observer or ServerObserver()
         self._arrived: deque[QueuedRequest] = deque()
@@ -99,7 +102,7 @@ class Engine:
 
         In between, the other thread's processor has fallen asleep and its caches have gone cold (0.3 ms a step).
         """
-        if queued.is_whole or queued.tokens_left > MAX_SHORT_TOKENS:
+        if not self._inline or queued.is_whole or queued.tokens_left > MAX_SHORT_TOKENS:
             return False
         if not 0 < self._batching_delay.iteration < MAX_INLINE_ITERATION_S or self._delay(1, 0.0):
             return False

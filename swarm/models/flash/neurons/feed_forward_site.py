@@ -42,7 +42,7 @@ def find_sparse_feed_forward(block: nn.Module) -> BlockPlan | None:
     plans = [
         plan
         for path, module in block.named_modules()
-        if _is_sparse_activation(module) and (plan := _plan_around(block, path)) is not None
+        if is_sparse_activation(module) and (plan := _plan_around(block, path)) is not None
     ]
     return plans[0] if len(plans) == 1 else None
 
@@ -74,7 +74,7 @@ class One(nn.Module):
 
 
 @torch.no_grad()
-def _is_sparse_activation(module: nn.Module) -> bool:
+def is_sparse_activation(module: nn.Module) -> bool:
     """Whether a module works on each value alone and makes enough of them zero."""
     if any(True for _ in module.children()) or any(parameter.ndim for parameter in module.parameters()):
         return False

@@ -6,40 +6,21 @@ results are the same, bit for bit, as long as the same kernels run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from swarm.models.flash.block_plan import BlockPlan
+from swarm.models.flash.flash_block import FlashBlock
 from swarm.models.flash.record_buffer import RecordBuffer, allocate_aligned
 from swarm.models.flash.streaming.residency import BUFFERS, choose_resident
-from swarm.models.flash.weight_store import PendingRead, WeightStore
+from swarm.models.flash.weight_store import PendingRead
 
 THE_RECORD = np.zeros(1, dtype=np.int64)
 """Number of a block's only record, and of a buffer's only slot."""
-
-
-@dataclass(frozen=True)
-class StreamedBlock:
-    """A block whose matrices are to be streamed.
-
-    Attributes:
-        block: the block, without the modules that `take_out` took.
-        plan: made by `plan_streamed`.
-        taken: the modules that were taken out, by their paths. Their matrices may be on the meta device.
-        store: holds the block's one record.
-        resident: the other parameters of these modules, by their paths in the block.
-    """
-
-    block: nn.Module
-    plan: BlockPlan
-    taken: Mapping[str, nn.Module]
-    store: WeightStore
-    resident: Mapping[str, torch.Tensor]
 
 
 class BlockStream:
@@ -53,10 +34,11 @@ class BlockStream:
         streamed: number of blocks that are read for each forward.
     """
 
-    def __init__(self, blocks: Sequence[StreamedBlock], budget: int) -> None:
+    def __init__(self, blocks: Sequence[FlashBlock], budget: int) -> None:
         """Put the modules back, read the blocks that stay, and begin to read the first of the others.
 
         Args:
+            blocks: planned by `plan_streamed`, in the order of the span.
             budget: bytes for matrices.
 
         Raises:
@@ -78,7 +60,7 @@ class BlockStream:
         self._last = -1
         for number, one in enumerate(moving):
             self._moving[number].bind(self._slots[0])  # no parameter is on the meta device, whoever looks at them
-            one.block.register_forward_pre_hook(self._hook(number))
+            one.block.forward = partial(self._forward, number, one.block.forward)  # type: ignore[method-assign]
         if self._moving:
             self._begin(self._slots[0], 0)
 
@@ -87,11 +69,10 @@ class BlockStream:
         for store in self._stores:
             store.close()
 
-    def _hook(self, number: int) -> Any:
-        def enter(module: nn.Module, args: Any) -> None:
-            self._enter(number)
-
-        return enter
+    def _forward(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A block's forward. No hook would be called where a forward is computed again for its backward."""
+        self._enter(number)
+        return forward(*args, **kwargs)
 
     def _enter(self, number: int) -> None:
         """A block is about to run: wait until its matrices are there, and begin to read those of the next."""
@@ -143,7 +124,7 @@ class _Slot:
 class _MovingBlock:
     """A block whose matrices lie in one buffer or another."""
 
-    def __init__(self, one: StreamedBlock, slots: Iterable[_Slot]) -> None:
+    def __init__(self, one: FlashBlock, slots: Iterable[_Slot]) -> None:
         self._store = one.store
         self._buffers = {slot: RecordBuffer(one.store.layout, 1, slot.memory) for slot in slots}
         self._parameters = {slot: _parameters(one, buffer) for slot, buffer in self._buffers.items()}
@@ -157,7 +138,7 @@ class _MovingBlock:
             module._parameters[name] = parameter
 
 
-def _parameters(one: StreamedBlock, buffer: RecordBuffer) -> list[tuple[nn.Module, str, nn.Parameter]]:
+def _parameters(one: FlashBlock, buffer: RecordBuffer) -> list[tuple[nn.Module, str, nn.Parameter]]:
     """The block's matrices as they lie in a buffer, and where each belongs."""
     found = []
     for tensor in one.plan.axes:
@@ -167,7 +148,7 @@ def _parameters(one: StreamedBlock, buffer: RecordBuffer) -> list[tuple[nn.Modul
     return found
 
 
-def _put_back(one: StreamedBlock) -> None:
+def _put_back(one: FlashBlock) -> None:
     """Put the modules that were taken out back where they were, with those parameters that stay in memory."""
     for path, module in one.taken.items():
         one.block.set_submodule(path, module)
@@ -176,7 +157,7 @@ def _put_back(one: StreamedBlock) -> None:
         one.block.get_submodule(path)._parameters[name] = nn.Parameter(one.resident[tensor], requires_grad=False)
 
 
-def _load_resident(blocks: Sequence[StreamedBlock], buffers: Sequence[RecordBuffer]) -> None:
+def _load_resident(blocks: Sequence[FlashBlock], buffers: Sequence[RecordBuffer]) -> None:
     """Read blocks that stay in memory, all at once."""
     reads = [one.store.read(THE_RECORD, buffer, THE_RECORD) for one, buffer in zip(blocks, buffers, strict=True)]
     for read in reads:

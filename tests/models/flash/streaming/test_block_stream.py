@@ -14,8 +14,9 @@ from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.execution.session_cache import SessionCache
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.flash.block_plan import RecordKind, take_out
+from swarm.models.flash.flash_block import FlashBlock
 from swarm.models.flash.record_buffer import Indices, RecordBuffer
-from swarm.models.flash.streaming.block_stream import BlockStream, StreamedBlock
+from swarm.models.flash.streaming.block_stream import BlockStream
 from swarm.models.flash.streaming.residency import needed_bytes
 from swarm.models.flash.streaming.streamed_site import plan_streamed
 from swarm.models.flash.weight_store import MemoryStore, PendingRead
@@ -45,7 +46,7 @@ class LateStore(MemoryStore):
         return Late()
 
 
-def streamed(block: nn.Module, number: int, log: list[int]) -> StreamedBlock:
+def streamed(block: nn.Module, number: int, log: list[int]) -> FlashBlock:
     """The block, with its matrices moved into a store."""
     plan = plan_streamed(block)
     assert plan is not None
@@ -56,7 +57,7 @@ def streamed(block: nn.Module, number: int, log: list[int]) -> StreamedBlock:
     taken = take_out(block, plan)
     for module in taken.values():
         module.to("meta")
-    return StreamedBlock(block, plan, taken, store, {name: tensors[name] for name in plan.resident})
+    return FlashBlock(block, plan, taken, {name: tensors[name] for name in plan.resident}, store)
 
 
 def stream_span(model: SpanModel, budget_of_sizes) -> tuple[BlockStream, list[int]]:

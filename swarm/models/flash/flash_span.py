@@ -1,0 +1,84 @@
+"""What of a span is on flash: what reads it, what that costs in memory, and what was read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+from swarm.models.flash.experts.expert_pool import ExpertPool
+from swarm.models.flash.streaming.block_stream import BlockStream
+from swarm.models.flash.weight_store import WeightStore
+
+
+@dataclass(frozen=True)
+class FlashCounters:
+    """What a span read since it was loaded.
+
+    Attributes:
+        bytes, reads: from the drive.
+        wait_seconds: time that computing stood still for the drive.
+        needed: experts that forwards needed, summed over blocks.
+        hits: those of them that were in memory.
+    """
+
+    bytes: int = 0
+    reads: int = 0
+    wait_seconds: float = 0.0
+    needed: int = 0
+    hits: int = 0
+
+
+@dataclass(frozen=True)
+class FlashSpan:
+    """The parts of a loaded span that compute from records. Used by one thread at a time.
+
+    Attributes:
+        weight_bytes: memory that all weights of the span take, buffers for records included.
+        stores: one for each block.
+        stream: the blocks that are read whole; None if there are none.
+        pools: experts in memory, one for each layout.
+        files: what lets go of the packed files.
+    """
+
+    weight_bytes: int
+    stores: Sequence[WeightStore]
+    stream: BlockStream | None = None
+    pools: Sequence[ExpertPool] = ()
+    files: ExitStack = field(default_factory=ExitStack)
+
+    @property
+    def sparse(self) -> bool:
+        """Whether results are approximate, because a token is computed with some neurons only."""
+        return False
+
+    @property
+    def trainable(self) -> bool:
+        """Whether there are gradients: a streamed block has all of its weights while it is computed."""
+        return not self.pools
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of all records on the drive."""
+        return sum(store.layout.file_bytes for store in self.stores)
+
+    @contextmanager
+    def exactly(self) -> Iterator[None]:
+        """Meanwhile, all tokens are computed with all neurons."""
+        yield
+
+    def counters(self) -> FlashCounters:
+        """What was read so far."""
+        read = [store.counters for store in self.stores]
+        experts = [pool.counters for pool in self.pools]
+        return FlashCounters(
+            bytes=sum(one.bytes for one in read),
+            reads=sum(one.reads for one in read),
+            wait_seconds=sum(one.wait_seconds for one in read),
+            needed=sum(one.hits + one.misses for one in experts),
+            hits=sum(one.hits for one in experts),
+        )
+
+    def close(self) -> None:
+        """Let go of the files. The blocks cannot be computed any more."""
+        self.files.close()

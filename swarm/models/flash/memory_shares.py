@@ -1,0 +1,49 @@
+"""How the memory for records is divided among the kinds of records of a span. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from swarm.common.units import format_bytes
+from swarm.errors import NotEnoughMemory
+from swarm.models.flash.block_plan import RecordKind
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """What the blocks of one kind need.
+
+    Attributes:
+        least: bytes with which they can be computed at all.
+        whole: bytes with which nothing is read after loading.
+    """
+
+    least: int
+    whole: int
+
+
+def share_memory(memory: int, needs: Mapping[RecordKind, MemoryNeed]) -> dict[RecordKind, int]:
+    """Bytes for each kind: at least what it needs, and no more than it can use.
+
+    Streamed blocks come first, because each byte of theirs in memory saves a byte of every forward; of experts and
+    neurons some are needed rarely. These get equal shares of what they lack.
+
+    Raises:
+        NotEnoughMemory: `memory` bytes are less than all kinds need together.
+    """
+    least = sum(need.least for need in needs.values())
+    if memory < least:
+        raise NotEnoughMemory(
+            f"{format_bytes(max(0, memory))} of memory are left for weights that are read from flash, and these blocks "
+            f"need {format_bytes(least)}; allow more memory or serve fewer blocks"
+        )
+    shares = {kind: need.least for kind, need in needs.items()}
+    left = memory - least
+    for group in ({RecordKind.BLOCK}, {RecordKind.EXPERTS, RecordKind.NEURONS}):
+        lacking = {kind: need.whole - need.least for kind, need in needs.items() if kind in group}
+        total = sum(lacking.values())
+        for kind, lack in lacking.items():
+            shares[kind] += lack if total <= left else left * lack // total
+        left = max(0, left - total)
+    return shares

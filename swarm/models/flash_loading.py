@@ -1,0 +1,130 @@
+"""Loading a span whose large weights stay on flash, from the packed files of its blocks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from swarm.common.units import format_bytes
+from swarm.data_structures import Span
+from swarm.errors import InvalidOption
+from swarm.models.block_loading import return_freed_memory
+from swarm.models.checkpoints.checkpoint import Checkpoint
+from swarm.models.execution.hooked_module import HookedModule
+from swarm.models.execution.span_model import SpanModel
+from swarm.models.execution.strategy_trials import LayoutRequest, choose_layout
+from swarm.models.flash.attach import attach_blocks
+from swarm.models.flash.block_building import build_block
+from swarm.models.flash.block_choice import BlockPlanner
+from swarm.models.flash.files.preparation import open_span
+from swarm.models.flash.files.prepared_block import PreparedBlock
+from swarm.models.flash.flash_block import FlashBlock
+from swarm.models.flash.reading.flash_store import FlashStore
+from swarm.models.flash.reading.io_choice import choose_io
+from swarm.models.flash.reading.record_reader import FlashIo
+from swarm.models.span_assembly import SpanAssembly
+from swarm.models.weights import frozen_linear
+from swarm.models.weights.quantization import weight_bytes
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FlashOptions:
+    """How a span is kept on flash.
+
+    Attributes:
+        memory: bytes for weights, those that always stay in memory included.
+        root: the folder of all packed files, see `files.block_files.flash_root`.
+        io: how packed files are read; None to try both ways.
+        exact: never select neurons; see `block_choice`.
+    """
+
+    memory: int
+    root: Path
+    io: FlashIo | None = None
+    exact: bool = False
+
+
+def load_flash_span(
+    checkpoint: Checkpoint,
+    span: Span,
+    *,
+    dtype: torch.dtype,
+    options: FlashOptions,
+    progress: bool = False,
+    layout: LayoutRequest = "auto",
+) -> SpanModel:
+    """Load `span` from packed files, which are prepared first where they are missing or broken. On the CPU.
+
+    Raises:
+        InvalidSpan: the span is outside the model.
+        CheckpointError: weights are missing, unreadable or of the wrong shape.
+        NotEnoughSpace: the drive is too small for the packed files.
+        NotEnoughMemory: the blocks cannot be computed with so little memory.
+        InvalidOption: the drive cannot be read as asked for.
+        PackedFileError, DriveFailed: packed files cannot be read although they were checked.
+    """
+    with ExitStack() as opened:
+        prepared = _open_prepared(checkpoint, span, dtype, options, progress, opened)
+        cut, blocks = _build_blocks(checkpoint, span, dtype, prepared, options, opened)
+        resident = weight_bytes(cut.layers) + sum(value.nbytes for one in blocks for value in one.resident.values())
+        flash = attach_blocks(blocks, options.memory, resident)
+        on_drive, in_memory = format_bytes(flash.record_bytes), format_bytes(flash.weight_bytes)
+        logger.info("Flash: %s of weights on the drive; %s of memory for weights", on_drive, in_memory)
+        digests = [one.digest for one in prepared]
+        model = SpanModel(cut, span, digests, checkpoint.config.hidden_size, flash=flash)
+        model = choose_layout(model, layout)
+        flash.files.enter_context(opened.pop_all())
+    return model
+
+
+def _open_prepared(
+    checkpoint: Checkpoint, span: Span, dtype: torch.dtype, options: FlashOptions, progress: bool, opened: ExitStack
+) -> list[PreparedBlock]:
+    plan_of = BlockPlanner(options.exact).plan
+    prepared = open_span(checkpoint, span, dtype=dtype, root=options.root, plan_of=plan_of, progress=progress)
+    for one in prepared.values():
+        opened.callback(one.close)
+    if len(prepared) < span.length:
+        raise InvalidOption(f"--flash: some blocks of {span} have no weights that could be on flash; use --flash off")
+    return list(prepared.values())
+
+
+def _build_blocks(
+    checkpoint: Checkpoint,
+    span: Span,
+    dtype: torch.dtype,
+    prepared: Sequence[PreparedBlock],
+    options: FlashOptions,
+    opened: ExitStack,
+) -> tuple[HookedModule, list[FlashBlock]]:
+    """The span without the weights that are on flash, and where these are."""
+    io = _choose_io(prepared, options.io)
+    path = checkpoint.structure.layers_path
+    assembly = SpanAssembly(checkpoint, span)
+    blocks = []
+    for one in prepared:
+        store = FlashStore.open(one.records, one.layout, io)
+        opened.callback(store.close)
+        tensors = one.resident_tensors()
+        built = build_block(checkpoint, one.block, dtype, one.plan, tensors)
+        layers = built.model.get_submodule(path)
+        frozen_linear.prepack(layers)
+        resident = {name: tensors[name] for name in one.plan.resident}
+        blocks.append(FlashBlock(layers[0], one.plan, built.taken, resident, store))
+        assembly.append(built.model)
+        return_freed_memory()
+    return assembly.finish(), blocks
+
+
+def _choose_io(prepared: Sequence[PreparedBlock], requested: FlashIo | None) -> FlashIo:
+    largest = max(prepared, key=lambda one: one.layout.file_bytes)
+    choice = choose_io(largest.records, requested, largest.layout.stride)
+    logger.info("Flash: reading %s", choice.reason)
+    return choice.io
