@@ -57,11 +57,11 @@ def _with_values(block: nn.Module) -> nn.Module:
     made = copy.deepcopy(block).to_empty(device="cpu")
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for tensor in (*made.parameters(), *made.buffers()):
+        for name, tensor in (*made.named_parameters(), *made.named_buffers()):
             if tensor.ndim >= 2 and tensor.is_floating_point():
                 tensor.normal_(0, tensor.shape[-1] ** -0.5, generator=generator)
-            else:
-                tensor.zero_()
+            else:  # norms multiply by one and add nothing; a threshold is zero
+                tensor.fill_(tensor.ndim == 1 and not name.endswith("bias"))
     return made.eval()
 
 
