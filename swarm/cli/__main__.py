@@ -20,6 +20,7 @@ COMMANDS = {
     "status": "swarm.cli.status",
     "monitor": "swarm.monitor.__main__",
     "keys": "swarm.cli.keys",
+    "flash": "swarm.cli.flash",
 }
 
 

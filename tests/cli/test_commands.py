@@ -42,6 +42,7 @@ OPTIONS = {
     "monitor": {"models", "--initial-peers", "--host", "--port", "--period", "--history", "--log-format", "--help"},
     "simulate": {"scenario", "--list", "--plot", "--json", "--seed", "--help"},
     "keys": {"--help"},
+    "flash": {"--help"},
 }  # fmt: skip
 
 

@@ -1,0 +1,175 @@
+"""`swarm flash`: what its commands print, refuse and remove."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from swarm.cli.__main__ import main
+from swarm.models.checkpoints.checkpoint import DEMO_FOLDER, open_checkpoint
+from swarm.models.flash.files.block_files import PackedModel, flash_root
+from swarm.models.flash.files.prepared_block import open_block
+from tests import zoo
+
+OPTIONS = {
+    "prepare": {"model", "--revision", "--blocks", "--dtype", "--cache-dir", "--help"},
+    "show": {"--cache-dir", "--help"},
+    "clean": {"model", "--yes", "--cache-dir", "--help"},
+}
+
+
+@pytest.fixture
+def cache(tmp_path) -> Path:
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory) -> Path:
+    return zoo.make_checkpoint("mixtral", tmp_path_factory.mktemp("zoo") / "mixtral")
+
+
+def run(cache: Path, *arguments: object, answer: str | None = None) -> Result:
+    return CliRunner().invoke(main, ["flash", *map(str, arguments), "--cache-dir", str(cache)], input=answer)
+
+
+def lines(result: Result) -> list[list[str]]:
+    """The cells of a table."""
+    assert result.exit_code == 0, result.output
+    return [line.split("  ") for line in result.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_are_frozen(name):
+    from swarm.cli import flash
+
+    command = flash.main.commands[name]
+    context = command.make_context(name, [])
+    assert {parameter.opts[-1] for parameter in command.get_params(context)} == OPTIONS[name]
+
+
+def test_prepare_show_and_clean(cache, mixtral):
+    result = run(cache, "prepare", mixtral, "--blocks", "1:3")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-1] == f"Prepared blocks 1:3: mixtral, in {cache / 'swarm-flash'}"
+    assert "Preparing blocks 1:3 of mixtral for flash: " in result.stdout
+    again = run(cache, "prepare", mixtral, "--blocks", "1:3")
+    assert again.stdout == f"Blocks 1:3 were prepared already: mixtral, in {cache / 'swarm-flash'}\n"
+
+    assert run(cache, "prepare", mixtral, "--blocks", "4:5", "--dtype", "bfloat16").exit_code == 0
+    shown = run(cache, "show")
+    headings, *rows = [[cell.strip() for cell in line if cell.strip()] for line in lines(shown)]
+    assert headings == ["MODEL", "REVISION", "DTYPE", "BLOCKS", "KIND", "SIZE", "LAST USED"]
+    revision = open_checkpoint(mixtral).revision
+    assert [row[:5] for row in rows] == [
+        ["mixtral", revision, "bfloat16", "4:5", "experts"],
+        ["mixtral", revision, "float32", "1:3", "experts"],
+    ]
+    assert all(row[5].endswith("KB") and row[6] == "just now" for row in rows)
+
+    assert run(cache, "clean", "mixtral", "--yes").exit_code == 0
+    assert [path.name for path in (cache / "swarm-flash").iterdir()] == [".locks"]
+    assert "holds no packed weights: write some with" in run(cache, "show").stderr
+
+
+def test_all_blocks_are_prepared_by_default(cache, mixtral):
+    assert "Prepared blocks 0:6: mixtral" in run(cache, "prepare", mixtral).stdout
+
+
+def test_nothing_is_removed_without_a_yes(cache, mixtral):
+    run(cache, "prepare", mixtral, "--blocks", "0:1")
+    refused = run(cache, "clean", answer="n\n")
+    assert refused.exit_code == 1
+    assert "of packed weights (mixtral)? [y/N]" in refused.stderr
+    assert "mixtral" in run(cache, "show").stdout
+    assert run(cache, "clean", answer="").exit_code == 1
+    assert "mixtral" in run(cache, "show").stdout
+    assert run(cache, "clean", answer="y\n").exit_code == 0
+    assert run(cache, "show").stdout == ""
+
+
+def test_weights_that_a_server_uses_are_not_removed(cache, mixtral):
+    run(cache, "prepare", mixtral, "--blocks", "0:1")
+    model = PackedModel.of(open_checkpoint(mixtral), torch.float32, flash_root(cache))
+    prepared = open_block(model, 0)
+    refused = run(cache, "clean", "--yes")
+    assert refused.exit_code == 2
+    assert refused.stderr == "Error: the packed weights of mixtral (float32) are in use: stop the server first\n"
+    assert prepared.resident_tensors()
+    prepared.close()
+    assert run(cache, "clean", "--yes").exit_code == 0
+
+
+def test_files_of_others_are_not_removed(cache, mixtral):
+    run(cache, "prepare", mixtral, "--blocks", "0:1")
+    folder = PackedModel.of(open_checkpoint(mixtral), torch.float32, flash_root(cache)).folder
+    (folder / "notes.txt").write_text("mine")
+    assert run(cache, "clean", "mixtral", "--yes").exit_code == 0
+    assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+
+
+def test_what_cannot_be_read_is_shown_and_can_be_removed(cache, mixtral):
+    run(cache, "prepare", mixtral, "--blocks", "0:2")
+    model = PackedModel.of(open_checkpoint(mixtral), torch.float32, flash_root(cache))
+    for block in range(2):
+        model.files(block).manifest.write_bytes(b"{}")
+    assert lines(run(cache, "show"))[1][0] == model.folder_name
+    assert "none finished" in run(cache, "show").stdout
+    assert run(cache, "clean", model.folder_name, "--yes").exit_code == 0
+    assert run(cache, "show").stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("age", "text"),
+    [(0, "just now"), (119, "just now"), (150, "2 minutes ago"), (7300, "2 hours ago"), (86400 * 5, "5 days ago")],
+)
+def test_the_last_use_is_shown_in_words(cache, mixtral, age, text):
+    from swarm.cli.flash import _age
+
+    assert _age(age) == text
+
+
+def test_a_use_counts_from_when_the_blocks_were_opened(cache, mixtral):
+    run(cache, "prepare", mixtral, "--blocks", "0:1")
+    model = PackedModel.of(open_checkpoint(mixtral), torch.float32, flash_root(cache))
+    lock = flash_root(cache) / ".locks" / f"{model.folder_name}.used"
+    os.utime(lock, (time.time() - 86400 * 3,) * 2)
+    assert "3 days ago" in run(cache, "show").stdout
+    open_block(model, 0).close()
+    assert "just now" in run(cache, "show").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("prepare", "no/such model"), "neither a local folder nor a model's name on the hub"),
+        (("prepare", DEMO_FOLDER, "--blocks", "3"), "--blocks '3': use START:END, such as 0:8"),
+        (("prepare", DEMO_FOLDER, "--blocks", "4:99"), "blocks 4:99 do not lie inside"),
+        (("prepare", DEMO_FOLDER, "--blocks", "4:4"), "4:4 is not a range of blocks"),
+        (("prepare", DEMO_FOLDER, "--dtype", "int8"), "'int8' is not one of"),
+        (("clean", "org/other", "--yes"), "holds no packed weights of org/other; `swarm flash show` lists"),
+    ],
+)
+def test_what_cannot_be_done_exits_with_2_and_one_line(cache, arguments, says):
+    result = run(cache, *arguments)
+    assert result.exit_code == 2
+    assert says in result.stderr
+
+
+def test_a_full_drive_is_refused_in_one_line(cache, mixtral, monkeypatch):
+    from swarm.models.flash.files import preparation
+
+    monkeypatch.setattr(preparation, "SPARE_BYTES", 1 << 60)
+    result = run(cache, "prepare", mixtral)
+    assert result.exit_code == 2
+    assert result.stderr.count("\n") == 1
+    assert "need" in result.stderr
+
+
+def test_an_empty_cache(cache):
+    assert run(cache, "show").exit_code == 0
+    assert run(cache, "clean", "--yes").exit_code == 0

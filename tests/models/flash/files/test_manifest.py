@@ -1,0 +1,167 @@
+"""Manifests: what is read back is what was written, and nothing that a file may say goes further than an error."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarm.errors import PackedFileError
+from swarm.models.flash.block_plan import BlockPlan, RecordKind
+from swarm.models.flash.files import manifest as manifests
+from swarm.models.flash.files.block_files import PackedModel
+from swarm.models.flash.files.content_digests import PART_BYTES, number_of_parts
+from swarm.models.flash.files.manifest import FileContent, Manifest, check_identity, encode_manifest, read_manifest
+
+DIGEST = "0" * 64
+PLAN = BlockPlan(
+    RecordKind.NEURONS,
+    {"up": "mlp.up", "down": "mlp.down"},
+    {"mlp.up.weight": 0, "mlp.down.weight": 1},
+    ("mlp.up.bias",),
+)
+LAYOUT = PLAN.layout({"mlp.up.weight": (48, 32), "mlp.down.weight": (32, 48)}, torch.bfloat16)
+
+
+@pytest.fixture
+def model(tmp_path) -> PackedModel:
+    return PackedModel(tmp_path, "org/model", "0123abcd", torch.bfloat16, "org/model")
+
+
+def content_of(size: int) -> FileContent:
+    return FileContent(size, (DIGEST,) * number_of_parts(size))
+
+
+@pytest.fixture
+def manifest(model) -> Manifest:
+    return Manifest.of(model, 3, "0123456789ab", PLAN, LAYOUT, (content_of(LAYOUT.file_bytes), content_of(70_000_000)))
+
+
+def written(path, content: object) -> None:
+    """Write any content with the right digest."""
+    data = json.dumps(content).encode()
+    sealed = b'{"sha256":"' + hashlib.sha256(data).hexdigest().encode() + b'","manifest":' + data + b"}"
+    path.write_bytes(sealed)
+
+
+def test_what_is_read_is_what_was_written(manifest, model, tmp_path):
+    (tmp_path / "file").write_bytes(encode_manifest(manifest))
+    found = read_manifest(tmp_path / "file")
+    assert found == manifest
+    assert found.block_plan() == PLAN
+    assert found.record_layout() == LAYOUT
+    check_identity(found, model, 3)
+
+
+def test_whole_tensors_in_one_record(model, tmp_path):
+    plan = BlockPlan(RecordKind.BLOCK, {"q": "q"}, {"q.weight": None})
+    layout = plan.layout({"q.weight": (4, 5)}, torch.bfloat16)
+    contents = (content_of(layout.file_bytes), content_of(0))
+    (tmp_path / "file").write_bytes(encode_manifest(Manifest.of(model, 0, "ab", plan, layout, contents)))
+    assert read_manifest(tmp_path / "file").record_layout() == layout
+
+
+def test_a_changed_bit_anywhere_is_found(manifest, tmp_path):
+    data = encode_manifest(manifest)
+    for byte in range(0, len(data), 7):
+        changed = bytearray(data)
+        changed[byte] ^= 1 << byte % 8
+        (tmp_path / "file").write_bytes(changed)
+        with pytest.raises(PackedFileError, match="is not a manifest"):
+            read_manifest(tmp_path / "file")
+
+
+def test_another_format_is_named(manifest, tmp_path):
+    content = {**msgspec.to_builtins(manifest), "format": 2, "unknown": "in that version"}
+    written(tmp_path / "file", content)
+    with pytest.raises(PackedFileError, match="it has format 2, this program writes and reads format 1"):
+        read_manifest(tmp_path / "file")
+
+
+def test_a_huge_manifest_is_not_read(tmp_path):
+    with open(tmp_path / "file", "wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(PackedFileError, match="is larger than 4 MiB"):
+        read_manifest(tmp_path / "file")
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff", b"[" * 100_000, b"null", b"{}", b'{"sha256":"","manifest":1}'])
+def test_what_is_no_manifest(tmp_path, data):
+    (tmp_path / "file").write_bytes(data)
+    with pytest.raises(PackedFileError, match="is not a manifest"):
+        read_manifest(tmp_path / "file")
+
+
+def test_a_folder_is_no_manifest(tmp_path):
+    with pytest.raises(PackedFileError, match="cannot be read"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("part", [("block",), ("dtype",), ("model",), ("revision",)])
+def test_the_files_of_another_block_or_model(manifest, model, part):
+    other = msgspec.structs.replace(manifest, **{part[0]: 4 if part == ("block",) else "other"})
+    with pytest.raises(PackedFileError, match="the files are those of block"):
+        check_identity(other, model, 3)
+
+
+ABSURD = [-1, 0, 1, 2**31, 2**50, 2**63, 10**30, 1.5, None, "x", [], {}]
+
+
+def places(content: object, path: tuple = ()) -> list[tuple]:
+    """The path of every value in nested lists and dictionaries."""
+    items = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    return [path, *(place for key, value in items for place in places(value, (*path, key)))][not path :]
+
+
+def replaced(content: object, path: tuple, value: object) -> object:
+    if not path:
+        return value
+    copied = dict(content) if isinstance(content, dict) else list(content)
+    copied[path[0]] = replaced(copied[path[0]], path[1:], value)
+    return copied
+
+
+@settings(max_examples=400)
+@given(data=st.data())
+def test_absurd_values_are_refused_before_anything_is_allocated(tmp_path_factory, data):
+    """With a digest that fits: whatever is accepted describes records that lie inside their file."""
+    model = PackedModel(tmp_path_factory.getbasetemp(), "org/model", "0123abcd", torch.bfloat16, "org/model")
+    manifest = Manifest.of(model, 3, "0123456789ab", PLAN, LAYOUT, (content_of(LAYOUT.file_bytes), content_of(7)))
+    content = json.loads(msgspec.json.encode(manifest))
+    place = data.draw(st.sampled_from(places(content)))
+    value = data.draw(st.sampled_from(ABSURD))
+    path = model.root / "absurd"
+    written(path, replaced(content, place, value))
+    try:
+        found = read_manifest(path)
+    except PackedFileError:
+        return
+    layout = found.record_layout()
+    assert layout.count * layout.stride == layout.file_bytes == found.records.size == LAYOUT.file_bytes
+    assert 0 < layout.record_bytes <= layout.stride
+    assert all(field.offset + field.values * layout.dtype.itemsize <= layout.record_bytes for field in layout.fields)
+    assert {field.tensor: field.axis for field in layout.fields} == found.block_plan().axes
+
+
+def test_consistent_but_absurd_sizes_are_bounded(model, tmp_path):
+    """A petabyte of records, in which every number fits every other one."""
+    layout = PLAN.layout({"mlp.up.weight": (2**40, 32), "mlp.down.weight": (32, 2**40)}, torch.bfloat16)
+    huge = Manifest.of(model, 3, "ab", PLAN, layout, (FileContent(layout.file_bytes, ()), content_of(1)))
+    (tmp_path / "file").write_bytes(encode_manifest(huge))
+    with pytest.raises(PackedFileError):
+        read_manifest(tmp_path / "file")
+
+
+def test_the_largest_manifest_that_can_be_written_can_be_read(model, tmp_path):
+    """Three terabytes in one block."""
+    layout = PLAN.layout({"mlp.up.weight": (2**29, 32), "mlp.down.weight": (32, 2**29)}, torch.bfloat16)
+    huge = Manifest.of(model, 3, "ab", PLAN, layout, (content_of(layout.file_bytes), content_of(1)))
+    assert layout.file_bytes / PART_BYTES > 30_000
+    (tmp_path / "file").write_bytes(encode_manifest(huge))
+    assert len(encode_manifest(huge)) < manifests.MAX_MANIFEST_BYTES
+    assert read_manifest(tmp_path / "file") == huge
