@@ -15,6 +15,7 @@ from swarm.models.flash.experts.expert_cache import ExpertCache
 from swarm.models.flash.experts.expert_forward import EveryFlashExpert, FlashExperts, RoutedFlashExperts
 from swarm.models.flash.experts.expert_pool import ExpertPool
 from swarm.models.flash.experts.expert_site import EXPERTS, ExpertCall, expert_call
+from swarm.models.flash.experts.look_ahead import LookAhead, find_router
 from swarm.models.flash.experts.stay_priority import DecayedFrequency, StayPriority
 from swarm.models.flash.record_layout import RecordLayout
 from swarm.models.flash.weight_store import WeightStore
@@ -51,9 +52,12 @@ class ExpertOptions:
 
     Attributes:
         priority: makes the rule by which experts stay in memory, for a number of blocks and of experts a block.
+        look_ahead: how many of each token's likeliest experts are read before the next block's router is certain;
+            0 for none.
     """
 
     priority: Callable[[int, int], StayPriority] = DecayedFrequency
+    look_ahead: int = 0
 
 
 def attach(blocks: Sequence[ExpertBlock], budget_bytes: int, options: ExpertOptions | None = None) -> list[ExpertPool]:
@@ -105,9 +109,14 @@ def _attach_pool(blocks: Sequence[ExpertBlock], slots: int, options: ExpertOptio
     layout = blocks[0].store.layout
     cache = ExpertCache(slots, options.priority(len(blocks), layout.count), max(1, GROUP_BYTES // layout.stride))
     pool = ExpertPool([one.store for one in blocks], cache)
+    modules = []
     for number, one in enumerate(blocks):
         path = one.plan.modules[EXPERTS]
-        one.block.set_submodule(path, _flash_experts(one, path, pool, number))
+        modules.append(_flash_experts(one, path, pool, number))
+        one.block.set_submodule(path, modules[-1])
+    if options.look_ahead:
+        routers = [find_router(one.block, one.plan.modules[EXPERTS], layout.count) for one in blocks]
+        LookAhead(pool, modules, routers, options.look_ahead)
     return pool
 
 

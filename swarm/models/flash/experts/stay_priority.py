@@ -13,7 +13,7 @@ import numpy as np
 
 from swarm.models.flash.record_buffer import Indices
 
-HALF_LIFE_TOKENS = 32.0
+HALF_LIFE_TOKENS = 64.0
 """Tokens after which a use counts half."""
 
 
