@@ -67,6 +67,7 @@ bench: $(VENV)/dev
 	$(BIN)/python -m benchmarks.gateway
 	$(BIN)/python -m benchmarks.gateway --kill
 	$(BIN)/python -m benchmarks.heads
+	$(BIN)/python -m benchmarks.flash
 
 format: $(VENV)/dev
 	$(BIN)/ruff format .

@@ -47,6 +47,10 @@ PAPER = Measured("paper: OPT-6.7B", active=0.033, selected=0.1, window=5, reside
 """Sections 3.1 and 4.2: 97 % of the neurons inactive, three times as many selected, table 2."""
 
 
+TRAINED: tuple[Measured, ...] = ()
+"""Small models that were trained here, as `benchmarks.flash_quality` measures them."""
+
+
 @dataclass(frozen=True)
 class PlantedNeurons:
     """The distribution of selected neurons.

@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from swarm.models.flash.block_plan import BlockPlan
 from swarm.models.flash.cost_model import ComputeSpeed
+from swarm.models.flash.neurons.neuron_products import NeuronProducts
 from swarm.models.flash.record_buffer import RecordBuffer
 from swarm.models.flash.record_layout import RecordLayout
 from swarm.models.weights.frozen_linear import PrepackedLinear, can_prepack
@@ -35,27 +37,35 @@ def resident_speed(hidden: int, dtype: torch.dtype) -> ComputeSpeed:
     return _measured(product, hidden, dtype, weight_bytes)
 
 
-def record_speed(layout: RecordLayout) -> ComputeSpeed:
-    """The speed of products with records that lie in memory as `layout` says.
+def plain_speed(hidden: int, dtype: torch.dtype) -> ComputeSpeed:
+    """The speed of weights as they come from files: whole tensors, for streamed blocks and experts."""
+    weight_RH = torch.randn(_rows(hidden, dtype), hidden).to(dtype)
+    return _measured(lambda inputs_TH: F.linear(inputs_TH, weight_RH), hidden, dtype, weight_RH.nbytes)
 
-    Neurons are rows of strided matrices; the tensors of experts and blocks are whole.
+
+def neuron_speed(plan: BlockPlan, layout: RecordLayout, activation: nn.Module, active: float = 1 / 3) -> ComputeSpeed:
+    """The speed of neurons that are selected among those in memory, in seconds for each byte of their records.
+
+    Args:
+        plan: of a block with sparse neurons.
+        layout: of its records.
+        activation: of the block.
+        active: share of the selected neurons whose activation is not zero.
     """
-    last = layout.fields[-1]
-    hidden = last.shape[-1] if len(last.shape) == 1 else max(field.shape[-1] for field in layout.fields)
-    if any(len(field.shape) > 1 for field in layout.fields):
-        weight_TH = torch.randn(_rows(hidden, layout.dtype), hidden).to(layout.dtype)
-        return _measured(lambda inputs_TH: F.linear(inputs_TH, weight_TH), hidden, layout.dtype, weight_TH.nbytes)
-    buffer = RecordBuffer(layout, max(1, min(layout.count, WEIGHT_BYTES // layout.stride)))
-    matrices = [buffer.field(field.tensor) for field in layout.fields if field.shape == (hidden,)]
-    for matrix_RH in matrices:
-        matrix_RH.normal_()
+    hidden = layout.fields[0].shape[0]
+    buffer = RecordBuffer(layout, max(2, min(layout.count, WEIGHT_BYTES // layout.stride)))
+    for field in layout.fields:
+        buffer.field(field.tensor).normal_()
+    products = NeuronProducts(plan, activation, None)
+    rows = products.rows(buffer, {})
+    places = torch.randperm(buffer.slots)[: buffer.slots // 2].sort().values
+    chosen = torch.rand(max(TOKENS), len(places)) < active
 
-    def products(inputs_TH: torch.Tensor) -> None:
-        for matrix_RH in matrices[:-1]:
-            inner_TR = F.linear(inputs_TH, matrix_RH)
-        _ = inner_TR @ matrices[-1]
+    def compute(hidden_TH: torch.Tensor) -> None:
+        values_TN = products.neurons(hidden_TH, rows, places)
+        products.down(chosen[: len(hidden_TH)].to(values_TN.dtype), rows, places)
 
-    return _measured(products, hidden, layout.dtype, buffer.nbytes)
+    return _measured(compute, hidden, layout.dtype, len(places) * layout.stride)
 
 
 def move_speed(stride: int) -> float:

@@ -1,0 +1,186 @@
+"""Experts on flash at a quarter of the memory, against the same span through mmap with as much room in the page cache.
+
+Shapes of Qwen3-30B-A3B in 16 bits. A ballast of locked memory squeezes the page cache, see `flash_ballast`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+
+from benchmarks.flash_ballast import MIN_AVAILABLE_BYTES, Ballast, available_bytes
+from benchmarks.flash_moe import QWEN3, MoeBlocks, MoeShape, inputs, write_files
+from benchmarks.flash_rows import spread, table, times
+from swarm.models.flash.compute_speed import plain_speed, resident_speed
+from swarm.models.flash.cost_model import CostModel, ExpertBlock, MachineSpeed
+from swarm.models.flash.experts.expert_pool import ExpertPool
+from swarm.models.flash.experts.routing_trace import fewest_reads, reads
+from swarm.models.flash.experts.stay_priority import DecayedFrequency, LeastRecentlyUsed
+from swarm.models.flash.reading.drive_speed import DriveSpeed
+from swarm.models.flash.reading.flash_store import FlashStore
+from swarm.models.flash.reading.record_reader import FlashIo
+from swarm.models.flash.sparsity import Sparsity
+from swarm.models.flash.weight_store import MemoryStore
+
+RESIDENT_SHARE = 0.25
+WARM_UP_TOKENS = 48
+FLASH_TOKENS, MAPPED_TOKENS = 24, 12
+"""Tokens of a round."""
+
+DTYPE = torch.bfloat16
+HEADING = ("experts", "tokens/s", "times mmap", "GB a token", "hits", "predicted tokens/s", "predicted / measured")
+
+
+@dataclass
+class Span:
+    """Blocks, and where a text in them has come.
+
+    Attributes:
+        rates: tokens a second, by round.
+    """
+
+    blocks: MoeBlocks
+    cache: DynamicCache
+    hidden: Iterator[torch.Tensor]
+    position: int = 0
+    rates: list[float] = field(default_factory=list)
+
+    @torch.inference_mode()
+    def seconds(self, tokens: int) -> float:
+        """Time of so many tokens."""
+        drawn = [next(self.hidden) for _ in range(tokens)]
+        began = time.perf_counter()
+        for one in drawn:
+            self.blocks.token(one, self.cache, self.position)
+            self.position += 1
+        return time.perf_counter() - began
+
+
+def new_span(shape: MoeShape, count: int, seed: int = 1) -> Span:
+    return Span(MoeBlocks(shape, count, DTYPE), DynamicCache(), inputs(shape.hidden, DTYPE, seed))
+
+
+@dataclass
+class Result:
+    """What was measured.
+
+    Attributes:
+        room: bytes that programs could still get while the ballast was there: the most that the page cache held.
+        least: bytes that the best possible cache of as many slots would have read.
+        policies: bytes that the rules for staying read, by name, without looking ahead.
+    """
+
+    flash: Span
+    mapped: Span
+    pool: ExpertPool
+    predicted: float
+    room: int
+    least: int
+    policies: dict[str, int]
+    blocks: int
+
+
+def measure(folder: Path, count: int, io: FlashIo, speed: DriveSpeed, rounds: int, squeeze: bool) -> Result:
+    """Measure both spans, which take turns."""
+    flash, mapped = new_span(QWEN3, count), new_span(QWEN3, count)
+    layout = flash.blocks.layout
+    paths = write_files(folder, layout, count)
+    budget = int(RESIDENT_SHARE * count * layout.file_bytes)
+    machine = machine_speed(speed)
+    pool = flash.blocks.attach_flash([FlashStore.open(path, layout, io) for path in paths], budget)
+    flash.blocks.record_trace()
+    mapped.blocks.attach_mapped(paths)
+    flash.seconds(WARM_UP_TOKENS)
+    predicted = prediction(flash, pool, machine, count)
+    room = available_bytes()
+    if squeeze:
+        with Ballast(max(MIN_AVAILABLE_BYTES, budget)):
+            mapped.seconds(WARM_UP_TOKENS // 2)
+            room = available_bytes()
+            _rounds(flash, mapped, rounds)
+    else:
+        _rounds(flash, mapped, rounds)
+    trace, slots = flash.blocks.trace, pool.cache.slots
+    rules = {"least recently used": LeastRecentlyUsed, "decayed frequency": DecayedFrequency}
+    policies = {
+        name: int(reads(trace, slots, rule(count, layout.count)).sum()) * layout.stride for name, rule in rules.items()
+    }
+    least = int(fewest_reads(trace, slots).sum()) * layout.stride
+    return Result(flash, mapped, pool, predicted, room, least, policies, count)
+
+
+def _rounds(flash: Span, mapped: Span, rounds: int) -> None:
+    for _ in range(rounds):
+        flash.rates.append(FLASH_TOKENS / flash.seconds(FLASH_TOKENS))
+        mapped.rates.append(MAPPED_TOKENS / mapped.seconds(MAPPED_TOKENS))
+
+
+def machine_speed(speed: DriveSpeed) -> MachineSpeed:
+    """Measure what the cost model needs to know of this machine."""
+    return MachineSpeed(
+        drive=speed,
+        resident=resident_speed(QWEN3.hidden, DTYPE),
+        records=plain_speed(QWEN3.hidden, DTYPE),
+        block_s=block_seconds(),
+    )
+
+
+def block_seconds() -> float:
+    """What a block costs beyond its weights: the time of one with as many experts and next to no weights."""
+    shape = MoeShape(hidden=64, intermediate=32, heads=2, key_heads=1, head=32)
+    tiny = new_span(shape, 1)
+    layout = tiny.blocks.layout
+    tensors = {part.tensor: torch.zeros(layout.count, *part.shape, dtype=DTYPE) for part in layout.fields}
+    tiny.blocks.attach_flash([MemoryStore(layout, tensors)], layout.file_bytes)
+    tiny.seconds(16)
+    return min(tiny.seconds(16) / 16 for _ in range(3))
+
+
+def prediction(flash: Span, pool: ExpertPool, machine: MachineSpeed, count: int) -> float:
+    """Tokens a second by the cost model, which knows how many experts the first tokens found in memory."""
+    layout, slots = flash.blocks.layout, pool.cache.slots / count
+    trace = flash.blocks.trace
+    missed = reads(trace, pool.cache.slots, LeastRecentlyUsed(count, layout.count))
+    late = missed[len(missed) // 2 :]
+    share = 1 - late.mean() / (count * QWEN3.experts_a_token)
+    resident = QWEN3.resident_values * DTYPE.itemsize
+    needed = Sparsity((QWEN3.experts_a_token / QWEN3.experts,))
+    block = ExpertBlock(resident, layout.stride, layout.count, needed, ((0, 0.0), (round(slots), share)), round(slots))
+    return CostModel(machine, [block] * count).tokens_per_second()
+
+
+def report(found: Result) -> str:
+    """Format the table, and what was read against what had to be."""
+    flash, mapped, pool = found.flash, found.mapped, found.pool
+    size, tokens = pool.bytes_read, flash.position
+    hits = pool.counters.hits / (pool.counters.hits + pool.counters.misses)
+    rows = [
+        [
+            f"flash, {RESIDENT_SHARE:.0%} in memory",
+            spread(flash.rates, 2),
+            times(flash.rates, mapped.rates),
+            f"{size / tokens / 1e9:.2f}",
+            f"{hits:.2f}",
+            f"{found.predicted:.2f}",
+            spread([found.predicted / rate for rate in flash.rates], 2),
+        ],
+        [f"mmap, page cache up to {found.room / 1e9:.1f} GB", spread(mapped.rates, 2), "1", "", "", "", ""],
+    ]
+    read = ", ".join(f"{name} {size / found.least:.2f}" for name, size in found.policies.items())
+    return table(HEADING, rows) + (
+        f"\n\nBytes read over {tokens} tokens, of what the best possible cache would have read: "
+        f"{pool.bytes_read / found.least:.2f}; rules alone: {read}. "
+        f"Experts that the token before needed too: {_kept(flash.blocks.trace):.0%}."
+    )
+
+
+def _kept(trace_TBK: np.ndarray) -> float:
+    """Share of a token's experts that the token before it needed too."""
+    now, before = trace_TBK[1:, :, :, None], trace_TBK[:-1, :, None, :]
+    return float((now == before).any(-1).mean())

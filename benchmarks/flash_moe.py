@@ -1,0 +1,176 @@
+"""Blocks of a mixture of experts in the shapes of Qwen3-30B-A3B, random weights: experts on flash, or through mmap.
+
+Routing is that of the blocks' own routers. Inputs are drawn so that it has what real routing has: some experts are
+needed more often than others (a part of the inputs that stays), and a token needs many that the one before it needed
+(a part that changes slowly).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer, Qwen3MoeRotaryEmbedding
+
+from benchmarks.flash_files import SCALE, write_random
+from swarm.models.flash.block_plan import BlockPlan, take_out
+from swarm.models.flash.experts.attach import ExpertBlock, attach
+from swarm.models.flash.experts.expert_pool import ExpertPool
+from swarm.models.flash.experts.expert_site import EXPERTS, find_experts
+from swarm.models.flash.record_buffer import RecordBuffer
+from swarm.models.flash.record_layout import RecordLayout
+from swarm.models.flash.weight_store import WeightStore
+from swarm.models.weights.frozen_linear import prepack
+
+STAYING, KEPT = 0.3, 0.6
+"""Share of the inputs' variance that never changes, and share of the rest that a token keeps of the one before it.
+Four of ten experts of a token are then those of the one before it, and the busiest quarter is needed two times of
+three: between what was measured of real mixtures."""
+
+
+@dataclass(frozen=True)
+class MoeShape:
+    """Sizes of a block."""
+
+    hidden: int = 2048
+    experts: int = 128
+    intermediate: int = 768
+    experts_a_token: int = 8
+    heads: int = 32
+    key_heads: int = 4
+    head: int = 128
+
+    @property
+    def config(self) -> Qwen3MoeConfig:
+        config = Qwen3MoeConfig(
+            hidden_size=self.hidden,
+            num_experts=self.experts,
+            moe_intermediate_size=self.intermediate,
+            num_experts_per_tok=self.experts_a_token,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.key_heads,
+            head_dim=self.head,
+            norm_topk_prob=True,
+            attn_implementation="sdpa",
+            experts_implementation="eager",
+        )
+        config.layer_types = ["full_attention"] * 64
+        return config
+
+    @property
+    def resident_values(self) -> int:
+        """Weights of a block that are not experts."""
+        attention = 2 * self.hidden * self.head * (self.heads + self.key_heads)
+        return attention + self.hidden * self.experts
+
+
+QWEN3 = MoeShape()
+
+
+class MoeBlocks:
+    """The blocks of a span.
+
+    Attributes:
+        blocks: in order.
+        plan: by which the experts are cut.
+        trace: `[tokens, blocks, experts a token]`, of all tokens so far.
+    """
+
+    def __init__(self, shape: MoeShape, count: int, dtype: torch.dtype) -> None:
+        config = shape.config
+        self._rotary = Qwen3MoeRotaryEmbedding(config)
+        self.blocks: list[nn.Module] = []
+        self.taken: list[dict[str, nn.Module]] = []
+        self._trace: list[np.ndarray] = []
+        with torch.device("meta"):
+            empty = Qwen3MoeDecoderLayer(config, 0).to(dtype).eval()
+        plan = find_experts(empty)
+        assert plan is not None
+        self.plan: BlockPlan = plan
+        self.layout = plan.layout({name: tuple(empty.get_parameter(name).shape) for name in plan.axes}, dtype)
+        for number in range(count):
+            with torch.device("meta"):
+                block = Qwen3MoeDecoderLayer(config, number).to(dtype).eval().requires_grad_(False)
+            self.taken.append(take_out(block, plan))
+            _fill(block, number, dtype)
+            prepack(block)
+            self.blocks.append(block)
+
+    @property
+    def trace(self) -> np.ndarray:
+        return np.stack(self._trace).reshape(-1, len(self.blocks), self._trace[0].shape[-1])
+
+    def put_experts(self, modules: Sequence[nn.Module]) -> None:
+        """Put experts into the blocks."""
+        for block, module in zip(self.blocks, modules, strict=True):
+            block.set_submodule(self.plan.modules[EXPERTS], module)
+
+    def attach_flash(self, stores: Sequence[WeightStore], budget: int) -> ExpertPool:
+        """Have the blocks read their experts from stores."""
+        found = [
+            ExpertBlock(block, self.plan, taken, {}, store)
+            for block, taken, store in zip(self.blocks, self.taken, stores, strict=True)
+        ]
+        (pool,) = attach(found, budget)
+        return pool
+
+    def attach_mapped(self, paths: Sequence[Path]) -> None:
+        """Have the blocks compute with experts in files that are mapped into memory."""
+        for taken, path in zip(self.taken, paths, strict=True):
+            memory = torch.from_file(str(path), shared=False, size=self.layout.file_bytes, dtype=torch.uint8)
+            buffer = RecordBuffer(self.layout, self.layout.count, memory)
+            for name in self.plan.axes:
+                own = name.rpartition(".")[2]
+                taken[EXPERTS]._parameters[own] = nn.Parameter(buffer.field(name), requires_grad=False)
+        self.put_experts([taken[EXPERTS] for taken in self.taken])
+
+    def record_trace(self) -> None:
+        """Record from now on which experts tokens need."""
+        for block in self.blocks:
+            experts = block.get_submodule(self.plan.modules[EXPERTS])
+            experts.register_forward_pre_hook(lambda module, args: self._trace.append(args[1].numpy().copy()))
+
+    def token(self, hidden: torch.Tensor, cache: Any, position: int) -> torch.Tensor:
+        """One token through all blocks, `[1, 1, hidden]`."""
+        embeddings = self._rotary(hidden, torch.tensor([[position]]))
+        for block in self.blocks:
+            hidden = block(hidden, past_key_values=cache, position_embeddings=embeddings)
+        return hidden
+
+
+def inputs(hidden: int, dtype: torch.dtype, seed: int) -> Iterator[torch.Tensor]:
+    """Hidden states of one token after the other, `[1, 1, hidden]`."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn() -> torch.Tensor:
+        return torch.randn(1, 1, hidden, generator=generator)
+
+    stays, changes = STAYING**0.5 * torch.randn(1, 1, hidden, generator=torch.Generator().manual_seed(0)), drawn()
+    while True:
+        changes = KEPT * changes + (1 - KEPT**2) ** 0.5 * drawn()
+        yield (stays + (1 - STAYING) ** 0.5 * changes).to(dtype)
+
+
+def write_files(folder: Path, layout: RecordLayout, count: int) -> list[Path]:
+    """Write the experts of `count` blocks, unless they are there."""
+    paths = [folder / f"{number}-experts-{layout.dtype.itemsize}.bin" for number in range(count)]
+    for number, path in enumerate(paths):
+        if not path.exists():
+            write_random(path, layout, seed=number)
+    return paths
+
+
+def _fill(block: nn.Module, seed: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in list(block.named_parameters()):
+        values = torch.ones(parameter.shape)
+        if parameter.ndim > 1:
+            values = torch.randn(parameter.shape, generator=generator) * SCALE
+        path, _, own = name.rpartition(".")
+        block.get_submodule(path)._parameters[own] = nn.Parameter(values.to(dtype), requires_grad=False)
