@@ -67,6 +67,12 @@ def fewest_reads(trace_TBK: Trace, slots: int) -> np.ndarray:
     return counts
 
 
+def overlap(trace_TBK: Trace) -> float:
+    """The share of a token's experts that the token before it needed as well: a mean over blocks and tokens."""
+    same = trace_TBK[1:, :, :, None] == trace_TBK[:-1, :, None, :]
+    return float(same.any(axis=3).mean())
+
+
 def _let_last_leave(held: dict[Key, int], last_first: list[tuple[int, Key]]) -> None:
     while True:
         use, key = heapq.heappop(last_first)

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.models.flash.experts.routing_trace import fewest_reads, reads
+from swarm.models.flash.experts.routing_trace import fewest_reads, overlap, reads
 from swarm.models.flash.experts.stay_priority import DecayedFrequency, LeastRecentlyUsed
 
 
@@ -62,3 +62,8 @@ def test_a_known_case():
     trace = np.array([0, 1, 2, 0, 1]).reshape(5, 1, 1)
     assert fewest_reads(trace, 2).tolist() == [1, 1, 1, 0, 1]
     assert reads(trace, 2, LeastRecentlyUsed(1, 3)).tolist() == [1, 1, 1, 1, 1]
+
+
+def test_the_overlap_of_neighboring_tokens():
+    trace = np.array([[[0, 1]], [[1, 2]], [[2, 1]]])
+    assert overlap(trace) == 0.75
