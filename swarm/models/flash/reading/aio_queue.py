@@ -179,18 +179,18 @@ class AioQueue:
 
     def give_up(self) -> None:
         """Submit nothing more. From here on, the queue only keeps the memory of what is in flight."""
-        self.given_up = True
-        self._to_submit.clear()
-        for batch in self._batches.values():
-            batch.give_up()
+        with self._lock:
+            self.given_up = True
+            self._to_submit.clear()
+            for batch in self._batches.values():
+                batch.give_up()
 
     def memory(self) -> list[torch.Tensor]:
-        return [batch.memory for batch in self._batches.values()]
+        return [batch.memory for batch in self.batches()]
 
     def ended(self) -> bool:
-        self._collect(0, 0.0)
-        self.give_up()  # a read that came back short is not done again
-        self._forget_ended()
+        with self._lock:
+            self._collect(0, 0.0)
         if not self._in_flight:
             self.close()
         return self.closed
@@ -201,9 +201,10 @@ class AioQueue:
 
     def close(self) -> None:
         """Remove the context. Waits without limit for what is in flight."""
-        if not self.closed:
-            self._calls.destroy(self._context)
-            self._context = -1
+        with self._lock:
+            if not self.closed:
+                self._calls.destroy(self._context)
+                self._context = -1
 
     def _submit(self) -> None:
         """Give the kernel as many reads as there is room for."""
@@ -244,7 +245,7 @@ class AioQueue:
         for number in np.unique(numbers):
             batch, its = self._batches[int(number)], numbers == number
             batch.end(indices[its], events["result"][its])
-            if batch.submitted < len(batch.pointers) and batch not in self._to_submit:
+            if batch.submitted < len(batch.pointers) and batch not in self._to_submit and not self.given_up:
                 self._to_submit.append(batch)
         self._forget_ended()
         return count

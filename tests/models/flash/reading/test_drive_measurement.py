@@ -30,18 +30,21 @@ class SimulatedDrive:
     path: Path = Path("simulated")
     how: str = "simulated"
     now: float = 0.0
+    cold: bool = False
     begun: list[Reads] = field(default_factory=list)
 
     def begin(self, reads: Reads, memory: torch.Tensor) -> FinishedRead:
         check_reads(reads, memory)
         assert int((reads.offsets + reads.lengths).max()) <= self.file_bytes
         assert len(set(reads.places.tolist())) == len(reads)
+        assert self.cold, "some of it may be in the page cache"
+        self.cold = False
         self.begun.append(reads)
         self.now += self.latency_s + reads.nbytes / self.bytes_per_s
         return FinishedRead()
 
     def forget_cached(self) -> None:
-        pass
+        self.cold = True
 
     def close(self) -> None:
         pass

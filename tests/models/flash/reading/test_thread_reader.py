@@ -41,12 +41,14 @@ class Drive:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.most = UNIT
         self.broken: dict[int, int] = {}
+        self.reads = 0
         self.works = threading.Event()
         self.works.set()
         self._read = os.preadv
         monkeypatch.setattr(os, "preadv", self.preadv)
 
     def preadv(self, descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        self.reads += 1
         assert self.works.wait(60)
         if offset in self.broken:
             raise OSError(self.broken[offset], os.strerror(self.broken[offset]))
@@ -115,8 +117,16 @@ def test_a_stalled_drive(path: Path, drive: Drive) -> None:
         with pytest.raises(DriveFailed, match="delivered nothing"):
             reader.begin(reads_of_units([1], [0]), other)
 
+    another = ThreadReader(path, os.open(path, os.O_RDONLY), FlashIo.CACHED, THREADS)
+    for other in (memory, memory[UNIT : 2 * UNIT]):  # a late read would overwrite what this one brings
+        with pytest.raises(DriveFailed, match="delivered nothing"):
+            another.begin(reads_of_units([1], [0]), other)
+    another.close()
+
+    began = drive.reads
     drive.works.set()
     _wait_until_it_goes_on(reader, memory)
+    assert drive.reads <= began + 1  # each thread came back from one read, and began none of the others
     reader.begin(reads_of_units(list(range(UNITS)), list(range(UNITS))), memory).wait()
     assert memory.numpy().tobytes() == path.read_bytes()
     reader.close()
