@@ -6,10 +6,11 @@ before their weights are read. Its input is that of the layer itself, after atte
 
 from __future__ import annotations
 
-import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated, Protocol
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -17,9 +18,11 @@ from torch import nn
 from torch.nn import functional
 
 from swarm.errors import PackedFileError
+from swarm.models.flash.sparsity import Sparsity
 
 _FORMAT = "swarm neuron predictor 1"
 _METADATA_KEY = "predictor"
+_MAX_SHARES = 64
 
 
 class NeuronPredictor(Protocol):
@@ -93,19 +96,41 @@ class ActivationPredictor:
         return selected
 
 
-def save_predictor(predictor: LowRankPredictor, path: Path, digest: str) -> None:
+@dataclass(frozen=True)
+class CalibratedPredictor:
+    """A predictor, and what was found out about it.
+
+    Attributes:
+        sparsity: shares of the neurons that it selects, for one token and for several.
+        recall: share that it selects of what neurons contribute, see `predictor_training.energy`.
+    """
+
+    predictor: LowRankPredictor
+    sparsity: Sparsity
+    recall: float
+
+
+def save_predictor(calibrated: CalibratedPredictor, path: Path, digest: str) -> None:
     """Write a predictor as safetensors.
 
     Args:
         digest: of the block that it was made for, see `swarm.models.checkpoints.block_digest`.
     """
-    metadata = {"format": _FORMAT, "block_digest": digest, "threshold": predictor.threshold}
+    predictor, sparsity = calibrated.predictor, calibrated.sparsity
+    metadata = {
+        "format": _FORMAT,
+        "block_digest": digest,
+        "threshold": predictor.threshold,
+        "recall": calibrated.recall,
+        "tokens": list(sparsity.tokens),
+        "sessions": [list(item) for item in sorted(sparsity.sessions.items())],
+    }
     tensors = {"first": predictor.first, "second": predictor.second, "bias": predictor.bias}
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, path, metadata={_METADATA_KEY: json.dumps(metadata)})
+    save_file(contiguous, path, metadata={_METADATA_KEY: msgspec.json.encode(metadata).decode()})
 
 
-def load_predictor(path: Path, digest: str, hidden: int, neurons: int) -> LowRankPredictor:
+def load_predictor(path: Path, digest: str, hidden: int, neurons: int) -> CalibratedPredictor:
     """Read a predictor that `save_predictor` wrote.
 
     Args:
@@ -116,7 +141,7 @@ def load_predictor(path: Path, digest: str, hidden: int, neurons: int) -> LowRan
     """
     try:
         with safe_open(path, "pt") as file:
-            threshold = _validated_threshold(path, (file.metadata() or {}).get(_METADATA_KEY), digest)
+            metadata = _parsed(path, (file.metadata() or {}).get(_METADATA_KEY), digest)
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
             rank = shapes.get("first", (0,))[0]
             expected = {"first": (rank, hidden), "second": (neurons, rank), "bias": (neurons,)}
@@ -128,22 +153,35 @@ def load_predictor(path: Path, digest: str, hidden: int, neurons: int) -> LowRan
     tensors = (first, second, bias)
     if len({tensor.dtype for tensor in tensors}) != 1 or not all(tensor.isfinite().all() for tensor in tensors):
         raise _refusal(path, "its values are not finite, or of several types")
-    return LowRankPredictor(first, second, bias, threshold)
-
-
-def _validated_threshold(path: Path, text: str | None, digest: str) -> float:
+    predictor = LowRankPredictor(first, second, bias, metadata.threshold)
     try:
-        metadata = json.loads(text or "")
-    except ValueError:
-        metadata = None
-    if not isinstance(metadata, dict) or metadata.get("format") != _FORMAT:
+        sparsity = Sparsity(metadata.tokens, dict(metadata.sessions))
+    except ValueError as error:
+        raise _refusal(path, str(error)) from error
+    return CalibratedPredictor(predictor, sparsity, metadata.recall)
+
+
+class _Metadata(msgspec.Struct):
+    """What stands beside the matrices."""
+
+    format: str
+    block_digest: str
+    threshold: float
+    recall: Annotated[float, msgspec.Meta(ge=0, le=1)]
+    tokens: Annotated[tuple[float, ...], msgspec.Meta(max_length=_MAX_SHARES)]
+    sessions: Annotated[tuple[tuple[int, float], ...], msgspec.Meta(max_length=_MAX_SHARES)]
+
+
+def _parsed(path: Path, text: str | None, digest: str) -> _Metadata:
+    try:
+        metadata = msgspec.json.decode(text or "", type=_Metadata)
+    except msgspec.DecodeError as error:
+        raise _refusal(path, f"it holds no neuron predictor of this version ({error})") from error
+    if metadata.format != _FORMAT:
         raise _refusal(path, "it holds no neuron predictor of this version")
-    if metadata.get("block_digest") != digest:
+    if metadata.block_digest != digest:
         raise _refusal(path, "it was made for another block, or another revision of it")
-    threshold = metadata.get("threshold")
-    if not isinstance(threshold, float) or threshold != threshold or abs(threshold) == float("inf"):
-        raise _refusal(path, f"its threshold is {threshold!r}")
-    return threshold
+    return metadata
 
 
 def _refusal(path: Path, reason: str) -> PackedFileError:

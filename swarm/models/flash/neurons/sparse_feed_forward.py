@@ -8,7 +8,7 @@ For many tokens, as of prompts, nearly every neuron is needed by some token: all
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -53,17 +53,19 @@ class SparseOptions:
     window_forwards: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class SpanShared:
     """What the sparse layers of a span have in common, since they compute one after the other.
 
     Attributes:
         slabs: memory for exact passes.
         tokens: which tokens of the forward in progress belong together.
+        exactly: whether everything is computed with all neurons, whatever the number of tokens.
     """
 
-    slabs: SlabMemory
-    tokens: ForwardTokens
+    slabs: SlabMemory = field(default_factory=SlabMemory)
+    tokens: ForwardTokens = field(default_factory=ForwardTokens)
+    exactly: bool = False
 
 
 class SparseFeedForward(nn.Module):
@@ -123,8 +125,8 @@ class SparseFeedForward(nn.Module):
                 "over servers that hold their weights in memory"
             )
         hidden_TH = hidden.reshape(-1, hidden.shape[-1])
-        many = len(hidden_TH) >= self._options.exact_from
-        result_TH = self._compute_exactly(hidden_TH) if many else self._compute_selected(hidden_TH)
+        exactly = self._shared.exactly or len(hidden_TH) >= self._options.exact_from
+        result_TH = self._compute_exactly(hidden_TH) if exactly else self._compute_selected(hidden_TH)
         return result_TH.view(hidden.shape)
 
     def _compute_exactly(self, hidden_TH: torch.Tensor) -> torch.Tensor:

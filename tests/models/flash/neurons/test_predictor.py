@@ -9,7 +9,14 @@ from safetensors.torch import save_file
 from torch import nn
 
 from swarm.errors import PackedFileError
-from swarm.models.flash.neurons.predictor import ActivationPredictor, LowRankPredictor, load_predictor, save_predictor
+from swarm.models.flash.neurons.predictor import (
+    ActivationPredictor,
+    CalibratedPredictor,
+    LowRankPredictor,
+    load_predictor,
+    save_predictor,
+)
+from swarm.models.flash.sparsity import Sparsity
 
 HIDDEN, NEURONS, RANK = 8, 20, 3
 
@@ -38,8 +45,11 @@ def test_the_activation_predictor_selects_exactly_what_is_not_zero() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_saved_predictor_is_the_same_when_it_is_loaded(tmp_path: Path, dtype: torch.dtype) -> None:
     saved = make_predictor().to(dtype)
-    save_predictor(saved, tmp_path / "predictor", "digest")
-    loaded = load_predictor(tmp_path / "predictor", "digest", HIDDEN, NEURONS)
+    calibrated = CalibratedPredictor(saved, Sparsity((0.1, 0.15), {2: 0.17, 4: 0.3}), 0.99)
+    save_predictor(calibrated, tmp_path / "predictor", "digest")
+    again = load_predictor(tmp_path / "predictor", "digest", HIDDEN, NEURONS)
+    assert (again.sparsity, again.recall) == (calibrated.sparsity, 0.99)
+    loaded = again.predictor
     hidden = torch.randn(5, HIDDEN, dtype=dtype)
     assert torch.equal(loaded.select(hidden), saved.select(hidden))
     assert (loaded.rank, loaded.memory_bytes, loaded.threshold) == (RANK, saved.memory_bytes, 0.25)
@@ -49,6 +59,7 @@ def write(path: Path, change: dict[str, torch.Tensor], **metadata: object) -> No
     predictor = make_predictor()
     tensors = {"first": predictor.first, "second": predictor.second, "bias": predictor.bias, **change}
     header = {"format": "swarm neuron predictor 1", "block_digest": "digest", "threshold": 0.25, **metadata}
+    header = {"recall": 0.9, "tokens": [0.1], "sessions": [], **header}
     save_file(tensors, path, metadata={"predictor": json.dumps(header)})
 
 
@@ -57,8 +68,13 @@ def write(path: Path, change: dict[str, torch.Tensor], **metadata: object) -> No
     [
         ({}, {"block_digest": "other"}, "another block"),
         ({}, {"format": "swarm neuron predictor 9"}, "of this version"),
-        ({}, {"threshold": float("nan")}, "threshold"),
-        ({}, {"threshold": "1"}, "threshold"),
+        ({}, {"threshold": float("nan")}, "of this version"),
+        ({}, {"threshold": "1"}, "of this version"),
+        ({}, {"recall": 2}, "of this version"),
+        ({}, {"tokens": []}, "at least the share"),
+        ({}, {"tokens": [0.2, 0.1]}, "more tokens never"),
+        ({}, {"tokens": [0.1] * 65}, "of this version"),
+        ({}, {"sessions": [[0, 0.5]]}, "positive"),
         ({"first": torch.randn(RANK, HIDDEN + 1)}, {}, "no predictor for"),
         ({"first": torch.randn(RANK)}, {}, "no predictor for"),
         ({"first": torch.zeros(0, HIDDEN), "second": torch.zeros(NEURONS, 0)}, {}, "no predictor for"),
