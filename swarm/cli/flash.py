@@ -44,9 +44,12 @@ def main() -> None:
     show_default=True,
     help="As the server's; auto is the checkpoint's own.",
 )
+@click.option("--flash-exact", is_flag=True, help="For servers with --flash-exact: no block will select neurons.")
 @cache_dir_option
 @console.errors_to_exit_codes
-def prepare(model: str | None, revision: str | None, blocks: str | None, dtype: str, cache_dir: Path | None) -> None:
+def prepare(
+    model: str | None, revision: str | None, blocks: str | None, dtype: str, flash_exact: bool, cache_dir: Path | None
+) -> None:
     """Write packed weights of MODEL, a local folder or a name on the hub. Blocks that are finished are kept."""
     console.configure_logging()
     from swarm.models.checkpoints.checkpoint import open_checkpoint
@@ -62,7 +65,7 @@ def prepare(model: str | None, revision: str | None, blocks: str | None, dtype: 
         span,
         dtype=resolve_dtype(dtype, checkpoint.config),
         root=flash_root(cache_dir),
-        plan_of=BlockPlanner().plan,
+        plan_of=BlockPlanner(flash_exact).plan,
         progress=True,
     )
     done = f"Prepared blocks {format_blocks(written)}" if written else f"Blocks {span} were prepared already"

@@ -17,7 +17,7 @@ from swarm.models.flash.files.prepared_block import open_block
 from tests import zoo
 
 OPTIONS = {
-    "prepare": {"model", "--revision", "--blocks", "--dtype", "--cache-dir", "--help"},
+    "prepare": {"model", "--revision", "--blocks", "--dtype", "--flash-exact", "--cache-dir", "--help"},
     "show": {"--cache-dir", "--help"},
     "clean": {"model", "--yes", "--cache-dir", "--help"},
 }
@@ -78,6 +78,13 @@ def test_prepare_show_and_clean(cache, mixtral):
 
 def test_all_blocks_are_prepared_by_default(cache, mixtral):
     assert "Prepared blocks 0:6: mixtral" in run(cache, "prepare", mixtral).stdout
+
+
+@pytest.mark.parametrize(("options", "kind"), [((), "neurons"), (("--flash-exact",), "block")])
+def test_neurons_are_selected_unless_servers_are_exact(cache, tmp_path, options, kind):
+    opt = zoo.make_checkpoint("opt", tmp_path / "opt")
+    assert "Prepared blocks 0:1" in run(cache, "prepare", opt, "--blocks", "0:1", *options).stdout
+    assert kind in run(cache, "show").stdout.split()
 
 
 def test_nothing_is_removed_without_a_yes(cache, mixtral):

@@ -6,10 +6,11 @@
         block-0003.resident.safetensors       the block's other tensors
         block-0003.json                       the manifest, written last: without it, the block is not prepared
         block-0003.predictor.safetensors      a predictor that was trained for the block, see `neurons`
+        block-0003.predictor.json             its digest, and that of the block that it was trained for
       .locks/
         org--model@0123…cdef@bfloat16.*       see `folder_locks`
 
-A predictor is not part of the manifest: it is trained later, and names the digest of the block that it was trained for.
+A predictor is trained after its block was prepared, so it has an entry of its own.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ FOLDER_NAME = "swarm-flash"
 UNFINISHED = ".unfinished"
 """Ends the name of a file that is being written."""
 
-_FILE_NAME = re.compile(r"block-(\d{4,6})\.(records|resident\.safetensors|json|predictor\.safetensors)(\.unfinished)?")
+_FILE_NAME = re.compile(
+    r"block-(\d{4,6})\.(records|(?:resident|predictor)\.safetensors|json|predictor\.json)(\.unfinished)?"
+)
 
 
 def flash_root(cache_dir: Path | None) -> Path:
@@ -60,6 +63,10 @@ class BlockFiles:
     @property
     def predictor(self) -> Path:
         return self._path("predictor.safetensors")
+
+    @property
+    def predictor_entry(self) -> Path:
+        return self._path("predictor.json")
 
     def _path(self, ending: str) -> Path:
         return self.folder / f"block-{self.block:04}.{ending}"
@@ -119,7 +126,7 @@ class PackedFile:
 
     Attributes:
         block: that it belongs to.
-        part: "records", "resident.safetensors", "json" or "predictor.safetensors".
+        part: the end of its name, such as "records".
         finished: whether it was written completely.
     """
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 import torch
@@ -31,6 +31,8 @@ MAX_NUMBER = 1 << 50
 """Bound of every number in a manifest: a petabyte."""
 
 Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_NUMBER)]
+T = TypeVar("T")
+
 Name = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
@@ -95,6 +97,20 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.layout.checked(self.plan.axes, HIDDEN_DTYPES[self.dtype])
 
 
+class PredictorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a predictor's file holds.
+
+    Attributes:
+        format: `FORMAT_VERSION`.
+        digest: of the block that it was trained for.
+        content: of its file.
+    """
+
+    format: int
+    digest: Name
+    content: FileContent
+
+
 class _PlanEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kind: RecordKind
     modules: dict[Name, Name]
@@ -146,10 +162,10 @@ class _LayoutEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Sealed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of the file: a manifest, and the SHA-256 of its JSON."""
+    """The content of the file: the SHA-256 of some JSON, and this JSON."""
 
     sha256: str
-    manifest: msgspec.Raw
+    content: msgspec.Raw
 
 
 class _Version(msgspec.Struct):
@@ -159,12 +175,13 @@ class _Version(msgspec.Struct):
 _sealed_decoder = msgspec.json.Decoder(_Sealed)
 _version_decoder = msgspec.json.Decoder(_Version)
 _manifest_decoder = msgspec.json.Decoder(Manifest)
+_predictor_decoder = msgspec.json.Decoder(PredictorEntry)
 
 
-def encode_manifest(manifest: Manifest) -> bytes:
-    """The content of the manifest's file."""
-    content = msgspec.json.encode(manifest)
-    return msgspec.json.encode(_Sealed(hashlib.sha256(content).hexdigest(), msgspec.Raw(content)))
+def encode_sealed(content: Manifest | PredictorEntry) -> bytes:
+    """The content of the file of a manifest or an entry."""
+    data = msgspec.json.encode(content)
+    return msgspec.json.encode(_Sealed(hashlib.sha256(data).hexdigest(), msgspec.Raw(data)))
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -174,6 +191,20 @@ def read_manifest(path: Path) -> Manifest:
         FileNotFoundError: there is none.
         PackedFileError: it cannot be used.
     """
+    return _read(path, _decode_manifest)
+
+
+def read_predictor_entry(path: Path) -> PredictorEntry:
+    """Read a predictor's entry and check it in itself.
+
+    Raises:
+        FileNotFoundError: there is none.
+        PackedFileError: it cannot be used.
+    """
+    return _read(path, _decode_predictor_entry)
+
+
+def _read(path: Path, decode: Callable[[bytes], T]) -> T:
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_MANIFEST_BYTES + 1)
@@ -184,29 +215,43 @@ def read_manifest(path: Path) -> Manifest:
     if len(data) > MAX_MANIFEST_BYTES:
         raise PackedFileError(f"{path.name} is larger than {MAX_MANIFEST_BYTES >> 20} MiB")
     try:
-        return _decoded(data)
+        return decode(_unsealed(data))
     except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors, as is bad Unicode
         raise PackedFileError(f"{path.name} is not a manifest ({error})") from None
 
 
-def _decoded(data: bytes) -> Manifest:
+def _unsealed(data: bytes) -> bytes:
+    """The JSON inside, which has the digest that the file says, and the format that this program knows."""
     sealed = _sealed_decoder.decode(data)
-    content = bytes(sealed.manifest)
+    content = bytes(sealed.content)
     if hashlib.sha256(content).hexdigest() != sealed.sha256:
         raise ValueError("it was changed after it was written")
     version = _version_decoder.decode(content).format
     if version != FORMAT_VERSION:
         raise ValueError(f"it has format {version}, this program writes and reads format {FORMAT_VERSION}")
+    return content
+
+
+def _decode_manifest(content: bytes) -> Manifest:
     manifest = _manifest_decoder.decode(content)
     if manifest.dtype not in HIDDEN_DTYPES:
         raise ValueError(f"it has the unknown dtype {manifest.dtype!r}")
-    layout = manifest.record_layout()
-    if layout.file_bytes != manifest.records.size:
+    if manifest.record_layout().file_bytes != manifest.records.size:
         raise ValueError("the records do not have the size of their file")
-    for content_of_file in (manifest.records, manifest.resident):
-        if len(content_of_file.parts) != number_of_parts(content_of_file.size):
-            raise ValueError("a file does not have a digest for each part")
+    _check_parts(manifest.records)
+    _check_parts(manifest.resident)
     return manifest
+
+
+def _decode_predictor_entry(content: bytes) -> PredictorEntry:
+    entry = _predictor_decoder.decode(content)
+    _check_parts(entry.content)
+    return entry
+
+
+def _check_parts(content: FileContent) -> None:
+    if len(content.parts) != number_of_parts(content.size):
+        raise ValueError("a file does not have a digest for each part")
 
 
 def check_identity(manifest: Manifest, model: PackedModel, block: int) -> None:
@@ -219,10 +264,15 @@ def check_identity(manifest: Manifest, model: PackedModel, block: int) -> None:
 
 def check_sizes(manifest: Manifest, files: BlockFiles) -> None:
     """Raise `PackedFileError` unless both files exist and have the sizes that the manifest gives."""
-    for path, content in ((files.records, manifest.records), (files.resident, manifest.resident)):
-        try:
-            size = path.stat().st_size
-        except OSError as error:
-            raise PackedFileError(f"{path.name} cannot be read ({error.strerror})") from None
-        if size != content.size:
-            raise PackedFileError(f"{path.name} has {size} bytes instead of {content.size}")
+    check_size(files.records, manifest.records)
+    check_size(files.resident, manifest.resident)
+
+
+def check_size(path: Path, content: FileContent) -> None:
+    """Raise `PackedFileError` unless the file exists and has the size that it should have."""
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise PackedFileError(f"{path.name} cannot be read ({error.strerror})") from None
+    if size != content.size:
+        raise PackedFileError(f"{path.name} has {size} bytes instead of {content.size}")

@@ -19,7 +19,7 @@ from swarm.models.block_loading import load_block, return_freed_memory
 from swarm.models.checkpoints.checkpoint import Checkpoint
 from swarm.models.flash.files.block_files import BlockFiles, PackedModel, packed_files
 from swarm.models.flash.files.folder_locks import preparation_lock, unusable_folder
-from swarm.models.flash.files.manifest import Manifest, encode_manifest
+from swarm.models.flash.files.manifest import FORMAT_VERSION, Manifest, PredictorEntry, encode_sealed
 from swarm.models.flash.files.planned_blocks import PlannedBlock, PlanOf, block_tensors, check_tensors, plan_span
 from swarm.models.flash.files.prepared_block import PreparedBlock, open_block
 from swarm.models.flash.files.record_writing import record_bytes, safetensors_bytes, sync_folder, write_file
@@ -159,12 +159,37 @@ def _write_block(checkpoint: Checkpoint, model: PackedModel, block: int, planned
                 write_file(files.resident, safetensors_bytes(resident)),
             )
             sync_folder(model.folder)
-            manifest = encode_manifest(Manifest.of(model, block, digest, plan, planned.layout, contents))
-            write_file(files.manifest, iter([torch.frombuffer(bytearray(manifest), dtype=torch.uint8)]))
+            manifest = Manifest.of(model, block, digest, plan, planned.layout, contents)
+            write_file(files.manifest, _bytes(encode_sealed(manifest)))
             sync_folder(model.folder)
         except BaseException:
             _remove_files(files)
             raise
+
+
+def add_predictor(model: PackedModel, prepared: PreparedBlock, data: bytes) -> None:
+    """Write the file of a predictor that was trained for a prepared block, and its entry. An older one is replaced.
+
+    Args:
+        data: a safetensors file.
+
+    Raises:
+        NotEnoughSpace: the drive is full.
+        PackedFileError: the folder cannot be written.
+    """
+    files = prepared.files
+    with preparation_lock(model), _write_errors(model, str(prepared.block)):
+        files.predictor_entry.unlink(missing_ok=True)
+        content = write_file(files.predictor, _bytes(data))
+        sync_folder(model.folder)
+        write_file(
+            files.predictor_entry, _bytes(encode_sealed(PredictorEntry(FORMAT_VERSION, prepared.digest, content)))
+        )
+        sync_folder(model.folder)
+
+
+def _bytes(data: bytes) -> Iterator[torch.Tensor]:
+    yield torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _check_space(model: PackedModel, blocks: str, needed: int) -> None:
@@ -202,7 +227,7 @@ def _remove_unfinished(model: PackedModel) -> None:
         found = packed_files(model.folder)
         finished = {file.block for file in found if file.part == "json" and file.finished}
         for file in found:
-            if not file.finished or (file.block not in finished and file.part != "predictor.safetensors"):
+            if not file.finished or (file.block not in finished and not file.part.startswith("predictor")):
                 file.path.unlink(missing_ok=True)
 
 

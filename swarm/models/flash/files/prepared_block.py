@@ -13,7 +13,15 @@ from swarm.models.flash.block_plan import BlockPlan
 from swarm.models.flash.files.block_files import BlockFiles, PackedModel
 from swarm.models.flash.files.content_digests import verify_parts
 from swarm.models.flash.files.folder_locks import UseLock
-from swarm.models.flash.files.manifest import Manifest, check_identity, check_sizes, read_manifest
+from swarm.models.flash.files.manifest import (
+    FileContent,
+    Manifest,
+    check_identity,
+    check_size,
+    check_sizes,
+    read_manifest,
+    read_predictor_entry,
+)
 from swarm.models.flash.files.planned_blocks import PlannedBlock
 from swarm.models.flash.record_layout import RecordLayout
 
@@ -53,6 +61,23 @@ class PreparedBlock:
             return _read_tensors(self.files.resident)
         except (SafetensorError, OSError) as error:
             raise PackedFileError(f"{self.files.resident} cannot be read: {error}") from None
+
+    def predictor(self) -> Path | None:
+        """The file of the predictor that was trained for these weights, checked; None if there is none.
+
+        Raises `PackedFileError` if there is one that is broken, or that was trained for other weights: it has to be
+        trained again.
+        """
+        try:
+            entry = read_predictor_entry(self.files.predictor_entry)
+        except FileNotFoundError:
+            return None
+        path = self.files.predictor
+        if entry.digest != self.digest:
+            raise PackedFileError(f"{path.name} was trained for other weights")
+        check_size(path, entry.content)
+        _check_content(path, entry.content)
+        return path
 
     def close(self) -> None:
         """Let go of the files."""
@@ -100,13 +125,18 @@ def _checked_manifest(model: PackedModel, block: int, planned: PlannedBlock | No
     if planned is not None and (manifest.block_plan(), manifest.record_layout()) != (planned.plan, planned.layout):
         raise PackedFileError("it was prepared in another way than this program does it")
     check_sizes(manifest, files)
-    for path, content in ((files.records, manifest.records), (files.resident, manifest.resident)):
-        try:
-            verify_parts(path, content.parts)
-        except OSError as error:
-            raise PackedFileError(f"{path.name} cannot be read ({error.strerror})") from None
+    _check_content(files.records, manifest.records)
+    _check_content(files.resident, manifest.resident)
     _check_names(manifest.block_plan(), files.resident)
     return manifest
+
+
+def _check_content(path: Path, content: FileContent) -> None:
+    """Raise `PackedFileError` unless the file holds what was written."""
+    try:
+        verify_parts(path, content.parts)
+    except OSError as error:
+        raise PackedFileError(f"{path.name} cannot be read ({error.strerror})") from None
 
 
 def _check_names(plan: BlockPlan, resident: Path) -> None:

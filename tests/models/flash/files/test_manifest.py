@@ -16,7 +16,7 @@ from swarm.models.flash.block_plan import BlockPlan, RecordKind
 from swarm.models.flash.files import manifest as manifests
 from swarm.models.flash.files.block_files import PackedModel
 from swarm.models.flash.files.content_digests import PART_BYTES, number_of_parts
-from swarm.models.flash.files.manifest import FileContent, Manifest, check_identity, encode_manifest, read_manifest
+from swarm.models.flash.files.manifest import FileContent, Manifest, check_identity, encode_sealed, read_manifest
 
 DIGEST = "0" * 64
 PLAN = BlockPlan(
@@ -45,12 +45,12 @@ def manifest(model) -> Manifest:
 def written(path, content: object) -> None:
     """Write any content with the right digest."""
     data = json.dumps(content).encode()
-    sealed = b'{"sha256":"' + hashlib.sha256(data).hexdigest().encode() + b'","manifest":' + data + b"}"
+    sealed = b'{"sha256":"' + hashlib.sha256(data).hexdigest().encode() + b'","content":' + data + b"}"
     path.write_bytes(sealed)
 
 
 def test_what_is_read_is_what_was_written(manifest, model, tmp_path):
-    (tmp_path / "file").write_bytes(encode_manifest(manifest))
+    (tmp_path / "file").write_bytes(encode_sealed(manifest))
     found = read_manifest(tmp_path / "file")
     assert found == manifest
     assert found.block_plan() == PLAN
@@ -62,12 +62,12 @@ def test_whole_tensors_in_one_record(model, tmp_path):
     plan = BlockPlan(RecordKind.BLOCK, {"q": "q"}, {"q.weight": None})
     layout = plan.layout({"q.weight": (4, 5)}, torch.bfloat16)
     contents = (content_of(layout.file_bytes), content_of(0))
-    (tmp_path / "file").write_bytes(encode_manifest(Manifest.of(model, 0, "ab", plan, layout, contents)))
+    (tmp_path / "file").write_bytes(encode_sealed(Manifest.of(model, 0, "ab", plan, layout, contents)))
     assert read_manifest(tmp_path / "file").record_layout() == layout
 
 
 def test_a_changed_bit_anywhere_is_found(manifest, tmp_path):
-    data = encode_manifest(manifest)
+    data = encode_sealed(manifest)
     for byte in range(0, len(data), 7):
         changed = bytearray(data)
         changed[byte] ^= 1 << byte % 8
@@ -90,7 +90,7 @@ def test_a_huge_manifest_is_not_read(tmp_path):
         read_manifest(tmp_path / "file")
 
 
-@pytest.mark.parametrize("data", [b"", b"\xff", b"[" * 100_000, b"null", b"{}", b'{"sha256":"","manifest":1}'])
+@pytest.mark.parametrize("data", [b"", b"\xff", b"[" * 100_000, b"null", b"{}", b'{"sha256":"","content":1}'])
 def test_what_is_no_manifest(tmp_path, data):
     (tmp_path / "file").write_bytes(data)
     with pytest.raises(PackedFileError, match="is not a manifest"):
@@ -152,7 +152,7 @@ def test_consistent_but_absurd_sizes_are_bounded(model, tmp_path):
     """A petabyte of records, in which every number fits every other one."""
     layout = PLAN.layout({"mlp.up.weight": (2**40, 32), "mlp.down.weight": (32, 2**40)}, torch.bfloat16)
     huge = Manifest.of(model, 3, "ab", PLAN, layout, (FileContent(layout.file_bytes, ()), content_of(1)))
-    (tmp_path / "file").write_bytes(encode_manifest(huge))
+    (tmp_path / "file").write_bytes(encode_sealed(huge))
     with pytest.raises(PackedFileError):
         read_manifest(tmp_path / "file")
 
@@ -162,6 +162,6 @@ def test_the_largest_manifest_that_can_be_written_can_be_read(model, tmp_path):
     layout = PLAN.layout({"mlp.up.weight": (2**29, 32), "mlp.down.weight": (32, 2**29)}, torch.bfloat16)
     huge = Manifest.of(model, 3, "ab", PLAN, layout, (content_of(layout.file_bytes), content_of(1)))
     assert layout.file_bytes / PART_BYTES > 30_000
-    (tmp_path / "file").write_bytes(encode_manifest(huge))
-    assert len(encode_manifest(huge)) < manifests.MAX_MANIFEST_BYTES
+    (tmp_path / "file").write_bytes(encode_sealed(huge))
+    assert len(encode_sealed(huge)) < manifests.MAX_MANIFEST_BYTES
     assert read_manifest(tmp_path / "file") == huge

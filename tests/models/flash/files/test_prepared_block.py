@@ -6,15 +6,16 @@ import os
 
 import msgspec
 import pytest
+import safetensors.torch
 import torch
 
 from swarm.data_structures import Span
 from swarm.errors import PackedFileError
 from swarm.models.flash.files import record_writing
 from swarm.models.flash.files.block_files import PackedModel, flash_root
-from swarm.models.flash.files.manifest import encode_manifest, read_manifest
+from swarm.models.flash.files.manifest import encode_sealed, read_manifest
 from swarm.models.flash.files.planned_blocks import plan_span
-from swarm.models.flash.files.preparation import prepare
+from swarm.models.flash.files.preparation import add_predictor, prepare
 from swarm.models.flash.files.prepared_block import open_block
 from swarm.models.flash.streaming.streamed_site import plan_streamed
 from tests.models.flash.files.preparations import assert_holds_block, make_checkpoint, packed
@@ -117,7 +118,7 @@ def test_resident_tensors_that_the_plan_does_not_describe(llama, tmp_path, chang
         pieces = record_writing.safetensors_bytes(tensors)
     resident = record_writing.write_file(files.resident, pieces)
     plan = msgspec.structs.replace(manifest.plan, resident=("input_layernorm.weight",))
-    files.manifest.write_bytes(encode_manifest(msgspec.structs.replace(manifest, plan=plan, resident=resident)))
+    files.manifest.write_bytes(encode_sealed(msgspec.structs.replace(manifest, plan=plan, resident=resident)))
     with pytest.raises(PackedFileError, match=r"is not a safetensors file|holds other tensors than the plan says"):
         open_block(model, BLOCK)
 
@@ -178,3 +179,49 @@ def test_the_command_says_what_the_user_said(tmp_path, monkeypatch):
     )
     model = PackedModel(flash_root(None), "folder", "folder-0123", torch.bfloat16, str(tmp_path))
     assert model.prepare_command(7) == f"swarm flash prepare {tmp_path} --blocks 7:8 --dtype bfloat16"
+
+
+@pytest.fixture
+def with_predictor(model) -> PackedModel:
+    with_block = open_block(model, BLOCK)
+    add_predictor(model, with_block, safetensors.torch.save({"first": torch.ones(3)}))
+    with_block.close()
+    return model
+
+
+def test_a_predictor_is_found_again(with_predictor):
+    found = open_block(with_predictor, BLOCK).predictor()
+    assert safetensors.torch.load_file(found)["first"].tolist() == [1, 1, 1]
+
+
+def test_most_blocks_have_no_predictor(model):
+    assert open_block(model, BLOCK).predictor() is None
+
+
+def test_a_newer_predictor_replaces_an_older_one(with_predictor):
+    prepared = open_block(with_predictor, BLOCK)
+    add_predictor(with_predictor, prepared, safetensors.torch.save({"first": torch.zeros(2)}))
+    assert safetensors.torch.load_file(prepared.predictor())["first"].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("part", ["predictor", "predictor_entry"])
+@pytest.mark.parametrize("place", [0, 0.5, 1])
+def test_a_flipped_bit_in_a_predictor_is_found(with_predictor, part, place):
+    flip_bit(getattr(with_predictor.files(BLOCK), part), place)
+    with pytest.raises(PackedFileError):
+        open_block(with_predictor, BLOCK).predictor()
+
+
+def test_a_predictor_of_other_weights_is_refused(with_predictor, llama):
+    """As after a block was prepared anew, because its checkpoint had changed."""
+    prepared = open_block(with_predictor, BLOCK)
+    prepared.digest = "0123456789ab"
+    with pytest.raises(PackedFileError, match="was trained for other weights"):
+        prepared.predictor()
+
+
+def test_preparation_keeps_predictors(with_predictor, llama):
+    files = with_predictor.files(BLOCK)
+    files.records.unlink()
+    prepare(llama, Span(BLOCK, BLOCK + 1), dtype=torch.float32, root=with_predictor.root, plan_of=plan_largest)
+    assert open_block(with_predictor, BLOCK).predictor() == files.predictor
