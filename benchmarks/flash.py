@@ -15,7 +15,7 @@ True shapes, random weights: there is no trained model of this size to be had. W
 (`flash_planted`), with the paper's sparsity and, in tables of their own, with that of a trained small model; other
 numbers can be given. Everything takes turns within one run, with one torch thread, and ratios are of the same round;
 other programs on the machine affect both sides. The drive's speed, and what the cost model needs beside it, are
-measured first, so that its predictions are made before what they predict.
+measured at the beginning of each round, so that its predictions are made before what they predict.
 
 Files go to a temporary folder (`--folder` for its parent): up to 8 GB for fp32, 10 GB for experts, one after the other.
 """
@@ -33,9 +33,7 @@ import torch
 
 from benchmarks import flash_decode, flash_experts, flash_io, flash_matrix, flash_memory, flash_pictures, machine
 from benchmarks.flash_planted import PAPER, TRAINED, Measured, PlantedNeurons
-from benchmarks.flash_predicted import Setting, half_the_memory, machine_speed
-from swarm.models.flash.reading.drive_measurement import measure_folder
-from swarm.models.flash.reading.drive_speed import DriveSpeed
+from benchmarks.flash_predicted import Setting, half_the_memory
 from swarm.models.flash.reading.record_reader import FlashIo
 
 PARTS = ("io", "decode", "memory", "matrix", "experts")
@@ -58,9 +56,8 @@ class Run:
     def io(self) -> None:
         for dtype in self._dtypes():
             for like in self._rows:
-                speed = self._drive()
                 layers = min(self._arguments.blocks, 2)
-                rows = flash_io.run(self._folder, dtype, layers, like, self._io, speed, self._rounds)
+                rows = flash_io.run(self._folder, dtype, layers, like, self._io, self._rounds)
                 self._say(f"Reading for a token, {_name(dtype)}, {like.name}", flash_io.report(rows))
                 self.results[f"io {_name(dtype)} {like.name}"] = {row.name: row.seconds for row in rows}
             self._clear()
@@ -69,11 +66,10 @@ class Run:
         for dtype in self._dtypes():
             for like in self._rows:
                 planted, layers = PlantedNeurons.like(like), self._arguments.blocks
-                measured = machine_speed(self._drive(), dtype, planted)
                 memory = half_the_memory(dtype, layers)
-                setting = Setting(self._folder, dtype, layers, planted, self._io, measured, memory)
+                setting = Setting(self._folder, dtype, layers, planted, self._io, memory)
                 variants = flash_decode.variants(setting)
-                flash_decode.measure(variants, layers, dtype, self._rounds)
+                flash_decode.measure(variants, setting, self._rounds)
                 self._say(f"A token end to end, {_name(dtype)}, {like.name}", flash_decode.report(variants))
                 self.results[f"decode {_name(dtype)} {like.name}"] = {one.name: one.seconds for one in variants}
                 del variants
@@ -94,7 +90,7 @@ class Run:
 
     def experts(self) -> None:
         blocks, squeeze = self._arguments.expert_blocks, not self._arguments.no_squeeze
-        found = flash_experts.measure(self._folder, blocks, self._io, self._drive(), self._rounds, squeeze)
+        found = flash_experts.measure(self._folder, blocks, self._io, self._rounds, squeeze)
         self._say("A mixture of experts", flash_experts.report(found))
         self.results["experts"] = {"flash": found.flash.rates, "mmap": found.mapped.rates}
         del found
@@ -102,9 +98,6 @@ class Run:
 
     def _dtypes(self) -> list[torch.dtype]:
         return [getattr(torch, name) for name in self._arguments.dtypes.split(",")]
-
-    def _drive(self) -> DriveSpeed:
-        return measure_folder(self._folder, self._io)
 
     def _clear(self) -> None:
         for path in self._folder.glob("*.bin"):

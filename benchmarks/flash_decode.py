@@ -61,22 +61,22 @@ class Variant:
         name: of the row.
         tokens: in a round.
         opened: yields the blocks in order, and the counters of their stores.
-        predicted: seconds a token by the cost model, all 32 blocks.
         prepare: draws the neurons of so many tokens before they are timed.
         batch: sequences that are computed together.
         seconds, waiting, bytes: a token, all 32 blocks, by round.
+        predicted: seconds a token by the cost model, likewise.
     """
 
     name: str
     tokens: int
     opened: Opened
     counters: Sequence[StoreCounters]
-    predicted: float
     prepare: Callable[[int], None] = lambda tokens: None
     batch: int = 1
     seconds: list[float] = field(default_factory=list)
     waiting: list[float] = field(default_factory=list)
     bytes: list[float] = field(default_factory=list)
+    predicted: list[float] = field(default_factory=list)
 
 
 def read_first(block: Any, files: OptFiles, buffer: RecordBuffer) -> Step:
@@ -136,11 +136,13 @@ def read_ahead(files: Sequence[OptFiles], buffers: Sequence[RecordBuffer], dense
     return opened
 
 
-def measure(variants: Sequence[Variant], layers: int, dtype: torch.dtype, rounds: int) -> None:
-    """Fill in the rows; all take turns in each round."""
-    scale = OPT.layers / layers
+def measure(variants: Sequence[Variant], setting: Setting, rounds: int) -> None:
+    """Fill in the rows; all take turns in each round, after the machine was measured and they were predicted."""
+    dtype, scale = setting.dtype, OPT.layers / setting.layers
     for _ in range(rounds):
+        expected = predictions(setting)
         for variant in variants:
+            variant.predicted.append(expected[variant.name])
             warm_up = min(WARM_UP_TOKENS, variant.tokens)
             variant.prepare((warm_up + variant.tokens) * variant.batch)
             with variant.opened() as blocks:
@@ -167,8 +169,8 @@ def report(variants: Sequence[Variant]) -> str:
                 spread([size / 1e9 for size in one.bytes], 2),
                 times(naive.seconds, one.seconds),
                 times(hybrid.seconds, one.seconds),
-                f"{one.predicted * 1000:.0f}",
-                spread([one.predicted / seconds for seconds in one.seconds], 2),
+                spread([seconds * 1000 for seconds in one.predicted]),
+                times(one.predicted, one.seconds),
                 PAPER.get(one.name, ""),
             ]
         )
@@ -191,15 +193,14 @@ def variants(setting: Setting) -> list[Variant]:
     flash = sparse_blocks(dense, planted, bundled, options)
     same = sparse_blocks(dense, planted, memory, options)
     whole = [one.whole.counters for one in files]
-    expected = predictions(setting)
 
     def row(name: str, tokens: int, opened: Opened, counters: Sequence[StoreCounters] = ()) -> Variant:
-        return Variant(name, tokens, opened, counters, expected[name])
+        return Variant(name, tokens, opened, counters)
 
     def sparse(name: str, blocks: SparseBlocks, stores: Sequence[WeightStore], batch: int = 1) -> Variant:
         steps, counters = [plain(block) for block in blocks.blocks], [store.counters for store in stores]
         tokens = SPARSE_TOKENS // min(batch, 3)
-        return Variant(name, tokens, lambda: nullcontext(steps), counters, expected[name], blocks.draw, batch)
+        return Variant(name, tokens, lambda: nullcontext(steps), counters, blocks.draw, batch)
 
     return [
         row("naive", WHOLE_TOKENS, lambda: nullcontext(naive), whole),

@@ -17,6 +17,7 @@ from transformers import DynamicCache
 from benchmarks.flash_ballast import MIN_AVAILABLE_BYTES, Ballast, available_bytes
 from benchmarks.flash_moe import QWEN3, MoeBlocks, MoeShape, inputs, write_files
 from benchmarks.flash_rows import spread, table, times
+from benchmarks.flash_steps import drive_speed
 from swarm.models.flash.compute_speed import plain_speed, resident_speed
 from swarm.models.flash.cost_model import CostModel, ExpertBlock, MachineSpeed
 from swarm.models.flash.experts.expert_pool import ExpertPool
@@ -79,33 +80,39 @@ class Result:
     flash: Span
     mapped: Span
     pool: ExpertPool
-    predicted: float
+    predicted: list[float]
     room: int
     least: int
     policies: dict[str, int]
     blocks: int
 
 
-def measure(folder: Path, count: int, io: FlashIo, speed: DriveSpeed, rounds: int, squeeze: bool) -> Result:
+def measure(folder: Path, count: int, io: FlashIo, rounds: int, squeeze: bool) -> Result:
     """Measure both spans, which take turns."""
     flash, mapped = new_span(QWEN3, count), new_span(QWEN3, count)
     layout = flash.blocks.layout
     paths = write_files(folder, layout, count)
     budget = int(RESIDENT_SHARE * count * layout.file_bytes)
-    machine = machine_speed(speed)
     pool = flash.blocks.attach_flash([FlashStore.open(path, layout, io) for path in paths], budget)
     flash.blocks.record_trace()
     mapped.blocks.attach_mapped(paths)
     flash.seconds(WARM_UP_TOKENS)
-    predicted = prediction(flash, pool, machine, count)
+    predicted: list[float] = []
+
+    def take_turns() -> None:
+        for _ in range(rounds):
+            predicted.append(prediction(flash, pool, machine_speed(drive_speed(paths[0], io, layout.stride)), count))
+            flash.rates.append(FLASH_TOKENS / flash.seconds(FLASH_TOKENS))
+            mapped.rates.append(MAPPED_TOKENS / mapped.seconds(MAPPED_TOKENS))
+
     room = available_bytes()
     if squeeze:
         with Ballast(max(MIN_AVAILABLE_BYTES, budget)):
             mapped.seconds(WARM_UP_TOKENS // 2)
             room = available_bytes()
-            _rounds(flash, mapped, rounds)
+            take_turns()
     else:
-        _rounds(flash, mapped, rounds)
+        take_turns()
     trace, slots = flash.blocks.trace, pool.cache.slots
     rules = {"least recently used": LeastRecentlyUsed, "decayed frequency": DecayedFrequency}
     policies = {
@@ -113,12 +120,6 @@ def measure(folder: Path, count: int, io: FlashIo, speed: DriveSpeed, rounds: in
     }
     least = int(fewest_reads(trace, slots).sum()) * layout.stride
     return Result(flash, mapped, pool, predicted, room, least, policies, count)
-
-
-def _rounds(flash: Span, mapped: Span, rounds: int) -> None:
-    for _ in range(rounds):
-        flash.rates.append(FLASH_TOKENS / flash.seconds(FLASH_TOKENS))
-        mapped.rates.append(MAPPED_TOKENS / mapped.seconds(MAPPED_TOKENS))
 
 
 def machine_speed(speed: DriveSpeed) -> MachineSpeed:
@@ -143,7 +144,7 @@ def block_seconds() -> float:
 
 
 def prediction(flash: Span, pool: ExpertPool, machine: MachineSpeed, count: int) -> float:
-    """Tokens a second by the cost model, which knows how many experts the first tokens found in memory."""
+    """Tokens a second by the cost model, which knows what share of experts the last tokens found in memory."""
     layout, slots = flash.blocks.layout, pool.cache.slots / count
     trace = flash.blocks.trace
     missed = reads(trace, pool.cache.slots, LeastRecentlyUsed(count, layout.count))
@@ -167,8 +168,8 @@ def report(found: Result) -> str:
             times(flash.rates, mapped.rates),
             f"{size / tokens / 1e9:.2f}",
             f"{hits:.2f}",
-            f"{found.predicted:.2f}",
-            spread([found.predicted / rate for rate in flash.rates], 2),
+            spread(found.predicted, 2),
+            times(found.predicted, flash.rates),
         ],
         [f"mmap, page cache up to {found.room / 1e9:.1f} GB", spread(mapped.rates, 2), "1", "", "", "", ""],
     ]

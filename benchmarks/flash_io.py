@@ -16,7 +16,8 @@ import torch
 
 from benchmarks.flash_files import OPT, write_random
 from benchmarks.flash_planted import Measured, PlantedLayer, PlantedNeurons
-from benchmarks.flash_rows import spread, table, times
+from benchmarks.flash_rows import quotients, spread, table, times
+from benchmarks.flash_steps import drive_speed
 from swarm.models.flash.reading.drive_speed import DriveSpeed
 from swarm.models.flash.reading.flash_store import FlashStore
 from swarm.models.flash.reading.record_reader import FlashIo
@@ -32,6 +33,7 @@ HEADING = (
     "ms a token",
     "times less than naive",
     "predicted ms",
+    "predicted / measured",
     "paper: GB",
     "GB/s",
     "ms",
@@ -160,10 +162,13 @@ def predicted(speed: DriveSpeed, requests: Sequence[Request], reads: int) -> flo
     return speed.seconds(reads, size / reads) if reads else 0.0
 
 
-def measure(rows: Sequence[Method], layers: Sequence[LayerFiles], speed: DriveSpeed, window: int, rounds: int) -> None:
-    """Fill in the rows; all methods take turns in each round."""
+def measure(
+    rows: Sequence[Method], layers: Sequence[LayerFiles], measured: Callable[[], DriveSpeed], window: int, rounds: int
+) -> None:
+    """Fill in the rows; all methods take turns in each round, after the drive was measured."""
     reader, scale = Reader(), OPT.layers / len(layers)
     for turn in range(-1, rounds):
+        speed = measured()
         for row in rows:
             first = window + max(turn, 0) * row.tokens
             seconds = size = expected = 0.0
@@ -189,24 +194,24 @@ def report(rows: Sequence[Method]) -> str:
             [
                 row.name,
                 spread([size / 1e9 for size in row.bytes], 2),
-                spread([size / seconds / 1e9 for size, seconds in zip(row.bytes, row.seconds, strict=True)], 2),
+                spread([speed / 1e9 for speed in quotients(row.bytes, row.seconds)], 2),
                 spread([seconds * 1000 for seconds in row.seconds]),
                 times(naive, row.seconds),
                 spread([seconds * 1000 for seconds in row.predicted]),
+                times(row.predicted, row.seconds),
                 *PAPER[row.name],
             ]
         )
     return table(HEADING, lines)
 
 
-def run(
-    folder: Path, dtype: torch.dtype, layers: int, like: Measured, io: FlashIo, speed: DriveSpeed, rounds: int
-) -> list[Method]:
+def run(folder: Path, dtype: torch.dtype, layers: int, like: Measured, io: FlashIo, rounds: int) -> list[Method]:
     """Measure one table."""
     opened = open_layers(folder, dtype, layers, PlantedNeurons.like(like), io)
     rows = methods(like.window)
     try:
-        measure(rows, opened, speed, like.window, rounds)
+        path, stride = folder / f"0-bundled-{dtype.itemsize}.bin", OPT.bundled(dtype).stride
+        measure(rows, opened, lambda: drive_speed(path, io, stride), like.window, rounds)
     finally:
         for layer in opened:
             layer.close()

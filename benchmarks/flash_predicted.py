@@ -13,7 +13,7 @@ from benchmarks.flash_files import OPT
 from benchmarks.flash_matrix import NothingStore
 from benchmarks.flash_opt import PLAN, RANK, empty_block, sparse_blocks
 from benchmarks.flash_planted import PlantedNeurons
-from benchmarks.flash_steps import plain, seconds_a_token
+from benchmarks.flash_steps import drive_speed, plain, seconds_a_token
 from swarm.models.flash.compute_speed import move_speed, neuron_speed, plain_speed, resident_speed
 from swarm.models.flash.cost_model import MachineSpeed, NeuronBlock, StreamedBlock
 from swarm.models.flash.neurons.sparse_feed_forward import SparseOptions
@@ -22,14 +22,14 @@ from swarm.models.flash.reading.record_reader import FlashIo
 from swarm.models.flash.sparsity import Sparsity
 
 
-def machine_speed(folder_speed: DriveSpeed, dtype: torch.dtype, planted: PlantedNeurons) -> MachineSpeed:
+def machine_speed(drive: DriveSpeed, dtype: torch.dtype, planted: PlantedNeurons) -> MachineSpeed:
     """Measure what the cost model needs to know of this machine."""
     layout = OPT.bundled(dtype)
     return MachineSpeed(
-        drive=folder_speed,
+        drive=drive,
         resident=resident_speed(OPT.hidden, dtype),
         records=neuron_speed(PLAN, layout, nn.ReLU(), planted.active),
-        move_s_per_byte=move_speed(layout.stride),
+        move_s_per_byte=move_speed(layout),
         block_s=block_seconds(dtype, planted),
     )
 
@@ -79,7 +79,6 @@ class Setting:
     layers: int
     planted: PlantedNeurons
     io: FlashIo
-    machine: MachineSpeed
     memory: int
 
 
@@ -105,12 +104,14 @@ def predictor_bytes(dtype: torch.dtype) -> int:
 
 
 def predictions(setting: Setting) -> dict[str, float]:
-    """Seconds a token of all 32 blocks, by the cost model, for each row."""
-    machine, whole = setting.machine, OPT.whole(setting.dtype).stride
+    """Seconds a token of all 32 blocks, by the cost model, for each row, as fast as the machine is now."""
+    stride = OPT.bundled(setting.dtype).stride
+    drive = drive_speed(setting.folder / f"0-bundled-{setting.dtype.itemsize}.bin", setting.io, stride)
+    machine, whole = machine_speed(drive, setting.dtype, setting.planted), OPT.whole(setting.dtype).stride
     plain_machine = replace(machine, records=plain_speed(OPT.hidden, setting.dtype))
     attention = sum(math.prod(size) for size in OPT.attention.values()) * setting.dtype.itemsize
     resident = attention + predictor_bytes(setting.dtype)
-    stride, sparsity = OPT.bundled(setting.dtype).stride, setting.planted.sparsity()
+    sparsity = setting.planted.sparsity()
     # Planted tokens need the same neurons as often, whichever sequence they belong to.
     sparsity = Sparsity(sparsity.tokens, {count: sparsity.needed(count) for count in BATCHES})
     sparse = NeuronBlock(resident, stride, OPT.neurons, sparsity, neuron_slots(setting))

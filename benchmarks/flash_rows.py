@@ -13,7 +13,12 @@ def spread(values: Sequence[float], digits: int = 0) -> str:
 
 def times(values: Sequence[float], others: Sequence[float]) -> str:
     """Format how many times `others` the values are, round by round."""
-    return spread([value / other for value, other in zip(values, others, strict=True)], 2)
+    return spread(quotients(values, others), 2)
+
+
+def quotients(values: Sequence[float], others: Sequence[float]) -> list[float]:
+    """How many times `others` the values are, round by round."""
+    return [value / other for value, other in zip(values, others, strict=True)]
 
 
 def table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -68,17 +68,13 @@ def neuron_speed(plan: BlockPlan, layout: RecordLayout, activation: nn.Module, a
     return _measured(compute, hidden, layout.dtype, len(places) * layout.stride)
 
 
-def move_speed(stride: int) -> float:
+def move_speed(layout: RecordLayout) -> float:
     """Seconds for each byte of a record that moves to another slot."""
-    slots = max(2, WEIGHT_BYTES // stride // 2 * 2)
-    data = torch.zeros(slots, stride, dtype=torch.uint8)
-    order = torch.randperm(slots)
-    sources, targets = order[: slots // 2], order[slots // 2 :]
-
-    def move() -> None:
-        data[targets] = data[sources]
-
-    return _seconds(move) / (len(sources) * stride)
+    buffer = RecordBuffer(layout, max(2, WEIGHT_BYTES // layout.stride // 2 * 2))
+    buffer.data.zero_()
+    order = torch.randperm(buffer.slots).numpy()
+    sources, targets = order[: buffer.slots // 2], order[buffer.slots // 2 :]
+    return _seconds(lambda: buffer.move(sources, targets)) / (len(sources) * layout.stride)
 
 
 @torch.inference_mode()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from swarm.models.flash import compute_speed
+from swarm.models.flash.block_plan import BlockPlan, RecordKind
+from swarm.models.flash.cost_model import ComputeSpeed
 from swarm.models.flash.record_layout import RecordLayout
 
 
@@ -14,18 +17,14 @@ def _small(monkeypatch):
     monkeypatch.setattr(compute_speed, "WEIGHT_BYTES", 1 << 18)
 
 
-LAYOUTS = {
-    "neurons": RecordLayout.of({"up": (256, 64), "down": (64, 256)}, {"up": 0, "down": 1}, torch.float32),
-    "gated": RecordLayout.of(
-        {"up": (256, 64), "gate": (256, 64), "down": (64, 256)}, {"up": 0, "gate": 0, "down": 1}, torch.bfloat16
-    ),
-    "experts": RecordLayout.of({"gate_up": (8, 32, 64), "down": (8, 64, 16)}, {"gate_up": 0, "down": 0}, torch.float32),
-}
+def neurons(dtype: torch.dtype, *roles: str) -> tuple[BlockPlan, RecordLayout]:
+    axes = {f"{role}.weight": int(role == "down") for role in roles}
+    shapes = {f"{role}.weight": (64, 256) if role == "down" else (256, 64) for role in roles}
+    plan = BlockPlan(RecordKind.NEURONS, {role: role for role in (*roles, "activation")}, axes)
+    return plan, plan.layout(shapes, dtype)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_measures_records_of_every_kind(name):
-    speed = compute_speed.record_speed(LAYOUTS[name])
+def check(speed: ComputeSpeed) -> None:
     counts, seconds = zip(*speed.points, strict=True)
     assert counts == compute_speed.TOKENS[: len(counts)]
     assert all(value > 0 for value in seconds)
@@ -33,12 +32,21 @@ def test_measures_records_of_every_kind(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("roles", [("up", "down"), ("up", "gate", "down")])
+def test_measures_neurons_with_and_without_a_gate(dtype, roles):
+    plan, layout = neurons(dtype, *roles)
+    check(compute_speed.neuron_speed(plan, layout, nn.ReLU()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_measures_resident_weights(dtype):
-    assert compute_speed.resident_speed(64, dtype).seconds(1e6) > 0
+    check(compute_speed.resident_speed(64, dtype))
+    check(compute_speed.plain_speed(64, dtype))
 
 
 def test_measures_moves():
-    assert compute_speed.move_speed(4096) > 0
+    _, layout = neurons(torch.float32, "up", "down")
+    assert compute_speed.move_speed(layout) > 0
 
 
 def test_a_slow_machine_is_measured_for_fewer_tokens(monkeypatch):
