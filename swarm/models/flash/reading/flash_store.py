@@ -13,7 +13,7 @@ from swarm.models.flash.reading.reads import coalesce
 from swarm.models.flash.reading.record_reader import FlashIo, RecordReader
 from swarm.models.flash.record_buffer import Indices, RecordBuffer
 from swarm.models.flash.record_layout import RECORD_ALIGNMENT, RecordLayout
-from swarm.models.flash.weight_store import PendingRead, StoreCounters
+from swarm.models.flash.weight_store import FinishedRead, PendingRead, StoreCounters
 
 
 class FlashStore:
@@ -55,6 +55,8 @@ class FlashStore:
         _check_indices("slots", slots, buffer.slots)
         if len(records) != len(slots) or buffer.layout.stride != self.layout.stride:
             raise ValueError(f"{len(records)} records of {self.layout.stride} bytes do not go to {len(slots)} slots")
+        if not len(records):
+            return FinishedRead()
         reads = coalesce(records, slots, self.layout.stride, self._offset)
         pending = self._reader.begin(reads, buffer.data)
         self.counters.records += len(records)
