@@ -13,7 +13,21 @@ from functools import cached_property
 from itertools import accumulate
 
 from swarm.data_structures import Span
+from swarm.models.flash.streaming.residency import BUFFERS
 from swarm.server.limits import MAX_MEMORY_SHARE
+
+
+@dataclass(frozen=True)
+class PlannedDrive:
+    """A drive on which a device can keep weights that its memory does not hold.
+
+    Attributes:
+        space: bytes that packed files may take.
+        speed: bytes/s of random reads.
+    """
+
+    space: int
+    speed: float
 
 
 @dataclass(frozen=True)
@@ -23,11 +37,13 @@ class PlannedDevice:
     Attributes:
         memory: bytes that are free for blocks and their attention cache.
         speed: blocks per second for one token (`throughput` of an announcement).
+        drive: None if all weights have to be in memory.
     """
 
     name: str
     memory: int
     speed: float
+    drive: PlannedDrive | None = None
 
     @property
     def usable_memory(self) -> int:
@@ -66,6 +82,21 @@ class ModelSize:
 
 
 @dataclass(frozen=True)
+class PlacedBlocks:
+    """What blocks take on a device.
+
+    Attributes:
+        seconds: for one token, reading from the drive included.
+        memory: bytes of memory.
+        on_drive: bytes of weights that memory does not hold; 0 if the drive is not used.
+    """
+
+    seconds: float
+    memory: int
+    on_drive: int
+
+
+@dataclass(frozen=True)
 class DeviceGroup:
     """A closed group of devices, their links, and the model that they hold.
 
@@ -73,6 +104,7 @@ class DeviceGroup:
         send: seconds for which a device is busy sending a token's hidden state to another one, `[from][to]`.
         latency: seconds for which the hidden state then travels, `[from][to]`.
         fixed_order: the ring follows the listed order of the devices; otherwise the best order is searched.
+        read_share: share of the weights on a drive that a token reads: 1 if it needs all of them.
     """
 
     devices: tuple[PlannedDevice, ...]
@@ -81,11 +113,28 @@ class DeviceGroup:
     send: tuple[tuple[float, ...], ...]
     latency: tuple[tuple[float, ...], ...]
     fixed_order: bool = False
+    read_share: float = 1.0
 
     @property
     def client_index(self) -> int:
         """The client's index in `send` and `latency`."""
         return len(self.devices)
+
+    def place(self, device: int, start: int, end: int) -> PlacedBlocks | None:
+        """Place blocks [start, end) on a device; None if they do not fit.
+
+        With a drive, memory has to hold the attention cache and two blocks, of which one is computed with while the
+        next is read. What it has room for beyond that is not read. Reading and computing are added up.
+        """
+        one, needed = self.devices[device], self.model.memory(start, end, self.cache_tokens)
+        seconds, missing = (end - start) / one.speed, needed - one.usable_memory
+        if missing <= 0:
+            return PlacedBlocks(seconds, needed, 0)
+        weights = self.model.weights[start:end]
+        least = needed - sum(weights) + min(sum(weights), BUFFERS * max(weights))
+        if one.drive is None or least > one.usable_memory or sum(weights) > one.drive.space:
+            return None
+        return PlacedBlocks(seconds + missing * self.read_share / one.drive.speed, one.usable_memory, missing)
 
     def without(self, device: int) -> DeviceGroup:
         """The group without one device."""
@@ -94,7 +143,9 @@ class DeviceGroup:
             return tuple(row[:device] + row[device + 1 :] for row in table[:device] + table[device + 1 :])
 
         rest = self.devices[:device] + self.devices[device + 1 :]
-        return DeviceGroup(rest, self.model, self.cache_tokens, cut(self.send), cut(self.latency), self.fixed_order)
+        return DeviceGroup(
+            rest, self.model, self.cache_tokens, cut(self.send), cut(self.latency), self.fixed_order, self.read_share
+        )
 
 
 def link_tables(
@@ -111,10 +162,11 @@ class PipelineStage:
     """One device's part of a plan.
 
     Attributes:
-        compute: seconds for one token in all blocks of the span.
+        compute: seconds for one token in all blocks of the span, reading from the drive included.
         send: seconds for which the device is busy sending the result to the next stage.
         latency: seconds for which the result travels; meanwhile the device can compute another token.
         memory: bytes that blocks and cache take.
+        on_drive: bytes of weights that are read from the drive, as far as a token needs them.
     """
 
     device: PlannedDevice
@@ -123,6 +175,7 @@ class PipelineStage:
     send: float
     latency: float
     memory: int
+    on_drive: int = 0
 
     @property
     def seconds(self) -> float:

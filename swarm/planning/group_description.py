@@ -15,7 +15,7 @@ import yaml
 from swarm.common import yaml_file
 from swarm.common.units import ByteSize, BytesPerSecond, Duration, format_bytes
 from swarm.errors import UsageError
-from swarm.planning.device_group import DeviceGroup, ModelSize, PlannedDevice, link_tables
+from swarm.planning.device_group import DeviceGroup, ModelSize, PlannedDevice, PlannedDrive, link_tables
 from swarm.planning.partition import can_try_all_orders
 from swarm.server.limits import DEFAULT_CACHE_TOKENS
 
@@ -52,6 +52,18 @@ class DeviceLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bandwidth: BytesPerSecond | None = None
 
 
+class DriveDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A drive on which a device can keep weights that its memory does not hold.
+
+    Attributes:
+        space: free space for packed files.
+        speed: bandwidth of random reads.
+    """
+
+    space: ByteSize
+    speed: BytesPerSecond
+
+
 class DeviceDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A device of the group.
 
@@ -59,12 +71,14 @@ class DeviceDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         memory: memory that is free for blocks and their cache.
         speed: blocks per second for one token.
         upload: bandwidth of its own connection, an upper bound for all of its links.
+        drive: None if all weights have to be in memory.
     """
 
     name: Name
     memory: ByteSize
     speed: Annotated[float, msgspec.Meta(ge=1e-6, le=1e9)]
     upload: BytesPerSecond | None = None
+    drive: DriveDescription | None = None
 
 
 class ModelDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -94,6 +108,7 @@ class GroupDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         quant: quantization of the servers' weights; block_memory of a model described by numbers already reflects it.
         client: the device on which the client runs; None for a separate machine.
         order: all devices in the order of the ring; None for the best order.
+        read_share: share of the weights on a drive that a token reads; None for all of them, as in dense models.
     """
 
     devices: Annotated[tuple[DeviceDescription, ...], msgspec.Meta(min_length=1, max_length=MAX_DEVICES)]
@@ -106,6 +121,7 @@ class GroupDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     link: DefaultLink = DefaultLink()
     links: tuple[DeviceLink, ...] = ()
     order: tuple[Name, ...] | None = None
+    read_share: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
 
 
 def read_group_file(path: Path) -> GroupDescription:
@@ -179,7 +195,7 @@ def build_group(description: GroupDescription, model: ModelSize) -> DeviceGroup:
         raise UsageError(f"{model.name} has {model.blocks} blocks; plans are made for {MAX_BLOCKS} at most")
     by_name = {device.name: device for device in description.devices}
     entries = [by_name[name] for name in description.order or by_name]
-    devices = tuple(PlannedDevice(entry.name, int(entry.memory), entry.speed) for entry in entries)
+    devices = tuple(map(_planned_device, entries))
     ends = [*(entry.name for entry in entries), description.client or CLIENT]
     between = {frozenset(link.between): link for link in description.links}
 
@@ -196,4 +212,9 @@ def build_group(description: GroupDescription, model: ModelSize) -> DeviceGroup:
 
     send, latency = link_tables(len(ends), model.hidden_bytes, link)
     fixed = description.order is not None or not can_try_all_orders(len(devices), model.blocks)
-    return DeviceGroup(devices, model, description.cache_tokens, send, latency, fixed)
+    return DeviceGroup(devices, model, description.cache_tokens, send, latency, fixed, description.read_share or 1.0)
+
+
+def _planned_device(entry: DeviceDescription) -> PlannedDevice:
+    drive = None if entry.drive is None else PlannedDrive(int(entry.drive.space), float(entry.drive.speed))
+    return PlannedDevice(entry.name, int(entry.memory), entry.speed, drive)

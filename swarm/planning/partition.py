@@ -80,19 +80,20 @@ def _explain_shortfall(group: DeviceGroup, placed: int) -> str:
         f"the {model.blocks} blocks take {format_bytes(total)} with an attention cache of {tokens} tokens and do not "
         f"fit: {format_bytes(budget)} can be filled ({MAX_MEMORY_SHARE:.0%} of the memory), with whole blocks only, so "
         f"blocks {placed}:{model.blocks} ({format_bytes(missing)}) find no place; "
-        "add a device or memory, or lower --cache-tokens"
+        "add a device or memory, lower --cache-tokens, or give a device a drive"
     )
 
 
 def _compute_seconds(group: DeviceGroup, device: int) -> Array:
     """[s, e] -> seconds for blocks [s, e) on the device; infinite if they do not fit or the range is empty."""
-    model, blocks = group.model, group.model.blocks
+    blocks = group.model.blocks
     seconds = np.full((blocks + 1, blocks + 1), np.inf)
     for start in range(blocks):
         for end in range(start + 1, blocks + 1):
-            if model.memory(start, end, group.cache_tokens) > group.devices[device].usable_memory:
+            placed = group.place(device, start, end)
+            if placed is None:
                 break
-            seconds[start, end] = (end - start) / group.devices[device].speed
+            seconds[start, end] = placed.seconds
     return seconds
 
 
@@ -200,16 +201,14 @@ def _start_values(group: DeviceGroup, value: float) -> Array:
 
 
 def _build_plan(group: DeviceGroup, steps: list[_PlacedSpan]) -> PipelinePlan:
-    stages = tuple(
-        PipelineStage(
-            device=group.devices[step.device],
-            span=step.span,
-            compute=step.span.length / group.devices[step.device].speed,
-            send=group.send[step.device][step.to],
-            latency=group.latency[step.device][step.to],
-            memory=group.model.memory(step.span.start, step.span.end, group.cache_tokens),
-        )
-        for step in steps
-    )
     first = steps[0].device
+    stages = tuple(_build_stage(group, step) for step in steps)
     return PipelinePlan(stages, group.send[group.client_index][first], group.latency[group.client_index][first])
+
+
+def _build_stage(group: DeviceGroup, step: _PlacedSpan) -> PipelineStage:
+    placed = group.place(step.device, step.span.start, step.span.end)
+    assert placed is not None
+    send, latency = group.send[step.device][step.to], group.latency[step.device][step.to]
+    device = group.devices[step.device]
+    return PipelineStage(device, step.span, placed.seconds, send, latency, placed.memory, placed.on_drive)

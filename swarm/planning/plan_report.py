@@ -66,7 +66,7 @@ def _format_table(group: DeviceGroup, plan: PipelinePlan) -> str:
             (
                 stage.device.name,
                 str(stage.span),
-                f"{format_bytes(stage.memory)} of {format_bytes(stage.device.usable_memory)}",
+                _format_memory(stage),
                 *(f"{seconds * 1000:.2f}" for seconds in (stage.seconds, stage.compute, stage.send)),
                 f"{stage.seconds / plan.bottleneck_seconds:.0%}",
             )
@@ -77,6 +77,11 @@ def _format_table(group: DeviceGroup, plan: PipelinePlan) -> str:
             rows.append((device.name, "none", f"0 B of {format_bytes(device.usable_memory)}", "", "", "", ""))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(_format_row(row, widths) for row in rows) + "\n"
+
+
+def _format_memory(stage: PipelineStage) -> str:
+    said = f"{format_bytes(stage.memory)} of {format_bytes(stage.device.usable_memory)}"
+    return f"{said}, {format_bytes(stage.on_drive)} on its drive" if stage.on_drive else said
 
 
 def _format_row(row: Sequence[str], widths: Sequence[int]) -> str:
@@ -96,7 +101,8 @@ def _format_bottleneck(plan: PipelinePlan) -> str:
     stage = plan.bottleneck
     if stage is None:
         return f"the client, which sends a token to {plan.stages[0].device.name} in {plan.client_send * 1000:.2f} ms"
-    doing = "computing" if stage.compute >= stage.send else "sending"
+    working = "reading and computing" if stage.on_drive else "computing"
+    doing = working if stage.compute >= stage.send else "sending"
     share = max(stage.compute, stage.send) / stage.seconds
     return f"{stage.device.name}, {stage.seconds * 1000:.2f} ms per token, {share:.0%} of it {doing}"
 
@@ -137,6 +143,7 @@ def plan_to_json(
             "end": stage.span.end,
             "memory": stage.memory,
             "memory_available": stage.device.usable_memory,
+            "on_drive": stage.on_drive,
             "compute_seconds": stage.compute,
             "send_seconds": stage.send,
             "latency_seconds": stage.latency,

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from swarm.common.units import ByteSize, BytesPerSecond, Duration
 from swarm.errors import UsageError
 from swarm.planning import group_description
-from swarm.planning.device_group import DeviceGroup
+from swarm.planning.device_group import DeviceGroup, PlannedDrive
 from swarm.planning.group_description import (
     DefaultLink,
     DeviceDescription,
     DeviceLink,
+    DriveDescription,
     GroupDescription,
     ModelDescription,
     parse_group_file,
@@ -66,6 +67,15 @@ def test_a_file_becomes_a_group() -> None:
     assert group.latency[client][desktop] == 0.001
 
 
+def test_a_device_has_a_drive() -> None:
+    group = group_from(
+        FILE.replace("speed: 1}", "speed: 1, drive: {space: 200 GB, speed: 2 GB/s}}") + "read_share: 0.1"
+    )
+    assert [device.drive for device in group.devices] == [None, None, PlannedDrive(200 * 10**9, 2e9)]
+    assert group.read_share == 0.1
+    assert group_from(FILE).read_share == 1.0
+
+
 def test_a_client_of_its_own_has_links() -> None:
     group = group_from(
         FILE.replace("client: laptop", "") + "  - {between: [client, pi], latency: 7 ms, bandwidth: 1 MB/s}"
@@ -110,6 +120,9 @@ def test_the_example_of_the_documentation_is_right() -> None:
         (", speed: 1}", "}", "devices[2]: Object missing required field `speed`"),
         ("8GB", "8 QB", "devices[0].memory: '8 QB' is not a size such as 8GB or 512 MiB"),
         ("8GB", "{}", "devices[0].memory: {} is not a size"),
+        ("speed: 1}", "speed: 1, drive: {space: 1 GB}}", "devices[2].drive: Object missing required field `speed`"),
+        ("speed: 1}", "speed: 1, drive: {space: 1 GB, speed: 0}}", "devices[2].drive.speed: 0 is not a bandwidth"),
+        ("cache_tokens: 1000", "read_share: 1.5", "read_share: Expected `float` <= 1"),
         ("2 ms", "2 MB", "link.latency: '2 MB' is not a time such as 5 ms"),
         ("8 Mbit/s", "8 GB", "devices[1].upload: '8 GB' is not a bandwidth such as 100 Mbit/s"),
         ("name: desktop,", "name: pi,", "devices: two devices are named 'pi'"),
@@ -201,6 +214,7 @@ def descriptions(draw: st.DrawFn) -> GroupDescription:
             memory=ByteSize(draw(st.integers(0, 10**18))),
             speed=draw(st.floats(1e-6, 1e9)),
             upload=draw(st.none() | st.floats(1, 1e18).map(BytesPerSecond)),
+            drive=draw(st.none() | st.builds(DriveDescription, SIZES, st.floats(1, 1e18).map(BytesPerSecond))),
         )
         for name in names
     )
@@ -214,6 +228,7 @@ def descriptions(draw: st.DrawFn) -> GroupDescription:
         link=DefaultLink(Duration(draw(st.floats(0, 3600))), BytesPerSecond(draw(st.floats(1, 1e18)))),
         links=(DeviceLink(("client", names[0]), Duration(draw(st.floats(0, 3600)))),),
         order=draw(st.none() | st.permutations(names).map(tuple)),
+        read_share=draw(st.none() | st.floats(0.01, 1)),
     )
 
 

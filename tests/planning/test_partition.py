@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.errors import NotEnoughMemory
-from swarm.planning.device_group import DeviceGroup, PipelinePlan
+from swarm.planning.device_group import DeviceGroup, PipelinePlan, PlannedDrive
 from swarm.planning.partition import can_try_all_orders, partition
 from tests.planning.groups import all_plans, group_of, groups, merit
 
@@ -180,3 +181,31 @@ def test_small_groups_try_all_orders() -> None:
     assert can_try_all_orders(10, 80)
     assert can_try_all_orders(8, 126)
     assert not can_try_all_orders(11, 80)
+
+
+def test_a_drive_holds_what_memory_does_not() -> None:
+    without = group_of([1.0], 10, memory=[5])
+    with pytest.raises(NotEnoughMemory, match="or give a device a drive"):
+        partition(without)
+    drive = PlannedDrive(space=10, speed=2.0)
+    group = dataclasses.replace(without, devices=(dataclasses.replace(without.devices[0], drive=drive),))
+    [stage] = partition(group).stages
+    assert (stage.memory, stage.on_drive) == (4, 6)
+    assert stage.compute == 10 + 6 / 2.0
+    [sparse] = partition(dataclasses.replace(group, read_share=0.1)).stages
+    assert sparse.compute == pytest.approx(10 + 0.3)
+
+
+def test_memory_is_filled_before_a_drive_is_read() -> None:
+    group = group_of([1.0, 1.0], 8, memory=[10, 10])
+    slow = PlannedDrive(space=100, speed=0.01)
+    group = dataclasses.replace(group, devices=tuple(dataclasses.replace(one, drive=slow) for one in group.devices))
+    assert [(str(stage.span), stage.on_drive) for stage in partition(group).stages] == [("0:4", 0), ("4:8", 0)]
+
+
+@pytest.mark.parametrize(("memory", "space"), [(5, 9), (2, 10)], ids=["a small drive", "no memory for two blocks"])
+def test_a_drive_does_not_help(memory: int, space: int) -> None:
+    group = group_of([1.0], 10, memory=[memory])
+    device = dataclasses.replace(group.devices[0], drive=PlannedDrive(space, 1.0))
+    with pytest.raises(NotEnoughMemory):
+        partition(dataclasses.replace(group, devices=(device,)))

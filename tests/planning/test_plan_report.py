@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 
 from swarm.planning.device_advice import advise
-from swarm.planning.device_group import DeviceGroup, PlannedDevice
+from swarm.planning.device_group import DeviceGroup, PlannedDevice, PlannedDrive
 from swarm.planning.partition import partition
 from swarm.planning.plan_report import StartOptions, format_commands, format_plan, plan_to_json, server_commands
 from tests.planning.groups import group_of
@@ -46,6 +47,17 @@ def test_the_bottleneck_is_a_link() -> None:
     client_slow = DeviceGroup(group.devices, group.model, 1, ((0, 1, 1), (1, 0, 1), (4, 4, 0)), group.latency)
     said = format_plan(client_slow, partition(client_slow), [], "5 ms")
     assert "Bottleneck: the client, which sends a token to a in 4000.00 ms" in said
+
+
+def test_what_lies_on_a_drive() -> None:
+    group = group_of([1.0], 10, memory=[5])
+    device = dataclasses.replace(group.devices[0], drive=PlannedDrive(10, 2.0))
+    group = dataclasses.replace(group, devices=(device,))
+    plan = partition(group)
+    text = format_plan(group, plan, [], "5 ms")
+    assert "a 0:10 4 B of 4 B, 6 B on its drive 13000.00" in " ".join(text.split())
+    assert "Bottleneck: a, 13000.00 ms per token, 100% of it reading and computing" in text
+    assert json.loads(plan_to_json(group, plan, [], StartOptions(None)))["stages"][0]["on_drive"] == 6
 
 
 def test_commands_of_a_new_swarm() -> None:
