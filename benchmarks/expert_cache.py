@@ -15,11 +15,11 @@ import numpy as np
 from benchmarks.flash_rows import table
 from benchmarks.machine import describe
 from swarm.models.flash.experts.routing_trace import Trace, fewest_reads, overlap, reads
-from swarm.models.flash.experts.stay_priority import DecayedFrequency, LeastRecentlyUsed
+from swarm.models.flash.experts.stay_priority import DecayedFrequency, LeastRecentlyUsed, TwoSpeedFrequency
 
 TRACE = Path(__file__).with_name("expert_trace.npz")
 SHARES = (0.125, 0.25, 0.5, 0.75)
-HALF_LIVES = (8.0, 32.0, 64.0, 128.0)
+HALF_LIVES = (8.0, 64.0, 128.0)
 WARM_UP_TOKENS = 128
 """Tokens that are not counted: a cache is empty only once."""
 
@@ -43,6 +43,7 @@ def measure(trace_TBK: Trace, experts: int, share: float) -> list[str]:
             f"frequency {half_life:.0f}": reads(trace_TBK, slots, DecayedFrequency(blocks, experts, half_life))
             for half_life in HALF_LIVES
         },
+        "two speeds": reads(trace_TBK, slots, TwoSpeedFrequency(blocks, experts)),
     }
     needed = trace_TBK[WARM_UP_TOKENS:].size
     best = fewest_reads(trace_TBK, slots)[WARM_UP_TOKENS:].sum()
@@ -65,7 +66,7 @@ def main() -> None:
     )
     print("with the token before it. Share of the needed experts that is read (times the best possible):\n")
     heading = ["experts in memory", "best possible", "LRU", "LRU, slots a block"]
-    heading += [f"frequency, half-life {half_life:.0f}" for half_life in HALF_LIVES]
+    heading += [f"frequency, half-life {half_life:.0f}" for half_life in HALF_LIVES] + ["both speeds, as served"]
     print(table(heading, [measure(trace_TBK, options.experts, share) for share in SHARES]))
 
 

@@ -22,7 +22,7 @@ from swarm.models.flash.compute_speed import plain_speed, resident_speed
 from swarm.models.flash.cost_model import CostModel, ExpertBlock, MachineSpeed
 from swarm.models.flash.experts.expert_pool import ExpertPool
 from swarm.models.flash.experts.routing_trace import fewest_reads, reads
-from swarm.models.flash.experts.stay_priority import DecayedFrequency, LeastRecentlyUsed
+from swarm.models.flash.experts.stay_priority import DecayedFrequency, LeastRecentlyUsed, TwoSpeedFrequency
 from swarm.models.flash.reading.drive_speed import DriveSpeed
 from swarm.models.flash.reading.flash_store import FlashStore
 from swarm.models.flash.reading.record_reader import FlashIo
@@ -114,7 +114,11 @@ def measure(folder: Path, count: int, io: FlashIo, rounds: int, squeeze: bool) -
     else:
         take_turns()
     trace, slots = flash.blocks.trace, pool.cache.slots
-    rules = {"least recently used": LeastRecentlyUsed, "decayed frequency": DecayedFrequency}
+    rules = {
+        "least recently used": LeastRecentlyUsed,
+        "decayed frequency": DecayedFrequency,
+        "two speeds, as served": TwoSpeedFrequency,
+    }
     policies = {
         name: int(reads(trace, slots, rule(count, layout.count)).sum()) * layout.stride for name, rule in rules.items()
     }
@@ -147,7 +151,7 @@ def prediction(flash: Span, pool: ExpertPool, machine: MachineSpeed, count: int)
     """Tokens a second by the cost model, which knows what share of experts the last tokens found in memory."""
     layout, slots = flash.blocks.layout, pool.cache.slots / count
     trace = flash.blocks.trace
-    missed = reads(trace, pool.cache.slots, LeastRecentlyUsed(count, layout.count))
+    missed = reads(trace, pool.cache.slots, TwoSpeedFrequency(count, layout.count))
     late = missed[len(missed) // 2 :]
     share = 1 - late.mean() / (count * QWEN3.experts_a_token)
     resident = QWEN3.resident_values * DTYPE.itemsize

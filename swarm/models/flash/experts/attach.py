@@ -16,7 +16,7 @@ from swarm.models.flash.experts.expert_forward import EveryFlashExpert, FlashExp
 from swarm.models.flash.experts.expert_pool import ExpertPool
 from swarm.models.flash.experts.expert_site import EXPERTS, ExpertCall, expert_call
 from swarm.models.flash.experts.look_ahead import LookAhead, find_router
-from swarm.models.flash.experts.stay_priority import DecayedFrequency, StayPriority
+from swarm.models.flash.experts.stay_priority import StayPriority, TwoSpeedFrequency
 from swarm.models.flash.record_layout import RecordLayout
 from swarm.models.flash.weight_store import WeightStore
 
@@ -56,7 +56,7 @@ class ExpertOptions:
             0 for none.
     """
 
-    priority: Callable[[int, int], StayPriority] = DecayedFrequency
+    priority: Callable[[int, int], StayPriority] = TwoSpeedFrequency
     look_ahead: int = 0
 
 

@@ -12,7 +12,7 @@ from swarm.errors import DriveFailed
 from swarm.models.flash.experts import expert_cache
 from swarm.models.flash.experts.expert_cache import ABSENT, ExpertCache
 from swarm.models.flash.experts.expert_pool import ExpertPool
-from swarm.models.flash.experts.stay_priority import DecayedFrequency, LeastRecentlyUsed
+from swarm.models.flash.experts.stay_priority import LeastRecentlyUsed, TwoSpeedFrequency
 from swarm.models.flash.record_layout import RecordLayout
 from swarm.models.flash.weight_store import MemoryStore
 
@@ -51,7 +51,7 @@ def slow_stores() -> list[SlowStore]:
     return made
 
 
-def pool_of(slots: int, group: int = 1, rule=DecayedFrequency) -> ExpertPool:
+def pool_of(slots: int, group: int = 1, rule=TwoSpeedFrequency) -> ExpertPool:
     return ExpertPool(slow_stores(), ExpertCache(slots, rule(BLOCKS, EXPERTS), group))
 
 
@@ -80,7 +80,7 @@ forwards = st.lists(
 
 @given(forwards, st.integers(1, BLOCKS * EXPERTS + 2), st.integers(1, 4), st.booleans(), st.integers(1, 16))
 def test_each_needed_expert_is_there_once_whatever_happened_before(requests, slots, group, frequency, turns):
-    rule = DecayedFrequency if frequency else LeastRecentlyUsed
+    rule = TwoSpeedFrequency if frequency else LeastRecentlyUsed
     pool = pool_of(slots, group, rule)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(expert_cache, "TURN_SLOTS", turns)
