@@ -13,7 +13,7 @@ from typing import Annotated, Protocol
 import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import nn
 from torch.nn import functional
 
@@ -67,6 +67,10 @@ class LowRankPredictor:
     def select(self, hidden_TH: torch.Tensor) -> torch.Tensor:
         return self.scores(hidden_TH) > self.threshold
 
+    def truncated(self, rank: int) -> LowRankPredictor:
+        """The same with a smaller rank, if what comes first in the rank matters most."""
+        return LowRankPredictor(self.first[:rank], self.second[:, :rank], self.bias, self.threshold)
+
     def to(self, dtype: torch.dtype) -> LowRankPredictor:
         """The same with matrices of another dtype."""
         return LowRankPredictor(self.first.to(dtype), self.second.to(dtype), self.bias.to(dtype), self.threshold)
@@ -103,15 +107,18 @@ class CalibratedPredictor:
     Attributes:
         sparsity: shares of the neurons that it selects, for one token and for several.
         recall: share that it selects of what neurons contribute, see `predictor_training.energy`.
+        perplexity_loss: by how much this block's selection raises the model's perplexity, as a share; None if it was
+            not measured. Losses of blocks are so small that they add up.
     """
 
     predictor: LowRankPredictor
     sparsity: Sparsity
     recall: float
+    perplexity_loss: float | None = None
 
 
-def save_predictor(calibrated: CalibratedPredictor, path: Path, digest: str) -> None:
-    """Write a predictor as safetensors.
+def encode_predictor(calibrated: CalibratedPredictor, digest: str) -> bytes:
+    """A predictor as the content of a safetensors file.
 
     Args:
         digest: of the block that it was made for, see `swarm.models.checkpoints.block_digest`.
@@ -124,14 +131,16 @@ def save_predictor(calibrated: CalibratedPredictor, path: Path, digest: str) -> 
         "recall": calibrated.recall,
         "tokens": list(sparsity.tokens),
         "sessions": [list(item) for item in sorted(sparsity.sessions.items())],
+        "perplexity_loss": calibrated.perplexity_loss,
     }
     tensors = {"first": predictor.first, "second": predictor.second, "bias": predictor.bias}
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, path, metadata={_METADATA_KEY: msgspec.json.encode(metadata).decode()})
+    data: bytes = save(contiguous, metadata={_METADATA_KEY: msgspec.json.encode(metadata).decode()})
+    return data
 
 
 def load_predictor(path: Path, digest: str, hidden: int, neurons: int) -> CalibratedPredictor:
-    """Read a predictor that `save_predictor` wrote.
+    """Read a predictor from a file with what `encode_predictor` returned.
 
     Args:
         digest, hidden, neurons: of the block that it is for.
@@ -158,7 +167,7 @@ def load_predictor(path: Path, digest: str, hidden: int, neurons: int) -> Calibr
         sparsity = Sparsity(metadata.tokens, dict(metadata.sessions))
     except ValueError as error:
         raise _refusal(path, str(error)) from error
-    return CalibratedPredictor(predictor, sparsity, metadata.recall)
+    return CalibratedPredictor(predictor, sparsity, metadata.recall, metadata.perplexity_loss)
 
 
 class _Metadata(msgspec.Struct):
@@ -170,6 +179,7 @@ class _Metadata(msgspec.Struct):
     recall: Annotated[float, msgspec.Meta(ge=0, le=1)]
     tokens: Annotated[tuple[float, ...], msgspec.Meta(max_length=_MAX_SHARES)]
     sessions: Annotated[tuple[tuple[int, float], ...], msgspec.Meta(max_length=_MAX_SHARES)]
+    perplexity_loss: Annotated[float, msgspec.Meta(ge=-1, le=1e3)] | None
 
 
 def _parsed(path: Path, text: str | None, digest: str) -> _Metadata:

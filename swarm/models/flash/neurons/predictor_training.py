@@ -126,15 +126,15 @@ def trained_predictor(
     first, second, bias = parameters
     optimizer = torch.optim.Adam(parameters, lr=options.learning_rate)
     generator = torch.Generator().manual_seed(options.seed)
+    contributions_TN = torch.cat([layer.contributions(batch_TH) for batch_TH in inputs_TH.split(options.batch)])
     steps = max(1, options.epochs * len(inputs_TH) // options.batch)
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = options.learning_rate * 0.5 * (1 + math.cos(math.pi * step / steps))
-        batch_TH = inputs_TH[torch.randint(len(inputs_TH), (options.batch,), generator=generator)]
-        contributions_TN = layer.contributions(batch_TH)
+        chosen = torch.randint(len(inputs_TH), (options.batch,), generator=generator)
         with torch.enable_grad():
-            scores_TN = functional.linear(functional.linear(batch_TH.float(), first), second, bias)
-            torch.autograd.backward(balanced_loss(scores_TN, contributions_TN))
+            scores_TN = functional.linear(functional.linear(inputs_TH[chosen].float(), first), second, bias)
+            torch.autograd.backward(balanced_loss(scores_TN, contributions_TN[chosen]))
         optimizer.step()
         optimizer.zero_grad()
     return LowRankPredictor(first.detach(), second.detach(), bias.detach(), 0.0)
@@ -206,7 +206,8 @@ def make_predictor(
 
     neurons, hidden = layer.weight.shape
     ranks = sorted({max(1, hidden // divisor) for divisor in RANK_DIVISORS})
-    untrained = {rank: calibrated(svd_predictor(layer, rank, training_TH)) for rank in ranks}
+    largest = svd_predictor(layer, ranks[-1], training_TH)
+    untrained = {rank: calibrated(largest.truncated(rank)) for rank in ranks}
     rank = cheapest_rank({rank: share for rank, (share, _) in untrained.items()}, neurons, hidden, layer.record_values)
     start = untrained[rank]
     trained = calibrated(trained_predictor(start[1], layer, training_TH, options or TrainingOptions()))

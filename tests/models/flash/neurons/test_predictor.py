@@ -13,8 +13,8 @@ from swarm.models.flash.neurons.predictor import (
     ActivationPredictor,
     CalibratedPredictor,
     LowRankPredictor,
+    encode_predictor,
     load_predictor,
-    save_predictor,
 )
 from swarm.models.flash.sparsity import Sparsity
 
@@ -45,10 +45,10 @@ def test_the_activation_predictor_selects_exactly_what_is_not_zero() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_saved_predictor_is_the_same_when_it_is_loaded(tmp_path: Path, dtype: torch.dtype) -> None:
     saved = make_predictor().to(dtype)
-    calibrated = CalibratedPredictor(saved, Sparsity((0.1, 0.15), {2: 0.17, 4: 0.3}), 0.99)
-    save_predictor(calibrated, tmp_path / "predictor", "digest")
+    calibrated = CalibratedPredictor(saved, Sparsity((0.1, 0.15), {2: 0.17, 4: 0.3}), 0.99, 0.001)
+    (tmp_path / "predictor").write_bytes(encode_predictor(calibrated, "digest"))
     again = load_predictor(tmp_path / "predictor", "digest", HIDDEN, NEURONS)
-    assert (again.sparsity, again.recall) == (calibrated.sparsity, 0.99)
+    assert (again.sparsity, again.recall, again.perplexity_loss) == (calibrated.sparsity, 0.99, 0.001)
     loaded = again.predictor
     hidden = torch.randn(5, HIDDEN, dtype=dtype)
     assert torch.equal(loaded.select(hidden), saved.select(hidden))
@@ -59,7 +59,7 @@ def write(path: Path, change: dict[str, torch.Tensor], **metadata: object) -> No
     predictor = make_predictor()
     tensors = {"first": predictor.first, "second": predictor.second, "bias": predictor.bias, **change}
     header = {"format": "swarm neuron predictor 1", "block_digest": "digest", "threshold": 0.25, **metadata}
-    header = {"recall": 0.9, "tokens": [0.1], "sessions": [], **header}
+    header = {"recall": 0.9, "tokens": [0.1], "sessions": [], "perplexity_loss": None, **header}
     save_file(tensors, path, metadata={"predictor": json.dumps(header)})
 
 
