@@ -132,7 +132,7 @@ def _write_blocks(
     checkpoint: Checkpoint, model: PackedModel, planned: Mapping[int, PlannedBlock], progress: bool
 ) -> None:
     blocks = format_blocks(planned)
-    with _write_errors(model, blocks):
+    with _write_errors(model, f"blocks {blocks}"):
         model.folder.mkdir(parents=True, exist_ok=True)
         for block in planned:
             _remove_files(model.files(block))
@@ -152,7 +152,7 @@ def _write_block(checkpoint: Checkpoint, model: PackedModel, block: int, planned
     check_tensors(tensors, planned)
     resident = {name: tensor for name, tensor in tensors.items() if name not in plan.axes}
     files = model.files(block)
-    with _write_errors(model, str(block)):
+    with _write_errors(model, f"block {block}"):
         try:
             contents = (
                 write_file(files.records, record_bytes(planned.layout, tensors)),
@@ -178,7 +178,7 @@ def add_predictor(model: PackedModel, prepared: PreparedBlock, data: bytes) -> N
         PackedFileError: the folder cannot be written.
     """
     files = prepared.files
-    with preparation_lock(model), _write_errors(model, str(prepared.block)):
+    with preparation_lock(model), _write_errors(model, f"block {prepared.block}"):
         files.predictor_entry.unlink(missing_ok=True)
         content = write_file(files.predictor, _bytes(data))
         sync_folder(model.folder)
@@ -193,7 +193,7 @@ def _bytes(data: bytes) -> Iterator[torch.Tensor]:
 
 
 def _check_space(model: PackedModel, blocks: str, needed: int) -> None:
-    with _write_errors(model, blocks):
+    with _write_errors(model, f"blocks {blocks}"):
         status = os.statvfs(model.folder)
     free = status.f_bavail * status.f_frsize
     if free < needed + SPARE_BYTES:
@@ -205,16 +205,16 @@ def _check_space(model: PackedModel, blocks: str, needed: int) -> None:
 
 
 @contextmanager
-def _write_errors(model: PackedModel, blocks: str) -> Iterator[None]:
+def _write_errors(model: PackedModel, what: str) -> Iterator[None]:
     """Turn what the system says about writing into what the user can do about it."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise NotEnoughSpace(
-                f"{model.root} became full while blocks {blocks} of {model.name} were written. Finished blocks are "
-                "kept: free some space (swarm flash show, swarm flash clean) and prepare again, or choose another "
-                "drive with --cache-dir"
+                f"{model.root} became full in the preparation of {what} of {model.name}. Finished blocks are kept: "
+                "free some space (swarm flash show, swarm flash clean) and prepare again, or choose another drive "
+                "with --cache-dir"
             ) from None
         raise unusable_folder(model.root, error) from None
 
@@ -223,7 +223,7 @@ def _remove_unfinished(model: PackedModel) -> None:
     """Remove what preparations left that were killed: files that are not complete, or have no manifest."""
     if not model.folder.is_dir():
         return
-    with _write_errors(model, "of this model"):
+    with _write_errors(model, "blocks"):
         found = packed_files(model.folder)
         finished = {file.block for file in found if file.part == "json" and file.finished}
         for file in found:

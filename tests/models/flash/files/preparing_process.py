@@ -2,7 +2,8 @@
 
     python -m tests.models.flash.files.preparing_process CHECKPOINT ROOT START:END FILES
 
-After so many finished files, it prints STOPPED and waits for a line on its standard input.
+After so many finished files, it prints STOPPED and waits for a line on its standard input. An error is printed, and so
+are the files that are left.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 
 from swarm.common import console
 from swarm.data_structures import Span
+from swarm.errors import UsageError
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.flash.files.preparation import prepare
 from tests.models.flash.plans import plan_largest
@@ -36,8 +38,12 @@ def main(checkpoint: str, root: str, blocks: str, files: str) -> None:
 
     os.replace = stop_before_replacing
     span = Span(*map(int, blocks.split(":")))
-    written = prepare(open_checkpoint(checkpoint), span, dtype=torch.float32, root=Path(root), plan_of=plan_largest)
-    print(f"WRITTEN {written}", flush=True)
+    try:
+        written = prepare(open_checkpoint(checkpoint), span, dtype=torch.float32, root=Path(root), plan_of=plan_largest)
+        print(f"WRITTEN {written}", flush=True)
+    except UsageError as error:
+        print(f"{type(error).__name__}: {error}")
+    print(f"LEFT {sorted(path.name for path in Path(root).glob('*/block-*'))}", flush=True)
 
 
 if __name__ == "__main__":

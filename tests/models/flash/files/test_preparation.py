@@ -176,7 +176,7 @@ def test_a_drive_that_fills_up_in_the_middle(llama, root, tmp_path, monkeypatch,
     monkeypatch.setattr(record_writing.os, "write", full_drive := FullDrive())
     prepare_llama(llama, tmp_path / "counted")
     full_drive.room = int(share * full_drive.writes)
-    with pytest.raises(NotEnoughSpace, match=r"became full while blocks . of llama were written"):
+    with pytest.raises(NotEnoughSpace, match=r"became full in the preparation of block . of llama"):
         prepare_llama(llama, root)
     monkeypatch.undo()
     assert_only_complete_blocks(llama, root)

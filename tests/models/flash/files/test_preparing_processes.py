@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +27,8 @@ from tests.slow import slow_except
 from tests.waiting import wait_until
 
 FILES_A_BLOCK = 3
+NEW_MOUNTS = ("unshare", "--map-root-user", "--mount")
+NEVER = 1000
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +37,16 @@ def llama(tmp_path_factory):
 
 
 @contextmanager
-def preparing(llama, root, blocks: str, files: int) -> Iterator[subprocess.Popen[str]]:
+def preparing(llama, root, blocks: str, files: int, before: str = "true") -> Iterator[subprocess.Popen[str]]:
+    """A process that prepares blocks, after the shell command `before`, which may mount file systems for it."""
     command = [sys.executable, "-m", "tests.models.flash.files.preparing_process", llama.source, str(root), blocks]
+    shell = f"{before} && exec {shlex.join([*command, str(files)])}"
     process = subprocess.Popen(
-        [*command, str(files)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*(NEW_MOUNTS if before != "true" else ()), "sh", "-c", shell],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     try:
         yield process
@@ -90,3 +101,47 @@ def test_two_preparations_at_once(llama, tmp_path, caplog):
         assert second.result() == [3]
     for block in range(1, 4):
         assert_holds_block(open_block(packed(llama, tmp_path), block), llama, torch.float32)
+
+
+@pytest.fixture
+def mounts() -> None:
+    """Skips the test where file systems cannot be mounted."""
+    tried = subprocess.run([*NEW_MOUNTS, "mount", "-t", "tmpfs", "tmpfs", "/mnt"], check=False, capture_output=True)
+    if tried.returncode:
+        pytest.skip("this machine does not let processes mount file systems")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("size=1m", "NotEnoughSpace: the packed weights of blocks 2:4 of llama need "),
+        pytest.param("size=1m,ro", "PackedFileError: the folder for packed weights, ", marks=pytest.mark.slow),
+    ],
+)
+def test_a_drive_that_cannot_be_written(llama, tmp_path, mounts, options, says):
+    mount = f"mount -t tmpfs -o {options} tmpfs {shlex.quote(str(tmp_path))}"
+    with preparing(llama, tmp_path, "2:4", NEVER, mount) as process:
+        seen = read_until(process, "LEFT []")
+    assert says in seen
+
+
+@pytest.mark.slow
+def test_a_drive_that_others_fill_up(llama, tmp_path, mounts):
+    """While the second block is written: the first one is kept, and of the second one nothing."""
+    mount = f"mount -t tmpfs -o size=70m tmpfs {shlex.quote(str(tmp_path))}"
+    with preparing(llama, tmp_path, "2:4", FILES_A_BLOCK, mount) as process:
+        read_until(process, STOPPED)
+        inside = Path(f"/proc/{process.pid}/root{tmp_path}")
+        fill_up(inside)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        names = ["block-0002.json", "block-0002.records", "block-0002.resident.safetensors"]
+        seen = read_until(process, f"LEFT {names}")
+    assert "became full in the preparation of block 3 of llama" in seen
+
+
+def fill_up(folder: Path) -> None:
+    with open(folder / "ballast", "wb", buffering=0) as ballast, suppress(OSError):
+        while ballast.write(bytes(1 << 12)):
+            pass
+    assert not os.statvfs(folder).f_bavail
