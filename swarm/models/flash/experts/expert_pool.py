@@ -103,9 +103,13 @@ class ExpertPool:
         placed = self.cache.make_room(block, experts, chance, busy)
         for number, slot in enumerate(placed.slots.tolist()):
             one = placed.part(number, number + 1)
+            try:
+                self._ahead[slot] = self.stores[block].read(one.experts, self.buffer, one.slots)
+            except DriveFailed:  # whatever is needed and cannot be read will say so
+                self.cache.forget(placed.slots[number:])
+                return
             self._untried.add(slot)
-            self._ahead[slot] = self.stores[block].read(one.experts, self.buffer, one.slots)
-        self.counters.look_ahead_reads += len(placed)
+            self.counters.look_ahead_reads += 1
 
     def finish_ahead(self, slots: Indices) -> None:
         """Wait for reads of `look_ahead` into these slots. Raises `DriveFailed`; the slot is then free."""

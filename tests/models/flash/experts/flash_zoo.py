@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -50,15 +51,24 @@ class FlashModel:
     pools: list[ExpertPool]
 
 
-def flash_model(resident: PreTrainedModel, share: float, options: ExpertOptions | None = None) -> FlashModel:
-    """A copy of `resident` with memory for `share` of its experts, at least for two."""
+def flash_model(
+    resident: PreTrainedModel,
+    share: float,
+    options: ExpertOptions | None = None,
+    stored: Callable[[MemoryStore], WeightStore] = lambda store: store,
+) -> FlashModel:
+    """A copy of `resident` with memory for `share` of its experts, at least for two.
+
+    Args:
+        stored: another store with the records of the one that is given.
+    """
     model = copy.deepcopy(resident)
     blocks = []
     for block in layers_of(model):
         plan = find_experts(block)
         if plan is not None:
             kept = {name: block.get_parameter(name).detach() for name in plan.resident}
-            store = memory_store(block, plan, model.dtype)
+            store = stored(memory_store(block, plan, model.dtype))
             blocks.append(ExpertBlock(block, plan, take_out(block, plan), kept, store))
     whole = sum(one.store.layout.file_bytes for one in blocks)
     least = 2 * blocks[0].store.layout.stride
