@@ -6,22 +6,21 @@ Shapes of Qwen3-30B-A3B in 16 bits. A ballast of locked memory squeezes the page
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
 from transformers import DynamicCache
 
+from benchmarks.expert_cache import load_trace
 from benchmarks.flash_ballast import MIN_AVAILABLE_BYTES, Ballast, available_bytes
-from benchmarks.flash_moe import QWEN3, MoeBlocks, MoeShape, inputs, write_files
+from benchmarks.flash_moe import QWEN3, MoeBlocks, MoeShape, write_files
 from benchmarks.flash_rows import spread, table, times
 from benchmarks.flash_steps import drive_speed
 from swarm.models.flash.compute_speed import plain_speed, resident_speed
 from swarm.models.flash.cost_model import CostModel, ExpertBlock, MachineSpeed
 from swarm.models.flash.experts.expert_pool import ExpertPool
-from swarm.models.flash.experts.routing_trace import fewest_reads, reads
+from swarm.models.flash.experts.routing_trace import Trace, fewest_reads, overlap, reads
 from swarm.models.flash.experts.stay_priority import DecayedFrequency, LeastRecentlyUsed, TwoSpeedFrequency
 from swarm.models.flash.reading.drive_speed import DriveSpeed
 from swarm.models.flash.reading.flash_store import FlashStore
@@ -47,24 +46,24 @@ class Span:
     """
 
     blocks: MoeBlocks
-    cache: DynamicCache
-    hidden: Iterator[torch.Tensor]
+    hidden: int
     position: int = 0
+    cache: DynamicCache = field(default_factory=DynamicCache)
     rates: list[float] = field(default_factory=list)
 
     @torch.inference_mode()
     def seconds(self, tokens: int) -> float:
         """Time of so many tokens."""
-        drawn = [next(self.hidden) for _ in range(tokens)]
+        hidden_T11H = torch.randn(tokens, 1, 1, self.hidden).to(DTYPE)
         began = time.perf_counter()
-        for one in drawn:
-            self.blocks.token(one, self.cache, self.position)
+        for hidden in hidden_T11H:
+            self.blocks.token(hidden, self.cache, self.position)
             self.position += 1
         return time.perf_counter() - began
 
 
-def new_span(shape: MoeShape, count: int, seed: int = 1) -> Span:
-    return Span(MoeBlocks(shape, count, DTYPE), DynamicCache(), inputs(shape.hidden, DTYPE, seed))
+def new_span(shape: MoeShape, trace_TBK: Trace) -> Span:
+    return Span(MoeBlocks(shape, trace_TBK, DTYPE), shape.hidden)
 
 
 @dataclass
@@ -74,7 +73,8 @@ class Result:
     Attributes:
         room: bytes that programs could still get while the ballast was there: the most that the page cache held.
         least: bytes that the best possible cache of as many slots would have read.
-        policies: bytes that the rules for staying read, by name, without looking ahead.
+        policies: bytes that rules for staying would have read, by name.
+        kept: share of a token's experts that the token before it needed too.
     """
 
     flash: Span
@@ -84,17 +84,17 @@ class Result:
     room: int
     least: int
     policies: dict[str, int]
-    blocks: int
+    kept: float
 
 
 def measure(folder: Path, count: int, io: FlashIo, rounds: int, squeeze: bool) -> Result:
     """Measure both spans, which take turns."""
-    flash, mapped = new_span(QWEN3, count), new_span(QWEN3, count)
+    trace = load_trace()[:, :count]
+    flash, mapped = new_span(QWEN3, trace), new_span(QWEN3, trace)
     layout = flash.blocks.layout
     paths = write_files(folder, layout, count)
     budget = int(RESIDENT_SHARE * count * layout.file_bytes)
     pool = flash.blocks.attach_flash([FlashStore.open(path, layout, io) for path in paths], budget)
-    flash.blocks.record_trace()
     mapped.blocks.attach_mapped(paths)
     flash.seconds(WARM_UP_TOKENS)
     predicted: list[float] = []
@@ -113,7 +113,7 @@ def measure(folder: Path, count: int, io: FlashIo, rounds: int, squeeze: bool) -
             take_turns()
     else:
         take_turns()
-    trace, slots = flash.blocks.trace, pool.cache.slots
+    trace, slots = trace[: flash.position], pool.cache.slots
     rules = {
         "least recently used": LeastRecentlyUsed,
         "decayed frequency": DecayedFrequency,
@@ -123,7 +123,7 @@ def measure(folder: Path, count: int, io: FlashIo, rounds: int, squeeze: bool) -
         name: int(reads(trace, slots, rule(count, layout.count)).sum()) * layout.stride for name, rule in rules.items()
     }
     least = int(fewest_reads(trace, slots).sum()) * layout.stride
-    return Result(flash, mapped, pool, predicted, room, least, policies, count)
+    return Result(flash, mapped, pool, predicted, room, least, policies, overlap(trace))
 
 
 def machine_speed(speed: DriveSpeed) -> MachineSpeed:
@@ -139,7 +139,7 @@ def machine_speed(speed: DriveSpeed) -> MachineSpeed:
 def block_seconds() -> float:
     """What a block costs beyond its weights: the time of one with as many experts and next to no weights."""
     shape = MoeShape(hidden=64, intermediate=32, heads=2, key_heads=1, head=32)
-    tiny = new_span(shape, 1)
+    tiny = new_span(shape, load_trace()[:, :1])
     layout = tiny.blocks.layout
     tensors = {part.tensor: torch.zeros(layout.count, *part.shape, dtype=DTYPE) for part in layout.fields}
     tiny.blocks.attach_flash([MemoryStore(layout, tensors)], layout.file_bytes)
@@ -150,7 +150,7 @@ def block_seconds() -> float:
 def prediction(flash: Span, pool: ExpertPool, machine: MachineSpeed, count: int) -> float:
     """Tokens a second by the cost model, which knows what share of experts the last tokens found in memory."""
     layout, slots = flash.blocks.layout, pool.cache.slots / count
-    trace = flash.blocks.trace
+    trace = load_trace()[: flash.position, :count]
     missed = reads(trace, pool.cache.slots, TwoSpeedFrequency(count, layout.count))
     late = missed[len(missed) // 2 :]
     share = 1 - late.mean() / (count * QWEN3.experts_a_token)
@@ -181,11 +181,5 @@ def report(found: Result) -> str:
     return table(HEADING, rows) + (
         f"\n\nBytes read over {tokens} tokens, of what the best possible cache would have read: "
         f"{pool.bytes_read / found.least:.2f}; rules alone: {read}. "
-        f"Experts that the token before needed too: {_kept(flash.blocks.trace):.0%}."
+        f"Experts that the token before needed too: {found.kept:.0%}."
     )
-
-
-def _kept(trace_TBK: np.ndarray) -> float:
-    """Share of a token's experts that the token before it needed too."""
-    now, before = trace_TBK[1:, :, :, None], trace_TBK[:-1, :, None, :]
-    return float((now == before).any(-1).mean())

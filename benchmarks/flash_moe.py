@@ -1,13 +1,12 @@
 """Blocks of a mixture of experts in the shapes of Qwen3-30B-A3B, random weights: experts on flash, or through mmap.
 
-Routing is that of the blocks' own routers. Inputs are drawn so that it has what real routing has: some experts are
-needed more often than others (a part of the inputs that stays), and a token needs many that the one before it needed
-(a part that changes slowly).
+Routing is planted: routers compute their products, and then the experts that a trained small mixture chose for real
+texts (`expert_trace.npz`, of as many experts a block and a token) take the place of those that they would choose.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,15 +22,11 @@ from swarm.models.flash.block_plan import BlockPlan, take_out
 from swarm.models.flash.experts.attach import ExpertBlock, attach
 from swarm.models.flash.experts.expert_pool import ExpertPool
 from swarm.models.flash.experts.expert_site import EXPERTS, find_experts
+from swarm.models.flash.experts.routing_trace import Trace
 from swarm.models.flash.record_buffer import RecordBuffer
 from swarm.models.flash.record_layout import RecordLayout
 from swarm.models.flash.weight_store import WeightStore
 from swarm.models.weights.frozen_linear import prepack
-
-STAYING, KEPT = 0.3, 0.6
-"""Share of the inputs' variance that never changes, and share of the rest that a token keeps of the one before it.
-Four of ten experts of a token are then those of the one before it, and the busiest quarter is needed two times of
-three: between what was measured of real mixtures."""
 
 
 @dataclass(frozen=True)
@@ -73,38 +68,57 @@ class MoeShape:
 QWEN3 = MoeShape()
 
 
+class TracedRouter(nn.Module):
+    """A router whose scores are computed, and whose choice is planted.
+
+    Args:
+        router: the family's own.
+        trace_TK: the experts of one token after the other.
+    """
+
+    def __init__(self, router: nn.Module, trace_TK: np.ndarray) -> None:
+        super().__init__()
+        self.router = router
+        self._trace_TK = torch.from_numpy(trace_TK)
+        self._token = 0
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits, scores, chosen_TK = self.router(hidden)
+        first, self._token = self._token, self._token + len(chosen_TK)
+        return logits, scores, self._trace_TK[first : self._token]
+
+
 class MoeBlocks:
     """The blocks of a span.
+
+    Args:
+        trace_TBK: the experts of its tokens.
 
     Attributes:
         blocks: in order.
         plan: by which the experts are cut.
-        trace: `[tokens, blocks, experts a token]`, of all tokens so far.
     """
 
-    def __init__(self, shape: MoeShape, count: int, dtype: torch.dtype) -> None:
+    def __init__(self, shape: MoeShape, trace_TBK: Trace, dtype: torch.dtype) -> None:
         config = shape.config
         self._rotary = Qwen3MoeRotaryEmbedding(config)
         self.blocks: list[nn.Module] = []
         self.taken: list[dict[str, nn.Module]] = []
-        self._trace: list[np.ndarray] = []
         with torch.device("meta"):
             empty = Qwen3MoeDecoderLayer(config, 0).to(dtype).eval()
         plan = find_experts(empty)
         assert plan is not None
         self.plan: BlockPlan = plan
         self.layout = plan.layout({name: tuple(empty.get_parameter(name).shape) for name in plan.axes}, dtype)
-        for number in range(count):
+        for number in range(trace_TBK.shape[1]):
             with torch.device("meta"):
                 block = Qwen3MoeDecoderLayer(config, number).to(dtype).eval().requires_grad_(False)
             self.taken.append(take_out(block, plan))
             _fill(block, number, dtype)
             prepack(block)
+            mixture: Any = block.mlp
+            mixture.gate = TracedRouter(mixture.gate, trace_TBK[:, number])
             self.blocks.append(block)
-
-    @property
-    def trace(self) -> np.ndarray:
-        return np.stack(self._trace).reshape(-1, len(self.blocks), self._trace[0].shape[-1])
 
     def put_experts(self, modules: Sequence[nn.Module]) -> None:
         """Put experts into the blocks."""
@@ -130,31 +144,12 @@ class MoeBlocks:
                 taken[EXPERTS]._parameters[own] = nn.Parameter(buffer.field(name), requires_grad=False)
         self.put_experts([taken[EXPERTS] for taken in self.taken])
 
-    def record_trace(self) -> None:
-        """Record from now on which experts tokens need."""
-        for block in self.blocks:
-            experts = block.get_submodule(self.plan.modules[EXPERTS])
-            experts.register_forward_pre_hook(lambda module, args: self._trace.append(args[1].numpy().copy()))
-
     def token(self, hidden: torch.Tensor, cache: Any, position: int) -> torch.Tensor:
         """One token through all blocks, `[1, 1, hidden]`."""
         embeddings = self._rotary(hidden, torch.tensor([[position]]))
         for block in self.blocks:
             hidden = block(hidden, past_key_values=cache, position_embeddings=embeddings)
         return hidden
-
-
-def inputs(hidden: int, dtype: torch.dtype, seed: int) -> Iterator[torch.Tensor]:
-    """Hidden states of one token after the other, `[1, 1, hidden]`."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def drawn() -> torch.Tensor:
-        return torch.randn(1, 1, hidden, generator=generator)
-
-    stays, changes = STAYING**0.5 * torch.randn(1, 1, hidden, generator=torch.Generator().manual_seed(0)), drawn()
-    while True:
-        changes = KEPT * changes + (1 - KEPT**2) ** 0.5 * drawn()
-        yield (stays + (1 - STAYING) ** 0.5 * changes).to(dtype)
 
 
 def write_files(folder: Path, layout: RecordLayout, count: int) -> list[Path]:
