@@ -139,13 +139,8 @@ def encode_predictor(calibrated: CalibratedPredictor, digest: str) -> bytes:
     return data
 
 
-def save_predictor(calibrated: CalibratedPredictor, path: Path, digest: str) -> None:
-    """Write what `encode_predictor` returns to a file."""
-    path.write_bytes(encode_predictor(calibrated, digest))
-
-
 def load_predictor(path: Path, digest: str, hidden: int, neurons: int) -> CalibratedPredictor:
-    """Read a predictor from a file that holds what `encode_predictor` returned.
+    """Read a predictor from a file with what `encode_predictor` returned.
 
     Args:
         digest, hidden, neurons: of the block that it is for.

@@ -13,8 +13,8 @@ from swarm.models.flash.neurons.predictor import (
     ActivationPredictor,
     CalibratedPredictor,
     LowRankPredictor,
+    encode_predictor,
     load_predictor,
-    save_predictor,
 )
 from swarm.models.flash.sparsity import Sparsity
 
@@ -46,7 +46,7 @@ def test_the_activation_predictor_selects_exactly_what_is_not_zero() -> None:
 def test_a_saved_predictor_is_the_same_when_it_is_loaded(tmp_path: Path, dtype: torch.dtype) -> None:
     saved = make_predictor().to(dtype)
     calibrated = CalibratedPredictor(saved, Sparsity((0.1, 0.15), {2: 0.17, 4: 0.3}), 0.99, 0.001)
-    save_predictor(calibrated, tmp_path / "predictor", "digest")
+    (tmp_path / "predictor").write_bytes(encode_predictor(calibrated, "digest"))
     again = load_predictor(tmp_path / "predictor", "digest", HIDDEN, NEURONS)
     assert (again.sparsity, again.recall, again.perplexity_loss) == (calibrated.sparsity, 0.99, 0.001)
     loaded = again.predictor
