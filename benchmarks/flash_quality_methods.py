@@ -141,6 +141,7 @@ class Result:
 class Subject:
     """A model whose blocks are all sparse, and its texts."""
 
+    @torch.no_grad()
     def __init__(self, folder: Path, texts: Sequence[Path], windows: int) -> None:
         self.name = folder.name
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

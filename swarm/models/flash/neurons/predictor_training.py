@@ -120,6 +120,7 @@ def trained_predictor(
     Args:
         inputs_TH: what the layer received for some text.
     """
+    inputs_TH = inputs_TH.detach()
     # Scores become logits, whose size decides how far apart the classes begin.
     size = start.scores(inputs_TH[: options.batch].float()).std().clamp(min=1e-6)
     parameters = [nn.Parameter(start.first.clone()), nn.Parameter(start.second / size), nn.Parameter(start.bias / size)]
