@@ -48,7 +48,7 @@ def test_an_unknown_code_is_the_servers_fault(code):
                 errors.TrainingRefused,
             },
         ),
-        (errors.ServerFault, {errors.CacheFull, errors.ServerClosing}),
+        (errors.ServerFault, {errors.CacheFull, errors.DriveFailed, errors.ServerClosing}),
         (errors.PeerLost, {errors.PeerTimeout}),
         (errors.ProtocolViolation, set()),
     ],

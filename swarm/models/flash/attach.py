@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 from swarm.models.flash.block_plan import RecordKind
@@ -10,8 +10,7 @@ from swarm.models.flash.experts import attach as experts
 from swarm.models.flash.experts.attach import ExpertBlock
 from swarm.models.flash.flash_block import FlashBlock
 from swarm.models.flash.flash_span import FlashSpan
-from swarm.models.flash.memory_shares import MemoryNeed, share_memory
-from swarm.models.flash.streaming import residency
+from swarm.models.flash.memory_shares import memory_needs, share_memory
 from swarm.models.flash.streaming.block_stream import BlockStream
 
 
@@ -33,7 +32,7 @@ def attach_blocks(
     by_kind: dict[RecordKind, list[FlashBlock]] = {}
     for one in blocks:
         by_kind.setdefault(one.plan.kind, []).append(one)
-    needs = {kind: _NEEDS[kind](group) for kind, group in by_kind.items()}
+    needs = memory_needs([(one.plan.kind, one.store.layout) for one in blocks])
     shares = share_memory(memory - resident_bytes, needs)
     streamed = by_kind.get(RecordKind.BLOCK)
     stream = BlockStream(streamed, shares[RecordKind.BLOCK]) if streamed else None
@@ -46,20 +45,3 @@ def attach_blocks(
 
 def _expert_block(one: FlashBlock) -> ExpertBlock:
     return ExpertBlock(one.block, one.plan, one.taken, one.resident, one.store)
-
-
-def _expert_need(blocks: Sequence[FlashBlock]) -> MemoryNeed:
-    layouts = {one.store.layout for one in blocks}
-    least = sum(experts.MIN_SLOTS * layout.stride for layout in layouts)
-    return MemoryNeed(least, max(least, sum(one.store.layout.file_bytes for one in blocks)))
-
-
-def _streamed_need(blocks: Sequence[FlashBlock]) -> MemoryNeed:
-    sizes = [one.store.layout.stride for one in blocks]
-    return MemoryNeed(residency.needed_bytes(sizes), sum(sizes))
-
-
-_NEEDS: dict[RecordKind, Callable[[Sequence[FlashBlock]], MemoryNeed]] = {
-    RecordKind.EXPERTS: _expert_need,
-    RecordKind.BLOCK: _streamed_need,
-}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from swarm.common.units import format_bytes
 from swarm.errors import NotEnoughMemory
 from swarm.models.flash.block_plan import RecordKind
+from swarm.models.flash.experts.attach import MIN_SLOTS
+from swarm.models.flash.record_layout import RecordLayout
+from swarm.models.flash.streaming.residency import needed_bytes
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,27 @@ class MemoryNeed:
 
     least: int
     whole: int
+
+
+def memory_needs(blocks: Sequence[tuple[RecordKind, RecordLayout]]) -> dict[RecordKind, MemoryNeed]:
+    """What blocks of these kinds, with records of these layouts, need together."""
+    by_kind: dict[RecordKind, list[RecordLayout]] = {}
+    for kind, layout in blocks:
+        by_kind.setdefault(kind, []).append(layout)
+    return {kind: _NEEDS[kind](layouts) for kind, layouts in by_kind.items()}
+
+
+def _experts_need(layouts: Sequence[RecordLayout]) -> MemoryNeed:
+    least = sum(MIN_SLOTS * layout.stride for layout in set(layouts))
+    return MemoryNeed(least, max(least, sum(layout.file_bytes for layout in layouts)))
+
+
+def _streamed_need(layouts: Sequence[RecordLayout]) -> MemoryNeed:
+    sizes = [layout.stride for layout in layouts]
+    return MemoryNeed(needed_bytes(sizes), sum(sizes))
+
+
+_NEEDS = {RecordKind.EXPERTS: _experts_need, RecordKind.BLOCK: _streamed_need}
 
 
 def share_memory(memory: int, needs: Mapping[RecordKind, MemoryNeed]) -> dict[RecordKind, int]:
