@@ -21,9 +21,12 @@ from swarm.models.execution.strategy_trials import LayoutRequest, choose_layout
 from swarm.models.flash.attach import attach_blocks
 from swarm.models.flash.block_building import build_block
 from swarm.models.flash.block_choice import BlockPlanner
+from swarm.models.flash.block_plan import RecordKind
+from swarm.models.flash.files.block_files import PackedModel
 from swarm.models.flash.files.preparation import open_span
 from swarm.models.flash.files.prepared_block import PreparedBlock
 from swarm.models.flash.flash_block import FlashBlock
+from swarm.models.flash.neurons.predictor import LowRankPredictor, load_predictor
 from swarm.models.flash.reading.flash_store import FlashStore
 from swarm.models.flash.reading.io_choice import choose_io
 from swarm.models.flash.reading.record_reader import FlashIo
@@ -87,7 +90,7 @@ def load_flash_span(
 def _open_prepared(
     checkpoint: Checkpoint, span: Span, dtype: torch.dtype, options: FlashOptions, progress: bool, opened: ExitStack
 ) -> list[PreparedBlock]:
-    plan_of = BlockPlanner(options.exact).plan
+    plan_of = BlockPlanner(options.exact or not _predictors_exist(checkpoint, span, dtype, options)).plan
     prepared = open_span(checkpoint, span, dtype=dtype, root=options.root, plan_of=plan_of, progress=progress)
     for one in prepared.values():
         opened.callback(one.close)
@@ -117,10 +120,24 @@ def _build_blocks(
         layers = built.model.get_submodule(path)
         frozen_linear.prepack(layers)
         resident = {name: tensors[name] for name in one.plan.resident}
-        blocks.append(FlashBlock(layers[0], one.plan, built.taken, resident, store))
+        blocks.append(FlashBlock(layers[0], one.plan, built.taken, resident, store, _predictor(one, dtype)))
         assembly.append(built.model)
         return_freed_memory()
     return assembly.finish(), blocks
+
+
+def _predictors_exist(checkpoint: Checkpoint, span: Span, dtype: torch.dtype, options: FlashOptions) -> bool:
+    """Whether neurons can be selected in all blocks of the span. Otherwise, they are all read."""
+    packed = PackedModel.of(checkpoint, dtype, options.root)
+    return all(packed.files(block).predictor.exists() for block in range(span.start, span.end))
+
+
+def _predictor(prepared: PreparedBlock, dtype: torch.dtype) -> LowRankPredictor | None:
+    """The predictor of a block of neurons. Raises `PackedFileError` if it is not one of this block."""
+    if prepared.plan.kind is not RecordKind.NEURONS:
+        return None
+    hidden, neurons = prepared.layout.fields[0].values, prepared.layout.count
+    return load_predictor(prepared.files.predictor, prepared.digest, hidden, neurons).to(dtype)
 
 
 def _choose_io(prepared: Sequence[PreparedBlock], requested: FlashIo | None) -> FlashIo:

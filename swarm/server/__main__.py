@@ -25,7 +25,7 @@ logger = logging.getLogger("swarm.server")
 
 OPTIONS_AS_GIVEN = (
     *("model", "revision", "device", "dtype", "quant", "stay", "name"),
-    *("cache_tokens", "adapters", "cache_dir", "update_period", "threads"),
+    *("cache_tokens", "adapters", "cache_dir", "update_period", "threads", "flash_exact"),
 )
 """Options that go into `ServerConfig` as they are."""
 
@@ -50,6 +50,24 @@ OPTIONS_AS_GIVEN = (
     default="auto",
     help="Hold the weights in 8 or 4 bits. auto: none if the blocks fit, else int8. "
     "On a CPU, nf4 is held and announced as int4 (16 evenly spaced values for each group).",
+)
+@click.option(
+    "--flash",
+    default="auto",
+    metavar="auto|off|SIZE",
+    help="Keep weights on a drive, and only SIZE of them in memory (docs/flash.md). auto: if the blocks do not fit in "
+    "memory. On CPUs, without quantization.",
+)
+@click.option(
+    "--flash-io",
+    type=click.Choice(["auto", "direct", "cached"]),
+    default="auto",
+    help="Read from the drive past the page cache or through it. auto: what is faster here.",
+)
+@click.option(
+    "--flash-exact",
+    is_flag=True,
+    help="Read all weights of each block. Otherwise, blocks of which a token needs few neurons are approximate.",
 )
 @click.option(
     "--throughput",
@@ -114,7 +132,9 @@ def main(**options: Any) -> None:
 def _server_config(options: Mapping[str, Any], peers: tuple[str, ...]) -> ServerConfig:
     """The configuration that these command line options ask for. Raises `InvalidOption` or `InvalidSpan`."""
     from swarm.metrics.endpoint import MetricsAddress
+    from swarm.models.flash.reading.record_reader import FlashIo
     from swarm.server.config import BlocksOption, ServerConfig
+    from swarm.server.flash_budget import FlashOption
     from swarm.server.throughput.throughput_cache import default_path
     from swarm.server.throughput.throughput_option import ThroughputOption
     from swarm.transport.p2p import P2PConfig
@@ -137,6 +157,8 @@ def _server_config(options: Mapping[str, Any], peers: tuple[str, ...]) -> Server
         compile_cache_dir=compile_cache_dir,
         adapter_memory=_size_option("--adapter-memory", options["adapter_memory"]),
         metrics=MetricsAddress.parse(options["metrics"]) if options["metrics"] is not None else None,
+        flash=FlashOption.parse(options["flash"]),
+        flash_io=FlashIo(options["flash_io"]) if options["flash_io"] != "auto" else None,
     )
 
 

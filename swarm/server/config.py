@@ -8,6 +8,8 @@ from pathlib import Path
 from swarm.data_structures import Span
 from swarm.errors import InvalidOption, InvalidSpan
 from swarm.metrics.endpoint import MetricsAddress
+from swarm.models.flash.reading.record_reader import FlashIo
+from swarm.server.flash_budget import FlashOption
 from swarm.server.throughput.throughput_option import ThroughputOption
 from swarm.transport.p2p import P2PConfig
 
@@ -70,6 +72,9 @@ class ServerConfig:
         update_period: seconds between announcements.
         threads: torch threads; None for torch's own choice.
         metrics: address of the Prometheus endpoint; None for no endpoint and no counting.
+        flash: whether weights stay on flash, and how much memory they get.
+        flash_io: how packed files are read; None to try both ways.
+        flash_exact: never select neurons, so that results are exact.
     """
 
     model: str | None = None
@@ -91,6 +96,9 @@ class ServerConfig:
     update_period: float = UPDATE_PERIOD_S
     threads: int | None = None
     metrics: MetricsAddress | None = None
+    flash: FlashOption = field(default_factory=FlashOption)
+    flash_io: FlashIo | None = None
+    flash_exact: bool = False
 
     @property
     def may_move(self) -> bool:

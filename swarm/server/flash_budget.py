@@ -12,6 +12,7 @@ from swarm.models.flash.flash_footprint import FlashFootprint
 from swarm.models.flash.reading.record_reader import FlashIo
 from swarm.models.flash_loading import FlashOptions
 from swarm.models.weights.quantization import NONE
+from swarm.server.memory_budget import usable
 
 
 @dataclass(frozen=True)
@@ -66,19 +67,30 @@ class FlashBudget:
 
     Attributes:
         footprint: of the model's blocks.
-        usable: bytes of memory for weights and attention cache.
+        free: bytes of memory that are free before anything is loaded.
         cache_tokens: capacity of the attention cache.
         memory: bytes for weights, if `--flash` says so; None for what the cache leaves.
         root, io, exact: see `FlashOptions`.
     """
 
     footprint: FlashFootprint
-    usable: int
+    free: int
     cache_tokens: int
     memory: int | None
     root: Path
     io: FlashIo | None = None
     exact: bool = False
+
+    @property
+    def usable(self) -> int:
+        """Bytes for weights and attention cache."""
+        return usable(self.free)
+
+    @property
+    def description(self) -> str:
+        """What distinguishes it from weights in memory and from other budgets."""
+        size = format_bytes(self.memory) if self.memory is not None else "all memory"
+        return f"on flash, {size}, {self.io or 'auto'}{', exact' if self.exact else ''}"
 
     def options(self, span: Span) -> FlashOptions:
         """How to load a span."""

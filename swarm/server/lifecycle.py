@@ -26,6 +26,8 @@ from swarm.protocol.compression import dtype_name
 from swarm.server import memory_budget
 from swarm.server.compute.compute_thread import ComputeThread
 from swarm.server.config import ServerConfig
+from swarm.server.flash_budget import FlashBudget
+from swarm.server.memory_budget import MemoryBudget
 from swarm.server.placement.initial_blocks import block_throughputs, weakest_window
 from swarm.server.placement.move_loop import MoveLoop
 from swarm.server.resolved_config import ResolvedConfig, resolve_config
@@ -162,23 +164,22 @@ class Server:
 
     async def _choose_span(self, config: ResolvedConfig) -> Span:
         option, checkpoint, blocks = self.config.blocks, config.checkpoint, config.checkpoint.blocks
-        needs = await self._compute_thread.run(memory_footprint, checkpoint, config.dtype, config.quantization)
-        free = memory_budget.free_memory(config.device) - (self.config.adapter_memory or 0)
+        budget = await self._compute_thread.run(_budget, config)
         if option.span is not None:
-            memory_budget.check_fits(needs, option.span.start, option.span.end, free, config.cache_tokens)
+            budget.check_fits(option.span)
             logger.info("Blocks: %s, as asked for", option.span)
             return option.span
         if option.count is not None and option.count > blocks:
             raise InvalidSpan(f"--blocks {option.count}: the model has {blocks} blocks")
-        count = option.count or memory_budget.blocks_that_fit(needs, free, config.cache_tokens)
+        count = option.count or budget.blocks_that_fit()
         if option.count is None:
-            logger.info("Memory: %s free, enough for %d of %d blocks", format_bytes(free), count, blocks)
+            logger.info("Memory: %s free, enough for %d of %d blocks", format_bytes(budget.free), count, blocks)
         servers = await fetch_servers(self.peer.dht, checkpoint.name, blocks)
         # Until it has measured, it counts as much as the others do. Otherwise the next one would take the same blocks.
         self._throughput = statistics.median([server.throughput for server in servers] or [self._throughput])
         throughputs = block_throughputs(servers, blocks)
         span = weakest_window(throughputs, count)
-        memory_budget.check_fits(needs, span.start, span.end, free, config.cache_tokens)
+        budget.check_fits(span)
         weakest = min(throughputs[span.start : span.end])
         reason = "no server has some of them yet" if weakest == 0 else f"their weakest does {weakest:.1f} tokens/s"
         logger.info("Blocks: %s, because %s", span, reason)
@@ -195,7 +196,7 @@ class Server:
             config.dtype,
             config.checkpoint.name,
             config.checkpoint.revision,
-            config.quantization,
+            config.weight_form,
             self.config.throughput_cache,
         )
         return known.decode if known is not None else self._throughput
@@ -266,6 +267,8 @@ class Server:
             round_trips=self._links.round_trips if self._links else (),
             mobility=self._move_loop.mobility if self._move_loop else Mobility.PINNED,
             adapters=adapter_names(self.config.adapters) if service else (),
+            sparse=config.flash is not None and config.flash.footprint.sparse(self.span.start, self.span.end),
+            perplexity_loss=service.perplexity_loss if service else None,
         )
 
     async def _expire_sessions(self) -> None:
@@ -296,3 +299,12 @@ class Server:
             self._metrics.close()
         if self._peer is not None:
             await self._peer.shutdown()
+
+
+def _budget(config: ResolvedConfig) -> MemoryBudget | FlashBudget:
+    """What this server's memory holds."""
+    if config.flash is not None:
+        return config.flash
+    free = memory_budget.free_memory(config.device) - (config.options.adapter_memory or 0)
+    needs = memory_footprint(config.checkpoint, config.dtype, config.quantization)
+    return MemoryBudget(needs, free, config.cache_tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -22,12 +23,17 @@ from swarm.server.limits import DEFAULT_ADAPTER_SHARE, MAX_DEFAULT_ADAPTER_BYTES
 logger = logging.getLogger(__name__)
 
 
+def usable(free: int) -> int:
+    """How many of `free` bytes blocks and their attention cache may take."""
+    return int(free * MAX_MEMORY_SHARE)
+
+
 def blocks_that_fit(footprint: MemoryFootprint, free: int, cache_tokens: int) -> int:
     """How many blocks fit into `free` bytes wherever the window lies, with room for their attention cache.
 
     Raises `NotEnoughMemory` if not even one does.
     """
-    budget = int(free * MAX_MEMORY_SHARE)
+    budget = usable(free)
     per_block = max(footprint.block_bytes) + cache_tokens * footprint.cache_bytes_per_token
     count = min(len(footprint.block_bytes), budget // per_block)
     if count == 0:
@@ -41,12 +47,40 @@ def blocks_that_fit(footprint: MemoryFootprint, free: int, cache_tokens: int) ->
 def check_fits(footprint: MemoryFootprint, start: int, end: int, free: int, cache_tokens: int) -> None:
     """Raise `NotEnoughMemory` if blocks [start, end) do not fit into `free` bytes."""
     needed = footprint.span_bytes(start, end, cache_tokens)
-    if needed > int(free * MAX_MEMORY_SHARE):
+    if needed > usable(free):
         raise NotEnoughMemory(
             f"blocks {start}:{end} take {format_bytes(needed)} with an attention cache of {cache_tokens} tokens, and "
-            f"{format_bytes(int(free * MAX_MEMORY_SHARE))} are free; ask for fewer blocks, lower --cache-tokens "
+            f"{format_bytes(usable(free))} are free; ask for fewer blocks, lower --cache-tokens "
             "or use --quant int8"
         )
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """What a server's memory holds of blocks whose weights are all in memory.
+
+    Attributes:
+        footprint: of the model's blocks.
+        free: bytes of memory that are free before anything is loaded.
+        cache_tokens: capacity of the attention cache.
+    """
+
+    footprint: MemoryFootprint
+    free: int
+    cache_tokens: int
+
+    @property
+    def usable(self) -> int:
+        """Bytes for weights and attention cache."""
+        return usable(self.free)
+
+    def blocks_that_fit(self) -> int:
+        """See the function of this name."""
+        return blocks_that_fit(self.footprint, self.free, self.cache_tokens)
+
+    def check_fits(self, span: Span) -> None:
+        """Raise `NotEnoughMemory` if the blocks do not fit."""
+        check_fits(self.footprint, span.start, span.end, self.free, self.cache_tokens)
 
 
 def resolve_quantization(
@@ -104,8 +138,19 @@ def choose_quantization(
         *gentle, smallest = fitting
         best = max(gentle or [smallest], key=fitting.__getitem__)
         return best if fitting[best] else max(fitting, key=fitting.__getitem__)
-    enough = min(requested, blocks) if isinstance(requested, int) else requested.length
+    enough = _enough(requested, blocks)
     return next((form for form, count in fitting.items() if count >= enough), next(iter(fitting)))
+
+
+def fits(footprint: MemoryFootprint, requested: Span | int | None, free: int, cache_tokens: int) -> bool:
+    """Whether the blocks that were asked for fit: these, this many, or any at all (None)."""
+    return _fitting_blocks(footprint, requested, free, cache_tokens) >= _enough(requested, len(footprint.block_bytes))
+
+
+def _enough(requested: Span | int | None, blocks: int) -> int:
+    if requested is None:
+        return 1
+    return min(requested, blocks) if isinstance(requested, int) else requested.length
 
 
 def _fitting_blocks(

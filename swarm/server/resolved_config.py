@@ -7,11 +7,17 @@ from dataclasses import dataclass
 
 import torch
 
+from swarm.errors import InvalidOption
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from swarm.models.checkpoints.footprint import memory_footprint
 from swarm.models.checkpoints.partial_loading import resolve_dtype
+from swarm.models.flash.files.block_files import flash_root
+from swarm.models.flash.flash_footprint import flash_footprint
+from swarm.models.weights.quantization import NONE
 from swarm.protocol.compression import dtype_name
 from swarm.server import memory_budget
 from swarm.server.config import ServerConfig
+from swarm.server.flash_budget import FlashBudget, wants_flash
 from swarm.server.limits import DEFAULT_CACHE_TOKENS
 
 logger = logging.getLogger(__name__)
@@ -28,6 +34,7 @@ class ResolvedConfig:
         quantization: format of the weights, see `swarm.models.weights.quantization`.
         cache_tokens: tokens that the attention cache can hold.
         adapter_memory: bytes for clients' adapters.
+        flash: what memory holds of blocks on flash; None if all weights are in memory.
     """
 
     options: ServerConfig
@@ -37,6 +44,12 @@ class ResolvedConfig:
     quantization: str
     cache_tokens: int
     adapter_memory: int
+    flash: FlashBudget | None = None
+
+    @property
+    def weight_form(self) -> str:
+        """How weights are held, for what depends on it: the quantization, and whether they are on flash."""
+        return self.quantization if self.flash is None else f"{self.quantization}, {self.flash.description}"
 
 
 def resolve_config(options: ServerConfig) -> ResolvedConfig:
@@ -51,12 +64,47 @@ def resolve_config(options: ServerConfig) -> ResolvedConfig:
     device = memory_budget.resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, checkpoint.config)
     cache_tokens = options.cache_tokens or DEFAULT_CACHE_TOKENS
+    # A size for weights on flash decides how much memory they get; nothing has to be quantized to fit.
+    quant = NONE if options.flash.memory is not None and options.quant == "auto" else options.quant
     quantization = memory_budget.resolve_quantization(
-        options.quant, checkpoint, device, dtype, options.blocks.requested, cache_tokens, options.adapter_memory or 0
+        quant, checkpoint, device, dtype, options.blocks.requested, cache_tokens, options.adapter_memory or 0
     )
+    flash = _resolve_flash(options, checkpoint, device, dtype, quantization, cache_tokens)
     adapter_memory = memory_budget.adapter_memory(options.adapter_memory, memory_budget.free_memory(device))
     logger.info("Model: %s, revision %s, %d blocks", checkpoint.name, checkpoint.revision, checkpoint.blocks)
     logger.info("Device: %s, computing in %s", device, dtype_name(dtype))
     if options.blocks.span is not None:
         checkpoint.validate_span(options.blocks.span.start, options.blocks.span.end)
-    return ResolvedConfig(options, checkpoint, device, dtype, quantization, cache_tokens, adapter_memory)
+    return ResolvedConfig(options, checkpoint, device, dtype, quantization, cache_tokens, adapter_memory, flash)
+
+
+def _resolve_flash(
+    options: ServerConfig,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantization: str,
+    cache_tokens: int,
+) -> FlashBudget | None:
+    """What memory holds of blocks on flash, if that is where they go. It is logged."""
+    free = memory_budget.free_memory(device) - (options.adapter_memory or 0)
+    needs = memory_footprint(checkpoint, dtype, quantization)
+    fits = memory_budget.fits(needs, options.blocks.requested, free, cache_tokens)
+    if not wants_flash(options.flash, device.type, quantization, fits):
+        return None
+    footprint = flash_footprint(checkpoint, dtype, options.flash_exact)
+    if footprint is None:
+        raise InvalidOption(f"--flash: {checkpoint.name} has blocks without weights that could be on flash; use off")
+    logger.info(
+        "Weights: on flash, %s",
+        "as asked for" if options.flash.memory is not None else "because the blocks do not fit in memory",
+    )
+    return FlashBudget(
+        footprint,
+        free,
+        cache_tokens,
+        options.flash.memory,
+        flash_root(options.cache_dir),
+        options.flash_io,
+        options.flash_exact,
+    )

@@ -14,6 +14,7 @@ from swarm.metrics.server import ServerObserver
 from swarm.models.adapters.adapter_files import read_block_weights
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy_trials import choose_forward
+from swarm.models.flash_loading import load_flash_span
 from swarm.models.span_loading import load_span
 from swarm.protocol.compression import dtype_name
 from swarm.server.compute.compute_thread import ComputeThread
@@ -30,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 HAND_OVER_TIMEOUT_S = 5.0
 """How long clients get to move their sessions to other servers once they were asked to."""
+
+FLASH_ITERATION_TOKENS = 1024
+"""Tokens of one iteration of blocks on flash: each iteration of a prompt reads all weights once."""
 
 POLL_PERIOD_S = 0.1
 """Time between checks whether all sessions have ended."""
@@ -80,7 +84,7 @@ class SpanService:
         page = paging.pool.page_size if paging is not None else 1
         sessions = SessionTable(config.cache_tokens, time.monotonic, page=page, observer=observer)
         logger.info("Attention cache: room for %d tokens", sessions.capacity)
-        engine = Engine(compute_thread, token_budget(throughput.forward / span.length), observer)
+        engine = _make_engine(model, throughput, compute_thread, observer)
         logger.info("Scheduler: up to %d tokens an iteration", engine.budget)
         adapters = AdapterStore(time.monotonic, AdapterLimits(memory=config.adapter_memory), observer)
         if public:
@@ -93,6 +97,11 @@ class SpanService:
             network, model, checkpoint.revision, sessions, engine, adapters=adapters, observer=observer
         )
         return cls(span, model, sessions, handler, engine, adapters, throughput, load_seconds)
+
+    @property
+    def perplexity_loss(self) -> float | None:
+        """How much selecting neurons raises the perplexity; None if all are computed, or if it was not measured."""
+        return self.model.flash.perplexity_loss if self.model.flash is not None else None
 
     def expire(self) -> None:
         """Close sessions whose client is gone, and drop adapters that have not been used for a while."""
@@ -114,6 +123,8 @@ class SpanService:
         with suppress(TimeoutError):
             await asyncio.wait_for(self.handler.idle(), HAND_OVER_TIMEOUT_S)
         self.handler.hang_up()
+        if self.model.flash is not None:
+            await self.engine.compute_thread.run(self.model.flash.close)
 
     async def _wait_until_empty(self, timeout_s: float) -> bool:
         """Wait until there are no sessions, for `timeout_s` at most. False if there still are some."""
@@ -124,7 +135,25 @@ class SpanService:
         return not len(self.sessions)
 
 
+def _make_engine(
+    model: SpanModel, throughput: Throughput, compute_thread: ComputeThread, observer: ServerObserver
+) -> Engine:
+    if model.flash is None:
+        return Engine(compute_thread, token_budget(throughput.forward / model.span.length), observer)
+    # Reading a prompt's weights takes most of the time, so few long iterations. Nothing waits for a drive in the loop.
+    return Engine(compute_thread, FLASH_ITERATION_TOKENS, observer, inline=False)
+
+
 async def _load_model(config: ResolvedConfig, span: Span, compute_thread: ComputeThread) -> SpanModel:
+    if config.flash is not None:
+        return await compute_thread.run(
+            load_flash_span,
+            config.checkpoint,
+            span,
+            dtype=config.dtype,
+            options=config.flash.options(span),
+            progress=True,
+        )
     return await compute_thread.run(
         load_span,
         config.checkpoint,
@@ -156,7 +185,7 @@ async def _determine_throughput(config: ResolvedConfig, model: SpanModel, comput
         model,
         config.checkpoint.name,
         config.checkpoint.revision,
-        config.quantization,
+        config.weight_form,
         config.options.throughput_cache,
         progress=True,
     )

@@ -15,7 +15,8 @@ from swarm.common.version import VERSION
 OPTIONS = {
     "server": {
         "model", "--revision", "--blocks", "--initial-peers", "--new-swarm", "--host-maddrs", "--announce-maddrs",
-        "--identity-path", "--device", "--dtype", "--quant", "--throughput", "--name", "--cache-tokens", "--cache-dir",
+        "--identity-path", "--device", "--dtype", "--quant", "--flash", "--flash-io",
+        "--flash-exact", "--throughput", "--name", "--cache-tokens", "--cache-dir",
         "--update-period", "--adapters", "--adapter-memory", "--compile", "--threads", "--stay", "--metrics",
         "--log-format", "--help",
     },

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 
 from swarm.models.flash.block_plan import RecordKind
 from swarm.models.flash.experts import attach as experts
 from swarm.models.flash.experts.attach import ExpertBlock
 from swarm.models.flash.flash_block import FlashBlock
 from swarm.models.flash.flash_span import FlashSpan
-from swarm.models.flash.memory_shares import memory_needs, share_memory
+from swarm.models.flash.memory_shares import memory_needs, share_memory, slab_bytes
+from swarm.models.flash.neurons import sparse_feed_forward
+from swarm.models.flash.neurons.active_window import ForwardTokens
+from swarm.models.flash.neurons.exact_pass import SlabMemory
+from swarm.models.flash.neurons.sparse_feed_forward import SpanShared, SparseFeedForward, SparseOptions
 from swarm.models.flash.streaming.block_stream import BlockStream
 
 
-def attach_blocks(
-    blocks: Sequence[FlashBlock], memory: int, resident_bytes: int, files: ExitStack | None = None
-) -> FlashSpan:
+def attach_blocks(blocks: Sequence[FlashBlock], memory: int, resident_bytes: int) -> FlashSpan:
     """Put modules that compute from records into the blocks of a span.
 
     Args:
         blocks: in the order of the span.
         memory: bytes for all weights of the span.
         resident_bytes: those of its weights that always stay in memory.
-        files: closed with the result.
 
     Raises:
         NotEnoughMemory: the blocks cannot be computed within `memory`.
@@ -39,8 +39,33 @@ def attach_blocks(
     pools = []
     if RecordKind.EXPERTS in by_kind:
         pools = experts.attach([_expert_block(one) for one in by_kind[RecordKind.EXPERTS]], shares[RecordKind.EXPERTS])
-    record_bytes = (stream.memory_bytes if stream is not None else 0) + sum(pool.buffer.nbytes for pool in pools)
-    return FlashSpan(resident_bytes + record_bytes, [one.store for one in blocks], stream, pools, files or ExitStack())
+    layers: list[SparseFeedForward] = []
+    slabs = 0
+    if RecordKind.NEURONS in by_kind:
+        layers, slabs = _attach_neurons(by_kind[RecordKind.NEURONS], shares[RecordKind.NEURONS])
+    taken = (stream.memory_bytes if stream is not None else 0) + sum(pool.buffer.nbytes for pool in pools)
+    taken += slabs + sum(layer.memory_bytes for layer in layers)
+    stores = [one.store for one in blocks]
+    return FlashSpan(resident_bytes + taken, stores, stream, pools, layers)
+
+
+def _attach_neurons(blocks: Sequence[FlashBlock], memory: int) -> tuple[list[SparseFeedForward], int]:
+    """Sparse layers with room for the same share of each block's neurons, and the bytes of slabs that they share."""
+    layouts = [one.store.layout for one in blocks]
+    slabs = SlabMemory(slab_bytes(layouts))
+    shared = SpanShared(slabs, ForwardTokens())
+    predictors = sum(one.predictor.memory_bytes for one in blocks if one.predictor is not None)
+    share = min(1.0, max(0, memory - slabs.nbytes - predictors) / sum(layout.file_bytes for layout in layouts))
+    layers = []
+    for one in blocks:
+        assert one.predictor is not None
+        options = SparseOptions(capacity=max(1, int(share * one.store.layout.count)))
+        layers.append(
+            sparse_feed_forward.attach(
+                one.block, one.plan, one.taken, one.resident, one.predictor, one.store, options, shared
+            )
+        )
+    return layers, slabs.nbytes
 
 
 def _expert_block(one: FlashBlock) -> ExpertBlock:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from swarm.models.flash.block_plan import BlockPlan
+from swarm.models.flash.neurons.predictor import NeuronPredictor
 from swarm.models.flash.weight_store import WeightStore
 
 
@@ -22,6 +23,7 @@ class FlashBlock:
         taken: the modules, by their roles, as `take_out` returns them. Their tensors may be on the meta device.
         resident: the tensors that `plan.resident` names.
         store: holds the block's records.
+        predictor: selects the neurons of a block of which tokens need few; None for other blocks.
     """
 
     block: nn.Module
@@ -29,3 +31,4 @@ class FlashBlock:
     taken: Mapping[str, nn.Module]
     resident: Mapping[str, torch.Tensor]
     store: WeightStore
+    predictor: NeuronPredictor | None = None

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from swarm.models.flash.experts.expert_pool import ExpertPool
+from swarm.models.flash.neurons.sparse_feed_forward import SparseFeedForward
 from swarm.models.flash.streaming.block_stream import BlockStream
 from swarm.models.flash.weight_store import WeightStore
 
@@ -18,8 +19,11 @@ class FlashCounters:
     Attributes:
         bytes, reads: from the drive.
         wait_seconds: time that computing stood still for the drive.
-        needed: experts that forwards needed, summed over blocks.
+        needed: experts or neurons that forwards needed, summed over blocks.
         hits: those of them that were in memory.
+        selected: neurons selected for tokens, of `selectable`, summed over tokens and blocks.
+        active: neurons of sampled tokens that were active.
+        missed: those of them that would not have been selected.
     """
 
     bytes: int = 0
@@ -27,6 +31,10 @@ class FlashCounters:
     wait_seconds: float = 0.0
     needed: int = 0
     hits: int = 0
+    selected: int = 0
+    selectable: int = 0
+    active: int = 0
+    missed: int = 0
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,8 @@ class FlashSpan:
         stores: one for each block.
         stream: the blocks that are read whole; None if there are none.
         pools: experts in memory, one for each layout.
+        neurons: feed-forward layers that select neurons.
+        perplexity_loss: how much selecting neurons raises the perplexity, as a share; None if it was not measured.
         files: what lets go of the packed files.
     """
 
@@ -45,17 +55,19 @@ class FlashSpan:
     stores: Sequence[WeightStore]
     stream: BlockStream | None = None
     pools: Sequence[ExpertPool] = ()
+    neurons: Sequence[SparseFeedForward] = ()
+    perplexity_loss: float | None = None
     files: ExitStack = field(default_factory=ExitStack)
 
     @property
     def sparse(self) -> bool:
         """Whether results are approximate, because a token is computed with some neurons only."""
-        return False
+        return bool(self.neurons)
 
     @property
     def trainable(self) -> bool:
         """Whether there are gradients: a streamed block has all of its weights while it is computed."""
-        return not self.pools
+        return not self.pools and not self.neurons
 
     @property
     def record_bytes(self) -> int:
@@ -71,12 +83,17 @@ class FlashSpan:
         """What was read so far."""
         read = [store.counters for store in self.stores]
         experts = [pool.counters for pool in self.pools]
+        neurons = [layer.counters for layer in self.neurons]
         return FlashCounters(
             bytes=sum(one.bytes for one in read),
             reads=sum(one.reads for one in read),
             wait_seconds=sum(one.wait_seconds for one in read),
-            needed=sum(one.hits + one.misses for one in experts),
-            hits=sum(one.hits for one in experts),
+            needed=sum(one.hits + one.misses for one in experts) + sum(one.needed for one in neurons),
+            hits=sum(one.hits for one in experts) + sum(one.needed - one.read for one in neurons),
+            selected=sum(one.selected for one in neurons),
+            selectable=sum(one.tokens * one.neurons for one in neurons),
+            active=sum(one.sampled_active for one in neurons),
+            missed=sum(one.sampled_missed for one in neurons),
         )
 
     def close(self) -> None:

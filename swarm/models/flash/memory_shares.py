@@ -9,8 +9,16 @@ from swarm.common.units import format_bytes
 from swarm.errors import NotEnoughMemory
 from swarm.models.flash.block_plan import RecordKind
 from swarm.models.flash.experts.attach import MIN_SLOTS
+from swarm.models.flash.neurons.exact_pass import SLAB_BYTES
 from swarm.models.flash.record_layout import RecordLayout
 from swarm.models.flash.streaming.residency import needed_bytes
+
+MIN_NEURON_SHARE = 1 / 16
+"""Share of the neurons that memory has room for at least. Tokens need about as many, so with less room some are read
+several times for one token."""
+
+PREDICTOR_RANK_DIVISOR = 8
+"""The hidden size divided by the rank of a predictor, about: known only when it has been trained."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +52,27 @@ def _streamed_need(layouts: Sequence[RecordLayout]) -> MemoryNeed:
     return MemoryNeed(needed_bytes(sizes), sum(sizes))
 
 
-_NEEDS = {RecordKind.EXPERTS: _experts_need, RecordKind.BLOCK: _streamed_need}
+def slab_bytes(layouts: Sequence[RecordLayout]) -> int:
+    """Bytes of each of the two slabs in which all neurons of a block are read for prompts."""
+    return min(max(SLAB_BYTES, max(layout.stride for layout in layouts)), max(layout.file_bytes for layout in layouts))
+
+
+def _neurons_need(layouts: Sequence[RecordLayout]) -> MemoryNeed:
+    always = 2 * slab_bytes(layouts) + sum(_predictor_bytes(layout) for layout in layouts)
+    records = sum(layout.file_bytes for layout in layouts)
+    return MemoryNeed(always + int(records * MIN_NEURON_SHARE), always + records)
+
+
+def _predictor_bytes(layout: RecordLayout) -> int:
+    hidden = layout.fields[0].values
+    return hidden // PREDICTOR_RANK_DIVISOR * (hidden + layout.count) * layout.dtype.itemsize
+
+
+_NEEDS = {
+    RecordKind.EXPERTS: _experts_need,
+    RecordKind.NEURONS: _neurons_need,
+    RecordKind.BLOCK: _streamed_need,
+}
 
 
 def share_memory(memory: int, needs: Mapping[RecordKind, MemoryNeed]) -> dict[RecordKind, int]:

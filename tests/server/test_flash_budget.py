@@ -1,0 +1,128 @@
+"""`--flash`: whether blocks go to flash, and what then fits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.data_structures import Span
+from swarm.errors import InvalidOption, NotEnoughMemory
+from swarm.models.checkpoints.checkpoint import open_checkpoint
+from swarm.models.flash.block_plan import RecordKind
+from swarm.models.flash.flash_footprint import FlashBlockSize, FlashFootprint, flash_footprint
+from swarm.models.flash.record_layout import RecordLayout
+from swarm.server.flash_budget import FlashBudget, FlashOption, wants_flash
+from tests import zoo
+
+BLOCK = RecordLayout.of({"w": (1, 25_000)}, {"w": 0}, torch.float32)
+"""One record of about 100 KB."""
+EXPERTS = RecordLayout.of({"w": (10, 25_000)}, {"w": 0}, torch.float32)
+
+
+def footprint(kind: RecordKind, layout: RecordLayout, blocks: int = 8) -> FlashFootprint:
+    return FlashFootprint([FlashBlockSize(kind, layout, 1000)] * blocks, 10)
+
+
+def budget(kind=RecordKind.BLOCK, layout=BLOCK, memory=None, usable=10**9, cache_tokens=0) -> FlashBudget:
+    free = -(-usable * 10 // 9)  # 0.9 of it are usable
+    return FlashBudget(footprint(kind, layout), free, cache_tokens, memory, Path("/nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("text", "option"),
+    [
+        ("auto", FlashOption()),
+        ("off", FlashOption(off=True)),
+        ("8GB", FlashOption(memory=8 * 10**9)),
+        ("512 MiB", FlashOption(memory=512 << 20)),
+    ],
+)
+def test_the_option_is_read(text, option):
+    assert FlashOption.parse(text) == option
+
+
+@pytest.mark.parametrize("text", ["", "on", "8", "8 GBit", "-1GB", "auto 8GB"])
+def test_other_options_are_refused(text):
+    if text == "8":
+        assert FlashOption.parse(text).memory == 8  # bytes
+        return
+    with pytest.raises(InvalidOption, match="--flash"):
+        FlashOption.parse(text)
+
+
+@given(st.booleans(), st.sampled_from(["cpu", "cuda", "mps"]), st.sampled_from(["none", "int8", "int4"]))
+def test_auto_is_for_what_fits_in_no_other_way(fits, device, quantization):
+    assert wants_flash(FlashOption(), device, quantization, fits) == (
+        not fits and device == "cpu" and quantization == "none"
+    )
+    assert not wants_flash(FlashOption(off=True), device, quantization, fits)
+
+
+def test_a_size_is_used_even_if_everything_fits_and_refused_where_nothing_can_be_read():
+    asked = FlashOption(memory=10**6)
+    assert wants_flash(asked, "cpu", "none", True)
+    with pytest.raises(InvalidOption, match=r"only, not on cuda; add --device cpu"):
+        wants_flash(asked, "cuda", "none", True)
+    with pytest.raises(InvalidOption, match=r"use --quant none instead of int8"):
+        wants_flash(asked, "cpu", "int8", False)
+
+
+def test_twice_the_blocks_that_memory_holds():
+    assert budget(memory=4 * BLOCK.file_bytes + 10_000).blocks_that_fit() == 8
+    assert budget(memory=2 * BLOCK.file_bytes + 10_000).blocks_that_fit() == 4
+
+
+def test_four_times_the_experts():
+    assert budget(RecordKind.EXPERTS, EXPERTS, memory=2 * EXPERTS.file_bytes + 10_000).blocks_that_fit() == 8
+    assert budget(RecordKind.EXPERTS, EXPERTS, memory=EXPERTS.file_bytes + 10_000).blocks_that_fit() == 4
+
+
+def test_the_attention_cache_takes_its_part():
+    room = 4 * BLOCK.file_bytes + 10_000
+    assert budget(usable=room, cache_tokens=0).blocks_that_fit() == 8
+    # 20 KB of cache a block: of eight blocks, as much as 1.6 blocks.
+    assert budget(usable=room, cache_tokens=2000).blocks_that_fit() == 5
+    with pytest.raises(NotEnoughMemory, match="lower --cache-tokens"):
+        budget(memory=room, usable=room + 100, cache_tokens=2000).check_fits(Span(0, 1))
+
+
+def test_what_was_asked_for_is_served_with_less_memory_than_it_pays_with():
+    few = budget(memory=2 * BLOCK.file_bytes + 10_000)
+    few.check_fits(Span(0, 8))
+    assert few.options(Span(0, 8)).memory == 2 * BLOCK.file_bytes + 10_000
+    with pytest.raises(NotEnoughMemory, match=r"blocks 0:8 on flash take at least"):
+        budget(memory=2 * BLOCK.file_bytes).check_fits(Span(0, 8))
+
+
+def test_too_little_for_one_block_is_refused():
+    with pytest.raises(NotEnoughMemory, match=r"blocks 0:1 on flash take at least 10\d"):
+        budget(memory=1000).blocks_that_fit()
+
+
+@given(st.integers(0, 3 * 10**6), st.integers(0, 5000))
+def test_what_is_counted_can_be_served(usable, cache_tokens):
+    one = budget(usable=usable, cache_tokens=cache_tokens)
+    try:
+        count = one.blocks_that_fit()
+    except NotEnoughMemory:
+        return
+    for start in range(8 - count + 1):
+        one.check_fits(Span(start, start + count))
+
+
+@pytest.mark.parametrize(
+    ("family", "exact", "sparse"), [("llama", False, False), ("opt", False, True), ("opt", True, False)]
+)
+def test_a_footprint_needs_no_weights(family, exact, sparse, tmp_path):
+    checkpoint = open_checkpoint(zoo.make_checkpoint(family, tmp_path / family))
+    found = flash_footprint(checkpoint, torch.float32, exact)
+    assert len(found.blocks) == zoo.BLOCKS
+    assert found.sparse(0, zoo.BLOCKS) is sparse
+    whole = 4 * sum(checkpoint.structure.block_parameters)
+    padded = 16 if sparse else 2  # a neuron of this model has 256 bytes, and takes 4096
+    assert whole <= found.drive_bytes(0, zoo.BLOCKS) < padded * whole
+    assert found.least_bytes(0, zoo.BLOCKS) < found.worthwhile_bytes(0, zoo.BLOCKS)
