@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from swarm.common.units import format_bytes
 from swarm.data_structures import Span
-from swarm.errors import InvalidOption
+from swarm.errors import CheckpointError, InvalidOption, PackedFileError, format_blocks
 from swarm.models.block_loading import return_freed_memory
 from swarm.models.checkpoints.checkpoint import Checkpoint
+from swarm.models.checkpoints.tokenizer import load_tokenizer
 from swarm.models.execution.hooked_module import HookedModule
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy_trials import LayoutRequest, choose_layout
@@ -23,18 +24,23 @@ from swarm.models.flash.block_building import build_block
 from swarm.models.flash.block_choice import BlockPlanner
 from swarm.models.flash.block_plan import RecordKind
 from swarm.models.flash.files.block_files import PackedModel
-from swarm.models.flash.files.preparation import open_span
+from swarm.models.flash.files.planned_blocks import plan_span
+from swarm.models.flash.files.preparation import add_predictor, open_span
 from swarm.models.flash.files.prepared_block import PreparedBlock
 from swarm.models.flash.flash_block import FlashBlock
-from swarm.models.flash.neurons.predictor import LowRankPredictor, load_predictor
+from swarm.models.flash.neurons.predictor import CalibratedPredictor, encode_predictor, load_predictor
 from swarm.models.flash.reading.flash_store import FlashStore
 from swarm.models.flash.reading.io_choice import choose_io
 from swarm.models.flash.reading.record_reader import FlashIo
+from swarm.models.neuron_calibration import calibrate, calibration_text, calibration_tokens
 from swarm.models.span_assembly import SpanAssembly
 from swarm.models.weights import frozen_linear
 from swarm.models.weights.quantization import weight_bytes
 
 logger = logging.getLogger(__name__)
+
+MAX_LOSS = 1000.0
+"""The largest loss of perplexity that is told apart: such outputs are noise."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,9 @@ def load_flash_span(
         prepared = _open_prepared(checkpoint, span, dtype, options, progress, opened)
         cut, blocks = _build_blocks(checkpoint, span, dtype, prepared, options, opened)
         resident = weight_bytes(cut.layers) + sum(value.nbytes for one in blocks for value in one.resident.values())
-        flash = attach_blocks(blocks, options.memory, resident)
+        flash = replace(attach_blocks(blocks, options.memory, resident), perplexity_loss=_perplexity_loss(blocks))
+        if flash.sparse:
+            logger.warning("%s", _approximation(flash.perplexity_loss))
         on_drive, in_memory = format_bytes(flash.record_bytes), format_bytes(flash.weight_bytes)
         logger.info("Flash: %s of weights on the drive; %s of memory for weights", on_drive, in_memory)
         digests = [one.digest for one in prepared]
@@ -90,13 +98,72 @@ def load_flash_span(
 def _open_prepared(
     checkpoint: Checkpoint, span: Span, dtype: torch.dtype, options: FlashOptions, progress: bool, opened: ExitStack
 ) -> list[PreparedBlock]:
-    plan_of = BlockPlanner(options.exact or not _predictors_exist(checkpoint, span, dtype, options)).plan
+    """The packed files of the span's blocks, and predictors where neurons are selected."""
+    packed = PackedModel.of(checkpoint, dtype, options.root)
+    entries = [packed.files(block).predictor_entry.exists() for block in range(span.start, span.end)]
+    tokens = None
+    if not options.exact and not all(entries) and _has_neurons(checkpoint, span, dtype):
+        tokens = _text(checkpoint)
+        if tokens is None:
+            logger.warning("Flash: no neurons are selected, because %s has no tokenizer", checkpoint.name)
+    exact = options.exact or (tokens is None and not all(entries))
+    plan_of = BlockPlanner(exact).plan
     prepared = open_span(checkpoint, span, dtype=dtype, root=options.root, plan_of=plan_of, progress=progress)
     for one in prepared.values():
         opened.callback(one.close)
     if len(prepared) < span.length:
         raise InvalidOption(f"--flash: some blocks of {span} have no weights that could be on flash; use --flash off")
+    without = {block: one for block, one in prepared.items() if _needs_predictor(one)}
+    if without:
+        tokens = _text(checkpoint) if tokens is None else tokens
+        if tokens is None:
+            raise PackedFileError(
+                f"blocks {format_blocks(without)} of {checkpoint.name} have no usable predictors, and it has no "
+                "tokenizer to make them with; use --flash-exact"
+            )
+        for block, (made, digest) in calibrate(checkpoint, without, tokens, dtype, progress=progress).items():
+            add_predictor(packed, without[block], encode_predictor(made, digest))
     return list(prepared.values())
+
+
+def _text(checkpoint: Checkpoint) -> torch.Tensor | None:
+    """Tokens to make predictors with; None if the checkpoint has no tokenizer."""
+    try:
+        return calibration_tokens(load_tokenizer(checkpoint.source, checkpoint.revision), calibration_text())
+    except CheckpointError as error:
+        logger.debug("%s", error)
+        return None
+
+
+def _perplexity_loss(blocks: Sequence[FlashBlock]) -> float | None:
+    """How much selecting neurons in all of the blocks raises the perplexity; None if it was not measured."""
+    predictors = [one.predictor for one in blocks if one.predictor is not None]
+    losses = [one.perplexity_loss for one in predictors if one.perplexity_loss is not None]
+    return min(sum(losses), MAX_LOSS) if predictors and len(losses) == len(predictors) else None
+
+
+def _approximation(loss: float | None) -> str:
+    known = "its cost was not measured" if loss is None else f"the perplexity of a test text changed by {loss:+.2%}"
+    return (
+        f"Flash: results are APPROXIMATE, because tokens are computed with some neurons only; {known}. Other peers are "
+        "told, and clients use this server only if they accept it. --flash-exact computes all neurons"
+    )
+
+
+def _has_neurons(checkpoint: Checkpoint, span: Span, dtype: torch.dtype) -> bool:
+    planned = plan_span(checkpoint, span, dtype, BlockPlanner().plan)
+    return any(one.plan.kind is RecordKind.NEURONS for one in planned.values())
+
+
+def _needs_predictor(prepared: PreparedBlock) -> bool:
+    """Whether a block of neurons has no predictor that can be used."""
+    if prepared.plan.kind is not RecordKind.NEURONS:
+        return False
+    try:
+        return prepared.predictor() is None
+    except PackedFileError as error:
+        logger.warning("%s; it is made again", error)
+        return True
 
 
 def _build_blocks(
@@ -120,24 +187,18 @@ def _build_blocks(
         layers = built.model.get_submodule(path)
         frozen_linear.prepack(layers)
         resident = {name: tensors[name] for name in one.plan.resident}
-        blocks.append(FlashBlock(layers[0], one.plan, built.taken, resident, store, _predictor(one, dtype)))
+        blocks.append(FlashBlock(layers[0], one.plan, built.taken, resident, store, _predictor(one)))
         assembly.append(built.model)
         return_freed_memory()
     return assembly.finish(), blocks
 
 
-def _predictors_exist(checkpoint: Checkpoint, span: Span, dtype: torch.dtype, options: FlashOptions) -> bool:
-    """Whether neurons can be selected in all blocks of the span. Otherwise, they are all read."""
-    packed = PackedModel.of(checkpoint, dtype, options.root)
-    return all(packed.files(block).predictor.exists() for block in range(span.start, span.end))
-
-
-def _predictor(prepared: PreparedBlock, dtype: torch.dtype) -> LowRankPredictor | None:
+def _predictor(prepared: PreparedBlock) -> CalibratedPredictor | None:
     """The predictor of a block of neurons. Raises `PackedFileError` if it is not one of this block."""
     if prepared.plan.kind is not RecordKind.NEURONS:
         return None
     hidden, neurons = prepared.layout.fields[0].values, prepared.layout.count
-    return load_predictor(prepared.files.predictor, prepared.digest, hidden, neurons).to(dtype)
+    return load_predictor(prepared.files.predictor, prepared.digest, hidden, neurons)
 
 
 def _choose_io(prepared: Sequence[PreparedBlock], requested: FlashIo | None) -> FlashIo:

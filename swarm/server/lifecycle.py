@@ -267,9 +267,14 @@ class Server:
             round_trips=self._links.round_trips if self._links else (),
             mobility=self._move_loop.mobility if self._move_loop else Mobility.PINNED,
             adapters=adapter_names(self.config.adapters) if service else (),
-            sparse=config.flash is not None and config.flash.footprint.sparse(self.span.start, self.span.end),
+            sparse=service.sparse if service else self._will_be_sparse(config),
             perplexity_loss=service.perplexity_loss if service else None,
         )
+
+    def _will_be_sparse(self, config: ResolvedConfig) -> bool:
+        """Whether the blocks that are loading select neurons, as far as that is known before."""
+        assert self.span is not None
+        return config.flash is not None and config.flash.footprint.sparse(self.span.start, self.span.end)
 
     async def _expire_sessions(self) -> None:
         while True:

@@ -99,6 +99,11 @@ class SpanService:
         return cls(span, model, sessions, handler, engine, adapters, throughput, load_seconds)
 
     @property
+    def sparse(self) -> bool:
+        """Whether tokens are computed with some neurons only."""
+        return self.model.flash is not None and self.model.flash.sparse
+
+    @property
     def perplexity_loss(self) -> float | None:
         """How much selecting neurons raises the perplexity; None if all are computed, or if it was not measured."""
         return self.model.flash.perplexity_loss if self.model.flash is not None else None

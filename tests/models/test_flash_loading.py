@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from swarm.data_structures import Span, StepLayout
-from swarm.errors import NotEnoughMemory, TrainingRefused
+from swarm.errors import AdapterRefused, NotEnoughMemory, TrainingRefused
+from swarm.models import flash_loading
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from swarm.models.execution.gradients import compute_gradients
 from swarm.models.execution.session_cache import SessionCache
@@ -17,6 +18,7 @@ from swarm.models.execution.strategy_trials import choose_forward
 from swarm.models.flash.reading.record_reader import FlashIo
 from swarm.models.flash_loading import FlashOptions, load_flash_span
 from swarm.models.span_loading import load_span
+from swarm.protocol.adapter_encoding import BlockAdapterWeights, LoraFactors
 from tests import zoo
 
 WHOLE = Span(0, zoo.BLOCKS)
@@ -148,4 +150,81 @@ def test_training_over_experts_on_flash_is_refused_by_name(checkpoints, tmp_path
     model = load(checkpoints("mixtral"), tmp_path)
     with pytest.raises(TrainingRefused, match=r"blocks 0:6 are on flash.*train over servers"):
         gradients(model, WHOLE)
+    model.flash.close()
+
+
+@pytest.fixture
+def text(monkeypatch) -> None:
+    """Some text for models without a tokenizer."""
+    tokens = torch.randint(1, zoo.VOCABULARY, (8, 32), generator=torch.Generator().manual_seed(3))
+    monkeypatch.setattr(flash_loading, "_text", lambda checkpoint: tokens)
+
+
+def test_neurons_are_selected_with_predictors_that_are_made_at_the_first_start(checkpoints, tmp_path, text, caplog):
+    checkpoint = checkpoints("opt")
+    with caplog.at_level("INFO"):
+        model = load(checkpoint, tmp_path)
+    assert model.flash.sparse
+    assert "results are APPROXIMATE" in caplog.text
+    assert abs(model.flash.perplexity_loss) < 0.2
+    result, exact = run(model), run(in_memory(checkpoint))
+    counters = model.flash.counters()
+    assert 0 < counters.selected < counters.selectable
+    error = (result - exact).norm() / exact.norm()
+    assert 0 < error < 0.5  # of inputs that no text has
+    with model.flash.exactly():
+        torch.testing.assert_close(run(model), exact, rtol=1e-4, atol=1e-4)
+    # The same neurons, whatever lies in memory by now; only the order of the sum differs.
+    torch.testing.assert_close(run(model), result, rtol=1e-3, atol=1e-4)
+    model.flash.close()
+    made = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.predictor.safetensors")}
+    assert len(made) == zoo.BLOCKS
+    again = load(checkpoint, tmp_path)
+    assert again.flash.perplexity_loss == model.flash.perplexity_loss
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.predictor.safetensors")} == made
+    again.flash.close()
+
+
+def test_a_server_that_has_to_be_exact_streams_instead(checkpoints, tmp_path, text):
+    model = load(checkpoints("opt"), tmp_path, exact=True)
+    assert not model.flash.sparse
+    assert torch.equal(run(model), run(in_memory(checkpoints("opt"))))
+    model.flash.close()
+
+
+def test_without_a_tokenizer_all_neurons_are_computed(checkpoints, tmp_path, caplog):
+    model = load(checkpoints("opt"), tmp_path)
+    assert not model.flash.sparse
+    assert "has no tokenizer" in caplog.text
+    model.flash.close()
+
+
+def test_a_predictor_that_was_changed_on_the_drive_is_made_anew(checkpoints, tmp_path, text):
+    checkpoint, span = checkpoints("opt"), Span(1, 3)
+    model = load(checkpoint, tmp_path, span=span)
+    expected = model.forward(torch.ones(1, 1, model.hidden_size))
+    model.flash.close()
+    (path,) = tmp_path.rglob("block-0001.predictor.safetensors")
+    path.write_bytes(path.read_bytes()[:-7])
+    model = load(checkpoint, tmp_path, span=span)
+    assert model.flash.sparse
+    torch.testing.assert_close(model.forward(torch.ones(1, 1, model.hidden_size)), expected)
+    model.flash.close()
+
+
+def test_lora_on_modules_that_were_taken_out_is_refused_by_name(checkpoints, tmp_path, text):
+    model = load(checkpoints("opt"), tmp_path, span=Span(0, 1))
+    hidden = model.hidden_size
+    for name, outputs in (("fc1", 48), ("fc2", hidden)):
+        inputs = hidden if name == "fc1" else 48
+        factors = LoraFactors(name, torch.zeros(2, inputs), torch.zeros(outputs, 2))
+        with pytest.raises(AdapterRefused, match=rf"no linear module '{name}'"):
+            model.adapted.prepare({0: BlockAdapterWeights(factors=(factors,))})
+    model.flash.close()
+
+
+def test_training_over_selected_neurons_is_refused_by_name(checkpoints, tmp_path, text):
+    model = load(checkpoints("opt"), tmp_path, span=Span(0, 1))
+    with pytest.raises(TrainingRefused, match="train over servers"):
+        gradients(model, Span(0, 1))
     model.flash.close()

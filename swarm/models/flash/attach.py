@@ -40,32 +40,33 @@ def attach_blocks(blocks: Sequence[FlashBlock], memory: int, resident_bytes: int
     if RecordKind.EXPERTS in by_kind:
         pools = experts.attach([_expert_block(one) for one in by_kind[RecordKind.EXPERTS]], shares[RecordKind.EXPERTS])
     layers: list[SparseFeedForward] = []
-    slabs = 0
+    shared = SpanShared(SlabMemory(0), ForwardTokens())
     if RecordKind.NEURONS in by_kind:
-        layers, slabs = _attach_neurons(by_kind[RecordKind.NEURONS], shares[RecordKind.NEURONS])
+        sparse = by_kind[RecordKind.NEURONS]
+        shared = SpanShared(SlabMemory(slab_bytes([one.store.layout for one in sparse])), ForwardTokens())
+        layers = _attach_neurons(sparse, shares[RecordKind.NEURONS], shared)
     taken = (stream.memory_bytes if stream is not None else 0) + sum(pool.buffer.nbytes for pool in pools)
-    taken += slabs + sum(layer.memory_bytes for layer in layers)
+    taken += shared.slabs.nbytes + sum(layer.memory_bytes for layer in layers)
     stores = [one.store for one in blocks]
-    return FlashSpan(resident_bytes + taken, stores, stream, pools, layers)
+    return FlashSpan(resident_bytes + taken, stores, stream, pools, layers, shared)
 
 
-def _attach_neurons(blocks: Sequence[FlashBlock], memory: int) -> tuple[list[SparseFeedForward], int]:
-    """Sparse layers with room for the same share of each block's neurons, and the bytes of slabs that they share."""
-    layouts = [one.store.layout for one in blocks]
-    slabs = SlabMemory(slab_bytes(layouts))
-    shared = SpanShared(slabs, ForwardTokens())
-    predictors = sum(one.predictor.memory_bytes for one in blocks if one.predictor is not None)
-    share = min(1.0, max(0, memory - slabs.nbytes - predictors) / sum(layout.file_bytes for layout in layouts))
+def _attach_neurons(blocks: Sequence[FlashBlock], memory: int, shared: SpanShared) -> list[SparseFeedForward]:
+    """Sparse layers with room for the same share of each block's neurons."""
+    records = sum(one.store.layout.file_bytes for one in blocks)
+    predictors = sum(one.predictor.predictor.memory_bytes for one in blocks if one.predictor is not None)
+    share = min(1.0, max(0, memory - shared.slabs.nbytes - predictors) / records)
     layers = []
     for one in blocks:
         assert one.predictor is not None
+        predictor = one.predictor.predictor.to(one.store.layout.dtype)
         options = SparseOptions(capacity=max(1, int(share * one.store.layout.count)))
         layers.append(
             sparse_feed_forward.attach(
-                one.block, one.plan, one.taken, one.resident, one.predictor, one.store, options, shared
+                one.block, one.plan, one.taken, one.resident, predictor, one.store, options, shared
             )
         )
-    return layers, slabs.nbytes
+    return layers
 
 
 def _expert_block(one: FlashBlock) -> ExpertBlock:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from swarm.models.flash.block_plan import BlockPlan
-from swarm.models.flash.neurons.predictor import NeuronPredictor
+from swarm.models.flash.neurons.predictor import CalibratedPredictor
 from swarm.models.flash.weight_store import WeightStore
 
 
@@ -31,4 +31,4 @@ class FlashBlock:
     taken: Mapping[str, nn.Module]
     resident: Mapping[str, torch.Tensor]
     store: WeightStore
-    predictor: NeuronPredictor | None = None
+    predictor: CalibratedPredictor | None = None

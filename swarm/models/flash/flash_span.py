@@ -7,7 +7,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from swarm.models.flash.experts.expert_pool import ExpertPool
-from swarm.models.flash.neurons.sparse_feed_forward import SparseFeedForward
+from swarm.models.flash.neurons.exact_pass import SlabMemory
+from swarm.models.flash.neurons.sparse_feed_forward import SpanShared, SparseFeedForward
 from swarm.models.flash.streaming.block_stream import BlockStream
 from swarm.models.flash.weight_store import WeightStore
 
@@ -47,6 +48,7 @@ class FlashSpan:
         stream: the blocks that are read whole; None if there are none.
         pools: experts in memory, one for each layout.
         neurons: feed-forward layers that select neurons.
+        shared: what these have in common.
         perplexity_loss: how much selecting neurons raises the perplexity, as a share; None if it was not measured.
         files: what lets go of the packed files.
     """
@@ -56,6 +58,7 @@ class FlashSpan:
     stream: BlockStream | None = None
     pools: Sequence[ExpertPool] = ()
     neurons: Sequence[SparseFeedForward] = ()
+    shared: SpanShared = field(default_factory=lambda: SpanShared(SlabMemory(0)))
     perplexity_loss: float | None = None
     files: ExitStack = field(default_factory=ExitStack)
 
@@ -77,7 +80,11 @@ class FlashSpan:
     @contextmanager
     def exactly(self) -> Iterator[None]:
         """Meanwhile, all tokens are computed with all neurons."""
-        yield
+        before, self.shared.exactly = self.shared.exactly, True
+        try:
+            yield
+        finally:
+            self.shared.exactly = before
 
     def counters(self) -> FlashCounters:
         """What was read so far."""
