@@ -18,13 +18,6 @@ def allocate_aligned(size: int) -> torch.Tensor:
     return memory[start : start + size]
 
 
-def aligned_memory(nbytes: int) -> torch.Tensor:
-    """New uint8 memory whose address is a multiple of `RECORD_ALIGNMENT`, `[nbytes]`."""
-    memory = torch.empty(nbytes + RECORD_ALIGNMENT, dtype=torch.uint8)
-    start = -memory.data_ptr() % RECORD_ALIGNMENT
-    return memory[start : start + nbytes]
-
-
 class RecordBuffer:
     """Room for `slots` records. Pages that were never written take no memory.
 

@@ -16,7 +16,7 @@ from swarm.models.flash.reading.drive_speed import DriveSpeed
 from swarm.models.flash.reading.open_reader import open_reader
 from swarm.models.flash.reading.reads import MAX_READ_BYTES, Reads
 from swarm.models.flash.reading.record_reader import FlashIo, RecordReader
-from swarm.models.flash.record_buffer import aligned_memory
+from swarm.models.flash.record_buffer import allocate_aligned
 from swarm.models.flash.record_layout import RECORD_ALIGNMENT
 
 READ_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, MAX_READ_BYTES)
@@ -54,7 +54,7 @@ class DriveProbe:
         Raises `DriveFailed`.
         """
         sizes = _sizes(self._reader.file_bytes, record_bytes)
-        memory = aligned_memory(BATCH_READS[-1] * sizes[-1]).fill_(1)  # the first touch would count as reading
+        memory = allocate_aligned(BATCH_READS[-1] * sizes[-1]).fill_(1)  # the first touch would count as reading
         longest = median(self.batch_seconds(BATCH_READS[1], sizes[-1], memory) for _ in range(ROUNDS)) / BATCH_READS[1]
         counts = _counts(longest * len(sizes), seconds)
         cells = {(size, count): list[float]() for size in sizes for count in counts}

@@ -15,7 +15,7 @@ from swarm.models.flash.reading.drive_speed import DriveSpeed
 from swarm.models.flash.reading.open_reader import open_reader
 from swarm.models.flash.reading.reads import MAX_READ_BYTES
 from swarm.models.flash.reading.record_reader import FlashIo, RecordReader
-from swarm.models.flash.record_buffer import aligned_memory
+from swarm.models.flash.record_buffer import allocate_aligned
 from swarm.models.flash.record_layout import RECORD_ALIGNMENT
 
 COMPARED_READS = 64
@@ -104,7 +104,7 @@ def quickest(ways: Sequence[ComparedWay], size: int, page_cache_share: float) ->
 
 def _compare(readers: Sequence[RecordReader], size: int) -> list[ComparedWay]:
     """Time ways of reading in turns, so that whatever else uses the drive disturbs them alike."""
-    memory = aligned_memory(COMPARED_READS * size).fill_(1)
+    memory = allocate_aligned(COMPARED_READS * size).fill_(1)
     probes = [DriveProbe(reader) for reader in readers]
     cold: list[list[float]] = [[] for _ in readers]
     warm: list[list[float]] = [[] for _ in readers]

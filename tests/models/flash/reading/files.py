@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from swarm.models.flash.reading.reads import Reads
+from swarm.models.flash.record_buffer import allocate_aligned
 from swarm.models.flash.record_layout import RECORD_ALIGNMENT
 
 UNIT = RECORD_ALIGNMENT
@@ -22,9 +23,7 @@ def random_file(path: Path, units: int) -> bytes:
 
 def aligned_memory(units: int) -> torch.Tensor:
     """Memory whose address is a multiple of the alignment, filled with zeros."""
-    memory = torch.zeros((units + 1) * UNIT, dtype=torch.uint8)
-    start = -memory.data_ptr() % UNIT
-    return memory[start : start + units * UNIT]
+    return allocate_aligned(units * UNIT).zero_()
 
 
 def reads_of_units(sources: list[int], targets: list[int], length: int = 1) -> Reads:
