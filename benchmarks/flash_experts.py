@@ -17,8 +17,8 @@ from benchmarks.flash_ballast import MIN_AVAILABLE_BYTES, Ballast, available_byt
 from benchmarks.flash_moe import QWEN3, MoeBlocks, MoeShape, write_files
 from benchmarks.flash_rows import spread, table, times
 from benchmarks.flash_steps import drive_speed
-from swarm.models.flash.compute_speed import plain_speed, resident_speed
-from swarm.models.flash.cost_model import CostModel, ExpertBlock, MachineSpeed
+from swarm.models.flash.costs.compute_speed import plain_speed, resident_speed
+from swarm.models.flash.costs.cost_model import ExpertCosts, FlashCostModel, MachineSpeed
 from swarm.models.flash.experts.expert_pool import ExpertPool
 from swarm.models.flash.experts.routing_trace import Trace, fewest_reads, overlap, reads
 from swarm.models.flash.experts.stay_priority import DecayedFrequency, LeastRecentlyUsed, TwoSpeedFrequency
@@ -156,8 +156,8 @@ def prediction(flash: Span, pool: ExpertPool, machine: MachineSpeed, count: int)
     share = 1 - late.mean() / (count * QWEN3.experts_a_token)
     resident = QWEN3.resident_values * DTYPE.itemsize
     needed = Sparsity((QWEN3.experts_a_token / QWEN3.experts,))
-    block = ExpertBlock(resident, layout.stride, layout.count, needed, ((0, 0.0), (round(slots), share)), round(slots))
-    return CostModel(machine, [block] * count).tokens_per_second()
+    block = ExpertCosts(resident, layout.stride, layout.count, needed, round(slots), ((0.0, share),))
+    return FlashCostModel(machine, [block] * count).tokens_per_second()
 
 
 def report(found: Result) -> str:

@@ -14,8 +14,8 @@ from benchmarks.flash_matrix import NothingStore
 from benchmarks.flash_opt import PLAN, RANK, empty_block, sparse_blocks
 from benchmarks.flash_planted import PlantedNeurons
 from benchmarks.flash_steps import drive_speed, plain, seconds_a_token
-from swarm.models.flash.compute_speed import move_speed, neuron_speed, plain_speed, resident_speed
-from swarm.models.flash.cost_model import MachineSpeed, NeuronBlock, StreamedBlock
+from swarm.models.flash.costs.compute_speed import move_speed, neuron_speed, plain_speed, resident_speed
+from swarm.models.flash.costs.cost_model import MachineSpeed, NeuronCosts, StreamedCosts
 from swarm.models.flash.neurons.sparse_feed_forward import SparseOptions
 from swarm.models.flash.reading.drive_speed import DriveSpeed
 from swarm.models.flash.reading.record_reader import FlashIo
@@ -114,8 +114,8 @@ def predictions(setting: Setting) -> dict[str, float]:
     sparsity = setting.planted.sparsity()
     # Planted tokens need the same neurons as often, whichever sequence they belong to.
     sparsity = Sparsity(sparsity.tokens, {count: sparsity.needed(count) for count in BATCHES})
-    sparse = NeuronBlock(resident, stride, OPT.neurons, sparsity, neuron_slots(setting))
-    read = StreamedBlock(0, whole).step(plain_machine, 1, 1)
+    sparse = NeuronCosts(resident, stride, OPT.neurons, sparsity, neuron_slots(setting))
+    read = StreamedCosts(0, whole).step(plain_machine, 1, 1)
     dense_s = machine.block_s + machine.resident.seconds(whole)
     copied = replace(machine, drive=CopySpeed(machine.move_s_per_byte))
     blocks = {

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.models.flash.cost_model import (
+from swarm.models.flash.costs.cost_model import (
     SLAB_BYTES,
     ComputeSpeed,
-    CostModel,
-    ExpertBlock,
+    ExpertCosts,
+    FlashCostModel,
     MachineSpeed,
-    NeuronBlock,
-    StreamedBlock,
+    NeuronCosts,
+    StreamedCosts,
     choose,
     describe,
 )
@@ -38,10 +38,10 @@ class Drive:
 LINEAR = ComputeSpeed(((1, 1e-10), (101, 2e-10)))
 MACHINE = MachineSpeed(Drive(), LINEAR, LINEAR)
 PAPER = Sparsity((0.1, 0.15, 0.188, 0.216, 0.24, 0.264))
-OPT = NeuronBlock(134_217_728, 16_384, 16_384, PAPER, slots=round(0.24 * 16_384))
+OPT = NeuronCosts(134_217_728, 16_384, 16_384, PAPER, slots=round(0.24 * 16_384))
 """A block of OPT-6.7B in 16 bits."""
 
-MIXTURE = ExpertBlock(40_000_000, 9_437_184, 128, Sparsity((8 / 128,)), ((0, 0.0), (64, 0.8), (128, 1.0)), slots=32)
+MIXTURE = ExpertCosts(40_000_000, 9_437_184, 128, Sparsity((8 / 128,)), 32, ((0.0, 0.0), (0.5, 0.8), (1.0, 1.0)))
 
 machines = st.builds(
     MachineSpeed,
@@ -52,7 +52,7 @@ machines = st.builds(
     st.floats(0, 1e-3),
 )
 neurons = st.builds(
-    NeuronBlock,
+    NeuronCosts,
     st.integers(0, 1 << 30),
     st.integers(1, 64).map(lambda pages: 4096 * pages),
     st.integers(1, 20_000),
@@ -60,16 +60,16 @@ neurons = st.builds(
     st.integers(0, 20_000),
 )
 experts = st.builds(
-    ExpertBlock,
+    ExpertCosts,
     st.integers(0, 1 << 28),
     st.integers(1, 1 << 20),
     st.integers(8, 128),
     st.just(Sparsity((0.0625,))),
-    st.just(((0, 0.0), (64, 0.8), (128, 1.0))),
     st.integers(0, 128),
+    st.just(((0.0, 0.0), (0.5, 0.8), (1.0, 1.0))),
     st.floats(0, 1),
 )
-streamed = st.builds(StreamedBlock, st.integers(0, 1 << 28), st.integers(1, 1 << 30))
+streamed = st.builds(StreamedCosts, st.integers(0, 1 << 28), st.integers(1, 1 << 30))
 blocks = st.one_of(neurons, experts, streamed)
 
 
@@ -107,7 +107,7 @@ def test_look_ahead_hides_reading_behind_the_attention_only():
 
 
 def test_streamed_blocks_take_the_longer_of_reading_and_computing():
-    block = StreamedBlock(0, 400_000_000)
+    block = StreamedCosts(0, 400_000_000)
     cost = block.step(MACHINE, 1, 1)
     assert cost.seconds == cost.reading_s == Drive().seconds(382, SLAB_BYTES)
     assert block.step(MACHINE, 1, 1000).seconds == pytest.approx(400_000_000 * 1.1e-9, rel=0.01)
@@ -120,7 +120,7 @@ def test_tokens_that_are_computed_together():
 
 @given(machines, st.lists(blocks, min_size=1, max_size=4), st.integers(1, 4), st.integers(1, 32))
 def test_a_span_takes_at_least_its_reading_and_its_computing_and_at_most_both(machine, span, tokens, sessions):
-    cost = CostModel(machine, span).step(tokens, sessions)
+    cost = FlashCostModel(machine, span).step(tokens, sessions)
     longest = max(cost.reading_s, cost.computing_s)
     assert longest * (1 - 1e-9) <= cost.seconds <= (cost.reading_s + cost.computing_s) * (1 + 1e-9)
 
@@ -141,7 +141,7 @@ def test_the_window_is_as_large_as_memory_allows():
 
 @given(machines, st.lists(blocks, min_size=1, max_size=3), st.floats(0.001, 10))
 def test_the_budget_takes_no_longer_than_its_limit_unless_reading_takes_longer(machine, span, limit_s):
-    model = CostModel(machine, span)
+    model = FlashCostModel(machine, span)
     budget = model.token_budget(limit_s, 4096)
     if budget > 1:
         half = model.prompt(budget // 2)
@@ -149,7 +149,7 @@ def test_the_budget_takes_no_longer_than_its_limit_unless_reading_takes_longer(m
 
 
 def test_streamed_blocks_get_a_budget_that_is_worth_the_reading():
-    model = CostModel(MACHINE, [StreamedBlock(0, 400_000_000)])
+    model = FlashCostModel(MACHINE, [StreamedCosts(0, 400_000_000)])
     assert model.token_budget(0.01, 4096) > 64
     assert model.token_budget(0.01, 32) == 32
 
@@ -171,6 +171,6 @@ def test_flash_pays_if_a_token_is_no_slower_than_through_more_servers(flash_bloc
 
 
 def test_the_line_for_the_start_of_a_server():
-    line = describe(CostModel(MACHINE, [OPT] * 4), memory=300_000_000)
+    line = describe(FlashCostModel(MACHINE, [OPT] * 4), memory=300_000_000)
     assert line.startswith("Flash: 4 blocks, 1.1 GB on the drive, 0.3 GB of them in memory (the neurons of 5.0 tokens)")
     assert "a token reads 25.8 MB (2.4%) in 1572 reads of 16 KiB" in line

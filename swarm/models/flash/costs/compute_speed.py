@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from swarm.models.flash.block_plan import BlockPlan
-from swarm.models.flash.cost_model import ComputeSpeed
+from swarm.models.flash.block_plan import BlockPlan, RecordKind
+from swarm.models.flash.costs.cost_model import ComputeSpeed, MachineSpeed, ReadingSpeed
 from swarm.models.flash.neurons.neuron_products import NeuronProducts
 from swarm.models.flash.record_buffer import RecordBuffer
 from swarm.models.flash.record_layout import RecordLayout
@@ -25,8 +25,27 @@ WEIGHT_BYTES = 128 << 20
 """Bytes of weights of a measurement: more than processors have of cache."""
 
 REPEATS = 5
+BLOCK_S = 1e-3
+"""What a block costs beyond its weights (Python, norms, attention scores), on processors of 2020 and later."""
+
 MAX_S = 0.5
 """Seconds after which no larger number of tokens is tried."""
+
+
+def machine_speed(
+    drive: ReadingSpeed, plan: BlockPlan, layout: RecordLayout, hidden: int, activation: nn.Module | None = None
+) -> MachineSpeed:
+    """Measure what the cost model needs to know of this machine, beside its drive, for blocks of one kind.
+
+    Args:
+        plan, layout: of one of the blocks.
+        hidden: its hidden size.
+        activation: of its sparse layer, for blocks that select neurons.
+    """
+    resident = resident_speed(hidden, layout.dtype)
+    if plan.kind is RecordKind.NEURONS and activation is not None:
+        return MachineSpeed(drive, resident, neuron_speed(plan, layout, activation), move_speed(layout), BLOCK_S)
+    return MachineSpeed(drive, resident, plain_speed(hidden, layout.dtype), 0.0, BLOCK_S)
 
 
 def resident_speed(hidden: int, dtype: torch.dtype) -> ComputeSpeed:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
 
-from swarm.models.flash import compute_speed
 from swarm.models.flash.block_plan import BlockPlan, RecordKind
-from swarm.models.flash.cost_model import ComputeSpeed
+from swarm.models.flash.costs import compute_speed
+from swarm.models.flash.costs.cost_model import ComputeSpeed
+from swarm.models.flash.reading.drive_speed import DriveSpeed
 from swarm.models.flash.record_layout import RecordLayout
 
 
@@ -52,3 +55,15 @@ def test_measures_moves():
 def test_a_slow_machine_is_measured_for_fewer_tokens(monkeypatch):
     monkeypatch.setattr(compute_speed, "MAX_S", 0.0)
     assert len(compute_speed.resident_speed(64, torch.float32).points) == 1
+
+
+@pytest.mark.parametrize("kind", [RecordKind.NEURONS, RecordKind.EXPERTS])
+def test_measures_a_machine_for_blocks_of_one_kind(kind):
+    plan, layout = neurons(torch.float32, "up", "down")
+    plan = dataclasses.replace(plan, kind=kind)
+    drive = DriveSpeed("direct", (1,), (4096,), ((1e-4,),))
+    machine = compute_speed.machine_speed(drive, plan, layout, 64, nn.ReLU())
+    check(machine.resident)
+    check(machine.records)
+    assert machine.drive is drive
+    assert (machine.move_s_per_byte > 0) is (kind is RecordKind.NEURONS)

@@ -24,6 +24,12 @@ SLAB_BYTES = 1 << 20
 """Bytes of one read where a whole block is read in order: longer ones are cut (`reading.reads`)."""
 
 
+TYPICAL_EXPERT_HITS = ((0.0, 0.0), (0.125, 0.56), (0.25, 0.79), (0.5, 0.97), (0.75, 1.0))
+"""Share of the experts that memory has room for, and share of a token's experts that is found there: those of a trained
+mixture with 128 experts a block, 8 a token (`benchmarks.expert_cache`). For the time before a server has counted its
+own; a mixture of few experts has fewer hits."""
+
+
 class ReadingSpeed(Protocol):
     """How fast a drive reads, as measured (`reading.drive_speed`)."""
 
@@ -117,7 +123,7 @@ class BlockCosts(Protocol):
 
 
 @dataclass(frozen=True)
-class NeuronBlock:
+class NeuronCosts:
     """A block of which a token needs few neurons.
 
     Attributes:
@@ -148,13 +154,14 @@ class NeuronBlock:
 
 
 @dataclass(frozen=True)
-class ExpertBlock:
+class ExpertCosts:
     """A mixture of experts.
 
     Attributes:
         needed: shares of experts that tokens need: (experts a token / experts,) if nothing else was measured.
-        hits: slots for experts, and the share of a token's experts that was found there, in order of slots.
         slots: experts that memory has room for.
+        hits: share of the experts that memory has room for, and share of a token's experts that is found there, in
+            order.
         ahead: share of the missing experts that is read while the block before computes.
     """
 
@@ -162,14 +169,14 @@ class ExpertBlock:
     stride: int
     records: int
     needed: Sparsity
-    hits: tuple[tuple[int, float], ...]
     slots: int
+    hits: tuple[tuple[float, float], ...] = TYPICAL_EXPERT_HITS
     ahead: float = 0.0
 
     def step(self, machine: MachineSpeed, tokens: int, sessions: int) -> StepCost:
         needed = self.records * self.needed.needed(tokens, sessions)
-        line = [(float(slots), share) for slots, share in self.hits]
-        hits = min(needed * max(0.0, min(1.0, interpolated(line, self.slots))), float(self.slots))
+        found = 1.0 if self.slots >= self.records else interpolated(list(self.hits), self.slots / self.records)
+        hits = min(needed * max(0.0, min(1.0, found)), float(self.slots))
         new = round(needed - hits)
         batch = tokens * sessions
         resident_s = machine.block_s + machine.resident.seconds(self.resident_bytes, batch)
@@ -184,7 +191,7 @@ class ExpertBlock:
 
 
 @dataclass(frozen=True)
-class StreamedBlock:
+class StreamedCosts:
     """A block that is read whole for each iteration."""
 
     resident_bytes: int
@@ -216,7 +223,7 @@ def _overlapped(
 
 
 @dataclass(frozen=True)
-class CostModel:
+class FlashCostModel:
     """What a span costs.
 
     Attributes:
@@ -282,7 +289,7 @@ def choose(wanted: int, fitting: int, memory_block_s: float, flash_block_s: floa
     )
 
 
-def describe(model: CostModel, memory: int, sessions: int = 8) -> str:
+def describe(model: FlashCostModel, memory: int, sessions: int = 8) -> str:
     """One line for the start of a server.
 
     Args:
@@ -290,7 +297,7 @@ def describe(model: CostModel, memory: int, sessions: int = 8) -> str:
         sessions: how many at once the second figure is for.
     """
     one, total = model.step(), sum(block.stride * block.records for block in model.blocks)
-    windows = [block.window() for block in model.blocks if isinstance(block, NeuronBlock)]
+    windows = [block.window() for block in model.blocks if isinstance(block, NeuronCosts)]
     kept = f" (the neurons of {min(windows):.1f} tokens)" if windows else ""
     each = one.bytes / one.reads if one.reads else 0
     return (

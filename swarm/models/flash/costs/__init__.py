@@ -1,0 +1,5 @@
+"""What a token costs on flash, before it is computed.
+
+cost_model     bytes and seconds of an iteration, and what follows from them (pure)
+compute_speed  how fast this machine multiplies, measured
+"""
