@@ -41,17 +41,28 @@ class DriveSpeed:
     def seconds(self, reads: float, bytes_each: float) -> float:
         """The expected time from beginning `reads` reads of `bytes_each` until the last has arrived.
 
-        Linear between the measured points. More reads than were measured go on at the rate of the largest batch,
-        larger ones at the bandwidth of the largest size; smaller ones take as long as the smallest.
+        Linear between the measured points. More reads than were measured go on at the rate of the last step, since a
+        batch's beginning and end count once; larger ones at the bandwidth of the largest size; smaller ones take as
+        long as the smallest.
         """
         if reads <= 0 or bytes_each <= 0:
             return 0.0
         if bytes_each > self.read_bytes[-1]:
             reads, bytes_each = reads * bytes_each / self.read_bytes[-1], self.read_bytes[-1]
         if reads > self.batch_reads[-1]:
-            return reads / self.batch_reads[-1] * self.seconds(self.batch_reads[-1], bytes_each)
+            return self._beyond(reads, bytes_each)
         by_size = [_interpolate(reads, self.batch_reads, row) for row in self.batch_seconds]
         return _interpolate(bytes_each, self.read_bytes, by_size)
+
+    def _beyond(self, reads: float, bytes_each: float) -> float:
+        most = self.batch_reads[-1]
+        largest_s = self.seconds(most, bytes_each)
+        mean_s = step_s = largest_s / most
+        if len(self.batch_reads) > 1:
+            before = self.batch_reads[-2]
+            step_s = (largest_s - self.seconds(before, bytes_each)) / (most - before)
+        # A measurement may be disturbed; no drive gains more from a longer batch than this.
+        return largest_s + (reads - most) * min(mean_s, max(step_s, mean_s / 2))
 
     def bytes_per_second(self, bytes_each: float) -> float:
         """The bandwidth of random reads of this size, with as many in flight as were measured."""

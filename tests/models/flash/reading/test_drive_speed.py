@@ -31,11 +31,19 @@ def test_measured_points_are_kept(reads: int, bytes_each: int) -> None:
 
 
 def test_outside_the_measured_points() -> None:
-    assert SPEED.seconds(128, 65536) == pytest.approx(2 * _seconds(64, 65536))
+    assert SPEED.seconds(128, 65536) == pytest.approx(_seconds(128, 65536))
     assert SPEED.seconds(4, 4 << 20) == pytest.approx(_seconds(16, 1 << 20))
     assert SPEED.seconds(1, 512) == pytest.approx(_seconds(1, 4096))
     assert SPEED.seconds(0.5, 4096) == pytest.approx(_seconds(1, 4096))
     assert SPEED.seconds(0, 4096) == 0
+
+
+@given(st.floats(0.1, 10), st.floats(0.1, 10), st.floats(65, 1000))
+def test_a_disturbed_measurement_makes_no_drive_twice_as_fast(before: float, last: float, reads: float) -> None:
+    speed = DriveSpeed("direct", (16, 64), (4096,), ((before, last),))
+    in_proportion = reads / 64 * last
+    assert (last + in_proportion) / 2 <= speed.seconds(reads, 4096) * (1 + 1e-9)
+    assert speed.seconds(reads, 4096) <= in_proportion * (1 + 1e-9)
 
 
 def test_bandwidth_grows_with_the_size() -> None:
