@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from swarm.errors import MissingBlocks
 from swarm.models.flash.reading.record_reader import FlashIo
 from swarm.server.flash_budget import FlashOption
 from tests import zoo
@@ -51,3 +53,42 @@ def test_the_server_in_the_middle_is_killed_and_replaced_in_mid_text(checkpoint,
                 first.kill()
                 ended = model.generate(begun, max_new_tokens=LENGTH - 5, do_sample=False, session=session)
             assert ended[0, prompt.shape[1] :].tolist() == expected
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A token for each character of ASCII, in the order of their codes."""
+    vocabulary = {chr(code): code for code in range(zoo.VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoint", ["opt"], indirect=True)
+def test_a_server_that_selects_neurons_is_used_only_by_clients_that_accept_it(checkpoint, tmp_path):
+    save_tokenizer(checkpoint)
+    options = {"flash": FlashOption(memory=4_000_000), "flash_io": FlashIo.CACHED, "cache_dir": tmp_path / "cache"}
+    with run_swarm(checkpoint, ["0:6"], **options) as swarm:
+        with run_client(swarm, wait_for_blocks=1.0) as model, pytest.raises(MissingBlocks, match="exact=False"):
+            zoo.greedy_texts(model, 1)
+        with run_client(swarm, exact=False) as model:
+            (server,) = model.swarm.servers()
+            assert server.sparse
+            assert abs(server.perplexity_loss) < 0.2
+            texts = zoo.greedy_texts(model, LENGTH)
+        assert [len(text) for text in texts] == [LENGTH, LENGTH]
+        same = [
+            mine == right
+            for text, local in zip(texts, local_texts(checkpoint), strict=True)
+            for mine, right in zip(text, local, strict=True)
+        ]
+        assert sum(same) >= len(same) // 4  # by chance it would be one of a hundred
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoint", ["opt"], indirect=True)
+def test_a_server_that_has_to_be_exact_streams_what_could_be_selected(checkpoint, tmp_path):
+    options = {"flash": FlashOption(memory=200_000), "flash_io": FlashIo.CACHED, "cache_dir": tmp_path / "cache"}
+    with run_swarm(checkpoint, ["0:6"], flash_exact=True, **options) as swarm, run_client(swarm) as model:
+        assert not model.swarm.servers()[0].sparse
+        assert zoo.greedy_texts(model, LENGTH) == local_texts(checkpoint)

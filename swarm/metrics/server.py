@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from prometheus_client import Counter, Gauge, Histogram, Info
 
@@ -12,6 +13,31 @@ from swarm.metrics.registry import Registry
 
 REQUEST_KINDS = ("prefill", "decode", "forward", "backward")
 """Kinds of requests: prompts (and replays), single tokens, and forward and backward passes without a session."""
+
+
+@dataclass(frozen=True)
+class FlashTotals:
+    """What a server's blocks read from flash since they were loaded.
+
+    Attributes:
+        bytes, reads: from the drive.
+        wait_seconds: time that computing stood still for the drive.
+        needed: experts or neurons that computing needed.
+        hits: those of them that were in memory.
+        selected: neurons selected for tokens, of `selectable`.
+        active: neurons of sampled tokens that were active.
+        missed: those of them that would not have been selected.
+    """
+
+    bytes: int = 0
+    reads: int = 0
+    wait_seconds: float = 0.0
+    needed: int = 0
+    hits: int = 0
+    selected: int = 0
+    selectable: int = 0
+    active: int = 0
+    missed: int = 0
 
 
 class ServerObserver:
@@ -64,6 +90,14 @@ class ServerObserver:
         self, model: str, revision: str, dtype: str, quantization: str, span: Span, throughput: float
     ) -> None:
         """A span was loaded. `throughput` is what is announced, in blocks x tokens per second."""
+
+    def flash_loaded(self, read: Callable[[], FlashTotals] | None, predicted: float) -> None:
+        """A span was loaded whose weights are on flash.
+
+        Args:
+            read: tells at any time what was read; called from other threads. None if all weights are in memory.
+            predicted: tokens a second of one session that the cost model expects; 0 if it expects nothing.
+        """
 
     def span_moved(self, urgent: bool, arrived: bool) -> None:
         """The server moved to other blocks (`urgent`: to close a gap), or had to return to its previous ones."""
