@@ -36,7 +36,7 @@ from swarm.models.flash.weight_store import MemoryStore
 
 WINDOW = 256
 TRAINING_WINDOWS, CALIBRATION_WINDOWS = 24, 8
-RECALLS = (0.9, 0.95, 0.98, 0.99, 0.995)
+RECALLS = (0.95, 0.98, 0.99, 0.995, 0.998, 0.999)
 RANKS = (16, 32, 64)
 
 

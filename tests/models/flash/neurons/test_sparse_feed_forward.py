@@ -63,6 +63,15 @@ def test_many_tokens_are_computed_with_all_neurons(shape: str) -> None:
     assert case.store.counters.records == NEURONS  # each once, also those that stay in memory afterwards
 
 
+def test_a_span_can_be_told_to_compute_everything_exactly() -> None:
+    case = case_of("gated relu", capacity=10)
+    hidden, selected = tokens_of(case, 2)
+    case.sparse._shared.exactly = True
+    torch.testing.assert_close(case.module(hidden), case.dense(hidden))
+    case.sparse._shared.exactly = False
+    torch.testing.assert_close(case.module(hidden), expected_with(case.dense, hidden, selected))
+
+
 def test_a_token_gets_the_same_result_alone_and_among_others_and_later() -> None:
     case = case_of("relu", capacity=20)
     hidden, _ = tokens_of(case, 8)
