@@ -11,6 +11,7 @@ import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from swarm.models.execution.span_model import SpanModel
 from swarm.models.flash.block_plan import BlockPlan
 from swarm.models.flash.neurons.feed_forward_site import DOWN, entry_role, find_sparse_feed_forward
 from swarm.models.flash.neurons.predictor import CalibratedPredictor, LowRankPredictor
-from swarm.models.flash.neurons.predictor_training import RECALL, DenseFeedForward, make_predictor
+from swarm.models.flash.neurons.predictor_training import RECALL, DenseFeedForward, make_predictor, training_sequences
 from swarm.models.span_assembly import SpanAssembly
 
 SEQUENCES, TOKENS = 48, 128
@@ -65,11 +66,13 @@ def calibrate(
 ) -> dict[int, tuple[CalibratedPredictor, str]]:
     """Make predictors for those of `blocks` whose activation yields exact zeros.
 
-    All blocks of the model are loaded, one after the other. The loss of perplexity is that of all predictors together,
-    divided evenly among them.
+    The blocks of the model are loaded one after the other, because what a block receives depends on all before it. If
+    the checkpoint is a local folder, the text goes on to the model's end, and the loss of perplexity is that of all
+    predictors together, divided evenly among them. Blocks behind the last are not downloaded for that.
 
     Args:
-        tokens_RT: text, from `calibration_tokens`.
+        tokens_RT: text, from `calibration_tokens`. The loss is measured with that part of it that predictors were not
+            trained on.
         dtype: in which the blocks will be computed.
 
     Returns:
@@ -80,14 +83,17 @@ def calibrate(
     """
     ends = _Ends(checkpoint, dtype)
     exact_RTH = ends.embedded(tokens_RT)
-    sparse_RTH = exact_RTH.clone()
+    unseen = slice(training_sequences(len(tokens_RT)), None)
+    sparse_RTH = exact_RTH[unseen]
+    measured = Path(checkpoint.source).is_dir()
+    last = checkpoint.blocks if measured else max(blocks, default=-1) + 1
     made: dict[int, tuple[CalibratedPredictor, str]] = {}
     title = "Making predictors of neurons" if progress else None
-    for block in console.iterate_with_progress(range(checkpoint.blocks), title, "block"):
+    for block in console.iterate_with_progress(range(last), title, "block"):
         span, plan = _load(checkpoint, block, dtype)
         if plan is None or block not in blocks:
             exact_RTH = _run(span, exact_RTH)
-            sparse_RTH = _run(span, sparse_RTH) if made else exact_RTH
+            sparse_RTH = _run(span, sparse_RTH) if made else exact_RTH[unseen]
             continue
         layer = span.layers[0]
         with _recorded(layer.get_submodule(plan.modules[entry_role(plan)])) as received:
@@ -97,9 +103,10 @@ def calibrate(
         with _selected(layer, plan, calibrated.predictor):
             sparse_RTH = _run(span, sparse_RTH)
         made[block] = (calibrated, span.digests[0])
-    if not made:
-        return {}
-    loss = math.expm1(ends.nats(tokens_RT, sparse_RTH) - ends.nats(tokens_RT, exact_RTH)) / len(made)
+    if not made or not measured:
+        return made
+    nats = [ends.nats(tokens_RT[unseen], hidden_RTH) for hidden_RTH in (sparse_RTH, exact_RTH[unseen])]
+    loss = math.expm1(nats[0] - nats[1]) / len(made)
     return {block: (replace(found, perplexity_loss=loss), digest) for block, (found, digest) in made.items()}
 
 

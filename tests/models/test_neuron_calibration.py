@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from swarm.errors import CheckpointError
 from swarm.models import neuron_calibration
-from swarm.models.checkpoints.checkpoint import open_checkpoint
+from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from swarm.models.neuron_calibration import calibrate, calibration_text, calibration_tokens
 from tests import zoo
 
@@ -30,8 +32,9 @@ def perplexity_with(model: torch.nn.Module, masks: dict[int, torch.nn.Module]) -
             lambda _, args, k=kept, p=predictor: k.__setitem__(slice(None), [p.select(args[0])])
         )
         layer.fc2.register_forward_pre_hook(lambda _, args, k=kept: (args[0] * k[0],))
+    unseen = TOKENS[15:]
     with torch.no_grad():
-        return math.exp(model(input_ids=TOKENS, labels=TOKENS).loss)
+        return math.exp(model(input_ids=unseen, labels=unseen).loss)
 
 
 def test_predictors_are_made_for_the_blocks_and_the_loss_is_that_of_the_whole_model(opt: Path) -> None:
@@ -48,6 +51,21 @@ def test_predictors_are_made_for_the_blocks_and_the_loss_is_that_of_the_whole_mo
     for found, _ in made.values():
         assert found.perplexity_loss == pytest.approx((sparse / exact - 1) / 3, rel=1e-3)
         assert 0 < found.sparsity.tokens[0] < 1
+
+
+def test_blocks_behind_the_last_are_not_read_from_the_hub(opt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = replace(open_checkpoint(str(opt)), source="org/model")
+    loaded: list[int] = []
+    load = neuron_calibration.load_block
+
+    def recorded(one: Checkpoint, block: int, dtype: torch.dtype) -> tuple[Any, str]:
+        loaded.append(block)
+        return load(one, block, dtype)
+
+    monkeypatch.setattr(neuron_calibration, "load_block", recorded)
+    made = calibrate(checkpoint, [1, 2], TOKENS, torch.float32, recall=0.9)
+    assert loaded == [0, 1, 2]
+    assert [found.perplexity_loss for found, _ in made.values()] == [None, None]
 
 
 def test_a_model_without_exact_zeros_gets_no_predictors(tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ def make_predictor(
     Args:
         inputs_RTH: what the layer received for sequences of text; at least two of them.
     """
-    split = max(1, round(len(inputs_RTH) * (1 - CALIBRATION_SHARE)))
+    split = training_sequences(len(inputs_RTH))
     training_TH, unseen_TH = inputs_RTH[:split].flatten(0, 1), inputs_RTH[split:].flatten(0, 1)
     contributions_TN = layer.contributions(unseen_TH)
 
@@ -216,6 +216,11 @@ def make_predictor(
     _, best = min(start, trained, key=lambda pair: pair[0])
     selected_RTN = best.select(inputs_RTH[split:].float())
     return CalibratedPredictor(best.to(layer.weight.dtype), measured_sparsity(selected_RTN), recall)
+
+
+def training_sequences(sequences: int) -> int:
+    """How many of the first sequences of a text predictors are trained with. The others are for calibration."""
+    return max(1, round(sequences * (1 - CALIBRATION_SHARE)))
 
 
 def cheapest_rank(shares: Mapping[int, float], neurons: int, hidden: int, record_values: int) -> int:
