@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from swarm.errors import InvalidSpan
 
@@ -173,6 +173,35 @@ class StepLayout:
     @property
     def tokens(self) -> int:
         return sum(self.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class FlashUse:
+    """What blocks on flash read and selected.
+
+    Attributes:
+        read_bytes, reads: from the drive.
+        wait_seconds: time that computing stood still for the drive.
+        needed: experts or neurons that forwards needed, summed over blocks.
+        hits: those of them that were in memory.
+        selected: neurons selected for tokens, of `selectable`, summed over tokens and blocks.
+        active: neurons of sampled tokens that were active.
+        missed: those of them that would not have been selected.
+    """
+
+    read_bytes: int = 0
+    reads: int = 0
+    wait_seconds: float = 0.0
+    needed: int = 0
+    hits: int = 0
+    selected: int = 0
+    selectable: int = 0
+    active: int = 0
+    missed: int = 0
+
+    def since(self, earlier: FlashUse) -> FlashUse:
+        """What was read and selected after `earlier`."""
+        return FlashUse(*(getattr(self, one.name) - getattr(earlier, one.name) for one in fields(self)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,42 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from prometheus_client import Counter, Gauge, Histogram, Info
 
-from swarm.data_structures import Span
+from swarm.data_structures import FlashUse, Span
 from swarm.metrics.instruments import SEQUENCE_BUCKETS, STEP_BUCKETS_S, TOKEN_BUCKETS, error_label
 from swarm.metrics.registry import Registry
 
 REQUEST_KINDS = ("prefill", "decode", "forward", "backward")
 """Kinds of requests: prompts (and replays), single tokens, and forward and backward passes without a session."""
-
-
-@dataclass(frozen=True)
-class FlashTotals:
-    """What a server's blocks read from flash since they were loaded.
-
-    Attributes:
-        bytes, reads: from the drive.
-        wait_seconds: time that computing stood still for the drive.
-        needed: experts or neurons that computing needed.
-        hits: those of them that were in memory.
-        selected: neurons selected for tokens, of `selectable`.
-        active: neurons of sampled tokens that were active.
-        missed: those of them that would not have been selected.
-    """
-
-    bytes: int = 0
-    reads: int = 0
-    wait_seconds: float = 0.0
-    needed: int = 0
-    hits: int = 0
-    selected: int = 0
-    selectable: int = 0
-    active: int = 0
-    missed: int = 0
 
 
 class ServerObserver:
@@ -91,13 +65,11 @@ class ServerObserver:
     ) -> None:
         """A span was loaded. `throughput` is what is announced, in blocks x tokens per second."""
 
-    def flash_loaded(self, read: Callable[[], FlashTotals] | None, predicted: float) -> None:
-        """A span was loaded whose weights are on flash.
+    def flash_predicted(self, tokens_per_second: float) -> None:
+        """The cost model expects this rate of one session for the blocks on flash that were loaded."""
 
-        Args:
-            read: tells at any time what was read; called from other threads. None if all weights are in memory.
-            predicted: tokens a second of one session that the cost model expects; 0 if it expects nothing.
-        """
+    def flash_used(self, use: FlashUse) -> None:
+        """Blocks on flash read this since the last report."""
 
     def span_moved(self, urgent: bool, arrived: bool) -> None:
         """The server moved to other blocks (`urgent`: to close a gap), or had to return to its previous ones."""
@@ -169,6 +141,7 @@ class ServerMetrics(ServerObserver):
             ["reason", "outcome"],
             registry=registry,
         )
+        self._flash = FlashMetrics(registry)
 
     def message_received(self, message: str, size: int) -> None:
         self._messages.labels(message).inc()
@@ -223,6 +196,42 @@ class ServerMetrics(ServerObserver):
 
     def span_moved(self, urgent: bool, arrived: bool) -> None:
         self._rebalances.labels("gap" if urgent else "balance", "moved" if arrived else "returned").inc()
+
+    def flash_predicted(self, tokens_per_second: float) -> None:
+        self._flash.predicted.set(tokens_per_second)
+
+    def flash_used(self, use: FlashUse) -> None:
+        self._flash.count(use)
+
+
+class FlashMetrics:
+    """Metrics of blocks on flash.
+
+    Args:
+        registry: where they are registered.
+    """
+
+    def __init__(self, registry: Registry) -> None:
+        def counter(name: str, meaning: str) -> Counter:
+            return Counter(f"swarm_server_flash_{name}_total", meaning, registry=registry)
+
+        self._counters = {
+            "read_bytes": counter("read_bytes", "Bytes read from flash."),
+            "reads": counter("reads", "Reads from flash."),
+            "wait_seconds": counter("wait_seconds", "Time that computing stood still for the drive."),
+            "needed": counter("needed_records", "Experts and neurons that computing needed."),
+            "hits": counter("hit_records", "Needed experts and neurons that were in memory."),
+            "selected": counter("selected_neurons", "Neurons selected, summed over tokens."),
+            "selectable": counter("selectable_neurons", "Neurons that could have been selected."),
+            "active": counter("sampled_active_neurons", "Active neurons of sampled tokens."),
+            "missed": counter("sampled_missed_neurons", "Active neurons that would not have been selected."),
+        }
+        self.predicted = _gauge("flash_predicted_tokens_per_second", "Tokens a second, by the cost model.", registry)
+
+    def count(self, use: FlashUse) -> None:
+        """Add what was read and selected."""
+        for name, counter in self._counters.items():
+            counter.inc(getattr(use, name))
 
 
 def _seconds(name: str, meaning: str, registry: Registry) -> Histogram:

@@ -30,7 +30,7 @@ from swarm.models.flash.files.prepared_block import PreparedBlock
 from swarm.models.flash.flash_block import FlashBlock
 from swarm.models.flash.neurons.predictor import CalibratedPredictor, encode_predictor, load_predictor
 from swarm.models.flash.reading.flash_store import FlashStore
-from swarm.models.flash.reading.io_choice import choose_io
+from swarm.models.flash.reading.io_choice import IoChoice, choose_io
 from swarm.models.flash.reading.record_reader import FlashIo
 from swarm.models.neuron_calibration import calibrate, calibration_text, calibration_tokens
 from swarm.models.span_assembly import SpanAssembly
@@ -81,9 +81,11 @@ def load_flash_span(
     """
     with ExitStack() as opened:
         prepared = _open_prepared(checkpoint, span, dtype, options, progress, opened)
-        cut, blocks = _build_blocks(checkpoint, span, dtype, prepared, options, opened)
-        resident = weight_bytes(cut.layers) + sum(value.nbytes for one in blocks for value in one.resident.values())
-        flash = replace(attach_blocks(blocks, options.memory, resident), perplexity_loss=_perplexity_loss(blocks))
+        reading = _choose_io(prepared, options.io)
+        cut, blocks = _build_blocks(checkpoint, span, dtype, prepared, reading.io, opened)
+        resident = [weight_bytes(one.block) + sum(value.nbytes for value in one.resident.values()) for one in blocks]
+        flash = attach_blocks(blocks, options.memory, resident)
+        flash = replace(flash, perplexity_loss=_perplexity_loss(blocks), drive=reading.speed)
         if flash.sparse:
             logger.warning("%s", _approximation(flash.perplexity_loss))
         on_drive, in_memory = format_bytes(flash.record_bytes), format_bytes(flash.weight_bytes)
@@ -171,11 +173,10 @@ def _build_blocks(
     span: Span,
     dtype: torch.dtype,
     prepared: Sequence[PreparedBlock],
-    options: FlashOptions,
+    io: FlashIo,
     opened: ExitStack,
 ) -> tuple[HookedModule, list[FlashBlock]]:
     """The span without the weights that are on flash, and where these are."""
-    io = _choose_io(prepared, options.io)
     path = checkpoint.structure.layers_path
     assembly = SpanAssembly(checkpoint, span)
     blocks = []
@@ -201,8 +202,8 @@ def _predictor(prepared: PreparedBlock) -> CalibratedPredictor | None:
     return load_predictor(prepared.files.predictor, prepared.digest, hidden, neurons)
 
 
-def _choose_io(prepared: Sequence[PreparedBlock], requested: FlashIo | None) -> FlashIo:
+def _choose_io(prepared: Sequence[PreparedBlock], requested: FlashIo | None) -> IoChoice:
     largest = max(prepared, key=lambda one: one.layout.file_bytes)
     choice = choose_io(largest.records, requested, largest.layout.stride)
     logger.info("Flash: reading %s", choice.reason)
-    return choice.io
+    return choice

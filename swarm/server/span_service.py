@@ -9,22 +9,31 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from swarm.common.units import format_bytes
-from swarm.data_structures import Span
+from swarm.data_structures import FlashUse, Span
 from swarm.metrics.server import ServerObserver
 from swarm.models.adapters.adapter_files import read_block_weights
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy_trials import choose_forward
+from swarm.models.flash.costs.cost_model import FlashCostModel
 from swarm.models.flash_loading import load_flash_span
 from swarm.models.span_loading import load_span
 from swarm.protocol.compression import dtype_name
 from swarm.server.compute.compute_thread import ComputeThread
-from swarm.server.compute.engine import Engine, token_budget
+from swarm.server.compute.engine import (
+    MAX_ITERATION_S,
+    MAX_ITERATION_TOKENS,
+    MIN_ITERATION_TOKENS,
+    Engine,
+    token_budget,
+)
 from swarm.server.resolved_config import ResolvedConfig
 from swarm.server.sessions.adapter_store import AdapterLimits, AdapterStore
 from swarm.server.sessions.handler import MessageHandler
 from swarm.server.sessions.session_table import SessionTable
 from swarm.server.throughput.compute_measurement import determine_throughput
+from swarm.server.throughput.flash_prediction import predict_speed, predicted_throughput
 from swarm.server.throughput.throughput_cache import Throughput
+from swarm.server.throughput.throughput_option import ThroughputOption
 from swarm.transport.stream import Network
 
 logger = logging.getLogger(__name__)
@@ -33,10 +42,26 @@ HAND_OVER_TIMEOUT_S = 5.0
 """How long clients get to move their sessions to other servers once they were asked to."""
 
 FLASH_ITERATION_TOKENS = 1024
-"""Tokens of one iteration of blocks on flash: each iteration of a prompt reads all weights once."""
+"""Tokens of one iteration of blocks on flash, if the cost model was not asked: each iteration of a prompt reads all
+weights once."""
 
 POLL_PERIOD_S = 0.1
 """Time between checks whether all sessions have ended."""
+
+
+class FlashReporter:
+    """Tells an observer what a span has read from flash since the last report; nothing if all is in memory."""
+
+    def __init__(self, model: SpanModel, observer: ServerObserver) -> None:
+        self._flash, self._observer = model.flash, observer
+        self._reported = FlashUse()
+
+    def report(self) -> None:
+        """Tell what is new."""
+        if self._flash is not None:
+            use = self._flash.use()
+            self._observer.flash_used(use.since(self._reported))
+            self._reported = use
 
 
 @dataclass(frozen=True)
@@ -47,6 +72,7 @@ class SpanService:
         span: the blocks.
         adapters: what clients add to them.
         load_seconds: how long loading took.
+        flash_reporter: counts what is read from flash.
     """
 
     span: Span
@@ -57,6 +83,7 @@ class SpanService:
     adapters: AdapterStore
     throughput: Throughput
     load_seconds: float
+    flash_reporter: FlashReporter
 
     @classmethod
     async def load(
@@ -79,12 +106,16 @@ class SpanService:
         load_seconds = time.monotonic() - began
         logger.info("Loaded: %s of weights in %.1f s", format_bytes(model.weight_bytes), load_seconds)
         model = await _choose_forward(config, model, compute_thread)
-        throughput = await _determine_throughput(config, model, compute_thread)
+        costs = None
+        if model.flash is not None and config.options.throughput == ThroughputOption():
+            costs = await compute_thread.run(predict_speed, model)
+            observer.flash_predicted(costs.tokens_per_second())
+        throughput = await _determine_throughput(config, model, compute_thread, costs)
         paging = model.strategy.paging
         page = paging.pool.page_size if paging is not None else 1
         sessions = SessionTable(config.cache_tokens, time.monotonic, page=page, observer=observer)
         logger.info("Attention cache: room for %d tokens", sessions.capacity)
-        engine = _make_engine(model, throughput, compute_thread, observer)
+        engine = _make_engine(model, throughput, compute_thread, observer, costs)
         logger.info("Scheduler: up to %d tokens an iteration", engine.budget)
         adapters = AdapterStore(time.monotonic, AdapterLimits(memory=config.adapter_memory), observer)
         if public:
@@ -96,7 +127,8 @@ class SpanService:
         handler = MessageHandler(
             network, model, checkpoint.revision, sessions, engine, adapters=adapters, observer=observer
         )
-        return cls(span, model, sessions, handler, engine, adapters, throughput, load_seconds)
+        reporter = FlashReporter(model, observer)
+        return cls(span, model, sessions, handler, engine, adapters, throughput, load_seconds, reporter)
 
     @property
     def sparse(self) -> bool:
@@ -109,9 +141,11 @@ class SpanService:
         return self.model.flash.perplexity_loss if self.model.flash is not None else None
 
     def expire(self) -> None:
-        """Close sessions whose client is gone, and drop adapters that have not been used for a while."""
+        """Close sessions whose client is gone, drop adapters that have not been used for a while, and count what was
+        read from flash."""
         self.sessions.expire()
         self.adapters.expire()
+        self.flash_reporter.report()
 
     async def drain(self, finish_s: float, hand_over_s: float = HAND_OVER_TIMEOUT_S) -> None:
         """Stop serving: give sessions `finish_s` to end, then `hand_over_s` to move to other servers.
@@ -141,12 +175,18 @@ class SpanService:
 
 
 def _make_engine(
-    model: SpanModel, throughput: Throughput, compute_thread: ComputeThread, observer: ServerObserver
+    model: SpanModel,
+    throughput: Throughput,
+    compute_thread: ComputeThread,
+    observer: ServerObserver,
+    costs: FlashCostModel | None,
 ) -> Engine:
     if model.flash is None:
         return Engine(compute_thread, token_budget(throughput.forward / model.span.length), observer)
-    # Reading a prompt's weights takes most of the time, so few long iterations. Nothing waits for a drive in the loop.
-    return Engine(compute_thread, FLASH_ITERATION_TOKENS, observer, inline=False)
+    tokens = FLASH_ITERATION_TOKENS
+    if costs is not None:
+        tokens = max(MIN_ITERATION_TOKENS, costs.token_budget(MAX_ITERATION_S, MAX_ITERATION_TOKENS))
+    return Engine(compute_thread, tokens, observer, inline=False)  # the network loop never waits for a drive
 
 
 async def _load_model(config: ResolvedConfig, span: Span, compute_thread: ComputeThread) -> SpanModel:
@@ -183,7 +223,11 @@ async def _choose_forward(config: ResolvedConfig, model: SpanModel, compute_thre
     return chosen
 
 
-async def _determine_throughput(config: ResolvedConfig, model: SpanModel, compute_thread: ComputeThread) -> Throughput:
+async def _determine_throughput(
+    config: ResolvedConfig, model: SpanModel, compute_thread: ComputeThread, costs: FlashCostModel | None
+) -> Throughput:
+    if costs is not None:
+        return predicted_throughput(costs)
     return await compute_thread.run(
         determine_throughput,
         config.options.throughput,

@@ -81,17 +81,17 @@ def test_exact_kinds_compute_the_same_with_little_memory(family, checkpoints, tm
         assert (result - right).norm(dim=1).max() <= 1e-5 * right.norm(dim=1).max()
     else:
         assert torch.equal(result, right)
-    counters = model.flash.counters()
-    assert counters.bytes > model.flash.record_bytes
+    counters = model.flash.use()
+    assert counters.read_bytes > model.flash.record_bytes
     assert model.weight_bytes < 0.9 * expected.weight_bytes
     model.flash.close()
 
 
 def test_what_fits_is_read_once(checkpoints, tmp_path):
     model = load(checkpoints("llama"), tmp_path)
-    before = model.flash.counters().bytes
+    before = model.flash.use().read_bytes
     run(model)
-    assert model.flash.counters().bytes == before == model.flash.record_bytes
+    assert model.flash.use().read_bytes == before == model.flash.record_bytes
     model.flash.close()
 
 
@@ -168,7 +168,7 @@ def test_neurons_are_selected_with_predictors_that_are_made_at_the_first_start(c
     assert "results are APPROXIMATE" in caplog.text
     assert abs(model.flash.perplexity_loss) < 0.2
     result, exact = run(model), run(in_memory(checkpoint))
-    counters = model.flash.counters()
+    counters = model.flash.use()
     assert 0 < counters.selected < counters.selectable
     error = (result - exact).norm() / exact.norm()
     assert 0 < error < 0.5  # of inputs that no text has

@@ -17,13 +17,13 @@ from swarm.models.flash.neurons.sparse_feed_forward import SpanShared, SparseFee
 from swarm.models.flash.streaming.block_stream import BlockStream
 
 
-def attach_blocks(blocks: Sequence[FlashBlock], memory: int, resident_bytes: int) -> FlashSpan:
+def attach_blocks(blocks: Sequence[FlashBlock], memory: int, resident_bytes: Sequence[int]) -> FlashSpan:
     """Put modules that compute from records into the blocks of a span.
 
     Args:
         blocks: in the order of the span.
         memory: bytes for all weights of the span.
-        resident_bytes: those of its weights that always stay in memory.
+        resident_bytes: of each block, the weights that always stay in memory.
 
     Raises:
         NotEnoughMemory: the blocks cannot be computed within `memory`.
@@ -33,7 +33,7 @@ def attach_blocks(blocks: Sequence[FlashBlock], memory: int, resident_bytes: int
     for one in blocks:
         by_kind.setdefault(one.plan.kind, []).append(one)
     needs = memory_needs([(one.plan.kind, one.store.layout) for one in blocks])
-    shares = share_memory(memory - resident_bytes, needs)
+    shares = share_memory(memory - sum(resident_bytes), needs)
     streamed = by_kind.get(RecordKind.BLOCK)
     stream = BlockStream(streamed, shares[RecordKind.BLOCK]) if streamed else None
     pools = []
@@ -47,8 +47,7 @@ def attach_blocks(blocks: Sequence[FlashBlock], memory: int, resident_bytes: int
         layers = _attach_neurons(sparse, shares[RecordKind.NEURONS], shared)
     taken = (stream.memory_bytes if stream is not None else 0) + sum(pool.buffer.nbytes for pool in pools)
     taken += shared.slabs.nbytes + sum(layer.memory_bytes for layer in layers)
-    stores = [one.store for one in blocks]
-    return FlashSpan(resident_bytes + taken, stores, stream, pools, layers, shared)
+    return FlashSpan(sum(resident_bytes) + taken, blocks, resident_bytes, stream, pools, layers, shared)
 
 
 def _attach_neurons(blocks: Sequence[FlashBlock], memory: int, shared: SpanShared) -> list[SparseFeedForward]:

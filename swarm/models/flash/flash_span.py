@@ -6,36 +6,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
+from swarm.data_structures import FlashUse
+from swarm.models.flash.costs.cost_model import ReadingSpeed
 from swarm.models.flash.experts.expert_pool import ExpertPool
+from swarm.models.flash.flash_block import FlashBlock
 from swarm.models.flash.neurons.exact_pass import SlabMemory
 from swarm.models.flash.neurons.sparse_feed_forward import SpanShared, SparseFeedForward
 from swarm.models.flash.streaming.block_stream import BlockStream
-from swarm.models.flash.weight_store import WeightStore
-
-
-@dataclass(frozen=True)
-class FlashCounters:
-    """What a span read since it was loaded.
-
-    Attributes:
-        bytes, reads: from the drive.
-        wait_seconds: time that computing stood still for the drive.
-        needed: experts or neurons that forwards needed, summed over blocks.
-        hits: those of them that were in memory.
-        selected: neurons selected for tokens, of `selectable`, summed over tokens and blocks.
-        active: neurons of sampled tokens that were active.
-        missed: those of them that would not have been selected.
-    """
-
-    bytes: int = 0
-    reads: int = 0
-    wait_seconds: float = 0.0
-    needed: int = 0
-    hits: int = 0
-    selected: int = 0
-    selectable: int = 0
-    active: int = 0
-    missed: int = 0
 
 
 @dataclass(frozen=True)
@@ -44,22 +21,26 @@ class FlashSpan:
 
     Attributes:
         weight_bytes: memory that all weights of the span take, buffers for records included.
-        stores: one for each block.
+        blocks: in the order of the span.
+        resident_bytes: of each block, the weights that always stay in memory.
         stream: the blocks that are read whole; None if there are none.
         pools: experts in memory, one for each layout.
         neurons: feed-forward layers that select neurons.
         shared: what these have in common.
         perplexity_loss: how much selecting neurons raises the perplexity, as a share; None if it was not measured.
+        drive: how fast the packed files are read; None if it was not measured.
         files: what lets go of the packed files.
     """
 
     weight_bytes: int
-    stores: Sequence[WeightStore]
+    blocks: Sequence[FlashBlock]
+    resident_bytes: Sequence[int]
     stream: BlockStream | None = None
     pools: Sequence[ExpertPool] = ()
     neurons: Sequence[SparseFeedForward] = ()
     shared: SpanShared = field(default_factory=lambda: SpanShared(SlabMemory(0)))
     perplexity_loss: float | None = None
+    drive: ReadingSpeed | None = None
     files: ExitStack = field(default_factory=ExitStack)
 
     @property
@@ -75,7 +56,7 @@ class FlashSpan:
     @property
     def record_bytes(self) -> int:
         """Bytes of all records on the drive."""
-        return sum(store.layout.file_bytes for store in self.stores)
+        return sum(one.store.layout.file_bytes for one in self.blocks)
 
     @contextmanager
     def exactly(self) -> Iterator[None]:
@@ -86,13 +67,13 @@ class FlashSpan:
         finally:
             self.shared.exactly = before
 
-    def counters(self) -> FlashCounters:
+    def use(self) -> FlashUse:
         """What was read so far."""
-        read = [store.counters for store in self.stores]
+        read = [one.store.counters for one in self.blocks]
         experts = [pool.counters for pool in self.pools]
         neurons = [layer.counters for layer in self.neurons]
-        return FlashCounters(
-            bytes=sum(one.bytes for one in read),
+        return FlashUse(
+            read_bytes=sum(one.bytes for one in read),
             reads=sum(one.reads for one in read),
             wait_seconds=sum(one.wait_seconds for one in read),
             needed=sum(one.hits + one.misses for one in experts) + sum(one.needed for one in neurons),
