@@ -52,12 +52,11 @@ class ExpertOptions:
 
     Attributes:
         priority: makes the rule by which experts stay in memory, for a number of blocks and of experts a block.
-        look_ahead: how many of each token's likeliest experts are read before the next block's router is certain;
-            0 for none.
+        look_ahead: whether experts are read that the next block will probably need.
     """
 
     priority: Callable[[int, int], StayPriority] = TwoSpeedFrequency
-    look_ahead: int = 0
+    look_ahead: bool = True
 
 
 def attach(blocks: Sequence[ExpertBlock], budget_bytes: int, options: ExpertOptions | None = None) -> list[ExpertPool]:
@@ -116,7 +115,7 @@ def _attach_pool(blocks: Sequence[ExpertBlock], slots: int, options: ExpertOptio
         one.block.set_submodule(path, modules[-1])
     if options.look_ahead:
         routers = [find_router(one.block, one.plan.modules[EXPERTS], layout.count) for one in blocks]
-        LookAhead(pool, modules, routers, options.look_ahead)
+        LookAhead(pool, modules, routers)
     return pool
 
 

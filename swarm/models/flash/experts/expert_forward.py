@@ -11,9 +11,9 @@ Shapes: N tokens, K experts a token, S = N * K pairs of a token and an expert, H
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import closing
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -27,8 +27,18 @@ from swarm.models.flash.record_buffer import Indices
 Weights = dict[str, torch.Tensor]
 """One expert's weights and biases, by their names in the experts module."""
 
-LookAhead = Callable[[Indices], None]
-"""Begins reads for the next block, when the drive has nothing else to do; gets the slots that are in use."""
+
+class NextBlock(Protocol):
+    """What a block's experts tell when the drive has delivered all that they need."""
+
+    def __call__(self, needed: Indices, experts_a_token: int, in_use: Indices) -> None:
+        """Begin to read what the next block may need.
+
+        Args:
+            needed: the experts that this block needs.
+            experts_a_token: how many each token needs.
+            in_use: slots that must keep what they hold.
+        """
 
 
 class FlashExperts(nn.Module):
@@ -41,14 +51,14 @@ class FlashExperts(nn.Module):
         block: the block's number in the pool.
 
     Attributes:
-        look_ahead: set by `look_ahead.LookAhead`; None if nothing is read ahead.
+        next_block: set by `look_ahead.LookAhead`; None if nothing is read ahead.
     """
 
     def __init__(self, experts: nn.Module, path: str, pool: ExpertPool, block: int) -> None:
         super().__init__()
         names = expert_tensors(experts)
         self.num_experts = pool.buffer.layout.count
-        self.look_ahead: LookAhead | None = None
+        self.next_block: NextBlock | None = None
         self._pool, self._block = pool, block
         self._weights = {name: pool.buffer.field(f"{path}.{name}") for name in names}
         for name in names:
@@ -59,8 +69,12 @@ class FlashExperts(nn.Module):
         """Each needed expert and its weights, in the order in which they become available."""
         if torch.is_grad_enabled():
             raise InvalidOption("experts on flash compute no gradients: their weights are replaced while it computes")
-        ahead = self.look_ahead or _no_look_ahead
-        with closing(self._pool.visit(self._block, needed, shares, tokens, ahead)) as parts:
+
+        def when_read(in_use: Indices) -> None:
+            if self.next_block is not None:
+                self.next_block(needed, round(shares.sum()), in_use)
+
+        with closing(self._pool.visit(self._block, needed, shares, tokens, when_read)) as parts:
             for part in parts:
                 for expert, slot in zip(part.experts.tolist(), part.slots.tolist(), strict=True):
                     yield expert, {name: weight[slot] for name, weight in self._weights.items()}
@@ -113,7 +127,3 @@ class EveryFlashExpert(FlashExperts):
                 one = {name: weight.unsqueeze(0) for name, weight in weights.items()}
                 output_ENH[expert] = torch.func.functional_call(self.family, one, (hidden_ENH[expert],))
         return output_ENH.view(hidden_states.shape)
-
-
-def _no_look_ahead(in_use: Indices) -> None:
-    """Read nothing ahead."""

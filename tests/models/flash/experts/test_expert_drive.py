@@ -35,7 +35,7 @@ def test_text_from_packed_files_is_that_of_the_resident_model(family, io, tmp_pa
             pytest.skip(str(error))
 
     resident = resident_model(family)
-    flash = flash_model(resident, 0.3, ExpertOptions(look_ahead=1), packed)
+    flash = flash_model(resident, 0.3, stored=packed)
     assert zoo.greedy_texts(flash.model) == zoo.greedy_texts(resident)
     for store in flash.stores:
         store.close()
@@ -67,9 +67,10 @@ class FailedRead:
 
 
 @pytest.mark.parametrize("family", ["mixtral", "llama4_text"])
-@pytest.mark.parametrize("look_ahead", [0, 2])
+@pytest.mark.parametrize("look_ahead", [False, True])
 @pytest.mark.parametrize("every", [5, 7])
-def test_a_forward_fails_by_name_and_the_next_one_computes_right(family, look_ahead, every):
+def test_a_forward_fails_by_name_and_the_next_one_computes_right(family, look_ahead, every, monkeypatch):
+    monkeypatch.setattr("swarm.models.flash.experts.look_ahead.MIN_CHANCE", 0.0)
     resident = resident_model(family)
     flash = flash_model(resident, 0.5, ExpertOptions(look_ahead=look_ahead), lambda store: FailingStore(store, every))
     failed = right = 0
