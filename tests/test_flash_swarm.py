@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 from swarm.errors import MissingBlocks
 from swarm.models.flash.reading.record_reader import FlashIo
@@ -55,18 +54,10 @@ def test_the_server_in_the_middle_is_killed_and_replaced_in_mid_text(checkpoint,
             assert ended[0, prompt.shape[1] :].tolist() == expected
 
 
-def save_tokenizer(folder: Path) -> None:
-    """A token for each character of ASCII, in the order of their codes."""
-    vocabulary = {chr(code): code for code in range(zoo.VOCABULARY)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(folder)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", ["opt"], indirect=True)
 def test_a_server_that_selects_neurons_is_used_only_by_clients_that_accept_it(checkpoint, tmp_path):
-    save_tokenizer(checkpoint)
+    zoo.save_tokenizer(checkpoint)
     options = {"flash": FlashOption(memory=4_000_000), "flash_io": FlashIo.CACHED, "cache_dir": tmp_path / "cache"}
     with run_swarm(checkpoint, ["0:6"], **options) as swarm:
         with run_client(swarm, wait_for_blocks=1.0) as model, pytest.raises(MissingBlocks, match="exact=False"):

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 BLOCKS = 6
 VOCABULARY = 128
@@ -237,6 +238,14 @@ def make_model(family: str, **overrides: Any) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(config_of(family, **overrides), dtype=torch.float32)
     _spread_weights(model, *TUNED.get(family, (SEED, SPREAD)))
     return model
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A token for each character of ASCII, in the order of their codes."""
+    vocabulary = {chr(code): code for code in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(folder)
 
 
 def _spread_weights(model: PreTrainedModel, seed: int, spread: float) -> None:

@@ -54,22 +54,19 @@ def prepare(
     console.configure_logging()
     from swarm.models.checkpoints.checkpoint import open_checkpoint
     from swarm.models.checkpoints.partial_loading import resolve_dtype
-    from swarm.models.flash.block_choice import BlockPlanner
     from swarm.models.flash.files import preparation
     from swarm.models.flash.files.block_files import flash_root
+    from swarm.models.flash_preparation import open_prepared, span_planner
 
     checkpoint = open_checkpoint(model, revision=revision, cache_dir=cache_dir)
     span = Span(0, checkpoint.blocks) if blocks is None else _parse_blocks(blocks)
-    written = preparation.prepare(
-        checkpoint,
-        span,
-        dtype=resolve_dtype(dtype, checkpoint.config),
-        root=flash_root(cache_dir),
-        plan_of=BlockPlanner(flash_exact).plan,
-        progress=True,
-    )
+    root, kept_in = flash_root(cache_dir), resolve_dtype(dtype, checkpoint.config)
+    planner = span_planner(checkpoint, span, kept_in, root, flash_exact)
+    written = preparation.prepare(checkpoint, span, dtype=kept_in, root=root, plan_of=planner.plan, progress=True)
+    for one in open_prepared(checkpoint, span, kept_in, root, flash_exact, progress=True):  # and predictors
+        one.close()
     done = f"Prepared blocks {format_blocks(written)}" if written else f"Blocks {span} were prepared already"
-    click.echo(f"{done}: {checkpoint.name}, in {flash_root(cache_dir)}")
+    click.echo(f"{done}: {checkpoint.name}, in {root}")
 
 
 @main.command()

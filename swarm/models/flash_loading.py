@@ -12,27 +12,21 @@ import torch
 
 from swarm.common.units import format_bytes
 from swarm.data_structures import Span
-from swarm.errors import CheckpointError, InvalidOption, PackedFileError, format_blocks
 from swarm.models.block_loading import return_freed_memory
 from swarm.models.checkpoints.checkpoint import Checkpoint
-from swarm.models.checkpoints.tokenizer import load_tokenizer
 from swarm.models.execution.hooked_module import HookedModule
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy_trials import LayoutRequest, choose_layout
 from swarm.models.flash.attach import attach_blocks
 from swarm.models.flash.block_building import build_block
-from swarm.models.flash.block_choice import BlockPlanner
 from swarm.models.flash.block_plan import RecordKind
-from swarm.models.flash.files.block_files import PackedModel
-from swarm.models.flash.files.planned_blocks import plan_span
-from swarm.models.flash.files.preparation import add_predictor, open_span
 from swarm.models.flash.files.prepared_block import PreparedBlock
 from swarm.models.flash.flash_block import FlashBlock
-from swarm.models.flash.neurons.predictor import CalibratedPredictor, encode_predictor, load_predictor
+from swarm.models.flash.neurons.predictor import CalibratedPredictor, load_predictor
 from swarm.models.flash.reading.flash_store import FlashStore
 from swarm.models.flash.reading.io_choice import IoChoice, choose_io
 from swarm.models.flash.reading.record_reader import FlashIo
-from swarm.models.neuron_calibration import calibrate, calibration_text, calibration_tokens
+from swarm.models.flash_preparation import open_prepared
 from swarm.models.span_assembly import SpanAssembly
 from swarm.models.weights import frozen_linear
 from swarm.models.weights.quantization import weight_bytes
@@ -80,7 +74,9 @@ def load_flash_span(
         PackedFileError, DriveFailed: packed files cannot be read although they were checked.
     """
     with ExitStack() as opened:
-        prepared = _open_prepared(checkpoint, span, dtype, options, progress, opened)
+        prepared = open_prepared(checkpoint, span, dtype, options.root, options.exact, progress)
+        for one in prepared:
+            opened.callback(one.close)
         reading = _choose_io(prepared, options.io)
         cut, blocks = _build_blocks(checkpoint, span, dtype, prepared, reading.io, opened)
         resident = [weight_bytes(one.block) + sum(value.nbytes for value in one.resident.values()) for one in blocks]
@@ -97,46 +93,6 @@ def load_flash_span(
     return model
 
 
-def _open_prepared(
-    checkpoint: Checkpoint, span: Span, dtype: torch.dtype, options: FlashOptions, progress: bool, opened: ExitStack
-) -> list[PreparedBlock]:
-    """The packed files of the span's blocks, and predictors where neurons are selected."""
-    packed = PackedModel.of(checkpoint, dtype, options.root)
-    entries = [packed.files(block).predictor_entry.exists() for block in range(span.start, span.end)]
-    tokens = None
-    if not options.exact and not all(entries) and _has_neurons(checkpoint, span, dtype):
-        tokens = _text(checkpoint)
-        if tokens is None:
-            logger.warning("Flash: no neurons are selected, because %s has no tokenizer", checkpoint.name)
-    exact = options.exact or (tokens is None and not all(entries))
-    plan_of = BlockPlanner(exact).plan
-    prepared = open_span(checkpoint, span, dtype=dtype, root=options.root, plan_of=plan_of, progress=progress)
-    for one in prepared.values():
-        opened.callback(one.close)
-    if len(prepared) < span.length:
-        raise InvalidOption(f"--flash: some blocks of {span} have no weights that could be on flash; use --flash off")
-    without = {block: one for block, one in prepared.items() if _needs_predictor(one)}
-    if without:
-        tokens = _text(checkpoint) if tokens is None else tokens
-        if tokens is None:
-            raise PackedFileError(
-                f"blocks {format_blocks(without)} of {checkpoint.name} have no usable predictors, and it has no "
-                "tokenizer to make them with; use --flash-exact"
-            )
-        for block, (made, digest) in calibrate(checkpoint, without, tokens, dtype, progress=progress).items():
-            add_predictor(packed, without[block], encode_predictor(made, digest))
-    return list(prepared.values())
-
-
-def _text(checkpoint: Checkpoint) -> torch.Tensor | None:
-    """Tokens to make predictors with; None if the checkpoint has no tokenizer."""
-    try:
-        return calibration_tokens(load_tokenizer(checkpoint.source, checkpoint.revision), calibration_text())
-    except CheckpointError as error:
-        logger.debug("%s", error)
-        return None
-
-
 def _perplexity_loss(blocks: Sequence[FlashBlock]) -> float | None:
     """How much selecting neurons in all of the blocks raises the perplexity; None if it was not measured."""
     predictors = [one.predictor for one in blocks if one.predictor is not None]
@@ -150,22 +106,6 @@ def _approximation(loss: float | None) -> str:
         f"Flash: results are APPROXIMATE, because tokens are computed with some neurons only; {known}. Other peers are "
         "told, and clients use this server only if they accept it. --flash-exact computes all neurons"
     )
-
-
-def _has_neurons(checkpoint: Checkpoint, span: Span, dtype: torch.dtype) -> bool:
-    planned = plan_span(checkpoint, span, dtype, BlockPlanner().plan)
-    return any(one.plan.kind is RecordKind.NEURONS for one in planned.values())
-
-
-def _needs_predictor(prepared: PreparedBlock) -> bool:
-    """Whether a block of neurons has no predictor that can be used."""
-    if prepared.plan.kind is not RecordKind.NEURONS:
-        return False
-    try:
-        return prepared.predictor() is None
-    except PackedFileError as error:
-        logger.warning("%s; it is made again", error)
-        return True
 
 
 def _build_blocks(

@@ -83,8 +83,10 @@ def test_all_blocks_are_prepared_by_default(cache, mixtral):
 @pytest.mark.parametrize(("options", "kind"), [((), "neurons"), (("--flash-exact",), "block")])
 def test_neurons_are_selected_unless_servers_are_exact(cache, tmp_path, options, kind):
     opt = zoo.make_checkpoint("opt", tmp_path / "opt")
+    zoo.save_tokenizer(opt)
     assert "Prepared blocks 0:1" in run(cache, "prepare", opt, "--blocks", "0:1", *options).stdout
     assert kind in run(cache, "show").stdout.split()
+    assert len(list(cache.rglob("*.predictor.safetensors"))) == (kind == "neurons")
 
 
 def test_nothing_is_removed_without_a_yes(cache, mixtral):

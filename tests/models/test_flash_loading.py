@@ -9,7 +9,7 @@ import torch
 
 from swarm.data_structures import Span, StepLayout
 from swarm.errors import AdapterRefused, NotEnoughMemory, TrainingRefused
-from swarm.models import flash_loading
+from swarm.models import flash_preparation
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from swarm.models.execution.gradients import compute_gradients
 from swarm.models.execution.session_cache import SessionCache
@@ -157,7 +157,7 @@ def test_training_over_experts_on_flash_is_refused_by_name(checkpoints, tmp_path
 def text(monkeypatch) -> None:
     """Some text for models without a tokenizer."""
     tokens = torch.randint(1, zoo.VOCABULARY, (8, 32), generator=torch.Generator().manual_seed(3))
-    monkeypatch.setattr(flash_loading, "_text", lambda checkpoint: tokens)
+    monkeypatch.setattr(flash_preparation, "_text", lambda checkpoint: tokens)
 
 
 def test_neurons_are_selected_with_predictors_that_are_made_at_the_first_start(checkpoints, tmp_path, text, caplog):
