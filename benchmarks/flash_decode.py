@@ -43,6 +43,7 @@ HEADING = (
     "GB a token",
     "times as quick as naive",
     "as hybrid",
+    "as the same in memory",
     "predicted ms",
     "predicted / measured",
     "paper, ms",
@@ -158,7 +159,7 @@ def measure(variants: Sequence[Variant], setting: Setting, rounds: int) -> None:
 
 def report(variants: Sequence[Variant]) -> str:
     """Format the table."""
-    naive, hybrid = (next(one for one in variants if one.name == name) for name in ("naive", "hybrid"))
+    by_name = {one.name: one.seconds for one in variants}
     lines = []
     for one in variants:
         lines.append(
@@ -167,8 +168,7 @@ def report(variants: Sequence[Variant]) -> str:
                 spread([seconds * 1000 for seconds in one.seconds]),
                 spread([seconds * 1000 for seconds in one.waiting]),
                 spread([size / 1e9 for size in one.bytes], 2),
-                times(naive.seconds, one.seconds),
-                times(hybrid.seconds, one.seconds),
+                *(times(by_name[other], one.seconds) for other in ("naive", "hybrid", "the same in memory")),
                 spread([seconds * 1000 for seconds in one.predicted]),
                 times(one.predicted, one.seconds),
                 PAPER.get(one.name, ""),

@@ -24,7 +24,7 @@ TOKENS = (1, 2, 4, 8, 32, 128)
 WEIGHT_BYTES = 128 << 20
 """Bytes of weights of a measurement: more than processors have of cache."""
 
-REPEATS = 5
+REPEATS = 9
 BLOCK_S = 1e-3
 """What a block costs beyond its weights (Python, norms, attention scores), on processors of 2020 and later."""
 
@@ -116,7 +116,7 @@ def _seconds(work: Callable[[], object]) -> float:
         began = time.perf_counter()
         work()
         times.append(time.perf_counter() - began)
-    return statistics.median(times)
+    return statistics.fmean(times)  # what other programs take will be taken from tokens too
 
 
 def _rows(hidden: int, dtype: torch.dtype) -> int:
