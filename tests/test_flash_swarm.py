@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from swarm.errors import MissingBlocks
 from swarm.models.flash.reading.record_reader import FlashIo
 from swarm.server.flash_budget import FlashOption
+from swarm.server.throughput.throughput_option import ThroughputOption
 from tests import zoo
 from tests.swarms import run_client, run_swarm
 
@@ -83,3 +85,24 @@ def test_a_server_that_has_to_be_exact_streams_what_could_be_selected(checkpoint
     with run_swarm(checkpoint, ["0:6"], flash_exact=True, **options) as swarm, run_client(swarm) as model:
         assert not model.swarm.servers()[0].sparse
         assert zoo.greedy_texts(model, LENGTH) == local_texts(checkpoint)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoint", ["mixtral"], indirect=True)
+def test_a_drive_that_fails_in_mid_text_is_left_for_another_server(checkpoint, tmp_path):
+    """The server answers with its error, and works again when the drive does."""
+    cache = tmp_path / "cache"
+    flash = {"flash": FlashOption(memory=100_000), "flash_io": FlashIo.CACHED, "cache_dir": cache}
+    with run_swarm(checkpoint, ["0:3"]) as swarm:
+        failing = swarm.start("3:6", throughput=ThroughputOption(1e6), **flash).wait_ready()
+        with run_client(swarm) as model, model.inference_session(max_length=64) as session:
+            prompt = torch.tensor([zoo.PROMPTS[0]])
+            begun = model.generate(prompt, max_new_tokens=5, do_sample=False, session=session)
+            swarm.start("3:6").wait_ready()
+            for path in cache.rglob("*.records"):
+                os.truncate(path, 0)
+            ended = model.generate(begun, max_new_tokens=LENGTH - 5, do_sample=False, session=session)
+            assert ended[0, prompt.shape[1] :].tolist() == local_texts(checkpoint)[0]
+            used = [hop.server.peer_id for hop in session.route.hops]
+        assert failing.peer_id not in used
+        assert failing.works
