@@ -213,7 +213,7 @@ async def _load_model(config: ResolvedConfig, span: Span, compute_thread: Comput
 async def _choose_forward(config: ResolvedConfig, model: SpanModel, compute_thread: ComputeThread) -> SpanModel:
     """The model of the same blocks that computes them in the fastest way."""
     began = time.monotonic()
-    if config.options.compile_cache_dir is not None:
+    if config.options.compile_cache_dir is not None and model.flash is None:
         logger.info("Compiling, unless it was done before: about half a minute")
     if model.strategy.paging is not None:
         # All pages at once: a pool that grows moves, and graphs recorded on it would have to be recorded again.

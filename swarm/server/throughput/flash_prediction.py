@@ -9,6 +9,7 @@ import logging
 
 import torch
 
+from swarm.models.block_loading import return_freed_memory
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.flash.costs.cost_model import FlashCostModel, describe
 from swarm.models.flash.costs.span_costs import span_cost_model
@@ -26,6 +27,7 @@ def predict_speed(model: SpanModel) -> FlashCostModel:
     assert flash is not None
     assert flash.drive is not None
     costs = span_cost_model(flash, flash.drive, model.hidden_size, _experts_per_token(model))
+    return_freed_memory()  # what was measured with is not in the budget
     if any(block.stride for block in costs.blocks):
         logger.info("%s", describe(costs, flash.weight_bytes - sum(flash.resident_bytes)))
     return costs
