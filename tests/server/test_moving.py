@@ -114,7 +114,9 @@ def test_a_session_goes_on_while_its_server_moves(tmp_path: Path) -> None:
     local = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     prompt = torch.randint(3, 100, (1, 7), generator=torch.Generator().manual_seed(3))
     expected = local.generate(prompt, max_new_tokens=24, do_sample=False, pad_token_id=0)
-    with run_swarm(folder, ["0:4"], dtype="float32", update_period=PERIOD) as swarm:
+    # So slow that a route goes through the spare, whatever a busy machine makes of their round trips.
+    slow_head = ThroughputOption(1.0)
+    with run_swarm(folder, ["0:4"], dtype="float32", update_period=PERIOD, throughput=slow_head) as swarm:
         tail = swarm.start("4:6", dtype="float32", update_period=PERIOD).wait_ready()
         spare = swarm.start(
             "4", dtype="float32", update_period=PERIOD, stay=False, throughput=ThroughputOption(1e6)
