@@ -1,0 +1,50 @@
+"""The benchmark of quality runs over a small model, and its bounds hold there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks import flash_quality, flash_quality_methods
+from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
+from swarm.models.neuron_calibration import calibration_text
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """An OPT with random weights and the demo model's tokenizer."""
+    torch.manual_seed(0)
+    options = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 64}
+    config = AutoConfig.for_model(
+        "opt", **options, word_embed_proj_dim=32, vocab_size=2048, max_position_embeddings=512
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "opt")
+    for path in DEMO_FOLDER.glob("tokenizer*"):
+        shutil.copy(path, tmp_path / "opt")
+    return tmp_path / "opt"
+
+
+def test_every_method_is_measured(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_quality, "QUICK_WINDOWS", 4)
+    monkeypatch.setattr(flash_quality_methods, "TRAINING_WINDOWS", 6)
+    monkeypatch.setattr(flash_quality_methods, "CALIBRATION_WINDOWS", 2)
+    text, found, picture = (tmp_path / name for name in ("text.txt", "found.json", "picture.png"))
+    text.write_text(calibration_text())
+    options = ["--ranks", "4", "--recalls", "0.5", "0.9", "--json", str(found), "--picture", str(picture), "--quick"]
+    monkeypatch.setattr("sys.argv", ["flash_quality", str(model), "--text", str(text), *options])
+    flash_quality.main()
+    results = json.loads(found.read_text())["results"]["opt"]
+    methods = {result["method"]: result for result in results}
+    assert set(methods) == {"oracle", "gate", "svd 4", "inputs svd 4", "trained 4", "default"}
+    assert methods["gate"]["ratio"] == pytest.approx(1, rel=1e-5)
+    for layer in methods["gate"]["layers"]:
+        assert layer["recall"] == 1
+        assert layer["selected"] == pytest.approx(layer["active"])
+    oracles = [result for result in results if result["method"] == "oracle"]
+    assert [round(layer["energy"], 1) for one in oracles for layer in one["layers"]] == [0.5, 0.5, 0.9, 0.9]
+    assert picture.stat().st_size > 1000
