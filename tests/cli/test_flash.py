@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from pathlib import Path
@@ -31,6 +32,14 @@ def cache(tmp_path) -> Path:
 @pytest.fixture(scope="module")
 def mixtral(tmp_path_factory) -> Path:
     return zoo.make_checkpoint("mixtral", tmp_path_factory.mktemp("zoo") / "mixtral")
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before(monkeypatch):
+    """`prepare` logs to the terminal, as every command that takes long; tests in this process go on without."""
+    logger = logging.getLogger("swarm")
+    for name in ("handlers", "propagate", "level"):
+        monkeypatch.setattr(logger, name, getattr(logger, name))
 
 
 def run(cache: Path, *arguments: object, answer: str | None = None) -> Result:
