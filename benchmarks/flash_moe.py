@@ -19,10 +19,11 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLaye
 
 from benchmarks.flash_files import SCALE, write_random
 from swarm.models.flash.block_plan import BlockPlan, take_out
-from swarm.models.flash.experts.attach import ExpertBlock, attach
+from swarm.models.flash.experts.attach import attach
 from swarm.models.flash.experts.expert_pool import ExpertPool
 from swarm.models.flash.experts.expert_site import EXPERTS, find_experts
 from swarm.models.flash.experts.routing_trace import Trace
+from swarm.models.flash.flash_block import FlashBlock
 from swarm.models.flash.record_buffer import RecordBuffer
 from swarm.models.flash.record_layout import RecordLayout
 from swarm.models.flash.weight_store import WeightStore
@@ -128,7 +129,7 @@ class MoeBlocks:
     def attach_flash(self, stores: Sequence[WeightStore], budget: int) -> ExpertPool:
         """Have the blocks read their experts from stores."""
         found = [
-            ExpertBlock(block, self.plan, taken, {}, store)
+            FlashBlock(block, self.plan, taken, {}, store)
             for block, taken, store in zip(self.blocks, self.taken, stores, strict=True)
         ]
         (pool,) = attach(found, budget)

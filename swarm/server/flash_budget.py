@@ -87,6 +87,12 @@ class FlashBudget:
         return usable(self.free)
 
     @property
+    def memory_text(self) -> str:
+        """How much memory there is, for a log."""
+        free = f"{format_bytes(self.free)} free"
+        return free if self.memory is None else f"{format_bytes(self.memory)} for weights, of {free}"
+
+    @property
     def description(self) -> str:
         """What distinguishes it from weights in memory and from other budgets."""
         size = format_bytes(self.memory) if self.memory is not None else "all memory"

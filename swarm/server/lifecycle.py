@@ -10,7 +10,6 @@ from contextlib import suppress
 
 import torch
 
-from swarm.common.units import format_bytes
 from swarm.common.version import VERSION
 from swarm.data_structures import Mobility, ModelInfo, ServerInfo, ServerState, Span
 from swarm.dht.announcer import Announcer, adapter_names
@@ -173,7 +172,7 @@ class Server:
             raise InvalidSpan(f"--blocks {option.count}: the model has {blocks} blocks")
         count = option.count or budget.blocks_that_fit()
         if option.count is None:
-            logger.info("Memory: %s free, enough for %d of %d blocks", format_bytes(budget.free), count, blocks)
+            logger.info("Memory: %s, enough for %d of %d blocks", budget.memory_text, count, blocks)
         servers = await fetch_servers(self.peer.dht, checkpoint.name, blocks)
         # Until it has measured, it counts as much as the others do. Otherwise the next one would take the same blocks.
         self._throughput = statistics.median([server.throughput for server in servers] or [self._throughput])

@@ -74,6 +74,11 @@ class MemoryBudget:
         """Bytes for weights and attention cache."""
         return usable(self.free)
 
+    @property
+    def memory_text(self) -> str:
+        """How much memory there is, for a log."""
+        return f"{format_bytes(self.free)} free"
+
     def blocks_that_fit(self) -> int:
         """See the function of this name."""
         return blocks_that_fit(self.footprint, self.free, self.cache_tokens)

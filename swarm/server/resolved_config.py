@@ -64,11 +64,17 @@ def resolve_config(options: ServerConfig) -> ResolvedConfig:
     device = memory_budget.resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, checkpoint.config)
     cache_tokens = options.cache_tokens or DEFAULT_CACHE_TOKENS
-    # A size for weights on flash decides how much memory they get; nothing has to be quantized to fit.
-    quant = NONE if options.flash.memory is not None and options.quant == "auto" else options.quant
-    quantization = memory_budget.resolve_quantization(
-        quant, checkpoint, device, dtype, options.blocks.requested, cache_tokens, options.adapter_memory or 0
-    )
+    quantization = NONE  # a size for weights on flash decides what fits, so nothing has to be quantized
+    if options.flash.memory is None or options.quant != "auto":
+        quantization = memory_budget.resolve_quantization(
+            options.quant,
+            checkpoint,
+            device,
+            dtype,
+            options.blocks.requested,
+            cache_tokens,
+            options.adapter_memory or 0,
+        )
     flash = _resolve_flash(options, checkpoint, device, dtype, quantization, cache_tokens)
     adapter_memory = memory_budget.adapter_memory(options.adapter_memory, memory_budget.free_memory(device))
     logger.info("Model: %s, revision %s, %d blocks", checkpoint.name, checkpoint.revision, checkpoint.blocks)

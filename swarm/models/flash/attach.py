@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from swarm.models.flash.block_plan import RecordKind
 from swarm.models.flash.experts import attach as experts
-from swarm.models.flash.experts.attach import ExpertBlock
 from swarm.models.flash.flash_block import FlashBlock
 from swarm.models.flash.flash_span import FlashSpan
 from swarm.models.flash.memory_shares import memory_needs, share_memory, slab_bytes
@@ -38,7 +37,7 @@ def attach_blocks(blocks: Sequence[FlashBlock], memory: int, resident_bytes: Seq
     stream = BlockStream(streamed, shares[RecordKind.BLOCK]) if streamed else None
     pools = []
     if RecordKind.EXPERTS in by_kind:
-        pools = experts.attach([_expert_block(one) for one in by_kind[RecordKind.EXPERTS]], shares[RecordKind.EXPERTS])
+        pools = experts.attach(by_kind[RecordKind.EXPERTS], shares[RecordKind.EXPERTS])
     layers: list[SparseFeedForward] = []
     shared = SpanShared(SlabMemory(0), ForwardTokens())
     if RecordKind.NEURONS in by_kind:
@@ -66,7 +65,3 @@ def _attach_neurons(blocks: Sequence[FlashBlock], memory: int, shared: SpanShare
             )
         )
     return layers
-
-
-def _expert_block(one: FlashBlock) -> ExpertBlock:
-    return ExpertBlock(one.block, one.plan, one.taken, one.resident, one.store)

@@ -5,45 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from swarm.common.units import format_bytes
 from swarm.errors import NotEnoughMemory
-from swarm.models.flash.block_plan import BlockPlan
 from swarm.models.flash.experts.expert_cache import ExpertCache
 from swarm.models.flash.experts.expert_forward import EveryFlashExpert, FlashExperts, RoutedFlashExperts
 from swarm.models.flash.experts.expert_pool import ExpertPool
 from swarm.models.flash.experts.expert_site import EXPERTS, ExpertCall, expert_call
 from swarm.models.flash.experts.look_ahead import LookAhead, find_router
 from swarm.models.flash.experts.stay_priority import StayPriority, TwoSpeedFrequency
+from swarm.models.flash.flash_block import FlashBlock
 from swarm.models.flash.record_layout import RecordLayout
-from swarm.models.flash.weight_store import WeightStore
 
 MIN_SLOTS = 2
 """One expert computes while the next one is read."""
 
 GROUP_BYTES = 2 << 20
 """Small experts are read together until they have so many bytes; each larger one is read, and computed, alone."""
-
-
-@dataclass(frozen=True)
-class ExpertBlock:
-    """A block whose experts were taken out.
-
-    Attributes:
-        block: the family's module, with a placeholder for the experts.
-        plan: by which they were taken out.
-        taken: the modules that were taken out, by their roles, as `take_out` returns them.
-        resident: the tensors that `plan.resident` names.
-        store: has the experts.
-    """
-
-    block: nn.Module
-    plan: BlockPlan
-    taken: Mapping[str, nn.Module]
-    resident: Mapping[str, torch.Tensor]
-    store: WeightStore
 
 
 @dataclass(frozen=True)
@@ -59,7 +38,7 @@ class ExpertOptions:
     look_ahead: bool = True
 
 
-def attach(blocks: Sequence[ExpertBlock], budget_bytes: int, options: ExpertOptions | None = None) -> list[ExpertPool]:
+def attach(blocks: Sequence[FlashBlock], budget_bytes: int, options: ExpertOptions | None = None) -> list[ExpertPool]:
     """Have `blocks` compute with experts from their stores, of which as many stay in memory as the budget holds.
 
     Blocks whose experts have the same layout, which in nearly every model are all, share one pool of slots.
@@ -75,7 +54,7 @@ def attach(blocks: Sequence[ExpertBlock], budget_bytes: int, options: ExpertOpti
         NotEnoughMemory: the budget does not hold two experts of each layout.
     """
     options = options or ExpertOptions()
-    groups: dict[RecordLayout, list[ExpertBlock]] = {}
+    groups: dict[RecordLayout, list[FlashBlock]] = {}
     for one in blocks:
         groups.setdefault(one.store.layout, []).append(one)
     slots = slots_of_layouts({layout: len(group) for layout, group in groups.items()}, budget_bytes)
@@ -104,7 +83,7 @@ def slots_of_layouts(blocks: Mapping[RecordLayout, int], budget_bytes: int) -> d
     }
 
 
-def _attach_pool(blocks: Sequence[ExpertBlock], slots: int, options: ExpertOptions) -> ExpertPool:
+def _attach_pool(blocks: Sequence[FlashBlock], slots: int, options: ExpertOptions) -> ExpertPool:
     layout = blocks[0].store.layout
     cache = ExpertCache(slots, options.priority(len(blocks), layout.count), max(1, GROUP_BYTES // layout.stride))
     pool = ExpertPool([one.store for one in blocks], cache)
@@ -119,7 +98,7 @@ def _attach_pool(blocks: Sequence[ExpertBlock], slots: int, options: ExpertOptio
     return pool
 
 
-def _flash_experts(one: ExpertBlock, path: str, pool: ExpertPool, number: int) -> FlashExperts:
+def _flash_experts(one: FlashBlock, path: str, pool: ExpertPool, number: int) -> FlashExperts:
     """The module that takes the experts' place."""
     experts = one.taken[EXPERTS]
     kind = RoutedFlashExperts if expert_call(experts) is ExpertCall.ROUTED else EveryFlashExpert

@@ -12,9 +12,10 @@ from transformers import PreTrainedModel
 
 from swarm.models.cutting import cut_layers
 from swarm.models.flash.block_plan import BlockPlan, take_out
-from swarm.models.flash.experts.attach import ExpertBlock, ExpertOptions, attach
+from swarm.models.flash.experts.attach import ExpertOptions, attach
 from swarm.models.flash.experts.expert_pool import ExpertPool
 from swarm.models.flash.experts.expert_site import find_experts
+from swarm.models.flash.flash_block import FlashBlock
 from swarm.models.flash.weight_store import MemoryStore, WeightStore
 from tests import zoo
 
@@ -69,7 +70,7 @@ def flash_model(
         if plan is not None:
             kept = {name: block.get_parameter(name).detach() for name in plan.resident}
             store = stored(memory_store(block, plan, model.dtype))
-            blocks.append(ExpertBlock(block, plan, take_out(block, plan), kept, store))
+            blocks.append(FlashBlock(block, plan, take_out(block, plan), kept, store))
     whole = sum(one.store.layout.file_bytes for one in blocks)
     least = 2 * blocks[0].store.layout.stride
     pools = attach(blocks, max(least, int(share * whole)), options)

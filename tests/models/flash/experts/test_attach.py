@@ -8,8 +8,9 @@ from torch import nn
 
 from swarm.errors import NotEnoughMemory
 from swarm.models.flash.block_plan import take_out
-from swarm.models.flash.experts.attach import MIN_SLOTS, ExpertBlock, attach, slots_of_layouts
+from swarm.models.flash.experts.attach import MIN_SLOTS, attach, slots_of_layouts
 from swarm.models.flash.experts.expert_site import find_experts
+from swarm.models.flash.flash_block import FlashBlock
 from swarm.models.flash.record_layout import RecordLayout
 from tests.models.flash.experts.flash_zoo import flash_model, memory_store, resident_model
 
@@ -62,5 +63,5 @@ def test_tensors_of_the_module_that_are_no_records_stay_in_memory():
         store = memory_store(block, plan, torch.float32)
         taken = take_out(block, plan)
         taken["experts"].to("meta")  # as in a span that was built without weights
-        attach([ExpertBlock(block, plan, taken, kept, store)], 2 * store.layout.stride)
+        attach([FlashBlock(block, plan, taken, kept, store)], 2 * store.layout.stride)
         assert torch.equal(block.mlp(hidden), expected)
