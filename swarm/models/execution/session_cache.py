@@ -190,6 +190,8 @@ def advance_steps(portions: Sequence[tuple[StepComputation, int]]) -> None:
     forwards = [portions] if model.strategy.packed else [[portion] for portion in portions]
     for together in forwards:
         parts = [step.next_part(tokens) for step, tokens in together]
+        if model.flash is not None:
+            model.flash.begin_forward([count for part in parts for count in part.layout.counts if count])
         outputs = _COMPUTATIONS[model.strategy.layout](model, parts)
         for (step, _), output in zip(together, outputs, strict=True):
             step.add_output(output)

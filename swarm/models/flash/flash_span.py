@@ -67,6 +67,11 @@ class FlashSpan:
         finally:
             self.shared.exactly = before
 
+    def begin_forward(self, counts: Sequence[int]) -> None:
+        """Say how many tokens each sequence of the next forward brings: several are a prompt's, or candidates of
+        speculation, of which the window over neurons keeps those that are expected to be accepted."""
+        self.shared.tokens.counts = counts
+
     def use(self) -> FlashUse:
         """What was read so far."""
         read = [one.store.counters for one in self.blocks]

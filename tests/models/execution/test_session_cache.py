@@ -20,6 +20,7 @@ from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.execution.session_cache import SessionCache, advance_steps, forward_without_cache
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy import ExecutionStrategy
+from swarm.models.flash.flash_span import FlashSpan
 from swarm.models.span_loading import load_span
 from tests import zoo
 from tests.slow import slow_except
@@ -411,3 +412,15 @@ def test_a_ragged_forward_computes_little_more_than_its_tokens(tmp_path_factory,
     layout = StepLayout((0,) * 101, (100,) + (1,) * 100)
     forward_without_cache(llama, torch.randn(layout.tokens, HIDDEN), layout)
     assert sum(slots) <= 2 * layout.tokens
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "paged"])
+def test_weights_on_flash_learn_which_tokens_belong_to_one_sequence(layout, tmp_path_factory):
+    model = load("llama", tmp_path_factory, layout=layout)
+    model.flash = FlashSpan(weight_bytes=0, blocks=(), resident_bytes=())
+    layouts = [StepLayout((0,), (1,)), StepLayout((0, 0), (4, 2))]
+    steps = [SessionCache(model).start_step(torch.randn(sum(one.counts), HIDDEN), one) for one in layouts]
+    advance_steps([(step, step.tokens_left) for step in steps])
+    assert list(model.flash.shared.tokens.counts) == [1, 4, 2]
+    advance_steps([(SessionCache(model).start_step(torch.randn(3, HIDDEN), StepLayout((0,), (3,))), 2)])
+    assert list(model.flash.shared.tokens.counts) == [2]
