@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import DynamicCache
 
 from benchmarks.flash_files import OPT
 from benchmarks.flash_opt import OptFiles, SparseBlocks, bound_block, dense_block, in_memory, open_files, sparse_blocks
@@ -83,7 +82,7 @@ class Variant:
 def read_first(block: Any, files: OptFiles, buffer: RecordBuffer) -> Step:
     """A block that is read whole before it computes."""
 
-    def step(hidden: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
+    def step(hidden: torch.Tensor, cache: Any) -> torch.Tensor:
         files.whole.read(ONE, buffer, ONE).wait()
         result: torch.Tensor = block(hidden, past_key_values=cache)
         return result
@@ -114,7 +113,7 @@ class ReadAhead:
     def step(self, block: Any) -> Step:
         """A block, the next one of those that are read."""
 
-        def run(hidden: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
+        def run(hidden: torch.Tensor, cache: Any) -> torch.Tensor:
             self._pending.wait()
             self._pending = self._begin()
             result: torch.Tensor = block(hidden, past_key_values=cache)
