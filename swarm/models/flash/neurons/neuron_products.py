@@ -21,6 +21,10 @@ from swarm.models.flash.record_buffer import RecordBuffer
 GATHER_BYTES = 4 << 20
 """Rows that are gathered at once."""
 
+STEP_ROWS = 64
+"""Products are computed for a multiple of so many rows, the last of which may be anything. oneDNN makes a kernel for
+each number of rows and keeps a thousand of them: a hundred megabytes, and milliseconds for each new one."""
+
 
 class NeuronProducts:
     """`down(activation(gate(x)) * up(x))` over some neurons; without a gate, `down(activation(up(x)))`.
@@ -121,11 +125,16 @@ def _product(
     hidden_TH: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, places: torch.Tensor
 ) -> torch.Tensor:
     """The product with some rows of a matrix, `[tokens, places]`."""
-    piece = max(1, GATHER_BYTES // (weight.shape[1] * weight.itemsize))
-    scratch = weight.new_empty(min(piece, len(places)), weight.shape[1])
+    piece = max(1, GATHER_BYTES // (weight.shape[1] * weight.itemsize) // STEP_ROWS) * STEP_ROWS
+    scratch = weight.new_empty(min(piece, _whole_steps(len(places))), weight.shape[1])
     result_TN = hidden_TH.new_empty(len(hidden_TH), len(places))
     for start in range(0, len(places), piece):
         chosen = places[start : start + piece]
-        gathered = torch.index_select(weight, 0, chosen, out=scratch[: len(chosen)])
-        torch.mm(hidden_TH, gathered.t(), out=result_TN[:, start : start + len(chosen)])
+        torch.index_select(weight, 0, chosen, out=scratch[: len(chosen)])
+        product_TN = torch.mm(hidden_TH, scratch[: _whole_steps(len(chosen))].t())
+        result_TN[:, start : start + len(chosen)] = product_TN[:, : len(chosen)]
     return result_TN if bias is None else result_TN + bias[places]
+
+
+def _whole_steps(rows: int) -> int:
+    return -(-rows // STEP_ROWS) * STEP_ROWS
