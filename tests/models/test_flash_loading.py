@@ -228,13 +228,3 @@ def test_training_over_selected_neurons_is_refused_by_name(checkpoints, tmp_path
     with pytest.raises(TrainingRefused, match="train over servers"):
         gradients(model, Span(0, 1))
     model.flash.close()
-
-
-def test_candidates_of_speculation_are_told_from_prompts(checkpoints, tmp_path, text):
-    model = load(checkpoints("opt"), tmp_path, span=Span(0, 1))
-    cache, told = SessionCache(model), []
-    for start, count in ((0, 5), (5, 4), (7, 1)):
-        cache.step(torch.ones(count, model.hidden_size), StepLayout((start,), (count,)))
-        told.append(model.flash.shared.tokens.counts)
-    assert told == [None, (4,), None]
-    model.flash.close()

@@ -75,9 +75,6 @@ def compute_parts(model: SpanModel, parts: Sequence[StepPart]) -> list[torch.Ten
             for number, start in enumerate(segment.starts, segment.first):
                 offset = part.layout.offsets[number] if part.layout.offsets is not None else 0
                 positions.extend(range(start + offset, start + offset + segment.new))
-    if model.flash is not None:
-        sequences = [(start, segment.new) for segment in segments for start in segment.starts]
-        model.flash.begin_forward(sequences)
     inputs = [part.inputs for part in parts]
     hidden_NH = inputs[0] if len(inputs) == 1 else torch.cat(inputs)
     with model.adapted.activate(adapter_segments(parts)):

@@ -58,18 +58,6 @@ class FlashSpan:
         """Bytes of all records on the drive."""
         return sum(one.store.layout.file_bytes for one in self.blocks)
 
-    def begin_forward(self, sequences: Sequence[tuple[int, int]]) -> None:
-        """Tell the next forward which tokens belong together.
-
-        Args:
-            sequences: where each begins in this forward, and how many tokens it brings.
-
-        Several tokens behind others are candidates of speculation, of which the last ones are the first to be
-        forgotten; at the beginning of a sequence they are a prompt, of which none is.
-        """
-        speculated = any(count > 1 for _, count in sequences) and all(start > 0 for start, _ in sequences)
-        self.shared.tokens.counts = tuple(count for _, count in sequences) if speculated else None
-
     @contextmanager
     def exactly(self) -> Iterator[None]:
         """Meanwhile, all tokens are computed with all neurons."""
