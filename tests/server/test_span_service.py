@@ -10,14 +10,19 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from swarm.data_structures import Span
+from swarm.data_structures import FlashUse, Span
 from swarm.errors import AdapterError
+from swarm.metrics.server import ServerObserver
 from swarm.models.adapters import adapter_files
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from swarm.models.flash.files.inventory import remove_stored, stored_models
+from swarm.models.flash.flash_footprint import flash_footprint
+from swarm.models.flash.reading.record_reader import FlashIo
 from swarm.protocol.adapter_encoding import pack_adapters
 from swarm.server import span_service as span_service_module
 from swarm.server.compute.compute_thread import ComputeThread
 from swarm.server.config import ServerConfig
+from swarm.server.flash_budget import FlashBudget
 from swarm.server.resolved_config import ResolvedConfig
 from swarm.server.span_service import SpanService
 from swarm.server.throughput.throughput_option import ThroughputOption
@@ -81,3 +86,52 @@ def test_an_adapter_that_cannot_be_used_is_told_before_the_weights_are_read(chec
     monkeypatch.setattr(span_service_module, "load_span", never)
     with pytest.raises(AdapterError):
         asyncio.run(load(checkpoint, str(tmp_path / "nothing")))
+
+
+class Counting(ServerObserver):
+    """Remembers what was read from flash."""
+
+    def __init__(self) -> None:
+        self.used: list[FlashUse] = []
+
+    def flash_used(self, use: FlashUse) -> None:
+        self.used.append(use)
+
+
+def test_blocks_on_flash_are_counted_and_let_go_of_when_the_server_leaves(checkpoint, tmp_path):
+    footprint = flash_footprint(checkpoint, torch.float32)
+    flash = FlashBudget(footprint, 10**9, 64, 70_000, tmp_path, FlashIo.CACHED)
+    config = ResolvedConfig(
+        options=ServerConfig(throughput=ThroughputOption(100.0)),
+        checkpoint=checkpoint,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        quantization="none",
+        cache_tokens=64,
+        adapter_memory=10_000,
+        flash=flash,
+    )
+    observer = Counting()
+
+    async def serve() -> SpanService:
+        compute_thread = ComputeThread()
+        network = MemoryNetwork(MemoryHub(), "server")
+        try:
+            service = await SpanService.load(config, SPAN, network, compute_thread, observer)
+            service.expire()
+            service.model.forward(torch.ones(1, 1, HIDDEN))
+            service.expire()
+            await service.drain(0.0)
+        finally:
+            compute_thread.close()
+        return service
+
+    service = asyncio.run(serve())
+    assert service.model.weight_bytes <= 70_000
+    assert service.model.strategy.forward == "plain"
+    first, second = observer.used
+    assert first.read_bytes > 0
+    assert 0 < second.read_bytes <= 2 * service.model.flash.record_bytes
+    assert not service.sparse
+    (stored,) = stored_models(tmp_path)
+    remove_stored(stored)  # refused while a server uses the files
