@@ -13,7 +13,7 @@ import torch
 
 from swarm.data_structures import Span, StepLayout
 from swarm.errors import ServerClosing, WrongPosition
-from swarm.models.execution.session_cache import SessionCache
+from swarm.models.execution.session_cache import SessionCache, advance_steps
 from swarm.models.execution.span_model import SpanModel
 from swarm.server.compute import engine as engine_module
 from swarm.server.compute.batching_delay import BatchingDelay
@@ -544,6 +544,32 @@ def test_a_lone_quick_step_is_computed_where_it_came(llama, monkeypatch):
         assert here not in threads
 
     run(scenario)
+
+
+def test_a_step_that_may_wait_for_a_drive_never_runs_in_the_loop(llama, monkeypatch):
+    threads: list[int] = []
+
+    def watched(parts: Any) -> None:
+        threads.append(threading.get_ident())
+        advance_steps(parts)
+
+    async def scenario() -> None:
+        compute_thread = ComputeThread()
+        engine = Engine(compute_thread, inline=False)
+        monkeypatch.setattr(engine_module, "advance_steps", watched)
+        monkeypatch.setattr(engine_module, "MAX_INLINE_ITERATION_S", 60.0)
+        session = Session(engine, llama, 1)
+        try:
+            for tokens in (5, 1, 1, 1):
+                await session.step(tokens)
+                while not compute_thread.try_run_inline(lambda: None):
+                    await asyncio.sleep(0)  # a step now would run in the loop, if it might
+        finally:
+            compute_thread.close()
+
+    asyncio.run(scenario())
+    assert len(threads) == 4
+    assert threading.get_ident() not in threads
 
 
 def test_how_long_requests_wait_is_measured(llama):
