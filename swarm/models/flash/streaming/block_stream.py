@@ -60,7 +60,7 @@ class BlockStream:
         self.streamed = len(moving)
         self._last = -1
         for number, one in enumerate(moving):
-            self._moving[number].bind(self._slots[0])  # no parameter is on the meta device, whoever looks at them
+            self._moving[number].bind(self._slots[0])  # so that no parameter is on the meta device
             one.block.forward = partial(self._forward, number, one.block.forward)  # type: ignore[method-assign]
         if self._moving:
             self._begin(self._slots[0], 0)
