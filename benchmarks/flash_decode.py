@@ -19,8 +19,8 @@ from benchmarks.flash_predicted import BATCHES, Setting, batch_name, neuron_slot
 from benchmarks.flash_rows import spread, table, times
 from benchmarks.flash_steps import Step, plain, seconds_a_token
 from swarm.models.flash.neurons.sparse_feed_forward import SparseOptions
-from swarm.models.flash.record_buffer import RecordBuffer
-from swarm.models.flash.weight_store import PendingRead, StoreCounters, WeightStore
+from swarm.models.flash.records.record_buffer import RecordBuffer
+from swarm.models.flash.records.weight_store import PendingRead, StoreCounters, WeightStore
 
 WHOLE_TOKENS, SPARSE_TOKENS, DENSE_TOKENS = 1, 24, 4
 """Tokens of a round."""

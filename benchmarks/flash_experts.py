@@ -25,8 +25,8 @@ from swarm.models.flash.experts.stay_priority import DecayedFrequency, LeastRece
 from swarm.models.flash.reading.drive_speed import DriveSpeed
 from swarm.models.flash.reading.flash_store import FlashStore
 from swarm.models.flash.reading.record_reader import FlashIo
+from swarm.models.flash.records.weight_store import MemoryStore
 from swarm.models.flash.sparsity import Sparsity
-from swarm.models.flash.weight_store import MemoryStore
 
 RESIDENT_SHARE = 0.25
 WARM_UP_TOKENS = 48

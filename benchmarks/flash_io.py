@@ -21,7 +21,7 @@ from benchmarks.flash_steps import drive_speed
 from swarm.models.flash.reading.drive_speed import DriveSpeed
 from swarm.models.flash.reading.flash_store import FlashStore
 from swarm.models.flash.reading.record_reader import FlashIo
-from swarm.models.flash.record_buffer import Indices, RecordBuffer
+from swarm.models.flash.records.record_buffer import Indices, RecordBuffer
 
 WHOLE_TOKENS, SPARSE_TOKENS = 1, 16
 """Tokens of a round: those that read whole layers, and those that read neurons."""

@@ -16,9 +16,9 @@ import torch
 from benchmarks.flash_files import OPT
 from benchmarks.flash_rows import spread, table
 from swarm.models.flash.neurons.neuron_matrix import NeuronMatrix
-from swarm.models.flash.record_buffer import Indices, RecordBuffer
-from swarm.models.flash.record_layout import RecordLayout
-from swarm.models.flash.weight_store import FinishedRead, PendingRead, StoreCounters
+from swarm.models.flash.records.record_buffer import Indices, RecordBuffer
+from swarm.models.flash.records.record_layout import RecordLayout
+from swarm.models.flash.records.weight_store import FinishedRead, PendingRead, StoreCounters
 
 ROWS = (1024, 2048, 4096, 8192, 15872)
 CHANGES = 512

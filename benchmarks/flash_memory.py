@@ -26,7 +26,7 @@ from benchmarks.flash_predicted import TINY, half_the_memory, slots_for, tiny_bl
 from benchmarks.flash_steps import plain, seconds_a_token
 from swarm.models.flash.neurons.sparse_feed_forward import SparseOptions
 from swarm.models.flash.reading.record_reader import FlashIo
-from swarm.models.span_loading import return_freed_memory
+from swarm.models.loading.span_loading import return_freed_memory
 
 TEXT_TOKENS = 256
 """Tokens of one text, as in the paper; its keys and values are dropped with it."""

@@ -21,16 +21,16 @@ from transformers.models.opt.modeling_opt import OPTDecoderLayer
 
 from benchmarks.flash_files import OPT, SCALE, OptShape, write_random
 from benchmarks.flash_planted import PlantedLayer, PlantedNeurons
-from swarm.models.flash.block_plan import BlockPlan, take_out
 from swarm.models.flash.neurons.active_window import ForwardTokens
 from swarm.models.flash.neurons.exact_pass import SlabMemory
 from swarm.models.flash.neurons.feed_forward_site import find_sparse_feed_forward
 from swarm.models.flash.neurons.predictor import LowRankPredictor
 from swarm.models.flash.neurons.sparse_feed_forward import SpanShared, SparseFeedForward, SparseOptions, attach
+from swarm.models.flash.plans.block_plan import BlockPlan, take_out
 from swarm.models.flash.reading.flash_store import FlashStore
 from swarm.models.flash.reading.record_reader import FlashIo
-from swarm.models.flash.record_buffer import RecordBuffer
-from swarm.models.flash.weight_store import MemoryStore, WeightStore
+from swarm.models.flash.records.record_buffer import RecordBuffer
+from swarm.models.flash.records.weight_store import MemoryStore, WeightStore
 from swarm.models.weights.frozen_linear import prepack
 
 RANK = 240

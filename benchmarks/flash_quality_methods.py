@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from scripts.train_demo_model import HELD_OUT, clean
 from swarm.models.cutting import cut_layers
-from swarm.models.flash.block_plan import BlockPlan, take_out
 from swarm.models.flash.neurons.feed_forward_site import ACTIVATION, entry_role, find_sparse_feed_forward
 from swarm.models.flash.neurons.predictor import ActivationPredictor, LowRankPredictor, NeuronPredictor
 from swarm.models.flash.neurons.predictor_training import (
@@ -31,8 +30,9 @@ from swarm.models.flash.neurons.predictor_training import (
     trained_predictor,
 )
 from swarm.models.flash.neurons.sparse_feed_forward import SpanShared, SparseOptions, attach
+from swarm.models.flash.plans.block_plan import BlockPlan, take_out
+from swarm.models.flash.records.weight_store import MemoryStore
 from swarm.models.flash.sparsity import Sparsity
-from swarm.models.flash.weight_store import MemoryStore
 
 WINDOW = 256
 TRAINING_WINDOWS, CALIBRATION_WINDOWS = 24, 8

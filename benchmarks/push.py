@@ -37,7 +37,7 @@ from swarm.client.wire.request_options import RequestOptions
 from swarm.common.version import VERSION
 from swarm.data_structures import Hop, Route, ServerInfo, ServerState, Span, StepLayout, WireFormat
 from swarm.models.checkpoints.checkpoint import open_checkpoint
-from swarm.models.span_loading import load_span
+from swarm.models.loading.span_loading import load_span
 from swarm.protocol.compression import encode_tensor
 from swarm.server.compute.compute_thread import ComputeThread
 from swarm.server.compute.engine import Engine

@@ -26,7 +26,7 @@ from swarm.data_structures import Span
 from swarm.models.blockless_model import load_blockless_model
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER, open_checkpoint
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.span_loading import load_span
+from swarm.models.loading.span_loading import load_span
 from swarm.models.weights import frozen_linear
 from swarm.models.weights.quantization import INT4, INT8, NF4, NONE, BitsAndBytesLinear, quantizable, weight_bytes
 

@@ -16,7 +16,7 @@ from swarm.data_structures import Span, WireFormat
 from swarm.models.blockless_model import load_blockless_model
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.checkpoints.partial_loading import resolve_dtype
-from swarm.models.span_loading import load_span
+from swarm.models.loading.span_loading import load_span
 from swarm.protocol.compression import decode_tensor, dtype_name, encode_tensor
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks import flash_quality, flash_quality_methods
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
-from swarm.models.neuron_calibration import calibration_text
+from swarm.models.loading.neuron_calibration import calibration_text
 
 
 @pytest.fixture

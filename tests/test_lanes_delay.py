@@ -20,7 +20,7 @@ from swarm.client.wire.request_options import RequestOptions
 from swarm.data_structures import Span, WireFormat
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.span_loading import load_span
+from swarm.models.loading.span_loading import load_span
 from swarm.transport.memory import MemoryNetwork
 from tests import zoo
 from tests.test_push_delay import CPU, DELAY, PROMPT, Swarm, run

@@ -9,7 +9,7 @@ from swarm.data_structures import Span, StepLayout
 from swarm.errors import InvalidOption, MissingBlocks
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.execution.session_cache import SessionCache
-from swarm.models.span_loading import load_span
+from swarm.models.loading.span_loading import load_span
 from tests.swarms import TestSwarm, run_client, run_swarm
 
 PROMPT = torch.tensor([[5, 33, 101, 77, 12, 58, 99, 41, 8]])

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swarm.data_structures import Span
 from swarm.models.checkpoints.checkpoint import open_checkpoint
-from swarm.models.span_loading import load_span
+from swarm.models.loading.span_loading import load_span
 from tests.scripted import make_scripted
 from tests.swarms import run_client, run_swarm
 

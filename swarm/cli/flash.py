@@ -56,7 +56,7 @@ def prepare(
     from swarm.models.checkpoints.partial_loading import resolve_dtype
     from swarm.models.flash.files import preparation
     from swarm.models.flash.files.block_files import flash_root
-    from swarm.models.flash_preparation import open_prepared, span_planner
+    from swarm.models.loading.flash_preparation import open_prepared, span_planner
 
     checkpoint = open_checkpoint(model, revision=revision, cache_dir=cache_dir)
     span = Span(0, checkpoint.blocks) if blocks is None else _parse_blocks(blocks)

@@ -10,7 +10,7 @@ from swarm.data_structures import Span
 from swarm.errors import InvalidOption, NotEnoughMemory
 from swarm.models.flash.flash_footprint import FlashFootprint
 from swarm.models.flash.reading.record_reader import FlashIo
-from swarm.models.flash_loading import FlashOptions
+from swarm.models.loading.flash_loading import FlashOptions
 from swarm.models.weights.quantization import NONE
 from swarm.server.memory_budget import usable
 

@@ -15,8 +15,8 @@ from swarm.models.adapters.adapter_files import read_block_weights
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy_trials import choose_forward
 from swarm.models.flash.costs.cost_model import FlashCostModel
-from swarm.models.flash_loading import load_flash_span
-from swarm.models.span_loading import load_span
+from swarm.models.loading.flash_loading import load_flash_span
+from swarm.models.loading.span_loading import load_span
 from swarm.protocol.compression import dtype_name
 from swarm.server.compute.compute_thread import ComputeThread
 from swarm.server.compute.engine import (

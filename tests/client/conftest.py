@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from swarm.data_structures import Span
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.span_loading import load_span
+from swarm.models.loading.span_loading import load_span
 from tests import zoo
 
 

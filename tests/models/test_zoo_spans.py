@@ -17,7 +17,7 @@ from swarm.models.attention.padded_kv import PaddedKV
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.cutting import cut_layers
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.span_loading import load_span
+from swarm.models.loading.span_loading import load_span
 from tests import zoo
 
 torch.set_num_threads(1)

@@ -15,7 +15,7 @@ from swarm.data_structures import Span, WireFormat
 from swarm.errors import PeerLost
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.span_loading import load_span
+from swarm.models.loading.span_loading import load_span
 from swarm.protocol import messages
 from swarm.protocol.compression import decode_tensor, encode_tensor, payload_bytes
 from swarm.server.compute.compute_thread import ComputeThread

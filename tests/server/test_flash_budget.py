@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from swarm.data_structures import Span
 from swarm.errors import InvalidOption, NotEnoughMemory
 from swarm.models.checkpoints.checkpoint import open_checkpoint
-from swarm.models.flash.block_plan import RecordKind
 from swarm.models.flash.flash_footprint import FlashBlockSize, FlashFootprint, flash_footprint
-from swarm.models.flash.record_layout import RecordLayout
+from swarm.models.flash.plans.block_plan import RecordKind
+from swarm.models.flash.records.record_layout import RecordLayout
 from swarm.server.flash_budget import FlashBudget, FlashOption, wants_flash
 from tests import zoo
 

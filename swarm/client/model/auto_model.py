@@ -27,7 +27,7 @@ from swarm.models.blockless_model import Task, load_blockless_model
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from swarm.models.checkpoints.partial_loading import resolve_dtype
 from swarm.models.cutting.families import classification_class
-from swarm.models.span_loading import load_span
+from swarm.models.loading.span_loading import load_span
 from swarm.models.wire_defaults import default_wire_format
 from swarm.protocol.compression import load_quantizer
 from swarm.transport.addresses import parse_peers

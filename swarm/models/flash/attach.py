@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from swarm.models.flash.block_plan import RecordKind
 from swarm.models.flash.experts import attach as experts
 from swarm.models.flash.flash_block import FlashBlock
 from swarm.models.flash.flash_span import FlashSpan
@@ -13,6 +12,7 @@ from swarm.models.flash.neurons import sparse_feed_forward
 from swarm.models.flash.neurons.active_window import ForwardTokens
 from swarm.models.flash.neurons.exact_pass import SlabMemory
 from swarm.models.flash.neurons.sparse_feed_forward import SpanShared, SparseFeedForward, SparseOptions
+from swarm.models.flash.plans.block_plan import RecordKind
 from swarm.models.flash.streaming.block_stream import BlockStream
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from swarm.models.flash.block_plan import BlockPlan
 from swarm.models.flash.neurons.predictor import CalibratedPredictor
-from swarm.models.flash.weight_store import WeightStore
+from swarm.models.flash.plans.block_plan import BlockPlan
+from swarm.models.flash.records.weight_store import WeightStore
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ import torch
 
 from swarm.data_structures import Span
 from swarm.models.checkpoints.checkpoint import Checkpoint
-from swarm.models.flash.block_choice import BlockPlanner
-from swarm.models.flash.block_plan import RecordKind
 from swarm.models.flash.files.planned_blocks import plan_span
 from swarm.models.flash.memory_shares import memory_needs
-from swarm.models.flash.record_layout import RecordLayout
+from swarm.models.flash.plans.block_choice import BlockPlanner
+from swarm.models.flash.plans.block_plan import RecordKind
+from swarm.models.flash.records.record_layout import RecordLayout
 
 WORTHWHILE_SHARE = {RecordKind.NEURONS: 1 / 2, RecordKind.EXPERTS: 1 / 4, RecordKind.BLOCK: 1 / 2}
 """Share of the records for which there should be memory. "LLM in a flash" runs models of twice the memory; of experts,

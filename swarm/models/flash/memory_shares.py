@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from swarm.common.units import format_bytes
 from swarm.errors import NotEnoughMemory
-from swarm.models.flash.block_plan import RecordKind
 from swarm.models.flash.experts.attach import MIN_SLOTS
 from swarm.models.flash.neurons.exact_pass import SLAB_BYTES
-from swarm.models.flash.record_layout import RecordLayout
+from swarm.models.flash.plans.block_plan import RecordKind
+from swarm.models.flash.records.record_layout import RecordLayout
 from swarm.models.flash.streaming.residency import needed_bytes
 
 MIN_NEURON_SHARE = 1 / 16

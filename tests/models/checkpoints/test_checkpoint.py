@@ -14,7 +14,7 @@ from swarm.data_structures import Span
 from swarm.errors import CheckpointError, InvalidSpan, ModelNotFound, UnsupportedModel
 from swarm.models.checkpoints import checkpoint as checkpoint_module
 from swarm.models.checkpoints.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, open_checkpoint
-from swarm.models.span_loading import load_span
+from swarm.models.loading.span_loading import load_span
 from tests import zoo
 from tests.zoo import make_checkpoint
 

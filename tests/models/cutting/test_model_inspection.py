@@ -10,7 +10,7 @@ from swarm.data_structures import Span
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.checkpoints.footprint import memory_footprint
 from swarm.models.cutting.model_inspection import inspect_model
-from swarm.models.span_loading import load_span
+from swarm.models.loading.span_loading import load_span
 from tests.zoo import BLOCKS, FAMILIES, config_of, make_checkpoint
 
 

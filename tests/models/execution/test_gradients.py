@@ -18,7 +18,7 @@ from swarm.models.execution import gradients
 from swarm.models.execution.gradients import SpanGradients, compute_gradients, forward_with_graph
 from swarm.models.execution.session_cache import forward_without_cache
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.span_loading import load_span
+from swarm.models.loading.span_loading import load_span
 from tests import zoo
 from tests.models.adapters.test_layer_hooks import JUDGED, make_adapter
 

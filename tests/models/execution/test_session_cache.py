@@ -21,7 +21,7 @@ from swarm.models.execution.session_cache import SessionCache, advance_steps, fo
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy import ExecutionStrategy
 from swarm.models.flash.flash_span import FlashSpan
-from swarm.models.span_loading import load_span
+from swarm.models.loading.span_loading import load_span
 from tests import zoo
 from tests.slow import slow_except
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.errors import NotEnoughMemory
-from swarm.models.flash.block_plan import RecordKind
 from swarm.models.flash.memory_shares import MemoryNeed, share_memory
+from swarm.models.flash.plans.block_plan import RecordKind
 
 NEEDS = st.dictionaries(
     st.sampled_from(RecordKind),

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from swarm.data_structures import Span
 from swarm.models.checkpoints.checkpoint import open_checkpoint
-from swarm.models.span_loading import load_span
+from swarm.models.loading.span_loading import load_span
 from swarm.models.weights import frozen_linear
 from swarm.models.weights.frozen_linear import FrozenLinear, PrepackedLinear, can_prepack, prepack
 from tests import zoo

@@ -18,7 +18,7 @@ from swarm.errors import InvalidOption
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.checkpoints.footprint import memory_footprint
 from swarm.models.execution.session_cache import SessionCache
-from swarm.models.span_loading import load_span
+from swarm.models.loading.span_loading import load_span
 from swarm.models.weights import quantization
 from swarm.models.weights.frozen_linear import FrozenLinear
 from swarm.models.weights.quantization import (

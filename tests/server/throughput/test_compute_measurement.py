@@ -10,7 +10,7 @@ import torch
 from swarm.data_structures import Span
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.span_loading import load_span
+from swarm.models.loading.span_loading import load_span
 from swarm.server.throughput import compute_measurement as throughput
 from swarm.server.throughput.compute_measurement import (
     BATCH_TOKENS,

@@ -12,7 +12,7 @@ from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.flash.costs import compute_speed
 from swarm.models.flash.costs.cost_model import ExpertCosts, StreamedCosts
 from swarm.models.flash.reading.record_reader import FlashIo
-from swarm.models.flash_loading import FlashOptions, load_flash_span
+from swarm.models.loading.flash_loading import FlashOptions, load_flash_span
 from swarm.server.throughput.flash_prediction import predict_speed, predicted_throughput
 from tests import zoo
 

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from swarm.models.flash.block_plan import BlockPlan, RecordKind
 from swarm.models.flash.costs.cost_model import ComputeSpeed, MachineSpeed, ReadingSpeed
 from swarm.models.flash.neurons.neuron_products import NeuronProducts
-from swarm.models.flash.record_buffer import RecordBuffer
-from swarm.models.flash.record_layout import RecordLayout
+from swarm.models.flash.plans.block_plan import BlockPlan, RecordKind
+from swarm.models.flash.records.record_buffer import RecordBuffer
+from swarm.models.flash.records.record_layout import RecordLayout
 from swarm.models.weights.frozen_linear import PrepackedLinear, can_prepack
 
 TOKENS = (1, 2, 4, 8, 32, 128)

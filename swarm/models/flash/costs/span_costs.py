@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 
-from swarm.models.flash.block_plan import RecordKind
 from swarm.models.flash.costs.compute_speed import machine_speed
 from swarm.models.flash.costs.cost_model import (
     BlockCosts,
@@ -17,6 +16,7 @@ from swarm.models.flash.costs.cost_model import (
 from swarm.models.flash.flash_block import FlashBlock
 from swarm.models.flash.flash_span import FlashSpan
 from swarm.models.flash.neurons.feed_forward_site import ACTIVATION
+from swarm.models.flash.plans.block_plan import RecordKind
 from swarm.models.flash.sparsity import Sparsity
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from swarm.models.flash.experts.stay_priority import StayPriority
-from swarm.models.flash.record_buffer import Indices
+from swarm.models.flash.records.record_buffer import Indices
 
 ABSENT = -1
 

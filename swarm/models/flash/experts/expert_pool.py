@@ -11,8 +11,8 @@ import numpy as np
 
 from swarm.errors import DriveFailed
 from swarm.models.flash.experts.expert_cache import ExpertCache, ForwardPlan, Placed
-from swarm.models.flash.record_buffer import Indices, RecordBuffer
-from swarm.models.flash.weight_store import PendingRead, WeightStore
+from swarm.models.flash.records.record_buffer import Indices, RecordBuffer
+from swarm.models.flash.records.weight_store import PendingRead, WeightStore
 
 
 @dataclass

@@ -17,10 +17,10 @@ import msgspec
 import torch
 
 from swarm.errors import PackedFileError
-from swarm.models.flash.block_plan import BlockPlan, RecordKind
 from swarm.models.flash.files.block_files import BlockFiles, PackedModel
 from swarm.models.flash.files.content_digests import number_of_parts
-from swarm.models.flash.record_layout import RecordField, RecordLayout
+from swarm.models.flash.plans.block_plan import BlockPlan, RecordKind
+from swarm.models.flash.records.record_layout import RecordField, RecordLayout
 from swarm.protocol.compression import HIDDEN_DTYPES, dtype_name
 
 FORMAT_VERSION = 1

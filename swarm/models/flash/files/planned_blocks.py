@@ -15,8 +15,8 @@ from transformers.core_model_loading import build_glob_alternation
 from swarm.data_structures import Span
 from swarm.errors import CheckpointError
 from swarm.models.checkpoints.checkpoint import Checkpoint
-from swarm.models.flash.block_plan import BlockPlan
-from swarm.models.flash.record_layout import RecordLayout
+from swarm.models.flash.plans.block_plan import BlockPlan
+from swarm.models.flash.records.record_layout import RecordLayout
 
 PlanOf = Callable[[nn.Module], BlockPlan | None]
 """Finds what of a block goes to flash; None: nothing. The block is on the meta device, in the dtypes in which it will

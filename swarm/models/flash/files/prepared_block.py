@@ -9,7 +9,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from swarm.errors import PackedFileError
-from swarm.models.flash.block_plan import BlockPlan
 from swarm.models.flash.files.block_files import BlockFiles, PackedModel
 from swarm.models.flash.files.content_digests import verify_parts
 from swarm.models.flash.files.folder_locks import UseLock
@@ -23,7 +22,8 @@ from swarm.models.flash.files.manifest import (
     read_predictor_entry,
 )
 from swarm.models.flash.files.planned_blocks import PlannedBlock
-from swarm.models.flash.record_layout import RecordLayout
+from swarm.models.flash.plans.block_plan import BlockPlan
+from swarm.models.flash.records.record_layout import RecordLayout
 
 
 class PreparedBlock:

@@ -13,8 +13,8 @@ import torch
 from swarm.models.flash.files.block_files import UNFINISHED
 from swarm.models.flash.files.content_digests import PartDigests
 from swarm.models.flash.files.manifest import FileContent
-from swarm.models.flash.record_buffer import RecordBuffer
-from swarm.models.flash.record_layout import RecordLayout
+from swarm.models.flash.records.record_buffer import RecordBuffer
+from swarm.models.flash.records.record_layout import RecordLayout
 from swarm.protocol.compression import dtype_name
 
 WRITE_BYTES = 16 << 20

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from swarm.models.flash.neurons.neuron_matrix import ABSENT, NeuronMatrix
-from swarm.models.flash.record_buffer import Indices
+from swarm.models.flash.records.record_buffer import Indices
 
 NEVER = -1
 """The forward that last needed a neuron which none did, or whose need is not expected to come again."""

@@ -11,9 +11,9 @@ import torch
 from swarm.models.flash.neurons.neuron_counters import NeuronCounters
 from swarm.models.flash.neurons.neuron_matrix import NeuronMatrix
 from swarm.models.flash.neurons.neuron_products import NeuronProducts
-from swarm.models.flash.record_buffer import Indices, RecordBuffer, allocate_aligned
-from swarm.models.flash.record_layout import RecordLayout
-from swarm.models.flash.weight_store import FinishedRead, PendingRead, StoreCounters, WeightStore
+from swarm.models.flash.records.record_buffer import Indices, RecordBuffer, allocate_aligned
+from swarm.models.flash.records.record_layout import RecordLayout
+from swarm.models.flash.records.weight_store import FinishedRead, PendingRead, StoreCounters, WeightStore
 
 SLAB_BYTES = 8 << 20
 """Bytes that are read at once: drives gain nothing from more."""

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from swarm.models.flash.block_plan import BlockPlan
 from swarm.models.flash.neurons.feed_forward_site import ACTIVATION, DOWN, GATE, UP, entry_role
 from swarm.models.flash.neurons.predictor import CalibratedPredictor, LowRankPredictor
+from swarm.models.flash.plans.block_plan import BlockPlan
 from swarm.models.flash.sparsity import Sparsity
 
 RECALL = 0.998

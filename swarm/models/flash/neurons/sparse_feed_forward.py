@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from swarm.errors import DriveFailed, RequestRefused
-from swarm.models.flash.block_plan import BlockPlan
 from swarm.models.flash.neurons.active_window import ActiveWindow, ForwardTokens, Portion
 from swarm.models.flash.neurons.exact_pass import ExactPass, SlabMemory
 from swarm.models.flash.neurons.feed_forward_site import ACTIVATION, DOWN, GATE, UP, put_in_place
@@ -23,8 +22,9 @@ from swarm.models.flash.neurons.neuron_counters import NeuronCounters
 from swarm.models.flash.neurons.neuron_matrix import NeuronMatrix
 from swarm.models.flash.neurons.neuron_products import NeuronProducts
 from swarm.models.flash.neurons.predictor import NeuronPredictor
-from swarm.models.flash.record_buffer import Indices
-from swarm.models.flash.weight_store import PendingRead, WeightStore
+from swarm.models.flash.plans.block_plan import BlockPlan
+from swarm.models.flash.records.record_buffer import Indices
+from swarm.models.flash.records.weight_store import PendingRead, WeightStore
 
 EXACT_FROM = 32
 """Tokens of a forward from which all neurons are computed: reading them in order then costs less than finding out which

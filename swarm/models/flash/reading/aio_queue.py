@@ -16,7 +16,7 @@ import torch
 from swarm.models.flash.reading.kernel_aio import CONTROL_BLOCK, EVENT, AsyncReads
 from swarm.models.flash.reading.queue_feeder import queue_feeder
 from swarm.models.flash.reading.reads import Reads
-from swarm.models.flash.record_layout import RECORD_ALIGNMENT
+from swarm.models.flash.records.record_layout import RECORD_ALIGNMENT
 
 RETRIES = 16
 """How often the reads of a batch may come back without a byte and without an error before the batch fails."""

@@ -16,8 +16,8 @@ from swarm.models.flash.reading.drive_speed import DriveSpeed
 from swarm.models.flash.reading.open_reader import open_reader
 from swarm.models.flash.reading.reads import MAX_READ_BYTES, Reads
 from swarm.models.flash.reading.record_reader import FlashIo, RecordReader
-from swarm.models.flash.record_buffer import allocate_aligned
-from swarm.models.flash.record_layout import RECORD_ALIGNMENT
+from swarm.models.flash.records.record_buffer import allocate_aligned
+from swarm.models.flash.records.record_layout import RECORD_ALIGNMENT
 
 READ_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, MAX_READ_BYTES)
 BATCH_READS = (1, 4, 16, 64)

@@ -11,9 +11,9 @@ from swarm.errors import PackedFileError
 from swarm.models.flash.reading.open_reader import open_reader
 from swarm.models.flash.reading.reads import coalesce
 from swarm.models.flash.reading.record_reader import FlashIo, RecordReader
-from swarm.models.flash.record_buffer import Indices, RecordBuffer
-from swarm.models.flash.record_layout import RECORD_ALIGNMENT, RecordLayout
-from swarm.models.flash.weight_store import FinishedRead, PendingRead, StoreCounters
+from swarm.models.flash.records.record_buffer import Indices, RecordBuffer
+from swarm.models.flash.records.record_layout import RECORD_ALIGNMENT, RecordLayout
+from swarm.models.flash.records.weight_store import FinishedRead, PendingRead, StoreCounters
 
 
 class FlashStore:

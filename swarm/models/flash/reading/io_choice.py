@@ -15,8 +15,8 @@ from swarm.models.flash.reading.drive_speed import DriveSpeed
 from swarm.models.flash.reading.open_reader import open_reader
 from swarm.models.flash.reading.reads import MAX_READ_BYTES
 from swarm.models.flash.reading.record_reader import FlashIo, RecordReader
-from swarm.models.flash.record_buffer import allocate_aligned
-from swarm.models.flash.record_layout import RECORD_ALIGNMENT
+from swarm.models.flash.records.record_buffer import allocate_aligned
+from swarm.models.flash.records.record_layout import RECORD_ALIGNMENT
 
 COMPARED_READS = 64
 """Reads that are begun together when ways of reading are compared: about what a layer reads for a token."""

@@ -15,7 +15,7 @@ from swarm.models.flash.reading.direct_reader import DirectReader
 from swarm.models.flash.reading.kernel_aio import AsyncReads, KernelAio
 from swarm.models.flash.reading.record_reader import FlashIo, RecordReader
 from swarm.models.flash.reading.thread_reader import ThreadReader, reading_threads
-from swarm.models.flash.record_layout import RECORD_ALIGNMENT
+from swarm.models.flash.records.record_layout import RECORD_ALIGNMENT
 
 
 def open_reader(path: Path, io: FlashIo, calls: Callable[[], AsyncReads] = KernelAio) -> RecordReader:

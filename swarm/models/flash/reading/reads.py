@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from swarm.models.flash.record_buffer import Indices
+from swarm.models.flash.records.record_buffer import Indices
 
 MAX_READ_BYTES = 1 << 20
 """Longer reads are cut, so that several are in flight. A multiple of `RECORD_ALIGNMENT`."""

@@ -11,8 +11,8 @@ import torch
 
 from swarm.errors import DriveFailed
 from swarm.models.flash.reading.reads import Reads
-from swarm.models.flash.record_layout import RECORD_ALIGNMENT
-from swarm.models.flash.weight_store import PendingRead
+from swarm.models.flash.records.record_layout import RECORD_ALIGNMENT
+from swarm.models.flash.records.weight_store import PendingRead
 
 STALL_S = 10.0
 """A drive that delivers nothing for so long has failed. Drives answer in milliseconds, or after a spin-up or a reset of

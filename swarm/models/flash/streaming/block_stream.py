@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from swarm.models.flash.flash_block import FlashBlock
-from swarm.models.flash.record_buffer import RecordBuffer, allocate_aligned
+from swarm.models.flash.records.record_buffer import RecordBuffer, allocate_aligned
+from swarm.models.flash.records.weight_store import PendingRead
 from swarm.models.flash.streaming.residency import BUFFERS, choose_resident
-from swarm.models.flash.weight_store import PendingRead
 
 THE_RECORD = np.zeros(1, dtype=np.int64)
 """Number of a block's only record, and of a buffer's only slot."""

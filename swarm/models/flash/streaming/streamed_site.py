@@ -7,7 +7,7 @@ from collections import Counter
 import torch
 from torch import nn
 
-from swarm.models.flash.block_plan import BlockPlan, RecordKind
+from swarm.models.flash.plans.block_plan import BlockPlan, RecordKind
 
 MIN_DIMENSIONS = 2
 """Of a tensor that is streamed. Vectors (norms, biases) stay in memory: they are a thousandth of a block."""

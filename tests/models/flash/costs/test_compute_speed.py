@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from swarm.models.flash.block_plan import BlockPlan, RecordKind
 from swarm.models.flash.costs import compute_speed
 from swarm.models.flash.costs.cost_model import ComputeSpeed
+from swarm.models.flash.plans.block_plan import BlockPlan, RecordKind
 from swarm.models.flash.reading.drive_speed import DriveSpeed
-from swarm.models.flash.record_layout import RecordLayout
+from swarm.models.flash.records.record_layout import RecordLayout
 
 
 @pytest.fixture(autouse=True)

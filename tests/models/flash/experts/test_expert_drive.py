@@ -12,8 +12,8 @@ from swarm.errors import DriveFailed, InvalidOption
 from swarm.models.flash.experts.attach import ExpertOptions
 from swarm.models.flash.reading.flash_store import FlashStore
 from swarm.models.flash.reading.record_reader import FlashIo
-from swarm.models.flash.record_buffer import RecordBuffer
-from swarm.models.flash.weight_store import MemoryStore
+from swarm.models.flash.records.record_buffer import RecordBuffer
+from swarm.models.flash.records.weight_store import MemoryStore
 from tests import zoo
 from tests.models.flash.experts.flash_zoo import flash_model, resident_model
 

@@ -10,7 +10,7 @@ from swarm.models.block_loading import load_block
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from swarm.models.flash.files.block_files import PackedModel
 from swarm.models.flash.files.prepared_block import PreparedBlock
-from swarm.models.flash.record_buffer import RecordBuffer
+from swarm.models.flash.records.record_buffer import RecordBuffer
 from tests import zoo
 
 

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.errors import PackedFileError
-from swarm.models.flash.block_plan import BlockPlan, RecordKind
 from swarm.models.flash.files import manifest as manifests
 from swarm.models.flash.files.block_files import PackedModel
 from swarm.models.flash.files.content_digests import PART_BYTES, number_of_parts
 from swarm.models.flash.files.manifest import FileContent, Manifest, check_identity, encode_sealed, read_manifest
+from swarm.models.flash.plans.block_plan import BlockPlan, RecordKind
 
 DIGEST = "0" * 64
 PLAN = BlockPlan(

@@ -19,7 +19,7 @@ from swarm.models.flash.files.preparation import add_predictor, prepare
 from swarm.models.flash.files.prepared_block import open_block
 from swarm.models.flash.streaming.streamed_site import plan_streamed
 from tests.models.flash.files.preparations import assert_holds_block, make_checkpoint, packed
-from tests.models.flash.plans import plan_largest
+from tests.models.flash.largest_plan import plan_largest
 
 BLOCK = 2
 

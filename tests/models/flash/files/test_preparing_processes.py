@@ -22,7 +22,7 @@ from swarm.models.flash.files.preparation import prepare
 from swarm.models.flash.files.prepared_block import open_block
 from tests.models.flash.files.preparations import assert_holds_block, make_checkpoint, packed
 from tests.models.flash.files.preparing_process import STOPPED
-from tests.models.flash.plans import plan_largest
+from tests.models.flash.largest_plan import plan_largest
 from tests.slow import slow_except
 from tests.waiting import wait_until
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load as load_safetensors
 
 from swarm.models.flash.files import content_digests, record_writing
-from swarm.models.flash.record_buffer import RecordBuffer
-from swarm.models.flash.record_layout import RecordLayout
-from swarm.models.flash.weight_store import MemoryStore
+from swarm.models.flash.records.record_buffer import RecordBuffer
+from swarm.models.flash.records.record_layout import RecordLayout
+from swarm.models.flash.records.weight_store import MemoryStore
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

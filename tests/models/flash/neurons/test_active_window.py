@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from swarm.models.flash.neurons.active_window import ActiveWindow, ForwardTokens
 from swarm.models.flash.neurons.neuron_matrix import NeuronMatrix
-from swarm.models.flash.record_layout import RecordLayout
-from swarm.models.flash.weight_store import MemoryStore
+from swarm.models.flash.records.record_layout import RecordLayout
+from swarm.models.flash.records.weight_store import MemoryStore
 
 NEURONS = 30
 TENSORS = {"up": torch.arange(NEURONS * 2, dtype=torch.float32).view(NEURONS, 2)}

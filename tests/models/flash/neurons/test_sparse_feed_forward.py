@@ -12,8 +12,8 @@ from swarm.models.flash.neurons.active_window import ForwardTokens
 from swarm.models.flash.neurons.feed_forward_site import find_sparse_feed_forward
 from swarm.models.flash.neurons.predictor import ActivationPredictor
 from swarm.models.flash.neurons.sparse_feed_forward import SAMPLED_TOKENS, SparseOptions
-from swarm.models.flash.record_buffer import Indices, RecordBuffer
-from swarm.models.flash.weight_store import MemoryStore, PendingRead
+from swarm.models.flash.records.record_buffer import Indices, RecordBuffer
+from swarm.models.flash.records.weight_store import MemoryStore, PendingRead
 from tests.models.flash.neurons.layers import (
     HIDDEN,
     NEURONS,

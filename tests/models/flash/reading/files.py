@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from swarm.models.flash.reading.reads import Reads
-from swarm.models.flash.record_buffer import allocate_aligned
-from swarm.models.flash.record_layout import RECORD_ALIGNMENT
+from swarm.models.flash.records.record_buffer import allocate_aligned
+from swarm.models.flash.records.record_layout import RECORD_ALIGNMENT
 
 UNIT = RECORD_ALIGNMENT
 

@@ -15,7 +15,7 @@ from swarm.models.flash.reading.drive_measurement import BATCH_READS, READ_BYTES
 from swarm.models.flash.reading.open_reader import open_reader
 from swarm.models.flash.reading.reads import Reads
 from swarm.models.flash.reading.record_reader import FlashIo, check_reads
-from swarm.models.flash.weight_store import FinishedRead
+from swarm.models.flash.records.weight_store import FinishedRead
 from tests.models.flash.reading.files import UNIT, random_file
 
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from swarm.errors import DriveFailed, InvalidOption, PackedFileError
 from swarm.models.flash.reading.flash_store import FlashStore
 from swarm.models.flash.reading.record_reader import FlashIo
-from swarm.models.flash.record_buffer import RecordBuffer
-from swarm.models.flash.record_layout import RecordLayout
-from swarm.models.flash.weight_store import MemoryStore
+from swarm.models.flash.records.record_buffer import RecordBuffer
+from swarm.models.flash.records.record_layout import RecordLayout
+from swarm.models.flash.records.weight_store import MemoryStore
 
 COUNT, WIDTH = 96, 1500
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.models.flash.reading.reads import coalesce
-from swarm.models.flash.record_buffer import Indices
+from swarm.models.flash.records.record_buffer import Indices
 
 STRIDE, UNIT = 8192, 4096
 

@@ -13,14 +13,14 @@ from swarm.errors import DriveFailed, NotEnoughMemory
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.execution.session_cache import SessionCache
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.flash.block_plan import RecordKind, take_out
 from swarm.models.flash.flash_block import FlashBlock
-from swarm.models.flash.record_buffer import Indices, RecordBuffer
+from swarm.models.flash.plans.block_plan import RecordKind, take_out
+from swarm.models.flash.records.record_buffer import Indices, RecordBuffer
+from swarm.models.flash.records.weight_store import MemoryStore, PendingRead
 from swarm.models.flash.streaming.block_stream import BlockStream
 from swarm.models.flash.streaming.residency import needed_bytes
 from swarm.models.flash.streaming.streamed_site import plan_streamed
-from swarm.models.flash.weight_store import MemoryStore, PendingRead
-from swarm.models.span_loading import load_span
+from swarm.models.loading.span_loading import load_span
 from tests import zoo
 
 PROMPT = torch.randn(11, 64, generator=torch.Generator().manual_seed(5))

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.models.flash.record_buffer import HUGE_PAGE_BYTES, RecordBuffer, allocate_aligned
-from swarm.models.flash.record_layout import FIELD_ALIGNMENT, RECORD_ALIGNMENT, RecordLayout
-from swarm.models.flash.weight_store import MemoryStore
+from swarm.models.flash.records.record_buffer import HUGE_PAGE_BYTES, RecordBuffer, allocate_aligned
+from swarm.models.flash.records.record_layout import FIELD_ALIGNMENT, RECORD_ALIGNMENT, RecordLayout
+from swarm.models.flash.records.weight_store import MemoryStore
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 

@@ -10,7 +10,7 @@ from swarm.models.block_loading import load_block, return_freed_memory
 from swarm.models.checkpoints.checkpoint import Checkpoint
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy_trials import LayoutRequest, choose_layout
-from swarm.models.span_assembly import SpanAssembly
+from swarm.models.loading.span_assembly import SpanAssembly
 from swarm.models.weights import frozen_linear, quantization
 
 

@@ -9,15 +9,15 @@ import torch
 
 from swarm.data_structures import Span, StepLayout
 from swarm.errors import AdapterRefused, NotEnoughMemory, TrainingRefused
-from swarm.models import flash_preparation
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from swarm.models.execution.gradients import compute_gradients
 from swarm.models.execution.session_cache import SessionCache
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy_trials import choose_forward
 from swarm.models.flash.reading.record_reader import FlashIo
-from swarm.models.flash_loading import FlashOptions, load_flash_span
-from swarm.models.span_loading import load_span
+from swarm.models.loading import flash_preparation
+from swarm.models.loading.flash_loading import FlashOptions, load_flash_span
+from swarm.models.loading.span_loading import load_span
 from swarm.protocol.adapter_encoding import BlockAdapterWeights, LoraFactors
 from tests import zoo
 

@@ -18,16 +18,16 @@ from swarm.models.execution.hooked_module import HookedModule
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy_trials import LayoutRequest, choose_layout
 from swarm.models.flash.attach import attach_blocks
-from swarm.models.flash.block_building import build_block
-from swarm.models.flash.block_plan import RecordKind
 from swarm.models.flash.files.prepared_block import PreparedBlock
 from swarm.models.flash.flash_block import FlashBlock
 from swarm.models.flash.neurons.predictor import CalibratedPredictor, load_predictor
+from swarm.models.flash.plans.block_building import build_block
+from swarm.models.flash.plans.block_plan import RecordKind
 from swarm.models.flash.reading.flash_store import FlashStore
 from swarm.models.flash.reading.io_choice import IoChoice, choose_io
 from swarm.models.flash.reading.record_reader import FlashIo
-from swarm.models.flash_preparation import open_prepared
-from swarm.models.span_assembly import SpanAssembly
+from swarm.models.loading.flash_preparation import open_prepared
+from swarm.models.loading.span_assembly import SpanAssembly
 from swarm.models.weights import frozen_linear
 from swarm.models.weights.quantization import weight_bytes
 

@@ -14,8 +14,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from swarm.models.flash.record_buffer import Indices, RecordBuffer
-from swarm.models.flash.record_layout import RecordLayout
+from swarm.models.flash.records.record_buffer import Indices, RecordBuffer
+from swarm.models.flash.records.record_layout import RecordLayout
 
 
 class PendingRead(Protocol):

@@ -7,9 +7,9 @@ import copy
 import torch
 from torch import nn
 
-from swarm.models.flash.block_plan import BlockPlan
 from swarm.models.flash.experts.expert_site import find_experts
 from swarm.models.flash.neurons.feed_forward_site import find_sparse_feed_forward, is_sparse_activation
+from swarm.models.flash.plans.block_plan import BlockPlan
 from swarm.models.flash.streaming.streamed_site import plan_streamed
 
 Structure = tuple[object, ...]

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModel
 
 from swarm.models.cutting import cut_layers
-from swarm.models.flash.block_choice import BlockPlanner, plan_block
-from swarm.models.flash.block_plan import RecordKind
+from swarm.models.flash.plans.block_choice import BlockPlanner, plan_block
+from swarm.models.flash.plans.block_plan import RecordKind
 from tests import zoo
 
 EXPECTED = {
@@ -44,7 +44,7 @@ def test_exact_servers_stream_what_could_be_selected():
 
 
 def test_blocks_that_are_built_alike_are_tried_once_and_others_are_told_apart(monkeypatch):
-    from swarm.models.flash import block_choice
+    from swarm.models.flash.plans import block_choice
 
     tried = []
     real = block_choice.plan_block

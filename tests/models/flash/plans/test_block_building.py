@@ -8,10 +8,10 @@ import torch
 from swarm.errors import CheckpointError
 from swarm.models.block_loading import load_block
 from swarm.models.checkpoints.checkpoint import open_checkpoint
-from swarm.models.flash.block_building import BuiltBlock, build_block
-from swarm.models.flash.block_plan import TakenOut
+from swarm.models.flash.plans.block_building import BuiltBlock, build_block
+from swarm.models.flash.plans.block_plan import TakenOut
 from tests import zoo
-from tests.models.flash.plans import plan_largest
+from tests.models.flash.largest_plan import plan_largest
 from tests.slow import slow_except
 
 FIRST_AND_LAST = (0, 5)

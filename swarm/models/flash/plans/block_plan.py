@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from swarm.models.flash.record_layout import RecordLayout
+from swarm.models.flash.records.record_layout import RecordLayout
 
 
 class RecordKind(enum.StrEnum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from swarm.models.flash.record_layout import RECORD_ALIGNMENT, RecordLayout
+from swarm.models.flash.records.record_layout import RECORD_ALIGNMENT, RecordLayout
 
 Indices = np.ndarray
 """Numbers of records or slots: one dimension, `int64`."""

@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarm.errors import CheckpointError
-from swarm.models import neuron_calibration
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from swarm.models.neuron_calibration import calibrate, calibration_text, calibration_tokens
+from swarm.models.loading import neuron_calibration
+from swarm.models.loading.neuron_calibration import calibrate, calibration_text, calibration_tokens
 from tests import zoo
 
 

@@ -13,14 +13,14 @@ from swarm.data_structures import Span
 from swarm.errors import CheckpointError, InvalidOption, PackedFileError, format_blocks
 from swarm.models.checkpoints.checkpoint import Checkpoint
 from swarm.models.checkpoints.tokenizer import load_tokenizer
-from swarm.models.flash.block_choice import BlockPlanner
-from swarm.models.flash.block_plan import RecordKind
 from swarm.models.flash.files.block_files import PackedModel
 from swarm.models.flash.files.planned_blocks import plan_span
 from swarm.models.flash.files.preparation import add_predictor, open_span
 from swarm.models.flash.files.prepared_block import PreparedBlock
 from swarm.models.flash.neurons.predictor import encode_predictor
-from swarm.models.neuron_calibration import calibrate, calibration_text, calibration_tokens
+from swarm.models.flash.plans.block_choice import BlockPlanner
+from swarm.models.flash.plans.block_plan import RecordKind
+from swarm.models.loading.neuron_calibration import calibrate, calibration_text, calibration_tokens
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from swarm.models.block_loading import fill_block
 from swarm.models.checkpoints.checkpoint import Checkpoint
-from swarm.models.flash.block_plan import BlockPlan, take_out
+from swarm.models.flash.plans.block_plan import BlockPlan, take_out
 
 
 @dataclass

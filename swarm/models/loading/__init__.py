@@ -1,0 +1,1 @@
+"""Loading a span: its weights in memory, or on flash with what that has to prepare."""
