@@ -7,6 +7,7 @@ for a whole model.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,10 @@ from transformers.utils import logging as transformers_logging
 
 from swarm.errors import CheckpointError, InvalidOption
 from swarm.protocol.compression import HIDDEN_DTYPES, dtype_name
+
+_LOADING = threading.Lock()
+"""Held while transformers builds and fills a model. Meanwhile it replaces methods of its base class, such as
+`tie_weights`; if two threads did so in turns, the replacements would stay, and models would lack their tied weights."""
 
 
 def resolve_dtype(requested: str | torch.dtype, config: PreTrainedConfig) -> torch.dtype:
@@ -61,7 +66,7 @@ def load_partial_model(
     module = __name__ if converted else model_class.__module__
     cut_class: Any = type(model_class.__name__, (model_class,), {"__init__": build, "__module__": module})
     try:
-        with quiet_transformers():
+        with _LOADING, quiet_transformers():
             model, report = cut_class.from_pretrained(
                 None, config=config, state_dict=dict(tensors), dtype=dtype, output_loading_info=True
             )
