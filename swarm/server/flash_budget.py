@@ -112,6 +112,16 @@ class FlashBudget:
         self.check_fits(Span(0, 1))
         return 1
 
+    def fits(self, requested: Span | int | None) -> bool:
+        """Whether the blocks that were asked for can be computed in this memory; with None, a single one."""
+        blocks = len(self.footprint.blocks)
+        span = requested if isinstance(requested, Span) else Span(0, min(requested or 1, blocks))
+        try:
+            self.check_fits(span)
+        except NotEnoughMemory:
+            return False
+        return True
+
     def check_fits(self, span: Span) -> None:
         """Raise `NotEnoughMemory` if the blocks cannot be computed in this memory."""
         least, weights = self.footprint.least_bytes(span.start, span.end), self._weights(span.length)

@@ -99,13 +99,12 @@ def _resolve_flash(
     if not wants_flash(options.flash, device.type, quantization, fits):
         return None
     footprint = flash_footprint(checkpoint, dtype, options.flash_exact)
-    if footprint is None:
+    asked_for = options.flash.memory is not None
+    if footprint is None and asked_for:
         raise InvalidOption(f"--flash: {checkpoint.name} has blocks without weights that could be on flash; use off")
-    logger.info(
-        "Weights: on flash, %s",
-        "as asked for" if options.flash.memory is not None else "because the blocks do not fit in memory",
-    )
-    return FlashBudget(
+    if footprint is None:
+        return None
+    budget = FlashBudget(
         footprint,
         free,
         cache_tokens,
@@ -114,3 +113,8 @@ def _resolve_flash(
         options.flash_io,
         options.flash_exact,
     )
+    if not asked_for and not budget.fits(options.blocks.requested):
+        return None  # flash is no way out, so the refusal is about memory
+    reason = "as asked for" if asked_for else "because the blocks do not fit in memory"
+    logger.info("Weights: on flash, %s", reason)
+    return budget

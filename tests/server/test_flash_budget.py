@@ -71,6 +71,12 @@ def test_a_size_is_used_even_if_everything_fits_and_refused_where_nothing_can_be
         wants_flash(asked, "cpu", "int8", False)
 
 
+@pytest.mark.parametrize("requested", [Span(2, 4), 2, None])
+def test_an_attention_cache_that_is_too_large_fits_on_no_drive(requested):
+    assert budget().fits(requested)
+    assert not budget(cache_tokens=10**12).fits(requested)
+
+
 def test_twice_the_blocks_that_memory_holds():
     assert budget(memory=4 * BLOCK.file_bytes + 10_000).blocks_that_fit() == 8
     assert budget(memory=2 * BLOCK.file_bytes + 10_000).blocks_that_fit() == 4
