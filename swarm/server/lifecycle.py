@@ -19,14 +19,10 @@ from swarm.errors import DhtError, InvalidSpan, ServerClosing, SwarmError
 from swarm.metrics.endpoint import MetricsEndpoint
 from swarm.metrics.registry import new_registry
 from swarm.metrics.server import ServerMetrics, ServerObserver
-from swarm.models.checkpoints.footprint import memory_footprint
 from swarm.protocol import messages
 from swarm.protocol.compression import dtype_name
-from swarm.server import memory_budget
 from swarm.server.compute.compute_thread import ComputeThread
 from swarm.server.config import ServerConfig
-from swarm.server.flash_budget import FlashBudget
-from swarm.server.memory_budget import MemoryBudget
 from swarm.server.placement.initial_blocks import block_throughputs, weakest_window
 from swarm.server.placement.move_loop import MoveLoop
 from swarm.server.resolved_config import ResolvedConfig, resolve_config
@@ -163,7 +159,7 @@ class Server:
 
     async def _choose_span(self, config: ResolvedConfig) -> Span:
         option, checkpoint, blocks = self.config.blocks, config.checkpoint, config.checkpoint.blocks
-        budget = await self._compute_thread.run(_budget, config)
+        budget = config.budget
         if option.span is not None:
             budget.check_fits(option.span)
             logger.info("Blocks: %s, as asked for", option.span)
@@ -303,12 +299,3 @@ class Server:
             self._metrics.close()
         if self._peer is not None:
             await self._peer.shutdown()
-
-
-def _budget(config: ResolvedConfig) -> MemoryBudget | FlashBudget:
-    """What this server's memory holds."""
-    if config.flash is not None:
-        return config.flash
-    free = memory_budget.free_memory(config.device) - (config.options.adapter_memory or 0)
-    needs = memory_footprint(config.checkpoint, config.dtype, config.quantization)
-    return MemoryBudget(needs, free, config.cache_tokens)

@@ -80,8 +80,13 @@ class MemoryBudget:
         return f"{format_bytes(self.free)} free"
 
     def blocks_that_fit(self) -> int:
-        """See the function of this name."""
+        """How many blocks fit wherever the window lies. Raises `NotEnoughMemory` if not even one does."""
         return blocks_that_fit(self.footprint, self.free, self.cache_tokens)
+
+    def fits(self, requested: Span | int | None) -> bool:
+        """Whether the blocks that were asked for fit: these, this many, or any at all (None)."""
+        fitting = _fitting_blocks(self.footprint, requested, self.free, self.cache_tokens)
+        return fitting >= _enough(requested, len(self.footprint.block_bytes))
 
     def check_fits(self, span: Span) -> None:
         """Raise `NotEnoughMemory` if the blocks do not fit."""
@@ -145,11 +150,6 @@ def choose_quantization(
         return best if fitting[best] else max(fitting, key=fitting.__getitem__)
     enough = _enough(requested, blocks)
     return next((form for form, count in fitting.items() if count >= enough), next(iter(fitting)))
-
-
-def fits(footprint: MemoryFootprint, requested: Span | int | None, free: int, cache_tokens: int) -> bool:
-    """Whether the blocks that were asked for fit: these, this many, or any at all (None)."""
-    return _fitting_blocks(footprint, requested, free, cache_tokens) >= _enough(requested, len(footprint.block_bytes))
 
 
 def _enough(requested: Span | int | None, blocks: int) -> int:

@@ -19,6 +19,7 @@ from swarm.server import memory_budget
 from swarm.server.config import ServerConfig
 from swarm.server.flash_budget import FlashBudget, wants_flash
 from swarm.server.limits import DEFAULT_CACHE_TOKENS
+from swarm.server.memory_budget import MemoryBudget
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ class ResolvedConfig:
         quantization: format of the weights, see `swarm.models.weights.quantization`.
         cache_tokens: tokens that the attention cache can hold.
         adapter_memory: bytes for clients' adapters.
-        flash: what memory holds of blocks on flash; None if all weights are in memory.
+        budget: what memory holds of the blocks, whose weights are in memory or on flash.
     """
 
     options: ServerConfig
@@ -44,7 +45,12 @@ class ResolvedConfig:
     quantization: str
     cache_tokens: int
     adapter_memory: int
-    flash: FlashBudget | None = None
+    budget: MemoryBudget | FlashBudget
+
+    @property
+    def flash(self) -> FlashBudget | None:
+        """What memory holds of blocks on flash; None if all weights are in memory."""
+        return self.budget if isinstance(self.budget, FlashBudget) else None
 
     @property
     def weight_form(self) -> str:
@@ -75,35 +81,34 @@ def resolve_config(options: ServerConfig) -> ResolvedConfig:
             cache_tokens,
             options.adapter_memory or 0,
         )
-    flash = _resolve_flash(options, checkpoint, device, dtype, quantization, cache_tokens)
+    budget = _resolve_budget(options, checkpoint, device, dtype, quantization, cache_tokens)
     adapter_memory = memory_budget.adapter_memory(options.adapter_memory, memory_budget.free_memory(device))
     logger.info("Model: %s, revision %s, %d blocks", checkpoint.name, checkpoint.revision, checkpoint.blocks)
     logger.info("Device: %s, computing in %s", device, dtype_name(dtype))
     if options.blocks.span is not None:
         checkpoint.validate_span(options.blocks.span.start, options.blocks.span.end)
-    return ResolvedConfig(options, checkpoint, device, dtype, quantization, cache_tokens, adapter_memory, flash)
+    return ResolvedConfig(options, checkpoint, device, dtype, quantization, cache_tokens, adapter_memory, budget)
 
 
-def _resolve_flash(
+def _resolve_budget(
     options: ServerConfig,
     checkpoint: Checkpoint,
     device: torch.device,
     dtype: torch.dtype,
     quantization: str,
     cache_tokens: int,
-) -> FlashBudget | None:
-    """What memory holds of blocks on flash, if that is where they go. It is logged."""
+) -> MemoryBudget | FlashBudget:
+    """What memory holds of the blocks. It is logged if they go to flash."""
     free = memory_budget.free_memory(device) - (options.adapter_memory or 0)
-    needs = memory_footprint(checkpoint, dtype, quantization)
-    fits = memory_budget.fits(needs, options.blocks.requested, free, cache_tokens)
-    if not wants_flash(options.flash, device.type, quantization, fits):
-        return None
+    in_memory = MemoryBudget(memory_footprint(checkpoint, dtype, quantization), free, cache_tokens)
+    if not wants_flash(options.flash, device.type, quantization, in_memory.fits(options.blocks.requested)):
+        return in_memory
     footprint = flash_footprint(checkpoint, dtype, options.flash_exact)
     asked_for = options.flash.memory is not None
     if footprint is None and asked_for:
         raise InvalidOption(f"--flash: {checkpoint.name} has blocks without weights that could be on flash; use off")
     if footprint is None:
-        return None
+        return in_memory
     budget = FlashBudget(
         footprint,
         free,
@@ -114,7 +119,7 @@ def _resolve_flash(
         options.flash_exact,
     )
     if not asked_for and not budget.fits(options.blocks.requested):
-        return None  # flash is no way out, so the refusal is about memory
+        return in_memory  # flash does not help, so the refusal is about memory
     reason = "as asked for" if asked_for else "because the blocks do not fit in memory"
     logger.info("Weights: on flash, %s", reason)
     return budget

@@ -15,6 +15,7 @@ from swarm.errors import AdapterError
 from swarm.metrics.server import ServerObserver
 from swarm.models.adapters import adapter_files
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from swarm.models.checkpoints.footprint import memory_footprint
 from swarm.models.flash.files.inventory import remove_stored, stored_models
 from swarm.models.flash.flash_footprint import flash_footprint
 from swarm.models.flash.reading.record_reader import FlashIo
@@ -23,6 +24,7 @@ from swarm.server import span_service as span_service_module
 from swarm.server.compute.compute_thread import ComputeThread
 from swarm.server.config import ServerConfig
 from swarm.server.flash_budget import FlashBudget
+from swarm.server.memory_budget import MemoryBudget
 from swarm.server.resolved_config import ResolvedConfig
 from swarm.server.span_service import SpanService
 from swarm.server.throughput.throughput_option import ThroughputOption
@@ -57,6 +59,7 @@ async def load(checkpoint: Checkpoint, *adapters: str) -> SpanService:
         quantization="none",
         cache_tokens=64,
         adapter_memory=10_000,
+        budget=MemoryBudget(memory_footprint(checkpoint, torch.float32), 10**9, 64),
     )
     compute_thread = ComputeThread()
     try:
@@ -109,7 +112,7 @@ def test_blocks_on_flash_are_counted_and_let_go_of_when_the_server_leaves(checkp
         quantization="none",
         cache_tokens=64,
         adapter_memory=10_000,
-        flash=flash,
+        budget=flash,
     )
     observer = Counting()
 

@@ -74,7 +74,7 @@ def make_predictors(
     """Make predictors for those prepared blocks of neurons that have none, or broken ones. Returns these blocks.
 
     Raises:
-        PackedFileError: there is no text to make them with.
+        PackedFileError: the checkpoint has no tokenizer, so predictors cannot be made.
         CheckpointError, NotEnoughSpace: as for `files.preparation`.
     """
     without = {block: one for block, one in prepared.items() if _needs_predictor(one)}

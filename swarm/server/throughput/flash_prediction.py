@@ -40,7 +40,7 @@ def predicted_throughput(costs: FlashCostModel) -> Throughput:
 
 
 def _experts_per_token(model: SpanModel) -> float:
-    """Experts to which a mixture sends a token, by trying with one; 0 if there are no mixtures."""
+    """Number of experts that each mixture sends a token to, found by computing one; 0 without mixtures."""
     assert model.flash is not None
     if not model.flash.pools:
         return 0.0

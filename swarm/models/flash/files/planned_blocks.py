@@ -31,7 +31,7 @@ class PlannedBlock:
         plan: what of the block becomes records.
         layout: of the records.
         tensors: all tensors of the block, on the meta device.
-        resident_bytes: of those that are no records.
+        resident_bytes: bytes of the tensors that stay outside of records.
     """
 
     plan: BlockPlan

@@ -118,8 +118,7 @@ class _Slab:
         self._buffer, self._start = buffer, start
 
     def read(self, records: Indices, buffer: RecordBuffer, slots: Indices) -> PendingRead:
-        sources = torch.from_numpy(records - self._start)
-        buffer.data[torch.from_numpy(slots)] = self._buffer.data[sources]
+        buffer.copy_from(self._buffer, records - self._start, slots)
         return FinishedRead()
 
     def close(self) -> None:

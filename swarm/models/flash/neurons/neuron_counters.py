@@ -38,11 +38,6 @@ class NeuronCounters:
     sampled_missed_mass: float = 0.0
 
     @property
-    def selected_share(self) -> float:
-        """Share of the neurons that a token selects."""
-        return self.selected / (self.tokens * self.neurons) if self.tokens else 0.0
-
-    @property
     def hits(self) -> float:
         """Share of the needed neurons that were in memory."""
         return 1 - self.read / self.needed if self.needed else 1.0

@@ -26,6 +26,26 @@ STEP_ROWS = 64
 each number of rows and keeps a thousand of them: a hundred megabytes, and milliseconds for each new one."""
 
 
+def neuron_values(
+    hidden_TH: torch.Tensor,
+    weights: Mapping[str, torch.Tensor],
+    biases: Mapping[str, torch.Tensor | None],
+    activation: nn.Module,
+) -> torch.Tensor:
+    """What the down projection receives, `[tokens, neurons]`.
+
+    Args:
+        weights: of up and gate, if there is one, by role: `[neurons, hidden]`.
+        biases: by role, `[neurons]`; those that are missing or None add nothing.
+    """
+    up_TN = functional.linear(hidden_TH, weights[UP], biases.get(UP))
+    if GATE not in weights:
+        activated_TN: torch.Tensor = activation(up_TN)
+        return activated_TN
+    gated_TN: torch.Tensor = activation(functional.linear(hidden_TH, weights[GATE], biases.get(GATE))) * up_TN
+    return gated_TN
+
+
 class NeuronProducts:
     """`down(activation(gate(x)) * up(x))` over some neurons; without a gate, `down(activation(up(x)))`.
 
@@ -51,10 +71,7 @@ class NeuronProducts:
 
     def all_neurons(self, hidden_TH: torch.Tensor, rows: NeuronRows) -> torch.Tensor:
         """The values of the neurons of all rows, `[tokens, rows]`."""
-        up_TN = functional.linear(hidden_TH, rows.weights[UP], rows.biases.get(UP))
-        if GATE not in self._weights:
-            return self._activated(up_TN)
-        return self._activated(functional.linear(hidden_TH, rows.weights[GATE], rows.biases.get(GATE))) * up_TN
+        return neuron_values(hidden_TH, rows.weights, rows.biases, self._activation)
 
     def down(self, neurons_TN: torch.Tensor, rows: NeuronRows, places: torch.Tensor) -> torch.Tensor:
         """The sum over the neurons in the rows `places`, `[tokens, hidden]`; most of their values are zero.

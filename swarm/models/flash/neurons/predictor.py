@@ -155,7 +155,7 @@ def load_predictor(path: Path, digest: str, hidden: int, neurons: int) -> Calibr
             rank = shapes.get("first", (0,))[0]
             expected = {"first": (rank, hidden), "second": (neurons, rank), "bias": (neurons,)}
             if shapes != expected or not 0 < rank <= hidden:
-                raise _refusal(path, f"it holds {shapes}, which is no predictor for {neurons} neurons")
+                raise _refusal(path, f"it holds {shapes}, and no predictor for a layer of {neurons} neurons")
             first, second, bias = (file.get_tensor(name) for name in ("first", "second", "bias"))
     except (OSError, SafetensorError) as error:
         raise _refusal(path, str(error)) from error

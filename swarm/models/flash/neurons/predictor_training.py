@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from swarm.models.flash.neurons.feed_forward_site import ACTIVATION, DOWN, GATE, UP, entry_role
+from swarm.models.flash.neurons.feed_forward_site import ACTIVATION, DOWN, entry_role
+from swarm.models.flash.neurons.neuron_products import neuron_values
 from swarm.models.flash.neurons.predictor import CalibratedPredictor, LowRankPredictor
 from swarm.models.flash.plans.block_plan import BlockPlan
 from swarm.models.flash.sparsity import Sparsity
@@ -86,11 +87,7 @@ class DenseFeedForward:
     @torch.no_grad()
     def contributions(self, inputs_TH: torch.Tensor) -> torch.Tensor:
         """The length of what each neuron adds to the layer's result, `[tokens, neurons]` fp32; zero if inactive."""
-        values_TN = functional.linear(inputs_TH, self._weights[UP], self._biases[UP])
-        if GATE in self._weights:
-            values_TN *= self._activation(functional.linear(inputs_TH, self._weights[GATE], self._biases[GATE]))
-        else:
-            values_TN = self._activation(values_TN)
+        values_TN = neuron_values(inputs_TH, self._weights, self._biases, self._activation)
         lengths_TN: torch.Tensor = values_TN.float().abs() * self._down_norms_N
         return lengths_TN
 

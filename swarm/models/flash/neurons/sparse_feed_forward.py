@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from swarm.errors import DriveFailed, RequestRefused
+from swarm.errors import DriveFailed, TrainingRefused
 from swarm.models.flash.neurons.active_window import ActiveWindow, ForwardTokens, Portion
 from swarm.models.flash.neurons.exact_pass import ExactPass, SlabMemory
 from swarm.models.flash.neurons.feed_forward_site import ACTIVATION, DOWN, GATE, UP, put_in_place
@@ -118,9 +118,9 @@ class SparseFeedForward(nn.Module):
 
     @torch.no_grad()
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Raises `DriveFailed`, and `RequestRefused` where gradients are asked for."""
+        """Raises `DriveFailed`, and `TrainingRefused` where gradients are asked for."""
         if hidden.requires_grad:
-            raise RequestRefused(
+            raise TrainingRefused(
                 "this server reads weights from flash and computes only some of them, so it has no gradients; train "
                 "over servers that hold their weights in memory"
             )

@@ -37,7 +37,7 @@ def build_block(
     not copied.
 
     Args:
-        tensors: those of the block that are no records, by their names inside the loaded block (after transformers'
+        tensors: the block's tensors outside of records, by their names inside the loaded block (after transformers'
             conversions). Those in `plan.resident` belong to the modules that are taken out and are passed over: what
             takes their place gets them from the caller.
 

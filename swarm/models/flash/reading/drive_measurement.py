@@ -49,7 +49,7 @@ class DriveProbe:
         self._random = np.random.default_rng(seed)
 
     def speed(self, record_bytes: int = 0, seconds: float = MEASUREMENT_S) -> DriveSpeed:
-        """Measure the usual sizes and numbers of reads, and `record_bytes` if it is no longer than the longest of them.
+        """Measure the usual sizes and numbers of reads, and reads of `record_bytes` unless these are longer than all.
 
         Raises `DriveFailed`.
         """
