@@ -17,7 +17,6 @@ from swarm.models.flash.costs.cost_model import (
     MachineSpeed,
     NeuronCosts,
     StreamedCosts,
-    choose,
     describe,
 )
 from swarm.models.flash.sparsity import Sparsity
@@ -152,22 +151,6 @@ def test_streamed_blocks_get_a_budget_that_is_worth_the_reading():
     model = FlashCostModel(MACHINE, [StreamedCosts(0, 400_000_000)])
     assert model.token_budget(0.01, 4096) > 64
     assert model.token_budget(0.01, 32) == 32
-
-
-def test_flash_never_pays_if_everything_fits():
-    assert not choose(8, 8, memory_block_s=1.0, flash_block_s=0.001, hop_s=1.0).flash
-
-
-def test_flash_is_all_there_is_if_nothing_fits():
-    assert choose(8, 0, memory_block_s=0.001, flash_block_s=1.0, hop_s=0.001).flash
-
-
-@pytest.mark.parametrize(("flash_block_s", "pays"), [(0.010, True), (0.015, True), (0.017, False)])
-def test_flash_pays_if_a_token_is_no_slower_than_through_more_servers(flash_block_s, pays):
-    # 16 blocks in the memory of two servers: 160 ms and a hop of 100 ms, so up to 16 ms a block on flash.
-    choice = choose(16, 8, memory_block_s=0.010, flash_block_s=flash_block_s, hop_s=0.1)
-    assert choice.flash is pays
-    assert "260 ms in the memory of 2 servers" in choice.reason
 
 
 def test_the_line_for_the_start_of_a_server():
