@@ -68,6 +68,9 @@ class ServerObserver:
     def flash_predicted(self, tokens_per_second: float) -> None:
         """The cost model expects this rate of one session for the blocks on flash that were loaded."""
 
+    def throughput_corrected(self, throughput: float) -> None:
+        """Blocks on flash turned out to compute so many blocks x tokens per second, which is announced from now on."""
+
     def flash_used(self, use: FlashUse) -> None:
         """Blocks on flash read this since the last report."""
 
@@ -200,6 +203,9 @@ class ServerMetrics(ServerObserver):
     def flash_predicted(self, tokens_per_second: float) -> None:
         self._flash.predicted.set(tokens_per_second)
 
+    def throughput_corrected(self, throughput: float) -> None:
+        self._throughput.set(throughput)
+
     def flash_used(self, use: FlashUse) -> None:
         self._flash.count(use)
 
@@ -225,6 +231,8 @@ class FlashMetrics:
             "selectable": counter("selectable_neurons", "Neurons that could have been selected."),
             "active": counter("sampled_active_neurons", "Active neurons of sampled tokens."),
             "missed": counter("sampled_missed_neurons", "Active neurons that would not have been selected."),
+            "ahead": counter("ahead_records", "Experts that were read ahead."),
+            "ahead_hits": counter("ahead_hit_records", "Experts that were read ahead and then needed."),
         }
         self.predicted = _gauge("flash_predicted_tokens_per_second", "Tokens a second, by the cost model.", registry)
 

@@ -199,7 +199,6 @@ class Server:
     async def _load(self, config: ResolvedConfig, span: Span) -> SpanService:
         """Load the blocks and accept clients."""
         self._service = await SpanService.load(config, span, self.peer, self._compute_thread, self._observer)
-        self._throughput = self._service.throughput.decode
         self._state = ServerState.ONLINE
         return self._service
 
@@ -223,7 +222,7 @@ class Server:
         assert old is not None
         assert self._announcer is not None
         # From now on others count this server at its new blocks, and no client opens a session here.
-        self.span, self._state = span, ServerState.JOINING
+        self.span, self._state, self._throughput = span, ServerState.JOINING, old.throughput.decode
         await self._announcer.announce()
         # While a gap is open, no session of the swarm gets a token anyway.
         await (old.drain(0.0, LEAVE_HAND_OVER_S) if closes_gap else old.drain(MOVE_FINISH_S))
@@ -248,7 +247,7 @@ class Server:
             peer_id=self.peer.peer_id,
             span=self.span,
             state=self._state,
-            throughput=self._throughput,
+            throughput=service.throughput.decode if service else self._throughput,
             cache_tokens_free=max(0, service.sessions.free) if service else 0,
             revision=config.checkpoint.revision,
             digests=tuple(service.model.digests) if service else (),

@@ -14,7 +14,6 @@ from swarm.metrics.server import ServerObserver
 from swarm.models.adapters.adapter_files import read_block_weights
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy_trials import choose_forward
-from swarm.models.flash.costs.cost_model import FlashCostModel
 from swarm.models.loading.flash_loading import load_flash_span
 from swarm.models.loading.span_loading import load_span
 from swarm.protocol.compression import dtype_name
@@ -31,7 +30,8 @@ from swarm.server.sessions.adapter_store import AdapterLimits, AdapterStore
 from swarm.server.sessions.handler import MessageHandler
 from swarm.server.sessions.session_table import SessionTable
 from swarm.server.throughput.compute_measurement import determine_throughput
-from swarm.server.throughput.flash_prediction import predict_speed, predicted_throughput
+from swarm.server.throughput.flash_calibration import FlashCalibration
+from swarm.server.throughput.flash_prediction import predict_speed
 from swarm.server.throughput.throughput_cache import Throughput
 from swarm.server.throughput.throughput_option import ThroughputOption
 from swarm.transport.stream import Network
@@ -50,10 +50,11 @@ POLL_PERIOD_S = 0.1
 
 
 class FlashReporter:
-    """Tells an observer what a span has read from flash since the last report; nothing if all is in memory."""
+    """Tells an observer what a span has read from flash since the last report, and how fast it turns out to be; nothing
+    if all is in memory."""
 
-    def __init__(self, model: SpanModel, observer: ServerObserver) -> None:
-        self._flash, self._observer = model.flash, observer
+    def __init__(self, model: SpanModel, observer: ServerObserver, calibration: FlashCalibration | None) -> None:
+        self._flash, self._observer, self._calibration = model.flash, observer, calibration
         self._reported = FlashUse()
 
     def report(self) -> None:
@@ -62,6 +63,8 @@ class FlashReporter:
             use = self._flash.use()
             self._observer.flash_used(use.since(self._reported))
             self._reported = use
+        if self._calibration is not None:
+            self._observer.throughput_corrected(self._calibration.throughput.decode)
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,8 @@ class SpanService:
     Attributes:
         span: the blocks.
         adapters: what clients add to them.
+        measured: how fast they were expected to be when they were loaded.
+        calibration: corrects that for blocks on flash; None if nothing is predicted.
         load_seconds: how long loading took.
         flash_reporter: counts what is read from flash.
     """
@@ -81,7 +86,8 @@ class SpanService:
     handler: MessageHandler
     engine: Engine
     adapters: AdapterStore
-    throughput: Throughput
+    measured: Throughput
+    calibration: FlashCalibration | None
     load_seconds: float
     flash_reporter: FlashReporter
 
@@ -106,16 +112,18 @@ class SpanService:
         load_seconds = time.monotonic() - began
         logger.info("Loaded: %s of weights in %.1f s", format_bytes(model.weight_bytes), load_seconds)
         model = await _choose_forward(config, model, compute_thread)
-        costs = None
+        calibration = None
         if model.flash is not None and config.options.throughput == ThroughputOption():
-            costs = await compute_thread.run(predict_speed, model)
-            observer.flash_predicted(costs.tokens_per_second())
-        throughput = await _determine_throughput(config, model, compute_thread, costs)
+            calibration = FlashCalibration(await compute_thread.run(predict_speed, model))
+            measured = calibration.throughput
+            observer.flash_predicted(measured.decode / span.length)
+        else:
+            measured = await _measure_throughput(config, model, compute_thread)
         paging = model.strategy.paging
         page = paging.pool.page_size if paging is not None else 1
         sessions = SessionTable(config.cache_tokens, time.monotonic, page=page, observer=observer)
         logger.info("Attention cache: room for %d tokens", sessions.capacity)
-        engine = _make_engine(model, throughput, compute_thread, observer, costs)
+        engine = _make_engine(model, measured, compute_thread, observer, calibration)
         logger.info("Scheduler: up to %d tokens an iteration", engine.budget)
         adapters = AdapterStore(time.monotonic, AdapterLimits(memory=config.adapter_memory), observer)
         if public:
@@ -123,12 +131,17 @@ class SpanService:
         for parts in public:
             adapters.add_public(model.adapted.prepare(parts))
         dtype = dtype_name(config.dtype)
-        observer.span_loaded(checkpoint.name, checkpoint.revision, dtype, config.quantization, span, throughput.decode)
+        observer.span_loaded(checkpoint.name, checkpoint.revision, dtype, config.quantization, span, measured.decode)
         handler = MessageHandler(
             network, model, checkpoint.revision, sessions, engine, adapters=adapters, observer=observer
         )
-        reporter = FlashReporter(model, observer)
-        return cls(span, model, sessions, handler, engine, adapters, throughput, load_seconds, reporter)
+        reporter = FlashReporter(model, observer, calibration)
+        return cls(span, model, sessions, handler, engine, adapters, measured, calibration, load_seconds, reporter)
+
+    @property
+    def throughput(self) -> Throughput:
+        """What to announce."""
+        return self.measured if self.calibration is None else self.calibration.throughput
 
     @property
     def sparse(self) -> bool:
@@ -141,8 +154,8 @@ class SpanService:
         return self.model.flash.perplexity_loss if self.model.flash is not None else None
 
     def expire(self) -> None:
-        """Close sessions whose client is gone, drop adapters that have not been used for a while, and count what was
-        read from flash."""
+        """Close sessions whose client is gone, drop adapters that have not been used for a while, and report how
+        blocks on flash do."""
         self.sessions.expire()
         self.adapters.expire()
         self.flash_reporter.report()
@@ -179,14 +192,16 @@ def _make_engine(
     throughput: Throughput,
     compute_thread: ComputeThread,
     observer: ServerObserver,
-    costs: FlashCostModel | None,
+    calibration: FlashCalibration | None,
 ) -> Engine:
     if model.flash is None:
         return Engine(compute_thread, token_budget(throughput.forward / model.span.length), observer)
-    tokens = FLASH_ITERATION_TOKENS
-    if costs is not None:
-        tokens = max(MIN_ITERATION_TOKENS, costs.token_budget(MAX_ITERATION_S, MAX_ITERATION_TOKENS))
-    return Engine(compute_thread, tokens, observer, inline=False)  # the network loop never waits for a drive
+    tokens, on_iteration = FLASH_ITERATION_TOKENS, None
+    if calibration is not None:
+        tokens = max(MIN_ITERATION_TOKENS, calibration.costs.token_budget(MAX_ITERATION_S, MAX_ITERATION_TOKENS))
+        on_iteration = calibration.on_iteration
+    # The network loop never waits for a drive.
+    return Engine(compute_thread, tokens, observer, inline=False, on_iteration=on_iteration)
 
 
 async def _load_model(config: ResolvedConfig, span: Span, compute_thread: ComputeThread) -> SpanModel:
@@ -223,11 +238,7 @@ async def _choose_forward(config: ResolvedConfig, model: SpanModel, compute_thre
     return chosen
 
 
-async def _determine_throughput(
-    config: ResolvedConfig, model: SpanModel, compute_thread: ComputeThread, costs: FlashCostModel | None
-) -> Throughput:
-    if costs is not None:
-        return predicted_throughput(costs)
+async def _measure_throughput(config: ResolvedConfig, model: SpanModel, compute_thread: ComputeThread) -> Throughput:
     return await compute_thread.run(
         determine_throughput,
         config.options.throughput,

@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from swarm.common.outcome import result_or_error
 from swarm.errors import ServerClosing
@@ -50,6 +50,8 @@ class Engine:
         budget: tokens of one iteration.
         observer: is told of every iteration.
         inline: whether a quick lone step may be computed in the network loop; not if computing may wait for a drive.
+        on_iteration: is told how many sequences and tokens every iteration had, and how many seconds it took. Called in
+            the compute thread.
     """
 
     def __init__(
@@ -58,9 +60,11 @@ class Engine:
         budget: int = MIN_ITERATION_TOKENS,
         observer: ServerObserver | None = None,
         inline: bool = True,
+        on_iteration: Callable[[int, int, float], None] | None = None,
     ) -> None:
         self.compute_thread = compute_thread
         self._inline = inline
+        self._on_iteration = on_iteration or _ignore
         self.budget = budget
         self._observer = observer or ServerObserver()
         self._arrived: deque[QueuedRequest] = deque()
@@ -221,6 +225,8 @@ class Engine:
         seconds = time.perf_counter() - began
         if chosen and error is None:
             self._observer.iteration_finished([queued.for_observer(tokens) for queued, tokens in chosen], seconds)
+            sequences = sum(queued.request.layout.sequences for queued, _ in chosen)
+            self._on_iteration(sequences, sum(tokens for _, tokens in chosen), seconds)
         if all(queued.is_short for queued, _ in chosen):
             self._batching_delay.on_iteration(seconds)
         for queued, _ in chosen:
@@ -229,6 +235,9 @@ class Engine:
             if error is not None:
                 queued.computation = None
         return [(queued, error) for queued, _ in chosen] if error is not None else []
+
+
+def _ignore(sequences: int, tokens: int, seconds: float) -> None: ...
 
 
 _Result = tuple[QueuedRequest, ComputeResult | BaseException]

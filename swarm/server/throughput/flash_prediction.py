@@ -13,12 +13,8 @@ from swarm.models.block_loading import return_freed_memory
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.flash.costs.cost_model import FlashCostModel, describe
 from swarm.models.flash.costs.span_costs import span_cost_model
-from swarm.server.throughput.throughput_cache import Throughput
 
 logger = logging.getLogger(__name__)
-
-BATCH_TOKENS = 256
-"""Tokens of the batch whose rate is announced as that of many tokens at once."""
 
 
 def predict_speed(model: SpanModel) -> FlashCostModel:
@@ -31,12 +27,6 @@ def predict_speed(model: SpanModel) -> FlashCostModel:
     if any(block.stride for block in costs.blocks):
         logger.info("%s", describe(costs, flash.weight_bytes - sum(flash.resident_bytes)))
     return costs
-
-
-def predicted_throughput(costs: FlashCostModel) -> Throughput:
-    """What to announce for a span with these costs."""
-    blocks = len(costs.blocks)
-    return Throughput(blocks * costs.tokens_per_second(), blocks * BATCH_TOKENS / costs.prompt(BATCH_TOKENS).seconds)
 
 
 def _experts_per_token(model: SpanModel) -> float:

@@ -13,7 +13,8 @@ from swarm.models.flash.costs import compute_speed
 from swarm.models.flash.costs.cost_model import ExpertCosts, StreamedCosts
 from swarm.models.flash.reading.record_reader import FlashIo
 from swarm.models.loading.flash_loading import FlashOptions, load_flash_span
-from swarm.server.throughput.flash_prediction import predict_speed, predicted_throughput
+from swarm.server.throughput.flash_calibration import FlashCalibration
+from swarm.server.throughput.flash_prediction import predict_speed
 from tests import zoo
 
 
@@ -36,8 +37,8 @@ def test_experts(tmp_path, caplog):
     assert {block.needed.tokens for block in costs.blocks} == {(0.5,)}  # two of four
     assert sum(block.slots for block in costs.blocks) <= model.flash.pools[0].buffer.slots
     assert "tokens/s alone" in caplog.text
-    found = predicted_throughput(costs)
-    assert found.decode == zoo.BLOCKS * costs.tokens_per_second()
+    found = FlashCalibration(costs).throughput
+    assert found.decode == pytest.approx(zoo.BLOCKS * costs.tokens_per_second())
     assert found.forward > 0
     model.flash.close()
 
