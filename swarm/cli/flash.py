@@ -56,14 +56,16 @@ def prepare(
     from swarm.models.checkpoints.partial_loading import resolve_dtype
     from swarm.models.flash.files import preparation
     from swarm.models.flash.files.block_files import flash_root
-    from swarm.models.loading.flash_preparation import open_prepared, span_planner
+    from swarm.models.loading.flash_preparation import open_prepared, plan_for_flash
 
     checkpoint = open_checkpoint(model, revision=revision, cache_dir=cache_dir)
     span = Span(0, checkpoint.blocks) if blocks is None else _parse_blocks(blocks)
     root, kept_in = flash_root(cache_dir), resolve_dtype(dtype, checkpoint.config)
-    planner = span_planner(checkpoint, span, kept_in, root, flash_exact)
-    written = preparation.prepare(checkpoint, span, dtype=kept_in, root=root, plan_of=planner.plan, progress=True)
-    for one in open_prepared(checkpoint, span, kept_in, root, flash_exact, progress=True):  # and predictors
+    planned = plan_for_flash(checkpoint, span, kept_in, root, flash_exact)
+    if len(planned) < span.length:
+        raise InvalidOption(f"some blocks of {span} have no weights that could be on flash")
+    written = preparation.prepare(checkpoint, planned, dtype=kept_in, root=root, progress=True)
+    for one in open_prepared(checkpoint, planned, kept_in, root, progress=True):  # and predictors
         one.close()
     done = f"Prepared blocks {format_blocks(written)}" if written else f"Blocks {span} were prepared already"
     click.echo(f"{done}: {checkpoint.name}, in {root}")

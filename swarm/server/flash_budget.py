@@ -70,7 +70,8 @@ class FlashBudget:
         free: bytes of memory that are free before anything is loaded.
         cache_tokens: capacity of the attention cache.
         memory: bytes for weights, if `--flash` says so; None for what the cache leaves.
-        root, io, exact: see `FlashOptions`.
+        root, io: see `FlashOptions`.
+        exact: whether neurons are never selected.
     """
 
     footprint: FlashFootprint
@@ -100,7 +101,8 @@ class FlashBudget:
 
     def options(self, span: Span) -> FlashOptions:
         """How to load a span."""
-        return FlashOptions(self._weights(span.length), self.root, self.io, self.exact)
+        planned = dict(enumerate(self.footprint.blocks))
+        return FlashOptions(self._weights(span.length), self.root, planned, self.io)
 
     def blocks_that_fit(self) -> int:
         """How many blocks it pays to serve, wherever the window lies. Raises `NotEnoughMemory` if not even one."""

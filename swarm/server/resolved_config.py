@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
+from swarm.data_structures import Span
 from swarm.errors import InvalidOption
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from swarm.models.checkpoints.footprint import memory_footprint
 from swarm.models.checkpoints.partial_loading import resolve_dtype
 from swarm.models.flash.files.block_files import flash_root
 from swarm.models.flash.flash_footprint import flash_footprint
+from swarm.models.loading.flash_preparation import plan_for_flash
 from swarm.models.weights.quantization import NONE
 from swarm.protocol.compression import dtype_name
 from swarm.server import memory_budget
@@ -103,7 +105,9 @@ def _resolve_budget(
     in_memory = MemoryBudget(memory_footprint(checkpoint, dtype, quantization), free, cache_tokens)
     if not wants_flash(options.flash, device.type, quantization, in_memory.fits(options.blocks.requested)):
         return in_memory
-    footprint = flash_footprint(checkpoint, dtype, options.flash_exact)
+    root = flash_root(options.cache_dir)
+    planned = plan_for_flash(checkpoint, Span(0, checkpoint.blocks), dtype, root, options.flash_exact)
+    footprint = flash_footprint(checkpoint, dtype, planned)
     asked_for = options.flash.memory is not None
     if footprint is None and asked_for:
         raise InvalidOption(f"--flash: {checkpoint.name} has blocks without weights that could be on flash; use off")
@@ -114,7 +118,7 @@ def _resolve_budget(
         free,
         cache_tokens,
         options.flash.memory,
-        flash_root(options.cache_dir),
+        root,
         options.flash_io,
         options.flash_exact,
     )

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from swarm.data_structures import Span
 from swarm.errors import InvalidOption, NotEnoughMemory
 from swarm.models.checkpoints.checkpoint import open_checkpoint
-from swarm.models.flash.flash_footprint import FlashBlockSize, FlashFootprint, flash_footprint
-from swarm.models.flash.plans.block_plan import RecordKind
+from swarm.models.flash.files.planned_blocks import PlannedBlock, plan_span
+from swarm.models.flash.flash_footprint import FlashFootprint, flash_footprint
+from swarm.models.flash.plans.block_choice import BlockPlanner
+from swarm.models.flash.plans.block_plan import BlockPlan, RecordKind
 from swarm.models.flash.records.record_layout import RecordLayout
 from swarm.server.flash_budget import FlashBudget, FlashOption, wants_flash
 from tests import zoo
@@ -24,7 +26,7 @@ EXPERTS = RecordLayout.of({"w": (10, 25_000)}, {"w": 0}, torch.float32)
 
 
 def footprint(kind: RecordKind, layout: RecordLayout, blocks: int = 8) -> FlashFootprint:
-    return FlashFootprint([FlashBlockSize(kind, layout, 1000)] * blocks, 10)
+    return FlashFootprint([PlannedBlock(BlockPlan(kind, {}, {}), layout, {}, 1000)] * blocks, 10)
 
 
 def budget(kind=RecordKind.BLOCK, layout=BLOCK, memory=None, usable=10**9, cache_tokens=0) -> FlashBudget:
@@ -125,7 +127,8 @@ def test_what_is_counted_can_be_served(usable, cache_tokens):
 )
 def test_a_footprint_needs_no_weights(family, exact, sparse, tmp_path):
     checkpoint = open_checkpoint(zoo.make_checkpoint(family, tmp_path / family))
-    found = flash_footprint(checkpoint, torch.float32, exact)
+    planned = plan_span(checkpoint, Span(0, zoo.BLOCKS), torch.float32, BlockPlanner(exact).plan)
+    found = flash_footprint(checkpoint, torch.float32, planned)
     assert len(found.blocks) == zoo.BLOCKS
     assert found.sparse(0, zoo.BLOCKS) is sparse
     whole = 4 * sum(checkpoint.structure.block_parameters)

@@ -9,6 +9,8 @@ import pytest
 from swarm.data_structures import Span
 from swarm.errors import InvalidOption, NotEnoughMemory
 from swarm.models.checkpoints.checkpoint import open_checkpoint
+from swarm.models.flash.files import planned_blocks
+from swarm.models.loading.flash_loading import load_flash_span
 from swarm.server import memory_budget
 from swarm.server.config import BlocksOption, ServerConfig
 from swarm.server.flash_budget import FlashOption
@@ -74,3 +76,17 @@ def test_a_size_that_does_not_fit_is_refused(resolve, weights):
     config = resolve(weights // 2, flash=FlashOption(memory=weights))
     with pytest.raises(NotEnoughMemory, match="give --flash another size"):
         config.flash.check_fits(Span(0, 6))
+
+
+def test_blocks_are_planned_once(resolve, weights, tmp_path, monkeypatch):
+    config = resolve(weights * 3 // 4, quant="none", cache_dir=tmp_path)
+
+    def never(*args):
+        raise AssertionError("the blocks were planned again")
+
+    monkeypatch.setattr(planned_blocks, "_meta_layers", never)
+    for span in (Span(0, 2), Span(1, 4)):  # a start, and a move
+        model = load_flash_span(
+            config.checkpoint, span, dtype=config.dtype, options=config.flash.options(span)
+        )
+        model.flash.close()

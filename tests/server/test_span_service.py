@@ -19,6 +19,7 @@ from swarm.models.checkpoints.footprint import memory_footprint
 from swarm.models.flash.files.inventory import remove_stored, stored_models
 from swarm.models.flash.flash_footprint import flash_footprint
 from swarm.models.flash.reading.record_reader import FlashIo
+from swarm.models.loading.flash_preparation import plan_for_flash
 from swarm.protocol.adapter_encoding import pack_adapters
 from swarm.server import span_service as span_service_module
 from swarm.server.compute.compute_thread import ComputeThread
@@ -102,7 +103,8 @@ class Counting(ServerObserver):
 
 
 def test_blocks_on_flash_are_counted_and_let_go_of_when_the_server_leaves(checkpoint, tmp_path):
-    footprint = flash_footprint(checkpoint, torch.float32)
+    planned = plan_for_flash(checkpoint, Span(0, zoo.BLOCKS), torch.float32, tmp_path, exact=False)
+    footprint = flash_footprint(checkpoint, torch.float32, planned)
     flash = FlashBudget(footprint, 10**9, 64, 70_000, tmp_path, FlashIo.CACHED)
     config = ResolvedConfig(
         options=ServerConfig(throughput=ThroughputOption(100.0)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,12 +12,14 @@ import torch
 
 from swarm.common.units import format_bytes
 from swarm.data_structures import Span
+from swarm.errors import InvalidOption
 from swarm.models.block_loading import return_freed_memory
 from swarm.models.checkpoints.checkpoint import Checkpoint
 from swarm.models.execution.hooked_module import HookedModule
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy_trials import LayoutRequest, choose_layout
 from swarm.models.flash.attach import attach_blocks
+from swarm.models.flash.files.planned_blocks import PlannedBlock
 from swarm.models.flash.files.prepared_block import PreparedBlock
 from swarm.models.flash.flash_block import FlashBlock
 from swarm.models.flash.neurons.predictor import CalibratedPredictor, load_predictor
@@ -44,14 +46,14 @@ class FlashOptions:
     Attributes:
         memory: bytes for weights, those that always stay in memory included.
         root: the folder of all packed files, see `files.block_files.flash_root`.
+        planned: what lies on flash of each block; see `plan_for_flash`.
         io: how packed files are read; None to try both ways.
-        exact: never select neurons; see `block_choice`.
     """
 
     memory: int
     root: Path
+    planned: Mapping[int, PlannedBlock]
     io: FlashIo | None = None
-    exact: bool = False
 
 
 def load_flash_span(
@@ -67,14 +69,18 @@ def load_flash_span(
 
     Raises:
         InvalidSpan: the span is outside the model.
+        InvalidOption: some of the blocks cannot be on flash, or the drive cannot be read as asked for.
         CheckpointError: weights are missing, unreadable or of the wrong shape.
         NotEnoughSpace: the drive is too small for the packed files.
         NotEnoughMemory: the blocks cannot be computed with so little memory.
-        InvalidOption: the drive cannot be read as asked for.
         PackedFileError, DriveFailed: packed files cannot be read although they were checked.
     """
+    checkpoint.validate_span(span.start, span.end)
+    planned = {block: options.planned[block] for block in range(span.start, span.end) if block in options.planned}
+    if len(planned) < span.length:
+        raise InvalidOption(f"--flash: some blocks of {span} have no weights that could be on flash; use off")
     with ExitStack() as opened:
-        prepared = open_prepared(checkpoint, span, dtype, options.root, options.exact, progress)
+        prepared = open_prepared(checkpoint, planned, dtype, options.root, progress)
         for one in prepared:
             opened.callback(one.close)
         reading = _choose_io(prepared, options.io)

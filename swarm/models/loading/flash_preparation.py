@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 from swarm.data_structures import Span
-from swarm.errors import CheckpointError, InvalidOption, PackedFileError, format_blocks
+from swarm.errors import CheckpointError, PackedFileError, format_blocks
 from swarm.models.checkpoints.checkpoint import Checkpoint
 from swarm.models.checkpoints.tokenizer import load_tokenizer
 from swarm.models.flash.files.block_files import PackedModel
-from swarm.models.flash.files.planned_blocks import plan_span
+from swarm.models.flash.files.planned_blocks import PlannedBlock, plan_span
 from swarm.models.flash.files.preparation import add_predictor, open_span
 from swarm.models.flash.files.prepared_block import PreparedBlock
 from swarm.models.flash.neurons.predictor import encode_predictor
@@ -25,44 +25,42 @@ from swarm.models.loading.neuron_calibration import calibrate, calibration_text,
 logger = logging.getLogger(__name__)
 
 
-def span_planner(checkpoint: Checkpoint, span: Span, dtype: torch.dtype, root: Path, exact: bool) -> BlockPlanner:
-    """What plans the blocks of a span. Neurons are selected only if there are predictors, or a text to make them with.
+def plan_for_flash(
+    checkpoint: Checkpoint, span: Span, dtype: torch.dtype, root: Path, exact: bool
+) -> dict[int, PlannedBlock]:
+    """What preparation writes for each block of a span; blocks of which nothing can be on flash are left out.
+
+    Neurons are selected only if there are predictors for all of them, or a text to make them with.
 
     Args:
         root: the folder of all packed files.
         exact: never select neurons.
+
+    Raises `InvalidSpan` if the span is outside the model.
     """
-    if exact:
-        return BlockPlanner(exact=True)
-    planner = BlockPlanner()
-    files = (PackedModel.of(checkpoint, dtype, root).files(block) for block in range(span.start, span.end))
-    if all(one.predictor_entry.exists() for one in files):
-        return planner
-    planned = plan_span(checkpoint, span, dtype, planner.plan)
-    sparse = any(one.plan.kind is RecordKind.NEURONS for one in planned.values())
-    if sparse and _text(checkpoint) is None:
-        logger.warning("Flash: no neurons are selected, because %s has no tokenizer", checkpoint.name)
-        return BlockPlanner(exact=True)
-    return planner
+    planned = plan_span(checkpoint, span, dtype, BlockPlanner(exact).plan)
+    packed = PackedModel.of(checkpoint, dtype, root)
+    sparse = [block for block, one in planned.items() if one.plan.kind is RecordKind.NEURONS]
+    if all(packed.files(block).predictor_entry.exists() for block in sparse) or _text(checkpoint) is not None:
+        return planned
+    logger.warning("Flash: no neurons are selected, because %s has no tokenizer", checkpoint.name)
+    return plan_span(checkpoint, span, dtype, BlockPlanner(exact=True).plan)
 
 
 def open_prepared(
-    checkpoint: Checkpoint, span: Span, dtype: torch.dtype, root: Path, exact: bool, progress: bool
+    checkpoint: Checkpoint, planned: Mapping[int, PlannedBlock], dtype: torch.dtype, root: Path, progress: bool
 ) -> list[PreparedBlock]:
-    """The packed files of the span's blocks, checked and open; what is missing or broken is prepared before.
+    """The packed files of planned blocks, checked and open; what is missing or broken is prepared before.
 
-    Raises:
-        InvalidSpan: the span is outside the model.
-        InvalidOption: some of its blocks cannot be on flash.
-        CheckpointError, NotEnoughSpace, PackedFileError: as for `files.preparation`.
+    Args:
+        planned: see `plan_for_flash`.
+
+    Raises `CheckpointError`, `NotEnoughSpace` and `PackedFileError` as `files.preparation` does.
     """
-    planner = span_planner(checkpoint, span, dtype, root, exact)
     with ExitStack() as opened:
-        prepared = open_span(checkpoint, span, dtype=dtype, root=root, plan_of=planner.plan, progress=progress)
+        prepared = open_span(checkpoint, planned, dtype=dtype, root=root, progress=progress)
         for one in prepared.values():
             opened.callback(one.close)
-        if len(prepared) < span.length:
-            raise InvalidOption(f"--flash: some blocks of {span} have no weights that could be on flash; use off")
         make_predictors(checkpoint, PackedModel.of(checkpoint, dtype, root), prepared, progress)
         opened.pop_all()
     return list(prepared.values())

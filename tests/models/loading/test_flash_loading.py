@@ -17,6 +17,7 @@ from swarm.models.execution.strategy_trials import choose_forward
 from swarm.models.flash.reading.record_reader import FlashIo
 from swarm.models.loading import flash_preparation
 from swarm.models.loading.flash_loading import FlashOptions, load_flash_span
+from swarm.models.loading.flash_preparation import plan_for_flash
 from swarm.models.loading.span_loading import load_span
 from swarm.protocol.adapter_encoding import BlockAdapterWeights, LoraFactors
 from tests import zoo
@@ -39,7 +40,8 @@ def checkpoints(tmp_path_factory):
 
 
 def load(checkpoint: Checkpoint, root: Path, memory: int = 10**9, span: Span = WHOLE, exact: bool = False) -> SpanModel:
-    options = FlashOptions(memory, root, FlashIo.CACHED, exact)
+    planned = plan_for_flash(checkpoint, span, torch.float32, root, exact)
+    options = FlashOptions(memory, root, planned, FlashIo.CACHED)
     return load_flash_span(checkpoint, span, dtype=torch.float32, options=options)
 
 

@@ -13,6 +13,7 @@ from swarm.models.flash.costs import compute_speed
 from swarm.models.flash.costs.cost_model import ExpertCosts, StreamedCosts
 from swarm.models.flash.reading.record_reader import FlashIo
 from swarm.models.loading.flash_loading import FlashOptions, load_flash_span
+from swarm.models.loading.flash_preparation import plan_for_flash
 from swarm.server.throughput.flash_calibration import FlashCalibration
 from swarm.server.throughput.flash_prediction import predict_speed
 from tests import zoo
@@ -25,8 +26,10 @@ def _small_measurements(monkeypatch) -> None:
 
 def load(family: str, folder: Path, memory: int):
     checkpoint = open_checkpoint(zoo.make_checkpoint(family, folder / family))
-    options = FlashOptions(memory, folder / "cache", FlashIo.CACHED)
-    return load_flash_span(checkpoint, Span(0, zoo.BLOCKS), dtype=torch.float32, options=options)
+    span, root = Span(0, zoo.BLOCKS), folder / "cache"
+    planned = plan_for_flash(checkpoint, span, torch.float32, root, exact=False)
+    options = FlashOptions(memory, root, planned, FlashIo.CACHED)
+    return load_flash_span(checkpoint, span, dtype=torch.float32, options=options)
 
 
 def test_experts(tmp_path, caplog):

@@ -13,14 +13,13 @@ import torch
 
 from swarm.common import console
 from swarm.common.units import format_bytes
-from swarm.data_structures import Span
 from swarm.errors import NotEnoughSpace, PackedFileError, format_blocks
 from swarm.models.block_loading import load_block, return_freed_memory
 from swarm.models.checkpoints.checkpoint import Checkpoint
 from swarm.models.flash.files.block_files import BlockFiles, PackedModel, packed_files
 from swarm.models.flash.files.folder_locks import preparation_lock, unusable_folder
 from swarm.models.flash.files.manifest import FORMAT_VERSION, Manifest, PredictorEntry, encode_sealed
-from swarm.models.flash.files.planned_blocks import PlannedBlock, PlanOf, block_tensors, check_tensors, plan_span
+from swarm.models.flash.files.planned_blocks import PlannedBlock, block_tensors, check_tensors
 from swarm.models.flash.files.prepared_block import PreparedBlock, open_block
 from swarm.models.flash.files.record_writing import record_bytes, safetensors_bytes, sync_folder, write_file
 
@@ -31,42 +30,49 @@ SPARE_BYTES = 64 << 20
 
 
 def prepare(
-    checkpoint: Checkpoint, span: Span, *, dtype: torch.dtype, root: Path, plan_of: PlanOf, progress: bool = False
+    checkpoint: Checkpoint,
+    planned: Mapping[int, PlannedBlock],
+    *,
+    dtype: torch.dtype,
+    root: Path,
+    progress: bool = False,
 ) -> list[int]:
-    """Write the packed files of the blocks of `span` that have none, or unusable ones.
+    """Write the packed files of those planned blocks that have none, or unusable ones.
 
     One block after the other is loaded and written, so peak memory is that of loading one block. Blocks that are
     finished stay finished if the process is killed. If another process prepares blocks of the same model, this one
     waits for it, with a message.
 
     Args:
+        planned: see `planned_blocks.plan_span`, with the same dtype.
         dtype: in which the weights are stored and computed with.
         root: the folder of all packed files, see `flash_root`.
-        plan_of: finds what of a block goes to flash; it gets each block on the meta device.
         progress: whether to show progress on the terminal.
 
     Returns:
         The blocks that were written.
 
     Raises:
-        InvalidSpan: the span is outside the model.
         NotEnoughSpace: the drive is too small. Before anything is written, or in the middle if others fill it.
         CheckpointError: weights are missing, unreadable, or quantized.
         PackedFileError: the folder cannot be written.
     """
-    model = PackedModel.of(checkpoint, dtype, root)
-    return _prepare(checkpoint, model, plan_span(checkpoint, span, dtype, plan_of), progress)
+    return _prepare(checkpoint, PackedModel.of(checkpoint, dtype, root), planned, progress)
 
 
 def open_span(
-    checkpoint: Checkpoint, span: Span, *, dtype: torch.dtype, root: Path, plan_of: PlanOf, progress: bool = False
+    checkpoint: Checkpoint,
+    planned: Mapping[int, PlannedBlock],
+    *,
+    dtype: torch.dtype,
+    root: Path,
+    progress: bool = False,
 ) -> dict[int, PreparedBlock]:
-    """The prepared blocks of `span`, checked and open; those that are missing or broken are prepared before.
+    """The planned blocks, checked and open; those that are missing or broken are prepared before.
 
-    Blocks of which nothing goes to flash are left out. Arguments and errors as for `prepare`.
+    Arguments and errors as for `prepare`.
     """
     model = PackedModel.of(checkpoint, dtype, root)
-    planned = plan_span(checkpoint, span, dtype, plan_of)
     opened, unusable = open_blocks(checkpoint, model, planned, progress)
     try:
         _prepare(checkpoint, model, {block: planned[block] for block in unusable}, progress)

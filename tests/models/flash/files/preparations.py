@@ -6,9 +6,12 @@ from pathlib import Path
 
 import torch
 
+from swarm.data_structures import Span
 from swarm.models.block_loading import load_block
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from swarm.models.flash.files import preparation
 from swarm.models.flash.files.block_files import PackedModel
+from swarm.models.flash.files.planned_blocks import PlanOf, plan_span
 from swarm.models.flash.files.prepared_block import PreparedBlock
 from swarm.models.flash.records.record_buffer import RecordBuffer
 from tests import zoo
@@ -17,6 +20,18 @@ from tests import zoo
 def make_checkpoint(folder: Path, family: str = "llama") -> Checkpoint:
     """A tiny model of the zoo."""
     return open_checkpoint(zoo.make_checkpoint(family, folder / family))
+
+
+def prepare(checkpoint: Checkpoint, span: Span, *, dtype: torch.dtype, root: Path, plan_of: PlanOf) -> list[int]:
+    """Plan a span and prepare it."""
+    return preparation.prepare(checkpoint, plan_span(checkpoint, span, dtype, plan_of), dtype=dtype, root=root)
+
+
+def open_span(
+    checkpoint: Checkpoint, span: Span, *, dtype: torch.dtype, root: Path, plan_of: PlanOf
+) -> dict[int, PreparedBlock]:
+    """Plan a span, and open its prepared blocks."""
+    return preparation.open_span(checkpoint, plan_span(checkpoint, span, dtype, plan_of), dtype=dtype, root=root)
 
 
 def packed(checkpoint: Checkpoint, root: Path, dtype: torch.dtype = torch.float32) -> PackedModel:

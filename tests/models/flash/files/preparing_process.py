@@ -18,7 +18,7 @@ from swarm.common import console
 from swarm.data_structures import Span
 from swarm.errors import UsageError
 from swarm.models.checkpoints.checkpoint import open_checkpoint
-from swarm.models.flash.files.preparation import prepare
+from tests.models.flash.files.preparations import prepare
 from tests.models.flash.largest_plan import plan_largest
 
 STOPPED = "STOPPED"

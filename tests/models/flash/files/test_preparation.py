@@ -14,12 +14,11 @@ from swarm.errors import CheckpointError, InvalidSpan, NotEnoughSpace, PackedFil
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.flash.files import preparation, record_writing
 from swarm.models.flash.files.block_files import packed_files
-from swarm.models.flash.files.preparation import open_span, prepare
 from swarm.models.flash.files.prepared_block import open_block
 from swarm.models.flash.plans.block_plan import BlockPlan
 from swarm.models.flash.streaming.streamed_site import plan_streamed
 from tests import zoo
-from tests.models.flash.files.preparations import assert_holds_block, make_checkpoint, packed
+from tests.models.flash.files.preparations import assert_holds_block, make_checkpoint, open_span, packed, prepare
 from tests.models.flash.largest_plan import plan_largest
 from tests.slow import slow_except
 

@@ -15,10 +15,10 @@ from swarm.models.flash.files import record_writing
 from swarm.models.flash.files.block_files import PackedModel, flash_root
 from swarm.models.flash.files.manifest import encode_sealed, read_manifest
 from swarm.models.flash.files.planned_blocks import plan_span
-from swarm.models.flash.files.preparation import add_predictor, prepare
+from swarm.models.flash.files.preparation import add_predictor
 from swarm.models.flash.files.prepared_block import open_block
 from swarm.models.flash.streaming.streamed_site import plan_streamed
-from tests.models.flash.files.preparations import assert_holds_block, make_checkpoint, packed
+from tests.models.flash.files.preparations import assert_holds_block, make_checkpoint, packed, prepare
 from tests.models.flash.largest_plan import plan_largest
 
 BLOCK = 2

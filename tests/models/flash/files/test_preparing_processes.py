@@ -18,9 +18,8 @@ import torch
 from swarm.data_structures import Span
 from swarm.errors import PackedFileError
 from swarm.models.flash.files.block_files import packed_files
-from swarm.models.flash.files.preparation import prepare
 from swarm.models.flash.files.prepared_block import open_block
-from tests.models.flash.files.preparations import assert_holds_block, make_checkpoint, packed
+from tests.models.flash.files.preparations import assert_holds_block, make_checkpoint, packed, prepare
 from tests.models.flash.files.preparing_process import STOPPED
 from tests.models.flash.largest_plan import plan_largest
 from tests.slow import slow_except
