@@ -86,7 +86,5 @@ def test_blocks_are_planned_once(resolve, weights, tmp_path, monkeypatch):
 
     monkeypatch.setattr(planned_blocks, "_meta_layers", never)
     for span in (Span(0, 2), Span(1, 4)):  # a start, and a move
-        model = load_flash_span(
-            config.checkpoint, span, dtype=config.dtype, options=config.flash.options(span)
-        )
+        model = load_flash_span(config.checkpoint, span, dtype=config.dtype, options=config.flash.options(span))
         model.flash.close()
