@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.flash_rows import table
 from benchmarks.machine import describe
 from swarm.models.flash.experts.routing_trace import Trace, fewest_reads, overlap, reads
-from swarm.models.flash.experts.stay_priority import DecayedFrequency, LeastRecentlyUsed, TwoSpeedFrequency
+from swarm.models.flash.stay_priority import DecayedFrequency, LeastRecentlyUsed, TwoSpeedFrequency
 
 TRACE = Path(__file__).with_name("expert_trace.npz")
 SHARES = (0.125, 0.25, 0.5, 0.75)

@@ -21,12 +21,12 @@ from swarm.models.flash.costs.compute_speed import plain_speed, resident_speed
 from swarm.models.flash.costs.cost_model import ExpertCosts, FlashCostModel, MachineSpeed
 from swarm.models.flash.experts.expert_pool import ExpertPool
 from swarm.models.flash.experts.routing_trace import Trace, fewest_reads, overlap, reads
-from swarm.models.flash.experts.stay_priority import DecayedFrequency, LeastRecentlyUsed, TwoSpeedFrequency
 from swarm.models.flash.reading.drive_speed import DriveSpeed
 from swarm.models.flash.reading.flash_store import FlashStore
 from swarm.models.flash.reading.record_reader import FlashIo
 from swarm.models.flash.records.weight_store import MemoryStore
 from swarm.models.flash.sparsity import Sparsity
+from swarm.models.flash.stay_priority import DecayedFrequency, LeastRecentlyUsed, TwoSpeedFrequency
 
 RESIDENT_SHARE = 0.25
 WARM_UP_TOKENS = 48

@@ -14,9 +14,9 @@ from swarm.models.flash.experts.expert_forward import EveryFlashExpert, FlashExp
 from swarm.models.flash.experts.expert_pool import ExpertPool
 from swarm.models.flash.experts.expert_site import EXPERTS, ExpertCall, expert_call
 from swarm.models.flash.experts.look_ahead import LookAhead, find_router
-from swarm.models.flash.experts.stay_priority import StayPriority, TwoSpeedFrequency
 from swarm.models.flash.flash_block import FlashBlock
 from swarm.models.flash.records.record_layout import RecordLayout
+from swarm.models.flash.stay_priority import StayPriority, TwoSpeedFrequency
 
 MIN_SLOTS = 2
 """One expert computes while the next one is read."""

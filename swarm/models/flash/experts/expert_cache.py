@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from swarm.models.flash.experts.stay_priority import StayPriority
 from swarm.models.flash.records.record_buffer import Indices
+from swarm.models.flash.stay_priority import StayPriority
 
 ABSENT = -1
 

@@ -11,7 +11,7 @@ import heapq
 import numpy as np
 
 from swarm.models.flash.experts.expert_cache import ExpertCache
-from swarm.models.flash.experts.stay_priority import StayPriority
+from swarm.models.flash.stay_priority import StayPriority
 
 Trace = np.ndarray
 """Numbers of experts, `[tokens, blocks, experts a token]`."""

@@ -1,10 +1,10 @@
-"""Which neurons of a block stay in memory: those of the last tokens, as many tokens back as memory has room for.
+"""Which neurons of a block stay in memory: those that forwards need most often.
 
 "LLM in a flash", section 3.1, keeps the neurons of the last k tokens and makes k as large as memory allows. Here k is
-not chosen: memory is, and what was needed longest ago leaves when something else needs the place. That is the paper's
-window, with a k that follows the text, and it needs no idea of sessions: sessions that take turns share neurons, and a
-session's own last token is still there after all others had a turn, while a window of k forwards would have dropped it.
-The paper's fixed window is there for comparison.
+not chosen: memory is, and when something else needs the place, what was needed most rarely leaves, where a need counts
+half after 64 forwards. That reads less than any window, and it needs no idea of sessions: those that take turns share
+neurons, and a session's own are still there after all others had a turn. The paper's fixed window is there for
+comparison.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ import numpy as np
 
 from swarm.models.flash.neurons.neuron_matrix import ABSENT, NeuronMatrix
 from swarm.models.flash.records.record_buffer import Indices
-
-NEVER = -1
-"""The forward that last needed a neuron which none did, or whose need is not expected to come again."""
+from swarm.models.flash.stay_priority import DecayedFrequency, LeastRecentlyUsed, StayPriority
 
 EXPECTED_ACCEPTED = 0.5
 """Share of a sequence's candidate tokens that speculation is expected to accept."""
@@ -44,19 +42,23 @@ class ActiveWindow:
 
     Args:
         matrix: the neurons in memory.
-        forwards: keep the neurons of so many forwards and no others (the paper's k, for benchmarks). None: as many as
-            there is room for.
-
-    Attributes:
-        last_k_active: `[neurons]` int64: the number of the forward that needed a neuron last (the paper's field), or
-            `NEVER`.
+        forwards: keep the neurons of so many forwards and no others (the paper's k, for benchmarks). None: those that
+            are needed most often, as many as there is room for.
     """
 
     def __init__(self, matrix: NeuronMatrix, forwards: int | None = None) -> None:
         self._matrix = matrix
         self._forwards = forwards
         self._forward = 0
-        self.last_k_active: Indices = np.full(len(matrix.row_of), NEVER)
+        rule = DecayedFrequency if forwards is None else LeastRecentlyUsed
+        self._rule: StayPriority = rule(1, len(matrix.row_of))
+
+    @property
+    def priority(self) -> np.ndarray:
+        """`[neurons]` float64: what has the lowest number leaves first. With a fixed window, the number of the forward
+        that needed a neuron last, the paper's `last_k_active`."""
+        priority_N: np.ndarray = self._rule.priority_BE[0]
+        return priority_N
 
     def portions(self, needed: Indices, kept: Indices | None = None) -> Iterator[Portion]:
         """What a forward needs, cut into portions that fit into memory; more than one only if memory is too small.
@@ -68,8 +70,8 @@ class ActiveWindow:
             needed: neurons, sorted.
             kept: those of them that later forwards are expected to need as well (see `ForwardTokens`); None for all.
         """
-        self._forward += 1
-        self.last_k_active[needed if kept is None else kept] = self._forward
+        noted = needed if kept is None else kept
+        self._note(noted, np.ones(len(noted)), 1)
         capacity = self._matrix.capacity
         if len(needed) <= capacity:
             yield self._portion(needed)
@@ -79,20 +81,44 @@ class ActiveWindow:
         for start in range(0, len(ordered), capacity):
             yield self._portion(np.sort(ordered[start : start + capacity]))
 
+    def while_all_pass(self, needed: Indices, shares: np.ndarray, tokens: int) -> Portion:
+        """What joins and leaves when all neurons are read anyway, as they are for a prompt: afterwards, memory holds
+        those that are needed most often, whether or not they were needed now.
+
+        Args:
+            needed: by the last tokens of the prompt, sorted.
+            shares: for each of them, the share of these tokens that needs it.
+            tokens: how many.
+        """
+        self._note(needed, shares, tokens)
+        worthwhile = np.flatnonzero(self.priority > self._outdated)
+        absent = self._matrix.row_of[worthwhile] == ABSENT  # of equals, what is there stays
+        ordered = worthwhile[np.lexsort((absent, -self.priority[worthwhile]))]
+        return self._portion(np.sort(ordered[: self._matrix.capacity]))
+
+    def _note(self, neurons: Indices, shares: np.ndarray, tokens: int) -> None:
+        self._forward += 1
+        self._rule.note_use(0, neurons, shares, tokens)
+
+    @property
+    def _outdated(self) -> int:
+        """The highest priority of neurons that are not worth their place: zero is that of those never needed."""
+        return 0 if self._forwards is None else max(0, self._forward - self._forwards)
+
     def _portion(self, needed: Indices) -> Portion:
         matrix = self._matrix
         joining = matrix.missing(needed)
         is_other = np.ones(len(matrix.row_of), dtype=bool)
         is_other[needed] = False
         others = matrix.neurons[is_other[matrix.neurons]]
-        last_active = self.last_k_active[others]
+        priority = self.priority[others]
         leaves = np.zeros(len(others), dtype=bool)
         if self._forwards is not None:
-            leaves = last_active <= self._forward - self._forwards
+            leaves = priority <= self._outdated
         excess = matrix.num_used - int(leaves.sum()) + len(joining) - matrix.capacity
         if excess > 0:
-            last_active = np.where(leaves, np.iinfo(np.int64).max, last_active)
-            leaves[np.argpartition(last_active, excess - 1)[:excess]] = True
+            priority = np.where(leaves, np.inf, priority)
+            leaves[np.argpartition(priority, excess - 1)[:excess]] = True
         return Portion(needed, joining, others[leaves])
 
 

@@ -2,7 +2,7 @@
 
 "LLM in a flash", section 3.3. Neurons that leave are replaced by the last rows, and new ones are read in behind the
 last row, so an update costs what changed and not what is there. The paper's fields are `pointer`, `bias` (`values`
-here, since a gate has one too) and `num_used`; `last_k_active` is kept by `active_window`, which decides what leaves.
+here, since a gate has one too) and `num_used`; what `last_k_active` is for is decided by `active_window`.
 """
 
 from __future__ import annotations

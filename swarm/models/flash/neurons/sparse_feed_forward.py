@@ -30,9 +30,12 @@ EXACT_FROM = 32
 """Tokens of a forward from which all neurons are computed: reading them in order then costs less than finding out which
 are needed, and prompts are exact."""
 
-
 SAMPLED_TOKENS = 4
-"""The last tokens of an exact forward: the window begins with their neurons, and recall is sampled with them."""
+"""The last tokens of an exact forward, with which recall is sampled."""
+
+NOTED_TOKENS, NOTED_SHARE = 64, 1 / 4
+"""The last tokens of an exact forward whose neurons are noted as needed: so many, and no more than this share of the
+forward, since predicting costs up to a sixth of what computing does."""
 
 
 @dataclass(frozen=True)
@@ -130,10 +133,14 @@ class SparseFeedForward(nn.Module):
         return result_TH.view(hidden.shape)
 
     def _compute_exactly(self, hidden_TH: torch.Tensor) -> torch.Tensor:
-        selected_TN = self._predictor.select(hidden_TH[-SAMPLED_TOKENS:])
-        portion = next(self._window.portions(_neurons_of(selected_TN)[: self.matrix.capacity]))
+        noted = max(SAMPLED_TOKENS, min(NOTED_TOKENS, int(len(hidden_TH) * NOTED_SHARE)))
+        selected_TN = self._predictor.select(hidden_TH[-noted:])
+        shares_N = selected_TN.float().mean(0).numpy()
+        needed = np.flatnonzero(shares_N)
+        portion = self._window.while_all_pass(needed, shares_N[needed], len(selected_TN))
         self.matrix.delete(portion.leaving)
-        return self._exact.compute(hidden_TH, selected_TN, portion.joining, self.matrix, self.counters)
+        sampled_TN = selected_TN[-SAMPLED_TOKENS:]
+        return self._exact.compute(hidden_TH, sampled_TN, portion.joining, self.matrix, self.counters)
 
     def _compute_selected(self, hidden_TH: torch.Tensor) -> torch.Tensor:
         selected_TN = self._predictor.select(hidden_TH)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from swarm.errors import DriveFailed
 from swarm.models.flash.experts import expert_cache
 from swarm.models.flash.experts.expert_cache import ABSENT, ExpertCache
-from swarm.models.flash.experts.stay_priority import LeastRecentlyUsed, TwoSpeedFrequency
+from swarm.models.flash.stay_priority import LeastRecentlyUsed, TwoSpeedFrequency
 from tests.models.flash.experts.pools import BLOCKS, EXPERTS, pool_of, visit
 
 forwards = st.lists(

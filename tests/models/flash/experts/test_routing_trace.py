@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.models.flash.experts.routing_trace import fewest_reads, overlap, reads
-from swarm.models.flash.experts.stay_priority import DecayedFrequency, LeastRecentlyUsed, TwoSpeedFrequency
+from swarm.models.flash.stay_priority import DecayedFrequency, LeastRecentlyUsed, TwoSpeedFrequency
 
 
 @st.composite

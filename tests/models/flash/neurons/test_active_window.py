@@ -10,6 +10,7 @@ from swarm.models.flash.neurons.active_window import ActiveWindow, ForwardTokens
 from swarm.models.flash.neurons.neuron_matrix import NeuronMatrix
 from swarm.models.flash.records.record_layout import RecordLayout
 from swarm.models.flash.records.weight_store import MemoryStore
+from swarm.models.flash.stay_priority import SLOW_HALF_LIFE
 
 NEURONS = 30
 TENSORS = {"up": torch.arange(NEURONS * 2, dtype=torch.float32).view(NEURONS, 2)}
@@ -35,6 +36,13 @@ class Memory:
             read.append(portion.joining.tolist())
         return read
 
+    def prompt(self, *needed: int, tokens: int = 1, shares: list[float] | None = None) -> None:
+        """All neurons pass by, of which the last tokens need these."""
+        given = np.ones(len(needed)) if shares is None else np.array(shares)
+        portion = self.window.while_all_pass(np.array(needed, dtype=np.int64), given, tokens)
+        self.matrix.delete(portion.leaving)
+        self.matrix.append(portion.joining, self.store).wait()
+
     @property
     def held(self) -> set[int]:
         return set(self.matrix.neurons.tolist())
@@ -47,7 +55,7 @@ def test_only_what_is_not_in_memory_is_read() -> None:
     assert memory.forward(1, 4) == [[]]
 
 
-def test_what_was_needed_longest_ago_makes_room() -> None:
+def test_of_what_was_needed_once_the_oldest_makes_room() -> None:
     memory = Memory(4)
     memory.forward(1, 2)
     memory.forward(3)
@@ -55,6 +63,59 @@ def test_what_was_needed_longest_ago_makes_room() -> None:
     assert memory.held == {1, 2, 3, 5}
     memory.forward(6)
     assert memory.held == {1, 3, 5, 6}
+
+
+def test_what_is_needed_often_outlives_what_was_needed_last() -> None:
+    memory = Memory(3)
+    for _ in range(3):
+        memory.forward(1)
+    memory.forward(2)
+    memory.forward(3)
+    memory.forward(4)
+    assert memory.held == {1, 3, 4}
+    fixed = Memory(3, forwards=3)
+    for neuron in (1, 1, 1, 2, 3, 4):
+        fixed.forward(neuron)
+    assert fixed.held == {2, 3, 4}
+
+
+def test_after_a_prompt_memory_holds_what_is_needed_most_often() -> None:
+    memory = Memory(3)
+    for _ in range(8):
+        memory.forward(0, 9)
+    memory.forward(8)
+    memory.prompt(1, 2, 3, 4, tokens=40, shares=[0.1, 1.0, 0.02, 0.9])
+    assert memory.held == {2, 4, 0} or memory.held == {2, 4, 9}
+    before = memory.held
+    memory.prompt(tokens=4)
+    assert memory.held == before, "of equals, what is there stays"
+
+
+@given(
+    st.integers(1, 12),
+    st.lists(st.tuples(st.booleans(), st.sets(st.integers(0, NEURONS - 1), max_size=8)), max_size=15),
+)
+def test_what_leaves_is_needed_no_more_often_than_what_stays(
+    capacity: int, forwards: list[tuple[bool, set[int]]]
+) -> None:
+    memory = Memory(capacity)
+    counts = dict.fromkeys(range(NEURONS), 0.0)
+    for is_prompt, some in forwards:
+        needed = set(sorted(some)[:capacity])
+        counts = {neuron: count * 0.5 ** (1 / SLOW_HALF_LIFE) for neuron, count in counts.items()}
+        for neuron in needed:
+            counts[neuron] += 1
+        before = memory.held
+        if is_prompt:
+            memory.prompt(*sorted(needed))
+            outside = [counts[neuron] for neuron in counts.keys() - memory.held]
+            assert min((counts[neuron] for neuron in memory.held), default=0) >= max(outside) - 1e-6
+        else:
+            memory.forward(*sorted(needed))
+            left = max((counts[neuron] for neuron in before - memory.held), default=0.0)
+            assert all(counts[neuron] >= left - 1e-6 for neuron in memory.held - needed)
+            assert memory.held >= needed
+            assert len(memory.held) == min(capacity, len(before | needed)), "nothing leaves without need"
 
 
 def test_a_fixed_window_drops_the_neurons_of_older_forwards() -> None:

@@ -11,7 +11,7 @@ from swarm.errors import DriveFailed, RequestRefused
 from swarm.models.flash.neurons.active_window import ForwardTokens
 from swarm.models.flash.neurons.feed_forward_site import find_sparse_feed_forward
 from swarm.models.flash.neurons.predictor import ActivationPredictor
-from swarm.models.flash.neurons.sparse_feed_forward import SAMPLED_TOKENS, SparseOptions
+from swarm.models.flash.neurons.sparse_feed_forward import NOTED_SHARE, NOTED_TOKENS, SAMPLED_TOKENS, SparseOptions
 from swarm.models.flash.records.record_buffer import Indices, RecordBuffer
 from swarm.models.flash.records.weight_store import MemoryStore, PendingRead
 from tests.models.flash.neurons.layers import (
@@ -96,15 +96,26 @@ def test_what_is_in_memory_is_not_read_again() -> None:
     assert case.sparse.counters.selected == int(2 * selected[0].sum() + selected[1].sum())
 
 
-def test_after_a_prompt_the_neurons_of_its_last_tokens_are_in_memory() -> None:
-    case = case_of("gated relu", capacity=NEURONS, share=0.1)
-    prompt, selected = tokens_of(case, 40)
+@pytest.mark.parametrize(("count", "noted"), [(40, int(40 * NOTED_SHARE)), (300, NOTED_TOKENS)])
+def test_after_a_prompt_the_neurons_of_its_last_tokens_are_in_memory(count: int, noted: int) -> None:
+    case = case_of("gated relu", capacity=NEURONS, share=0.02)
+    prompt, selected = tokens_of(case, count)
     case.module(prompt)
-    last = selected[-SAMPLED_TOKENS:].any(0)
+    last = selected[-noted:].any(0)
     assert set(case.sparse.matrix.neurons.tolist()) == set(last.nonzero()[:, 0].tolist())
     read = case.store.counters.records
     torch.testing.assert_close(case.module(prompt[-1:]), expected_with(case.dense, prompt[-1:], selected[-1:]))
     assert case.store.counters.records == read
+
+
+def test_if_memory_cannot_hold_them_all_a_prompt_leaves_the_neurons_that_most_of_its_tokens_need() -> None:
+    case = case_of("relu", capacity=6, share=0.2)
+    prompt, selected = tokens_of(case, 200)
+    case.module(prompt)
+    counts = selected[-50:].sum(0)
+    held = case.sparse.matrix.neurons
+    assert len(held) == 6
+    assert counts[held].min() >= counts.sort(descending=True).values[5]
 
 
 def test_recall_is_sampled_with_the_last_tokens_of_prompts() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from swarm.models.flash.experts.stay_priority import (
+from swarm.models.flash.stay_priority import (
     FAST_HALF_LIFE,
     SLOW_HALF_LIFE,
     DecayedFrequency,

@@ -1,8 +1,8 @@
-"""Which experts should stay in memory: rules that learn from use and give every expert of a span a priority.
+"""Which experts or neurons should stay in memory: rules that learn from use and give each of them a priority.
 
-Pure: no weights, no reading. A rule sees every forward of every block, and keeps a table of priorities; whoever needs a
-slot takes that of the expert with the lowest one. Which rule comes how near to the best possible cache is measured by
-`routing_trace` and shown by `benchmarks/flash.py`.
+Pure: no weights, no reading. A rule sees every forward of every block, and keeps a table of priorities; what needs a
+slot takes that of the expert or neuron with the lowest one. How near rules come to the best possible cache is measured
+by `benchmarks/expert_cache.py` and `benchmarks/flash_quality.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class StayPriority(Protocol):
     """A rule.
 
     Attributes:
-        priority_BE: `[blocks, experts]` float64; the expert with the lowest number leaves first.
+        priority_BE: `[blocks, experts or neurons]` float64; what has the lowest number leaves first.
     """
 
     priority_BE: np.ndarray
@@ -34,7 +34,7 @@ class StayPriority(Protocol):
         """Learn from a forward of one block.
 
         Args:
-            experts: those that were needed, each once.
+            experts: those that were needed, or neurons, each once.
             shares: for each of them, the share of the forward's tokens that needed it.
             tokens: of the forward.
         """
