@@ -1,18 +1,24 @@
-"""Whether blocks go to flash, and what then fits: `--flash`. Pure, but for the memory and the files it is told of."""
+"""Whether blocks go to flash, and what then fits: `--flash`. Pure, but that it looks at the drive."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from swarm.common.units import ByteSize, format_bytes
 from swarm.data_structures import Span
 from swarm.errors import InvalidOption, NotEnoughMemory
+from swarm.models.flash.files.block_files import PackedModel
+from swarm.models.flash.files.drive_space import check_space, drive_space
+from swarm.models.flash.files.planned_blocks import PlannedBlock
 from swarm.models.flash.flash_footprint import FlashFootprint
 from swarm.models.flash.reading.record_reader import FlashIo
 from swarm.models.loading.flash_loading import FlashOptions
 from swarm.models.weights.quantization import NONE
 from swarm.server.memory_budget import usable
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -63,14 +69,15 @@ def wants_flash(option: FlashOption, device: str, quantization: str, fits: bool)
 
 @dataclass(frozen=True)
 class FlashBudget:
-    """What a server's memory holds of blocks on flash.
+    """What a server's memory and drive hold of blocks on flash.
 
     Attributes:
         footprint: of the model's blocks.
         free: bytes of memory that are free before anything is loaded.
         cache_tokens: capacity of the attention cache.
         memory: bytes for weights, if `--flash` says so; None for what the cache leaves.
-        root, io: see `FlashOptions`.
+        packed: the model's packed files.
+        io: how they are read; None to try both ways.
         exact: whether neurons are never selected.
     """
 
@@ -78,7 +85,7 @@ class FlashBudget:
     free: int
     cache_tokens: int
     memory: int | None
-    root: Path
+    packed: PackedModel
     io: FlashIo | None = None
     exact: bool = False
 
@@ -101,48 +108,97 @@ class FlashBudget:
 
     def options(self, span: Span) -> FlashOptions:
         """How to load a span."""
-        planned = dict(enumerate(self.footprint.blocks))
-        return FlashOptions(self._weights(span.length), self.root, planned, self.io)
+        return FlashOptions(self.weights(span.length), self.packed.root, self._planned(span), self.io)
+
+    def weights(self, blocks: int) -> int:
+        """Bytes for the weights of so many blocks."""
+        return self.memory if self.memory is not None else self.usable - self._cache(blocks)
 
     def blocks_that_fit(self) -> int:
-        """How many blocks it pays to serve, wherever the window lies. Raises `NotEnoughMemory` if not even one."""
-        blocks = len(self.footprint.blocks)
-        for count in range(blocks, 0, -1):
-            spans = (Span(start, start + count) for start in range(blocks - count + 1))
-            if all(self._pays(span) for span in spans):
+        """How many blocks it pays to serve, and the drive has room for. If the drive is the limit, it is logged.
+
+        Raises `NotEnoughMemory` or `NotEnoughSpace` if not even one can be served.
+        """
+        paying = self.blocks_that_pay()
+        held = self.blocks_on_drive(paying)
+        if held == 0:
+            check_space(self.packed, self._planned(Span(0, 1)))
+        if held < paying:
+            logger.warning(
+                "Flash: %d blocks would pay, and the drive of %s has room for %d; free some space (swarm flash show, "
+                "swarm flash clean) or choose another drive with --cache-dir",
+                paying,
+                self.packed.root,
+                held,
+            )
+        return held
+
+    def blocks_that_pay(self) -> int:
+        """How many blocks this memory is enough for, wherever the window lies. Raises `NotEnoughMemory` if not even one
+        can be computed."""
+        for count in range(len(self.footprint.blocks), 0, -1):
+            if all(self._pays(span) for span in self._windows(count)):
                 return count
-        self.check_fits(Span(0, 1))
+        if not any(self._lacking(span) is None for span in self._windows(1)):
+            self._check_memory(Span(0, 1))
         return 1
 
+    def blocks_on_drive(self, most: int) -> int:
+        """How many blocks in a row the drive has room for, up to `most`, if they are the right ones: some may be
+        prepared already. 0 if not even one. Raises `PackedFileError` if the drive cannot be looked at."""
+        space = drive_space(self.packed)
+        for count in range(most, 0, -1):
+            if any(space.holds(self._planned(span)) for span in self._windows(count)):
+                return count
+        return 0
+
+    def windows(self, count: int) -> list[Span]:
+        """The windows of `count` blocks that can be served. Raises `PackedFileError` as above."""
+        space = drive_space(self.packed)
+        return [
+            span for span in self._windows(count) if self._lacking(span) is None and space.holds(self._planned(span))
+        ]
+
     def fits(self, requested: Span | int | None) -> bool:
-        """Whether the blocks that were asked for can be computed in this memory; with None, a single one."""
-        blocks = len(self.footprint.blocks)
-        span = requested if isinstance(requested, Span) else Span(0, min(requested or 1, blocks))
-        try:
-            self.check_fits(span)
-        except NotEnoughMemory:
-            return False
-        return True
+        """Whether the blocks that were asked for can be computed in this memory: these, so many anywhere, or any."""
+        count = min(requested or 1, len(self.footprint.blocks)) if not isinstance(requested, Span) else 0
+        spans = [requested] if isinstance(requested, Span) else self._windows(count)
+        return any(self._lacking(span) is None for span in spans)
 
     def check_fits(self, span: Span) -> None:
-        """Raise `NotEnoughMemory` if the blocks cannot be computed in this memory."""
-        least, weights = self.footprint.least_bytes(span.start, span.end), self._weights(span.length)
+        """Raise `NotEnoughMemory` if the blocks cannot be computed in this memory, and `NotEnoughSpace` if the drive
+        has no room for those that are not prepared yet."""
+        self._check_memory(span)
+        check_space(self.packed, self._planned(span))
+
+    def _check_memory(self, span: Span) -> None:
+        lacking = self._lacking(span)
+        if lacking is not None:
+            raise NotEnoughMemory(lacking)
+
+    def _lacking(self, span: Span) -> str | None:
+        """What memory lacks to compute these blocks; None if nothing."""
+        least, weights = self.footprint.least_bytes(span.start, span.end), self.weights(span.length)
         cache = self._cache(span.length)
-        if weights + cache > self.usable or weights < least:
-            raise NotEnoughMemory(
-                f"blocks {span} on flash take at least {format_bytes(least)} of memory for weights and "
-                f"{format_bytes(cache)} for an attention cache of {self.cache_tokens} tokens; "
-                f"{format_bytes(max(0, weights))} are for weights, of {format_bytes(self.usable)} that are free: serve "
-                "fewer blocks, lower --cache-tokens, or give --flash another size"
-            )
+        if weights + cache <= self.usable and weights >= least:
+            return None
+        return (
+            f"blocks {span} on flash take at least {format_bytes(least)} of memory for weights and "
+            f"{format_bytes(cache)} for an attention cache of {self.cache_tokens} tokens; "
+            f"{format_bytes(max(0, weights))} are for weights, of {format_bytes(self.usable)} that are free: serve "
+            "fewer blocks, lower --cache-tokens, or give --flash another size"
+        )
 
     def _pays(self, span: Span) -> bool:
-        weights = self._weights(span.length)
+        weights = self.weights(span.length)
         enough = weights >= self.footprint.worthwhile_bytes(span.start, span.end)
         return enough and weights + self._cache(span.length) <= self.usable
 
-    def _weights(self, blocks: int) -> int:
-        return self.memory if self.memory is not None else self.usable - self._cache(blocks)
+    def _windows(self, count: int) -> Iterator[Span]:
+        return (Span(start, start + count) for start in range(len(self.footprint.blocks) - count + 1))
+
+    def _planned(self, span: Span) -> dict[int, PlannedBlock]:
+        return {block: self.footprint.blocks[block] for block in range(span.start, span.end)}
 
     def _cache(self, blocks: int) -> int:
         return blocks * self.cache_tokens * self.footprint.cache_bytes_per_token

@@ -15,7 +15,7 @@ from swarm.data_structures import Mobility, ModelInfo, ServerInfo, ServerState, 
 from swarm.dht.announcer import Announcer, adapter_names
 from swarm.dht.directory import fetch_servers
 from swarm.dht.validation import AnnouncementValidator
-from swarm.errors import DhtError, InvalidSpan, ServerClosing, SwarmError
+from swarm.errors import DhtError, InvalidSpan, ServerClosing, SwarmError, UsageError
 from swarm.metrics.endpoint import MetricsEndpoint
 from swarm.metrics.registry import new_registry
 from swarm.metrics.server import ServerMetrics, ServerObserver
@@ -120,9 +120,9 @@ class Server:
             self._metrics = MetricsEndpoint(new_registry(), options.metrics)
             self._observer = ServerMetrics(self._metrics.registry)
         await self._compute_thread.run(remove_abandoned_folders)
-        config = await self._compute_thread.run(resolve_config, options)
         if options.threads is not None:
             await self._compute_thread.run(torch.set_num_threads, options.threads)
+        config = await self._compute_thread.run(resolve_config, options)  # which may measure this machine
 
         self._peer = await join_network(options.p2p, AnnouncementValidator())
         logger.info("Peer: %s, listening on %s", self._peer.peer_id, ", ".join(await self._peer.visible_addresses()))
@@ -173,7 +173,7 @@ class Server:
         # Until it has measured, it counts as much as the others do. Otherwise the next one would take the same blocks.
         self._throughput = statistics.median([server.throughput for server in servers] or [self._throughput])
         throughputs = block_throughputs(servers, blocks)
-        span = weakest_window(throughputs, count)
+        span = weakest_window(throughputs, count, budget.windows(count))
         budget.check_fits(span)
         weakest = min(throughputs[span.start : span.end])
         reason = "no server has some of them yet" if weakest == 0 else f"their weakest does {weakest:.1f} tokens/s"
@@ -221,6 +221,11 @@ class Server:
         old = self._service
         assert old is not None
         assert self._announcer is not None
+        try:
+            await self._compute_thread.run(config.budget.check_fits, span)
+        except UsageError as error:
+            logger.warning("Staying at blocks %s: %s", old.span, error)
+            return
         # From now on others count this server at its new blocks, and no client opens a session here.
         self.span, self._state, self._throughput = span, ServerState.JOINING, old.throughput.decode
         await self._announcer.announce()

@@ -83,6 +83,11 @@ class MemoryBudget:
         """How many blocks fit wherever the window lies. Raises `NotEnoughMemory` if not even one does."""
         return blocks_that_fit(self.footprint, self.free, self.cache_tokens)
 
+    def windows(self, count: int) -> list[Span]:
+        """The windows of `count` blocks that fit."""
+        spans = (Span(start, start + count) for start in range(len(self.footprint.block_bytes) - count + 1))
+        return [one for one in spans if self.footprint.span_bytes(one.start, one.end, self.cache_tokens) <= self.usable]
+
     def fits(self, requested: Span | int | None) -> bool:
         """Whether the blocks that were asked for fit: these, this many, or any at all (None)."""
         fitting = _fitting_blocks(self.footprint, requested, self.free, self.cache_tokens)

@@ -12,7 +12,7 @@ from swarm.errors import InvalidOption
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from swarm.models.checkpoints.footprint import memory_footprint
 from swarm.models.checkpoints.partial_loading import resolve_dtype
-from swarm.models.flash.files.block_files import flash_root
+from swarm.models.flash.files.block_files import PackedModel, flash_root
 from swarm.models.flash.flash_footprint import flash_footprint
 from swarm.models.loading.flash_preparation import plan_for_flash
 from swarm.models.weights.quantization import NONE
@@ -118,7 +118,7 @@ def _resolve_budget(
         free,
         cache_tokens,
         options.flash.memory,
-        root,
+        PackedModel.of(checkpoint, dtype, root),
         options.flash_io,
         options.flash_exact,
     )

@@ -179,9 +179,9 @@ def test_what_cannot_be_done_exits_with_2_and_one_line(cache, arguments, says):
 
 
 def test_a_full_drive_is_refused_in_one_line(cache, mixtral, monkeypatch):
-    from swarm.models.flash.files import preparation
+    from swarm.models.flash.files import drive_space
 
-    monkeypatch.setattr(preparation, "SPARE_BYTES", 1 << 60)
+    monkeypatch.setattr(drive_space, "SPARE_BYTES", 1 << 60)
     result = run(cache, "prepare", mixtral)
     assert result.exit_code == 2
     assert result.stderr.count("\n") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.data_structures import Span
-from swarm.errors import InvalidOption, NotEnoughMemory
+from swarm.errors import InvalidOption, NotEnoughMemory, NotEnoughSpace
 from swarm.models.checkpoints.checkpoint import open_checkpoint
+from swarm.models.flash.files.block_files import PackedModel
+from swarm.models.flash.files.drive_space import SPARE_BYTES
 from swarm.models.flash.files.planned_blocks import PlannedBlock, plan_span
 from swarm.models.flash.flash_footprint import FlashFootprint, flash_footprint
 from swarm.models.flash.plans.block_choice import BlockPlanner
@@ -19,6 +22,7 @@ from swarm.models.flash.plans.block_plan import BlockPlan, RecordKind
 from swarm.models.flash.records.record_layout import RecordLayout
 from swarm.server.flash_budget import FlashBudget, FlashOption, wants_flash
 from tests import zoo
+from tests.models.flash.files.preparations import set_free_space
 
 BLOCK = RecordLayout.of({"w": (1, 25_000)}, {"w": 0}, torch.float32)
 """One record of about 100 KB."""
@@ -29,9 +33,10 @@ def footprint(kind: RecordKind, layout: RecordLayout, blocks: int = 8) -> FlashF
     return FlashFootprint([PlannedBlock(BlockPlan(kind, {}, {}), layout, {}, 1000)] * blocks, 10)
 
 
-def budget(kind=RecordKind.BLOCK, layout=BLOCK, memory=None, usable=10**9, cache_tokens=0) -> FlashBudget:
+def budget(kind=RecordKind.BLOCK, layout=BLOCK, memory=None, usable=10**9, cache_tokens=0, root=None) -> FlashBudget:
     free = -(-usable * 10 // 9)  # 0.9 of it are usable
-    return FlashBudget(footprint(kind, layout), free, cache_tokens, memory, Path("/nowhere"))
+    packed = PackedModel(root or Path("/nowhere"), "model", "0", torch.float32, "model")
+    return FlashBudget(footprint(kind, layout), free, cache_tokens, memory, packed)
 
 
 @pytest.mark.parametrize(
@@ -135,3 +140,60 @@ def test_a_footprint_needs_no_weights(family, exact, sparse, tmp_path):
     padded = 16 if sparse else 2  # a neuron of this model has 256 bytes, and takes 4096
     assert whole <= found.drive_bytes(0, zoo.BLOCKS) < padded * whole
     assert found.least_bytes(0, zoo.BLOCKS) < found.worthwhile_bytes(0, zoo.BLOCKS)
+
+
+@pytest.fixture
+def on_drive(tmp_path, monkeypatch):
+    """A budget for eight blocks in memory, on a drive with room for so many."""
+
+    def made(blocks: int, prepared: Span | None = None) -> FlashBudget:
+        one = budget(memory=4 * BLOCK.file_bytes + 10_000, root=tmp_path)
+        size = one.footprint.blocks[0].size
+        for block in range(prepared.start, prepared.end) if prepared else ():
+            one.packed.folder.mkdir(parents=True, exist_ok=True)
+            one.packed.files(block).records.write_bytes(bytes(size))
+        set_free_space(monkeypatch, SPARE_BYTES + blocks * size)
+        return one
+
+    return made
+
+
+def test_fewer_blocks_are_served_if_the_drive_holds_no_more(on_drive, caplog):
+    one = on_drive(3)
+    assert one.blocks_that_fit() == 3
+    assert "8 blocks would pay, and the drive of" in caplog.text
+    assert len(one.windows(3)) == 6
+    with pytest.raises(NotEnoughSpace, match="blocks 2:6 of model need"):
+        one.check_fits(Span(2, 6))
+
+
+def test_not_even_one_block_on_the_drive(on_drive):
+    with pytest.raises(NotEnoughSpace, match="blocks 0:1 of model need"):
+        on_drive(0).blocks_that_fit()
+
+
+def test_prepared_blocks_need_no_more_space(on_drive):
+    one = on_drive(1, prepared=Span(2, 5))
+    assert one.blocks_that_fit() == 4
+    assert one.windows(4) == [Span(1, 5), Span(2, 6)]
+    one.check_fits(Span(1, 5))
+
+
+def test_a_drive_with_room_for_all_is_not_mentioned(on_drive, caplog):
+    assert on_drive(8).blocks_that_fit() == 8
+    assert caplog.text == ""
+
+
+def test_blocks_of_which_only_some_can_be_served():
+    """The first block is streamed and larger than memory; the others are mixtures."""
+    large = RecordLayout.of({"w": (1, 250_000)}, {"w": 0}, torch.float32)
+    plans = [PlannedBlock(BlockPlan(RecordKind.BLOCK, {}, {}), large, {}, 1000)]
+    plans += [PlannedBlock(BlockPlan(RecordKind.EXPERTS, {}, {}), EXPERTS, {}, 1000)] * 3
+    one = dataclasses.replace(budget(memory=2 * EXPERTS.stride + 5000), footprint=FlashFootprint(plans, 10))
+    assert one.blocks_that_fit() == 1
+    assert one.windows(1) == [Span(1, 2), Span(2, 3), Span(3, 4)]
+    assert one.fits(3)
+    assert not one.fits(4)
+    assert not one.fits(Span(0, 1))
+    with pytest.raises(NotEnoughMemory, match="blocks 0:1 on flash"):
+        one.check_fits(Span(0, 1))

@@ -16,8 +16,10 @@ from transformers import AutoModelForCausalLM
 
 from swarm.data_structures import Mobility, ServerInfo, ServerState, Span
 from swarm.dht.directory import fetch_servers
+from swarm.errors import NotEnoughMemory
 from swarm.server.config import BlocksOption, ServerConfig
 from swarm.server.lifecycle import Server
+from swarm.server.memory_budget import MemoryBudget
 from swarm.server.throughput.throughput_option import ThroughputOption
 from swarm.transport.p2p import P2PConfig
 from tests.swarms import run_client, run_swarm
@@ -77,6 +79,37 @@ def test_a_gap_is_closed_and_the_old_blocks_leave_memory(folder: str, caplog: py
         async with asyncio.timeout(PATIENCE):
             while "Ready: serving blocks 4:6 of model" not in caplog.messages[-1]:
                 await asyncio.sleep(0.01)
+        await spare.stop()
+        await keeper.stop()
+
+    uvloop.run(scenario())
+
+
+def test_blocks_that_do_not_fit_here_are_left_to_others(
+    folder: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is found out before the sessions are sent away."""
+    caplog.set_level(logging.INFO, "swarm.server.lifecycle")
+    check_fits = MemoryBudget.check_fits
+
+    def check(budget: MemoryBudget, span: Span) -> None:
+        if span == Span(4, 6):
+            raise NotEnoughMemory("too little for blocks 4:6")
+        check_fits(budget, span)
+
+    async def scenario() -> None:
+        keeper = await start(folder, "0:4")
+        address = await keeper.peer.visible_addresses()
+        tail = await start(folder, "4:6", address)
+        spare = await start(folder, "2", address)
+        home, service = spare.span, spare._service
+        monkeypatch.setattr(MemoryBudget, "check_fits", check)
+        await tail.stop()
+        async with asyncio.timeout(PATIENCE):
+            while f"Staying at blocks {home}: too little for blocks 4:6" not in caplog.text:
+                await asyncio.sleep(0.01)
+        assert spare.span == home
+        assert spare._service is service
         await spare.stop()
         await keeper.stop()
 

@@ -16,6 +16,7 @@ from swarm.metrics.server import ServerObserver
 from swarm.models.adapters import adapter_files
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from swarm.models.checkpoints.footprint import memory_footprint
+from swarm.models.flash.files.block_files import PackedModel
 from swarm.models.flash.files.inventory import remove_stored, stored_models
 from swarm.models.flash.flash_footprint import flash_footprint
 from swarm.models.flash.reading.record_reader import FlashIo
@@ -105,7 +106,9 @@ class Counting(ServerObserver):
 def test_blocks_on_flash_are_counted_and_let_go_of_when_the_server_leaves(checkpoint, tmp_path):
     planned = plan_for_flash(checkpoint, Span(0, zoo.BLOCKS), torch.float32, tmp_path, exact=False)
     footprint = flash_footprint(checkpoint, torch.float32, planned)
-    flash = FlashBudget(footprint, 10**9, 64, 70_000, tmp_path, FlashIo.CACHED)
+    flash = FlashBudget(
+        footprint, 10**9, 64, 70_000, PackedModel.of(checkpoint, torch.float32, tmp_path), FlashIo.CACHED
+    )
     config = ResolvedConfig(
         options=ServerConfig(throughput=ThroughputOption(100.0)),
         checkpoint=checkpoint,

@@ -14,6 +14,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 from swarm.cli.doctor import verdicts
 from swarm.cli.doctor.verdicts import Finding
+from swarm.common.folders import nearest_folder
 from swarm.common.version import VERSION
 from swarm.errors import DriveFailed, InvalidOption, NotEnoughMemory, NotEnoughSpace, SwarmError
 
@@ -121,7 +122,7 @@ def check_disk(cache_dir: Path | None) -> Finding:
     from huggingface_hub import constants
 
     folder = cache_dir or Path(constants.HF_HUB_CACHE)
-    existing = _existing(folder)
+    existing = nearest_folder(folder)
     writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
     return verdicts.disk(str(folder), shutil.disk_usage(existing).free, writable)
 
@@ -131,7 +132,7 @@ def check_drive(cache_dir: Path | None) -> Finding:
     from swarm.models.flash.files.block_files import flash_root
     from swarm.models.flash.reading.drive_measurement import measure_folder
 
-    folder = _existing(flash_root(cache_dir))
+    folder = nearest_folder(flash_root(cache_dir))
     try:
         speed = measure_folder(folder)
     except DriveFailed as error:
@@ -140,8 +141,3 @@ def check_drive(cache_dir: Path | None) -> Finding:
         return verdicts.unknown("Drive", f"not measured: {error}")
     small, large = speed.bytes_per_second(SMALL_READ_BYTES), speed.bytes_per_second(speed.read_bytes[-1])
     return verdicts.drive(str(folder), speed.io, small, large)
-
-
-def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that exists."""
-    return next((one for one in (folder, *folder.absolute().parents) if one.exists()), Path("/"))

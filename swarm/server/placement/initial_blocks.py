@@ -14,7 +14,7 @@ throughput.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,12 +61,12 @@ def block_throughputs(servers: Iterable[ServerInfo], blocks: int) -> list[float]
     return result
 
 
-def weakest_window(throughputs: Sequence[float], length: int) -> Span:
-    """The window of `length` blocks that holds the weakest ones.
+def weakest_window(throughputs: Sequence[float], length: int, allowed: Collection[Span] = ()) -> Span:
+    """The window of `length` blocks that holds the weakest ones; of the `allowed` ones, if there are any.
 
     Windows are compared by their blocks' throughputs from the lowest up, so a gap counts more than anything else, two
     gaps more than one; of equal windows the first is taken.
     """
-    starts = range(len(throughputs) - length + 1)
+    starts = [span.start for span in allowed] or range(len(throughputs) - length + 1)
     start = min(starts, key=lambda start: (sorted(throughputs[start : start + length]), start))
     return Span(start, start + length)

@@ -94,3 +94,8 @@ def test_servers_that_have_left_do_not_count():
 @pytest.mark.parametrize("state", [ServerState.JOINING, ServerState.ONLINE])
 def test_a_server_beyond_the_end_of_the_model_counts_where_it_can(state):
     assert block_throughputs([server(1, 5, 4.0, state)], 2) == [0.0, 1.0]
+
+
+def test_only_windows_that_can_be_served():
+    values = [0.1, 0.1, 0.1, 9.0, 0.0, 9.0]
+    assert weakest_window(values, 3, [Span(0, 3), Span(1, 4)]) == Span(0, 3)

@@ -64,6 +64,15 @@ def expert_tensors(module: nn.Module) -> list[str]:
     return [name for name in names if name in own]
 
 
+def experts_per_token(block: nn.Module, plan: BlockPlan) -> int:
+    """How many experts a token is sent to, as the router beside the experts says; 0 if it does not.
+
+    Routers of transformers have it as `top_k`.
+    """
+    around = block.get_submodule(plan.modules[EXPERTS].rpartition(".")[0])
+    return max((k for module in around.modules() if isinstance(k := getattr(module, "top_k", None), int)), default=0)
+
+
 def expert_call(module: nn.Module) -> ExpertCall | None:
     """How `module` is called, if it holds experts; else None."""
     weights = [module._parameters.get(name) for name in WEIGHTS]

@@ -15,7 +15,8 @@ from transformers.core_model_loading import build_glob_alternation
 from swarm.data_structures import Span
 from swarm.errors import CheckpointError
 from swarm.models.checkpoints.checkpoint import Checkpoint
-from swarm.models.flash.plans.block_plan import BlockPlan
+from swarm.models.flash.experts.expert_site import experts_per_token
+from swarm.models.flash.plans.block_plan import BlockPlan, RecordKind
 from swarm.models.flash.records.record_layout import RecordLayout
 
 PlanOf = Callable[[nn.Module], BlockPlan | None]
@@ -32,12 +33,14 @@ class PlannedBlock:
         layout: of the records.
         tensors: all tensors of the block, on the meta device.
         resident_bytes: bytes of the tensors that stay outside of records.
+        experts_per_token: how many records a token needs; 0 if the block does not say, or if they are no experts.
     """
 
     plan: BlockPlan
     layout: RecordLayout
     tensors: Mapping[str, torch.Tensor]
     resident_bytes: int
+    experts_per_token: int = 0
 
     @property
     def size(self) -> int:
@@ -89,7 +92,8 @@ def _planned(block: nn.Module, plan: BlockPlan, dtype: torch.dtype) -> PlannedBl
             raise ValueError(f"the plan makes records of {name}, which is {tensors[name].dtype} and not {dtype}")
     layout = plan.layout({name: tuple(tensors[name].shape) for name in plan.axes}, dtype)
     resident = sum(tensor.nbytes for name, tensor in tensors.items() if name not in plan.axes)
-    return PlannedBlock(plan, layout, tensors, resident)
+    experts = experts_per_token(block, plan) if plan.kind is RecordKind.EXPERTS else 0
+    return PlannedBlock(plan, layout, tensors, resident, experts)
 
 
 def _meta_layers(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from swarm.errors import NotEnoughSpace, PackedFileError, format_blocks
 from swarm.models.block_loading import load_block, return_freed_memory
 from swarm.models.checkpoints.checkpoint import Checkpoint
 from swarm.models.flash.files.block_files import BlockFiles, PackedModel, packed_files
+from swarm.models.flash.files.drive_space import check_space
 from swarm.models.flash.files.folder_locks import preparation_lock, unusable_folder
 from swarm.models.flash.files.manifest import FORMAT_VERSION, Manifest, PredictorEntry, encode_sealed
 from swarm.models.flash.files.planned_blocks import PlannedBlock, block_tensors, check_tensors
@@ -24,9 +24,6 @@ from swarm.models.flash.files.prepared_block import PreparedBlock, open_block
 from swarm.models.flash.files.record_writing import record_bytes, safetensors_bytes, sync_folder, write_file
 
 logger = logging.getLogger(__name__)
-
-SPARE_BYTES = 64 << 20
-"""Free space that preparation leaves on the drive."""
 
 
 def prepare(
@@ -142,9 +139,9 @@ def _write_blocks(
         model.folder.mkdir(parents=True, exist_ok=True)
         for block in planned:
             _remove_files(model.files(block))
-    size = sum(one.size for one in planned.values())
-    _check_space(model, blocks, size)
-    logger.info("Preparing blocks %s of %s for flash: %s in %s", blocks, model.name, format_bytes(size), model.folder)
+    check_space(model, planned)
+    size = format_bytes(sum(one.size for one in planned.values()))
+    logger.info("Preparing blocks %s of %s for flash: %s in %s", blocks, model.name, size, model.folder)
     title = f"Preparing blocks {blocks}" if progress else None
     for block in console.iterate_with_progress(list(planned), title, "block"):
         _write_block(checkpoint, model, block, planned[block])
@@ -196,18 +193,6 @@ def add_predictor(model: PackedModel, prepared: PreparedBlock, data: bytes) -> N
 
 def _bytes(data: bytes) -> Iterator[torch.Tensor]:
     yield torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _check_space(model: PackedModel, blocks: str, needed: int) -> None:
-    with _write_errors(model, f"blocks {blocks}"):
-        status = os.statvfs(model.folder)
-    free = status.f_bavail * status.f_frsize
-    if free < needed + SPARE_BYTES:
-        raise NotEnoughSpace(
-            f"the packed weights of blocks {blocks} of {model.name} need {format_bytes(needed)}, and {model.root} has "
-            f"{format_bytes(free)} free: remove others (swarm flash show, swarm flash clean), "
-            "take fewer blocks, or choose another drive with --cache-dir"
-        )
 
 
 @contextmanager

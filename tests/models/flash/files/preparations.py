@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+import pytest
 import torch
 
 from swarm.data_structures import Span
@@ -32,6 +34,13 @@ def open_span(
 ) -> dict[int, PreparedBlock]:
     """Plan a span, and open its prepared blocks."""
     return preparation.open_span(checkpoint, plan_span(checkpoint, span, dtype, plan_of), dtype=dtype, root=root)
+
+
+def set_free_space(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    """Let every drive seem to have about so many bytes free: whole pages."""
+    status = list(os.statvfs("/"))
+    status[0:2], status[4] = [4096, 4096], -(-free // 4096)
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(status))
 
 
 def packed(checkpoint: Checkpoint, root: Path, dtype: torch.dtype = torch.float32) -> PackedModel:

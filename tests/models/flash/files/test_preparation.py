@@ -12,13 +12,20 @@ import torch
 from swarm.data_structures import Span
 from swarm.errors import CheckpointError, InvalidSpan, NotEnoughSpace, PackedFileError
 from swarm.models.checkpoints.checkpoint import open_checkpoint
-from swarm.models.flash.files import preparation, record_writing
+from swarm.models.flash.files import drive_space, preparation, record_writing
 from swarm.models.flash.files.block_files import packed_files
 from swarm.models.flash.files.prepared_block import open_block
 from swarm.models.flash.plans.block_plan import BlockPlan
 from swarm.models.flash.streaming.streamed_site import plan_streamed
 from tests import zoo
-from tests.models.flash.files.preparations import assert_holds_block, make_checkpoint, open_span, packed, prepare
+from tests.models.flash.files.preparations import (
+    assert_holds_block,
+    make_checkpoint,
+    open_span,
+    packed,
+    prepare,
+    set_free_space,
+)
 from tests.models.flash.largest_plan import plan_largest
 from tests.slow import slow_except
 
@@ -154,19 +161,10 @@ def test_changed_weights_under_the_same_name_and_revision_are_prepared_anew(tmp_
 
 
 def test_too_little_space_is_found_before_anything_is_written(llama, root, monkeypatch):
-    space = os.statvfs(root.parent.parent)
-    monkeypatch.setattr(os, "statvfs", lambda path: SmallDrive(space.f_frsize, preparation.SPARE_BYTES))
+    set_free_space(monkeypatch, drive_space.SPARE_BYTES)
     with pytest.raises(NotEnoughSpace, match=r"blocks 1:4 of llama need .* KB, and .* has 67.1 MB free: remove others"):
         prepare_llama(llama, root)
     assert contents(llama, root) == {}
-
-
-class SmallDrive:
-    """What `os.statvfs` says about a drive with so many bytes free."""
-
-    def __init__(self, f_frsize: int, free: int) -> None:
-        self.f_frsize = f_frsize
-        self.f_bavail = free // f_frsize
 
 
 @pytest.mark.parametrize("share", [0, 0.3, 0.6, 0.99])
