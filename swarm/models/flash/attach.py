@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from swarm.models.flash.experts import attach as experts
 from swarm.models.flash.flash_block import FlashBlock
 from swarm.models.flash.flash_span import FlashSpan
-from swarm.models.flash.memory_shares import memory_needs, share_memory, slab_bytes
+from swarm.models.flash.memory_shares import NeuronNeed, divide_neurons, memory_needs, share_memory, slab_bytes
 from swarm.models.flash.neurons import sparse_feed_forward
 from swarm.models.flash.neurons.active_window import ForwardTokens
 from swarm.models.flash.neurons.exact_pass import SlabMemory
@@ -50,18 +50,19 @@ def attach_blocks(blocks: Sequence[FlashBlock], memory: int, resident_bytes: Seq
 
 
 def _attach_neurons(blocks: Sequence[FlashBlock], memory: int, shared: SpanShared) -> list[SparseFeedForward]:
-    """Sparse layers with room for the same share of each block's neurons."""
-    records = sum(one.store.layout.file_bytes for one in blocks)
-    predictors = sum(one.predictor.predictor.memory_bytes for one in blocks if one.predictor is not None)
-    share = min(1.0, max(0, memory - shared.slabs.nbytes - predictors) / records)
-    layers = []
-    for one in blocks:
-        assert one.predictor is not None
-        predictor = one.predictor.predictor.to(one.store.layout.dtype)
-        options = SparseOptions(capacity=max(1, int(share * one.store.layout.count)))
-        layers.append(
-            sparse_feed_forward.attach(
-                one.block, one.plan, one.taken, one.resident, predictor, one.store, options, shared
-            )
+    """Sparse layers, with memory for neurons where it saves most reads."""
+    calibrated = [one.predictor for one in blocks if one.predictor is not None]
+    assert len(calibrated) == len(blocks)
+    predictors = [found.predictor.to(one.store.layout.dtype) for found, one in zip(calibrated, blocks, strict=True)]
+    left = memory - shared.slabs.nbytes - sum(predictor.memory_bytes for predictor in predictors)
+    layouts = [one.store.layout for one in blocks]
+    needs = [
+        NeuronNeed(layout.count, layout.stride, found.sparsity)
+        for layout, found in zip(layouts, calibrated, strict=True)
+    ]
+    return [
+        sparse_feed_forward.attach(
+            one.block, one.plan, one.taken, one.resident, predictor, one.store, SparseOptions(slots), shared
         )
-    return layers
+        for one, predictor, slots in zip(blocks, predictors, divide_neurons(left, needs), strict=True)
+    ]

@@ -1,9 +1,11 @@
-"""How the memory for records is divided among the kinds of records of a span. Pure."""
+"""How the memory for records is divided among the kinds of records of a span, and among its sparse layers. Pure."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from swarm.common.units import format_bytes
 from swarm.errors import NotEnoughMemory
@@ -11,11 +13,15 @@ from swarm.models.flash.experts.attach import MIN_SLOTS
 from swarm.models.flash.neurons.exact_pass import SLAB_BYTES
 from swarm.models.flash.plans.block_plan import RecordKind
 from swarm.models.flash.records.record_layout import RecordLayout
+from swarm.models.flash.sparsity import Sparsity
 from swarm.models.flash.streaming.residency import needed_bytes
 
 MIN_NEURON_SHARE = 1 / 16
 """Share of the neurons that memory has room for at least. Tokens need about as many, so with less room some are read
 several times for one token."""
+
+CURVE_POINTS = 64
+"""Amounts of memory for which it is asked what a layer reads."""
 
 PREDICTOR_RANK_DIVISOR = 8
 """The hidden size divided by the rank of a predictor, about: known only when it has been trained."""
@@ -99,3 +105,91 @@ def share_memory(memory: int, needs: Mapping[RecordKind, MemoryNeed]) -> dict[Re
             shares[kind] += lack if total <= left else left * lack // total
         left = max(0, left - total)
     return shares
+
+
+@dataclass(frozen=True)
+class NeuronNeed:
+    """A sparse layer that wants memory for neurons.
+
+    Attributes:
+        count: of its neurons.
+        stride: bytes of a neuron in memory.
+        sparsity: of what tokens need.
+    """
+
+    count: int
+    stride: int
+    sparsity: Sparsity
+
+    @property
+    def least(self) -> int:
+        """Neurons that should have room: those of one token."""
+        return math.ceil(self.count * max(MIN_NEURON_SHARE, self.sparsity.needed(1)))
+
+    def read_bytes(self, slots: int) -> float:
+        """Bytes that a token is expected to read with room for so many neurons."""
+        return self.sparsity.read(slots / self.count) * self.count * self.stride
+
+
+def divide_neurons(memory: int, layers: Sequence[NeuronNeed]) -> list[int]:
+    """The neurons of each layer that `memory` bytes have room for, such that a token reads as few bytes as possible.
+
+    Layers differ: some select four times as many neurons as others, and a layer that needs few has all that tokens keep
+    coming back to in little memory. So each piece of memory goes where it saves the most bytes. A layer whose savings
+    grow with a second piece gets both or none: its curve counts as the convex one below it.
+
+    Each layer gets room for the neurons of one token, or its equal share if that is less.
+    """
+    equal = equal_shares(memory, layers)
+    slots = [min(room, layer.least) for room, layer in zip(equal, layers, strict=True)]
+    left = memory - sum(room * layer.stride for room, layer in zip(slots, layers, strict=True))
+    pieces = sorted(
+        (-saved, number, start, end)
+        for number, layer in enumerate(layers)
+        for start, end, saved in _pieces(layer, slots[number])
+        if saved > 0
+    )
+    for _, number, start, end in pieces:
+        if slots[number] == start:
+            more = max(0, min(end - start, left // layers[number].stride))
+            slots[number] += more
+            left -= more * layers[number].stride
+    divided = _with_rest(left, slots, layers)
+    return min(divided, equal, key=lambda one: expected_bytes(one, layers))
+
+
+def equal_shares(memory: int, layers: Sequence[NeuronNeed]) -> list[int]:
+    """Room for the same share of each layer's neurons, at least one."""
+    share = min(1.0, max(0, memory) / sum(layer.count * layer.stride for layer in layers))
+    return [max(1, int(share * layer.count)) for layer in layers]
+
+
+def expected_bytes(slots: Sequence[int], layers: Sequence[NeuronNeed]) -> float:
+    """Bytes that a token is expected to read in all layers."""
+    return sum(layer.read_bytes(room) for room, layer in zip(slots, layers, strict=True))
+
+
+def _pieces(layer: NeuronNeed, first: int) -> list[tuple[int, int, float]]:
+    """Pieces of a layer's neurons, from `first` on: the first, the one behind the last, and the bytes that a token
+    saves for each byte of memory, which becomes less from piece to piece."""
+    step = max(1, math.ceil(layer.count / CURVE_POINTS))
+    places = [*range(first, layer.count, step), layer.count]
+    corners: list[tuple[int, float]] = []
+    for point in ((place, layer.read_bytes(place)) for place in places):
+        while len(corners) > 1 and _saved(corners[-2], corners[-1]) <= _saved(corners[-1], point):
+            corners.pop()
+        corners.append(point)
+    return [(left[0], right[0], _saved(left, right) / layer.stride) for left, right in pairwise(corners)]
+
+
+def _saved(left: tuple[int, float], right: tuple[int, float]) -> float:
+    """Bytes saved by each neuron between two points of a curve."""
+    return (left[1] - right[1]) / (right[0] - left[0])
+
+
+def _with_rest(left: int, slots: Sequence[int], layers: Sequence[NeuronNeed]) -> list[int]:
+    """Slots with what is left shared equally among neurons that lack room: nothing is expected of it."""
+    lacking = [layer.count - room for room, layer in zip(slots, layers, strict=True)]
+    total = sum(lack * layer.stride for lack, layer in zip(lacking, layers, strict=True))
+    share = min(1.0, max(0, left) / total) if total else 0.0
+    return [room + int(share * lack) for room, lack in zip(slots, lacking, strict=True)]

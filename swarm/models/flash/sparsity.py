@@ -25,10 +25,14 @@ class Sparsity:
             usage s_agg(k) of "LLM in a flash", section 3.1. The first is what one token needs.
         sessions: number of sessions to the share that one token of each needs together. Without it, sessions count as
             independent of each other.
+        reads: number of sessions to points (share of the records in memory, share that is read for one token of each
+            session together), by share in memory: measured by replaying what tokens need. Without it, what is read
+            follows from the window that fits into memory.
     """
 
     tokens: tuple[float, ...]
     sessions: Mapping[int, float] = field(default_factory=dict)
+    reads: Mapping[int, tuple[tuple[float, float], ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -39,8 +43,13 @@ class Sparsity:
                 raise ValueError(f"shares lie between 0 and 1, not {shares}")
             if any(later < earlier for earlier, later in pairwise(shares)):
                 raise ValueError(f"more tokens never need fewer records: {shares}")
-        if any(count < 1 for count in self.sessions):
+        if any(count < 1 for count in (*self.sessions, *self.reads)):
             raise ValueError("numbers of sessions are positive")
+        for points in self.reads.values():
+            if not points or not all(0 < memory < 1 and 0 <= read <= 1 for memory, read in points):
+                raise ValueError(f"shares in memory and shares read lie between 0 and 1, not {points}")
+            if any(right <= left or fewer > more for (left, more), (right, fewer) in pairwise(points)):
+                raise ValueError(f"more memory never reads more: {points}")
 
     def needed(self, tokens: int, sessions: int = 1) -> float:
         """The share that `tokens` consecutive tokens of each of `sessions` sessions need together.
@@ -76,6 +85,23 @@ class Sparsity:
                 return tokens - 1 + max(0.0, share - below) / (above - below)
             below = above
         return float(MAX_WINDOW)
+
+    def read(self, memory: float, sessions: int = 1, tokens: int = 1) -> float:
+        """The share that is read for `tokens` tokens of each of `sessions` sessions, computed together, if memory has
+        room for the share `memory` of the records."""
+        if memory >= 1:
+            return 0.0
+        counts = sorted(self.reads)
+        if not counts or not counts[0] <= sessions <= counts[-1]:
+            return self.newly_read(self.window(memory, sessions), sessions, tokens)
+        each = [(math.log(count), self._measured(memory, count)) for count in counts]
+        # Tokens that follow one another find a little less than the first.
+        return min(tokens * interpolated(each, math.log(sessions)), self.needed(tokens, sessions))
+
+    def _measured(self, memory: float, sessions: int) -> float:
+        """What was measured for a share in memory, at a number of sessions that was measured: linear in between."""
+        without_memory = max(self.needed(1, sessions), self.reads[sessions][0][1])
+        return interpolated([(0.0, without_memory), *self.reads[sessions], (1.0, 0.0)], memory)
 
     def _growth(self, window: int, sessions: int, tokens: int) -> float:
         return self.needed(window + tokens, sessions) - self.needed(window, sessions)

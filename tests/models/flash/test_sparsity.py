@@ -9,18 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.models.flash.sparsity import MAX_WINDOW, Sparsity
-
-shares = st.floats(0.001, 1.0)
-curves = st.lists(shares, min_size=1, max_size=8).map(lambda values: tuple(sorted(values)))
-
-
-@st.composite
-def sparsities(draw):
-    tokens = draw(curves)
-    counts = draw(st.lists(st.integers(2, 32), max_size=4, unique=True))
-    together = sorted(draw(st.lists(st.floats(tokens[0], 1.0), min_size=len(counts), max_size=len(counts))))
-    return Sparsity(tokens, dict(zip(sorted(counts), together, strict=True)))
-
+from tests.models.flash.sparsities import sparsities
 
 MEASURED = Sparsity((0.12,), {2: 0.21, 4: 0.33, 8: 0.47})
 """A trained OPT of 7.5 million parameters."""
@@ -74,6 +63,51 @@ def test_what_is_read_for_each_token_adds_up_to_what_all_need(steps):
     curve = tuple(itertools.accumulate(sorted(steps, reverse=True)))
     sparsity = Sparsity(curve)
     assert sum(sparsity.newly_read(window) for window in range(12)) == pytest.approx(sparsity.needed(12))
+
+
+def test_what_is_read_with_some_memory_is_what_was_measured():
+    points = {1: ((0.25, 0.08), (0.5, 0.04)), 4: ((0.25, 0.2), (0.5, 0.1))}
+    sparsity = Sparsity((0.2,), {4: 0.5}, points)
+    assert [sparsity.read(memory) for memory in (0, 0.25, 0.375, 0.5, 0.75, 1)] == pytest.approx(
+        [0.2, 0.08, 0.06, 0.04, 0.02, 0]
+    )
+    assert sparsity.read(0.25, sessions=4) == pytest.approx(0.2)
+    assert sparsity.read(0.25, sessions=2) == pytest.approx(0.14)
+    assert sparsity.read(0.5, tokens=2) == pytest.approx(0.08)
+    assert sparsity.read(0.5, sessions=8) == sparsity.newly_read(sparsity.window(0.5, 8), 8), "not measured"
+
+
+def test_without_measured_reads_the_window_decides():
+    sparsity = Sparsity((0.1, 0.15, 0.19, 0.22))
+    assert sparsity.read(0.19) == pytest.approx(0.03)
+    assert sparsity.read(1.0) == 0
+
+
+@given(sparsities(), st.floats(0, 1), st.integers(1, 16), st.integers(1, 8))
+def test_no_more_is_read_than_is_needed(sparsity, memory, sessions, tokens):
+    assert 0 <= sparsity.read(memory, sessions, tokens) <= sparsity.needed(tokens, sessions) + 1e-12
+
+
+@given(sparsities(), st.floats(0, 1), st.floats(0, 1))
+def test_more_memory_never_reads_more(sparsity, one, other):
+    if sparsity.reads:
+        assert sparsity.read(max(one, other)) <= sparsity.read(min(one, other)) + 1e-12
+
+
+@pytest.mark.parametrize(
+    ("reads", "message"),
+    [
+        ({1: ()}, "lie between"),
+        ({1: ((0.5, 1.5),)}, "lie between"),
+        ({1: ((1.0, 0.1),)}, "lie between"),
+        ({1: ((0.5, 0.1), (0.5, 0.1))}, "never reads more"),
+        ({1: ((0.25, 0.1), (0.5, 0.2))}, "never reads more"),
+        ({0: ((0.25, 0.1),)}, "positive"),
+    ],
+)
+def test_refuses_reads_that_cannot_be(reads, message):
+    with pytest.raises(ValueError, match=message):
+        Sparsity((0.3,), reads=reads)
 
 
 @pytest.mark.parametrize(
