@@ -15,7 +15,7 @@ from swarm.data_structures import Span
 from swarm.errors import InvalidOption, ModelNotFound, format_blocks
 
 if TYPE_CHECKING:
-    from swarm.models.flash.files.inventory import StoredModel
+    from swarm.models.flash.files.inventory import StoredKind, StoredModel
 
 REVISION_CHARACTERS = 12
 HEADINGS = ("MODEL", "REVISION", "DTYPE", "BLOCKS", "KIND", "SIZE", "LAST USED")
@@ -54,7 +54,6 @@ def prepare(
     console.configure_logging()
     from swarm.models.checkpoints.checkpoint import open_checkpoint
     from swarm.models.checkpoints.partial_loading import resolve_dtype
-    from swarm.models.flash.files import preparation
     from swarm.models.flash.files.block_files import flash_root
     from swarm.models.loading.flash_preparation import open_prepared, plan_for_flash
 
@@ -64,9 +63,10 @@ def prepare(
     planned = plan_for_flash(checkpoint, span, kept_in, root, flash_exact)
     if len(planned) < span.length:
         raise InvalidOption(f"some blocks of {span} have no weights that could be on flash")
-    written = preparation.prepare(checkpoint, planned, dtype=kept_in, root=root, progress=True)
-    for one in open_prepared(checkpoint, planned, kept_in, root, progress=True):  # and predictors
+    prepared = open_prepared(checkpoint, planned, kept_in, root, progress=True)
+    for one in prepared:
         one.close()
+    written = [one.block for one in prepared if one.new]
     done = f"Prepared blocks {format_blocks(written)}" if written else f"Blocks {span} were prepared already"
     click.echo(f"{done}: {checkpoint.name}, in {root}")
 
@@ -75,7 +75,7 @@ def prepare(
 @cache_dir_option
 @console.errors_to_exit_codes
 def show(cache_dir: Path | None) -> None:
-    """Print what was prepared: models, blocks, sizes."""
+    """Print what was prepared: models, blocks, kinds of records, sizes."""
     from swarm.models.flash.files.block_files import flash_root
     from swarm.models.flash.files.inventory import stored_models
 
@@ -84,7 +84,7 @@ def show(cache_dir: Path | None) -> None:
     if not found:
         click.echo(f"{root} holds no packed weights: write some with `swarm flash prepare MODEL`", err=True)
         return
-    rows = [HEADINGS, *(_row(stored, time.time()) for stored in found)]
+    rows = [HEADINGS, *(_row(stored, part, time.time()) for stored in found for part in stored.kinds)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
     for row in rows:
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -120,14 +120,14 @@ def clean(model: str | None, yes: bool, cache_dir: Path | None) -> None:
     click.echo(f"Removed {size} of packed weights ({names}).", err=True)
 
 
-def _row(stored: StoredModel, now: float) -> tuple[str, ...]:
+def _row(stored: StoredModel, part: StoredKind, now: float) -> tuple[str, ...]:
     return (
         stored.name,
         stored.revision if stored.revision.startswith("folder-") else stored.revision[:REVISION_CHARACTERS],
         stored.dtype,
-        format_blocks(stored.blocks) or "none finished",
-        ", ".join(stored.kinds),
-        format_bytes(stored.size),
+        format_blocks(part.blocks) or "none finished",
+        part.kind or "unknown",
+        format_bytes(part.size),
         _age(now - stored.last_used) if stored.last_used is not None else "never",
     )
 

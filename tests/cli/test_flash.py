@@ -14,8 +14,10 @@ from click.testing import CliRunner, Result
 from swarm.cli.__main__ import main
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER, open_checkpoint
 from swarm.models.flash.files.block_files import PackedModel, flash_root
-from swarm.models.flash.files.prepared_block import open_block
+from swarm.models.flash.plans.block_choice import plan_block
+from swarm.models.flash.plans.block_plan import RecordKind
 from tests import zoo
+from tests.models.flash.files.preparations import open_packed
 
 OPTIONS = {
     "prepare": {"model", "--revision", "--blocks", "--dtype", "--flash-exact", "--cache-dir", "--help"},
@@ -98,6 +100,33 @@ def test_neurons_are_selected_unless_servers_are_exact(cache, tmp_path, options,
     assert len(list(cache.rglob("*.predictor.safetensors"))) == (kind == "neurons")
 
 
+def test_both_kinds_lie_side_by_side(cache, tmp_path):
+    """Changing from one to the other and back prepares nothing again."""
+    opt = zoo.make_checkpoint("opt", tmp_path / "opt")
+    zoo.save_tokenizer(opt)
+    for blocks, options in (("0:2", ()), ("1:2", ("--flash-exact",))):
+        assert f"Prepared blocks {blocks}" in run(cache, "prepare", opt, "--blocks", blocks, *options).stdout
+    for options in ((), ("--flash-exact",)):
+        again = run(cache, "prepare", opt, "--blocks", "1:2", *options)
+        assert "Blocks 1:2 were prepared already" in again.stdout
+    _, *rows = [[cell.strip() for cell in line if cell.strip()] for line in lines(run(cache, "show"))]
+    assert [row[3:5] for row in rows] == [["1:2", "block"], ["0:2", "neurons"]]
+    assert run(cache, "clean", "opt", "--yes").exit_code == 0
+    assert [path.name for path in (cache / "swarm-flash").iterdir()] == [".locks"]
+
+
+@pytest.mark.parametrize("name", ["block-0000.json", "block-0001.predictor.json", "block-0002.columns.records"])
+def test_files_that_another_version_of_the_program_wrote_are_shown_and_removed(cache, mixtral, name):
+    run(cache, "prepare", mixtral, "--blocks", "0:1")
+    folder = PackedModel.of(open_checkpoint(mixtral), torch.float32, flash_root(cache)).folder
+    (manifest,) = folder.glob("*.json")
+    (folder / name).write_bytes(manifest.read_bytes())
+    rows = sorted(row[3:5] for row in lines(run(cache, "show"))[1:])
+    assert [[cell.strip() for cell in row] for row in rows][1][0] == "none finished"
+    assert run(cache, "clean", "mixtral", "--yes").exit_code == 0
+    assert not folder.exists()
+
+
 def test_nothing_is_removed_without_a_yes(cache, mixtral):
     run(cache, "prepare", mixtral, "--blocks", "0:1")
     refused = run(cache, "clean", answer="n\n")
@@ -112,8 +141,7 @@ def test_nothing_is_removed_without_a_yes(cache, mixtral):
 
 def test_weights_that_a_server_uses_are_not_removed(cache, mixtral):
     run(cache, "prepare", mixtral, "--blocks", "0:1")
-    model = PackedModel.of(open_checkpoint(mixtral), torch.float32, flash_root(cache))
-    prepared = open_block(model, 0)
+    prepared = open_packed(open_checkpoint(mixtral), flash_root(cache), 0, plan_of=plan_block)
     refused = run(cache, "clean", "--yes")
     assert refused.exit_code == 2
     assert refused.stderr == "Error: the packed weights of mixtral (float32) are in use: stop the server first\n"
@@ -134,7 +162,7 @@ def test_what_cannot_be_read_is_shown_and_can_be_removed(cache, mixtral):
     run(cache, "prepare", mixtral, "--blocks", "0:2")
     model = PackedModel.of(open_checkpoint(mixtral), torch.float32, flash_root(cache))
     for block in range(2):
-        model.files(block).manifest.write_bytes(b"{}")
+        model.files(block, RecordKind.EXPERTS).manifest.write_bytes(b"{}")
     assert lines(run(cache, "show"))[1][0] == model.folder_name
     assert "none finished" in run(cache, "show").stdout
     assert run(cache, "clean", model.folder_name, "--yes").exit_code == 0
@@ -157,7 +185,7 @@ def test_a_use_counts_from_when_the_blocks_were_opened(cache, mixtral):
     lock = flash_root(cache) / ".locks" / f"{model.folder_name}.used"
     os.utime(lock, (time.time() - 86400 * 3,) * 2)
     assert "3 days ago" in run(cache, "show").stdout
-    open_block(model, 0).close()
+    open_packed(open_checkpoint(mixtral), flash_root(cache), 0, plan_of=plan_block).close()
     assert "just now" in run(cache, "show").stdout
 
 

@@ -41,7 +41,8 @@ def plan_for_flash(
     planned = plan_span(checkpoint, span, dtype, BlockPlanner(exact).plan)
     packed = PackedModel.of(checkpoint, dtype, root)
     sparse = [block for block, one in planned.items() if one.plan.kind is RecordKind.NEURONS]
-    if all(packed.files(block).predictor_entry.exists() for block in sparse) or _text(checkpoint) is not None:
+    entries = [packed.files(block, RecordKind.NEURONS).predictor_entry for block in sparse]
+    if all(entry.exists() for entry in entries) or _text(checkpoint) is not None:
         return planned
     logger.warning("Flash: no neurons are selected, because %s has no tokenizer", checkpoint.name)
     return plan_span(checkpoint, span, dtype, BlockPlanner(exact=True).plan)

@@ -101,7 +101,7 @@ def test_only_the_blocks_of_the_span_are_prepared_and_kept_for_the_next_start(ch
     checkpoint = checkpoints("llama")
     load(checkpoint, tmp_path, span=Span(2, 4)).flash.close()
     files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.records")}
-    assert sorted(path.name for path in files) == ["block-0002.records", "block-0003.records"]
+    assert sorted(path.name for path in files) == ["block-0002.block.records", "block-0003.block.records"]
     model = load(checkpoint, tmp_path, span=Span(2, 4))
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.records")} == files
     hidden = torch.randn(1, 3, model.hidden_size)
@@ -112,7 +112,7 @@ def test_only_the_blocks_of_the_span_are_prepared_and_kept_for_the_next_start(ch
 def test_a_block_that_was_changed_on_the_drive_is_prepared_anew(checkpoints, tmp_path):
     checkpoint = checkpoints("mixtral")
     load(checkpoint, tmp_path).flash.close()
-    for path in tmp_path.rglob("block-0001.records"):
+    for path in tmp_path.rglob("block-0001.experts.records"):
         content = bytearray(path.read_bytes())
         content[100] ^= 1
         path.write_bytes(content)
@@ -206,7 +206,7 @@ def test_a_predictor_that_was_changed_on_the_drive_is_made_anew(checkpoints, tmp
     model = load(checkpoint, tmp_path, span=span)
     expected = model.forward(torch.ones(1, 1, model.hidden_size))
     model.flash.close()
-    (path,) = tmp_path.rglob("block-0001.predictor.safetensors")
+    (path,) = tmp_path.rglob("block-0001.neurons.predictor.safetensors")
     path.write_bytes(path.read_bytes()[:-7])
     model = load(checkpoint, tmp_path, span=span)
     assert model.flash.sparse

@@ -2,15 +2,17 @@
 
     swarm-flash/
       org--model@0123…cdef@bfloat16/
-        block-0003.records                    the records, one after the other
-        block-0003.resident.safetensors       the block's other tensors
-        block-0003.json                       the manifest, written last: without it, the block is not prepared
-        block-0003.predictor.safetensors      a predictor that was trained for the block, see `neurons`
-        block-0003.predictor.json             its digest, and that of the block that it was trained for
+        block-0003.neurons.records                 the records, one after the other
+        block-0003.neurons.resident.safetensors    the block's other tensors
+        block-0003.neurons.json                    the manifest, written last: without it, the block is not prepared
+        block-0003.neurons.predictor.safetensors   a predictor that was trained for the block, see `neurons`
+        block-0003.neurons.predictor.json          its digest, and that of the block that it was trained for
+        block-0003.block.records                   the same block for a server that is exact, and so on
       .locks/
         org--model@0123…cdef@bfloat16.*       see `folder_locks`
 
-A predictor is trained after its block was prepared, so it has an entry of its own.
+The kind of record is part of the name: servers that select neurons and servers that stream whole blocks use the same
+folder at the same time. A predictor is trained after its block was prepared, so it has an entry of its own.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import torch
 from huggingface_hub import constants
 
 from swarm.models.checkpoints.checkpoint import Checkpoint
+from swarm.models.flash.plans.block_plan import RecordKind
 from swarm.protocol.compression import dtype_name
 
 FOLDER_NAME = "swarm-flash"
@@ -32,7 +35,7 @@ UNFINISHED = ".unfinished"
 """Ends the name of a file that is being written."""
 
 _FILE_NAME = re.compile(
-    r"block-(\d{4,6})\.(records|(?:resident|predictor)\.safetensors|json|predictor\.json)(\.unfinished)?"
+    r"block-(\d{4,6})\.(?:([a-z]+)\.)??(records|(?:resident|predictor)\.safetensors|json|predictor\.json)(\.unfinished)?"
 )
 
 
@@ -43,10 +46,11 @@ def flash_root(cache_dir: Path | None) -> Path:
 
 @dataclass(frozen=True)
 class BlockFiles:
-    """The paths of one block's files. None of them needs to exist."""
+    """The paths of one block's files, with records of one kind. None of them needs to exist."""
 
     folder: Path
     block: int
+    kind: RecordKind
 
     @property
     def records(self) -> Path:
@@ -69,7 +73,7 @@ class BlockFiles:
         return self._path("predictor.json")
 
     def _path(self, ending: str) -> Path:
-        return self.folder / f"block-{self.block:04}.{ending}"
+        return self.folder / f"block-{self.block:04}.{self.kind}.{ending}"
 
 
 @dataclass(frozen=True)
@@ -105,14 +109,16 @@ class PackedModel:
     def folder(self) -> Path:
         return self.root / self.folder_name
 
-    def files(self, block: int) -> BlockFiles:
+    def files(self, block: int, kind: RecordKind) -> BlockFiles:
         """The paths of one block's files."""
-        return BlockFiles(self.folder, block)
+        return BlockFiles(self.folder, block, kind)
 
-    def prepare_command(self, block: int) -> str:
+    def prepare_command(self, block: int, kind: RecordKind) -> str:
         """The command line that prepares a block."""
         parts = ["swarm", "flash", "prepare", self.source, "--blocks", f"{block}:{block + 1}"]
         parts += ["--dtype", dtype_name(self.dtype)]
+        if kind is RecordKind.BLOCK:
+            parts += ["--flash-exact"]
         if not Path(self.source).is_dir():
             parts += ["--revision", self.revision]
         if self.root != flash_root(None):
@@ -126,14 +132,23 @@ class PackedFile:
 
     Attributes:
         block: that it belongs to.
+        kind: of the records, as its name says. Another program may have other kinds, or none.
         part: the end of its name, such as "records".
         finished: whether it was written completely.
     """
 
     path: Path
     block: int
+    kind: str
     part: str
     finished: bool
+
+    def size(self) -> int:
+        """Bytes; 0 if another process has just removed or renamed the file. Raises `OSError`."""
+        try:
+            return self.path.stat().st_size
+        except FileNotFoundError:
+            return 0
 
 
 def packed_files(folder: Path) -> list[PackedFile]:
@@ -142,5 +157,5 @@ def packed_files(folder: Path) -> list[PackedFile]:
     for path in sorted(folder.iterdir()):
         match = _FILE_NAME.fullmatch(path.name)
         if match is not None and path.is_file():
-            found.append(PackedFile(path, int(match[1]), match[2], match[3] is None))
+            found.append(PackedFile(path, int(match[1]), match[2] or "", match[3], match[4] is None))
     return found

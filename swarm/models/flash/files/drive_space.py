@@ -23,11 +23,12 @@ class DriveSpace:
 
     Attributes:
         free: bytes.
-        written: for blocks that have packed files, the bytes of these. Files that are written again take their place.
+        written: for blocks that have packed files, by block and kind of record, the bytes of these. Files that are
+            written again take their place.
     """
 
     free: int
-    written: Mapping[int, int]
+    written: Mapping[tuple[int, str], int]
 
     def holds(self, planned: Mapping[int, PlannedBlock]) -> bool:
         """Whether there is room for the packed files of these blocks."""
@@ -36,17 +37,19 @@ class DriveSpace:
 
     def needed(self, planned: Mapping[int, PlannedBlock]) -> int:
         """Bytes that the packed files of these blocks take beyond those that are there."""
-        return sum(max(0, one.size - self.written.get(block, 0)) for block, one in planned.items())
+        kept = self.written
+        return sum(max(0, one.size - kept.get((block, one.plan.kind), 0)) for block, one in planned.items())
 
 
 def drive_space(model: PackedModel) -> DriveSpace:
     """What the drive of a model's packed files has room for now. Raises `PackedFileError` if it cannot be looked at."""
-    written: dict[int, int] = {}
+    written: dict[tuple[int, str], int] = {}
     try:
         status = os.statvfs(nearest_folder(model.folder))
         for file in packed_files(model.folder) if model.folder.is_dir() else ():
             if not file.part.startswith("predictor"):
-                written[file.block] = written.get(file.block, 0) + file.path.stat().st_size
+                place = file.block, file.kind
+                written[place] = written.get(place, 0) + file.size()
     except OSError as error:
         raise unusable_folder(model.root, error) from None
     return DriveSpace(status.f_bavail * status.f_frsize, written)

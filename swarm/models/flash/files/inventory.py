@@ -11,7 +11,21 @@ from swarm.errors import PackedFileError
 from swarm.models.flash.files.block_files import PackedFile, packed_files
 from swarm.models.flash.files.folder_locks import LOCKS_FOLDER, last_used, removal_lock, unusable_folder
 from swarm.models.flash.files.manifest import Manifest, read_manifest
-from swarm.models.flash.plans.block_plan import RecordKind
+
+
+@dataclass(frozen=True)
+class StoredKind:
+    """The packed files of one model with records of one kind.
+
+    Attributes:
+        kind: as the files' names say; another program may have other kinds, or none.
+        blocks: the finished blocks.
+        size: bytes of all files, also of unfinished ones.
+    """
+
+    kind: str
+    blocks: tuple[int, ...]
+    size: int
 
 
 @dataclass(frozen=True)
@@ -21,9 +35,7 @@ class StoredModel:
     Attributes:
         folder: where they lie.
         name, revision, dtype: as their manifests say.
-        blocks: the finished blocks.
-        kinds: what their records are.
-        size: bytes of all files, also of unfinished ones.
+        kinds: what lies there, by kind.
         last_used: seconds since 1970, or None if never.
     """
 
@@ -31,10 +43,13 @@ class StoredModel:
     name: str
     revision: str
     dtype: str
-    blocks: tuple[int, ...]
-    kinds: tuple[RecordKind, ...]
-    size: int
+    kinds: tuple[StoredKind, ...]
     last_used: float | None
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(stored.size for stored in self.kinds)
 
 
 def stored_models(root: Path) -> list[StoredModel]:
@@ -74,27 +89,36 @@ def remove_stored(stored: StoredModel) -> None:
 
 
 def _stored_model(root: Path, folder: Path) -> StoredModel | None:
-    """The model whose packed files lie in this folder; None if none do."""
-    files = packed_files(folder)
+    """The model whose packed files lie in this folder; None if none do. Raises `OSError`."""
+    try:
+        files = packed_files(folder)
+    except FileNotFoundError:  # another process has just removed them
+        return None
     if not files:
         return None
     manifests = list(_manifests(files))
     named = manifests[0] if manifests else None
+    kinds = sorted({file.kind for file in files})
     return StoredModel(
         folder=folder,
         name=named.model if named else folder.name,
         revision=named.revision if named else "",
         dtype=named.dtype if named else "",
-        blocks=tuple(sorted(manifest.block for manifest in manifests)),
-        kinds=tuple(sorted({manifest.plan.kind for manifest in manifests})),
-        size=sum(file.path.stat().st_size for file in files),
+        kinds=tuple(_stored_kind(kind, files, manifests) for kind in kinds),
         last_used=last_used(root, folder.name),
     )
 
 
+def _stored_kind(kind: str, files: list[PackedFile], manifests: list[Manifest]) -> StoredKind:
+    blocks = tuple(sorted(manifest.block for manifest in manifests if manifest.plan.kind == kind))
+    return StoredKind(kind, blocks, sum(file.size() for file in files if file.kind == kind))
+
+
 def _manifests(files: list[PackedFile]) -> Iterator[Manifest]:
-    """The manifests that can be read."""
+    """The manifests that can be read and have the kind that their name says."""
     for file in files:
         if file.part == "json" and file.finished:
-            with suppress(PackedFileError):
-                yield read_manifest(file.path)
+            with suppress(PackedFileError, FileNotFoundError):
+                manifest = read_manifest(file.path)
+                if manifest.plan.kind == file.kind:
+                    yield manifest

@@ -254,12 +254,13 @@ def _check_parts(content: FileContent) -> None:
         raise ValueError("a file does not have a digest for each part")
 
 
-def check_identity(manifest: Manifest, model: PackedModel, block: int) -> None:
-    """Raise `PackedFileError` unless the manifest is that of this block of this model."""
-    expected = (model.name, model.revision, dtype_name(model.dtype), block)
-    found = (manifest.model, manifest.revision, manifest.dtype, manifest.block)
+def check_identity(manifest: Manifest, model: PackedModel, block: int, kind: RecordKind) -> None:
+    """Raise `PackedFileError` unless the manifest is that of this block of this model, with records of this kind."""
+    expected = (model.name, model.revision, dtype_name(model.dtype), block, kind)
+    found = (manifest.model, manifest.revision, manifest.dtype, manifest.block, manifest.plan.kind)
     if found != expected:
-        raise PackedFileError(f"the files are those of block {manifest.block} of {manifest.model} ({manifest.dtype})")
+        what = f"{manifest.plan.kind}, {manifest.dtype}"
+        raise PackedFileError(f"the files are those of block {manifest.block} of {manifest.model} ({what})")
 
 
 def check_sizes(manifest: Manifest, files: BlockFiles) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -26,15 +26,15 @@ from swarm.models.flash.files.record_writing import record_bytes, safetensors_by
 logger = logging.getLogger(__name__)
 
 
-def prepare(
+def open_span(
     checkpoint: Checkpoint,
     planned: Mapping[int, PlannedBlock],
     *,
     dtype: torch.dtype,
     root: Path,
     progress: bool = False,
-) -> list[int]:
-    """Write the packed files of those planned blocks that have none, or unusable ones.
+) -> dict[int, PreparedBlock]:
+    """The planned blocks, checked and open; the packed files of those that have none, or unusable ones, are written.
 
     One block after the other is loaded and written, so peak memory is that of loading one block. Blocks that are
     finished stay finished if the process is killed. If another process prepares blocks of the same model, this one
@@ -44,39 +44,21 @@ def prepare(
         planned: see `planned_blocks.plan_span`, with the same dtype.
         dtype: in which the weights are stored and computed with.
         root: the folder of all packed files, see `flash_root`.
-        progress: whether to show progress on the terminal.
-
-    Returns:
-        The blocks that were written.
+        progress: whether to show progress.
 
     Raises:
         NotEnoughSpace: the drive is too small. Before anything is written, or in the middle if others fill it.
         CheckpointError: weights are missing, unreadable, or quantized.
-        PackedFileError: the folder cannot be written.
-    """
-    return _prepare(checkpoint, PackedModel.of(checkpoint, dtype, root), planned, progress)
-
-
-def open_span(
-    checkpoint: Checkpoint,
-    planned: Mapping[int, PlannedBlock],
-    *,
-    dtype: torch.dtype,
-    root: Path,
-    progress: bool = False,
-) -> dict[int, PreparedBlock]:
-    """The planned blocks, checked and open; those that are missing or broken are prepared before.
-
-    Arguments and errors as for `prepare`.
+        PackedFileError: the folder cannot be written, or its drive does not return what was written.
     """
     model = PackedModel.of(checkpoint, dtype, root)
     opened, unusable = open_blocks(checkpoint, model, planned, progress)
-    try:
-        _prepare(checkpoint, model, {block: planned[block] for block in unusable}, progress)
-        opened |= {block: open_block(model, block, planned=planned[block]) for block in unusable}
-    except BaseException:
-        _close(opened.values())
-        raise
+    if unusable:
+        try:
+            opened |= _prepare(checkpoint, model, {block: planned[block] for block in unusable}, progress)
+        except BaseException:
+            _close(opened.values())
+            raise
     return dict(sorted(opened.items()))
 
 
@@ -94,7 +76,7 @@ def open_blocks(
     title = "Checking packed weights" if progress and model.folder.is_dir() else None
     for block in console.iterate_with_progress(list(planned), title, "block"):
         try:
-            opened[block] = open_block(model, block, planned=planned[block], digest=digests.get(block))
+            opened[block] = open_block(model, block, planned[block], digest=digests.get(block))
         except PackedFileError as error:
             unusable[block] = error
     return opened, unusable
@@ -110,20 +92,30 @@ def _stored_digests(checkpoint: Checkpoint, blocks: Collection[int]) -> dict[int
 
 def _prepare(
     checkpoint: Checkpoint, model: PackedModel, planned: Mapping[int, PlannedBlock], progress: bool
-) -> list[int]:
-    """Prepare those of the planned blocks that cannot be used, and return them."""
-    if not planned:
-        return []
+) -> dict[int, PreparedBlock]:
+    """Write those of the planned blocks that cannot be used, and open all of them.
+
+    They are opened before the lock is gone, so that nothing is removed in between.
+    """
     with preparation_lock(model):
         _remove_unfinished(model)
         opened, unusable = open_blocks(checkpoint, model, planned, progress)
-        _close(opened.values())
-        for block, error in unusable.items():
-            if model.files(block).manifest.exists():
-                logger.warning("%s", error)
-        if unusable:
-            _write_blocks(checkpoint, model, {block: planned[block] for block in unusable}, progress)
-    return list(unusable)
+        try:
+            for block, error in unusable.items():
+                if model.files(block, planned[block].plan.kind).manifest.exists():
+                    logger.warning("%s", error)
+            if unusable:
+                missing = {block: planned[block] for block in unusable}
+                _make_room(model, missing)
+                title = f"Preparing blocks {format_blocks(missing)}" if progress else None
+                for block in console.iterate_with_progress(list(missing), title, "block"):
+                    _write_block(checkpoint, model, block, missing[block])
+                    opened[block] = _read_back(model, block, missing[block])
+                    return_freed_memory()
+        except BaseException:
+            _close(opened.values())
+            raise
+    return opened
 
 
 def _close(blocks: Iterable[PreparedBlock]) -> None:
@@ -131,21 +123,16 @@ def _close(blocks: Iterable[PreparedBlock]) -> None:
         prepared.close()
 
 
-def _write_blocks(
-    checkpoint: Checkpoint, model: PackedModel, planned: Mapping[int, PlannedBlock], progress: bool
-) -> None:
+def _make_room(model: PackedModel, planned: Mapping[int, PlannedBlock]) -> None:
+    """Remove what cannot be used of these blocks, and check that there is space to write them."""
     blocks = format_blocks(planned)
     with _write_errors(model, f"blocks {blocks}"):
         model.folder.mkdir(parents=True, exist_ok=True)
-        for block in planned:
-            _remove_files(model.files(block))
+        for block, one in planned.items():
+            _remove_files(model.files(block, one.plan.kind))
     check_space(model, planned)
     size = format_bytes(sum(one.size for one in planned.values()))
     logger.info("Preparing blocks %s of %s for flash: %s in %s", blocks, model.name, size, model.folder)
-    title = f"Preparing blocks {blocks}" if progress else None
-    for block in console.iterate_with_progress(list(planned), title, "block"):
-        _write_block(checkpoint, model, block, planned[block])
-        return_freed_memory()
 
 
 def _write_block(checkpoint: Checkpoint, model: PackedModel, block: int, planned: PlannedBlock) -> None:
@@ -154,7 +141,7 @@ def _write_block(checkpoint: Checkpoint, model: PackedModel, block: int, planned
     tensors = block_tensors(whole.get_submodule(checkpoint.structure.layers_path)[0], plan)
     check_tensors(tensors, planned)
     resident = {name: tensor for name, tensor in tensors.items() if name not in plan.axes}
-    files = model.files(block)
+    files = model.files(block, plan.kind)
     with _write_errors(model, f"block {block}"):
         try:
             contents = (
@@ -168,6 +155,16 @@ def _write_block(checkpoint: Checkpoint, model: PackedModel, block: int, planned
         except BaseException:
             _remove_files(files)
             raise
+
+
+def _read_back(model: PackedModel, block: int, planned: PlannedBlock) -> PreparedBlock:
+    """Open a block that was just written. Raises `PackedFileError` if the drive does not return what it was given."""
+    try:
+        return open_block(model, block, planned, new=True)
+    except PackedFileError:
+        with suppress(OSError):
+            _remove_files(model.files(block, planned.plan.kind))
+        raise
 
 
 def add_predictor(model: PackedModel, prepared: PreparedBlock, data: bytes) -> None:
@@ -216,9 +213,10 @@ def _remove_unfinished(model: PackedModel) -> None:
         return
     with _write_errors(model, "blocks"):
         found = packed_files(model.folder)
-        finished = {file.block for file in found if file.part == "json" and file.finished}
+        finished = {(file.block, file.kind) for file in found if file.part == "json" and file.finished}
         for file in found:
-            if not file.finished or (file.block not in finished and not file.part.startswith("predictor")):
+            whole = (file.block, file.kind) in finished or file.part.startswith("predictor")
+            if not file.finished or not whole:
                 file.path.unlink(missing_ok=True)
 
 

@@ -37,14 +37,16 @@ class PreparedBlock:
         layout: of the records.
         digest: of the block's tensors in the checkpoint, as servers announce it.
         files: where the files lie; the records are in `files.records`.
+        new: whether this process has just written them.
     """
 
-    def __init__(self, manifest: Manifest, files: BlockFiles, use: UseLock) -> None:
+    def __init__(self, manifest: Manifest, files: BlockFiles, use: UseLock, new: bool) -> None:
         self.block = manifest.block
         self.plan: BlockPlan = manifest.block_plan()
         self.layout: RecordLayout = manifest.record_layout()
         self.digest = manifest.digest
         self.files = files
+        self.new = new
         self._use = use
 
     @property
@@ -85,18 +87,20 @@ class PreparedBlock:
 
 
 def open_block(
-    model: PackedModel, block: int, *, planned: PlannedBlock | None = None, digest: str | None = None
+    model: PackedModel, block: int, planned: PlannedBlock, *, digest: str | None = None, new: bool = False
 ) -> PreparedBlock:
     """Check a block's packed files and open them. All bytes are read and compared with their digests.
 
     Args:
         planned: what preparation would write now; files that were prepared in another way are refused.
         digest: of the block's tensors in the checkpoint; files of other weights are refused.
+        new: whether this process has just written the files.
 
     Raises:
         PackedFileError: the block is not prepared, or its files cannot be used; the message names the block, and the
             command that prepares it.
     """
+    kind = planned.plan.kind
     with ExitStack() as stack:
         use = UseLock(model)
         stack.callback(use.close)
@@ -104,25 +108,30 @@ def open_block(
             manifest = _checked_manifest(model, block, planned, digest)
         except FileNotFoundError:
             raise PackedFileError(
-                f"block {block} of {model.name} is not prepared for flash: run {model.prepare_command(block)}"
+                f"block {block} of {model.name} is not prepared for flash: run {model.prepare_command(block, kind)}"
             ) from None
         except PackedFileError as error:
+            if new:
+                raise PackedFileError(
+                    f"the drive of {model.folder} does not return what was written to it: {error}. Check that drive, "
+                    "or choose another with --cache-dir"
+                ) from None
             raise PackedFileError(
                 f"block {block} of {model.name} cannot be read from flash: {error}. "
-                f"Prepare it again: {model.prepare_command(block)}"
+                f"Prepare it again: {model.prepare_command(block, kind)}"
             ) from None
         stack.pop_all()
-        return PreparedBlock(manifest, model.files(block), use)
+        return PreparedBlock(manifest, model.files(block, kind), use, new)
 
 
-def _checked_manifest(model: PackedModel, block: int, planned: PlannedBlock | None, digest: str | None) -> Manifest:
+def _checked_manifest(model: PackedModel, block: int, planned: PlannedBlock, digest: str | None) -> Manifest:
     """The manifest of files that can be used. Raises `FileNotFoundError` if there is none, and `PackedFileError`."""
-    files = model.files(block)
+    files = model.files(block, planned.plan.kind)
     manifest = read_manifest(files.manifest)
-    check_identity(manifest, model, block)
+    check_identity(manifest, model, block, planned.plan.kind)
     if digest is not None and manifest.digest != digest:
         raise PackedFileError("the checkpoint's weights have changed since")
-    if planned is not None and (manifest.block_plan(), manifest.record_layout()) != (planned.plan, planned.layout):
+    if (manifest.block_plan(), manifest.record_layout()) != (planned.plan, planned.layout):
         raise PackedFileError("it was prepared in another way than this program does it")
     check_sizes(manifest, files)
     _check_content(files.records, manifest.records)

@@ -13,10 +13,11 @@ from swarm.models.block_loading import load_block
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from swarm.models.flash.files import preparation
 from swarm.models.flash.files.block_files import PackedModel
-from swarm.models.flash.files.planned_blocks import PlanOf, plan_span
-from swarm.models.flash.files.prepared_block import PreparedBlock
+from swarm.models.flash.files.planned_blocks import PlannedBlock, PlanOf, plan_span
+from swarm.models.flash.files.prepared_block import PreparedBlock, open_block
 from swarm.models.flash.records.record_buffer import RecordBuffer
 from tests import zoo
+from tests.models.flash.largest_plan import plan_largest
 
 
 def make_checkpoint(folder: Path, family: str = "llama") -> Checkpoint:
@@ -25,8 +26,11 @@ def make_checkpoint(folder: Path, family: str = "llama") -> Checkpoint:
 
 
 def prepare(checkpoint: Checkpoint, span: Span, *, dtype: torch.dtype, root: Path, plan_of: PlanOf) -> list[int]:
-    """Plan a span and prepare it."""
-    return preparation.prepare(checkpoint, plan_span(checkpoint, span, dtype, plan_of), dtype=dtype, root=root)
+    """Prepare a span. Returns the blocks that were written."""
+    opened = open_span(checkpoint, span, dtype=dtype, root=root, plan_of=plan_of)
+    for prepared in opened.values():
+        prepared.close()
+    return [block for block, prepared in opened.items() if prepared.new]
 
 
 def open_span(
@@ -45,6 +49,19 @@ def set_free_space(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
 
 def packed(checkpoint: Checkpoint, root: Path, dtype: torch.dtype = torch.float32) -> PackedModel:
     return PackedModel.of(checkpoint, dtype, root)
+
+
+def planned_block(
+    checkpoint: Checkpoint, block: int, dtype: torch.dtype = torch.float32, plan_of: PlanOf = plan_largest
+) -> PlannedBlock:
+    return plan_span(checkpoint, Span(block, block + 1), dtype, plan_of)[block]
+
+
+def open_packed(
+    checkpoint: Checkpoint, root: Path, block: int, dtype: torch.dtype = torch.float32, plan_of: PlanOf = plan_largest
+) -> PreparedBlock:
+    """Open a block that was prepared as `plan_of` says."""
+    return open_block(packed(checkpoint, root, dtype), block, planned_block(checkpoint, block, dtype, plan_of))
 
 
 def read_records(prepared: PreparedBlock) -> dict[str, torch.Tensor]:

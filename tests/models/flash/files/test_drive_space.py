@@ -32,12 +32,14 @@ def write(path: Path, size: int) -> None:
 
 
 def test_what_is_prepared_needs_no_more_space(model):
-    write(model.files(1).records, LAYOUT.file_bytes)
-    write(model.files(1).resident, 1000)
-    write(model.files(1).predictor, 5000)
-    write(model.files(2).records.with_suffix(".records.unfinished"), 500)
+    files = model.files(1, RecordKind.EXPERTS)
+    write(files.records, LAYOUT.file_bytes)
+    write(files.resident, 1000)
+    write(files.predictor, 5000)
+    write(model.files(2, RecordKind.EXPERTS).records.with_suffix(".records.unfinished"), 500)
+    write(model.files(3, RecordKind.BLOCK).records, 700)
     space = drive_space(model)
-    assert space.written == {1: SIZE, 2: 500}
+    assert space.written == {(1, "experts"): SIZE, (2, "experts"): 500, (3, "block"): 700}
     assert space.needed(PLANNED) == 3 * SIZE - 500
     assert space.needed({1: PLANNED[1]}) == 0
 
@@ -45,7 +47,7 @@ def test_what_is_prepared_needs_no_more_space(model):
 def test_some_space_is_left_unless_nothing_is_written():
     assert DriveSpace(SIZE + SPARE_BYTES, {}).holds({0: PLANNED[0]})
     assert not DriveSpace(SIZE + SPARE_BYTES - 1, {}).holds({0: PLANNED[0]})
-    assert DriveSpace(0, {0: SIZE}).holds({0: PLANNED[0]})
+    assert DriveSpace(0, {(0, "experts"): SIZE}).holds({0: PLANNED[0]})
 
 
 def test_a_drive_that_is_too_small_is_refused(model, monkeypatch):

@@ -55,7 +55,7 @@ def test_what_is_read_is_what_was_written(manifest, model, tmp_path):
     assert found == manifest
     assert found.block_plan() == PLAN
     assert found.record_layout() == LAYOUT
-    check_identity(found, model, 3)
+    check_identity(found, model, 3, RecordKind.NEURONS)
 
 
 def test_whole_tensors_in_one_record(model, tmp_path):
@@ -106,7 +106,12 @@ def test_a_folder_is_no_manifest(tmp_path):
 def test_the_files_of_another_block_or_model(manifest, model, part):
     other = msgspec.structs.replace(manifest, **{part[0]: 4 if part == ("block",) else "other"})
     with pytest.raises(PackedFileError, match="the files are those of block"):
-        check_identity(other, model, 3)
+        check_identity(other, model, 3, RecordKind.NEURONS)
+
+
+def test_the_files_of_the_same_block_with_records_of_another_kind(manifest, model):
+    with pytest.raises(PackedFileError, match=r"those of block 3 of org/model \(neurons, bfloat16\)"):
+        check_identity(manifest, model, 3, RecordKind.BLOCK)
 
 
 ABSURD = [-1, 0, 1, 2**31, 2**50, 2**63, 10**30, 1.5, None, "x", [], {}]

@@ -14,13 +14,13 @@ from swarm.errors import CheckpointError, InvalidSpan, NotEnoughSpace, PackedFil
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.flash.files import drive_space, preparation, record_writing
 from swarm.models.flash.files.block_files import packed_files
-from swarm.models.flash.files.prepared_block import open_block
-from swarm.models.flash.plans.block_plan import BlockPlan
+from swarm.models.flash.plans.block_plan import BlockPlan, RecordKind
 from swarm.models.flash.streaming.streamed_site import plan_streamed
 from tests import zoo
 from tests.models.flash.files.preparations import (
     assert_holds_block,
     make_checkpoint,
+    open_packed,
     open_span,
     packed,
     prepare,
@@ -63,7 +63,7 @@ def test_what_is_written_is_the_loaded_block(tmp_path, family, dtype, plan_of):
     span = Span(0, checkpoint.blocks)
     assert prepare(checkpoint, span, dtype=dtype, root=tmp_path, plan_of=plan_of) == list(range(span.end))
     for block in range(span.end):
-        prepared = open_block(packed(checkpoint, tmp_path, dtype), block)
+        prepared = open_packed(checkpoint, tmp_path, block, dtype, plan_of)
         assert_holds_block(prepared, checkpoint, dtype)
         prepared.close()
 
@@ -103,7 +103,7 @@ def test_dtypes_and_revisions_lie_side_by_side(llama, root):
 def test_a_broken_block_is_prepared_again_and_the_others_are_kept(llama, root, part, fault, caplog):
     prepare_llama(llama, root)
     before = contents(llama, root)
-    damage(getattr(packed(llama, root).files(2), part), fault)
+    damage(getattr(packed(llama, root).files(2, RecordKind.NEURONS), part), fault)
     with caplog.at_level(logging.WARNING):
         assert prepare_llama(llama, root) == [2]
     if (part, fault) != ("manifest", "removed"):
@@ -129,17 +129,34 @@ def damage(path, fault: str) -> None:
 
 def test_a_server_prepares_what_is_missing_or_broken(llama, root):
     prepare_llama(llama, root, Span(1, 3))
-    damage(packed(llama, root).files(1).records, "bit flipped")
+    damage(packed(llama, root).files(1, RecordKind.NEURONS).records, "bit flipped")
     opened = open_span(llama, Span(0, 3), dtype=torch.float32, root=root, plan_of=plan_largest)
     assert list(opened) == [0, 1, 2]
     for prepared in opened.values():
         assert_holds_block(prepared, llama, torch.float32)
 
 
-def test_another_plan_prepares_anew(llama, root):
+def test_another_plan_of_the_same_kind_prepares_anew(llama, root):
     prepare_llama(llama, root)
-    assert prepare_llama(llama, root, plan_of=plan_streamed) == [1, 2, 3]
-    assert prepare_llama(llama, root, plan_of=plan_streamed) == []
+    assert prepare_llama(llama, root, plan_of=plan_attention) == [1, 2, 3]
+    assert prepare_llama(llama, root, plan_of=plan_attention) == []
+
+
+def plan_attention(block) -> BlockPlan:
+    return BlockPlan(RecordKind.NEURONS, {"up": "self_attn.q_proj"}, {"self_attn.q_proj.weight": 0})
+
+
+def test_records_of_two_kinds_are_used_at_the_same_time(llama, root):
+    """As by two servers: neither one's files are touched when the other one prepares its own."""
+    plans = (plan_largest, plan_streamed)
+    one, other = (open_span(llama, MIDDLE, dtype=torch.float32, root=root, plan_of=plan_of) for plan_of in plans)
+    for prepared in (*one.values(), *other.values()):
+        assert prepared.new
+        assert_holds_block(prepared, llama, torch.float32)
+    before = contents(llama, root)
+    for plan_of in plans:
+        assert prepare_llama(llama, root, plan_of=plan_of) == []
+    assert contents(llama, root) == before
 
 
 def test_changed_weights_under_the_same_name_and_revision_are_prepared_anew(tmp_path, root):
@@ -180,7 +197,7 @@ def test_a_drive_that_fills_up_in_the_middle(llama, root, tmp_path, monkeypatch,
     written = prepare_llama(llama, root)
     assert (written == [1, 2, 3]) == (share < 0.33)
     for block in range(1, 4):
-        assert_holds_block(open_block(packed(llama, root), block), llama, torch.float32)
+        assert_holds_block(open_packed(llama, root, block), llama, torch.float32)
 
 
 class FullDrive:
@@ -218,7 +235,7 @@ def test_short_writes_are_continued(llama, root, monkeypatch):
     monkeypatch.setattr(record_writing.os, "write", lambda descriptor, data: write(descriptor, data[:1000]))
     prepare_llama(llama, root, Span(2, 3))
     monkeypatch.undo()
-    assert_holds_block(open_block(packed(llama, root), 2), llama, torch.float32)
+    assert_holds_block(open_packed(llama, root, 2), llama, torch.float32)
 
 
 def test_a_folder_that_cannot_be_written(llama, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import msgspec
@@ -14,11 +15,12 @@ from swarm.errors import PackedFileError
 from swarm.models.flash.files import record_writing
 from swarm.models.flash.files.block_files import PackedModel, flash_root
 from swarm.models.flash.files.manifest import encode_sealed, read_manifest
-from swarm.models.flash.files.planned_blocks import plan_span
+from swarm.models.flash.files.planned_blocks import PlannedBlock
 from swarm.models.flash.files.preparation import add_predictor
 from swarm.models.flash.files.prepared_block import open_block
+from swarm.models.flash.plans.block_plan import RecordKind
 from swarm.models.flash.streaming.streamed_site import plan_streamed
-from tests.models.flash.files.preparations import assert_holds_block, make_checkpoint, packed, prepare
+from tests.models.flash.files.preparations import assert_holds_block, make_checkpoint, packed, planned_block, prepare
 from tests.models.flash.largest_plan import plan_largest
 
 BLOCK = 2
@@ -35,6 +37,11 @@ def model(llama, tmp_path) -> PackedModel:
     return packed(llama, tmp_path)
 
 
+@pytest.fixture
+def planned(llama) -> PlannedBlock:
+    return planned_block(llama, BLOCK)
+
+
 def flip_bit(path, place: float) -> None:
     data = bytearray(path.read_bytes())
     data[int(place * (len(data) - 1))] ^= 16
@@ -43,11 +50,13 @@ def flip_bit(path, place: float) -> None:
 
 @pytest.mark.parametrize("place", [0, 0.2, 0.5, 1])
 @pytest.mark.parametrize("part", ["records", "resident", "manifest"])
-def test_a_flipped_bit_is_found(model, part, place):
-    flip_bit(getattr(model.files(BLOCK), part), place)
+def test_a_flipped_bit_is_found(model, part, place, planned):
+    flip_bit(getattr(model.files(BLOCK, RecordKind.NEURONS), part), place)
     with pytest.raises(PackedFileError) as caught:
-        open_block(model, BLOCK)
-    assert str(caught.value).startswith(f"block 2 of llama cannot be read from flash: block-0002.{ENDINGS[part]} ")
+        open_block(model, BLOCK, planned)
+    assert str(caught.value).startswith(
+        f"block 2 of llama cannot be read from flash: block-0002.neurons.{ENDINGS[part]} "
+    )
     assert f"Prepare it again: swarm flash prepare {model.source} --blocks 2:3 --dtype float32" in str(caught.value)
 
 
@@ -56,52 +65,53 @@ ENDINGS = {"records": "records", "resident": "resident.safetensors", "manifest":
 
 @pytest.mark.parametrize("part", ["records", "resident"])
 @pytest.mark.parametrize("length", [-1, 0, 1])
-def test_another_length_is_found_without_reading(model, monkeypatch, part, length):
-    path = getattr(model.files(BLOCK), part)
+def test_another_length_is_found_without_reading(model, monkeypatch, part, length, planned):
+    path = getattr(model.files(BLOCK, RecordKind.NEURONS), part)
     size = path.stat().st_size
     os.truncate(path, size + length if length else 0)
     monkeypatch.setattr(os, "preadv", None)
     with pytest.raises(PackedFileError, match=f"has {path.stat().st_size} bytes instead of {size}"):
-        open_block(model, BLOCK)
+        open_block(model, BLOCK, planned)
 
 
 @pytest.mark.parametrize("part", ["records", "resident"])
-def test_a_missing_file(model, part):
-    getattr(model.files(BLOCK), part).unlink()
+def test_a_missing_file(model, part, planned):
+    getattr(model.files(BLOCK, RecordKind.NEURONS), part).unlink()
     with pytest.raises(PackedFileError, match="No such file"):
-        open_block(model, BLOCK)
+        open_block(model, BLOCK, planned)
 
 
-def test_a_block_that_was_never_prepared(model):
+def test_a_block_that_was_never_prepared(model, planned):
     with pytest.raises(PackedFileError, match=r"block 3 of llama is not prepared for flash: run swarm flash prepare"):
-        open_block(model, BLOCK + 1)
+        open_block(model, BLOCK + 1, planned)
 
 
-def test_a_drive_that_fails_while_it_is_read(model, monkeypatch):
+def test_a_drive_that_fails_while_it_is_read(model, monkeypatch, planned):
     def fail(descriptor, buffers, offset):
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(os, "preadv", fail)
-    with pytest.raises(PackedFileError, match=r"block-0002\.records cannot be read \(Input/output error\)"):
-        open_block(model, BLOCK)
+    with pytest.raises(PackedFileError, match=r"block-0002\.neurons\.records cannot be read \(Input/output error\)"):
+        open_block(model, BLOCK, planned)
 
 
-def test_a_block_under_the_name_of_another(model):
+def test_a_block_under_the_name_of_another(model, planned):
     for part in ENDINGS:
-        os.rename(getattr(model.files(BLOCK), part), getattr(model.files(BLOCK + 1), part))
+        source, target = (model.files(block, RecordKind.NEURONS) for block in (BLOCK, BLOCK + 1))
+        os.rename(getattr(source, part), getattr(target, part))
     with pytest.raises(PackedFileError, match="the files are those of block 2 of llama"):
-        open_block(model, BLOCK + 1)
+        open_block(model, BLOCK + 1, planned)
 
 
-def test_other_weights_than_the_checkpoints(model):
+def test_other_weights_than_the_checkpoints(model, planned):
     with pytest.raises(PackedFileError, match="the checkpoint's weights have changed since"):
-        open_block(model, BLOCK, digest="0123456789ab")
+        open_block(model, BLOCK, planned, digest="0123456789ab")
 
 
-def test_another_plan_than_todays(model, llama):
-    planned = plan_span(llama, Span(BLOCK, BLOCK + 1), torch.float32, plan_streamed)
+def test_another_plan_than_todays(model, llama, planned):
+    other = dataclasses.replace(planned, layout=dataclasses.replace(planned.layout, stride=2 * planned.layout.stride))
     with pytest.raises(PackedFileError, match="prepared in another way"):
-        open_block(model, BLOCK, planned=planned[BLOCK])
+        open_block(model, BLOCK, other)
 
 
 @pytest.mark.parametrize("change", ["no safetensors", "a tensor is missing", "a record is there too"])
@@ -109,7 +119,7 @@ def test_resident_tensors_that_the_plan_does_not_describe(llama, tmp_path, chang
     """With digests that fit: what a faulty program would have written."""
     prepare(llama, Span(BLOCK, BLOCK + 1), dtype=torch.float32, root=tmp_path, plan_of=plan_streamed)
     model = packed(llama, tmp_path)
-    files = model.files(BLOCK)
+    files = model.files(BLOCK, RecordKind.BLOCK)
     manifest = read_manifest(files.manifest)
     if change == "no safetensors":
         pieces = iter([torch.zeros(100, dtype=torch.uint8)])
@@ -119,30 +129,32 @@ def test_resident_tensors_that_the_plan_does_not_describe(llama, tmp_path, chang
     resident = record_writing.write_file(files.resident, pieces)
     plan = msgspec.structs.replace(manifest.plan, resident=("input_layernorm.weight",))
     files.manifest.write_bytes(encode_sealed(msgspec.structs.replace(manifest, plan=plan, resident=resident)))
+    planned = planned_block(llama, BLOCK, plan_of=plan_streamed)
+    planned = dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, resident=plan.resident))
     with pytest.raises(PackedFileError, match=r"is not a safetensors file|holds other tensors than the plan says"):
-        open_block(model, BLOCK)
+        open_block(model, BLOCK, planned)
 
 
-def test_resident_tensors_do_not_change_with_their_file(model, llama):
+def test_resident_tensors_do_not_change_with_their_file(model, llama, planned):
     """They are copied: a mapping of the file would change."""
-    prepared = open_block(model, BLOCK)
+    prepared = open_block(model, BLOCK, planned)
     tensors = prepared.resident_tensors()
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     prepared.files.resident.write_bytes(b"\xff" * prepared.files.resident.stat().st_size)
     assert all(torch.equal(tensors[name], tensor) for name, tensor in before.items())
 
 
-def test_files_that_vanish_in_use_are_an_error(model):
-    prepared = open_block(model, BLOCK)
+def test_files_that_vanish_in_use_are_an_error(model, planned):
+    prepared = open_block(model, BLOCK, planned)
     prepared.files.resident.unlink()
     with pytest.raises(PackedFileError, match="cannot be read"):
         prepared.resident_tensors()
 
 
-def test_a_folder_that_may_only_be_read_can_be_used(model, llama, monkeypatch):
+def test_a_folder_that_may_only_be_read_can_be_used(model, llama, monkeypatch, planned):
     """Locks cannot be written there, and are not needed: no file can be removed either."""
     monkeypatch.setattr(os, "open", refuse_to_write(os.open))
-    prepared = open_block(model, BLOCK)
+    prepared = open_block(model, BLOCK, planned)
     assert_holds_block(prepared, llama, torch.float32)
     prepared.close()
 
@@ -173,55 +185,57 @@ def test_every_name_is_one_folder(tmp_path, name, folder):
 
 def test_the_command_says_what_the_user_said(tmp_path, monkeypatch):
     model = PackedModel(flash_root(tmp_path / "my cache"), "org/model", "0123", torch.bfloat16, "org/model")
-    assert model.prepare_command(7) == (
+    assert model.prepare_command(7, RecordKind.NEURONS) == (
         "swarm flash prepare org/model --blocks 7:8 --dtype bfloat16 --revision 0123 "
         f"--cache-dir '{tmp_path / 'my cache'}'"
     )
     model = PackedModel(flash_root(None), "folder", "folder-0123", torch.bfloat16, str(tmp_path))
-    assert model.prepare_command(7) == f"swarm flash prepare {tmp_path} --blocks 7:8 --dtype bfloat16"
+    command = f"swarm flash prepare {tmp_path} --blocks 7:8 --dtype bfloat16"
+    assert model.prepare_command(7, RecordKind.EXPERTS) == command
+    assert model.prepare_command(7, RecordKind.BLOCK) == f"{command} --flash-exact"
 
 
 @pytest.fixture
-def with_predictor(model) -> PackedModel:
-    with_block = open_block(model, BLOCK)
+def with_predictor(model, planned) -> PackedModel:
+    with_block = open_block(model, BLOCK, planned)
     add_predictor(model, with_block, safetensors.torch.save({"first": torch.ones(3)}))
     with_block.close()
     return model
 
 
-def test_a_predictor_is_found_again(with_predictor):
-    found = open_block(with_predictor, BLOCK).predictor()
+def test_a_predictor_is_found_again(with_predictor, planned):
+    found = open_block(with_predictor, BLOCK, planned).predictor()
     assert safetensors.torch.load_file(found)["first"].tolist() == [1, 1, 1]
 
 
-def test_most_blocks_have_no_predictor(model):
-    assert open_block(model, BLOCK).predictor() is None
+def test_most_blocks_have_no_predictor(model, planned):
+    assert open_block(model, BLOCK, planned).predictor() is None
 
 
-def test_a_newer_predictor_replaces_an_older_one(with_predictor):
-    prepared = open_block(with_predictor, BLOCK)
+def test_a_newer_predictor_replaces_an_older_one(with_predictor, planned):
+    prepared = open_block(with_predictor, BLOCK, planned)
     add_predictor(with_predictor, prepared, safetensors.torch.save({"first": torch.zeros(2)}))
     assert safetensors.torch.load_file(prepared.predictor())["first"].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("part", ["predictor", "predictor_entry"])
 @pytest.mark.parametrize("place", [0, 0.5, 1])
-def test_a_flipped_bit_in_a_predictor_is_found(with_predictor, part, place):
-    flip_bit(getattr(with_predictor.files(BLOCK), part), place)
+def test_a_flipped_bit_in_a_predictor_is_found(with_predictor, part, place, planned):
+    flip_bit(getattr(with_predictor.files(BLOCK, RecordKind.NEURONS), part), place)
     with pytest.raises(PackedFileError):
-        open_block(with_predictor, BLOCK).predictor()
+        open_block(with_predictor, BLOCK, planned).predictor()
 
 
-def test_a_predictor_of_other_weights_is_refused(with_predictor, llama):
+def test_a_predictor_of_other_weights_is_refused(with_predictor, llama, planned):
     """As after a block was prepared anew, because its checkpoint had changed."""
-    prepared = open_block(with_predictor, BLOCK)
+    prepared = open_block(with_predictor, BLOCK, planned)
     prepared.digest = "0123456789ab"
     with pytest.raises(PackedFileError, match="was trained for other weights"):
         prepared.predictor()
 
 
-def test_preparation_keeps_predictors(with_predictor, llama):
-    files = with_predictor.files(BLOCK)
+def test_preparation_keeps_predictors(with_predictor, llama, planned):
+    files = with_predictor.files(BLOCK, RecordKind.NEURONS)
     files.records.unlink()
     prepare(llama, Span(BLOCK, BLOCK + 1), dtype=torch.float32, root=with_predictor.root, plan_of=plan_largest)
-    assert open_block(with_predictor, BLOCK).predictor() == files.predictor
+    assert open_block(with_predictor, BLOCK, planned).predictor() == files.predictor

@@ -18,8 +18,7 @@ import torch
 from swarm.data_structures import Span
 from swarm.errors import PackedFileError
 from swarm.models.flash.files.block_files import packed_files
-from swarm.models.flash.files.prepared_block import open_block
-from tests.models.flash.files.preparations import assert_holds_block, make_checkpoint, packed, prepare
+from tests.models.flash.files.preparations import assert_holds_block, make_checkpoint, open_packed, packed, prepare
 from tests.models.flash.files.preparing_process import STOPPED
 from tests.models.flash.largest_plan import plan_largest
 from tests.slow import slow_except
@@ -76,15 +75,16 @@ def test_a_killed_preparation_leaves_nothing_that_is_taken_for_finished(llama, t
     assert len([file for file in left if not file.finished]) == 1
     finished = files // FILES_A_BLOCK
     for block in range(2, 4)[:finished]:
-        assert_holds_block(open_block(packed(llama, tmp_path), block), llama, torch.float32)
+        assert_holds_block(open_packed(llama, tmp_path, block), llama, torch.float32)
     for block in range(2, 4)[finished:]:
         with pytest.raises(PackedFileError, match=f"block {block} of llama is not prepared for flash"):
-            open_block(packed(llama, tmp_path), block)
+            open_packed(llama, tmp_path, block)
 
-    written = prepare(llama, Span(2, 3), dtype=torch.float32, root=tmp_path, plan_of=plan_largest)
-    assert written == ([] if finished else [2])
+    written = prepare(llama, Span(1, 3), dtype=torch.float32, root=tmp_path, plan_of=plan_largest)
+    assert written == ([1] if finished else [1, 2])
     left = packed_files(packed(llama, tmp_path).folder)
-    assert [file.block for file in left] == [2] * FILES_A_BLOCK, "what the killed process left is removed"
+    blocks = [1] * FILES_A_BLOCK + [2] * FILES_A_BLOCK
+    assert [file.block for file in left] == blocks, "what the killed process left is removed"
 
 
 def test_two_preparations_at_once(llama, tmp_path, caplog):
@@ -99,7 +99,7 @@ def test_two_preparations_at_once(llama, tmp_path, caplog):
         read_until(first, "WRITTEN [1, 2]")
         assert second.result() == [3]
     for block in range(1, 4):
-        assert_holds_block(open_block(packed(llama, tmp_path), block), llama, torch.float32)
+        assert_holds_block(open_packed(llama, tmp_path, block), llama, torch.float32)
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_a_drive_that_others_fill_up(llama, tmp_path, mounts):
         fill_up(inside)
         process.stdin.write("\n")
         process.stdin.flush()
-        names = ["block-0002.json", "block-0002.records", "block-0002.resident.safetensors"]
+        names = [f"block-0002.neurons.{part}" for part in ("json", "records", "resident.safetensors")]
         seen = read_until(process, f"LEFT {names}")
     assert "became full in the preparation of block 3 of llama" in seen
 
