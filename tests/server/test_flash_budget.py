@@ -151,7 +151,7 @@ def on_drive(tmp_path, monkeypatch):
         size = one.footprint.blocks[0].size
         for block in range(prepared.start, prepared.end) if prepared else ():
             one.packed.folder.mkdir(parents=True, exist_ok=True)
-            one.packed.files(block).records.write_bytes(bytes(size))
+            one.packed.files(block, one.footprint.blocks[block].plan.kind).records.write_bytes(bytes(size))
         set_free_space(monkeypatch, SPARE_BYTES + blocks * size)
         return one
 
