@@ -20,6 +20,7 @@ from swarm.protocol.compression import dtype_name
 from swarm.server import memory_budget
 from swarm.server.config import ServerConfig
 from swarm.server.flash_budget import FlashBudget, wants_flash
+from swarm.server.flash_gain import choose_flash
 from swarm.server.limits import DEFAULT_CACHE_TOKENS
 from swarm.server.memory_budget import MemoryBudget
 
@@ -100,30 +101,56 @@ def _resolve_budget(
     quantization: str,
     cache_tokens: int,
 ) -> MemoryBudget | FlashBudget:
-    """What memory holds of the blocks. It is logged if they go to flash."""
+    """What memory holds of the blocks. Why they go to flash, or why not, is logged if there was a question."""
     free = memory_budget.free_memory(device) - (options.adapter_memory or 0)
     in_memory = MemoryBudget(memory_footprint(checkpoint, dtype, quantization), free, cache_tokens)
-    if not wants_flash(options.flash, device.type, quantization, in_memory.fits(options.blocks.requested)):
-        return in_memory
-    root = flash_root(options.cache_dir)
-    planned = plan_for_flash(checkpoint, Span(0, checkpoint.blocks), dtype, root, options.flash_exact)
-    footprint = flash_footprint(checkpoint, dtype, planned)
+    fits, requested = in_memory.fits(options.blocks.requested), options.blocks.requested
+    if wants_flash(options.flash, device.type, quantization, fits):
+        return _because_it_has_to(options, checkpoint, dtype, in_memory)
+    possible = wants_flash(options.flash, device.type, quantization, fits=False)
+    if possible and requested is None and in_memory.blocks_that_fit() < checkpoint.blocks:
+        return _if_the_swarm_gains(options, checkpoint, dtype, in_memory)
+    return in_memory
+
+
+def _because_it_has_to(
+    options: ServerConfig, checkpoint: Checkpoint, dtype: torch.dtype, in_memory: MemoryBudget
+) -> MemoryBudget | FlashBudget:
+    """Flash, because it was asked for, or because blocks that were asked for do not fit in memory."""
     asked_for = options.flash.memory is not None
-    if footprint is None and asked_for:
+    on_flash = _flash_budget(options, checkpoint, dtype, in_memory, options.flash_exact)
+    if on_flash is None and asked_for:
         raise InvalidOption(f"--flash: {checkpoint.name} has blocks without weights that could be on flash; use off")
-    if footprint is None:
-        return in_memory
-    budget = FlashBudget(
-        footprint,
-        free,
-        cache_tokens,
-        options.flash.memory,
-        PackedModel.of(checkpoint, dtype, root),
-        options.flash_io,
-        options.flash_exact,
-    )
-    if not asked_for and not budget.fits(options.blocks.requested):
+    if on_flash is None or not (asked_for or on_flash.fits(options.blocks.requested)):
         return in_memory  # flash does not help, so the refusal is about memory
     reason = "as asked for" if asked_for else "because the blocks do not fit in memory"
     logger.info("Weights: on flash, %s", reason)
-    return budget
+    return on_flash
+
+
+def _if_the_swarm_gains(
+    options: ServerConfig, checkpoint: Checkpoint, dtype: torch.dtype, in_memory: MemoryBudget
+) -> MemoryBudget | FlashBudget:
+    """Memory or flash, where memory holds some of the blocks: whichever is better for the swarm."""
+    on_flash = _flash_budget(options, checkpoint, dtype, in_memory, exact=True)
+    if on_flash is None:
+        return in_memory
+    choice = choose_flash(in_memory, on_flash, checkpoint.config.hidden_size)
+    if choice is None:
+        return in_memory
+    logger.info("Weights: %s, because %s", "on flash" if choice.flash else "in memory", choice.reason)
+    return on_flash if choice.flash else in_memory
+
+
+def _flash_budget(
+    options: ServerConfig, checkpoint: Checkpoint, dtype: torch.dtype, in_memory: MemoryBudget, exact: bool
+) -> FlashBudget | None:
+    """What the same memory holds of blocks on flash; None if some cannot be there."""
+    root = flash_root(options.cache_dir)
+    planned = plan_for_flash(checkpoint, Span(0, checkpoint.blocks), dtype, root, exact)
+    footprint = flash_footprint(checkpoint, dtype, planned)
+    if footprint is None:
+        return None
+    packed = PackedModel.of(checkpoint, dtype, root)
+    memory, io = options.flash.memory, options.flash_io
+    return FlashBudget(footprint, in_memory.free, in_memory.cache_tokens, memory, packed, io, exact)
