@@ -27,7 +27,7 @@ class Sparsity:
             independent of each other.
         reads: number of sessions to points (share of the records in memory, share that is read for one token of each
             session together), by share in memory: measured by replaying what tokens need. Without it, what is read
-            follows from the window that fits into memory.
+            follows from the window that fits into memory, as if what was needed longest ago left.
     """
 
     tokens: tuple[float, ...]
@@ -92,7 +92,7 @@ class Sparsity:
         if memory >= 1:
             return 0.0
         counts = sorted(self.reads)
-        if not counts or not counts[0] <= sessions <= counts[-1]:
+        if sessions not in counts and (len(counts) < 2 or sessions < counts[0]):
             return self.newly_read(self.window(memory, sessions), sessions, tokens)
         each = [(math.log(count), self._measured(memory, count)) for count in counts]
         # Tokens that follow one another find a little less than the first.
@@ -127,7 +127,7 @@ class Sparsity:
             if count > 1:
                 independent = math.log1p(-min(_NEARLY_ALL, self.sessions[count])) / one
                 points.append((math.log(count), math.log(min(count, max(1.0, independent)))))
-        return math.exp(interpolated(points, math.log(sessions), slope=1.0))
+        return min(sessions, math.exp(interpolated(points, math.log(sessions), slope=1.0)))
 
 
 def interpolated(points: list[tuple[float, float]], place: float, slope: float = 0.0) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from swarm.models.flash.sparsity import MAX_WINDOW, Sparsity
@@ -38,6 +38,7 @@ def test_several_tokens_at_once_read_what_the_window_lacks():
 
 
 @given(sparsities(), st.integers(0, 80), st.integers(1, 64))
+@example(Sparsity((0.5,), {2: 0.5, 3: 0.5, 4: 0.5, 5: 1.0}), 1, 6)
 def test_more_tokens_and_more_sessions_never_need_less(sparsity, tokens, sessions):
     needed = sparsity.needed(tokens, sessions)
     assert 0 <= needed <= 1
@@ -74,7 +75,12 @@ def test_what_is_read_with_some_memory_is_what_was_measured():
     assert sparsity.read(0.25, sessions=4) == pytest.approx(0.2)
     assert sparsity.read(0.25, sessions=2) == pytest.approx(0.14)
     assert sparsity.read(0.5, tokens=2) == pytest.approx(0.08)
-    assert sparsity.read(0.5, sessions=8) == sparsity.newly_read(sparsity.window(0.5, 8), 8), "not measured"
+    assert sparsity.read(0.5, sessions=8) == pytest.approx(0.13), "on through the last two"
+
+
+def test_more_sessions_than_one_that_was_measured_read_what_their_windows_lack():
+    sparsity = Sparsity((0.2, 0.3), reads={1: ((0.5, 0.04),)})
+    assert sparsity.read(0.5, sessions=3) == sparsity.newly_read(sparsity.window(0.5, 3), 3) > 0.04
 
 
 def test_without_measured_reads_the_window_decides():

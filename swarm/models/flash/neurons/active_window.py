@@ -11,15 +11,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
-from swarm.models.flash.neurons.neuron_matrix import ABSENT, NeuronMatrix
+from swarm.models.flash.neurons.neuron_matrix import ABSENT
 from swarm.models.flash.records.record_buffer import Indices
 from swarm.models.flash.stay_priority import DecayedFrequency, LeastRecentlyUsed, StayPriority
 
 EXPECTED_ACCEPTED = 0.5
 """Share of a sequence's candidate tokens that speculation is expected to accept."""
+
+
+class ResidentNeurons(Protocol):
+    """What decisions need to know of a `NeuronMatrix`, where the attributes are explained."""
+
+    row_of: Indices
+
+    @property
+    def capacity(self) -> int: ...
+    @property
+    def num_used(self) -> int: ...
+    @property
+    def neurons(self) -> Indices: ...
 
 
 @dataclass(frozen=True)
@@ -46,7 +60,7 @@ class ActiveWindow:
             are needed most often, as many as there is room for.
     """
 
-    def __init__(self, matrix: NeuronMatrix, forwards: int | None = None) -> None:
+    def __init__(self, matrix: ResidentNeurons, forwards: int | None = None) -> None:
         self._matrix = matrix
         self._forwards = forwards
         self._forward = 0
@@ -107,7 +121,7 @@ class ActiveWindow:
 
     def _portion(self, needed: Indices) -> Portion:
         matrix = self._matrix
-        joining = matrix.missing(needed)
+        joining = needed[matrix.row_of[needed] == ABSENT]
         is_other = np.ones(len(matrix.row_of), dtype=bool)
         is_other[needed] = False
         others = matrix.neurons[is_other[matrix.neurons]]

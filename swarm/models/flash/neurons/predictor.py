@@ -131,6 +131,7 @@ def encode_predictor(calibrated: CalibratedPredictor, digest: str) -> bytes:
         "recall": calibrated.recall,
         "tokens": list(sparsity.tokens),
         "sessions": [list(item) for item in sorted(sparsity.sessions.items())],
+        "reads": [[count, list(points)] for count, points in sorted(sparsity.reads.items())],
         "perplexity_loss": calibrated.perplexity_loss,
     }
     tensors = {"first": predictor.first, "second": predictor.second, "bias": predictor.bias}
@@ -164,10 +165,13 @@ def load_predictor(path: Path, digest: str, hidden: int, neurons: int) -> Calibr
         raise _refusal(path, "its values are not finite, or of several types")
     predictor = LowRankPredictor(first, second, bias, metadata.threshold)
     try:
-        sparsity = Sparsity(metadata.tokens, dict(metadata.sessions))
+        sparsity = Sparsity(metadata.tokens, dict(metadata.sessions), dict(metadata.reads))
     except ValueError as error:
         raise _refusal(path, str(error)) from error
     return CalibratedPredictor(predictor, sparsity, metadata.recall, metadata.perplexity_loss)
+
+
+_Points = Annotated[tuple[tuple[float, float], ...], msgspec.Meta(max_length=_MAX_SHARES)]
 
 
 class _Metadata(msgspec.Struct):
@@ -180,6 +184,7 @@ class _Metadata(msgspec.Struct):
     tokens: Annotated[tuple[float, ...], msgspec.Meta(max_length=_MAX_SHARES)]
     sessions: Annotated[tuple[tuple[int, float], ...], msgspec.Meta(max_length=_MAX_SHARES)]
     perplexity_loss: Annotated[float, msgspec.Meta(ge=-1, le=1e3)] | None
+    reads: Annotated[tuple[tuple[int, _Points], ...], msgspec.Meta(max_length=_MAX_SHARES)] = ()
 
 
 def _parsed(path: Path, text: str | None, digest: str) -> _Metadata:

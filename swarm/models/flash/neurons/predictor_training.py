@@ -19,6 +19,7 @@ from torch.nn import functional
 from swarm.models.flash.neurons.feed_forward_site import ACTIVATION, DOWN, entry_role
 from swarm.models.flash.neurons.neuron_products import neuron_values
 from swarm.models.flash.neurons.predictor import CalibratedPredictor, LowRankPredictor
+from swarm.models.flash.neurons.selection_trace import measured_reads
 from swarm.models.flash.plans.block_plan import BlockPlan
 from swarm.models.flash.sparsity import Sparsity
 
@@ -238,7 +239,8 @@ def cheapest_rank(shares: Mapping[int, float], neurons: int, hidden: int, record
 
 
 def measured_sparsity(selected_RTN: torch.Tensor) -> Sparsity:
-    """The shares of neurons that consecutive tokens of a sequence need together, and tokens of several sequences.
+    """The shares of neurons that consecutive tokens of a sequence need together, and tokens of several sequences; and
+    what is read for them.
 
     Args:
         selected_RTN: of each token of each sequence, `[sequences, tokens, neurons]` bool.
@@ -256,7 +258,8 @@ def measured_sparsity(selected_RTN: torch.Tensor) -> Sparsity:
             groups = selected_RTN[: sequences // batch * batch].unflatten(0, (-1, batch))
             sessions[batch] = _share(groups.any(1))
     # Averages over ever fewer places may fall where the truth cannot.
-    return Sparsity(tuple(itertools.accumulate(tokens, max)), sessions)
+    reads = measured_reads(selected_RTN.numpy(), (1, *BATCHES))
+    return Sparsity(tuple(itertools.accumulate(tokens, max)), sessions, reads)
 
 
 def _share(selected: torch.Tensor) -> float:

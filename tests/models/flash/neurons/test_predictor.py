@@ -42,10 +42,13 @@ def test_the_activation_predictor_selects_exactly_what_is_not_zero() -> None:
     assert torch.equal(predictor.select(hidden), torch.relu(linear(hidden)) != 0)
 
 
+READS = {1: ((0.25, 0.04), (0.5, 0.01)), 4: ((0.25, 0.1), (0.5, 0.05))}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_saved_predictor_is_the_same_when_it_is_loaded(tmp_path: Path, dtype: torch.dtype) -> None:
     saved = make_predictor().to(dtype)
-    calibrated = CalibratedPredictor(saved, Sparsity((0.1, 0.15), {2: 0.17, 4: 0.3}), 0.99, 0.001)
+    calibrated = CalibratedPredictor(saved, Sparsity((0.1, 0.15), {2: 0.17, 4: 0.3}, READS), 0.99, 0.001)
     (tmp_path / "predictor").write_bytes(encode_predictor(calibrated, "digest"))
     again = load_predictor(tmp_path / "predictor", "digest", HIDDEN, NEURONS)
     assert (again.sparsity, again.recall, again.perplexity_loss) == (calibrated.sparsity, 0.99, 0.001)
