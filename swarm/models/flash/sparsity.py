@@ -95,8 +95,9 @@ class Sparsity:
         if sessions not in counts and (len(counts) < 2 or sessions < counts[0]):
             return self.newly_read(self.window(memory, sessions), sessions, tokens)
         each = [(math.log(count), self._measured(memory, count)) for count in counts]
-        # Tokens that follow one another find a little less than the first.
-        return min(tokens * interpolated(each, math.log(sessions)), self.needed(tokens, sessions))
+        # A session's next tokens read a little less than the first, since they share neurons.
+        one = max(0.0, interpolated(each, math.log(sessions)))
+        return min(tokens * one, self.needed(tokens, sessions))
 
     def _measured(self, memory: float, sessions: int) -> float:
         """What was measured for a share in memory, at a number of sessions that was measured: linear in between."""
