@@ -1,11 +1,14 @@
-"""Writing a block's packed files: large sequential writes, digests on the way, no second copy of the block."""
+"""Writing a block's packed files: large direct writes, digests on the way, no second copy of the block."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import itertools
 import json
 import os
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import torch
@@ -13,13 +16,14 @@ import torch
 from swarm.models.flash.files.block_files import UNFINISHED
 from swarm.models.flash.files.content_digests import PartDigests
 from swarm.models.flash.files.manifest import FileContent
-from swarm.models.flash.records.record_buffer import RecordBuffer
-from swarm.models.flash.records.record_layout import RecordLayout
+from swarm.models.flash.records.record_buffer import RecordBuffer, allocate_aligned
+from swarm.models.flash.records.record_layout import RECORD_ALIGNMENT, RecordLayout
 from swarm.protocol.compression import dtype_name
 
 WRITE_BYTES = 16 << 20
-"""Bytes of one write, and of the records that are put together in memory."""
+"""Bytes of one write, and of the records that are put together in memory. A multiple of `RECORD_ALIGNMENT`."""
 
+_DIRECT = getattr(os, "O_DIRECT", 0)
 HEADER_ALIGNMENT = 64
 _SAFETENSORS_DTYPES = {
     **{"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64", "bool": "BOOL", "uint8": "U8"},
@@ -66,7 +70,11 @@ def _bytes_of_large_records(layout: RecordLayout, tensors: Mapping[str, torch.Te
 
 
 def safetensors_bytes(tensors: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The bytes of a safetensors file, tensor by tensor: the library would put the whole file together in memory."""
+    """The bytes of a safetensors file, tensor by tensor.
+
+    The library's own writer lets only the owner read the file, says only in words that a drive is full, and leaves a
+    file under a name of its own if it is killed.
+    """
     header: dict[str, object] = {}
     end = 0
     for name in sorted(tensors):
@@ -83,25 +91,39 @@ def safetensors_bytes(tensors: Mapping[str, torch.Tensor]) -> Iterator[torch.Ten
         yield _bytes_of(tensors[name])
 
 
-def write_file(path: Path, pieces: Iterator[torch.Tensor]) -> FileContent:
+def write_file(
+    path: Path, pieces: Iterable[torch.Tensor], progress: Callable[[int], object] = lambda size: None
+) -> FileContent:
     """Write a file that is there completely or not at all, even if the power fails. Returns what it holds.
+
+    Past the page cache where the file system can do that: the drive is written at once, what others have in the page
+    cache stays there, and reading the file back asks the drive.
+
+    Args:
+        pieces: the bytes in order; each piece may change when the next one is asked for.
+        progress: called with the bytes of each write.
 
     Raises `OSError`; nothing is left of the file then.
     """
     unfinished = path.with_name(path.name + UNFINISHED)
     digests, size = PartDigests(), 0
     try:
-        # One thread hashes what this one writes: both let go of the interpreter.
-        with open(unfinished, "wb", buffering=0) as file, ThreadPoolExecutor(1, "swarm-digest") as pool:
-            for piece in pieces:
-                data = piece.numpy().data
-                size += len(data)
-                hashing = pool.submit(digests.update, data)
-                try:
-                    _write_all(file.fileno(), data)
-                finally:
-                    hashing.result()
-            os.fsync(file.fileno())
+        descriptor = _opened(unfinished)
+        try:
+            # Two threads write and hash while this one puts the next bytes together: all let go of the interpreter.
+            with ThreadPoolExecutor(2, "swarm-writing") as pool:
+                jobs: list[Future[None]] = []
+                for data in _aligned(pieces):
+                    _finish(jobs)
+                    jobs = [pool.submit(_write_all, descriptor, data), pool.submit(digests.update, data)]
+                    size += len(data)
+                    progress(len(data))
+                _finish(jobs)
+            os.fsync(descriptor)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
         os.replace(unfinished, path)
     except BaseException:
         unfinished.unlink(missing_ok=True)
@@ -118,9 +140,59 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def _aligned(pieces: Iterable[torch.Tensor]) -> Iterator[memoryview]:
+    """The same bytes in writes of `WRITE_BYTES`, the last one shorter, from memory that is aligned for direct writes.
+
+    A write stays as it is until the one after the next is asked for.
+    """
+    buffers = itertools.cycle(allocate_aligned(WRITE_BYTES) for _ in range(2))
+    buffer, filled = next(buffers), 0
+    for piece in pieces:
+        while len(piece):
+            count = min(len(piece), WRITE_BYTES - filled)
+            buffer[filled : filled + count] = piece[:count]
+            piece, filled = piece[count:], filled + count
+            if filled == WRITE_BYTES:
+                yield buffer.numpy().data
+                buffer, filled = next(buffers), 0
+    if filled:
+        yield buffer[:filled].numpy().data
+
+
+def _finish(jobs: Iterable[Future[None]]) -> None:
+    """Wait for all of them, then raise what the first one raised."""
+    wait(jobs)
+    for job in jobs:
+        job.result()
+
+
+def _opened(path: Path) -> int:
+    """A new file that is written past the page cache where that can be done."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | _DIRECT, 0o666)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.open(path, flags, 0o666)
+
+
 def _write_all(descriptor: int, data: memoryview) -> None:
     while len(data):
-        data = data[os.write(descriptor, data[:WRITE_BYTES]) :]
+        if len(data) % RECORD_ALIGNMENT:  # the end of a file; or the rest of a write that was cut short
+            _write_cached(descriptor)
+        try:
+            data = data[os.write(descriptor, data) :]
+        except OSError as error:
+            if error.errno != errno.EINVAL or not _write_cached(descriptor):
+                raise  # some file systems say no to direct writes only here
+
+
+def _write_cached(descriptor: int) -> bool:
+    """Write through the page cache from now on. Returns whether that is a change."""
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~_DIRECT)
+    return bool(flags & _DIRECT)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

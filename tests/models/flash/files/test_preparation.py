@@ -184,6 +184,23 @@ def test_too_little_space_is_found_before_anything_is_written(llama, root, monke
     assert contents(llama, root) == {}
 
 
+def test_a_drive_that_forgets_what_was_written(llama, root, monkeypatch):
+    """Found when it is read back, and named; blocks before it are kept, and nothing of it is."""
+    replace = os.replace
+
+    def replace_and_forget(source, target) -> None:
+        if target.name == "block-0002.neurons.records":
+            damage(source, "bit flipped")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", replace_and_forget)
+    with pytest.raises(PackedFileError, match=r"the drive of .* does not return what was written to it: block-0002"):
+        prepare_llama(llama, root)
+    monkeypatch.undo()
+    assert {file.block for file in packed_files(packed(llama, root).folder)} == {1}
+    assert prepare_llama(llama, root) == [2, 3]
+
+
 @pytest.mark.parametrize("share", [0, 0.3, 0.6, 0.99])
 def test_a_drive_that_fills_up_in_the_middle(llama, root, tmp_path, monkeypatch, share):
     """At the first write, at the last one (a manifest), and in between."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
 
@@ -108,6 +109,73 @@ def test_a_file_and_its_digests(tmp_path, monkeypatch, size):
     parts = [written[start : start + 100] for start in range(0, size, 100)]
     assert list(content.parts) == [hashlib.sha256(part).hexdigest() for part in parts]
     content_digests.verify_parts(tmp_path / "file", content.parts)
+
+
+@given(st.lists(st.integers(0, 20_000), max_size=8), st.sampled_from([4096, 12288, 30]))
+def test_a_file_is_its_pieces_one_after_the_other(tmp_path_factory, sizes, write_bytes):
+    """Whatever their sizes, and although each piece is overwritten by the next one."""
+    data = torch.randint(256, (sum(sizes),), dtype=torch.uint8)
+    memory = torch.empty(max(sizes, default=0), dtype=torch.uint8)
+
+    def pieces():
+        for piece in data.split(sizes):
+            memory[: len(piece)] = piece
+            yield memory[: len(piece)]
+            memory.fill_(0)
+
+    path, written = tmp_path_factory.getbasetemp() / "pieces", []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(record_writing, "WRITE_BYTES", write_bytes)
+        content = record_writing.write_file(path, pieces() if sizes else (), written.append)
+    assert path.read_bytes() == data.numpy().tobytes()
+    assert content.size == sum(written) == len(data)
+
+
+@pytest.fixture
+def direct_writes(tmp_path) -> None:
+    """Skips the test where there are none."""
+    descriptor = record_writing._opened(tmp_path / "tried")
+    direct = record_writing._write_cached(descriptor)
+    os.close(descriptor)
+    if not direct:
+        pytest.skip("the file system of temporary files has no direct writes")
+
+
+@pytest.mark.parametrize("refused", ["nothing", "when it is opened", "when it is written"])
+def test_direct_writes_and_file_systems_without_them(tmp_path, monkeypatch, direct_writes, refused):
+    """All but the odd end of a file is written past the page cache, unless the file system says no."""
+    really_open, really_write, ways = os.open, os.write, []
+
+    def open_file(path, flags, *args, **kwargs):
+        if refused == "when it is opened" and flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return really_open(path, flags, *args, **kwargs)
+
+    def write(descriptor, data):
+        direct = bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
+        if refused == "when it is written" and direct:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        ways.append((direct, len(data)))
+        return really_write(descriptor, data)
+
+    monkeypatch.setattr(record_writing, "WRITE_BYTES", 8192)
+    monkeypatch.setattr(os, "open", open_file)
+    monkeypatch.setattr(os, "write", write)
+    data = torch.randint(256, (20_000,), dtype=torch.uint8)
+    record_writing.write_file(tmp_path / "file", [data])
+    direct = refused == "nothing"
+    assert ways == [(direct, 8192), (direct, 8192), (False, 20_000 - 2 * 8192)]
+    assert (tmp_path / "file").read_bytes() == data.numpy().tobytes()
+
+
+def test_a_write_that_fails_for_another_reason_is_not_tried_again(tmp_path, monkeypatch):
+    def write(descriptor, data):
+        raise OSError(errno.EINVAL, "not because of direct writes")
+
+    monkeypatch.setattr(os, "write", write)
+    with pytest.raises(OSError, match="not because of direct writes"):
+        record_writing.write_file(tmp_path / "file", [torch.zeros(4096, dtype=torch.uint8)])
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_write_that_fails_leaves_nothing_and_keeps_what_was_there(tmp_path, monkeypatch):
