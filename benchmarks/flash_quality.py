@@ -1,6 +1,7 @@
 """Quality of models of which a token is computed with few neurons: perplexity, recall and the share that is selected.
 
     python -m benchmarks.flash_quality runs/opt runs/nemotron --text texts/*.txt [--json F] [--picture F] [--quick]
+    python -m benchmarks.flash_quality runs/opt runs/nemotron --text texts/*.txt --reads [--quick]
 
 The models are those that `scripts/train_demo_model.py --family ...` trains (ReLU, squared ReLU, gated ReLU), or others
 with exact zeros. The last 2 % of each text, which they have not seen, is what is measured on. Every block is sparse and
@@ -12,6 +13,8 @@ every token is computed with its predicted neurons. At a server prompts are exac
     inputs svd R untrained: the same for the products with inputs as they occur
     trained R    with the balanced loss, beginning with the latter
     default      what preparation makes: a rank for each layer, the better of the last two
+
+With `--reads` it prints instead what is read for a token, by the rule that decides which neurons stay in memory.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from matplotlib.figure import Figure
 
 from benchmarks import machine
 from benchmarks.flash_quality_methods import RANKS, RECALLS, Result, Subject, measure
+from benchmarks.flash_quality_reads import reads_table
 from benchmarks.flash_rows import table
 
 WINDOWS, QUICK_WINDOWS = 32, 8
@@ -115,6 +119,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--quick", action="store_true", help="a quarter of the text")
+    parser.add_argument("--reads", action="store_true", help="what is read for a token, and nothing else")
     return parser.parse_args()
 
 
@@ -124,6 +129,9 @@ def main() -> None:
     results: dict[str, list[Result]] = {}
     for folder in options.models:
         subject = Subject(folder, options.text, QUICK_WINDOWS if options.quick else WINDOWS)
+        if options.reads:
+            print(f"\n## {subject.name}\n\n{reads_table(subject)}\n", flush=True)
+            continue
         results[subject.name] = measure(subject, options.ranks, options.recalls)
         print(f"\n{report(subject, results[subject.name])}\n", flush=True)
     if options.json:

@@ -169,9 +169,9 @@ class Subject:
 
     def measure(self, method: str, target: float, predictors: Sequence[NeuronPredictor]) -> Result:
         observed = [Observed(one, layer.dense) for one, layer in zip(predictors, self.layers, strict=True)]
-        with _computed_with(self.layers, observed):
+        with computed_with(self.layers, observed):
             perplexity = self.perplexity()
-        by_layer = [measured_sparsity(_sequences(one, len(self.held_out))) for one in observed]
+        by_layer = [measured_sparsity(sequences_of(one, len(self.held_out))) for one in observed]
         weights = sum(layer.dense.record_values * len(layer.dense.weight) for layer in self.layers)
         memory = sum(one.memory_bytes for one in predictors) / (4 * weights)
         layers = tuple(one.figures() for one in observed)
@@ -216,7 +216,7 @@ def _layer(block: nn.Module, plan: BlockPlan, inputs_RTH: torch.Tensor) -> Layer
 
 
 @contextmanager
-def _computed_with(layers: Sequence[Layer], predictors: Sequence[NeuronPredictor]) -> Iterator[None]:
+def computed_with(layers: Sequence[Layer], predictors: Sequence[NeuronPredictor]) -> Iterator[None]:
     """Meanwhile, every block computes the neurons that its predictor selects, from records in memory."""
     shared, everything = SpanShared(), []
     for layer, predictor in zip(layers, predictors, strict=True):
@@ -236,7 +236,8 @@ def _computed_with(layers: Sequence[Layer], predictors: Sequence[NeuronPredictor
                 layer.block.set_submodule(layer.plan.modules[role], module)
 
 
-def _sequences(observed: Observed, count: int) -> torch.Tensor:
+def sequences_of(observed: Observed, count: int) -> torch.Tensor:
+    """What was selected for the tokens of each of `count` sequences, `[count, tokens, neurons]`."""
     return torch.cat(observed.selected).unflatten(0, (count, -1))
 
 

@@ -6,11 +6,12 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks import flash_quality, flash_quality_methods
+from benchmarks import flash_quality, flash_quality_methods, flash_quality_reads
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
 from swarm.models.loading.neuron_calibration import calibration_text
 
@@ -29,15 +30,20 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "opt"
 
 
-def test_every_method_is_measured(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def run(model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> None:
     monkeypatch.setattr(flash_quality, "QUICK_WINDOWS", 4)
     monkeypatch.setattr(flash_quality_methods, "TRAINING_WINDOWS", 6)
     monkeypatch.setattr(flash_quality_methods, "CALIBRATION_WINDOWS", 2)
-    text, found, picture = (tmp_path / name for name in ("text.txt", "found.json", "picture.png"))
+    text = folder / "text.txt"
     text.write_text(calibration_text())
-    options = ["--ranks", "4", "--recalls", "0.5", "0.9", "--json", str(found), "--picture", str(picture), "--quick"]
-    monkeypatch.setattr("sys.argv", ["flash_quality", str(model), "--text", str(text), *options])
+    monkeypatch.setattr("sys.argv", ["flash_quality", str(model), "--text", str(text), *options, "--quick"])
     flash_quality.main()
+
+
+def test_every_method_is_measured(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, picture = (tmp_path / name for name in ("found.json", "picture.png"))
+    options = ["--ranks", "4", "--recalls", "0.5", "0.9", "--json", str(found), "--picture", str(picture)]
+    run(model, tmp_path, monkeypatch, *options)
     results = json.loads(found.read_text())["results"]["opt"]
     methods = {result["method"]: result for result in results}
     assert set(methods) == {"oracle", "gate", "svd 4", "inputs svd 4", "trained 4", "default"}
@@ -48,3 +54,24 @@ def test_every_method_is_measured(model: Path, tmp_path: Path, monkeypatch: pyte
     oracles = [result for result in results if result["method"] == "oracle"]
     assert [round(layer["energy"], 1) for one in oracles for layer in one["layers"]] == [0.5, 0.5, 0.9, 0.9]
     assert picture.stat().st_size > 1000
+
+
+def test_what_each_rule_reads(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(model, tmp_path, monkeypatch, "--reads")
+    lines = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if "%" in line]
+    assert [(row[0].strip(), row[1].strip()) for row in lines] == [
+        ("25%", "1"),
+        ("25%", "4"),
+        ("50%", "1"),
+        ("50%", "4"),
+    ]
+    for row in lines:
+        best, oldest, rarest = (float(cell.split("%")[0]) for cell in row[2:5])
+        assert best <= min(oldest, rarest)
+
+
+def test_sessions_take_turns() -> None:
+    trace_RTN = np.arange(4 * 3).reshape(4, 3, 1)
+    assert flash_quality_reads.in_turns(trace_RTN, 2)[:, 0].tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
