@@ -181,7 +181,7 @@ def test_dense_blocks_among_the_mixtures_count(resolve, machine):
 
 def test_the_worst_window_decides(tmp_path):
     """A server does not know yet whether its blocks will be dense, and streamed, or mixtures."""
-    machine = MachineSpeed(DriveSpeed("direct", (1,), (4096,), ((1.0,),)), PRODUCTS, PRODUCTS)
+    machine = MachineSpeed(DriveSpeed("direct", (1,), (4096,), ((2e-3,),)), PRODUCTS, PRODUCTS)
     packed = PackedModel(tmp_path, "model", "0", torch.float32, "model")
     dense = planned_block(RecordKind.BLOCK, records=1, values=100_000)
     mixture = planned_block(RecordKind.EXPERTS, records=16, values=10_000)

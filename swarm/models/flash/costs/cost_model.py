@@ -27,7 +27,10 @@ SLAB_BYTES = 1 << 20
 TYPICAL_EXPERT_HITS = ((0.0, 0.0), (0.125, 0.56), (0.25, 0.79), (0.5, 0.97), (0.75, 1.0))
 """Share of the experts that memory has room for, and share of a token's experts that is found there: those of a trained
 mixture with 128 experts a block, 8 a token (`benchmarks.expert_cache`). For the time before a server has counted its
-own; a mixture of few experts has fewer hits."""
+own; a mixture of few experts has fewer hits, see `typical_hits`."""
+
+TYPICAL_NEEDED = 8 / 128
+"""Share of the experts that a token of that mixture needs."""
 
 
 class ReadingSpeed(Protocol):
@@ -77,13 +80,13 @@ class StepCost:
     """What one iteration costs, of a block or of a span.
 
     Attributes:
-        reads, bytes: from the drive.
+        reads, bytes: from the drive, on average.
         reading_s: if nothing else were done.
         computing_s: if nothing had to be read.
         seconds: of both together, one hidden behind the other as far as possible.
     """
 
-    reads: int
+    reads: float
     bytes: int
     reading_s: float
     computing_s: float
@@ -153,6 +156,17 @@ class NeuronCosts:
         return _overlapped(new, self.stride, resident_s, reading_s, before_s, after_s)
 
 
+def typical_hits(needed: float) -> tuple[tuple[float, float], ...]:
+    """`TYPICAL_EXPERT_HITS` for a mixture of whose experts a token needs such a share.
+
+    What is found depends on how many tokens' experts memory has room for: a quarter of 128 experts are those of four
+    tokens, a quarter of 8 those of one. Never fewer than by chance, and never more than was measured.
+    """
+    scale = max(1.0, needed / TYPICAL_NEEDED)
+    scaled = [(share * scale, max(share * scale, hits)) for share, hits in TYPICAL_EXPERT_HITS]
+    return (*(point for point in scaled if point[0] < 1), (1.0, 1.0))
+
+
 @dataclass(frozen=True)
 class ExpertCosts:
     """A mixture of experts.
@@ -177,10 +191,10 @@ class ExpertCosts:
         needed = self.records * self.needed.needed(tokens, sessions)
         found = 1.0 if self.slots >= self.records else interpolated(list(self.hits), self.slots / self.records)
         hits = min(needed * max(0.0, min(1.0, found)), float(self.slots))
-        new = round(needed - hits)
+        new = max(0.0, needed - hits)  # of mixtures with few experts, often less than one a token
         batch = tokens * sessions
         resident_s = machine.block_s + machine.resident.seconds(self.resident_bytes, batch)
-        reading_s = machine.drive.seconds(new, self.stride) if new else 0.0
+        reading_s = machine.drive.seconds(max(1.0, new), self.stride) * min(1.0, new)
         # Each expert computes its own tokens only.
         each = max(1, round(batch * self.needed.needed(1) * self.records / needed)) if needed else 1
         before_s = machine.records.seconds(hits * self.stride, each)
@@ -214,12 +228,12 @@ def whole_block(block: BlockCosts, machine: MachineSpeed, tokens: int) -> StepCo
 
 
 def _overlapped(
-    reads: int, stride: int, resident_s: float, reading_s: float, before_s: float, after_s: float
+    reads: float, stride: int, resident_s: float, reading_s: float, before_s: float, after_s: float
 ) -> StepCost:
     """The cost of a block that computes with records in memory (`before_s`) while others are read, and then with
     those (`after_s`)."""
     seconds = resident_s + max(reading_s, before_s) + after_s
-    return StepCost(reads, reads * stride, reading_s, resident_s + before_s + after_s, seconds)
+    return StepCost(reads, round(reads * stride), reading_s, resident_s + before_s + after_s, seconds)
 
 
 @dataclass(frozen=True)
@@ -271,7 +285,7 @@ def describe(model: FlashCostModel, memory: int, sessions: int = 8) -> str:
     each = one.bytes / one.reads if one.reads else 0
     return (
         f"Flash: {len(model.blocks)} blocks, {total / 1e9:.1f} GB on the drive, {memory / 1e9:.1f} GB of them in "
-        f"memory{kept}; a token reads {one.bytes / 1e6:.1f} MB ({one.bytes / total:.1%}) in {one.reads} reads of "
+        f"memory{kept}; a token reads {one.bytes / 1e6:.1f} MB ({one.bytes / total:.1%}) in {one.reads:.0f} reads of "
         f"{each / 1024:.0f} KiB; {one.reading_s * 1000:.0f} ms reading, {one.computing_s * 1000:.0f} ms computing, "
         f"{one.seconds * 1000:.0f} ms together: {1 / one.seconds:.1f} tokens/s alone, "
         f"{model.tokens_per_second(sessions):.1f} for {sessions} sessions"

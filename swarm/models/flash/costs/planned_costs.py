@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from swarm.models.flash.costs.cost_model import BlockCosts, ExpertCosts, StreamedCosts
+from swarm.models.flash.costs.cost_model import BlockCosts, ExpertCosts, StreamedCosts, typical_hits
 from swarm.models.flash.experts.attach import slots_of_layouts
 from swarm.models.flash.files.planned_blocks import PlannedBlock
 from swarm.models.flash.memory_shares import memory_needs, share_memory
@@ -35,9 +35,9 @@ def planned_costs(blocks: Sequence[PlannedBlock], memory: int) -> list[BlockCost
     for one in blocks:
         layout = one.layout
         if one.plan.kind is RecordKind.EXPERTS:
-            needed = Sparsity(((one.experts_per_token or layout.count) / layout.count,))
-            room = slots[layout] // mixtures[layout]
-            costs.append(ExpertCosts(one.resident_bytes, layout.stride, layout.count, needed, room))
+            needed = (one.experts_per_token or layout.count) / layout.count
+            room, hits = slots[layout] // mixtures[layout], typical_hits(needed)
+            costs.append(ExpertCosts(one.resident_bytes, layout.stride, layout.count, Sparsity((needed,)), room, hits))
         elif next(stays):
             costs.append(StreamedCosts(one.resident_bytes + layout.stride, 0))
         else:

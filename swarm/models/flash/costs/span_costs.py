@@ -12,6 +12,7 @@ from swarm.models.flash.costs.cost_model import (
     NeuronCosts,
     ReadingSpeed,
     StreamedCosts,
+    typical_hits,
 )
 from swarm.models.flash.flash_block import FlashBlock
 from swarm.models.flash.flash_span import FlashSpan
@@ -46,8 +47,9 @@ def block_costs(flash: FlashSpan, experts_per_token: float) -> list[BlockCosts]:
             assert one.predictor is not None
             costs.append(NeuronCosts(resident, stride, count, one.predictor.sparsity, next(layers).matrix.capacity))
         elif one.plan.kind is RecordKind.EXPERTS:
-            needed = Sparsity((min(1.0, experts_per_token / count),))
-            costs.append(ExpertCosts(resident, stride, count, needed, _slots(flash, one)))
+            needed = min(1.0, experts_per_token / count)
+            slots, hits = _slots(flash, one), typical_hits(needed)
+            costs.append(ExpertCosts(resident, stride, count, Sparsity((needed,)), slots, hits))
         elif next(stays):
             costs.append(StreamedCosts(resident + stride, 0))
         else:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from swarm.models.flash.costs.cost_model import (
     SLAB_BYTES,
+    TYPICAL_EXPERT_HITS,
     ComputeSpeed,
     ExpertCosts,
     FlashCostModel,
@@ -18,6 +19,7 @@ from swarm.models.flash.costs.cost_model import (
     NeuronCosts,
     StreamedCosts,
     describe,
+    typical_hits,
 )
 from swarm.models.flash.sparsity import Sparsity
 
@@ -93,9 +95,36 @@ def test_a_batch_takes_longer_and_reads_more_but_less_for_each_token():
 
 
 def test_experts_that_are_there_are_not_read():
-    assert MIXTURE.step(MACHINE, 1, 1).reads == round(8 * (1 - 0.4))
+    assert MIXTURE.step(MACHINE, 1, 1).reads == pytest.approx(8 * (1 - 0.4))
     assert dataclasses.replace(MIXTURE, slots=128).step(MACHINE, 1, 1).reads == 0
     assert dataclasses.replace(MIXTURE, slots=0).step(MACHINE, 1, 1).reads == 8
+
+
+def test_hits_depend_on_the_tokens_whose_experts_fit():
+    assert typical_hits(8 / 128) == (*TYPICAL_EXPERT_HITS, (1.0, 1.0))
+    assert typical_hits(8 / 256) == typical_hits(8 / 128), "never more than was measured"
+    mixtral = dict(typical_hits(2 / 8))
+    assert mixtral == {0.0: 0.0, 0.5: 0.56, 1.0: 1.0}
+    assert typical_hits(1.0) == ((0.0, 0.0), (1.0, 1.0)), "each token needs all"
+
+
+@given(st.floats(0.01, 1))
+def test_more_room_never_finds_less(needed):
+    points = typical_hits(needed)
+    assert list(points) == sorted(set(points))
+    assert all(share <= hits <= 1 for share, hits in points)
+    assert [hits for _, hits in points] == sorted(hits for _, hits in points)
+
+
+def test_few_experts_are_read_now_and_then():
+    """Of two experts, four tokens in ten lack one."""
+    few = dataclasses.replace(MIXTURE, records=8, needed=Sparsity((0.25,)), slots=2, hits=((0.0, 0.0), (0.25, 0.8)))
+    whole, cost = dataclasses.replace(few, slots=8).step(MACHINE, 1, 1), few.step(MACHINE, 1, 1)
+    assert cost.reads == pytest.approx(0.4)
+    assert cost.bytes == round(cost.reads * few.stride)
+    assert cost.reading_s == pytest.approx(0.4 * Drive().seconds(1, few.stride))
+    assert cost.computing_s == pytest.approx(whole.computing_s)
+    assert cost.seconds > whole.seconds
 
 
 def test_look_ahead_hides_reading_behind_the_attention_only():
