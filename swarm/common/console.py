@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,7 +19,10 @@ from typing import Any, TextIO, TypeVar
 import click
 from pythonjsonlogger.json import JsonFormatter
 
+from swarm.common.units import format_bytes
 from swarm.errors import SwarmError, UsageError
+
+logger = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -26,6 +30,9 @@ T = TypeVar("T")
 INITIAL_PEERS_VARIABLE = "SWARM_INITIAL_PEERS"
 LOG_FORMAT_VARIABLE = "SWARM_LOG_FORMAT"
 LOG_LEVEL_VARIABLE = "SWARM_LOGLEVEL"
+
+PROGRESS_INTERVAL_S = 10.0
+"""Time between lines about the progress of work, where there is no terminal for a bar."""
 
 
 def initial_peers_option(function: F) -> F:
@@ -148,9 +155,9 @@ def errors_to_exit_codes(function: F) -> F:
 
 
 def _print_error(error: SwarmError) -> None:
-    logger = logging.getLogger("swarm")
-    if any(isinstance(handler.formatter, _JsonLineFormatter) for handler in logger.handlers):
-        logger.error("%s", error, extra={"error": type(error).__name__})
+    ours = logging.getLogger("swarm")
+    if any(isinstance(handler.formatter, _JsonLineFormatter) for handler in ours.handlers):
+        ours.error("%s", error, extra={"error": type(error).__name__})
     else:
         click.echo(f"Error: {error}", err=True)
 
@@ -208,26 +215,71 @@ def configure_logging(log_format: str = "plain") -> None:
         handler.setFormatter(_JsonLineFormatter())
         logging.getLogger().handlers = [handler]
         logging.captureWarnings(True)
-    logger = logging.getLogger("swarm")
-    logger.handlers = [handler]
-    logger.propagate = False
-    logger.setLevel(os.environ.get(LOG_LEVEL_VARIABLE, "INFO"))
+    ours = logging.getLogger("swarm")
+    ours.handlers = [handler]
+    ours.propagate = False
+    ours.setLevel(os.environ.get(LOG_LEVEL_VARIABLE, "INFO"))
 
 
 def progress_bar(title: str | None, total: int, unit: str) -> Any:
-    """A progress bar on stderr, as a context manager with `update(count)`. Hidden without a title or a terminal."""
+    """A context manager with `update(count)` that shows how far some work has come; nothing without a title.
+
+    A bar on stderr if that is a terminal, else a line in the log every `PROGRESS_INTERVAL_S`.
+
+    Args:
+        total: of all counts.
+        unit: in the singular, such as "block"; "B" counts bytes.
+    """
+    if title is not None and not sys.stderr.isatty():
+        return LoggedProgress(title, total, unit)
     from tqdm import tqdm
 
-    return tqdm(total=total, desc=title, unit=unit, file=sys.stderr, disable=_is_bar_hidden(title), leave=False)
+    options = {"file": sys.stderr, "disable": title is None, "leave": False, "unit_scale": unit == "B"}
+    return tqdm(total=total, desc=title, unit=unit, **options)
+
+
+class LoggedProgress:
+    """Writes into the log how far some work has come. Work that is done before the first line is due says nothing.
+
+    Used by one thread.
+
+    Args:
+        title, total, unit: as for `progress_bar`.
+    """
+
+    def __init__(self, title: str, total: int, unit: str) -> None:
+        self._title, self._total, self._unit = title, total, unit
+        self._done = 0
+        self._began = self._said = time.monotonic()
+
+    def update(self, count: int = 1) -> None:
+        """So much more is done."""
+        self._done += count
+        now = time.monotonic()
+        if now - self._said >= PROGRESS_INTERVAL_S and self._done < self._total:
+            self._said = now
+            text = progress_text(self._done, self._total, self._unit, now - self._began)
+            logger.info("%s: %s", self._title, text)
+
+    def __enter__(self) -> LoggedProgress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+def progress_text(done: int, total: int, unit: str, seconds: float) -> str:
+    """How far some work has come after so many seconds, and how long the rest will take at that rate. Pure."""
+    said = f"{format_bytes(done)} of {format_bytes(total)}" if unit == "B" else f"{done} of {total} {unit}s"
+    if not done:
+        return said
+    left = seconds * (total - done) / done
+    return f"{said}, about {left:.0f} s left" if left < 100 else f"{said}, about {left / 60:.0f} min left"
 
 
 def iterate_with_progress(items: Sequence[T], title: str | None, unit: str) -> Iterator[T]:
-    """Yield the items and show a `progress_bar` that counts the finished ones."""
+    """Yield the items, and show with `progress_bar` how many are finished."""
     with progress_bar(title, len(items), unit) as bar:
         for item in items:
             yield item
             bar.update()
-
-
-def _is_bar_hidden(title: str | None) -> bool:
-    return title is None or not sys.stderr.isatty()

@@ -49,11 +49,48 @@ def test_nothing_without_a_title(terminal):
     assert terminal.getvalue() == ""
 
 
-def test_nothing_on_a_pipe(capsys):
-    assert list(console.iterate_with_progress(range(3), "Counting", "number")) == [0, 1, 2]
-    with console.progress_bar("Counting", 3, "number") as bar:
-        bar.update()
+def test_no_bar_on_a_pipe_and_nothing_about_what_is_quick(capsys, caplog):
+    with caplog.at_level(logging.INFO):
+        assert list(console.iterate_with_progress(range(3), "Counting", "number")) == [0, 1, 2]
+        with console.progress_bar("Counting", 3, "number") as bar:
+            bar.update()
     assert capsys.readouterr().err == ""
+    assert caplog.text == ""
+
+
+def test_lines_in_the_log_where_there_is_no_terminal(monkeypatch, caplog):
+    """A line whenever ten seconds have passed since the last one, and none about what is done."""
+    now = 100.0
+    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: now))
+    with caplog.at_level(logging.INFO), console.progress_bar("Writing", 5 * 10**9, "B") as bar:
+        for _ in range(10):
+            now += 4
+            bar.update(5 * 10**8)
+    assert caplog.messages == [
+        "Writing: 1.5 GB of 5 GB, about 28 s left",
+        "Writing: 3 GB of 5 GB, about 16 s left",
+        "Writing: 4.5 GB of 5 GB, about 4 s left",
+    ]
+
+
+def test_nothing_in_the_log_without_a_title(monkeypatch, caplog):
+    monkeypatch.setattr(console, "PROGRESS_INTERVAL_S", 0.0)
+    with caplog.at_level(logging.INFO), console.progress_bar(None, 3, "number") as bar:
+        bar.update()
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("done", "total", "unit", "seconds", "text"),
+    [
+        (3, 8, "block", 60, "3 of 8 blocks, about 2 min left"),
+        (7, 8, "block", 70, "7 of 8 blocks, about 10 s left"),
+        (0, 8, "block", 70, "0 of 8 blocks"),
+        (10**6, 10**9, "B", 10, "1 MB of 1 GB, about 166 min left"),
+    ],
+)
+def test_how_far_work_has_come_in_words(done, total, unit, seconds, text):
+    assert console.progress_text(done, total, unit, seconds) == text
 
 
 def test_a_bar_is_removed_when_its_work_fails(terminal):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -73,12 +73,14 @@ def open_blocks(
     digests = _stored_digests(checkpoint, planned)
     opened: dict[int, PreparedBlock] = {}
     unusable: dict[int, PackedFileError] = {}
-    title = "Checking packed weights" if progress and model.folder.is_dir() else None
-    for block in console.iterate_with_progress(list(planned), title, "block"):
-        try:
-            opened[block] = open_block(model, block, planned[block], digest=digests.get(block))
-        except PackedFileError as error:
-            unusable[block] = error
+    written = [block for block, one in planned.items() if model.files(block, one.plan.kind).manifest.exists()]
+    title = f"Checking the packed weights of blocks {format_blocks(written)}" if progress and written else None
+    with console.progress_bar(title, sum(planned[block].size for block in written), "B") as bar:
+        for block, one in planned.items():
+            try:
+                opened[block] = open_block(model, block, one, digest=digests.get(block), progress=bar.update)
+            except PackedFileError as error:
+                unusable[block] = error
     return opened, unusable
 
 
@@ -108,10 +110,11 @@ def _prepare(
                 missing = {block: planned[block] for block in unusable}
                 _make_room(model, missing)
                 title = f"Preparing blocks {format_blocks(missing)}" if progress else None
-                for block in console.iterate_with_progress(list(missing), title, "block"):
-                    _write_block(checkpoint, model, block, missing[block])
-                    opened[block] = _read_back(model, block, missing[block])
-                    return_freed_memory()
+                with console.progress_bar(title, sum(one.size for one in missing.values()), "B") as bar:
+                    for block, one in missing.items():
+                        _write_block(checkpoint, model, block, one, bar.update)
+                        opened[block] = _read_back(model, block, one)
+                        return_freed_memory()
         except BaseException:
             _close(opened.values())
             raise
@@ -135,7 +138,13 @@ def _make_room(model: PackedModel, planned: Mapping[int, PlannedBlock]) -> None:
     logger.info("Preparing blocks %s of %s for flash: %s in %s", blocks, model.name, size, model.folder)
 
 
-def _write_block(checkpoint: Checkpoint, model: PackedModel, block: int, planned: PlannedBlock) -> None:
+def _write_block(
+    checkpoint: Checkpoint,
+    model: PackedModel,
+    block: int,
+    planned: PlannedBlock,
+    progress: Callable[[int], object],
+) -> None:
     whole, digest = load_block(checkpoint, block, model.dtype)
     plan = planned.plan
     tensors = block_tensors(whole.get_submodule(checkpoint.structure.layers_path)[0], plan)
@@ -145,8 +154,8 @@ def _write_block(checkpoint: Checkpoint, model: PackedModel, block: int, planned
     with _write_errors(model, f"block {block}"):
         try:
             contents = (
-                write_file(files.records, record_bytes(planned.layout, tensors)),
-                write_file(files.resident, safetensors_bytes(resident)),
+                write_file(files.records, record_bytes(planned.layout, tensors), progress),
+                write_file(files.resident, safetensors_bytes(resident), progress),
             )
             sync_folder(model.folder)
             manifest = Manifest.of(model, block, digest, plan, planned.layout, contents)

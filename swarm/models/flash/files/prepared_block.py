@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -87,7 +88,13 @@ class PreparedBlock:
 
 
 def open_block(
-    model: PackedModel, block: int, planned: PlannedBlock, *, digest: str | None = None, new: bool = False
+    model: PackedModel,
+    block: int,
+    planned: PlannedBlock,
+    *,
+    digest: str | None = None,
+    new: bool = False,
+    progress: Callable[[int], object] = lambda size: None,
 ) -> PreparedBlock:
     """Check a block's packed files and open them. All bytes are read and compared with their digests.
 
@@ -95,6 +102,7 @@ def open_block(
         planned: what preparation would write now; files that were prepared in another way are refused.
         digest: of the block's tensors in the checkpoint; files of other weights are refused.
         new: whether this process has just written the files.
+        progress: called with the bytes of each part that was compared.
 
     Raises:
         PackedFileError: the block is not prepared, or its files cannot be used; the message names the block, and the
@@ -105,7 +113,7 @@ def open_block(
         use = UseLock(model)
         stack.callback(use.close)
         try:
-            manifest = _checked_manifest(model, block, planned, digest)
+            manifest = _checked_manifest(model, block, planned, digest, progress)
         except FileNotFoundError:
             raise PackedFileError(
                 f"block {block} of {model.name} is not prepared for flash: run {model.prepare_command(block, kind)}"
@@ -124,7 +132,9 @@ def open_block(
         return PreparedBlock(manifest, model.files(block, kind), use, new)
 
 
-def _checked_manifest(model: PackedModel, block: int, planned: PlannedBlock, digest: str | None) -> Manifest:
+def _checked_manifest(
+    model: PackedModel, block: int, planned: PlannedBlock, digest: str | None, progress: Callable[[int], object]
+) -> Manifest:
     """The manifest of files that can be used. Raises `FileNotFoundError` if there is none, and `PackedFileError`."""
     files = model.files(block, planned.plan.kind)
     manifest = read_manifest(files.manifest)
@@ -134,16 +144,16 @@ def _checked_manifest(model: PackedModel, block: int, planned: PlannedBlock, dig
     if (manifest.block_plan(), manifest.record_layout()) != (planned.plan, planned.layout):
         raise PackedFileError("it was prepared in another way than this program does it")
     check_sizes(manifest, files)
-    _check_content(files.records, manifest.records)
-    _check_content(files.resident, manifest.resident)
+    _check_content(files.records, manifest.records, progress)
+    _check_content(files.resident, manifest.resident, progress)
     _check_names(manifest.block_plan(), files.resident)
     return manifest
 
 
-def _check_content(path: Path, content: FileContent) -> None:
+def _check_content(path: Path, content: FileContent, progress: Callable[[int], object] = lambda size: None) -> None:
     """Raise `PackedFileError` unless the file holds what was written."""
     try:
-        verify_parts(path, content.parts)
+        verify_parts(path, content.parts, progress)
     except OSError as error:
         raise PackedFileError(f"{path.name} cannot be read ({error.strerror})") from None
 

@@ -9,11 +9,13 @@ import os
 import pytest
 import torch
 
+from swarm.common import console
 from swarm.data_structures import Span
 from swarm.errors import CheckpointError, InvalidSpan, NotEnoughSpace, PackedFileError
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.flash.files import drive_space, preparation, record_writing
 from swarm.models.flash.files.block_files import packed_files
+from swarm.models.flash.files.planned_blocks import plan_span
 from swarm.models.flash.plans.block_plan import BlockPlan, RecordKind
 from swarm.models.flash.streaming.streamed_site import plan_streamed
 from tests import zoo
@@ -74,6 +76,20 @@ def test_finished_blocks_are_kept(llama, root):
     assert prepare_llama(llama, root, Span(1, 4)) == [3]
     after = contents(llama, root)
     assert {name: after[name] for name in before} == before
+
+
+def test_progress_is_logged_where_there_is_no_terminal(llama, root, monkeypatch, caplog):
+    monkeypatch.setattr(console, "PROGRESS_INTERVAL_S", 0.0)
+    planned = plan_span(llama, MIDDLE, torch.float32, plan_largest)
+    for done in ("Preparing blocks 1:4", "Checking the packed weights of blocks 1:4"):
+        with caplog.at_level(logging.INFO):
+            opened = preparation.open_span(llama, planned, dtype=torch.float32, root=root, progress=True)
+        said = [line for line in caplog.messages if line.startswith(f"{done}: ")]
+        assert len(said) >= len(opened)
+        assert all(" KB of " in line and "left" in line for line in said)
+        caplog.clear()
+        for prepared in opened.values():
+            prepared.close()
 
 
 def test_preparing_again_gives_the_same_bytes(llama, root, tmp_path):
