@@ -10,6 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarm.errors import MissingBlocks
+from swarm.models.flash.files.block_files import FOLDER_NAME
+from swarm.models.flash.files.inventory import stored_models
 from swarm.models.flash.reading.record_reader import FlashIo
 from swarm.server.flash_budget import FlashOption
 from swarm.server.throughput.throughput_option import ThroughputOption
@@ -18,6 +20,7 @@ from tests.swarms import run_client, run_swarm
 from tests.waiting import wait_until
 
 LENGTH = 12
+PERIOD_S = 1.0
 
 
 def local_texts(folder: Path) -> list[list[int]]:
@@ -65,6 +68,43 @@ def test_the_server_in_the_middle_is_killed_and_replaced_in_mid_text(checkpoint,
                 first.kill()
                 ended = model.generate(begun, max_new_tokens=LENGTH - 5, do_sample=False, session=session)
             assert ended[0, prompt.shape[1] :].tolist() == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("checkpoint", "memory"), [("mixtral", 100_000), ("llama", 70_000)], indirect=["checkpoint"])
+def test_a_server_on_flash_moves_to_other_blocks(checkpoint, memory, tmp_path):
+    """It closes a gap with blocks that it prepares there, and goes on with the text of a session that it served."""
+    cache = tmp_path / "cache"
+    flash = {"flash": FlashOption(memory=memory), "flash_io": FlashIo.CACHED, "cache_dir": cache}
+    # So slow that a route goes through the one on flash, whatever a busy machine makes of their round trips.
+    with run_swarm(checkpoint, ["0:4"], update_period=PERIOD_S, throughput=ThroughputOption(1.0)) as swarm:
+        tail = swarm.start("4:6", update_period=PERIOD_S).wait_ready()
+        quick = ThroughputOption(1e6)
+        moving = swarm.start("3", update_period=PERIOD_S, stay=False, throughput=quick, **flash).wait_ready()
+        home = blocks_on_flash(cache)
+        assert len(home) == 3
+        with run_client(swarm) as model:
+            expected = local_texts(checkpoint)[0]
+            prompt = torch.tensor([zoo.PROMPTS[0]])
+            with model.inference_session(max_length=64) as session:
+                begun = model.generate(prompt, max_new_tokens=5, do_sample=False, session=session)
+                assert moving.peer_id in [hop.server.peer_id for hop in session.route.hops]
+                tail.kill()
+                ended = model.generate(begun, max_new_tokens=LENGTH - 5, do_sample=False, session=session)
+                after = {hop.server.peer_id: hop.span for hop in session.route.hops}
+            assert after[moving.peer_id].end == zoo.BLOCKS
+            assert ended[0, prompt.shape[1] :].tolist() == expected
+            assert zoo.greedy_texts(model, LENGTH) == local_texts(checkpoint)
+        assert moving.works
+    assert blocks_on_flash(cache) == home | {3, 4, 5}
+    assert home != {3, 4, 5}
+
+
+def blocks_on_flash(cache: Path) -> set[int]:
+    """The blocks of the only model that was prepared."""
+    (stored,) = stored_models(cache / FOLDER_NAME)
+    (kind,) = stored.kinds
+    return set(kind.blocks)
 
 
 @pytest.mark.slow
