@@ -27,6 +27,7 @@ from swarm.models.flash.plans.block_building import build_block
 from swarm.models.flash.plans.block_plan import RecordKind
 from swarm.models.flash.reading.flash_store import FlashStore
 from swarm.models.flash.reading.io_choice import IoChoice, choose_io
+from swarm.models.flash.reading.page_cache import page_cache_room, page_cache_share
 from swarm.models.flash.reading.record_reader import FlashIo
 from swarm.models.loading.flash_preparation import open_prepared
 from swarm.models.loading.span_assembly import SpanAssembly
@@ -83,7 +84,7 @@ def load_flash_span(
         prepared = open_prepared(checkpoint, planned, dtype, options.root, progress)
         for one in prepared:
             opened.callback(one.close)
-        reading = _choose_io(prepared, options.io)
+        reading = _choose_io(prepared, options)
         cut, blocks = _build_blocks(checkpoint, span, dtype, prepared, reading.io, opened)
         resident = [weight_bytes(one.block) + sum(value.nbytes for value in one.resident.values()) for one in blocks]
         flash = attach_blocks(blocks, options.memory, resident)
@@ -148,8 +149,14 @@ def _predictor(prepared: PreparedBlock) -> CalibratedPredictor | None:
     return load_predictor(prepared.files.predictor, prepared.digest, hidden, neurons)
 
 
-def _choose_io(prepared: Sequence[PreparedBlock], requested: FlashIo | None) -> IoChoice:
+def _choose_io(prepared: Sequence[PreparedBlock], options: FlashOptions) -> IoChoice:
     largest = max(prepared, key=lambda one: one.layout.file_bytes)
-    choice = choose_io(largest.records, requested, largest.layout.stride)
+    share = page_cache_share(
+        sum(one.layout.file_bytes for one in prepared),
+        options.memory,
+        page_cache_room() - options.memory,
+        any(one.plan.kind is RecordKind.BLOCK for one in prepared),
+    )
+    choice = choose_io(largest.records, options.io, largest.layout.stride, share)
     logger.info("Flash: reading %s", choice.reason)
     return choice

@@ -68,7 +68,7 @@ def choose_io(path: Path, requested: FlashIo | None, record_bytes: int, page_cac
         path: a packed file; the others are expected on the same drive.
         requested: the way of --flash-io; None for "auto".
         record_bytes: from one record to the next.
-        page_cache_share: share of all packed files for which the page cache has room beside everything else.
+        page_cache_share: share of what will be read that is expected in the page cache, see `page_cache`.
 
     Raises `InvalidOption` if direct reads are requested where there are none, `PackedFileError` and `DriveFailed`.
     """
@@ -99,7 +99,7 @@ def quickest(ways: Sequence[ComparedWay], size: int, page_cache_share: float) ->
     best, *others = sorted(ways, key=times.__getitem__)
     said = f"{best.how}: {COMPARED_READS} reads of {format_bytes(size)} take {times[best] * 1e3:.1f} ms"
     said += "".join(f" ({other.how}: {times[other] * 1e3:.1f} ms)" for other in others)
-    return best.io, f"{said}, with {page_cache_share:.0%} of the files in the page cache" if page_cache_share else said
+    return best.io, f"{said}, if {page_cache_share:.0%} of what is read is in the page cache"
 
 
 def _compare(readers: Sequence[RecordReader], size: int) -> list[ComparedWay]:

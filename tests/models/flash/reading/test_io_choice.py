@@ -47,7 +47,7 @@ def test_the_reason_has_both_times() -> None:
     cached = ComparedWay(FlashIo.CACHED, "cached, 32 threads", 0.004, 0.001)
     assert quickest([cached, DIRECT], 16000, 0.5)[1] == (
         "direct, asynchronous reads: 64 reads of 16 KB take 2.0 ms (cached, 32 threads: 2.5 ms), "
-        "with 50% of the files in the page cache"
+        "if 50% of what is read is in the page cache"
     )
 
 
