@@ -123,8 +123,8 @@ class NeuronNeed:
 
     @property
     def least(self) -> int:
-        """Neurons that should have room: those of one token."""
-        return math.ceil(self.count * max(MIN_NEURON_SHARE, self.sparsity.needed(1)))
+        """Neurons that should have room: those of two tokens, so that hardly any token needs more than fit at once."""
+        return math.ceil(self.count * max(MIN_NEURON_SHARE, self.sparsity.needed(2)))
 
     def read_bytes(self, slots: int) -> float:
         """Bytes that a token is expected to read with room for so many neurons."""
@@ -138,7 +138,7 @@ def divide_neurons(memory: int, layers: Sequence[NeuronNeed]) -> list[int]:
     coming back to in little memory. So each piece of memory goes where it saves the most bytes. A layer whose savings
     grow with a second piece gets both or none: its curve counts as the convex one below it.
 
-    Each layer gets room for the neurons of one token, or its equal share if that is less.
+    Each layer gets room for the neurons of two tokens, or its equal share if that is less.
     """
     equal = equal_shares(memory, layers)
     slots = [min(room, layer.least) for room, layer in zip(equal, layers, strict=True)]
@@ -160,8 +160,8 @@ def divide_neurons(memory: int, layers: Sequence[NeuronNeed]) -> list[int]:
 
 def equal_shares(memory: int, layers: Sequence[NeuronNeed]) -> list[int]:
     """Room for the same share of each layer's neurons, at least one."""
-    share = min(1.0, max(0, memory) / sum(layer.count * layer.stride for layer in layers))
-    return [max(1, int(share * layer.count)) for layer in layers]
+    total = sum(layer.count * layer.stride for layer in layers)
+    return [max(1, min(total, memory) * layer.count // total) for layer in layers]
 
 
 def expected_bytes(slots: Sequence[int], layers: Sequence[NeuronNeed]) -> float:
@@ -191,5 +191,7 @@ def _with_rest(left: int, slots: Sequence[int], layers: Sequence[NeuronNeed]) ->
     """Slots with what is left shared equally among neurons that lack room: nothing is expected of it."""
     lacking = [layer.count - room for room, layer in zip(slots, layers, strict=True)]
     total = sum(lack * layer.stride for lack, layer in zip(lacking, layers, strict=True))
-    share = min(1.0, max(0, left) / total) if total else 0.0
-    return [room + int(share * lack) for room, lack in zip(slots, lacking, strict=True)]
+    return [
+        room + (max(0, min(total, left)) * lack // total if lack else 0)
+        for room, lack in zip(slots, lacking, strict=True)
+    ]

@@ -67,7 +67,7 @@ def test_divided_memory_is_not_exceeded_and_never_reads_more_than_equal_shares(l
     assert expected_bytes(slots, layers) <= expected_bytes(equal_shares(memory, layers), layers)
     assert bytes_of(slots, layers) <= max(memory, bytes_of([1] * len(layers), layers))
     for room, equal, layer in zip(slots, equal_shares(memory, layers), layers, strict=True):
-        assert room >= min(equal, max(layer.count * MIN_NEURON_SHARE - 1, layer.count * layer.sparsity.needed(1)))
+        assert room >= min(equal, max(layer.count * MIN_NEURON_SHARE - 1, layer.count * layer.sparsity.needed(2)))
 
 
 @given(LAYERS)
@@ -97,7 +97,7 @@ def test_layers_of_one_kind_get_equal_shares():
 def test_savings_that_come_only_with_much_memory_are_seen():
     """The second half of this layer's memory saves far more than the first."""
     steep = Sparsity((0.9,), reads={1: ((0.25, 0.89), (0.5, 0.88), (0.75, 0.01))})
-    flat = Sparsity((0.3,), reads={1: ((0.25, 0.29), (0.5, 0.28), (0.75, 0.27))})
+    flat = Sparsity((0.3, 0.3), reads={1: ((0.25, 0.29), (0.5, 0.28), (0.75, 0.27))})
     slots = divide_neurons(1150, [NeuronNeed(1000, 1, steep), NeuronNeed(1000, 1, flat)])
     assert slots[0] >= 740
 

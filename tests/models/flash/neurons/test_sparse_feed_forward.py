@@ -55,6 +55,23 @@ def test_few_tokens_compute_their_own_selected_neurons_whatever_is_in_memory(sha
     assert case.sparse.matrix.num_used <= capacity
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gated", [False, True])
+def test_results_have_the_same_bits_whatever_was_in_memory(gated: bool, dtype: torch.dtype) -> None:
+    """Neurons are computed in two products, one before the others have arrived, and added up in their own order."""
+    torch.manual_seed(0)
+    dense = FeedForward(gated, nn.ReLU(), True).to(dtype)
+    hidden = torch.randn(5, HIDDEN).to(dtype)
+    results = []
+    for others in range(6):
+        case = make_case(dense, SeededPredictor(0.4), SparseOptions(34))
+        for _ in range(others):
+            case.module(torch.randn(1, HIDDEN).to(dtype))
+        results.append(case.module(hidden[:1]))
+    assert case.sparse.counters.portions == case.sparse.counters.forwards
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_many_tokens_are_computed_with_all_neurons(shape: str) -> None:
     case = case_of(shape, capacity=10)
