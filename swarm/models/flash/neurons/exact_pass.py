@@ -79,7 +79,7 @@ class ExactPass:
                 rows = self._products.rows(buffer, biases).first(end - start)
                 values_TN = self._products.all_neurons(hidden_TH, rows)
                 result_TH += values_TN @ rows.down
-                counters.count_sample(selected_SN[:, start:end], values_TN[-sampled:], rows.down)
+                counters.count_sample(selected_SN[:, start:end], values_TN[-sampled:])
                 here = joining[np.searchsorted(joining, start) : np.searchsorted(joining, end)]
                 matrix.append(here, _Slab(buffer, start)).wait()
         counters.exact_tokens += len(hidden_TH)

@@ -21,7 +21,6 @@ class NeuronCounters:
         exact_tokens: tokens that were computed with all neurons.
         sampled_active: active neurons of tokens of exact forwards, which the predictor was asked about.
         sampled_missed: those of them that it would not have selected.
-        sampled_mass, sampled_missed_mass: the same, weighted by the length of a neuron's contribution to the result.
     """
 
     neurons: int
@@ -34,8 +33,6 @@ class NeuronCounters:
     exact_tokens: int = 0
     sampled_active: int = 0
     sampled_missed: int = 0
-    sampled_mass: float = 0.0
-    sampled_missed_mass: float = 0.0
 
     @property
     def hits(self) -> float:
@@ -47,27 +44,14 @@ class NeuronCounters:
         """Share of the active neurons that the predictor selects, as sampled."""
         return 1 - self.sampled_missed / self.sampled_active if self.sampled_active else 1.0
 
-    @property
-    def mass_recall(self) -> float:
-        """The same, weighted by what neurons contribute."""
-        return 1 - self.sampled_missed_mass / self.sampled_mass if self.sampled_mass else 1.0
-
     def count_forward(self, selected_TN: torch.Tensor, needed: int) -> None:
         self.forwards += 1
         self.tokens += len(selected_TN)
         self.selected += int(selected_TN.sum())
         self.needed += needed
 
-    def count_sample(self, selected_TN: torch.Tensor, values_TN: torch.Tensor, down_NH: torch.Tensor) -> None:
-        """Compare what the predictor selects with the values of some neurons.
-
-        Args:
-            selected_TN, values_TN: of the same neurons.
-            down_NH: their down projections.
-        """
-        mass_TN = values_TN.float().abs() * down_NH.float().norm(dim=1)
-        missed_TN = ~selected_TN
-        self.sampled_active += int((values_TN != 0).sum())
-        self.sampled_missed += int((values_TN != 0)[missed_TN].sum())
-        self.sampled_mass += float(mass_TN.sum())
-        self.sampled_missed_mass += float(mass_TN[missed_TN].sum())
+    def count_sample(self, selected_TN: torch.Tensor, values_TN: torch.Tensor) -> None:
+        """Compare what the predictor selects with the values of the same neurons."""
+        active_TN = values_TN != 0
+        self.sampled_active += int(active_TN.sum())
+        self.sampled_missed += int((active_TN & ~selected_TN).sum())

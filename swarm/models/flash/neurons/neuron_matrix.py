@@ -56,11 +56,6 @@ class NeuronMatrix:
         """The values of this name by row, `[capacity]`: the paper's `bias`."""
         return self._row_values[name]
 
-    def missing(self, neurons: Indices) -> Indices:
-        """Those of `neurons` that are not in memory."""
-        absent: Indices = neurons[self.row_of[neurons] == ABSENT]
-        return absent
-
     def delete(self, neurons: Indices) -> None:
         """Let go of neurons that are in memory, each once: the last rows move into their places."""
         rows = self.row_of[neurons]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -152,25 +152,19 @@ def balanced_loss(scores_TN: torch.Tensor, contributions_TN: torch.Tensor) -> to
     return positive + negative
 
 
-Importance = Callable[[torch.Tensor], torch.Tensor]
-"""Contributions to what a miss costs, both `[tokens, neurons]`."""
-
-
 def energy(contributions_TN: torch.Tensor) -> torch.Tensor:
     """A miss costs the square of the contribution: misses add up like independent errors."""
     return contributions_TN.square()
 
 
-def threshold_for(
-    scores_TN: torch.Tensor, contributions_TN: torch.Tensor, recall: float, importance: Importance = energy
-) -> float:
-    """The highest threshold above which this share of the importance of all neurons is selected.
+def threshold_for(scores_TN: torch.Tensor, contributions_TN: torch.Tensor, recall: float) -> float:
+    """The highest threshold above which this share of the squared contributions of all neurons is selected.
 
     Args:
         scores_TN: of a predictor, for tokens that it was not trained on.
     """
     order = scores_TN.flatten().argsort(descending=True)
-    found = importance(contributions_TN).flatten()[order].double().cumsum(0)
+    found = energy(contributions_TN).flatten()[order].double().cumsum(0)
     last = int(torch.searchsorted(found, recall * found[-1]).clamp(max=len(order) - 1))
     return float(torch.nextafter(scores_TN.flatten()[order[last]].float(), torch.tensor(-torch.inf)))
 

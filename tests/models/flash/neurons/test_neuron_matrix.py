@@ -55,9 +55,3 @@ def test_what_was_not_deleted_and_did_not_move_keeps_its_row() -> None:
     matrix.append(np.arange(10), MemoryStore(LAYOUT, TENSORS)).wait()
     matrix.delete(np.array([2, 9]))
     assert matrix.neurons.tolist() == [0, 1, 8, 3, 4, 5, 6, 7]
-
-
-def test_missing_names_the_neurons_that_are_not_in_memory() -> None:
-    matrix = NeuronMatrix(LAYOUT, CAPACITY, {})
-    matrix.append(np.array([3, 7]), MemoryStore(LAYOUT, TENSORS)).wait()
-    assert matrix.missing(np.array([1, 3, 5, 7])).tolist() == [1, 5]
