@@ -70,8 +70,12 @@ def resolve_config(options: ServerConfig) -> ResolvedConfig:
         InvalidSpan: the model has no such blocks.
     """
     checkpoint = open_checkpoint(options.model, revision=options.revision, cache_dir=options.cache_dir)
+    logger.info("Model: %s, revision %s, %d blocks", checkpoint.name, checkpoint.revision, checkpoint.blocks)
+    if options.blocks.span is not None:
+        checkpoint.validate_span(options.blocks.span.start, options.blocks.span.end)
     device = memory_budget.resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, checkpoint.config)
+    logger.info("Device: %s, computing in %s", device, dtype_name(dtype))
     cache_tokens = options.cache_tokens or DEFAULT_CACHE_TOKENS
     quantization = NONE  # a size for weights on flash decides what fits, so nothing has to be quantized
     if options.flash.memory is None or options.quant != "auto":
@@ -86,10 +90,8 @@ def resolve_config(options: ServerConfig) -> ResolvedConfig:
         )
     budget = _resolve_budget(options, checkpoint, device, dtype, quantization, cache_tokens)
     adapter_memory = memory_budget.adapter_memory(options.adapter_memory, memory_budget.free_memory(device))
-    logger.info("Model: %s, revision %s, %d blocks", checkpoint.name, checkpoint.revision, checkpoint.blocks)
-    logger.info("Device: %s, computing in %s", device, dtype_name(dtype))
-    if options.blocks.span is not None:
-        checkpoint.validate_span(options.blocks.span.start, options.blocks.span.end)
+    if isinstance(budget, FlashBudget):
+        quantization = NONE  # even if memory would have held a few more blocks in 8 bits
     return ResolvedConfig(options, checkpoint, device, dtype, quantization, cache_tokens, adapter_memory, budget)
 
 
@@ -107,7 +109,8 @@ def _resolve_budget(
     fits, requested = in_memory.fits(options.blocks.requested), options.blocks.requested
     if wants_flash(options.flash, device.type, quantization, fits):
         return _because_it_has_to(options, checkpoint, dtype, in_memory)
-    possible = wants_flash(options.flash, device.type, quantization, fits=False)
+    exact = NONE if options.quant == "auto" else quantization
+    possible = wants_flash(options.flash, device.type, exact, fits=False)
     if possible and requested is None and in_memory.blocks_that_fit() < checkpoint.blocks:
         return _if_the_swarm_gains(options, checkpoint, dtype, in_memory)
     return in_memory
@@ -131,7 +134,7 @@ def _because_it_has_to(
 def _if_the_swarm_gains(
     options: ServerConfig, checkpoint: Checkpoint, dtype: torch.dtype, in_memory: MemoryBudget
 ) -> MemoryBudget | FlashBudget:
-    """Memory or flash, where memory holds some of the blocks: whichever is better for the swarm."""
+    """Memory or flash, where memory holds some of the blocks, quantized or not: whichever is better for the swarm."""
     on_flash = _flash_budget(options, checkpoint, dtype, in_memory, exact=True)
     if on_flash is None:
         return in_memory

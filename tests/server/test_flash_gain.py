@@ -107,6 +107,16 @@ def test_a_fast_drive_holds_more_experts_than_memory(resolve, machine, caplog):
     assert "ms in the memory of 2 servers like this one" in caplog.text
 
 
+@pytest.mark.parametrize(("read_s", "form"), [(1e-6, "none"), (1.0, "int8")])
+def test_weights_that_would_have_been_quantized_are_exact_on_flash(resolve, machine, read_s, form):
+    """Of an expert, 8 bits make nothing smaller; of attention, enough for one more block here."""
+    machine.read_s = read_s
+    config = resolve("mixtral", share=0.45, quant="auto")
+    assert config.quantization == form
+    assert (config.flash is not None) == (form == "none")
+    assert machine.measured == 1
+
+
 def test_a_slow_drive_leaves_them_to_others(resolve, machine, caplog):
     machine.read_s = 1.0
     assert resolve().flash is None
@@ -128,6 +138,7 @@ def test_dense_blocks_are_not_even_measured(resolve, machine, caplog):
         {"blocks": "2"},
         {"blocks": "0:2"},
         {"quant": "int8"},
+        {"quant": "int8", "share": 0.3, "blocks": "4"},
         {"flash": FlashOption(off=True)},
     ],
     ids=str,

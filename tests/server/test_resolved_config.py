@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from swarm.data_structures import Span
-from swarm.errors import InvalidOption, NotEnoughMemory
+from swarm.errors import InvalidOption, InvalidSpan, NotEnoughMemory
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.flash.files import planned_blocks
+from swarm.models.flash.plans.block_plan import RecordKind
 from swarm.models.loading.flash_loading import load_flash_span
 from swarm.server import memory_budget
 from swarm.server.config import BlocksOption, ServerConfig
@@ -38,7 +40,8 @@ def resolve(folder, monkeypatch):
     def resolved(free: int, blocks: str = "0:6", **options) -> ResolvedConfig:
         monkeypatch.setattr(memory_budget, "free_memory", lambda device: free)
         config = ServerConfig(
-            model=str(folder), blocks=BlocksOption.parse(blocks), device="cpu", cache_tokens=CACHE_TOKENS, **options
+            **{"model": str(folder), "device": "cpu", "cache_tokens": CACHE_TOKENS, **options},
+            blocks=BlocksOption.parse(blocks),
         )
         return resolve_config(config)
 
@@ -88,3 +91,56 @@ def test_blocks_are_planned_once(resolve, weights, tmp_path, monkeypatch):
     for span in (Span(0, 2), Span(1, 4)):  # a start, and a move
         model = load_flash_span(config.checkpoint, span, dtype=config.dtype, options=config.flash.options(span))
         model.flash.close()
+
+
+@pytest.mark.parametrize("blocks", ["6", "0:6"])
+@pytest.mark.parametrize("quant", ["int8", "nf4"])
+def test_what_is_to_be_quantized_is_refused_for_lack_of_memory(resolve, weights, blocks, quant):
+    config = resolve(weights // 8, blocks, quant=quant)
+    assert config.flash is None
+    with pytest.raises(NotEnoughMemory):
+        config.budget.check_fits(Span(0, 6))
+
+
+def test_a_number_of_blocks_of_which_memory_holds_a_part_goes_to_flash_whole(resolve, weights):
+    config = resolve(weights * 3 // 4, "5", quant="none")
+    assert config.flash.windows(5) == [Span(0, 5), Span(1, 6)]
+    assert resolve(weights * 3 // 4, "3", quant="none").flash is None
+
+
+def test_blocks_that_the_model_does_not_have(resolve, weights):
+    with pytest.raises(InvalidSpan, match="blocks 0:9 do not lie inside"):
+        resolve(weights // 2, "0:9", flash=FlashOption(memory=weights // 4))
+
+
+def test_a_graphics_card_is_used_without_flash(resolve, weights, monkeypatch):
+    """As far as this machine can tell: only the type of the device counts."""
+    monkeypatch.setattr(memory_budget, "resolve_device", lambda requested: torch.device("cuda"))
+    assert resolve(weights // 2, "6", quant="none").flash is None
+    assert resolve(weights // 2, "auto", quant="none").flash is None
+    with pytest.raises(InvalidOption, match="on a CPU only, not on cuda; add --device cpu"):
+        resolve(weights // 2, flash=FlashOption(memory=weights // 4))
+
+
+def test_dense_blocks_before_the_mixtures(resolve, tmp_path):
+    """deepseek_v3: four dense blocks here, two mixtures that are more than twice as large."""
+    model = zoo.make_checkpoint("deepseek_v3", tmp_path / "model")
+    dense, mixture = 46_000, 134_000
+    config = resolve(3 * dense, "4:6", model=str(model), quant="none", cache_dir=tmp_path)
+    assert [one.plan.kind for one in config.flash.footprint.blocks] == [RecordKind.BLOCK] * 4 + [RecordKind.EXPERTS] * 2
+    config.flash.check_fits(Span(4, 6))
+    assert resolve(3 * dense, "0:2", model=str(model), quant="none", cache_dir=tmp_path).flash is None
+    across = resolve(2 * mixture, "6", model=str(model), quant="none", cache_dir=tmp_path)
+    across.flash.check_fits(Span(0, 6))
+    # As many blocks as pay wherever they lie: fewer mixtures than dense blocks.
+    budget = resolve(
+        10**6, "auto", model=str(model), flash=FlashOption(memory=dense + mixture), cache_dir=tmp_path
+    ).flash
+    count = budget.blocks_that_fit()
+    assert 2 <= count < 6
+    for span in budget.windows(count):
+        model_on_flash = load_flash_span(
+            open_checkpoint(model), span, dtype=torch.float32, options=budget.options(span)
+        )
+        assert model_on_flash.flash.weight_bytes <= memory.memory
+        model_on_flash.flash.close()
