@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 import time
@@ -14,6 +16,7 @@ from click.testing import CliRunner, Result
 from swarm.cli.__main__ import main
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER, open_checkpoint
 from swarm.models.flash.files.block_files import PackedModel, flash_root
+from swarm.models.flash.files.manifest import FORMAT_VERSION
 from swarm.models.flash.plans.block_choice import plan_block
 from swarm.models.flash.plans.block_plan import RecordKind
 from tests import zoo
@@ -127,6 +130,32 @@ def test_files_that_another_version_of_the_program_wrote_are_shown_and_removed(c
     assert not folder.exists()
 
 
+def test_a_cache_behind_a_symbolic_link(cache, mixtral, tmp_path):
+    """The link and the folder behind it stay."""
+    (tmp_path / "drive").mkdir()
+    cache.symlink_to(tmp_path / "drive")
+    assert "Prepared blocks 0:1" in run(cache, "prepare", mixtral, "--blocks", "0:1").stdout
+    assert "were prepared already" in run(tmp_path / "drive", "prepare", mixtral, "--blocks", "0:1").stdout
+    assert "mixtral" in run(cache, "show").stdout
+    assert run(cache, "clean", "--yes").exit_code == 0
+    assert cache.is_symlink()
+    assert [path.name for path in (tmp_path / "drive" / "swarm-flash").iterdir()] == [".locks"]
+
+
+def test_blocks_of_a_newer_version_of_the_program_are_prepared_again(cache, mixtral):
+    run(cache, "prepare", mixtral, "--blocks", "0:1")
+    model = PackedModel.of(open_checkpoint(mixtral), torch.float32, flash_root(cache))
+    manifest = model.files(0, RecordKind.EXPERTS).manifest
+    content = json.dumps({"format": FORMAT_VERSION + 1, "and": "what only that version knows"})
+    digest = hashlib.sha256(content.encode()).hexdigest()
+    manifest.write_text(f'{{"sha256":"{digest}","content":{content}}}')
+    assert "none finished" in run(cache, "show").stdout
+    again = run(cache, "prepare", mixtral, "--blocks", "0:1")
+    assert f"it has format {FORMAT_VERSION + 1}, this program writes and reads format {FORMAT_VERSION}" in again.stdout
+    assert "Prepared blocks 0:1" in again.stdout
+    assert "none finished" not in run(cache, "show").stdout
+
+
 def test_nothing_is_removed_without_a_yes(cache, mixtral):
     run(cache, "prepare", mixtral, "--blocks", "0:1")
     refused = run(cache, "clean", answer="n\n")
@@ -144,7 +173,10 @@ def test_weights_that_a_server_uses_are_not_removed(cache, mixtral):
     prepared = open_packed(open_checkpoint(mixtral), flash_root(cache), 0, plan_of=plan_block)
     refused = run(cache, "clean", "--yes")
     assert refused.exit_code == 2
-    assert refused.stderr == "Error: the packed weights of mixtral (float32) are in use: stop the server first\n"
+    assert refused.stderr == (
+        "Error: the packed weights of mixtral (float32) are in use: stop the servers that use them, or let their "
+        "preparation end\n"
+    )
     assert prepared.resident_tensors()
     prepared.close()
     assert run(cache, "clean", "--yes").exit_code == 0

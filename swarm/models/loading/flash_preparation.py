@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -42,7 +43,7 @@ def plan_for_flash(
     packed = PackedModel.of(checkpoint, dtype, root)
     sparse = [block for block, one in planned.items() if one.plan.kind is RecordKind.NEURONS]
     entries = [packed.files(block, RecordKind.NEURONS).predictor_entry for block in sparse]
-    if all(entry.exists() for entry in entries) or _text(checkpoint) is not None:
+    if all(os.path.exists(entry) for entry in entries) or _text(checkpoint) is not None:
         return planned
     logger.warning("Flash: no neurons are selected, because %s has no tokenizer", checkpoint.name)
     return plan_span(checkpoint, span, dtype, BlockPlanner(exact=True).plan)

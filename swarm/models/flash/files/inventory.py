@@ -76,7 +76,8 @@ def remove_stored(stored: StoredModel) -> None:
     with removal_lock(root, stored.folder.name) as free:
         if not free:
             raise PackedFileError(
-                f"the packed weights of {stored.name} ({stored.dtype}) are in use: stop the server first"
+                f"the packed weights of {stored.name} ({stored.dtype}) are in use: stop the servers that use them, "
+                "or let their preparation end"
             )
         try:
             # Manifests first: whatever is left if this is interrupted is not taken for finished.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -73,7 +74,7 @@ def open_blocks(
     digests = _stored_digests(checkpoint, planned)
     opened: dict[int, PreparedBlock] = {}
     unusable: dict[int, PackedFileError] = {}
-    written = [block for block, one in planned.items() if model.files(block, one.plan.kind).manifest.exists()]
+    written = [block for block, one in planned.items() if os.path.exists(model.files(block, one.plan.kind).manifest)]
     title = f"Checking the packed weights of blocks {format_blocks(written)}" if progress and written else None
     with console.progress_bar(title, sum(planned[block].size for block in written), "B") as bar:
         for block, one in planned.items():
@@ -104,7 +105,7 @@ def _prepare(
         opened, unusable = open_blocks(checkpoint, model, planned, progress)
         try:
             for block, error in unusable.items():
-                if model.files(block, planned[block].plan.kind).manifest.exists():
+                if os.path.exists(model.files(block, planned[block].plan.kind).manifest):
                     logger.warning("%s", error)
             if unusable:
                 missing = {block: planned[block] for block in unusable}

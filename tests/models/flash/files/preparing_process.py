@@ -9,6 +9,7 @@ are the files that are left.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -27,6 +28,7 @@ STOPPED = "STOPPED"
 def main(checkpoint: str, root: str, blocks: str, files: str) -> None:
     console.configure_logging()
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
     replace, finished = os.replace, []
 
     def stop_before_replacing(source, target) -> None:

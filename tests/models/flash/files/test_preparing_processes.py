@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import shlex
+import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +20,8 @@ import torch
 from swarm.data_structures import Span
 from swarm.errors import PackedFileError
 from swarm.models.flash.files.block_files import packed_files
+from swarm.models.flash.files.inventory import remove_stored, stored_models
+from swarm.models.flash.plans.block_plan import RecordKind
 from tests.models.flash.files.preparations import assert_holds_block, make_checkpoint, open_packed, packed, prepare
 from tests.models.flash.files.preparing_process import STOPPED
 from tests.models.flash.largest_plan import plan_largest
@@ -35,12 +39,17 @@ def llama(tmp_path_factory):
 
 
 @contextmanager
-def preparing(llama, root, blocks: str, files: int, before: str = "true") -> Iterator[subprocess.Popen[str]]:
-    """A process that prepares blocks, after the shell command `before`, which may mount file systems for it."""
+def preparing(
+    llama, root, blocks: str, files: int, before: str = "true", wrapper: tuple[str, ...] = ()
+) -> Iterator[subprocess.Popen[str]]:
+    """A process that prepares blocks, after the shell command `before`, which may mount file systems for it.
+
+    `wrapper` is a command that runs others.
+    """
     command = [sys.executable, "-m", "tests.models.flash.files.preparing_process", llama.source, str(root), blocks]
     shell = f"{before} && exec {shlex.join([*command, str(files)])}"
     process = subprocess.Popen(
-        [*(NEW_MOUNTS if before != "true" else ()), "sh", "-c", shell],
+        [*(NEW_MOUNTS if before != "true" else ()), *wrapper, "sh", "-c", shell],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -85,6 +94,68 @@ def test_a_killed_preparation_leaves_nothing_that_is_taken_for_finished(llama, t
     left = packed_files(packed(llama, tmp_path).folder)
     blocks = [1] * FILES_A_BLOCK + [2] * FILES_A_BLOCK
     assert [file.block for file in left] == blocks, "what the killed process left is removed"
+
+
+def test_ctrl_c_leaves_finished_blocks_and_nothing_else(llama, tmp_path):
+    """In the middle of the second block: one of its files is finished, and another one is written."""
+    with preparing(llama, tmp_path, "2:4", FILES_A_BLOCK + 1) as process:
+        read_until(process, STOPPED)
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+    left = packed_files(packed(llama, tmp_path).folder)
+    assert [(file.block, file.finished) for file in left] == [(2, True)] * FILES_A_BLOCK
+    assert_holds_block(open_packed(llama, tmp_path, 2), llama, torch.float32)
+
+
+@pytest.mark.parametrize("removed", ["the model's folder", "all folders"])
+def test_a_folder_that_vanishes_while_it_is_written(llama, tmp_path, removed):
+    root = tmp_path / "root"
+    with preparing(llama, root, "2:4", FILES_A_BLOCK + 1) as process:
+        read_until(process, STOPPED)
+        shutil.rmtree(root if removed == "all folders" else packed(llama, root).folder)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        seen = read_until(process, "LEFT []")
+    assert f"PackedFileError: the folder for packed weights, {root}, cannot be used (No such file or directory)" in seen
+    assert prepare(llama, Span(3, 4), dtype=torch.float32, root=root, plan_of=plan_largest) == [3]
+
+
+WITHOUT_PRIVILEGES = ("setpriv", "--bounding-set=-dac_override,-dac_read_search") if os.geteuid() == 0 else ()
+
+
+@pytest.mark.skipif(bool(WITHOUT_PRIVILEGES) and not shutil.which("setpriv"), reason="root may write everywhere")
+@pytest.mark.parametrize("place", ["root", "folder", "file"])
+def test_a_folder_that_may_not_be_read_or_written(llama, tmp_path, place):
+    root = tmp_path / "root"
+    prepare(llama, Span(2, 3), dtype=torch.float32, root=root, plan_of=plan_largest)
+    model = packed(llama, root)
+    places = {"root": root, "folder": model.folder, "file": model.files(2, RecordKind.NEURONS).records}
+    places[place].chmod(0)
+    if place == "file":
+        model.folder.chmod(0o500)
+    try:
+        with preparing(llama, root, "2:3", NEVER, wrapper=WITHOUT_PRIVILEGES) as process:
+            seen = read_until(process, "PackedFileError")
+    finally:
+        places[place].chmod(0o700)
+        model.folder.chmod(0o700)
+    assert f"the folder for packed weights, {root}, cannot be used (Permission denied)" in seen
+    assert_holds_block(open_packed(llama, root, 2), llama, torch.float32)
+
+
+def test_nothing_is_removed_while_it_is_prepared(llama, tmp_path):
+    with preparing(llama, tmp_path, "2:4", FILES_A_BLOCK + 1) as process:
+        read_until(process, STOPPED)
+        (stored,) = stored_models(tmp_path)
+        assert [part.blocks for part in stored.kinds] == [(2,)]
+        with pytest.raises(PackedFileError, match=r"are in use: .* or let their preparation end"):
+            remove_stored(stored)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        read_until(process, "WRITTEN [2, 3]")
+    (stored,) = stored_models(tmp_path)
+    remove_stored(stored)
+    assert stored_models(tmp_path) == []
 
 
 def test_two_preparations_at_once(llama, tmp_path, caplog):
