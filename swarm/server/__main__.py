@@ -56,7 +56,7 @@ OPTIONS_AS_GIVEN = (
     default="auto",
     metavar="auto|off|SIZE",
     help="Keep weights on a drive, and only SIZE of them in memory (docs/flash.md). auto: if the blocks do not fit in "
-    "memory. On CPUs, without quantization.",
+    "memory, or if the swarm gains by more experts here. On CPUs, without quantization.",
 )
 @click.option(
     "--flash-io",

@@ -94,6 +94,14 @@ def test_four_times_the_experts():
     assert budget(RecordKind.EXPERTS, EXPERTS, memory=EXPERTS.file_bytes + 10_000).blocks_that_fit() == 4
 
 
+@pytest.mark.parametrize(("experts_per_token", "blocks"), [(0, 8), (1, 5), (2, 4)])
+def test_fewer_blocks_if_few_experts_are_those_of_few_tokens(experts_per_token, blocks):
+    """Of ten experts, a token needs two; 40 % are the experts of four tokens that need one."""
+    one = budget(RecordKind.EXPERTS, EXPERTS, memory=2 * EXPERTS.file_bytes + 10_000)
+    plan = dataclasses.replace(one.footprint.blocks[0], experts_per_token=experts_per_token)
+    assert dataclasses.replace(one, footprint=FlashFootprint([plan] * 8, 10)).blocks_that_fit() == blocks
+
+
 def test_the_attention_cache_takes_its_part():
     room = 4 * BLOCK.file_bytes + 10_000
     assert budget(usable=room, cache_tokens=0).blocks_that_fit() == 8

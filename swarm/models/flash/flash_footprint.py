@@ -14,7 +14,11 @@ from swarm.models.flash.plans.block_plan import RecordKind
 
 WORTHWHILE_SHARE = {RecordKind.NEURONS: 1 / 2, RecordKind.EXPERTS: 1 / 4, RecordKind.BLOCK: 1 / 2}
 """Share of the records for which there should be memory. "LLM in a flash" runs models of twice the memory; of experts,
-most tokens find theirs among a quarter. With less memory, every token waits for the drive."""
+most tokens find theirs among a quarter, if that are those of several tokens (`WORTHWHILE_TOKENS`). With less memory,
+every token waits for the drive."""
+
+WORTHWHILE_TOKENS = 4
+"""Tokens for whose experts there should be memory, up to half of all experts."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class FlashFootprint:
 
     def worthwhile_bytes(self, start: int, end: int) -> int:
         """Memory for weights with which it pays to serve blocks [start, end)."""
-        shares = (block.layout.file_bytes * WORTHWHILE_SHARE[block.plan.kind] for block in self.blocks[start:end])
+        shares = (block.layout.file_bytes * _worthwhile_share(block) for block in self.blocks[start:end])
         return max(self.least_bytes(start, end), self._resident(start, end) + int(sum(shares)))
 
     def drive_bytes(self, start: int, end: int) -> int:
@@ -49,6 +53,11 @@ class FlashFootprint:
 
     def _resident(self, start: int, end: int) -> int:
         return sum(block.resident_bytes for block in self.blocks[start:end])
+
+
+def _worthwhile_share(block: PlannedBlock) -> float:
+    share = WORTHWHILE_SHARE[block.plan.kind]
+    return max(share, min(1 / 2, WORTHWHILE_TOKENS * block.experts_per_token / block.layout.count))
 
 
 def flash_footprint(
