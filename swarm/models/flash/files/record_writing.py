@@ -96,8 +96,7 @@ def write_file(
 ) -> FileContent:
     """Write a file that is there completely or not at all, even if the power fails. Returns what it holds.
 
-    Past the page cache where the file system can do that: the drive is written at once, what others have in the page
-    cache stays there, and reading the file back asks the drive.
+    Past the page cache where the file system can do that: it is faster, and reading the file back asks the drive.
 
     Args:
         pieces: the bytes in order; each piece may change when the next one is asked for.
