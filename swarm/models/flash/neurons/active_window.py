@@ -19,6 +19,10 @@ from swarm.models.flash.neurons.neuron_matrix import ABSENT
 from swarm.models.flash.records.record_buffer import Indices
 from swarm.models.flash.stay_priority import DecayedFrequency, LeastRecentlyUsed, StayPriority
 
+STAYING_BONUS = 0.01
+"""Part of its priority that a neuron in memory has on top when all neurons pass by: a smaller difference is not worth
+the copying."""
+
 EXPECTED_ACCEPTED = 0.5
 """Share of a sequence's candidate tokens that speculation is expected to accept."""
 
@@ -106,9 +110,13 @@ class ActiveWindow:
         """
         self._note(needed, shares, tokens)
         worthwhile = np.flatnonzero(self.priority > self._outdated)
-        absent = self._matrix.row_of[worthwhile] == ABSENT  # of equals, what is there stays
-        ordered = worthwhile[np.lexsort((absent, -self.priority[worthwhile]))]
-        return self._portion(np.sort(ordered[: self._matrix.capacity]))
+        excess = len(worthwhile) - self._matrix.capacity
+        if excess > 0:
+            priority = self.priority[worthwhile]
+            if self._forwards is None:
+                priority *= 1 + STAYING_BONUS * (self._matrix.row_of[worthwhile] != ABSENT)
+            worthwhile = np.sort(worthwhile[np.argpartition(priority, excess - 1)[excess:]])
+        return self._portion(worthwhile)
 
     def _note(self, neurons: Indices, shares: np.ndarray, tokens: int) -> None:
         self._forward += 1
