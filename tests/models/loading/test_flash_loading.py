@@ -15,7 +15,7 @@ from swarm.models.execution.session_cache import SessionCache
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy_trials import choose_forward
 from swarm.models.flash.reading.record_reader import FlashIo
-from swarm.models.loading import flash_preparation
+from swarm.models.loading import flash_loading, flash_preparation
 from swarm.models.loading.flash_loading import FlashOptions, load_flash_span
 from swarm.models.loading.flash_preparation import plan_for_flash
 from swarm.models.loading.span_loading import load_span
@@ -192,6 +192,35 @@ def test_a_server_that_has_to_be_exact_streams_instead(checkpoints, tmp_path, te
     assert not model.flash.sparse
     assert torch.equal(run(model), run(in_memory(checkpoints("opt"))))
     model.flash.close()
+
+
+def test_servers_that_select_neurons_and_exact_ones_use_the_same_folder_at_the_same_time(checkpoints, tmp_path, text):
+    checkpoint = checkpoints("opt")
+    sparse = load(checkpoint, tmp_path)
+    expected = run(sparse)
+    exact = load(checkpoint, tmp_path, exact=True)
+    assert sparse.flash.sparse
+    assert not exact.flash.sparse
+    assert torch.equal(run(exact), run(in_memory(checkpoint)))
+    torch.testing.assert_close(run(sparse), expected, rtol=1e-3, atol=1e-4)
+    written = {path: path.stat().st_ino for path in tmp_path.rglob("block-*")}
+    for model in (sparse, exact, load(checkpoint, tmp_path), load(checkpoint, tmp_path, exact=True)):
+        model.flash.close()
+    assert {path: path.stat().st_ino for path in tmp_path.rglob("block-*")} == written
+
+
+@pytest.mark.parametrize(("room", "share"), [(0, "0%"), (1 << 40, "100%")])
+def test_free_memory_counts_as_page_cache_when_a_way_of_reading_is_chosen(
+    checkpoints, tmp_path, monkeypatch, caplog, room, share
+):
+    checkpoint = checkpoints("llama")
+    monkeypatch.setattr(flash_loading, "page_cache_room", lambda: room)
+    planned = plan_for_flash(checkpoint, WHOLE, torch.float32, tmp_path, False)
+    memory = in_memory(checkpoint).weight_bytes * 3 // 4
+    with caplog.at_level("INFO"):
+        options = FlashOptions(memory, tmp_path, planned)
+        load_flash_span(checkpoint, WHOLE, dtype=torch.float32, options=options).flash.close()
+    assert f"if {share} of what is read is in the page cache" in caplog.text or "has no direct reads" in caplog.text
 
 
 def test_without_a_tokenizer_all_neurons_are_computed(checkpoints, tmp_path, caplog):
