@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import uvloop
 
 from swarm.data_structures import Span
 from swarm.errors import DriveFailed, NotEnoughSpace
@@ -24,7 +25,10 @@ from swarm.server import flash_gain, memory_budget
 from swarm.server.config import BlocksOption, ServerConfig
 from swarm.server.flash_budget import FlashBudget, FlashOption
 from swarm.server.flash_gain import compare
+from swarm.server.lifecycle import Server
 from swarm.server.resolved_config import ResolvedConfig, resolve_config
+from swarm.server.throughput.throughput_option import ThroughputOption
+from swarm.transport.p2p import P2PConfig
 from tests import zoo
 from tests.models.flash.files.preparations import set_free_space
 
@@ -211,6 +215,37 @@ def test_the_worst_window_decides(tmp_path):
 def planned_block(kind: RecordKind, records: int, values: int) -> PlannedBlock:
     layout = RecordLayout.of({"w": (records, values)}, {"w": 0}, torch.float32)
     return PlannedBlock(BlockPlan(kind, {}, {}), layout, {}, 1000, 2 if kind is RecordKind.EXPERTS else 0)
+
+
+def test_a_server_serves_more_experts_than_its_memory_holds(folders, machine, monkeypatch, tmp_path):
+    weights = 4 * sum(open_checkpoint(folders("mixtral")).structure.block_parameters)
+    monkeypatch.setattr(memory_budget, "free_memory", lambda device: weights * 2 // 3)
+    config = ServerConfig(
+        model=str(folders("mixtral")),
+        p2p=P2PConfig(host_maddrs=("/ip4/127.0.0.1/tcp/0",)),
+        device="cpu",
+        dtype="float32",
+        quant="none",
+        cache_tokens=64,
+        adapter_memory=0,
+        cache_dir=tmp_path,
+        throughput=ThroughputOption(100.0),
+    )
+
+    async def scenario() -> None:
+        server = Server(config)
+        await server.start()
+        service = server._service
+        try:
+            assert service.model.flash.pools
+            assert service.span.length > 3
+            assert service.model.weight_bytes < weights * 2 // 3
+            assert not service.sparse
+        finally:
+            await server.stop()
+
+    uvloop.run(scenario())
+    assert machine.measured == 1
 
 
 def test_the_machine_is_really_measured(folders, monkeypatch, tmp_path, caplog):
