@@ -151,8 +151,8 @@ class Server:
         self._background_tasks.append(loop.create_task(self._expire_sessions()))
         if self.config.may_move and service.span.length < checkpoint.blocks:
 
-            async def move(span: Span, closes_gap: bool) -> None:
-                await self._move(config, span, closes_gap)
+            async def move(span: Span, closes_gap: bool) -> bool:
+                return await self._move(config, span, closes_gap)
 
             self._move_loop = MoveLoop(self.peer.peer_id, checkpoint.blocks, fetch, move, period, service.load_seconds)
             self._background_tasks.append(loop.create_task(self._move_loop.run()))
@@ -216,8 +216,11 @@ class Server:
             return
         await service.handler(stream)
 
-    async def _move(self, config: ResolvedConfig, span: Span, closes_gap: bool) -> None:
-        """Leave the present blocks for those of `span`: finish or hand over the sessions, load, serve again."""
+    async def _move(self, config: ResolvedConfig, span: Span, closes_gap: bool) -> bool:
+        """Leave the present blocks for those of `span`: finish or hand over the sessions, load, serve again.
+
+        Returns False, and changes nothing, if there is no room for them.
+        """
         old = self._service
         assert old is not None
         assert self._announcer is not None
@@ -225,7 +228,7 @@ class Server:
             await self._compute_thread.run(config.budget.check_fits, span)
         except UsageError as error:
             logger.warning("Staying at blocks %s: %s", old.span, error)
-            return
+            return False
         # From now on others count this server at its new blocks, and no client opens a session here.
         self.span, self._state, self._throughput = span, ServerState.JOINING, old.throughput.decode
         await self._announcer.announce()
@@ -244,6 +247,7 @@ class Server:
             await self._load(config, home)
         self._observer.span_moved(closes_gap, arrived=self.span == span)
         await self._announce_ready(config)
+        return True
 
     def _announcement(self, config: ResolvedConfig) -> ServerInfo:
         assert self.span is not None

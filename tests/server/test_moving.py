@@ -88,7 +88,7 @@ def test_a_gap_is_closed_and_the_old_blocks_leave_memory(folder: str, caplog: py
 def test_blocks_that_do_not_fit_here_are_left_to_others(
     folder: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is found out before the sessions are sent away."""
+    """It is found out before the sessions are sent away, and announced, so that no other server waits for this one."""
     caplog.set_level(logging.INFO, "swarm.server.lifecycle")
     check_fits = MemoryBudget.check_fits
 
@@ -107,6 +107,9 @@ def test_blocks_that_do_not_fit_here_are_left_to_others(
         await tail.stop()
         async with asyncio.timeout(PATIENCE):
             while f"Staying at blocks {home}: too little for blocks 4:6" not in caplog.text:
+                await asyncio.sleep(0.01)
+        async with asyncio.timeout(PATIENCE):
+            while spare._move_loop.mobility is not Mobility.PINNED:
                 await asyncio.sleep(0.01)
         assert spare.span == home
         assert spare._service is service
