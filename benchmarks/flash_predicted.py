@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -103,6 +104,12 @@ def predictor_bytes(dtype: torch.dtype) -> int:
     return RANK * (OPT.hidden + OPT.neurons) * dtype.itemsize
 
 
+@cache
+def planted_sparsity(planted: PlantedNeurons) -> Sparsity:
+    """As a predictor's file would have it."""
+    return planted.sparsity((1, *BATCHES))
+
+
 def predictions(setting: Setting) -> dict[str, float]:
     """Seconds a token of all 32 blocks, by the cost model, for each row, as fast as the machine is now."""
     stride = OPT.bundled(setting.dtype).stride
@@ -111,9 +118,7 @@ def predictions(setting: Setting) -> dict[str, float]:
     plain_machine = replace(machine, records=plain_speed(OPT.hidden, setting.dtype))
     attention = sum(math.prod(size) for size in OPT.attention.values()) * setting.dtype.itemsize
     resident = attention + predictor_bytes(setting.dtype)
-    sparsity = setting.planted.sparsity()
-    # Planted tokens need the same neurons as often, whichever sequence they belong to.
-    sparsity = Sparsity(sparsity.tokens, {count: sparsity.needed(count) for count in BATCHES})
+    sparsity = planted_sparsity(setting.planted)
     sparse = NeuronCosts(resident, stride, OPT.neurons, sparsity, neuron_slots(setting))
     read = StreamedCosts(0, whole).step(plain_machine, 1, 1)
     dense_s = machine.block_s + machine.resident.seconds(whole)

@@ -131,7 +131,7 @@ class NeuronCosts:
 
     Attributes:
         sparsity: of what the predictor selects.
-        slots: neurons that memory has room for: those that were needed last.
+        slots: neurons that memory has room for.
     """
 
     resident_bytes: int
@@ -140,13 +140,9 @@ class NeuronCosts:
     sparsity: Sparsity
     slots: int
 
-    def window(self, sessions: int = 1) -> float:
-        """The tokens of each session whose neurons are in memory, the k of section 3.1: the more fit, the better."""
-        return self.sparsity.window(self.slots / self.records, sessions)
-
     def step(self, machine: MachineSpeed, tokens: int, sessions: int) -> StepCost:
         needed = self.sparsity.needed(tokens, sessions)
-        newly = self.sparsity.newly_read(self.window(sessions), sessions, tokens) if self.slots < self.records else 0.0
+        newly = self.sparsity.read(self.slots / self.records, sessions, tokens)
         new, batch = round(self.records * newly), tokens * sessions
         resident_s = machine.block_s + machine.resident.seconds(self.resident_bytes, batch)
         reading_s = machine.drive.seconds(new, self.stride) if new else 0.0
@@ -280,12 +276,10 @@ def describe(model: FlashCostModel, memory: int, sessions: int = 8) -> str:
         sessions: how many at once the second figure is for.
     """
     one, total = model.step(), sum(block.stride * block.records for block in model.blocks)
-    windows = [block.window() for block in model.blocks if isinstance(block, NeuronCosts)]
-    kept = f" (the neurons of {min(windows):.1f} tokens)" if windows else ""
     each = one.bytes / one.reads if one.reads else 0
     return (
         f"Flash: {len(model.blocks)} blocks, {total / 1e9:.1f} GB on the drive, {memory / 1e9:.1f} GB of them in "
-        f"memory{kept}; a token reads {one.bytes / 1e6:.1f} MB ({one.bytes / total:.1%}) in {one.reads:.0f} reads of "
+        f"memory; a token reads {one.bytes / 1e6:.1f} MB ({one.bytes / total:.1%}) in {one.reads:.0f} reads of "
         f"{each / 1024:.0f} KiB; {one.reading_s * 1000:.0f} ms reading, {one.computing_s * 1000:.0f} ms computing, "
         f"{one.seconds * 1000:.0f} ms together: {1 / one.seconds:.1f} tokens/s alone, "
         f"{model.tokens_per_second(sessions):.1f} for {sessions} sessions"
