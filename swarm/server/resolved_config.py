@@ -70,12 +70,10 @@ def resolve_config(options: ServerConfig) -> ResolvedConfig:
         InvalidSpan: the model has no such blocks.
     """
     checkpoint = open_checkpoint(options.model, revision=options.revision, cache_dir=options.cache_dir)
-    logger.info("Model: %s, revision %s, %d blocks", checkpoint.name, checkpoint.revision, checkpoint.blocks)
     if options.blocks.span is not None:
         checkpoint.validate_span(options.blocks.span.start, options.blocks.span.end)
     device = memory_budget.resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, checkpoint.config)
-    logger.info("Device: %s, computing in %s", device, dtype_name(dtype))
     cache_tokens = options.cache_tokens or DEFAULT_CACHE_TOKENS
     quantization = NONE  # a size for weights on flash decides what fits, so nothing has to be quantized
     if options.flash.memory is None or options.quant != "auto":
@@ -90,6 +88,8 @@ def resolve_config(options: ServerConfig) -> ResolvedConfig:
         )
     budget = _resolve_budget(options, checkpoint, device, dtype, quantization, cache_tokens)
     adapter_memory = memory_budget.adapter_memory(options.adapter_memory, memory_budget.free_memory(device))
+    logger.info("Model: %s, revision %s, %d blocks", checkpoint.name, checkpoint.revision, checkpoint.blocks)
+    logger.info("Device: %s, computing in %s", device, dtype_name(dtype))
     if isinstance(budget, FlashBudget):
         quantization = NONE  # even if memory would have held a few more blocks in 8 bits
     return ResolvedConfig(options, checkpoint, device, dtype, quantization, cache_tokens, adapter_memory, budget)
