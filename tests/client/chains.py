@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -242,30 +243,109 @@ class Conversation:
         if layouts[0].sources is None:
             starts = dict(enumerate(layouts[0].starts))
             self.caps = [min(cap, starts.get(row, 0)) for row, cap in enumerate(self.caps)]
-        parts = [
-            (
-                PackedHidden(encode_tensor(hidden, WireFormat.NONE), layout.tokens, HIDDEN, WireFormat.NONE, "float32"),
-                layout,
-            )
-            for hidden, layout in zip(hiddens, layouts, strict=True)
-        ]
-        results = await self.chain.steps(parts)
+        results = await self.chain.steps(list(zip(map(_packed, hiddens), layouts, strict=True)))
         for layout, hidden, result in zip(layouts, hiddens, results, strict=True):
             self.histories = _after(self.histories, hidden, layout)
             self._check(layout, result)
         self.caps = self.lengths
 
-    def _check(self, layout: StepLayout, result: PackedHidden) -> None:
-        """Outputs of the step after which the rows are what they are now."""
+    async def stream(self, chance: random.Random, turns: int) -> None:
+        """Steps that are sent before the last server has answered those before; some of them are given up.
+
+        Outputs are checked where they come by, and those that are left in the end count.
+        """
+        under_way: list[_UnderWay] = []
+        limits = [*self.caps] or [0] * chance.randint(1, 3)
+        try:
+            for _ in range(turns):
+                turn = chance.random()
+                if turn < 0.5 or not under_way:
+                    limits = await self._begin(chance, under_way, limits)
+                elif turn < 0.6:
+                    limits = await self._give_up(chance, under_way)
+                elif turn < 0.8:
+                    await self._look_at(chance.choice(under_way), chance.choice([*self.chain.boundaries, BLOCKS]))
+                else:
+                    await self._settle(under_way)
+            while under_way:
+                await self._settle(under_way)
+            self.caps = limits
+        except BaseException:
+            if under_way:
+                self.chain.give_up_after(under_way[0].number - 1)
+            self.caps = _limits(self.histories, under_way)
+            raise
+
+    async def _begin(self, chance: random.Random, under_way: list[_UnderWay], limits: list[int]) -> list[int]:
+        starts = tuple(limit if chance.random() < 0.9 else chance.randint(0, limit) for limit in limits)
+        counts = tuple(chance.choice([1, 1, 1, 0, 2]) for _ in limits)
+        layout = StepLayout(starts, counts if any(counts) else (1,) * len(counts))
+        hidden = torch.randn(layout.tokens, HIDDEN, generator=self.random)
+        before = under_way[-1].histories if under_way else self.histories
+        one = _UnderWay(-1, layout, _after(before, hidden, layout))
+        under_way.append(one)  # also if it fails: servers may have got it
+        one.number = self.chain.next_number
+        assert await self.chain.begin(_packed(hidden), layout) == one.number
+        return [len(history) for history in one.histories]
+
+    async def _give_up(self, chance: random.Random, under_way: list[_UnderWay]) -> list[int]:
+        kept = chance.randrange(len(under_way))
+        given_up, under_way[kept:] = under_way[kept:], []
+        await self.chain.give_up_under_way(given_up[0].number - 1)
+        return _limits(under_way[-1].histories if under_way else self.histories, given_up)
+
+    async def _settle(self, under_way: list[_UnderWay]) -> None:
+        first = under_way[0]
+        await self._look_at(first, BLOCKS)
+        self.chain.settle(first.number)
+        self.histories = first.histories
+        del under_way[0]
+
+    async def _look_at(self, one: _UnderWay, block: int) -> None:
+        """What a step is in front of a block; nothing if the servers change meanwhile, and none ends there any more."""
+        await self.chain.wait(lambda: self.chain.outputs(one.number, block) is not None)
+        found = self.chain.outputs(one.number, block)
+        assert found is not None or block != BLOCKS
+        if found is not None:
+            self._check(one.layout, found, one.histories, self.model.narrowed(Span(0, block)))
+
+    def _check(
+        self,
+        layout: StepLayout,
+        result: PackedHidden,
+        histories: Sequence[torch.Tensor] | None = None,
+        model: SpanModel | None = None,
+    ) -> None:
+        """Outputs of the step after which the rows are `histories` (None: what they are now)."""
+        histories, model = histories or self.histories, model or self.model
         outputs = decode_tensor(result.payload, result.tokens, HIDDEN, result.wire, result.dtype, torch.device("cpu"))
         expected = torch.cat(
             [
-                self.model.forward(history.unsqueeze(0))[0, len(history) - count :]
-                for history, count in zip(self.histories, layout.counts, strict=True)
+                model.forward(history.unsqueeze(0))[0, len(history) - count :]
+                for history, count in zip(histories, layout.counts, strict=True)
                 if count
             ]
         )
         torch.testing.assert_close(outputs, expected, rtol=0, atol=TOLERANCE * max(1.0, float(expected.abs().max())))
+
+
+@dataclass
+class _UnderWay:
+    """A step that is under way: its number, its layout, and the rows after it."""
+
+    number: int
+    layout: StepLayout
+    histories: list[torch.Tensor]
+
+
+def _limits(histories: Sequence[torch.Tensor], given_up: Sequence[_UnderWay]) -> list[int]:
+    """How far back the next step has to begin in each row, after steps that were given up."""
+    rows = [len(history) for history in histories] or [0] * len(given_up[0].layout.starts)
+    return [min([length, *(one.layout.starts[row] for one in given_up)]) for row, length in enumerate(rows)]
+
+
+def _packed(hidden: torch.Tensor) -> PackedHidden:
+    return PackedHidden(encode_tensor(hidden, WireFormat.NONE), len(hidden), HIDDEN, WireFormat.NONE, "float32")
 
 
 def _after(histories: list[torch.Tensor], hidden: torch.Tensor, layout: StepLayout) -> list[torch.Tensor]:

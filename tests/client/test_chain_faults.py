@@ -115,6 +115,8 @@ def spoilt(chance: random.Random, message: Any, payload: Any) -> tuple[Any, Any]
 
 async def next_step(talk: Conversation, chance: random.Random) -> None:
     """Some step that a session may make now."""
+    if chance.random() < 0.25:
+        return await talk.stream(chance, chance.randint(3, 12))
     lengths, caps = talk.lengths, talk.caps
     sources = None
     if lengths and chance.random() < 0.3:

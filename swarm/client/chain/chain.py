@@ -4,9 +4,13 @@ The first server is handed each step; the others get it from the server before. 
 so that the history of each hop is complete (`swarm.client.chain.failover` depends on it). `next_action` decides what to
 do next; here it is done.
 
-Several steps may be under way at once if each only continues the one before, and the first of them what all servers
-are known to have: the chunks of a prompt. A server that has missed one refuses the next, because that would begin
-beyond the end of its cache. So nothing is ever computed on top of a wrong past, whatever is lost or late.
+Several steps may be under way at once if each only continues the one before: the chunks of a prompt, or tokens that are
+sent before the last server has answered. A server that has missed one refuses the next, because that would begin beyond
+the end of its cache, or continue a step that the server has not seen. So nothing is ever computed on top of a wrong
+past, whatever is lost, late or given up.
+
+`steps` is for those who wait for outputs; `begin`, `wait`, `outputs`, `settle` and `give_up_after` are for those who look
+at outputs on their way.
 """
 
 from __future__ import annotations
@@ -15,8 +19,9 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from swarm.client.chain.failover import CacheContents, Failover
 from swarm.client.chain.hop_progress import NO_STEP
@@ -33,6 +38,9 @@ from swarm.errors import PeerTimeout, SessionClosed
 
 logger = logging.getLogger(__name__)
 
+MAX_STEPS_UNDER_WAY = 32
+"""Steps of a few tokens that a server may have been handed and not answered."""
+
 
 class Chain:
     """One session's servers.
@@ -45,9 +53,10 @@ class Chain:
         self._context = context
         self._failover = Failover(context, self._on_reply, self._on_change)
         self._hops: list[HopSession] = []
-        self._steps: dict[int, StepLayout] = {}
-        """Steps that some hop may still have to answer."""
+        self._steps: dict[int, Step] = {}
+        """Steps that some hop may still have to answer, with what went into the first."""
         self._next_number = 0
+        self._epoch = 0
         self._foldable = NO_STEP
         """Histories are folded up to this step at most: a later one may still be given up, and then is taken out."""
         self._lengths: tuple[int, ...] | None = ()
@@ -55,7 +64,6 @@ class Chain:
         self._window = 1
         self._unlinked = False
         """Some server does not push until the steps that are under way have come to their end."""
-        self._hidden_size = 0
         self._outputs: dict[int, PackedHidden] = {}
         self._changed = asyncio.Event()
         self._closed = False
@@ -64,6 +72,11 @@ class Chain:
     def is_open(self) -> bool:
         """Whether servers keep the session."""
         return bool(self._hops) and not self._closed
+
+    @property
+    def next_number(self) -> int:
+        """Number of the step that will begin next."""
+        return self._next_number
 
     @property
     def route(self) -> Route:
@@ -99,36 +112,85 @@ class Chain:
         Either all of them come to their end, or all are given up.
 
         Args:
-            parts: what goes in. Several only if the first `appends`, and each other one continues the one before.
+            parts: what goes in. Several only if the first copies no rows, and each other one continues the one before.
 
         Raises:
             MissingBlocks: no server held some blocks for too long; `resume` or another step tries again.
             NotFinite, TooLong: a step itself is wrong. The session goes on with another one.
             SessionClosed: the session was closed before.
         """
-        if self._closed:
-            raise SessionClosed("this session is closed; open another one")
-        for hidden, _ in parts:
-            hidden.require_finite()
-        if self._unlinked:
-            self._unlinked = False
-            await self._failover.link(self._hops, range(len(self._hops)))
+        self._require_sound(parts)
         if len(parts) > 1:
-            if not self.appends(parts[0][1]):
-                raise ValueError("steps that set rows back or copy them cannot be under way together with others")
+            if parts[0][1].sources is not None:
+                raise ValueError("a step that copies rows cannot be under way together with others")
             self._window = 1
             await self._advance(everywhere=True)
-        numbers = range(self._next_number, self._next_number + len(parts))
-        self._begin_steps(numbers, parts)
+        await self._link_again()
+        window = max_chunks_in_flight(parts[0][0].tokens) if len(parts) > 1 else 1
+        numbers = self._take_in(parts, window)
         try:
             await self._advance()
         except BaseException:
-            self._give_up_after(numbers.start - 1)
+            self.give_up_after(numbers.start - 1)
             raise
-        self._foldable, self._lengths = numbers[-1], _lengths_after(parts[-1][1])
+        outputs = [self._outputs[number] for number in numbers]
+        self.settle(numbers[-1])
+        return outputs
+
+    async def begin(self, hidden: PackedHidden, layout: StepLayout) -> int:
+        """Send a step off behind those that are under way; its number.
+
+        Args:
+            layout: copies no rows.
+
+        Raises as `steps` does. Then those that are not settled have to be given up.
+        """
+        parts = [(hidden, layout)]
+        self._require_sound(parts)
+        if layout.sources is not None:
+            raise ValueError("a step that copies rows cannot be under way together with others")
+        catching_up = any(hop.progress.replied < hop.progress.catch_up_to for hop in self._hops)
+        if self._unlinked or (catching_up and not self.appends(layout)):
+            await self._advance(everywhere=True)
+            await self._link_again()
+        (number,) = self._take_in(parts, MAX_STEPS_UNDER_WAY)
+        await self._advance(lambda: self._hops[0].progress.is_handed(number), patient=False)
+        return number
+
+    async def wait(self, ready: Callable[[], bool]) -> None:
+        """Keep the steps that are under way going until `ready`, or until all have come to their end.
+
+        Raises as `steps` does. Then those that are not settled have to be given up.
+        """
+        await self._advance(ready)
+
+    def outputs(self, number: int, block: int) -> PackedHidden | None:
+        """What a step under way is in front of `block` (or behind the last one), if that has come to this client."""
+        if block == self._context.span.end:
+            return self._outputs.get(number)
+        for hop in self._hops:
+            if hop.hop.span.start == block:
+                step = hop.history.find(number)
+                return step.hidden if step is not None else None
+        return None
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """The blocks between two servers, in order, at which steps can be looked at."""
+        return tuple(hop.hop.span.start for hop in self._hops[1:])
+
+    def settle(self, number: int) -> None:
+        """The steps up to `number` are answered, and stand: they will not be given up any more."""
+        self._foldable = number
+        self._outputs = {later: outputs for later, outputs in self._outputs.items() if later > number}
         self._forget_answered()
-        outputs, self._outputs = self._outputs, {}
-        return [outputs[number] for number in numbers]
+
+    async def give_up_under_way(self, after: int) -> None:
+        """Give up all steps behind number `after`, and tell the servers, which have not computed all of them yet."""
+        end = self._next_number
+        self.give_up_after(after)
+        if end > after + 1:
+            await asyncio.gather(*(hop.announce_given_up(after + 1, end) for hop in self._hops[1:]))
 
     async def resume(self) -> None:
         """Replace the servers that were lost now, instead of at the next step. Raises `MissingBlocks`."""
@@ -141,27 +203,48 @@ class Chain:
         self._closed = True
         await asyncio.gather(*(hop.close() for hop in self._hops))
 
-    def _begin_steps(self, numbers: range, parts: Sequence[tuple[PackedHidden, StepLayout]]) -> None:
-        """Take the steps in, to be delivered by `_advance`."""
+    def _require_sound(self, parts: Sequence[tuple[PackedHidden, StepLayout]]) -> None:
+        if self._closed:
+            raise SessionClosed("this session is closed; open another one")
+        for hidden, _ in parts:
+            hidden.require_finite()
+
+    async def _link_again(self) -> None:
+        if self._unlinked:
+            self._unlinked = False
+            await self._failover.link(self._hops, range(len(self._hops)))
+
+    def _take_in(self, parts: Sequence[tuple[PackedHidden, StepLayout]], window: int) -> range:
+        """Take steps in, to be delivered by `_advance`; their numbers."""
+        numbers = range(self._next_number, self._next_number + len(parts))
         if self.appends(parts[0][1]):
             # Whatever becomes of them: a later step sets back by itself what it does not continue.
             self._foldable = numbers[-1]
-        self._window = max_chunks_in_flight(parts[0][0].tokens) if len(parts) > 1 else 1
-        self._hidden_size, self._outputs = parts[0][0].hidden_size, {}
+        else:
+            self._epoch = numbers.start
+        self._window = window
         for hop in self._hops:
             hop.progress.on_call_begun(numbers.start)
         for number, (hidden, layout) in zip(numbers, parts, strict=True):
-            self._steps[number] = layout
-            for hop in self._hops:
-                hop.expect(number, OutputShape(hidden.tokens, hidden.hidden_size))
             # A copy, because the caller may change a tensor that the payload is a view of.
             kept = PackedHidden(bytes(hidden.payload), hidden.tokens, hidden.hidden_size, hidden.wire, hidden.dtype)
-            self._hops[0].add_input(Step(number, layout, kept))
-        self._next_number = numbers.stop
+            step = self._steps[number] = Step(number, layout, kept, self._epoch)
+            for hop in self._hops:
+                hop.expect(number, OutputShape(hidden.tokens, hidden.hidden_size))
+            self._hops[0].add_input(step)
+        self._next_number, self._lengths = numbers.stop, _lengths_after(parts[-1][1])
+        return numbers
 
-    async def _advance(self, everywhere: bool = False) -> None:
-        """Bring the steps that are under way to their end: at the last hop, or everywhere."""
-        while True:
+    async def _advance(
+        self, ready: Callable[[], bool] = lambda: False, *, everywhere: bool = False, patient: bool = True
+    ) -> None:
+        """Bring the steps that are under way to their end: at the last hop, or everywhere.
+
+        Args:
+            ready: end earlier, as soon as this is true.
+            patient: whether to wait where there is nothing to do for now; else that is the end.
+        """
+        while not ready():
             self._changed.clear()
             progress = [hop.progress for hop in self._hops]
             action = next_action(progress, list(self._steps), time.perf_counter(), self._window, everywhere)
@@ -179,6 +262,8 @@ class Chain:
                         hop.progress.on_failed(PeerTimeout(f"{describe_hop(hop.hop)} has not answered in time"))
                     await self._repair(index)
                 case WaitUntil(until):
+                    if not patient:
+                        return
                     with suppress(TimeoutError):
                         async with asyncio.timeout(until - time.perf_counter() if until < math.inf else None):
                             await self._changed.wait()
@@ -191,14 +276,15 @@ class Chain:
             raise progress.take_error()
         done = min(progress.replied, progress.received, self._foldable)
         upcoming = next((number for number in self._steps if number > done), self._next_number)
-        contents = CacheContents(self._hops[index].history, done, upcoming)
+        epoch = self._steps[upcoming].epoch if upcoming in self._steps else self._epoch
+        contents = CacheContents(self._hops[index].history, done, upcoming, epoch)
         repaired = await self._failover.repair(self._hops, index, contents)
         self._hops[index : index + 1] = repaired
         for hop in repaired:
             hop.progress.on_joined(self._next_number - 1, hop.history.last)
-            for number, layout in self._steps.items():
+            for number, step in self._steps.items():
                 if hop.progress.replied < number:
-                    hop.expect(number, OutputShape(layout.tokens, self._hidden_size))
+                    hop.expect(number, OutputShape(step.hidden.tokens, step.hidden.hidden_size))
         # Only now, because from now on steps may be pushed to them.
         neighbors = range(max(0, index - 1), min(len(self._hops), index + len(repaired) + 1))
         if index and self._window > 1:
@@ -222,14 +308,14 @@ class Chain:
 
     def _on_reply(self, hop: HopSession, number: int, outputs: PackedHidden) -> None:
         """A hop has answered: its outputs are what goes into the next one."""
-        layout = self._steps.get(number)
-        if layout is None or hop not in self._hops:
+        step = self._steps.get(number)
+        if step is None or hop not in self._hops:
             return
         if hop is self._hops[-1]:
             self._outputs[number] = outputs
             return
         following = self._hops[self._hops.index(hop) + 1]
-        following.add_input(Step(number, layout, outputs))
+        following.add_input(replace(step, hidden=outputs))
         if hop.progress.last_was_pushed:
             # A server that has missed the step before refuses what is pushed to it: do not wait for that.
             before = max((earlier for earlier in self._steps if earlier < number), default=NO_STEP)
@@ -247,15 +333,16 @@ class Chain:
         for hop in self._hops:
             hop.history.fold_if_long(done)
 
-    def _give_up_after(self, after: int) -> None:
+    def give_up_after(self, after: int) -> None:
         """All steps behind number `after` are given up: what servers have computed of them must not be built upon.
 
         The next step gets a new number and sets its sequences back to where they go on. What these steps copied about
         cannot be set back, so then every cache is filled again.
         """
         self._lengths = None
-        given_up = {number: self._steps.pop(number) for number in list(self._steps) if number > after}
-        copied_rows = any(layout.sources is not None for layout in given_up.values())
+        given_up = [self._steps.pop(number) for number in list(self._steps) if number > after]
+        self._outputs = {number: outputs for number, outputs in self._outputs.items() if number <= after}
+        copied_rows = any(step.layout.sources is not None for step in given_up)
         for hop in self._hops:
             hop.give_up(after, self._next_number - 1, copied_rows)
 

@@ -53,11 +53,13 @@ class CacheContents:
         history: the hop's inputs.
         done: number of the last step that is replayed.
         upcoming: number of the step that will be delivered next; steps between these two are void.
+        epoch: of that step, unless it begins one.
     """
 
     history: InputHistory = field(default_factory=InputHistory)
     done: int = NO_STEP
     upcoming: int = 0
+    epoch: int = 0
 
 
 class Failover:
@@ -235,7 +237,7 @@ class Failover:
             tokens += layout.tokens
             for hop, following in zip(hops, [*hops[1:], None], strict=True):
                 try:
-                    outputs = await hop.replay(layout, hidden, contents.upcoming, want_outputs=following is not None)
+                    outputs = await hop.replay(layout, hidden, contents.upcoming, following is not None, contents.epoch)
                 except RemoteError as error:
                     return hop, error
                 if following is not None and outputs is not None:

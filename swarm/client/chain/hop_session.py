@@ -131,6 +131,10 @@ class HopSession:
             self.history.drop(number)
         self.progress.on_given_up(after, last, copied_rows)
 
+    async def announce_given_up(self, first: int, end: int) -> None:
+        """Tell the server that the steps from number `first` up to, but without, `end` need not be computed."""
+        await self._send(messages.GiveUp(first, end), b"", CLOSE_TIMEOUT_S)
+
     async def deliver(self, step: Step) -> None:
         """Hand the server a step; its answer comes through `on_reply`.
 
@@ -146,13 +150,14 @@ class HopSession:
             dtype=step.hidden.dtype,
             sources=_list(step.layout.sources),
             offsets=_list(step.layout.offsets),
+            epoch=step.epoch,
         )
         await self._send(request, step.hidden.payload, self.progress.send_timeout(step.number))
 
     async def replay(
-        self, layout: StepLayout, hidden: PackedHidden, next_step: int, want_outputs: bool
+        self, layout: StepLayout, hidden: PackedHidden, next_step: int, want_outputs: bool, epoch: int = 0
     ) -> PackedHidden | None:
-        """Fill the cache with past inputs; their outputs, if wanted.
+        """Fill the cache with past inputs; their outputs, if wanted. The next step may continue `epoch`.
 
         Raises `PeerLost`, `PeerTimeout`, `ProtocolViolation`, or the `RemoteError` with which the server refuses.
         """
@@ -164,6 +169,7 @@ class HopSession:
             dtype=hidden.dtype,
             offsets=_list(layout.offsets),
             return_outputs=want_outputs,
+            epoch=epoch,
         )
         self._replay_reply = asyncio.get_running_loop().create_future()
         self.progress.on_replay_begun()

@@ -25,11 +25,12 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of a session: its number, its layout, and what goes into a hop."""
+    """One step of a session: its number, its layout, what goes into a hop, and its epoch (see `StepRequest`)."""
 
     number: int
     layout: StepLayout
     hidden: PackedHidden
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,10 @@ class InputHistory:
     def get(self, number: int) -> Step:
         """A step that has not been folded yet."""
         return self._steps[number]
+
+    def find(self, number: int) -> Step | None:
+        """A step, if it has come and has not been folded yet."""
+        return self._steps.get(number)
 
     def drop(self, number: int) -> None:
         """Forget a step that was given up."""

@@ -11,6 +11,7 @@ A conversation is one libp2p stream:
     SetNeighbors       ->                (the servers before and after this one in the route)
     StepRequest + payload ->
                        <-                StepReply + payload | Refusal
+    GiveUp             ->                (queued steps that need not be computed)
     ReplayRequest + payload ->           (fills the cache with past inputs)
                        <-                ReplayReply + payload | Refusal
                        <-                Refusal "server_closing" at any time: find another server
@@ -47,6 +48,7 @@ from swarm.protocol.messages.fields import (
 from swarm.protocol.messages.link import InfoReply, InfoRequest, ProbeReply, ProbeRequest, Refusal
 from swarm.protocol.messages.session import (
     CloseSession,
+    GiveUp,
     OpenSession,
     PushRequest,
     ReplayReply,
@@ -74,6 +76,7 @@ __all__ = [
     "CloseSession",
     "ForwardReply",
     "ForwardRequest",
+    "GiveUp",
     "InfoReply",
     "InfoRequest",
     "LoraShape",
@@ -97,5 +100,5 @@ __all__ = [
     "refusal",
 ]
 
-PROTOCOL_ID = "/swarm/2"
+PROTOCOL_ID = "/swarm/3"
 """Name of the libp2p protocol. Change the number with any change that older peers cannot read."""

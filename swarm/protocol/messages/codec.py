@@ -12,6 +12,7 @@ from swarm.protocol.messages.fields import Message
 from swarm.protocol.messages.link import InfoReply, InfoRequest, ProbeReply, ProbeRequest, Refusal
 from swarm.protocol.messages.session import (
     CloseSession,
+    GiveUp,
     OpenSession,
     PushRequest,
     ReplayReply,
@@ -30,6 +31,7 @@ ClientMessage = (
     | SetNeighbors
     | StepRequest
     | PushRequest
+    | GiveUp
     | ReplayRequest
     | CloseSession
     | ForwardRequest

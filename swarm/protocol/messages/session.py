@@ -44,7 +44,12 @@ class SessionOpened(Message, frozen=True):
 
 
 class StepRequest(Message, frozen=True):
-    """One step: new hidden states for some sequences (see `StepLayout`), payload `[tokens, hidden]` in `format`."""
+    """One step: new hidden states for some sequences (see `StepLayout`), payload `[tokens, hidden]` in `format`.
+
+    An epoch is a step that does not just continue the one before (it sets sequences back, or copies them), and all
+    steps that continue it; `epoch` is the number of the first. A server that has missed that one refuses the others,
+    because they would build upon what was given up.
+    """
 
     step: Count
     starts: PerSequence
@@ -53,6 +58,17 @@ class StepRequest(Message, frozen=True):
     dtype: Name
     sources: PerSequence | None = None
     offsets: PerSequence | None = None
+    epoch: Count = 0
+
+
+class GiveUp(Message, frozen=True):
+    """The steps from number `first` up to, but without, `end` are given up. There is no reply.
+
+    The server need not compute those that have not begun. It may have computed some: the next step sets them back.
+    """
+
+    first: Count
+    end: Count
 
 
 class StepReply(Message, frozen=True):
@@ -92,7 +108,8 @@ class ReplayRequest(Message, frozen=True):
     """Past inputs of a session, laid out as in a `StepRequest`, to fill the cache of a server that has not seen them.
 
     The session's sequences become those of the request; whatever was cached beyond its starts is dropped. From now on
-    the server ignores steps with a number below `next_step`. Outputs are sent back only if `return_outputs` is true.
+    the server ignores steps with a number below `next_step`; those that follow may continue `epoch`. Outputs are sent
+    back only if `return_outputs` is true.
     """
 
     next_step: Count
@@ -102,6 +119,7 @@ class ReplayRequest(Message, frozen=True):
     dtype: Name
     offsets: PerSequence | None
     return_outputs: bool
+    epoch: Count = 0
 
 
 class ReplayReply(Message, frozen=True):

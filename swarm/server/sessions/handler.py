@@ -224,6 +224,9 @@ class MessageHandler:
             case messages.SetNeighbors():
                 self._set_neighbors(state.require_session(), message)
                 return None, b""
+            case messages.GiveUp():
+                state.require_session().give_up(message.first, message.end)
+                return None, b""
             case messages.CloseSession():
                 if state.session is not None:
                     self._sessions.close(state.session)

@@ -47,6 +47,8 @@ class Session:
         cache: keys and values of its tokens, with the adapters that it uses.
         last_seen: when anything last arrived for it.
         next_step: the smallest number that the next step may have. (A step that its client gave up leaves a gap.)
+        epoch: the epoch of the step before (see `StepRequest`).
+        given_up: numbers of steps that need not be computed.
         last: the step before, kept so that its reply can be sent again: fingerprint of the request, reply, payload.
         sequences: number of sequences for which cache is reserved.
         attached: number of open connections that use the session.
@@ -62,6 +64,8 @@ class Session:
         self.cache = cache
         self.last_seen = 0.0
         self.next_step = 0
+        self.epoch = 0
+        self.given_up = range(0)
         self.last: tuple[int, StepReply, bytes | memoryview] | None = None
         self.sequences = 0
         self.attached = 0
@@ -76,6 +80,11 @@ class Session:
     def key(self) -> tuple[str, bytes]:
         """What tells it from all other sessions of the server."""
         return self.terms.peer_id, self.terms.session_id
+
+    def give_up(self, first: int, end: int) -> None:
+        """Compute no step from number `first` up to, but without, `end`, unless it has begun."""
+        continues = first <= self.given_up.stop
+        self.given_up = range(min(first, self.given_up.start) if continues and self.given_up else first, end)
 
     def allow_push_from(self, peer_id: str | None) -> None:
         """Accept pushed steps from this peer and from no other."""

@@ -45,15 +45,19 @@ class SessionSteps:
                 return session.last[1:] if asked_by_client else (None, b"")
             if message.step < session.next_step and not asked_by_client:
                 return None, b""  # a push that the client has overtaken
+            if message.step in session.given_up:
+                return None, b""
             self._require_not_closed()
             if message.step < session.next_step:
                 raise WrongPosition(f"step {message.step} came where step {session.next_step} was expected")
+            if message.epoch not in (message.step, session.epoch):
+                raise WrongPosition(f"step {message.step} continues step {message.epoch}, which has not come")
             layout = self._validator.validate_layout(message)
             reply_format = session.terms.reply_format
             result = await self._extend_cache(session, message, layout, payload, reply_format)
             reply = messages.StepReply(message.step, reply_format, _dtype(session), result.milliseconds)
             session.last = fingerprint, reply, result.payload
-            session.next_step = message.step + 1
+            session.next_step, session.epoch = message.step + 1, message.epoch
         return await self._push_outputs(session, message, reply, result.payload), result.payload
 
     async def run_replay(
@@ -68,7 +72,8 @@ class SessionSteps:
                 session, message, layout, payload, reply_format if message.return_outputs else None
             )
             session.last = None
-            session.next_step = message.next_step
+            session.next_step, session.epoch = message.next_step, message.epoch
+            session.given_up = range(0)
             return messages.ReplayReply(reply_format, _dtype(session), result.milliseconds), result.payload
 
     async def _push_outputs(
@@ -86,6 +91,7 @@ class SessionSteps:
             dtype=reply.dtype,
             sources=message.sources,
             offsets=message.offsets,
+            epoch=message.epoch,
         )
         pushed = await link.push(onward, output)
         self._observer.output_pushed(len(output), pushed)

@@ -263,14 +263,11 @@ def test_only_steps_that_continue_each_other_may_be_under_way_at_once(span_model
         swarm = Swarm(span_model, ONCE)
         await swarm.start()
         talk = await swarm.chain()
-        for layouts in (
-            [StepLayout((1,), (2,)), StepLayout((3,), (1,))],
-            [StepLayout((0,), (2,), (0,)), StepLayout((2,), (1,))],
-        ):
-            with pytest.raises(ValueError, match="cannot be under way together"):
-                await talk.chain.steps(
-                    [(PackedHidden(b"", 0, HIDDEN, WireFormat.NONE, "float32"), one) for one in layouts]
-                )
+        copying, nothing = StepLayout((0,), (2,), (0,)), PackedHidden(b"", 0, HIDDEN, WireFormat.NONE, "float32")
+        with pytest.raises(ValueError, match="cannot be under way together"):
+            await talk.chain.steps([(nothing, copying), (nothing, StepLayout((2,), (1,)))])
+        with pytest.raises(ValueError, match="cannot be under way together"):
+            await talk.chain.begin(nothing, copying)
         await talk.append(4)
         assert talk.chain.appends(StepLayout((4,), (2,)))
         assert not talk.chain.appends(StepLayout((3,), (2,)))
@@ -299,7 +296,13 @@ def test_a_chunk_that_is_refused_by_the_clients_own_fault_gives_up_those_behind_
 
 @pytest.mark.parametrize("push", [True, False])
 @pytest.mark.parametrize(
-    "then", [StepLayout((3, 5), (1, 1)), StepLayout((2, 2), (2, 1)), StepLayout((5, 3), (1, 1), (1, 0))]
+    "then",
+    [
+        [StepLayout((3, 5), (1, 1))],
+        [StepLayout((2, 2), (2, 1))],
+        [StepLayout((5, 3), (1, 1), (1, 0))],
+        [StepLayout((3, 4), (1, 1)), StepLayout((4, 5), (2, 1)), StepLayout((6, 6), (1, 1))],
+    ],
 )
 def test_interrupted_chunks_are_never_built_upon(span_model, push, then):
     async def interrupted_after(seconds):
@@ -313,7 +316,7 @@ def test_interrupted_chunks_are_never_built_upon(span_model, push, then):
         call.cancel()
         with suppress(asyncio.CancelledError):
             await call
-        await talk.step(then)
+        await talk.step(*then)
         await talk.prefill((1, 0), (2, 1))
         assert swarm.planner.failures == []
         assert [server.count(messages.OpenSession) for server in swarm.servers.values()] == [1, 1, 1]
