@@ -8,6 +8,7 @@ from swarm.common.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from swarm.client.config import NetworkOptions
+    from swarm.client.early_exit.options import EarlyExit
     from swarm.client.model.auto_model import (
         AutoDistributedModelForCausalLM,
         AutoDistributedModelForSequenceClassification,
@@ -19,6 +20,7 @@ __all__ = [
     "AutoDistributedModelForCausalLM",
     "AutoDistributedModelForSequenceClassification",
     "AutoModelForPromptTuning",
+    "EarlyExit",
     "NetworkOptions",
     "TuningOptions",
     "__version__",
@@ -27,6 +29,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import torch and transformers only for those who use them."""
+    if name == "EarlyExit":
+        from swarm.client.early_exit.options import EarlyExit
+
+        return EarlyExit
     if name in __all__:
         from swarm.client.model import auto_model as model
 

@@ -7,8 +7,8 @@ thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from swarm.client.chain.chain import Chain
 from swarm.client.chain.prompt_chunks import chunk_slots
 from swarm.client.connection import SwarmConnection
 from swarm.client.local_blocks import LocalSession
-from swarm.client.routes.events import EventListener
+from swarm.client.routes.events import EventListener, SessionEvent
 from swarm.client.wire.adapter import adapter_parts, detach_parts
 from swarm.client.wire.adapter_upload import pack_adapter
 from swarm.client.wire.packed_hidden import MAX_REQUEST_TOKENS
@@ -25,6 +25,23 @@ from swarm.client.wire.padding import pack_hidden, position_offsets, unpack_hidd
 from swarm.data_structures import HopTiming, Route, Span, StepLayout
 from swarm.errors import SessionClosed, TooLong
 from swarm.models.placeholder_cache import PlaceholderCache
+
+
+@dataclass(frozen=True)
+class StepUnderWay:
+    """A step that was sent off and is not settled.
+
+    Attributes:
+        number: its number in the session.
+        before: slots of each sequence before it.
+        hidden: what went into the blocks, `[sequences, slots, hidden_size]`.
+        real: mask of the slots that hold tokens; None if all do.
+    """
+
+    number: int
+    before: int
+    hidden: torch.Tensor
+    real: torch.Tensor | None
 
 
 class InferenceSession:
@@ -111,15 +128,8 @@ class InferenceSession:
         Returns:
             the outputs of the last block, same shape; zero where padded.
         """
-        if self._closed:
-            raise SessionClosed("this inference session is closed; open another one")
         sequences, new, _ = hidden.shape
-        layout, real = self.cache.layout(sequences, new, mask)
-        longest = max(start + count for start, count in zip(layout.starts, layout.counts, strict=True))
-        if longest > self.max_length:
-            raise TooLong(
-                f"the session would be {longest} tokens long; it was opened with max_length={self.max_length}"
-            )
+        layout, real = self._next_layout(sequences, new, mask)
         max_slots = max(1, MAX_REQUEST_TOKENS // sequences)
         if layout.tokens:
             chain = self._open_chain()
@@ -135,6 +145,76 @@ class InferenceSession:
             result = self._compute_chunks(hidden, layout, real, positions, chunk)
         self.cache.commit(sequences, new, real, tokens)
         return result
+
+    def _next_layout(
+        self, sequences: int, new: int, mask: torch.Tensor | None
+    ) -> tuple[StepLayout, torch.Tensor | None]:
+        """The layout of a step of `new` slots, and the mask of those that hold tokens; see `PlaceholderCache.layout`."""
+        if self._closed:
+            raise SessionClosed("this inference session is closed; open another one")
+        layout, real = self.cache.layout(sequences, new, mask)
+        longest = max(start + count for start, count in zip(layout.starts, layout.counts, strict=True))
+        if longest > self.max_length:
+            raise TooLong(
+                f"the session would be {longest} tokens long; it was opened with max_length={self.max_length}"
+            )
+        return layout, real
+
+    def begin(
+        self,
+        hidden: torch.Tensor,
+        mask: torch.Tensor | None,
+        positions: torch.Tensor | None,
+        tokens: torch.Tensor | None,
+    ) -> StepUnderWay:
+        """Send the hidden states of a new slot of each sequence off, without waiting for what becomes of them.
+
+        Takes the same as `compute`, and raises the same. Steps that were begun are settled in order, or given up.
+        """
+        sequences, new, _ = hidden.shape
+        layout, real = self._next_layout(sequences, new, mask)
+        chain = self._open_chain()
+        inputs = hidden if self._local is None else self._local.compute(hidden, real, layout)
+        layout = replace(layout, offsets=position_offsets(positions, real, layout))
+        number = self._connection.run(chain.begin(pack_hidden(inputs, real, self._connection.config.wire), layout))
+        before = self.cache.length
+        self.cache.commit(sequences, new, real, tokens)
+        return StepUnderWay(number, before, hidden, real)
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """Blocks in front of which a step under way can be looked at: where another server begins."""
+        return self._open_chain().boundaries
+
+    def wait(self, ready: Callable[[], bool]) -> None:
+        """Keep the steps under way going until `ready`, which is asked in the network thread, or until all servers have
+        answered all of them. Raises as `compute` does; then those that are not settled have to be given up."""
+        self._connection.run(self._open_chain().wait(ready))
+
+    def has_outputs(self, step: StepUnderWay, block: int) -> bool:
+        """Whether it is known what a step under way is in front of `block`, or behind the last one."""
+        return self._chain is not None and self._chain.outputs(step.number, block) is not None
+
+    def outputs(self, step: StepUnderWay, block: int) -> torch.Tensor:
+        """What a step under way is in front of `block`, or behind the last one, like the hidden states that went in."""
+        packed = self._open_chain().outputs(step.number, block)
+        if packed is None:
+            raise ValueError(f"what step {step.number} is in front of block {block} is not known")
+        return unpack_hidden(packed, step.hidden, step.real)
+
+    def report(self, event: SessionEvent) -> None:
+        """Tell the listeners of the session, which are called in this thread."""
+        self._open_chain().report(event)
+
+    def settle(self, step: StepUnderWay) -> None:
+        """The oldest step under way has come to its end, and stands."""
+        self._open_chain().settle(step.number)
+
+    def give_up(self, first: StepUnderWay) -> None:
+        """Give up a step under way and all that were begun after it."""
+        if self._chain is not None and self._chain.is_open:
+            self._connection.run(self._chain.give_up_under_way(first.number - 1))
+        self.cache.set_length(min(first.before, self.cache.length))
 
     def open(self) -> Route:
         """Find a route and reserve cache space on its servers now, instead of at the first step."""

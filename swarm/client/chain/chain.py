@@ -9,8 +9,8 @@ sent before the last server has answered. A server that has missed one refuses t
 the end of its cache, or continue a step that the server has not seen. So nothing is ever computed on top of a wrong
 past, whatever is lost, late or given up.
 
-`steps` is for those who wait for outputs; `begin`, `wait`, `outputs`, `settle` and `give_up_after` are for those who look
-at outputs on their way.
+`steps` is for those who wait for outputs. `begin`, `wait`, `outputs`, `settle` and `give_up_under_way` are for those
+who look at outputs on their way.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from swarm.client.chain.input_history import Step
 from swarm.client.chain.next_action import Deliver, Finished, Repair, WaitUntil, next_action
 from swarm.client.chain.prompt_chunks import max_chunks_in_flight
 from swarm.client.chain.session_constants import SessionContext
+from swarm.client.routes.events import SessionEvent
 from swarm.client.routes.route_source import is_worth_another_server
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.client.wire.reply_checks import OutputShape, describe_hop
@@ -154,15 +155,19 @@ class Chain:
             await self._advance(everywhere=True)
             await self._link_again()
         (number,) = self._take_in(parts, MAX_STEPS_UNDER_WAY)
-        await self._advance(lambda: self._hops[0].progress.is_handed(number), patient=False)
+        try:
+            await self._advance(lambda: self._hops[0].progress.is_handed(number), patient=False)
+        except BaseException:
+            self.give_up_after(number - 1)
+            raise
         return number
 
     async def wait(self, ready: Callable[[], bool]) -> None:
-        """Keep the steps that are under way going until `ready`, or until all have come to their end.
+        """Keep the steps that are under way going until `ready`, or until all servers have answered all of them.
 
         Raises as `steps` does. Then those that are not settled have to be given up.
         """
-        await self._advance(ready)
+        await self._advance(ready, everywhere=True)
 
     def outputs(self, number: int, block: int) -> PackedHidden | None:
         """What a step under way is in front of `block` (or behind the last one), if that has come to this client."""
@@ -176,8 +181,8 @@ class Chain:
 
     @property
     def boundaries(self) -> tuple[int, ...]:
-        """The blocks between two servers, in order, at which steps can be looked at."""
-        return tuple(hop.hop.span.start for hop in self._hops[1:])
+        """The blocks in front of which a step can be looked at, in order: where a server begins, but for block 0."""
+        return tuple(hop.hop.span.start for hop in self._hops if hop.hop.span.start)
 
     def settle(self, number: int) -> None:
         """The steps up to `number` are answered, and stand: they will not be given up any more."""
@@ -191,6 +196,10 @@ class Chain:
         self.give_up_after(after)
         if end > after + 1:
             await asyncio.gather(*(hop.announce_given_up(after + 1, end) for hop in self._hops[1:]))
+
+    def report(self, event: SessionEvent) -> None:
+        """Tell the listeners of the session."""
+        self._context.emit(event)
 
     async def resume(self) -> None:
         """Replace the servers that were lost now, instead of at the next step. Raises `MissingBlocks`."""

@@ -188,6 +188,7 @@ def _assemble_model(connection: SwarmConnection, request: _ModelRequest) -> Any:
     model = loaded.model
     # Assigned without nn.Module's bookkeeping, because they do not belong to the model's weights.
     object.__setattr__(model, "remote_blocks", blocks)
+    object.__setattr__(model, "remote_layer", layer)
     object.__setattr__(model, "swarm", connection)
     object.__setattr__(model, "_active", ActiveSessions())
     if task == "CAUSAL_LM":

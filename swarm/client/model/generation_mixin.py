@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ import torch
 from torch import nn
 
 from swarm.client.connection import SwarmConnection
+from swarm.client.early_exit.options import EarlyExit
 from swarm.client.lanes.generate_in_lanes import generate_in_lanes
 from swarm.client.lanes.inference_lanes import InferenceLanes
 from swarm.client.lanes.lane_count import LaneCount, validate_lane_count
-from swarm.client.model.remote_sequential import RemoteSequential
+from swarm.client.lanes.split_arguments import batch_size
+from swarm.client.model.exit_generation import sample_with_exits
+from swarm.client.model.remote_sequential import RemoteLayer, RemoteSequential
 from swarm.client.model.speculation import bound_candidates, unseen_length, validate_speculation
 from swarm.client.model.transformers_hooks import insert_virtual_tokens
 from swarm.client.routes.events import EventListener
@@ -34,10 +38,12 @@ class ActiveSessions(threading.local):
     Attributes:
         entered: the session whose `with` block the thread is in.
         temporary: the session of one `generate` call alone.
+        early_exit: when the tokens of this `generate` call leave; None for never.
     """
 
     entered: InferenceSession | None = None
     temporary: InferenceSession | None = None
+    early_exit: EarlyExit | None = None
 
 
 class DistributedModelMixin:
@@ -46,6 +52,7 @@ class DistributedModelMixin:
     Attributes:
         swarm: the connection; `swarm.close()` disconnects.
         remote_blocks: the blocks as a module; slices of it run some of them.
+        remote_layer: stands for the blocks inside the model.
         prompts: embeddings of the virtual tokens before every text, float32 `[pre_seq_len, width]`, or None.
         deep_prompts: what is added to the virtual tokens at the input of each block, float32 `[blocks, pre_seq_len,
             hidden_size]`, or None.
@@ -55,6 +62,7 @@ class DistributedModelMixin:
 
     swarm: SwarmConnection
     remote_blocks: RemoteSequential
+    remote_layer: RemoteLayer
     prompts: nn.Parameter | None
     deep_prompts: nn.Parameter | None
     lora: Lora | None
@@ -167,6 +175,7 @@ class DistributedGenerationMixin(DistributedModelMixin):
         *args: Any,
         session: InferenceSession | None = None,
         lanes: LaneCount | None = None,
+        early_exit: EarlyExit | None = None,
         **kwargs: Any,
     ) -> Any:
         """transformers' `generate`, with all its arguments.
@@ -177,11 +186,16 @@ class DistributedGenerationMixin(DistributedModelMixin):
                 that servers need not wait for each other; "auto" for one for each server of the route. There is at most
                 one lane for each sequence. The texts are the same as without lanes, except sampled ones, which depend
                 only on the seed and the number of lanes.
+            early_exit: let tokens leave before the last block where they are sure. Unless all sequences of a batch
+                leave together, each has a session of its own, as with lanes.
 
         Raises:
-            UsageError: the arguments cannot be divided among lanes.
+            UsageError: the arguments cannot be divided among lanes, or tokens cannot leave early in this mode.
         """
         session = session or self._active.entered
+        arguments = {"inputs": inputs, **kwargs}
+        if early_exit is not None and early_exit.batch == "row" and session is None and batch_size(arguments) > 1:
+            lanes = batch_size(arguments)
         if lanes is not None:
             if session is not None:
                 raise UsageError(
@@ -189,19 +203,24 @@ class DistributedGenerationMixin(DistributedModelMixin):
                 )
             named = inspect.signature(super().generate).bind(inputs, *args, **kwargs).arguments  # type: ignore[misc]
             settings = named.pop("kwargs", {})
-            return generate_in_lanes(self, lanes, {**named, **settings}, self._generate)
+            generate = partial(self._generate, early_exit=early_exit)
+            return generate_in_lanes(self, lanes, {**named, **settings}, generate)
         if session is not None and kwargs.get("past_key_values") is None:
             tokens = inputs if inputs is not None else kwargs.get("input_ids")
             _continue_session(session, tokens, kwargs.get("attention_mask"))
             kwargs["past_key_values"] = session.cache
-        return self._generate({"inputs": inputs, **kwargs}, None, *args)
+        return self._generate({"inputs": inputs, **kwargs}, None, *args, early_exit=early_exit)
 
-    def _generate(self, arguments: dict[str, Any], ticket: ComputeTicket | None, *args: Any) -> Any:
+    def _generate(
+        self, arguments: dict[str, Any], ticket: ComputeTicket | None, *args: Any, early_exit: EarlyExit | None
+    ) -> Any:
         """transformers' `generate`, inside the ticket if this is one lane of several."""
+        self._active.early_exit = early_exit
         try:
             with ticket if ticket is not None else nullcontext():
                 return super().generate(arguments.pop("inputs", None), *args, **arguments)  # type: ignore[misc]
         finally:
+            self._active.early_exit = None
             temporary, self._active.temporary = self._active.temporary, None
             if temporary is not None:
                 temporary.close()
@@ -210,10 +229,32 @@ class DistributedGenerationMixin(DistributedModelMixin):
         self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int, length: int
     ) -> None:
         """transformers' hook: a `generate` call without a cache gets a temporary session."""
+        if self._active.early_exit is not None and (mode := generation_mode.value) not in ("greedy_search", "sample"):
+            raise UsageError(f"early_exit is for greedy search and sampling, not for {mode.replace('_', ' ')}")
         given = model_kwargs.get("past_key_values")
         if given is None and generation_config.use_cache is not False:
             self._active.temporary = self.inference_session(max_length=max(1, length))
             model_kwargs["past_key_values"] = self._active.temporary.cache
+
+    def _sample(
+        self,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """transformers' hook: the loop of greedy search and sampling."""
+        options = self._active.early_exit
+        if options is not None:
+            return sample_with_exits(
+                self, options, input_ids, logits_processor, stopping_criteria, generation_config, streamer, kwargs
+            )
+        return super()._sample(  # type: ignore[misc]
+            input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **kwargs
+        )
 
     def _get_candidate_generator(self, generation_config: Any, assistant_model: Any = None, **kwargs: Any) -> Any:
         """transformers' hook: the candidate generator of assisted generation."""

@@ -13,6 +13,8 @@ in a `ForwardCall` just before, and the layer takes it:
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +23,7 @@ from torch import nn
 
 from swarm.client.connection import SwarmConnection
 from swarm.client.model.autograd import run_remotely
-from swarm.client.session import InferenceSession
+from swarm.client.session import InferenceSession, StepUnderWay
 from swarm.client.wire.adapter import Adapter, adapter_parts
 from swarm.client.wire.padding import PaddedBatch
 from swarm.data_structures import Span
@@ -143,6 +145,18 @@ class ForwardCall:
         return torch.arange(past, past + slots).unsqueeze(0)
 
 
+class StepSent(Exception):
+    """Ends a forward whose step was sent off: what is behind the blocks cannot be computed yet.
+
+    Attributes:
+        step: the step.
+    """
+
+    def __init__(self, step: StepUnderWay) -> None:
+        super().__init__(step.number)
+        self.step = step
+
+
 class RemoteLayer(nn.Module):
     """Takes the place of the model's decoder layers: all blocks of the swarm behind the interface of one layer."""
 
@@ -156,15 +170,47 @@ class RemoteLayer(nn.Module):
         """Store the call to which the next forward in this thread belongs."""
         self._local.call = call
 
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        """Meanwhile, forwards of this thread send their step off and end with `StepSent`."""
+        self._local.sends = True
+        try:
+            yield
+        finally:
+            self._local.sends = False
+
+    @contextmanager
+    def returning(self, outputs: torch.Tensor) -> Iterator[None]:
+        """Meanwhile, forwards of this thread go on with `outputs` as if the last block had computed them."""
+        self._local.outputs = outputs
+        try:
+            yield
+        finally:
+            self._local.outputs = None
+
+    @property
+    def is_returning(self) -> bool:
+        """Whether forwards of this thread go on with given outputs, so that no call belongs to them."""
+        return getattr(self._local, "outputs", None) is not None
+
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result: torch.Tensor
+        if self.is_returning:
+            result = self._local.outputs
+        else:
+            result = self._compute(hidden_states)
+        # The layers of a family return a tensor (0 outputs), or a tuple that begins with one.
+        return (result,) + (None,) * (self._outputs - 1) if self._outputs else result
+
+    def _compute(self, hidden: torch.Tensor) -> torch.Tensor:
         call: ForwardCall | None = getattr(self._local, "call", None)
         if call is None:
             raise SwarmError("the remote layer works only inside its model; use model.remote_blocks instead")
         self._local.call = None
-        positions = call.layer_positions(hidden_states.shape[1])
-        if call.session is not None:
-            result = call.session.compute(hidden_states, call.mask, positions, call.tokens)
-        else:
-            result = self._blocks[0](hidden_states, call.mask, positions)
-        # The layers of a family return a tensor (0 outputs), or a tuple that begins with one.
-        return (result,) + (None,) * (self._outputs - 1) if self._outputs else result
+        positions = call.layer_positions(hidden.shape[1])
+        if call.session is None:
+            result: torch.Tensor = self._blocks[0](hidden, call.mask, positions)
+            return result
+        if getattr(self._local, "sends", False):
+            raise StepSent(call.session.begin(hidden, call.mask, positions, call.tokens))
+        return call.session.compute(hidden, call.mask, positions, call.tokens)

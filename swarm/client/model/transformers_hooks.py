@@ -50,6 +50,8 @@ class ForwardHooks:
 
     def _before_owner(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Prepare the remote layer, and insert the virtual tokens."""
+        if self._layer.is_returning:
+            return args, kwargs
         kwargs = _by_name(self._owner_signature, args, kwargs)
         cache = kwargs.get("past_key_values")
         if cache is None and kwargs.get("use_cache"):

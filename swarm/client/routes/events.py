@@ -77,7 +77,27 @@ class PeerAvoided:
     seconds: float
 
 
-SessionEvent = RouteTaken | HopLost | Replayed | BlocksMissing | Recovered | PeerAvoided
+@dataclass(frozen=True)
+class ExitTaken:
+    """A token has left in front of `block`: its successor was chosen there."""
+
+    block: int
+
+
+@dataclass(frozen=True)
+class ExitVerified:
+    """The full model's answer to a token that had left.
+
+    Attributes:
+        block: in front of which it left.
+        stands: whether its successor stands; else all behind it was given up.
+    """
+
+    block: int
+    stands: bool
+
+
+SessionEvent = RouteTaken | HopLost | Replayed | BlocksMissing | Recovered | PeerAvoided | ExitTaken | ExitVerified
 EventListener = Callable[[SessionEvent], None]
 
 

@@ -1,0 +1,7 @@
+"""Early exit between servers: a token leaves where it is sure, and the servers behind go on without being waited for.
+
+options       what `generate(early_exit=...)` takes
+confidence    how sure a token is, and from which value on it leaves (pure)
+verification  what becomes of a sampled token that left, once the full model's answer is there (pure)
+exit_decoder  the loop
+"""

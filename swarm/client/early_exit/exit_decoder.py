@@ -1,0 +1,264 @@
+"""The loop that lets tokens leave between servers, in place of transformers' own.
+
+The newest token is on its way through the servers. This client receives a copy of what each of them hands on, and
+looks at it through the model's final norm and head. If the token is sure, its successor is chosen at once and sent off;
+the servers behind go on with the earlier one, so their caches become those of the full model. The last server's answer
+comes later. With `verify`, it decides whether the successor stands; if not, all that was sent off after it is given up.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from swarm.client.chain.chain import MAX_STEPS_UNDER_WAY
+from swarm.client.early_exit.confidence import decayed_threshold, softmax_response, state_similarity
+from swarm.client.early_exit.options import EarlyExit
+from swarm.client.early_exit.verification import verify_sampled
+from swarm.client.routes.events import ExitTaken, ExitVerified
+from swarm.client.session import InferenceSession, StepUnderWay
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen, as transformers' `generate` has prepared it.
+
+    Attributes:
+        process: sequences `[R, T]` and logits `[R, V]` to processed logits.
+        is_finished: sequences `[R, T]` to whether each is finished, `[R]` bool.
+        sample: whether tokens are drawn at random, or are the likeliest.
+        pad: token that follows the end of a sequence; None if sequences have no end.
+        ends: tokens that end a sequence; None if none does.
+        max_length: of a sequence.
+    """
+
+    process: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    is_finished: Callable[[torch.Tensor], torch.Tensor]
+    sample: bool
+    pad: torch.Tensor | None
+    ends: torch.Tensor | None
+    max_length: int
+
+
+class ForwardParts(Protocol):
+    """The two halves of the model's forward: before the blocks, and behind them."""
+
+    def send(self, tokens_RT: torch.Tensor) -> StepUnderWay:
+        """Begin the step of the last token of each sequence."""
+
+    def logits(self, hidden_R1H: torch.Tensor) -> torch.Tensor:
+        """The logits `[R, V]` of hidden states behind the last block, or as if they were."""
+
+
+@dataclass
+class _Guess:
+    """The successor of a token that has left early.
+
+    Attributes:
+        tokens_R: chosen.
+        scores_RV: processed logits from which they were.
+        open_R: sequences that have not ended with them.
+        block: in front of which the token left.
+    """
+
+    tokens_R: torch.Tensor
+    scores_RV: torch.Tensor
+    open_R: torch.Tensor
+    block: int
+
+
+@dataclass
+class _Flight:
+    """A token of each sequence on its way.
+
+    Attributes:
+        tokens_RT: the sequences, this token included.
+        open_R: sequences that have not ended.
+        guess: of the next token, once this one has left.
+        seen: block in front of which it was looked at last.
+        sure_R: sequences that were sure there.
+        last_RH: hidden states where it was looked at last.
+    """
+
+    step: StepUnderWay
+    tokens_RT: torch.Tensor
+    open_R: torch.Tensor
+    guess: _Guess | None = None
+    seen: int = 0
+    sure_R: torch.Tensor = field(default_factory=lambda: torch.tensor(False))
+    last_RH: torch.Tensor | None = None
+
+
+class ExitDecoder:
+    """Generates the tokens of one `generate` call.
+
+    Args:
+        options: when tokens leave.
+        session: has computed the prompt.
+        model: its forward.
+        sampling: how tokens are chosen.
+        blocks: of the model.
+        put: is handed the tokens `[R]` once they are certain, in order.
+    """
+
+    def __init__(
+        self,
+        options: EarlyExit,
+        session: InferenceSession,
+        model: ForwardParts,
+        sampling: Sampling,
+        blocks: int,
+        put: Callable[[torch.Tensor], object],
+    ) -> None:
+        self._options, self._session, self._model, self._sampling = options, session, model, sampling
+        self._blocks, self._put = blocks, put
+        self._flights: deque[_Flight] = deque()
+        self._tokens_RT = torch.empty(0, 0, dtype=torch.long)
+        self._open_R = torch.empty(0, dtype=torch.bool)
+        self._prompt_length = 0
+
+    def generate(self, prompt_RT: torch.Tensor, logits_RV: torch.Tensor) -> torch.Tensor:
+        """Continue sequences until all are finished; the whole sequences.
+
+        Args:
+            prompt_RT: computed in the session already.
+            logits_RV: of its last token.
+        """
+        self._tokens_RT, self._prompt_length = prompt_RT, prompt_RT.shape[1]
+        self._open_R = torch.ones(len(prompt_RT), dtype=torch.bool, device=prompt_RT.device)
+        self._add(self._chosen(self._sampling.process(prompt_RT, logits_RV)))
+        try:
+            while bool(self._open_R.any()):
+                newest = self._flights[-1] if self._flights else None
+                if newest is None:
+                    self._send(self._tokens_RT, self._open_R)
+                elif newest.guess is not None and self._may_follow(newest, newest.guess):
+                    self._send(_extended(newest.tokens_RT, newest.guess.tokens_R), newest.guess.open_R)
+                else:
+                    self._wait(newest)
+            while self._flights and not self._options.verify:
+                self._wait(self._flights[-1])
+        finally:
+            if self._flights:
+                self._session.give_up(self._flights[0].step)
+        return self._tokens_RT
+
+    def _send(self, tokens_RT: torch.Tensor, open_R: torch.Tensor) -> None:
+        self._flights.append(_Flight(self._model.send(tokens_RT), tokens_RT, open_R))
+
+    def _may_follow(self, newest: _Flight, guess: _Guess) -> bool:
+        """Whether a token that left may send its successor off."""
+        length = newest.tokens_RT.shape[1] + 1
+        room = len(self._flights) < MAX_STEPS_UNDER_WAY and length < self._sampling.max_length
+        return room and bool(guess.open_R.any())
+
+    def _wait(self, newest: _Flight) -> None:
+        """Wait for the last server's answer to the oldest token, or for a look at the newest."""
+        oldest = self._flights[0]
+
+        def is_answered() -> bool:
+            return self._session.has_outputs(oldest.step, self._blocks)
+
+        boundaries = self._session.boundaries if newest.guess is None else ()
+        unseen = [block for block in boundaries if block > newest.seen]
+        if self._options.verify:
+
+            def ready() -> bool:
+                return is_answered() or bool(self._come(newest, unseen))
+
+        else:
+            # Which token stands must not depend on what happens to come first.
+            def ready() -> bool:
+                return bool(self._come(newest, unseen[:1])) if unseen else is_answered()
+
+        self._session.wait(ready)
+        come = self._come(newest, unseen)
+        if come and not self._options.verify:
+            self._look_at(newest, come[0])
+        elif is_answered():
+            self._settle(self._flights.popleft())
+        elif come:
+            self._look_at(newest, come[-1])
+
+    def _come(self, flight: _Flight, blocks: Sequence[int]) -> list[int]:
+        """Those of the blocks in front of which it is known what a token is."""
+        return [block for block in blocks if self._session.has_outputs(flight.step, block)]
+
+    def _look_at(self, flight: _Flight, block: int) -> None:
+        """Let a token leave in front of `block` if it is sure there."""
+        flight.seen = block
+        hidden_R1H = self._session.outputs(flight.step, block)
+        before_RH, flight.last_RH = flight.last_RH, hidden_R1H[:, -1]
+        threshold = self._options.threshold_at(block)
+        if threshold is None:
+            return
+        position, length = flight.tokens_RT.shape[1] - self._prompt_length, self._sampling.max_length
+        threshold = decayed_threshold(threshold, self._options.decay, position, length - self._prompt_length)
+        logits_RV = None
+        if self._options.confidence == "similarity":
+            if before_RH is None:
+                before_RH = flight.step.hidden[:, -1]
+            confidence_R = state_similarity(before_RH, flight.last_RH)
+        else:
+            logits_RV = self._model.logits(hidden_R1H)
+            confidence_R = softmax_response(logits_RV)
+        flight.sure_R = flight.sure_R | (confidence_R > threshold)
+        if not bool((flight.sure_R | ~flight.open_R).all()):
+            return
+        if logits_RV is None:
+            logits_RV = self._model.logits(hidden_R1H)
+        scores_RV = self._sampling.process(flight.tokens_RT, logits_RV)
+        tokens_R = self._padded(self._chosen(scores_RV), flight.open_R)
+        flight.guess = _Guess(tokens_R, scores_RV, self._still_open(tokens_R, flight.open_R), block)
+        self._session.report(ExitTaken(block))
+        if not self._options.verify:
+            self._add(tokens_R)
+
+    def _settle(self, flight: _Flight) -> None:
+        """The oldest token has come to its end: what follows it is certain now."""
+        guess = flight.guess
+        outputs_R1H = self._session.outputs(flight.step, self._blocks)
+        self._session.settle(flight.step)
+        if guess is not None and not self._options.verify:
+            return
+        scores_RV = self._sampling.process(flight.tokens_RT, self._model.logits(outputs_R1H))
+        if guess is None:
+            return self._add(self._padded(self._chosen(scores_RV), self._open_R))
+        if self._sampling.sample:
+            tokens_R = verify_sampled(guess.tokens_R, guess.scores_RV, scores_RV)
+        else:
+            tokens_R = scores_RV.argmax(-1)
+        tokens_R = self._padded(tokens_R, self._open_R)
+        stands = torch.equal(tokens_R, guess.tokens_R)
+        self._session.report(ExitVerified(guess.block, stands))
+        if not stands and self._flights:
+            self._session.give_up(self._flights[0].step)
+            self._flights.clear()
+        self._add(tokens_R)
+
+    def _add(self, tokens_R: torch.Tensor) -> None:
+        """The next token of each sequence is certain."""
+        self._tokens_RT = _extended(self._tokens_RT, tokens_R)
+        self._open_R = self._open_R & ~self._sampling.is_finished(self._tokens_RT)
+        self._put(tokens_R)
+
+    def _chosen(self, scores_RV: torch.Tensor) -> torch.Tensor:
+        if not self._sampling.sample:
+            return scores_RV.argmax(-1)
+        return torch.multinomial(scores_RV.softmax(-1), 1).squeeze(1)
+
+    def _padded(self, tokens_R: torch.Tensor, open_R: torch.Tensor) -> torch.Tensor:
+        """The tokens, and the padding token for sequences that have ended."""
+        return tokens_R if self._sampling.pad is None else torch.where(open_R, tokens_R, self._sampling.pad)
+
+    def _still_open(self, tokens_R: torch.Tensor, open_R: torch.Tensor) -> torch.Tensor:
+        """Sequences that go on behind tokens that are not certain, as far as the tokens themselves say."""
+        return open_R if self._sampling.ends is None else open_R & ~torch.isin(tokens_R, self._sampling.ends)
+
+
+def _extended(tokens_RT: torch.Tensor, tokens_R: torch.Tensor) -> torch.Tensor:
+    return torch.cat([tokens_RT, tokens_R.unsqueeze(1)], dim=1)

@@ -1,0 +1,75 @@
+"""What `generate(..., early_exit=swarm.EarlyExit(...))` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from swarm.errors import UsageError
+
+Confidence = Literal["softmax", "similarity"]
+"""softmax: the difference of the two largest probabilities. similarity: the cosine of the hidden states in front of two
+successive servers."""
+
+BatchRule = Literal["row", "all"]
+"""row: every sequence leaves by itself, in a session of its own. all: a batch leaves when all its sequences are
+sure."""
+
+
+@dataclass(frozen=True)
+class EarlyExit:
+    """When tokens leave before the last block ("An Efficient Inference Framework for Early-exit LLMs", section 2.1).
+
+    A token may leave between two servers of the route: this client sees what each of them hands on.
+
+    Attributes:
+        confidence: how it is measured how sure a token is.
+        threshold: a token leaves if its confidence is above it; from 0 (nearly always) to 1 (never). One number, or one
+            for each block in front of which a token may leave.
+        decay: how quickly the threshold falls along the text to nine tenths of its value (CALM's tau); 0 for not at
+            all.
+        verify: lossless: a token is handed out when the last server has confirmed it, and what follows a wrong one is
+            given up. Without it the early token stands, and the text is approximate.
+        batch: which sequences of a batch leave together.
+        min_block, max_block: blocks that a token passes at least, and behind which it does not leave any more.
+
+    Raises:
+        UsageError: a value is not possible.
+    """
+
+    confidence: Confidence = "softmax"
+    threshold: float | Mapping[int, float] = 0.9
+    decay: float = 0.0
+    verify: bool = True
+    batch: BatchRule = "row"
+    min_block: int = 1
+    max_block: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.confidence not in get_args(Confidence):
+            raise UsageError(f"confidence={self.confidence!r} is not one of {', '.join(get_args(Confidence))}")
+        if self.batch not in get_args(BatchRule):
+            raise UsageError(f"batch={self.batch!r} is not one of {', '.join(get_args(BatchRule))}")
+        given = self.threshold if isinstance(self.threshold, Mapping) else {0: self.threshold}
+        if not given or not all(_is_number(one) and 0 <= one <= 1 for one in given.values()):
+            raise UsageError(f"threshold={self.threshold!r}: a confidence lies between 0 and 1")
+        if not _is_number(self.decay) or self.decay < 0:
+            raise UsageError(f"decay={self.decay!r}: use 0 for no decay, or a positive number")
+        if self.min_block < 1 or (self.max_block is not None and self.max_block < self.min_block):
+            raise UsageError(
+                f"min_block={self.min_block}, max_block={self.max_block}: a token passes at least one block, and no "
+                "block lies between the two"
+            )
+
+    def threshold_at(self, block: int) -> float | None:
+        """The threshold for tokens in front of `block`; None if they may not leave there."""
+        if block < self.min_block or (self.max_block is not None and block > self.max_block):
+            return None
+        if isinstance(self.threshold, Mapping):
+            return self.threshold.get(block)
+        return self.threshold
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,93 @@
+"""`generate(early_exit=...)`: transformers prepares the call, `ExitDecoder` generates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from swarm.client.early_exit.exit_decoder import ExitDecoder, Sampling
+from swarm.client.early_exit.options import EarlyExit
+from swarm.client.model.remote_sequential import StepSent
+from swarm.client.session import InferenceSession, StepUnderWay
+from swarm.errors import SwarmError, UsageError
+from swarm.models.placeholder_cache import PlaceholderCache
+
+
+def sample_with_exits(
+    model: Any,
+    options: EarlyExit,
+    tokens_RT: torch.Tensor,
+    process: Any,
+    stopping: Any,
+    config: Any,
+    streamer: Any,
+    arguments: dict[str, Any],
+) -> torch.Tensor:
+    """The sequences with what follows them. Takes what transformers' `_sample` takes.
+
+    Raises:
+        UsageError: the call asks for something that tokens which leave early do not have.
+    """
+    session = _session(arguments.get("past_key_values"))
+    if config.return_dict_in_generate:
+        raise UsageError("early_exit returns token ids only; leave return_dict_in_generate out")
+    prompt = model._prefill(tokens_RT, config, arguments)
+    arguments = model._update_model_kwargs_for_generation(prompt, arguments)
+    ends = config._eos_token_tensor
+    sampling = Sampling(
+        process=process,
+        is_finished=lambda tokens_RT: stopping(tokens_RT, None),
+        sample=bool(config.do_sample),
+        pad=config._pad_token_tensor if ends is not None else None,
+        ends=ends,
+        max_length=stopping.max_length or config.max_length,
+    )
+
+    def put(tokens_R: torch.Tensor) -> None:
+        if streamer is not None:
+            streamer.put(tokens_R.cpu())
+
+    forward = _ModelForward(model, arguments, tokens_RT.shape[1] + 1)
+    decoder = ExitDecoder(options, session, forward, sampling, model.swarm.blocks, put)
+    result = decoder.generate(tokens_RT, prompt.logits[:, -1].float())
+    if streamer is not None:
+        streamer.end()
+    return result
+
+
+def _session(cache: Any) -> InferenceSession:
+    if not isinstance(cache, PlaceholderCache):
+        raise UsageError("early_exit needs a session; leave use_cache=False and past_key_values out")
+    session: InferenceSession = cache.session
+    return session
+
+
+class _ModelForward:
+    """The two halves of a distributed model's forward.
+
+    Args:
+        arguments: of its forward, for sequences of `length` tokens.
+    """
+
+    def __init__(self, model: Any, arguments: dict[str, Any], length: int) -> None:
+        self._model, self._arguments, self._length = model, arguments, length
+
+    def send(self, tokens_RT: torch.Tensor) -> StepUnderWay:
+        arguments, more = dict(self._arguments), tokens_RT.shape[1] - self._length
+        if more:
+            arguments = self._model._update_model_kwargs_for_generation({}, arguments, num_new_tokens=more)
+        inputs = self._model.prepare_inputs_for_generation(tokens_RT, next_sequence_length=1, **arguments)
+        try:
+            with self._model.remote_layer.sending():
+                self._model(**inputs, return_dict=True)
+        except StepSent as sent:
+            return sent.step
+        raise SwarmError("the model has computed a step without its blocks")
+
+    def logits(self, hidden_R1H: torch.Tensor) -> torch.Tensor:
+        nothing_R1 = torch.zeros(hidden_R1H.shape[:2], dtype=torch.long, device=hidden_R1H.device)
+        with self._model.remote_layer.returning(hidden_R1H):
+            outputs = self._model(input_ids=nothing_R1, use_cache=False, return_dict=True)
+        logits_RV: torch.Tensor = outputs.logits[:, -1].float()
+        return logits_RV

@@ -1,0 +1,182 @@
+"""Tokens that leave between real servers: with `verify` the text is that of the full model, whatever the threshold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from swarm import EarlyExit
+from swarm.client.routes.events import ExitTaken, ExitVerified
+from swarm.errors import UsageError
+from tests.swarms import TestSwarm, run_client, run_swarm
+from tests.zoo import PROMPTS
+
+SPANS = ("0:2", "2:3", "3:6")
+NEW = 24
+PAD = 0
+
+
+@pytest.fixture(scope="module")
+def swarm(folder: Path) -> Iterator[TestSwarm]:
+    with run_swarm(folder, SPANS, dtype="float32") as swarm:
+        yield swarm
+
+
+@pytest.fixture(scope="module")
+def model(swarm: TestSwarm) -> Iterator[Any]:
+    with run_client(swarm, dtype="float32", wire="none") as model:
+        yield model
+
+
+def prompt(length: int = 7, seed: int = 3) -> torch.Tensor:
+    return torch.randint(3, 100, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def padded_batch() -> dict[str, torch.Tensor]:
+    longest = max(map(len, PROMPTS))
+    tokens = torch.tensor([[PAD] * (longest - len(row)) + row for row in PROMPTS])
+    return {"input_ids": tokens, "attention_mask": (tokens != PAD).long()}
+
+
+def greedy(model: Any, tokens: torch.Tensor | None = None, new: int = NEW, **more: Any) -> torch.Tensor:
+    return model.generate(tokens, max_new_tokens=new, do_sample=False, pad_token_id=PAD, **more)
+
+
+class Listener:
+    """Counts the tokens that left."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def __call__(self, event: Any) -> None:
+        self.events.append(event)
+
+    def count(self, kind: type, **values: Any) -> int:
+        return sum(
+            isinstance(event, kind) and all(getattr(event, name) == value for name, value in values.items())
+            for event in self.events
+        )
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.01, 0.03, 1.0])
+@pytest.mark.parametrize("confidence", ["softmax", "similarity"])
+def test_greedy_texts_are_those_of_the_full_model(model, local, threshold, confidence):
+    listener = Listener()
+    exits = EarlyExit(confidence, threshold)
+    with model.inference_session(max_length=64, listener=listener):
+        assert greedy(model, prompt(), early_exit=exits).equal(greedy(local, prompt()))
+    if threshold == 1.0:
+        assert not listener.count(ExitTaken)
+    if threshold == 0.0 and confidence == "softmax":
+        assert listener.count(ExitTaken) >= NEW // 2
+        assert listener.count(ExitVerified, stands=False), "an untrained model is seldom right so early"
+
+
+@pytest.mark.parametrize("batch", ["row", "all"])
+def test_padded_batches(model, local, batch):
+    expected = greedy(local, **padded_batch())
+    assert greedy(model, **padded_batch(), early_exit=EarlyExit(threshold=0.01, batch=batch)).equal(expected)
+
+
+def test_a_session_goes_on_behind_tokens_that_were_given_up(model, local):
+    exits = EarlyExit(threshold=0.0)
+    with model.inference_session(max_length=96):
+        first = greedy(model, prompt(), 9, early_exit=exits)
+        assert first.equal(greedy(local, prompt(), 9))
+        longer = torch.cat([first, prompt(4, seed=5)], dim=1)
+        assert greedy(model, longer, 6).equal(greedy(local, longer, 6))
+        other = torch.cat([first[:, :10], prompt(3, seed=6)], dim=1)
+        assert greedy(model, other, 6, early_exit=exits).equal(greedy(local, other, 6))
+
+
+def test_the_end_of_a_text_is_where_the_full_model_ends_it(model, local):
+    plain = greedy(local, prompt())
+    end = int(plain[0, 12])
+    expected = greedy(local, prompt(), eos_token_id=end)
+    assert expected.shape[1] < plain.shape[1]
+    for threshold in (0.0, 0.02):
+        found = greedy(model, prompt(), eos_token_id=end, early_exit=EarlyExit(threshold=threshold))
+        assert found.equal(expected)
+
+
+def test_tokens_are_streamed_once_each_in_order(model, local):
+    class Streamer(BaseStreamer):
+        def __init__(self) -> None:
+            self.tokens: list[int] = []
+            self.ended = 0
+
+        def put(self, value: torch.Tensor) -> None:
+            self.tokens += value.flatten().tolist()
+
+        def end(self) -> None:
+            self.ended += 1
+
+    streamer = Streamer()
+    text = greedy(model, prompt(), early_exit=EarlyExit(threshold=0.0), streamer=streamer)
+    assert streamer.tokens == text[0].tolist() == greedy(local, prompt())[0].tolist()
+    assert streamer.ended == 1
+
+
+def test_without_verification_the_early_token_stands_and_caches_are_those_of_the_full_model(model, local):
+    """What was said first and then continued without exits is what the full model says behind the same tokens."""
+    listener = Listener()
+    with model.inference_session(max_length=96, listener=listener):
+        early = greedy(model, prompt(), 12, early_exit=EarlyExit(threshold=0.0, verify=False))
+        assert not early.equal(greedy(local, prompt(), 12))
+        assert listener.count(ExitTaken) >= 10
+        assert not listener.count(ExitVerified)
+        assert greedy(model, early, 8).equal(greedy(local, early, 8))
+
+
+def test_stopping_criteria_see_certain_tokens_only(model, local):
+    seen: list[list[int]] = []
+
+    def watch(tokens: torch.Tensor, scores: Any, **more: Any) -> torch.Tensor:
+        seen.append(tokens[0].tolist())
+        return torch.tensor([len(seen) == 10])
+
+    found = greedy(
+        model, prompt(), early_exit=EarlyExit(threshold=0.0), stopping_criteria=StoppingCriteriaList([watch])
+    )
+    expected = greedy(local, prompt(), 10)
+    assert found.equal(expected)
+    assert seen == [expected[0, : 8 + count].tolist() for count in range(10)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_beams": 2}, "not for beam search"),
+        ({"prompt_lookup_num_tokens": 3}, "not for assisted generation"),
+        ({"return_dict_in_generate": True}, "token ids only"),
+        ({"use_cache": False}, "needs a session"),
+    ],
+)
+def test_what_does_not_go_together(model, settings, message):
+    with pytest.raises(UsageError, match=message):
+        greedy(model, prompt(), 4, early_exit=EarlyExit(), **settings)
+    assert greedy(model, prompt(), 4).shape == (1, 11)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"confidence": "gut feeling"}, "is not one of softmax"),
+        ({"threshold": 1.5}, "between 0 and 1"),
+        ({"threshold": {}}, "between 0 and 1"),
+        ({"threshold": {2: True}}, "between 0 and 1"),
+        ({"decay": -1.0}, "decay=-1.0"),
+        ({"batch": "some"}, "is not one of row"),
+        ({"min_block": 0}, "at least one block"),
+        ({"min_block": 4, "max_block": 3}, "no block lies between"),
+    ],
+)
+def test_bad_values(values, message):
+    with pytest.raises(UsageError, match=message):
+        EarlyExit(**values)
