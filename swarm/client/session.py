@@ -149,7 +149,7 @@ class InferenceSession:
     def _next_layout(
         self, sequences: int, new: int, mask: torch.Tensor | None
     ) -> tuple[StepLayout, torch.Tensor | None]:
-        """The layout of a step of `new` slots, and the mask of those that hold tokens; see `PlaceholderCache.layout`."""
+        """The layout of a step of `new` slots, and which of them hold tokens; see `PlaceholderCache.layout`."""
         if self._closed:
             raise SessionClosed("this inference session is closed; open another one")
         layout, real = self.cache.layout(sequences, new, mask)

@@ -194,11 +194,7 @@ class RemoteLayer(nn.Module):
         return getattr(self._local, "outputs", None) is not None
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        result: torch.Tensor
-        if self.is_returning:
-            result = self._local.outputs
-        else:
-            result = self._compute(hidden_states)
+        result: torch.Tensor = self._local.outputs if self.is_returning else self._compute(hidden_states)
         # The layers of a family return a tensor (0 outputs), or a tuple that begins with one.
         return (result,) + (None,) * (self._outputs - 1) if self._outputs else result
 
