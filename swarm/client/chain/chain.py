@@ -30,6 +30,7 @@ from swarm.client.chain.input_history import Step
 from swarm.client.chain.next_action import Deliver, Finished, Repair, WaitUntil, next_action
 from swarm.client.chain.prompt_chunks import max_chunks_in_flight
 from swarm.client.chain.session_constants import SessionContext
+from swarm.client.chain.steps_under_way import StepsUnderWay
 from swarm.client.routes.events import SessionEvent
 from swarm.client.routes.route_source import is_worth_another_server
 from swarm.client.wire.packed_hidden import PackedHidden
@@ -54,14 +55,9 @@ class Chain:
         self._context = context
         self._failover = Failover(context, self._on_reply, self._on_change)
         self._hops: list[HopSession] = []
-        self._steps: dict[int, Step] = {}
-        """Steps that some hop may still have to answer, with what went into the first."""
-        self._next_number = 0
-        self._epoch = 0
+        self._under_way = StepsUnderWay()
         self._foldable = NO_STEP
         """Histories are folded up to this step at most: a later one may still be given up, and then is taken out."""
-        self._lengths: tuple[int, ...] | None = ()
-        """Of each sequence after the last step; None if that was given up, so that some servers may have more."""
         self._window = 1
         self._unlinked = False
         """Some server does not push until the steps that are under way have come to their end."""
@@ -77,7 +73,7 @@ class Chain:
     @property
     def next_number(self) -> int:
         """Number of the step that will begin next."""
-        return self._next_number
+        return self._under_way.next_number
 
     @property
     def route(self) -> Route:
@@ -100,8 +96,7 @@ class Chain:
 
     def appends(self, layout: StepLayout) -> bool:
         """Whether a step does nothing but continue what all sequences have."""
-        lengths = (0,) * layout.sequences if self._lengths == () else self._lengths
-        return layout.sources is None and layout.starts == lengths
+        return self._under_way.appends(layout)
 
     async def step(self, hidden: PackedHidden, layout: StepLayout) -> PackedHidden:
         """One step through all blocks, whatever happens to the servers meanwhile. Raises as `steps` does."""
@@ -192,7 +187,7 @@ class Chain:
 
     async def give_up_under_way(self, after: int) -> None:
         """Give up all steps behind number `after`, and tell the servers, which have not computed all of them yet."""
-        end = self._next_number
+        end = self.next_number
         self.give_up_after(after)
         if end > after + 1:
             await asyncio.gather(*(hop.announce_given_up(after + 1, end) for hop in self._hops[1:]))
@@ -225,24 +220,19 @@ class Chain:
 
     def _take_in(self, parts: Sequence[tuple[PackedHidden, StepLayout]], window: int) -> range:
         """Take steps in, to be delivered by `_advance`; their numbers."""
-        numbers = range(self._next_number, self._next_number + len(parts))
-        if self.appends(parts[0][1]):
+        appended = self.appends(parts[0][1])
+        steps = self._under_way.add(parts)
+        if appended:
             # Whatever becomes of them: a later step sets back by itself what it does not continue.
-            self._foldable = numbers[-1]
-        else:
-            self._epoch = numbers.start
+            self._foldable = steps[-1].number
         self._window = window
         for hop in self._hops:
-            hop.progress.on_call_begun(numbers.start)
-        for number, (hidden, layout) in zip(numbers, parts, strict=True):
-            # A copy, because the caller may change a tensor that the payload is a view of.
-            kept = PackedHidden(bytes(hidden.payload), hidden.tokens, hidden.hidden_size, hidden.wire, hidden.dtype)
-            step = self._steps[number] = Step(number, layout, kept, self._epoch)
+            hop.progress.on_call_begun(steps[0].number)
+        for step in steps:
             for hop in self._hops:
-                hop.expect(number, OutputShape(hidden.tokens, hidden.hidden_size))
+                hop.expect(step.number, _outputs_of(step))
             self._hops[0].add_input(step)
-        self._next_number, self._lengths = numbers.stop, _lengths_after(parts[-1][1])
-        return numbers
+        return range(steps[0].number, self.next_number)
 
     async def _advance(
         self, ready: Callable[[], bool] = lambda: False, *, everywhere: bool = False, patient: bool = True
@@ -256,7 +246,7 @@ class Chain:
         while not ready():
             self._changed.clear()
             progress = [hop.progress for hop in self._hops]
-            action = next_action(progress, list(self._steps), time.perf_counter(), self._window, everywhere)
+            action = next_action(progress, list(self._under_way.steps), time.perf_counter(), self._window, everywhere)
             match action:
                 case Finished():
                     return
@@ -284,16 +274,14 @@ class Chain:
         if progress.error is not None and not is_worth_another_server(progress.error):
             raise progress.take_error()
         done = min(progress.replied, progress.received, self._foldable)
-        upcoming = next((number for number in self._steps if number > done), self._next_number)
-        epoch = self._steps[upcoming].epoch if upcoming in self._steps else self._epoch
-        contents = CacheContents(self._hops[index].history, done, upcoming, epoch)
+        contents = CacheContents(self._hops[index].history, done, *self._under_way.upcoming(done))
         repaired = await self._failover.repair(self._hops, index, contents)
         self._hops[index : index + 1] = repaired
         for hop in repaired:
-            hop.progress.on_joined(self._next_number - 1, hop.history.last)
-            for number, step in self._steps.items():
+            hop.progress.on_joined(self.next_number - 1, hop.history.last)
+            for number, step in self._under_way.steps.items():
                 if hop.progress.replied < number:
-                    hop.expect(number, OutputShape(step.hidden.tokens, step.hidden.hidden_size))
+                    hop.expect(number, _outputs_of(step))
         # Only now, because from now on steps may be pushed to them.
         neighbors = range(max(0, index - 1), min(len(self._hops), index + len(repaired) + 1))
         if index and self._window > 1:
@@ -317,7 +305,7 @@ class Chain:
 
     def _on_reply(self, hop: HopSession, number: int, outputs: PackedHidden) -> None:
         """A hop has answered: its outputs are what goes into the next one."""
-        step = self._steps.get(number)
+        step = self._under_way.steps.get(number)
         if step is None or hop not in self._hops:
             return
         if hop is self._hops[-1]:
@@ -327,7 +315,7 @@ class Chain:
         following.add_input(replace(step, hidden=outputs))
         if hop.progress.last_was_pushed:
             # A server that has missed the step before refuses what is pushed to it: do not wait for that.
-            before = max((earlier for earlier in self._steps if earlier < number), default=NO_STEP)
+            before = max((earlier for earlier in self._under_way.steps if earlier < number), default=NO_STEP)
             reliable = hop.progress.pushes_onward and following.progress.is_handed(before)
             following.progress.on_pushed(number, reliable, time.perf_counter())
 
@@ -337,8 +325,7 @@ class Chain:
     def _forget_answered(self) -> None:
         """Steps that all hops have answered matter only as a part of the histories."""
         done = min(hop.progress.replied for hop in self._hops)
-        for number in [number for number in self._steps if number <= done]:
-            del self._steps[number]
+        self._under_way.forget(done)
         for hop in self._hops:
             hop.history.fold_if_long(done)
 
@@ -348,14 +335,13 @@ class Chain:
         The next step gets a new number and sets its sequences back to where they go on. What these steps copied about
         cannot be set back, so then every cache is filled again.
         """
-        self._lengths = None
-        given_up = [self._steps.pop(number) for number in list(self._steps) if number > after]
+        given_up = self._under_way.give_up_after(after)
         self._outputs = {number: outputs for number, outputs in self._outputs.items() if number <= after}
         copied_rows = any(step.layout.sources is not None for step in given_up)
         for hop in self._hops:
-            hop.give_up(after, self._next_number - 1, copied_rows)
+            hop.give_up(after, self.next_number - 1, copied_rows)
 
 
-def _lengths_after(layout: StepLayout) -> tuple[int, ...]:
-    """How long each sequence is after a step."""
-    return tuple(start + count for start, count in zip(layout.starts, layout.counts, strict=True))
+def _outputs_of(step: Step) -> OutputShape:
+    """How much the answer to a step has to hold."""
+    return OutputShape(step.hidden.tokens, step.hidden.hidden_size)

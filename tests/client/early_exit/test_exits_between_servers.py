@@ -162,21 +162,3 @@ def test_what_does_not_go_together(model, settings, message):
     with pytest.raises(UsageError, match=message):
         greedy(model, prompt(), 4, early_exit=EarlyExit(), **settings)
     assert greedy(model, prompt(), 4).shape == (1, 11)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"confidence": "gut feeling"}, "is not one of softmax"),
-        ({"threshold": 1.5}, "between 0 and 1"),
-        ({"threshold": {}}, "between 0 and 1"),
-        ({"threshold": {2: True}}, "between 0 and 1"),
-        ({"decay": -1.0}, "decay=-1.0"),
-        ({"batch": "some"}, "is not one of row"),
-        ({"min_block": 0}, "at least one block"),
-        ({"min_block": 4, "max_block": 3}, "no block lies between"),
-    ],
-)
-def test_bad_values(values, message):
-    with pytest.raises(UsageError, match=message):
-        EarlyExit(**values)

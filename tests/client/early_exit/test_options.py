@@ -1,0 +1,34 @@
+"""When tokens leave, as the caller says."""
+
+from __future__ import annotations
+
+import pytest
+
+from swarm import EarlyExit
+from swarm.errors import UsageError
+
+
+def test_thresholds_for_each_block():
+    assert EarlyExit(threshold=0.5).threshold_at(7) == 0.5
+    some = EarlyExit(threshold={3: 0.2, 6: 0.4})
+    assert [some.threshold_at(block) for block in (3, 4, 6)] == [0.2, None, 0.4]
+    between = EarlyExit(threshold=0.5, min_block=3, max_block=5)
+    assert [between.threshold_at(block) for block in (2, 3, 5, 6)] == [None, 0.5, 0.5, None]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"confidence": "gut feeling"}, "is not one of softmax"),
+        ({"threshold": 1.5}, "between 0 and 1"),
+        ({"threshold": {}}, "between 0 and 1"),
+        ({"threshold": {2: True}}, "between 0 and 1"),
+        ({"decay": -1.0}, "decay=-1.0"),
+        ({"batch": "some"}, "is not one of row"),
+        ({"min_block": 0}, "at least one block"),
+        ({"min_block": 4, "max_block": 3}, "no block lies between"),
+    ],
+)
+def test_bad_values(values, message):
+    with pytest.raises(UsageError, match=message):
+        EarlyExit(**values)
