@@ -31,6 +31,7 @@ steps = st.builds(
     dtype=names,
     sources=st.none() | sequences,
     offsets=st.none() | sequences,
+    epoch=counts,
 )
 digests = st.none() | st.lists(st.binary(max_size=16), min_size=1, max_size=5)
 blocks = st.builds(
@@ -67,8 +68,10 @@ CLIENT_MESSAGES: dict[type, st.SearchStrategy[messages.ClientMessage]] = {
     ),
     messages.StepRequest: steps,
     messages.PushRequest: st.builds(messages.PushRequest, client=names, session_id=session_ids, step=steps),
+    messages.GiveUp: st.builds(messages.GiveUp, first=counts, end=counts),
     messages.ReplayRequest: st.builds(
         messages.ReplayRequest,
+        epoch=counts,
         next_step=counts,
         starts=sequences,
         counts=sequences,

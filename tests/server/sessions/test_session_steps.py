@@ -1,0 +1,93 @@
+"""Steps that continue what a server has not seen, and steps that were given up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.data_structures import WireFormat
+from swarm.models.execution.span_model import SpanModel
+from swarm.protocol import messages
+from swarm.protocol.compression import encode_tensor
+from swarm.server.sessions.session import Session
+from tests.server.conversations import HIDDEN, changed, make_model, random, scenario
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> SpanModel:
+    return make_model(tmp_path_factory.mktemp("checkpoint"))
+
+
+def step(number: int, start: int, epoch: int) -> messages.StepRequest:
+    return messages.StepRequest(number, [start], [1], WireFormat.NONE, "float32", epoch=epoch)
+
+
+PAYLOAD = encode_tensor(torch.zeros(1, HIDDEN), WireFormat.NONE)
+
+
+def test_a_step_that_continues_what_did_not_come_is_refused(model):
+    """Its position would be right, but what lies before it would be what the client has given up."""
+
+    async def act(server):
+        client = await (await server.client()).begin()  # step 0, two tokens
+        await client.right_step()
+        said = await client.refused("wrong_position", step(5, 2, epoch=4), PAYLOAD)
+        assert "continues step 4" in said
+        await client.refused("wrong_position", step(5, 2, epoch=6), PAYLOAD)
+        for number, start, epoch in ((4, 1, 4), (5, 2, 4), (6, 3, 4), (7, 4, 7)):
+            reply, _ = await client.ask(step(number, start, epoch), PAYLOAD)
+            assert reply.step == number
+        await client.refused("wrong_position", step(8, 5, epoch=4), PAYLOAD)
+
+    scenario(model, act)
+
+
+def test_steps_that_were_given_up_are_not_computed(model):
+    async def act(server):
+        client = await (await server.client()).begin()
+        await client.stream.send(messages.GiveUp(1, 3))
+        await client.stream.send(messages.StepRequest(2, [2], [1], WireFormat.NONE, "float32"), PAYLOAD)
+        client.steps = 3
+        request = changed(client.next_step(), epoch=3)
+        reply, payload = await client.ask(request, encode_tensor(random(1, 3), WireFormat.NONE))
+        client.check(reply, payload, random(1, 3))
+
+    scenario(model, act)
+
+
+def test_nobody_gives_up_steps_without_a_session(model):
+    async def act(server):
+        client = await server.client()
+        await client.refused("unknown_session", messages.GiveUp(0, 3))
+
+    scenario(model, act)
+
+
+def test_a_refilled_cache_belongs_to_an_epoch(model):
+    async def act(server):
+        client = await (await server.client()).begin()
+        for epoch in (7, 3):
+            replay = messages.ReplayRequest(9, [0], [2], WireFormat.NONE, "float32", None, False, epoch)
+            reply, _ = await client.ask(replay, encode_tensor(random(2), WireFormat.NONE))
+            assert isinstance(reply, messages.ReplayReply)
+            await client.refused("wrong_position", step(9, 2, epoch + 1), PAYLOAD)
+            reply, _ = await client.ask(step(9, 2, epoch), PAYLOAD)
+            assert reply.step == 9
+
+    scenario(model, act)
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 6)), max_size=8))
+def test_given_up_steps_are_those_that_the_client_gave_up(lengths):
+    """A client gives up the newest steps: some of those before were given up, too, or are computed."""
+    session = Session.__new__(Session)
+    session.given_up = range(0)
+    begun, given_up = 0, set()
+    for kept, more in lengths:
+        begun += kept + more
+        session.give_up(begun - more, begun)
+        given_up |= set(range(begun - more, begun))
+        assert set(session.given_up) <= given_up
+        assert begun - 1 in session.given_up
