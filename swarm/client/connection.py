@@ -38,6 +38,7 @@ class SwarmConnection:
         local: the first blocks, if the client computes them itself.
 
     Attributes:
+        identity: the model that servers have to offer.
         blocks: number of blocks of the whole model.
         span: the blocks that servers compute.
         close: disconnects; also called at interpreter exit.
@@ -45,6 +46,7 @@ class SwarmConnection:
 
     def __init__(self, config: ClientConfig, model: ModelIdentity, local: LocalBlocks | None = None) -> None:
         self.config = config
+        self.identity = model
         self.blocks = model.blocks
         self.local = local
         self.span = Span(local.span.end if local is not None else 0, model.blocks)
@@ -101,6 +103,11 @@ class SwarmConnection:
         """The servers that this client can use now, as announced in the DHT."""
         self.run(self._planner.refresh())
         return self._planner.servers
+
+    def boundaries(self) -> tuple[int, ...]:
+        """Blocks at which servers begin or end now, ascending: where routes may be cut."""
+        edges = {edge for server in self.servers() for edge in (server.span.start, server.span.end)}
+        return tuple(sorted(edges - {0, self.blocks}))
 
     def stage_count(self) -> int:
         """Stages of the route that a session would take now: its servers, and this client if it has local blocks.

@@ -18,9 +18,11 @@ import torch
 from swarm.client.chain.chain import MAX_STEPS_UNDER_WAY
 from swarm.client.early_exit.confidence import decayed_threshold, softmax_response, state_similarity
 from swarm.client.early_exit.options import EarlyExit
+from swarm.client.early_exit.trained_exits import ExitClassifier, TrainedExits
 from swarm.client.early_exit.verification import verify_sampled
 from swarm.client.routes.events import ExitTaken, ExitVerified
 from swarm.client.session import InferenceSession, StepUnderWay
+from swarm.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -98,24 +100,25 @@ class ExitDecoder:
 
     Args:
         options: when tokens leave.
+        exits: lenses and classifiers, for the boundaries that have some.
         session: has computed the prompt.
         model: its forward.
         sampling: how tokens are chosen.
-        blocks: of the model.
         put: is handed the tokens `[R]` once they are certain, in order.
     """
 
     def __init__(
         self,
         options: EarlyExit,
+        exits: TrainedExits,
         session: InferenceSession,
         model: ForwardParts,
         sampling: Sampling,
-        blocks: int,
         put: Callable[[torch.Tensor], object],
     ) -> None:
-        self._options, self._session, self._model, self._sampling = options, session, model, sampling
-        self._blocks, self._put = blocks, put
+        self._options, self._exits, self._session = options, exits, session
+        self._model, self._sampling, self._put = model, sampling, put
+        self._blocks = exits.base.blocks
         self._flights: deque[_Flight] = deque()
         self._tokens_RT = torch.empty(0, 0, dtype=torch.long)
         self._open_R = torch.empty(0, dtype=torch.bool)
@@ -199,18 +202,21 @@ class ExitDecoder:
         position, length = flight.tokens_RT.shape[1] - self._prompt_length, self._sampling.max_length
         threshold = decayed_threshold(threshold, self._options.decay, position, length - self._prompt_length)
         logits_RV = None
-        if self._options.confidence == "similarity":
-            if before_RH is None:
-                before_RH = flight.step.hidden[:, -1]
-            confidence_R = state_similarity(before_RH, flight.last_RH)
-        else:
-            logits_RV = self._model.logits(hidden_R1H)
-            confidence_R = softmax_response(logits_RV)
+        match self._options.confidence:
+            case "similarity":
+                if before_RH is None:
+                    before_RH = flight.step.hidden[:, -1]
+                confidence_R = state_similarity(before_RH, flight.last_RH)
+            case "classifier":
+                confidence_R = self._classifier(block)(flight.last_RH)
+            case _:
+                logits_RV = self._early_logits(hidden_R1H, block)
+                confidence_R = softmax_response(logits_RV)
         flight.sure_R = flight.sure_R | (confidence_R > threshold)
         if not bool((flight.sure_R | ~flight.open_R).all()):
             return
         if logits_RV is None:
-            logits_RV = self._model.logits(hidden_R1H)
+            logits_RV = self._early_logits(hidden_R1H, block)
         scores_RV = self._sampling.process(flight.tokens_RT, logits_RV)
         tokens_R = self._padded(self._chosen(scores_RV), flight.open_R)
         flight.guess = _Guess(tokens_R, scores_RV, self._still_open(tokens_R, flight.open_R), block)
@@ -239,6 +245,20 @@ class ExitDecoder:
             self._session.give_up(self._flights[0].step)
             self._flights.clear()
         self._add(tokens_R)
+
+    def _early_logits(self, hidden_R1H: torch.Tensor, block: int) -> torch.Tensor:
+        """The logits in front of a block, through its lens if there is one."""
+        lens = self._exits.lenses.get(block)
+        return self._model.logits(lens(hidden_R1H) if lens is not None else hidden_R1H)
+
+    def _classifier(self, block: int) -> ExitClassifier:
+        classifier = self._exits.classifiers.get(block)
+        if classifier is None:
+            raise UsageError(
+                f"confidence='classifier': the model has no classifier for block {block}, where a server of this route "
+                "begins; train it with model.train_exits(kind='classifier')"
+            )
+        return classifier
 
     def _add(self, tokens_R: torch.Tensor) -> None:
         """The next token of each sequence is certain."""

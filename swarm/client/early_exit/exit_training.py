@@ -8,7 +8,6 @@ model's?
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch

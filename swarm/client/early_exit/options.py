@@ -8,9 +8,9 @@ from typing import Literal, get_args
 
 from swarm.errors import UsageError
 
-Confidence = Literal["softmax", "similarity"]
+Confidence = Literal["softmax", "similarity", "classifier"]
 """softmax: the difference of the two largest probabilities. similarity: the cosine of the hidden states in front of two
-successive servers."""
+successive servers. classifier: what `model.train_exits(kind="classifier")` has learned."""
 
 BatchRule = Literal["row", "all"]
 """row: every sequence leaves by itself, in a session of its own. all: a batch leaves when all its sequences are

@@ -1,14 +1,13 @@
 """What a client trains for early exit: a lens for each boundary, and a classifier.
 
-A lens turns hidden states in front of a block into about what the last block will make of them, so that the model's own
-norm and head can read them ("tuned lens", Belrose et al., 2023). A classifier says how probably the token that is then
-chosen is the full model's ("Confident Adaptive Language Modeling", section 3.5). Both are files of safetensors that name
-the model for which they were trained.
+A lens turns hidden states in front of a block into about what the last block will make of them, so that the model's
+own norm and head can read them ("tuned lens", Belrose et al., 2023). A classifier says how probably the token that is
+then chosen is the full model's ("Confident Adaptive Language Modeling", section 3.5). Both go into one file of
+safetensors that names the model for which they were trained.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,9 +118,7 @@ def _require_base(metadata: Mapping[str, str], base: BaseModel, path: Path) -> N
         )
 
 
-def _read(
-    stored: safe_open, base: BaseModel, path: Path
-) -> tuple[dict[int, ExitLens], dict[int, ExitClassifier]]:
+def _read(stored: safe_open, base: BaseModel, path: Path) -> tuple[dict[int, ExitLens], dict[int, ExitClassifier]]:
     """The lenses and classifiers; shapes are checked before anything is read."""
     width = base.hidden_size
     shapes = {"lens": ([width, width], [width]), "classifier": ([width], [1])}
@@ -141,7 +138,9 @@ def _read(
                 f"F32 {shapes[kind][part == 'bias']}"
             )
         if not 0 < int(block) < base.blocks:
-            raise AdapterMismatch(f"{path}: {name} is for a block that this model of {base.blocks} blocks does not have")
+            raise AdapterMismatch(
+                f"{path}: {name} is for a block that this model of {base.blocks} blocks does not have"
+            )
         found[kind].add(int(block))
     for kind, blocks in found.items():
         for block in blocks:

@@ -8,7 +8,9 @@ import torch
 
 from swarm.client.early_exit.exit_decoder import ExitDecoder, Sampling
 from swarm.client.early_exit.options import EarlyExit
+from swarm.client.early_exit.trained_exits import TrainedExits
 from swarm.client.model.remote_sequential import StepSent
+from swarm.client.model.train_exits import base_model, read_hidden
 from swarm.client.session import InferenceSession, StepUnderWay
 from swarm.errors import SwarmError, UsageError
 from swarm.models.placeholder_cache import PlaceholderCache
@@ -48,8 +50,9 @@ def sample_with_exits(
         if streamer is not None:
             streamer.put(tokens_R.cpu())
 
+    exits = model.exits or TrainedExits(base_model(model))
     forward = _ModelForward(model, arguments, tokens_RT.shape[1] + 1)
-    decoder = ExitDecoder(options, session, forward, sampling, model.swarm.blocks, put)
+    decoder = ExitDecoder(options, exits, session, forward, sampling, put)
     result = decoder.generate(tokens_RT, prompt.logits[:, -1].float())
     if streamer is not None:
         streamer.end()
@@ -86,8 +89,4 @@ class _ModelForward:
         raise SwarmError("the model has computed a step without its blocks")
 
     def logits(self, hidden_R1H: torch.Tensor) -> torch.Tensor:
-        nothing_R1 = torch.zeros(hidden_R1H.shape[:2], dtype=torch.long, device=hidden_R1H.device)
-        with self._model.remote_layer.returning(hidden_R1H):
-            outputs = self._model(input_ids=nothing_R1, use_cache=False, return_dict=True)
-        logits_RV: torch.Tensor = outputs.logits[:, -1].float()
-        return logits_RV
+        return read_hidden(self._model, hidden_R1H)[:, -1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import nn
 
 from swarm.client.connection import SwarmConnection
 from swarm.client.early_exit.options import EarlyExit
+from swarm.client.early_exit.trained_exits import TrainedExits
 from swarm.client.lanes.generate_in_lanes import generate_in_lanes
 from swarm.client.lanes.inference_lanes import InferenceLanes
 from swarm.client.lanes.lane_count import LaneCount, validate_lane_count
@@ -21,6 +23,7 @@ from swarm.client.lanes.split_arguments import batch_size
 from swarm.client.model.exit_generation import sample_with_exits
 from swarm.client.model.remote_sequential import RemoteLayer, RemoteSequential
 from swarm.client.model.speculation import bound_candidates, unseen_length, validate_speculation
+from swarm.client.model.train_exits import ExitKind, ExitQuality, base_model, train_exits
 from swarm.client.model.transformers_hooks import insert_virtual_tokens
 from swarm.client.routes.events import EventListener
 from swarm.client.session import InferenceSession
@@ -167,7 +170,13 @@ class DistributedModelMixin:
 
 
 class DistributedGenerationMixin(DistributedModelMixin):
-    """Mixin of distributed language models: `generate` over sessions and lanes."""
+    """Mixin of distributed language models: `generate` over sessions and lanes.
+
+    Attributes:
+        exits: lenses and classifiers with which tokens leave early; None if nothing was trained or loaded.
+    """
+
+    exits: TrainedExits | None = None
 
     def generate(
         self,
@@ -210,6 +219,43 @@ class DistributedGenerationMixin(DistributedModelMixin):
             _continue_session(session, tokens, kwargs.get("attention_mask"))
             kwargs["past_key_values"] = session.cache
         return self._generate({"inputs": inputs, **kwargs}, None, *args, early_exit=early_exit)
+
+    def train_exits(
+        self,
+        texts: Sequence[torch.Tensor],
+        *,
+        boundaries: Sequence[int] | None = None,
+        kind: ExitKind = "lens",
+        progress: Callable[[int, int], object] = lambda done, total: None,
+    ) -> list[ExitQuality]:
+        """Train what lets tokens leave early, on hidden states that the swarm computes, and use it from now on.
+
+        Args:
+            texts: token ids, in any number of tensors; about 40,000 tokens do for a small model.
+            boundaries: blocks in front of which tokens may leave; by default those where servers begin or end now.
+            kind: "lens" for maps by which the model's head can read early hidden states; "classifier" for what
+                `EarlyExit(confidence="classifier")` asks, after the lenses.
+            progress: is told how many batches are done, and how many there are.
+
+        Returns:
+            for each boundary, what its tokens are worth.
+
+        Raises:
+            UsageError: there is not enough text, or no such boundary.
+        """
+        exits, quality = train_exits(self, texts, boundaries, kind, progress)
+        object.__setattr__(self, "exits", exits)
+        return quality
+
+    def save_exits(self, folder: str | Path) -> None:
+        """Write what `train_exits` made into `folder`. Raises `UsageError` if there is nothing."""
+        if self.exits is None:
+            raise UsageError("nothing was trained: call model.train_exits first")
+        self.exits.save(folder)
+
+    def load_exits(self, folder: str | Path) -> None:
+        """Read what `save_exits` wrote. Raises `AdapterMismatch` or `AdapterError`."""
+        object.__setattr__(self, "exits", TrainedExits.load(folder, base_model(self)))
 
     def _generate(
         self, arguments: dict[str, Any], ticket: ComputeTicket | None, *args: Any, early_exit: EarlyExit | None

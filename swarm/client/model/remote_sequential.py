@@ -13,7 +13,7 @@ in a `ForwardCall` just before, and the layer takes it:
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -180,21 +180,21 @@ class RemoteLayer(nn.Module):
             self._local.sends = False
 
     @contextmanager
-    def returning(self, outputs: torch.Tensor) -> Iterator[None]:
-        """Meanwhile, forwards of this thread go on with `outputs` as if the last block had computed them."""
-        self._local.outputs = outputs
+    def replaced(self, blocks: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+        """Meanwhile, forwards of this thread have `blocks` compute, from hidden states to hidden states."""
+        self._local.blocks = blocks
         try:
             yield
         finally:
-            self._local.outputs = None
+            self._local.blocks = None
 
     @property
-    def is_returning(self) -> bool:
-        """Whether forwards of this thread go on with given outputs, so that no call belongs to them."""
-        return getattr(self._local, "outputs", None) is not None
+    def is_replaced(self) -> bool:
+        """Whether something else computes the blocks of this thread's forwards, so that no call belongs to them."""
+        return getattr(self._local, "blocks", None) is not None
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        result: torch.Tensor = self._local.outputs if self.is_returning else self._compute(hidden_states)
+        result: torch.Tensor = (self._local.blocks if self.is_replaced else self._compute)(hidden_states)
         # The layers of a family return a tensor (0 outputs), or a tuple that begins with one.
         return (result,) + (None,) * (self._outputs - 1) if self._outputs else result
 

@@ -50,7 +50,7 @@ class ForwardHooks:
 
     def _before_owner(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Prepare the remote layer, and insert the virtual tokens."""
-        if self._layer.is_returning:
+        if self._layer.is_replaced:
             return args, kwargs
         kwargs = _by_name(self._owner_signature, args, kwargs)
         cache = kwargs.get("past_key_values")

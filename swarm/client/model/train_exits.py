@@ -1,0 +1,149 @@
+"""`model.train_exits(...)`: lenses and classifiers for early exit, from hidden states that the swarm computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+
+from swarm.client.early_exit.exit_training import KEPT_TOKENS, LensFit, fit_classifier
+from swarm.client.early_exit.trained_exits import BaseModel, TrainedExits
+from swarm.errors import UsageError
+
+ExitKind = Literal["lens", "classifier"]
+
+WINDOW_TOKENS = 256
+"""Tokens of a sequence into which texts are cut."""
+
+BATCH_WINDOWS = 8
+HELD_OUT = 10
+"""Every tenth sequence is held out, to see what was learned."""
+
+
+@dataclass(frozen=True)
+class ExitQuality:
+    """What a token that leaves in front of a block is worth, on sequences that were held out.
+
+    Attributes:
+        block: in front of which it leaves.
+        before, after: share of tokens whose successor is the full model's, without and with the lens.
+    """
+
+    block: int
+    before: float
+    after: float
+
+
+def train_exits(
+    model: Any,
+    texts: Sequence[torch.Tensor],
+    boundaries: Sequence[int] | None,
+    kind: ExitKind,
+    progress: Callable[[int, int], object],
+) -> tuple[TrainedExits, list[ExitQuality]]:
+    """Train exits of one kind for these boundaries; the others stay as they are.
+
+    Raises `UsageError` if there is not enough text, or no such boundary.
+    """
+    if kind not in get_args(ExitKind):
+        raise UsageError(f"kind={kind!r} is not one of {', '.join(get_args(ExitKind))}")
+    blocks = model.swarm.blocks
+    chosen = sorted(set(boundaries if boundaries is not None else model.swarm.boundaries()))
+    if not chosen or not all(0 < block < blocks for block in chosen):
+        raise UsageError(f"boundaries={chosen}: tokens can leave in front of blocks 1 to {blocks - 1}")
+    batches = list(_batches(texts, model.config))
+    if len(batches) < 2:
+        raise UsageError(f"the texts have to be longer: at least {2 * BATCH_WINDOWS} sequences of a few tokens each")
+    base = base_model(model)
+    fits = {block: LensFit(base.hidden_size) for block in chosen}
+    kept: dict[int, list[torch.Tensor]] = {block: [] for block in (*chosen, blocks)}
+    seen: dict[int, list[torch.Tensor]] | None = {block: [] for block in kept} if kind == "classifier" else None
+    for number, tokens_RT in enumerate(batches):
+        states = hidden_states(model, tokens_RT, [*chosen, blocks])
+        held_out = number % HELD_OUT == HELD_OUT - 1 or number == len(batches) - 1
+        for block, one in states.items():
+            rows = one.flatten(0, 1).cpu()
+            if held_out:
+                _keep(kept[block], rows)
+            elif seen is not None:
+                _keep(seen[block], rows)
+            elif block != blocks:
+                fits[block].add(rows, states[blocks].flatten(0, 1).cpu())
+        progress(number + 1, len(batches))
+    before = model.exits or TrainedExits(base)
+    if seen is None:
+        trained = TrainedExits(base, {**before.lenses, **{b: fits[b].lens() for b in chosen}}, before.classifiers)
+    else:
+        right = {block: _agrees(model, before, block, seen) for block in chosen}
+        found = {block: fit_classifier(torch.cat(seen[block]), right[block]) for block in chosen}
+        trained = TrainedExits(base, before.lenses, {**before.classifiers, **found})
+    plain = TrainedExits(base)
+    quality = [
+        ExitQuality(
+            block,
+            float(_agrees(model, plain, block, kept).float().mean()),
+            float(_agrees(model, trained, block, kept).float().mean()),
+        )
+        for block in chosen
+    ]
+    return trained, quality
+
+
+def base_model(model: Any) -> BaseModel:
+    """What exits of a model are bound to."""
+    identity = model.swarm.identity
+    return BaseModel(identity.name, identity.revision, model.config.get_text_config().hidden_size, identity.blocks)
+
+
+def hidden_states(model: Any, tokens_RT: torch.Tensor, blocks: Sequence[int]) -> dict[int, torch.Tensor]:
+    """The hidden states of sequences in front of each of `blocks` (ascending; the last may be the number of blocks)."""
+    found: dict[int, torch.Tensor] = {}
+
+    def compute(hidden_RTH: torch.Tensor) -> torch.Tensor:
+        start = 0
+        for block in blocks:
+            hidden_RTH = found[block] = model.remote_blocks[start:block](hidden_RTH)
+            start = block
+        return hidden_RTH
+
+    with torch.no_grad(), model.remote_layer.replaced(compute):
+        model(input_ids=tokens_RT, use_cache=False)
+    return found
+
+
+def read_hidden(model: Any, hidden_RTH: torch.Tensor) -> torch.Tensor:
+    """The logits `[R, T, V]` float32 of hidden states behind the last block, or as if they were."""
+    nothing_RT = torch.zeros(hidden_RTH.shape[:2], dtype=torch.long, device=hidden_RTH.device)
+    with torch.no_grad(), model.remote_layer.replaced(lambda _: hidden_RTH):
+        logits_RTV: torch.Tensor = model(input_ids=nothing_RT, use_cache=False).logits.float()
+    return logits_RTV
+
+
+def _agrees(model: Any, exits: TrainedExits, block: int, states: dict[int, list[torch.Tensor]]) -> torch.Tensor:
+    """For each token, whether its successor in front of `block` is that behind the last block, `[N]` bool."""
+    lens, right = exits.lenses.get(block), []
+    for hidden_NH, final_NH in zip(states[block], states[model.swarm.blocks], strict=True):
+        early_NH = lens(hidden_NH) if lens is not None else hidden_NH
+        both = [read_hidden(model, one.unsqueeze(0))[0].argmax(-1) for one in (early_NH, final_NH)]
+        right.append(both[0] == both[1])
+    return torch.cat(right)
+
+
+def _keep(kept: list[torch.Tensor], rows: torch.Tensor) -> None:
+    """Remember the newest tokens."""
+    kept.append(rows)
+    while sum(map(len, kept)) > KEPT_TOKENS and len(kept) > 1:
+        del kept[0]
+
+
+def _batches(texts: Sequence[torch.Tensor], config: Any) -> Iterator[torch.Tensor]:
+    """Sequences of the same length `[R, T]`, a few at a time."""
+    length = min(WINDOW_TOKENS, getattr(config.get_text_config(), "max_position_embeddings", None) or WINDOW_TOKENS)
+    tokens = torch.cat([text.flatten() for text in texts]) if texts else torch.empty(0, dtype=torch.long)
+    length = max(2, min(length, len(tokens) // (2 * BATCH_WINDOWS)))
+    windows = tokens[: len(tokens) // length * length].view(-1, length)
+    order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))
+    for first in range(0, len(windows) - BATCH_WINDOWS + 1, BATCH_WINDOWS):
+        yield windows[order[first : first + BATCH_WINDOWS]]

@@ -1,0 +1,96 @@
+"""Lenses and classifiers that are trained over real servers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swarm import EarlyExit
+from swarm.client.model.train_exits import hidden_states, read_hidden
+from swarm.errors import AdapterMismatch, UsageError
+from tests.swarms import TestSwarm, run_client, run_swarm
+from tests.zoo import BLOCKS
+
+SPANS = ("0:2", "2:3", "3:6")
+
+
+@pytest.fixture(scope="module")
+def swarm(folder: Path) -> Iterator[TestSwarm]:
+    with run_swarm(folder, SPANS, dtype="float32") as swarm:
+        yield swarm
+
+
+@pytest.fixture
+def model(swarm: TestSwarm) -> Iterator[Any]:
+    with run_client(swarm, dtype="float32", wire="none") as model:
+        yield model
+
+
+def text(tokens: int = 2400) -> torch.Tensor:
+    return torch.randint(3, 100, (tokens,), generator=torch.Generator().manual_seed(0))
+
+
+def greedy(model: Any, **more: Any) -> torch.Tensor:
+    return model.generate(text(7).unsqueeze(0), max_new_tokens=16, do_sample=False, pad_token_id=0, **more)
+
+
+def test_hidden_states_are_those_of_the_local_model(model, local):
+    tokens = text(20).view(2, 10)
+    found = hidden_states(model, tokens, [2, 3, BLOCKS])
+    with torch.no_grad():
+        expected = local(tokens, output_hidden_states=True)
+    for block in (2, 3):
+        torch.testing.assert_close(found[block], expected.hidden_states[block], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(read_hidden(model, found[BLOCKS]), expected.logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_lens_helps_and_changes_no_verified_text(model, local, tmp_path):
+    done: list[tuple[int, int]] = []
+    quality = model.train_exits([text()], progress=lambda *numbers: done.append(numbers))
+    assert [one.block for one in quality] == [2, 3]
+    assert sum(one.after for one in quality) > sum(one.before for one in quality)
+    assert done[-1][0] == done[-1][1] == len(done)
+    assert greedy(model, early_exit=EarlyExit(threshold=0.0)).equal(greedy(local))
+    early = greedy(model, early_exit=EarlyExit(threshold=0.0, verify=False))
+    model.save_exits(tmp_path)
+    model.exits = None
+    assert not greedy(model, early_exit=EarlyExit(threshold=0.0, verify=False)).equal(early)
+    model.load_exits(tmp_path)
+    assert greedy(model, early_exit=EarlyExit(threshold=0.0, verify=False)).equal(early)
+
+
+def test_a_classifier_is_asked_where_there_is_one(model, local):
+    exits = EarlyExit(confidence="classifier", threshold=0.3)
+    with pytest.raises(UsageError, match="no classifier for block"):
+        greedy(model, early_exit=exits)
+    model.train_exits([text()], kind="classifier")
+    assert greedy(model, early_exit=exits).equal(greedy(local))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kind": "oracle"}, "is not one of lens"),
+        ({"boundaries": [0, 2]}, "in front of blocks 1 to 5"),
+        ({"boundaries": [6]}, "in front of blocks 1 to 5"),
+        ({"boundaries": []}, "in front of blocks 1 to 5"),
+        ({"texts": []}, "have to be longer"),
+    ],
+)
+def test_bad_arguments(model, arguments, message):
+    with pytest.raises(UsageError, match=message):
+        model.train_exits(**{"texts": [text()], **arguments})
+    with pytest.raises(UsageError, match="nothing was trained"):
+        model.save_exits("nowhere")
+
+
+def test_exits_of_another_revision(model, tmp_path):
+    model.train_exits([text()], boundaries=[2])
+    model.save_exits(tmp_path)
+    model.swarm.identity = type(model.swarm.identity)("other", "another revision", BLOCKS)
+    with pytest.raises(AdapterMismatch, match="train exits for it"):
+        model.load_exits(tmp_path)
