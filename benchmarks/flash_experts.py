@@ -17,13 +17,14 @@ from benchmarks.flash_ballast import MIN_AVAILABLE_BYTES, Ballast, available_byt
 from benchmarks.flash_moe import QWEN3, MoeBlocks, MoeShape, write_files
 from benchmarks.flash_rows import spread, table, times
 from benchmarks.flash_steps import drive_speed
-from swarm.models.flash.costs.compute_speed import plain_speed, resident_speed
+from swarm.models.flash.costs.compute_speed import expert_speed, resident_speed
 from swarm.models.flash.costs.cost_model import ExpertCosts, FlashCostModel, MachineSpeed
 from swarm.models.flash.experts.expert_pool import ExpertPool
 from swarm.models.flash.experts.routing_trace import Trace, fewest_reads, overlap, reads
 from swarm.models.flash.reading.drive_speed import DriveSpeed
 from swarm.models.flash.reading.flash_store import FlashStore
 from swarm.models.flash.reading.record_reader import FlashIo
+from swarm.models.flash.records.record_layout import RecordLayout
 from swarm.models.flash.records.weight_store import MemoryStore
 from swarm.models.flash.sparsity import Sparsity
 from swarm.models.flash.stay_priority import DecayedFrequency, LeastRecentlyUsed, TwoSpeedFrequency
@@ -101,7 +102,9 @@ def measure(folder: Path, count: int, io: FlashIo, rounds: int, squeeze: bool) -
 
     def take_turns() -> None:
         for _ in range(rounds):
-            predicted.append(prediction(flash, pool, machine_speed(drive_speed(paths[0], io, layout.stride)), count))
+            predicted.append(
+                prediction(flash, pool, machine_speed(drive_speed(paths[0], io, layout.stride), layout), count)
+            )
             flash.rates.append(FLASH_TOKENS / flash.seconds(FLASH_TOKENS))
             mapped.rates.append(MAPPED_TOKENS / mapped.seconds(MAPPED_TOKENS))
 
@@ -126,12 +129,12 @@ def measure(folder: Path, count: int, io: FlashIo, rounds: int, squeeze: bool) -
     return Result(flash, mapped, pool, predicted, room, least, policies, overlap(trace))
 
 
-def machine_speed(speed: DriveSpeed) -> MachineSpeed:
+def machine_speed(speed: DriveSpeed, layout: RecordLayout) -> MachineSpeed:
     """Measure what the cost model needs to know of this machine."""
     return MachineSpeed(
         drive=speed,
         resident=resident_speed(QWEN3.hidden, DTYPE),
-        records=plain_speed(QWEN3.hidden, DTYPE),
+        records=expert_speed(layout),
         block_s=block_seconds(),
     )
 

@@ -45,7 +45,8 @@ def machine_speed(
     resident = resident_speed(hidden, layout.dtype)
     if plan.kind is RecordKind.NEURONS and activation is not None:
         return MachineSpeed(drive, resident, neuron_speed(plan, layout, activation), move_speed(layout), BLOCK_S)
-    return MachineSpeed(drive, resident, plain_speed(hidden, layout.dtype), 0.0, BLOCK_S)
+    records = expert_speed(layout) if plan.kind is RecordKind.EXPERTS else plain_speed(hidden, layout.dtype)
+    return MachineSpeed(drive, resident, records, 0.0, BLOCK_S)
 
 
 def resident_speed(hidden: int, dtype: torch.dtype) -> ComputeSpeed:
@@ -57,9 +58,25 @@ def resident_speed(hidden: int, dtype: torch.dtype) -> ComputeSpeed:
 
 
 def plain_speed(hidden: int, dtype: torch.dtype) -> ComputeSpeed:
-    """The speed of weights as they come from files: whole tensors, for streamed blocks and experts."""
+    """The speed of weights as they come from files: whole tensors, for streamed blocks."""
     weight_RH = torch.randn(_rows(hidden, dtype), hidden).to(dtype)
     return _measured(lambda inputs_TH: F.linear(inputs_TH, weight_RH), hidden, dtype, weight_RH.nbytes)
+
+
+def expert_speed(layout: RecordLayout) -> ComputeSpeed:
+    """The speed of experts, in seconds for each byte of their records: one after the other, matrix by matrix, which is
+    slower than one large matrix."""
+    buffer = RecordBuffer(layout, max(2, min(layout.count, WEIGHT_BYTES // layout.stride)))
+    matrices = [buffer.field(field.tensor).normal_() for field in layout.fields if len(field.shape) == 2]
+    widths = {matrix.shape[-1] for matrix in matrices}
+
+    def compute(inputs_T1: torch.Tensor) -> None:
+        inputs = {width: inputs_T1.expand(-1, width).contiguous() for width in widths}
+        for slot in range(buffer.slots):
+            for matrix in matrices:
+                torch.mm(inputs[matrix.shape[-1]], matrix[slot].T)
+
+    return _measured(compute, 1, layout.dtype, buffer.slots * layout.stride)
 
 
 def neuron_speed(plan: BlockPlan, layout: RecordLayout, activation: nn.Module, active: float = 1 / 3) -> ComputeSpeed:

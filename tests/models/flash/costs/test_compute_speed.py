@@ -47,6 +47,13 @@ def test_measures_resident_weights(dtype):
     check(compute_speed.plain_speed(64, dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_measures_experts(dtype):
+    plan = BlockPlan(RecordKind.EXPERTS, {"experts": "experts"}, {"experts.up": 0, "experts.down": 0})
+    shapes = {"experts.up": (8, 128, 64), "experts.down": (8, 64, 128)}
+    check(compute_speed.expert_speed(plan.layout(shapes, dtype)))
+
+
 def test_measures_moves():
     _, layout = neurons(torch.float32, "up", "down")
     assert compute_speed.move_speed(layout) > 0
