@@ -141,13 +141,13 @@ def machine_speed(speed: DriveSpeed, layout: RecordLayout) -> MachineSpeed:
 
 def block_seconds() -> float:
     """What a block costs beyond its weights: the time of one with as many experts and next to no weights."""
-    shape = MoeShape(hidden=64, intermediate=32, heads=2, key_heads=1, head=32)
+    shape = MoeShape(hidden=64, intermediate=32)
     tiny = new_span(shape, load_trace()[:, :1])
     layout = tiny.blocks.layout
     tensors = {part.tensor: torch.zeros(layout.count, *part.shape, dtype=DTYPE) for part in layout.fields}
     tiny.blocks.attach_flash([MemoryStore(layout, tensors)], layout.file_bytes)
-    tiny.seconds(16)
-    return min(tiny.seconds(16) / 16 for _ in range(3))
+    tiny.seconds(WARM_UP_TOKENS)
+    return min(tiny.seconds(FLASH_TOKENS) / FLASH_TOKENS for _ in range(3))
 
 
 def prediction(flash: Span, pool: ExpertPool, machine: MachineSpeed, count: int) -> float:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+import statistics
+import time
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.flash_files import OPT
 from benchmarks.flash_matrix import NothingStore
 from benchmarks.flash_opt import PLAN, RANK, empty_block, sparse_blocks
 from benchmarks.flash_planted import PlantedNeurons
-from benchmarks.flash_steps import drive_speed, plain, seconds_a_token
+from benchmarks.flash_steps import PreallocatedCache, drive_speed, plain, seconds_a_token
 from swarm.models.flash.costs.compute_speed import move_speed, neuron_speed, plain_speed, resident_speed
 from swarm.models.flash.costs.cost_model import MachineSpeed, NeuronCosts, StreamedCosts
 from swarm.models.flash.neurons.sparse_feed_forward import SparseOptions
@@ -40,9 +43,23 @@ TINY = replace(OPT, hidden=64, heads=1)
 
 
 def block_seconds(dtype: torch.dtype, planted: PlantedNeurons) -> float:
-    """What a sparse block costs beyond its weights: the time of one that has next to none."""
+    """What a sparse block costs beyond its weights: the time of one that has next to none, and of attention scores."""
     steps = [plain(block) for block in tiny_blocks(dtype, planted)]
-    return min(seconds_a_token(steps, TINY_TOKENS // 4, 1, dtype, TINY) for _ in range(4))
+    tiny_s = min(seconds_a_token(steps, TINY_TOKENS // 4, 1, dtype, TINY) for _ in range(4))
+    return tiny_s + scores_seconds(dtype)
+
+
+@torch.inference_mode()
+def scores_seconds(dtype: torch.dtype) -> float:
+    """The time of a token's attention scores over the cache, which the block without weights does not have."""
+    cache = PreallocatedCache(1, 1, TINY_TOKENS, dtype, OPT)
+    query, keys, values = torch.randn(3, 1, OPT.heads, 1, OPT.hidden // OPT.heads).to(dtype)
+    times = []
+    for _ in range(TINY_TOKENS):
+        began = time.perf_counter()
+        scaled_dot_product_attention(query, *cache.update(keys, values, 0))
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
 
 
 def tiny_blocks(dtype: torch.dtype, planted: PlantedNeurons) -> list[nn.Module]:
