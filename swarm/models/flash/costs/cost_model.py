@@ -14,7 +14,7 @@ inputs: the next one is read while this one computes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -187,17 +187,33 @@ class ExpertCosts:
         needed = self.records * self.needed.needed(tokens, sessions)
         found = 1.0 if self.slots >= self.records else interpolated(list(self.hits), self.slots / self.records)
         hits = min(needed * max(0.0, min(1.0, found)), float(self.slots))
-        new = max(0.0, needed - hits)  # of mixtures with few experts, often less than one a token
         batch = tokens * sessions
         resident_s = machine.block_s + machine.resident.seconds(self.resident_bytes, batch)
-        reading_s = machine.drive.seconds(max(1.0, new), self.stride) * min(1.0, new)
         # Each expert computes its own tokens only.
         each = max(1, round(batch * self.needed.needed(1) * self.records / needed)) if needed else 1
-        before_s = machine.records.seconds(hits * self.stride, each)
-        after_s = machine.records.seconds(new * self.stride, each)
-        hidden_s = min(self.ahead * reading_s, resident_s)
-        cost = _overlapped(new, self.stride, resident_s, reading_s - hidden_s, before_s, after_s)
-        return StepCost(cost.reads, cost.bytes, reading_s, cost.computing_s, cost.seconds)
+        expert_s = machine.records.seconds(self.stride, each)
+        # Tokens that miss many experts wait longer than others gain, so the time of an average token is too short.
+        new = reading_s = seconds = 0.0
+        trials = max(1, round(needed))
+        for count, chance in _binomial(trials, 1 - hits / needed if needed else 0.0):
+            missing = count * needed / trials
+            one_s = machine.drive.seconds(missing, self.stride) if missing else 0.0
+            hidden_s = min(self.ahead * one_s, resident_s)
+            before_s, after_s = (needed - missing) * expert_s, missing * expert_s
+            cost = _overlapped(missing, self.stride, resident_s, one_s - hidden_s, before_s, after_s)
+            new += chance * missing
+            reading_s += chance * one_s
+            seconds += chance * cost.seconds
+        return StepCost(new, round(new * self.stride), reading_s, resident_s + needed * expert_s, seconds)
+
+
+def _binomial(trials: int, share: float) -> Iterator[tuple[int, float]]:
+    """How many of so many independent trials succeed, and how probable that is."""
+    share = min(1.0, max(0.0, share))
+    for count in range(trials + 1):
+        chance = math.comb(trials, count) * share**count * (1 - share) ** (trials - count)
+        if chance:
+            yield count, chance
 
 
 @dataclass(frozen=True)

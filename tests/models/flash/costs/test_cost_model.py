@@ -122,7 +122,9 @@ def test_few_experts_are_read_now_and_then():
     whole, cost = dataclasses.replace(few, slots=8).step(MACHINE, 1, 1), few.step(MACHINE, 1, 1)
     assert cost.reads == pytest.approx(0.4)
     assert cost.bytes == round(cost.reads * few.stride)
-    assert cost.reading_s == pytest.approx(0.4 * Drive().seconds(1, few.stride))
+    assert cost.reading_s == pytest.approx(
+        0.32 * Drive().seconds(1, few.stride) + 0.04 * Drive().seconds(2, few.stride)
+    )
     assert cost.computing_s == pytest.approx(whole.computing_s)
     assert cost.seconds > whole.seconds
 
@@ -130,7 +132,7 @@ def test_few_experts_are_read_now_and_then():
 def test_look_ahead_hides_reading_behind_the_attention_only():
     plain = MIXTURE.step(MACHINE, 1, 1)
     ahead = dataclasses.replace(MIXTURE, ahead=1.0).step(MACHINE, 1, 1)
-    assert plain.seconds - ahead.seconds == pytest.approx(40_000_000 * 1e-10)
+    assert plain.seconds - ahead.seconds == pytest.approx(40_000_000 * 1e-10, rel=0.02)  # but where nothing is read
     assert plain.reading_s == ahead.reading_s
 
 
