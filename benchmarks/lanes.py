@@ -61,12 +61,12 @@ def prompts(count: int) -> torch.Tensor:
 
 
 @contextmanager
-def slow_network(path: Path, shape: str, servers: int, delay: float) -> Iterator[Any]:
-    """Yield a client of servers on a slow network."""
+def slow_network(path: Path, spans: Sequence[str], delay: float) -> Iterator[Any]:
+    """Yield a client of servers of these spans on a slow network."""
     DelayedPeer.seconds = delay
     connection.Peer = DelayedPeer  # type: ignore[attr-defined, misc]
     try:
-        with push.slow_servers(path, servers, delay) as address:
+        with push.slow_servers(path, spans, delay) as address:
             model: Any = AutoDistributedModelForCausalLM.from_pretrained(path, initial_peers=[address], wire="none")
             yield model
             model.swarm.close()
@@ -115,7 +115,7 @@ def main() -> None:
         if arguments.only != "fast":
             path = make_model("tiny", Path(folder))
             local: Any = AutoModelForCausalLM.from_pretrained(path)
-            with slow_network(path, "tiny", 3, arguments.delay) as model:
+            with slow_network(path, split_blocks(SHAPES["tiny"].num_hidden_layers, 3), arguments.delay) as model:
                 where = f"tiny, 3 servers, {1e3 * arguments.delay:.0f} ms one way"
                 found[where] = measure(model, local, (1, 3, 6), arguments.tokens, arguments.repeats)
         if arguments.only != "slow":

@@ -15,7 +15,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -138,7 +138,7 @@ def over_libp2p(path: Path, servers: int, delay: float, tokens: int, repeats: in
     found: Seconds = {push: [] for push in PUSH}
     DelayedPeer.seconds = delay
     connection.Peer = DelayedPeer  # type: ignore[attr-defined, misc]
-    with slow_servers(path, servers, delay) as address:
+    with slow_servers(path, split_blocks(SHAPES[SHAPE].num_hidden_layers, servers), delay) as address:
         models: dict[bool, Any] = {
             push: AutoDistributedModelForCausalLM.from_pretrained(
                 path, initial_peers=[address], wire="none", network=NetworkOptions(push=push)
@@ -160,14 +160,14 @@ def over_libp2p(path: Path, servers: int, delay: float, tokens: int, repeats: in
 
 
 @contextmanager
-def slow_servers(path: Path, servers: int, delay: float) -> Iterator[str]:
-    """Run servers of the whole model on a slow network; yields the address to join by."""
+def slow_servers(path: Path, spans: Sequence[str], delay: float) -> Iterator[str]:
+    """Run a server for each span on a slow network; yields the address to join by."""
     with ExitStack() as ends:
         bootstrap = PeerProcess(("-m", "swarm.dht", "--host-maddrs", LOOPBACK))
         ends.callback(bootstrap.stop)
         address = bootstrap.address()
         processes = []
-        for blocks in split_blocks(SHAPES[SHAPE].num_hidden_layers, servers):
+        for blocks in spans:
             where = ("--initial-peers", address, "--host-maddrs", LOOPBACK)
             options = (str(path), "--blocks", blocks, *where, "--threads", "1", "--throughput", "1000")
             processes.append(PeerProcess(("-m", "benchmarks.delayed", str(delay), *options)))
