@@ -4,6 +4,7 @@ The newest token is on its way through the servers. This client receives a copy 
 looks at it through the model's final norm and head. If the token is sure, its successor is chosen at once and sent off;
 the servers behind go on with the earlier one, so their caches become those of the full model. The last server's answer
 comes later. With `verify`, it decides whether the successor stands; if not, all that was sent off after it is given up.
+A later server whose copy surely says something else is believed before.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class _Guess:
     block: int
 
 
-@dataclass
+@dataclass(eq=False)
 class _Flight:
     """A token of each sequence on its way.
 
@@ -160,39 +161,38 @@ class ExitDecoder:
         return room and bool(guess.open_R.any())
 
     def _wait(self, newest: _Flight) -> None:
-        """Wait for the last server's answer to the oldest token, or for a look at the newest."""
-        oldest = self._flights[0]
+        """Wait for the last server's answer to the oldest token, or for a look at one that is on its way."""
+        oldest, boundaries = self._flights[0], self._session.boundaries
 
         def is_answered() -> bool:
             return self._session.has_outputs(oldest.step, self._blocks)
 
-        boundaries = self._session.boundaries if newest.guess is None else ()
-        unseen = [block for block in boundaries if block > newest.seen]
-        if self._options.verify:
-
-            def ready() -> bool:
-                return is_answered() or bool(self._come(newest, unseen))
-
-        else:
-            # Which token stands must not depend on what happens to come first.
-            def ready() -> bool:
-                return bool(self._come(newest, unseen[:1])) if unseen else is_answered()
-
-        self._session.wait(ready)
-        come = self._come(newest, unseen)
-        if come and not self._options.verify:
-            self._look_at(newest, come[0])
-        elif is_answered():
+        if not self._options.verify:
+            # Which token stands must not depend on what happens to come first: each boundary, then the answer.
+            unseen = [block for block in boundaries if block > newest.seen] if newest.guess is None else []
+            self._session.wait(lambda: bool(self._come(newest, unseen[:1])) if unseen else is_answered())
+            if come := self._come(newest, unseen[:1]):
+                self._look_at(newest, come[0])
+            elif is_answered():
+                self._settle(self._flights.popleft())
+            return
+        # A drawn token must stay: another one in its place would not have the distribution that verification assumes.
+        watched = [one for one in self._flights if one.guess is None or not self._sampling.sample]
+        self._session.wait(lambda: is_answered() or any(self._come(one, boundaries) for one in watched))
+        if is_answered():
             self._settle(self._flights.popleft())
-        elif come:
-            self._look_at(newest, come[-1])
+            return
+        for one in watched:
+            if come := self._come(one, boundaries):
+                self._look_at(one, come[-1])
+                return
 
     def _come(self, flight: _Flight, blocks: Sequence[int]) -> list[int]:
-        """Those of the blocks in front of which it is known what a token is."""
-        return [block for block in blocks if self._session.has_outputs(flight.step, block)]
+        """Those of the blocks in front of which a token was not looked at yet, and now can be."""
+        return [block for block in blocks if block > flight.seen and self._session.has_outputs(flight.step, block)]
 
     def _look_at(self, flight: _Flight, block: int) -> None:
-        """Let a token leave in front of `block` if it is sure there."""
+        """Let a token leave in front of `block` if it is sure there; if it has left, see whether it still says so."""
         flight.seen = block
         hidden_R1H = self._session.outputs(flight.step, block)
         before_RH, flight.last_RH = flight.last_RH, hidden_R1H[:, -1]
@@ -212,13 +212,19 @@ class ExitDecoder:
             case _:
                 logits_RV = self._early_logits(hidden_R1H, block)
                 confidence_R = softmax_response(logits_RV)
-        flight.sure_R = flight.sure_R | (confidence_R > threshold)
-        if not bool((flight.sure_R | ~flight.open_R).all()):
+        sure_R = confidence_R > threshold
+        if flight.guess is None:
+            sure_R = flight.sure_R = flight.sure_R | sure_R
+        if not bool((sure_R | ~flight.open_R).all()):
             return
         if logits_RV is None:
             logits_RV = self._early_logits(hidden_R1H, block)
         scores_RV = self._sampling.process(flight.tokens_RT, logits_RV)
         tokens_R = self._padded(self._chosen(scores_RV), flight.open_R)
+        if flight.guess is not None:
+            if torch.equal(tokens_R, flight.guess.tokens_R):
+                return
+            self._give_up_behind(flight)
         flight.guess = _Guess(tokens_R, scores_RV, self._still_open(tokens_R, flight.open_R), block)
         self._session.report(ExitTaken(block))
         if not self._options.verify:
@@ -241,10 +247,17 @@ class ExitDecoder:
         tokens_R = self._padded(tokens_R, self._open_R)
         stands = torch.equal(tokens_R, guess.tokens_R)
         self._session.report(ExitVerified(guess.block, stands))
-        if not stands and self._flights:
-            self._session.give_up(self._flights[0].step)
-            self._flights.clear()
+        if not stands:
+            self._give_up_behind(None)
         self._add(tokens_R)
+
+    def _give_up_behind(self, flight: _Flight | None) -> None:
+        """Give up all tokens that were sent off after this one; with None, all."""
+        kept = 0 if flight is None else self._flights.index(flight) + 1
+        if len(self._flights) > kept:
+            self._session.give_up(self._flights[kept].step)
+        while len(self._flights) > kept:
+            self._flights.pop()
 
     def _early_logits(self, hidden_R1H: torch.Tensor, block: int) -> torch.Tensor:
         """The logits in front of a block, through its lens if there is one."""
