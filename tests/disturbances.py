@@ -40,14 +40,16 @@ class Before(StoppingCriteria):
             self.events[token](self.session)
 
 
-def write(model: Any, prompt: torch.Tensor, new: int, events: Mapping[int, Event] | None = None) -> list[int]:
+def write(
+    model: Any, prompt: torch.Tensor, new: int, events: Mapping[int, Event] | None = None, **more: Any
+) -> list[int]:
     """The next `new` tokens, greedily, in a session of their own. `events[1]` happens between the opening of the
     session and the prefill; see `Before` for the others."""
     with model.inference_session(max_length=prompt.shape[1] + new) as session:
         session.open()
         before = Before(session, events or {})
         before.happen(1)
-        return greedy(model, prompt, new, stopping_criteria=StoppingCriteriaList([before]))
+        return greedy(model, prompt, new, stopping_criteria=StoppingCriteriaList([before]), **more)
 
 
 def greedy(model: Any, prompt: torch.Tensor, new: int, **more: Any) -> list[int]:

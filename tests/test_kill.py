@@ -19,6 +19,7 @@ import torch
 from transformers import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from swarm import EarlyExit
 from swarm.client.chain.hop_session import HopSession
 from swarm.client.session import InferenceSession
 from swarm.errors import MissingBlocks
@@ -122,6 +123,23 @@ def replaced(swarm: TestSwarm, blocks: str, after: float = 0.0) -> Iterator[None
     finally:
         timer.join()
     assert started
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("threshold", [0.0, 0.2])
+def test_a_server_dies_before_every_tenth_token_while_tokens_leave_early(swarm, model, prompt, expected, threshold):
+    def kill_and_replace(block: int) -> Event:
+        def happen(session: InferenceSession) -> None:
+            kill(swarm, block)(session)
+            spans = SPANS[BLOCKS.index(block)]
+            if len(swarm.holders(spans)) < 2:
+                swarm.start(spans, dtype="float32").wait_ready()
+
+        return happen
+
+    events = {token: kill_and_replace(BLOCKS[token // 10 % 3]) for token in range(10, NEW, 10)}
+    assert write(model, prompt, NEW, events, early_exit=EarlyExit(threshold=threshold)) == expected
 
 
 @pytest.mark.timeout(1800)
