@@ -53,12 +53,28 @@ class ClientMetrics:
             ["reason"],
             registry=registry,
         )
+        self._exits = Counter(
+            "swarm_client_exits_total",
+            "Tokens that left between servers, by the block in front of which they did.",
+            ["block"],
+            registry=registry,
+        )
+        self._verified = Counter(
+            "swarm_client_exits_verified_total",
+            "Tokens that had left, by whether their successor stood.",
+            ["block", "outcome"],
+            registry=registry,
+        )
         self._by_event: Mapping[str, Callable[[Any], None]] = {
             "RouteTaken": lambda event: self._routes.inc(),
             "HopLost": lambda event: self._lost.labels(error_label(event.reason)).inc(),
             "Recovered": lambda event: self._failovers.observe(event.seconds),
             "Replayed": self._was_replayed,
             "BlocksMissing": lambda event: self._missing.inc(),
+            "ExitTaken": lambda event: self._exits.labels(str(event.block)).inc(),
+            "ExitVerified": lambda event: self._verified.labels(
+                str(event.block), "stood" if event.stands else "given up"
+            ).inc(),
             "PeerAvoided": lambda event: self._bans.labels(BAN_REASONS.get(event.reason, OTHER)).inc(),
         }
 

@@ -47,6 +47,20 @@ def test_an_answer_with_a_failover() -> None:
     assert value(readings, "swarm_client_failover_seconds_bucket", le="0.1") == 1
 
 
+def test_tokens_that_left_early() -> None:
+    readings = heard(
+        events.ExitTaken(4),
+        events.ExitTaken(8),
+        events.ExitTaken(4),
+        events.ExitVerified(4, True),
+        events.ExitVerified(4, False),
+    )
+    assert value(readings, "swarm_client_exits_total", block="4") == 2
+    assert value(readings, "swarm_client_exits_total", block="8") == 1
+    assert value(readings, "swarm_client_exits_verified_total", block="4", outcome="stood") == 1
+    assert value(readings, "swarm_client_exits_verified_total", block="4", outcome="given up") == 1
+
+
 def test_every_event_has_its_count() -> None:
     metrics = ClientMetrics(Registry())
     assert {event.__name__ for event in get_args(events.SessionEvent)} == set(metrics._by_event)
