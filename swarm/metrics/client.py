@@ -73,7 +73,7 @@ class ClientMetrics:
             "BlocksMissing": lambda event: self._missing.inc(),
             "ExitTaken": lambda event: self._exits.labels(str(event.block)).inc(),
             "ExitVerified": lambda event: self._verified.labels(
-                str(event.block), "stood" if event.stands else "given up"
+                str(event.block), "stood" if event.stands else "given_up"
             ).inc(),
             "PeerAvoided": lambda event: self._bans.labels(BAN_REASONS.get(event.reason, OTHER)).inc(),
         }

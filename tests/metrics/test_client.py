@@ -58,7 +58,7 @@ def test_tokens_that_left_early() -> None:
     assert value(readings, "swarm_client_exits_total", block="4") == 2
     assert value(readings, "swarm_client_exits_total", block="8") == 1
     assert value(readings, "swarm_client_exits_verified_total", block="4", outcome="stood") == 1
-    assert value(readings, "swarm_client_exits_verified_total", block="4", outcome="given up") == 1
+    assert value(readings, "swarm_client_exits_verified_total", block="4", outcome="given_up") == 1
 
 
 def test_every_event_has_its_count() -> None:
