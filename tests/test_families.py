@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from swarm import EarlyExit
 from tests.slow import slow_except
 from tests.swarms import run_client, run_swarm
 from tests.zoo import FAMILIES, PROMPTS, REPRESENTATIVES, make_checkpoint
@@ -39,10 +40,12 @@ def test_family(family: str, tmp_path: Path) -> None:
     with run_swarm(folder, SPANS, dtype="float32") as swarm, run_client(swarm, dtype="float32") as model:
         assert type(model).__name__ == type(local).__name__
         written = model.generate(**inputs, **settings)
+        guessed = model.generate(**inputs, **settings, early_exit=EarlyExit(threshold=0.0, batch="all"))
         with torch.no_grad():
             logits = model(**inputs).logits
 
     assert written.tolist() == expected.tolist()
+    assert guessed.tolist() == expected.tolist()
     real = inputs["attention_mask"].bool()
     error = (logits - expected_logits)[real].abs().max() / expected_logits[real].abs().max()
     assert error <= 1e-4

@@ -160,7 +160,12 @@ def test_pefts_lora_loads_here(family_swarm: TestSwarm, tmp_path: Path) -> None:
     with tuned(family_swarm, adapter=tmp_path) as model:
         assert_close(model(tokens).logits, reference(tokens).logits)
         assert not any(one.requires_grad for one in model.parameters())
-        assert model.generate(tokens, **GREEDY).tolist() == reference.generate(input_ids=tokens, **GREEDY).tolist()
+        text = reference.generate(input_ids=tokens, **GREEDY).tolist()
+        assert model.generate(tokens, **GREEDY).tolist() == text
+        for rule in ("row", "all"):
+            assert (
+                model.generate(tokens, early_exit=swarm.EarlyExit(threshold=0.0, batch=rule), **GREEDY).tolist() == text
+            )
 
 
 def test_virtual_tokens_are_pefts(family_swarm: TestSwarm, tmp_path: Path) -> None:
@@ -180,7 +185,12 @@ def test_virtual_tokens_are_pefts(family_swarm: TestSwarm, tmp_path: Path) -> No
         assert_close(model.prompts.grad, reference.prompt_encoder["default"].embedding.weight.grad)
         with torch.no_grad():
             assert_close(model(tokens).logits, reference(tokens).logits[:, POSITIONS:])
-        assert model.generate(tokens, **GREEDY).tolist() == reference.generate(input_ids=tokens, **GREEDY).tolist()
+        text = reference.generate(input_ids=tokens, **GREEDY).tolist()
+        assert model.generate(tokens, **GREEDY).tolist() == text
+        for rule in ("row", "all"):
+            assert (
+                model.generate(tokens, early_exit=swarm.EarlyExit(threshold=0.0, batch=rule), **GREEDY).tolist() == text
+            )
         model.save_pretrained(tmp_path)
         loaded = peft.PeftModel.from_pretrained(local(family_swarm), tmp_path).eval()
         assert_close(loaded(tokens).logits, reference(tokens).logits)
