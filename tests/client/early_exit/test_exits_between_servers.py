@@ -106,6 +106,17 @@ def test_the_end_of_a_text_is_where_the_full_model_ends_it(model, local):
         assert found.equal(expected)
 
 
+@pytest.mark.parametrize("batch", ["row", "all"])
+def test_sequences_that_end_at_different_places_are_padded(model, local, batch):
+    plain = greedy(local, **padded_batch())
+    ends = [int(plain[0, -NEW + 5]), int(plain[1, -NEW + 14])]
+    expected = greedy(local, **padded_batch(), eos_token_id=ends)
+    lengths = (expected[:, -NEW:] != PAD).sum(1)
+    assert lengths[0] != lengths[1]
+    exits = EarlyExit(threshold=0.0, batch=batch)
+    assert greedy(model, **padded_batch(), eos_token_id=ends, early_exit=exits).equal(expected)
+
+
 def test_tokens_are_streamed_once_each_in_order(model, local):
     class Streamer(BaseStreamer):
         def __init__(self) -> None:
@@ -176,7 +187,7 @@ def test_sampled_texts_have_the_full_models_distribution(model, local):
         with model.inference_session(max_length=16, listener=listener):
             texts = model.generate(prompt(), num_return_sequences=rows, early_exit=EarlyExit(threshold=0.0), **settings)
         counts.update(map(tuple, texts[:, 7:].tolist()))
-    assert listener.count(ExitTaken) == 2 * repeats
+    assert listener.count(ExitTaken) >= repeats, "else nothing was drawn early"
     expected: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(3):
         longer = {}
