@@ -9,6 +9,7 @@ A later server whose copy surely says something else is believed before.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ import torch
 
 from swarm.client.chain.chain import MAX_STEPS_UNDER_WAY
 from swarm.client.early_exit.confidence import decayed_threshold, softmax_response, state_similarity
+from swarm.client.early_exit.look_meter import LookMeter
 from swarm.client.early_exit.options import EarlyExit
 from swarm.client.early_exit.trained_exits import ExitClassifier, TrainedExits
 from swarm.client.early_exit.verification import verify_sampled
@@ -82,7 +84,9 @@ class _Flight:
         tokens_RT: the sequences, this token included.
         open_R: sequences that have not ended.
         guess: of the next token, once this one has left.
+        looks: whether it is to be looked at on its way.
         seen: block in front of which it was looked at last.
+        seen_at: when it could be looked at first.
         sure_R: sequences that were sure there.
         last_RH: hidden states where it was looked at last.
     """
@@ -90,8 +94,10 @@ class _Flight:
     step: StepUnderWay
     tokens_RT: torch.Tensor
     open_R: torch.Tensor
+    looks: bool
     guess: _Guess | None = None
     seen: int = 0
+    seen_at: float | None = None
     sure_R: torch.Tensor = field(default_factory=lambda: torch.tensor(False))
     last_RH: torch.Tensor | None = None
 
@@ -121,6 +127,7 @@ class ExitDecoder:
         self._model, self._sampling, self._put = model, sampling, put
         self._blocks = exits.base.blocks
         self._flights: deque[_Flight] = deque()
+        self._looks = LookMeter()
         self._tokens_RT = torch.empty(0, 0, dtype=torch.long)
         self._open_R = torch.empty(0, dtype=torch.bool)
         self._prompt_length = 0
@@ -152,7 +159,8 @@ class ExitDecoder:
         return self._tokens_RT
 
     def _send(self, tokens_RT: torch.Tensor, open_R: torch.Tensor) -> None:
-        self._flights.append(_Flight(self._model.send(tokens_RT), tokens_RT, open_R))
+        looks = not self._options.verify or self._looks.is_worth_looking()
+        self._flights.append(_Flight(self._model.send(tokens_RT), tokens_RT, open_R, looks))
 
     def _may_follow(self, newest: _Flight, guess: _Guess) -> bool:
         """Whether a token that left may send its successor off."""
@@ -177,7 +185,7 @@ class ExitDecoder:
                 self._settle(self._flights.popleft())
             return
         # A drawn token must stay: another one in its place would not have the distribution that verification assumes.
-        watched = [one for one in self._flights if one.guess is None or not self._sampling.sample]
+        watched = [one for one in self._flights if one.looks and (one.guess is None or not self._sampling.sample)]
         self._session.wait(lambda: is_answered() or any(self._come(one, boundaries) for one in watched))
         if is_answered():
             self._settle(self._flights.popleft())
@@ -193,6 +201,13 @@ class ExitDecoder:
 
     def _look_at(self, flight: _Flight, block: int) -> None:
         """Let a token leave in front of `block` if it is sure there; if it has left, see whether it still says so."""
+        began = time.perf_counter()
+        if flight.seen_at is None:
+            flight.seen_at = began
+        self._look(flight, block)
+        self._looks.on_look(time.perf_counter() - began)
+
+    def _look(self, flight: _Flight, block: int) -> None:
         flight.seen = block
         hidden_R1H = self._session.outputs(flight.step, block)
         before_RH, flight.last_RH = flight.last_RH, hidden_R1H[:, -1]
@@ -233,6 +248,8 @@ class ExitDecoder:
     def _settle(self, flight: _Flight) -> None:
         """The oldest token has come to its end: what follows it is certain now."""
         guess = flight.guess
+        if flight.seen_at is not None:
+            self._looks.on_answer(time.perf_counter() - flight.seen_at)
         outputs_R1H = self._session.outputs(flight.step, self._blocks)
         self._session.settle(flight.step)
         if guess is not None and not self._options.verify:

@@ -1,0 +1,168 @@
+"""The loop over servers that exist on paper: which tokens come out, and how long that takes, to the delay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.client.early_exit import look_meter
+from swarm.client.early_exit.exit_decoder import ExitDecoder, Sampling
+from swarm.client.early_exit.options import EarlyExit
+from swarm.client.early_exit.trained_exits import BaseModel, TrainedExits
+from swarm.client.routes.events import ExitTaken
+
+SERVERS = 4
+"""Each has one block."""
+
+VOCABULARY = 11
+NEW = 8
+
+
+def right(position: int) -> int:
+    """What the full model says behind so many tokens."""
+    return (7 * position + 3) % VOCABULARY
+
+
+@dataclass
+class World:
+    """Servers a delay of 1 apart, and a client that takes no time.
+
+    Attributes:
+        early: by position, what is said in front of each block but the first.
+        now: the time.
+        given_up: positions of steps that were given up.
+    """
+
+    early: dict[int, tuple[int, ...]]
+    now: int = 0
+    sent: dict[int, int] = field(default_factory=dict)
+    positions: dict[int, int] = field(default_factory=dict)
+    given_up: list[int] = field(default_factory=list)
+    settled: list[int] = field(default_factory=list)
+    events: list[Any] = field(default_factory=list)
+
+    boundaries = tuple(range(1, SERVERS))
+
+    def send(self, tokens: torch.Tensor) -> Any:
+        number = len(self.sent)
+        self.sent[number], self.positions[number] = self.now, tokens.shape[1]
+        return SimpleNamespace(number=number, hidden=torch.zeros(1, 1, VOCABULARY))
+
+    def has_outputs(self, step: Any, block: int) -> bool:
+        return self.now >= self.sent[step.number] + block + 1
+
+    def outputs(self, step: Any, block: int) -> torch.Tensor:
+        assert self.has_outputs(step, block)
+        position = self.positions[step.number]
+        said = right(position) if block == SERVERS else self.early[position][block - 1]
+        return torch.nn.functional.one_hot(torch.tensor([[said]]), VOCABULARY) * 9.0
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden[:, -1]
+
+    def wait(self, ready: Any) -> None:
+        while not ready():
+            self.now += 1
+            assert self.now < 1000
+
+    def settle(self, step: Any) -> None:
+        self.settled.append(step.number)
+
+    def give_up(self, step: Any) -> None:
+        self.given_up += [self.positions[number] for number in self.sent if number >= step.number]
+
+    def report(self, event: Any) -> None:
+        self.events.append(event)
+
+
+def generate(early: dict[int, tuple[int, ...]], options: EarlyExit) -> tuple[list[int], World]:
+    world: Any = World(early)
+    sampling = Sampling(
+        process=lambda tokens, logits: logits,
+        is_finished=lambda tokens: torch.tensor([tokens.shape[1] >= 1 + NEW]),
+        sample=False,
+        pad=None,
+        ends=None,
+        max_length=1 + NEW,
+    )
+    decoder = ExitDecoder(
+        options, TrainedExits(BaseModel("m", "r", 1, SERVERS)), world, world, sampling, lambda _: None
+    )
+    first = torch.nn.functional.one_hot(torch.tensor([right(1)]), VOCABULARY) * 9.0
+    return decoder.generate(torch.tensor([[5]]), first)[0].tolist(), world
+
+
+@pytest.fixture(autouse=True)
+def _always_look(monkeypatch):
+    monkeypatch.setattr(look_meter, "MIN_GAIN", 0.0)
+
+
+EXPECTED = [5, *(right(position) for position in range(1, 1 + NEW))]
+SAID = st.fixed_dictionaries(
+    {
+        position: st.tuples(*[st.sampled_from([right(position), (right(position) + 1) % VOCABULARY])] * (SERVERS - 1))
+        for position in range(2, 1 + NEW)
+    }
+)
+
+
+def delay(position: int, early: tuple[int, ...]) -> int:
+    """When the successor of a token is sent that stands: behind the server from which on all say the right thing."""
+    wrong = [block for block, said in enumerate(early, 1) if said != right(position)]
+    first = max(wrong, default=0) + 1
+    return first + 1
+
+
+@given(SAID)
+def test_verified_texts_are_right_and_take_what_exits_allow(early):
+    text, world = generate(early, EarlyExit(threshold=0.0))
+    assert text == EXPECTED
+    # The last token's successor is the answer to the one before, which has to be verified.
+    total = sum(delay(position, early[position]) for position in range(2, NEW)) + SERVERS + 1
+    assert world.now == total
+    assert world.settled == sorted(world.settled)
+
+
+@given(SAID)
+def test_unverified_texts_are_what_the_first_server_says(early):
+    text, world = generate(early, EarlyExit(threshold=0.0, verify=False))
+    assert text == [5, right(1), *(early[position][0] for position in range(2, 1 + NEW))]
+    assert not world.given_up
+    assert len(world.settled) == NEW - 1, "all caches are complete in the end"
+    assert world.now == 2 * (NEW - 2) + SERVERS + 1
+
+
+@given(SAID)
+def test_without_confidence_nothing_leaves(early):
+    for verify in (True, False):
+        text, world = generate(early, EarlyExit(threshold=1.0, verify=verify))
+        assert text == EXPECTED
+        assert world.now == (NEW - 1) * (SERVERS + 1)
+        assert not world.given_up
+
+
+def test_only_where_it_may_leave():
+    early = {position: (right(position),) * (SERVERS - 1) for position in range(2, 1 + NEW)}
+    for options, block in (
+        (EarlyExit(threshold=0.5, min_block=2), 2),
+        (EarlyExit(threshold={3: 0.5}), 3),
+        (EarlyExit(threshold=0.5, max_block=1), 1),
+    ):
+        text, world = generate(early, options)
+        assert text == EXPECTED
+        assert {event.block for event in world.events} == {block}
+        assert world.now == (NEW - 2) * (block + 1) + SERVERS + 1
+
+
+def test_near_servers_are_not_guessed_at(monkeypatch):
+    monkeypatch.setattr(look_meter, "MIN_GAIN", float("inf"))
+    early = {position: ((right(position) + 1) % VOCABULARY,) * (SERVERS - 1) for position in range(2, 1 + NEW)}
+    text, world = generate(early, EarlyExit(threshold=0.0))
+    assert text == EXPECTED
+    assert sum(isinstance(event, ExitTaken) for event in world.events) == 2, "then it is known what a look costs"
