@@ -15,7 +15,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 demo: $(VENV)/runtime
 	$(BIN)/swarm demo
 
-# What to run before every commit: ten minutes on two cores.
+# What to run before every commit: twelve minutes on two cores.
 test: check unit
 
 # The tests marked `slow`, which `make test` leaves out. `make unit TESTS=...` and the others run a part of theirs.
