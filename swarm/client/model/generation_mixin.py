@@ -262,6 +262,8 @@ class DistributedGenerationMixin(DistributedModelMixin):
     ) -> Any:
         """transformers' `generate`, inside the ticket if this is one lane of several."""
         self._active.early_exit = early_exit
+        if early_exit is not None:
+            arguments.setdefault("use_cache", True)  # a few families, such as mpt, do without unless they are told
         try:
             with ticket if ticket is not None else nullcontext():
                 return super().generate(arguments.pop("inputs", None), *args, **arguments)  # type: ignore[misc]
