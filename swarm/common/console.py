@@ -32,7 +32,7 @@ LOG_FORMAT_VARIABLE = "SWARM_LOG_FORMAT"
 LOG_LEVEL_VARIABLE = "SWARM_LOGLEVEL"
 
 PROGRESS_INTERVAL_S = 10.0
-"""Time between lines about the progress of work, where there is no terminal for a bar."""
+"""Seconds between progress lines in the log, if the output is not a terminal and cannot show a bar."""
 
 
 def initial_peers_option(function: F) -> F:

@@ -22,7 +22,7 @@ measured. A server that starts has not measured any."""
 
 
 def choose_flash(in_memory: MemoryBudget, on_flash: FlashBudget, hidden: int) -> FlashChoice | None:
-    """Whether to hold more blocks on flash, where memory holds some of them but not all. None if there is no question.
+    """Whether to hold more blocks on flash, where memory holds some of them but not all. None if nothing is undecided.
 
     Only mixtures of experts can win: streamed blocks never do, and selecting neurons is approximate. This machine is
     measured for a few seconds, but only if the answer depends on it.

@@ -219,7 +219,7 @@ class Server:
     async def _move(self, config: ResolvedConfig, span: Span, closes_gap: bool) -> bool:
         """Leave the present blocks for those of `span`: finish or hand over the sessions, load, serve again.
 
-        Returns False, and changes nothing, if there is no room for them.
+        Returns False, and changes nothing, if they do not fit here.
         """
         old = self._service
         assert old is not None

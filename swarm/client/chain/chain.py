@@ -115,10 +115,8 @@ class Chain:
             NotFinite, TooLong: a step itself is wrong. The session goes on with another one.
             SessionClosed: the session was closed before.
         """
-        self._require_sound(parts)
+        self._require_sound(parts, together=len(parts) > 1)
         if len(parts) > 1:
-            if parts[0][1].sources is not None:
-                raise ValueError("a step that copies rows cannot be under way together with others")
             self._window = 1
             await self._advance(everywhere=True)
         await self._link_again()
@@ -142,9 +140,7 @@ class Chain:
         Raises as `steps` does. Then those that are not settled have to be given up.
         """
         parts = [(hidden, layout)]
-        self._require_sound(parts)
-        if layout.sources is not None:
-            raise ValueError("a step that copies rows cannot be under way together with others")
+        self._require_sound(parts, together=True)
         catching_up = any(hop.progress.replied < hop.progress.catch_up_to for hop in self._hops)
         if self._unlinked or (catching_up and not self.appends(layout)):
             await self._advance(everywhere=True)
@@ -207,11 +203,13 @@ class Chain:
         self._closed = True
         await asyncio.gather(*(hop.close() for hop in self._hops))
 
-    def _require_sound(self, parts: Sequence[tuple[PackedHidden, StepLayout]]) -> None:
+    def _require_sound(self, parts: Sequence[tuple[PackedHidden, StepLayout]], *, together: bool) -> None:
         if self._closed:
             raise SessionClosed("this session is closed; open another one")
         for hidden, _ in parts:
             hidden.require_finite()
+        if together and parts[0][1].sources is not None:
+            raise ValueError("a step that copies rows cannot be under way together with others")
 
     async def _link_again(self) -> None:
         if self._unlinked:

@@ -62,7 +62,7 @@ class StepRequest(Message, frozen=True):
 
 
 class GiveUp(Message, frozen=True):
-    """The steps from number `first` up to, but without, `end` are given up. There is no reply.
+    """The steps from number `first` up to, but without, `end` are given up. The server does not reply.
 
     The server need not compute those that have not begun. It may have computed some: the next step sets them back.
     """

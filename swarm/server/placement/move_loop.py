@@ -32,7 +32,7 @@ class MoveLoop:
         blocks: number of blocks of the model.
         fetch: fetches the announcements.
         move: moves the server to other blocks; its second argument says whether that closes a gap. Returns False if
-            there is no room for them here, so that nothing was changed.
+            they do not fit here, so that nothing was changed.
         period: seconds between checks.
         load_seconds: how long loading took the last time.
     """

@@ -33,7 +33,7 @@ class PlannedBlock:
         layout: of the records.
         tensors: all tensors of the block, on the meta device.
         resident_bytes: bytes of the tensors that stay outside of records.
-        experts_per_token: how many records a token needs; 0 if the block does not say, or if they are no experts.
+        experts_per_token: how many records a token needs; 0 if the block does not say or has no experts.
     """
 
     plan: BlockPlan

@@ -42,7 +42,7 @@ def page_cache_room() -> int:
 
 
 def _container_room(cgroup: Path) -> int:
-    """What the container may still use for the page cache (cgroup v2), or a huge number if there is no limit."""
+    """What the container may still use for the page cache (cgroup v2), or a huge number if it has no limit."""
     try:
         limit, used = (int((cgroup / name).read_text()) for name in ("memory.max", "memory.current"))
         counts = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
