@@ -56,10 +56,12 @@ class EarlyExit:
             raise UsageError(f"threshold={self.threshold!r}: a confidence lies between 0 and 1")
         if not _is_number(self.decay) or self.decay < 0:
             raise UsageError(f"decay={self.decay!r}: use 0 for no decay, or a positive number")
-        if self.min_block < 1 or (self.max_block is not None and self.max_block < self.min_block):
+        if self.min_block < 1:
+            raise UsageError(f"min_block={self.min_block}: a token passes at least one block; use 1 or more")
+        if self.max_block is not None and self.max_block < self.min_block:
             raise UsageError(
-                f"min_block={self.min_block}, max_block={self.max_block}: a token passes at least one block, and no "
-                "block lies between the two"
+                f"min_block={self.min_block}, max_block={self.max_block}: no block lies between the two; use a larger "
+                "max_block, or leave it out"
             )
 
     def threshold_at(self, block: int) -> float | None:
