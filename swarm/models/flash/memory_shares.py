@@ -159,9 +159,10 @@ def divide_neurons(memory: int, layers: Sequence[NeuronNeed]) -> list[int]:
 
 
 def equal_shares(memory: int, layers: Sequence[NeuronNeed]) -> list[int]:
-    """Room for the same share of each layer's neurons, at least one."""
-    total = sum(layer.count * layer.stride for layer in layers)
-    return [max(1, min(total, memory) * layer.count // total) for layer in layers]
+    """Room for one neuron of each layer, and for the same share of each layer's others."""
+    others = sum((layer.count - 1) * layer.stride for layer in layers)
+    left = max(0, min(others, memory - sum(layer.stride for layer in layers)))
+    return [1 + (left * (layer.count - 1) // others if others else 0) for layer in layers]
 
 
 def expected_bytes(slots: Sequence[int], layers: Sequence[NeuronNeed]) -> float:

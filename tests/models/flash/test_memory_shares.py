@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from swarm.errors import NotEnoughMemory
@@ -59,6 +59,10 @@ def bytes_of(slots: list[int], layers: list[NeuronNeed]) -> int:
     return sum(room * layer.stride for room, layer in zip(slots, layers, strict=True))
 
 
+ALL_NEEDED = Sparsity((1.0,))
+
+
+@example([NeuronNeed(1, 1, ALL_NEEDED), NeuronNeed(1, 1, ALL_NEEDED), NeuronNeed(4, 1, ALL_NEEDED)], 3)
 @given(LAYERS, st.integers(0, 4000))
 def test_divided_memory_is_not_exceeded_and_never_reads_more_than_equal_shares(layers, memory):
     slots = divide_neurons(memory, layers)
