@@ -48,25 +48,25 @@ programs:
 # A server is killed before every single token, then ten minutes of churn. Takes about twenty minutes.
 soak: $(VENV)/dev
 	SWARM_SOAK=1 $(BIN)/python -m pytest --timeout 3600 tests/test_kill.py
-	$(BIN)/python -m benchmarks.soak --minutes 10 --clients 4 --every 5
+	$(BIN)/python -m benchmarks.serving.soak --minutes 10 --clients 4 --every 5
 
 bench: $(VENV)/dev
-	$(BIN)/python -m benchmarks.chain
-	$(BIN)/python -m benchmarks.chain --shape small
-	$(BIN)/python -m benchmarks.clients
-	$(BIN)/python -m benchmarks.lanes
-	$(BIN)/python -m benchmarks.prefill
-	$(BIN)/python -m benchmarks.memory
-	$(BIN)/python -m benchmarks.wire
-	$(BIN)/python -m benchmarks.quantization
-	$(BIN)/python -m benchmarks.gpu_decode
-	$(BIN)/python -m benchmarks.push
-	$(BIN)/python -m benchmarks.failover
-	$(BIN)/python -m benchmarks.routing
+	$(BIN)/python -m benchmarks.decoding.chain
+	$(BIN)/python -m benchmarks.decoding.chain --shape small
+	$(BIN)/python -m benchmarks.serving.clients
+	$(BIN)/python -m benchmarks.decoding.lanes
+	$(BIN)/python -m benchmarks.decoding.prefill
+	$(BIN)/python -m benchmarks.decoding.memory
+	$(BIN)/python -m benchmarks.network.wire
+	$(BIN)/python -m benchmarks.decoding.quantization
+	$(BIN)/python -m benchmarks.decoding.gpu_decode
+	$(BIN)/python -m benchmarks.network.push
+	$(BIN)/python -m benchmarks.network.failover
+	$(BIN)/python -m benchmarks.network.routing
 	$(BIN)/python -m benchmarks.training
-	$(BIN)/python -m benchmarks.gateway
-	$(BIN)/python -m benchmarks.gateway --kill
-	$(BIN)/python -m benchmarks.heads
+	$(BIN)/python -m benchmarks.serving.gateway
+	$(BIN)/python -m benchmarks.serving.gateway --kill
+	$(BIN)/python -m benchmarks.decoding.heads
 	$(BIN)/python -m benchmarks.flash
 
 format: $(VENV)/dev

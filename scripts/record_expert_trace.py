@@ -2,7 +2,7 @@
 
     python scripts/record_expert_trace.py texts/*.txt --minutes 45 --work runs/experts
 
-The model has as many experts a layer, and as many a token, as the large one that `benchmarks/flash.py` measures: the
+The model has as many experts a layer, and as many a token, as the large one that `benchmarks/flash` measures: the
 trace can be played through a cache of its experts as it is. A model that lies in `--work` already is trained further,
 or only traced with `--minutes 0`.
 """
@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("texts", nargs="+", type=Path, help="UTF-8 text files")
     parser.add_argument("--minutes", type=float, default=45, help="of training")
     parser.add_argument("--work", type=Path, default=Path("runs/experts"), help="folder of the model")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/expert_trace.npz"))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/flash/experts/trace.npz"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()

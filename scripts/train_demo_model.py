@@ -9,7 +9,7 @@ million parameters are trained on the former, and the weights with the best held
 that `from_pretrained` reads. `--resume` goes on from the last checkpoint; with its time used up it only exports.
 
 Models whose activation yields exact zeros (OPT's ReLU, nemotron's squared ReLU, or another with `--activation`) are
-those that `benchmarks.flash_quality` measures; their feed-forward layers are wider than the demo model's.
+those that `benchmarks.flash.quality` measures; their feed-forward layers are wider than the demo model's.
 """
 
 from __future__ import annotations

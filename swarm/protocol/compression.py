@@ -7,7 +7,7 @@ Formats (see `WireFormat`):
                          8-bit map (Dettmers et al. 2022b, used by Petals section 3.1). Layout: n bytes of indices,
                          then one float32 per block. bitsandbytes does the arithmetic.
 
-Their cost in bytes and milliseconds: `benchmarks/wire.py`. Their cost in quality: `docs/wire.md`.
+Their cost in bytes and milliseconds: `benchmarks/network/wire.py`. Their cost in quality: `docs/wire.md`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from swarm.routing.cost_model import CostModel, RouteRequirements, raise_if_bloc
 from swarm.routing.swarm_snapshot import Floats, Indices, SwarmSnapshot
 
 BEAM_WIDTH = 32
-"""Number of servers in the beam. `python -m benchmarks.routing` shows its speed and how much it loses."""
+"""Number of servers in the beam. `python -m benchmarks.network.routing` shows its speed and how much it loses."""
 
 
 class _BestArrivals(NamedTuple):

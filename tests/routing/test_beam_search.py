@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.routing import random_swarm
+from benchmarks.network.routing import random_swarm
 from swarm.data_structures import Span
 from swarm.errors import MissingBlocks
 from swarm.routing.beam_search import find_route

@@ -2,7 +2,7 @@
 
 Pure: no weights, no reading. A rule sees every forward of every block, and keeps a table of priorities; what needs a
 slot takes that of the expert or neuron with the lowest one. How near rules come to the best possible cache is measured
-by `benchmarks/expert_cache.py` and `benchmarks/flash_quality.py`.
+by `benchmarks/flash/experts/cache.py` and `benchmarks/flash/quality`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ SLOW_HALF_LIFE, FAST_HALF_LIFE = 64.0, 2.0
 """Tokens after which a use counts half."""
 
 FAST_SHARE = 0.15
-"""Weight of the fast average. On the trace of a trained mixture of experts (`benchmarks/expert_cache.py`) the slow one
-alone is as good; where routing drifts from token to token, it reads a fifth more than both together."""
+"""Weight of the fast average. On the trace of a trained mixture of experts (`benchmarks/flash/experts/cache.py`) the
+slow one alone is as good; where routing drifts from token to token, it reads a fifth more than both together."""
 
 
 class StayPriority(Protocol):

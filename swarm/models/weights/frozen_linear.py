@@ -1,7 +1,8 @@
 """Linear layers whose weights never change: on a CPU they are held in the layout that oneDNN computes with.
 
 With a plain `nn.Linear`, oneDNN rearranges the weight for every product, or takes another path. Prepacked once, the
-same product is up to twice as fast (`benchmarks/quantization.py`). Gradients flow to the inputs, never to the weights.
+same product is up to twice as fast (`benchmarks/decoding/quantization.py`). Gradients flow to the inputs, never to the
+weights.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ SLAB_BYTES = 1 << 20
 
 TYPICAL_EXPERT_HITS = ((0.0, 0.0), (0.125, 0.56), (0.25, 0.79), (0.5, 0.97), (0.75, 1.0))
 """Share of the experts that memory has room for, and share of a token's experts that is found there: those of a trained
-mixture with 128 experts a block, 8 a token (`benchmarks.expert_cache`). For the time before a server has counted its
-own; a mixture of few experts has fewer hits, see `typical_hits`."""
+mixture with 128 experts a block, 8 a token (`benchmarks.flash.experts.cache`). For the time before a server has counted
+its own; a mixture of few experts has fewer hits, see `typical_hits`."""
 
 TYPICAL_NEEDED = 8 / 128
 """Share of the experts that a token of that mixture needs."""

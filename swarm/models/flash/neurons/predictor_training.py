@@ -26,7 +26,7 @@ from swarm.models.flash.sparsity import Sparsity
 RECALL = 0.998
 """Share of the squared contributions that predictors have to select. The loss of perplexity is in proportion to the
 rest: a small model with squared ReLU loses 5 % at 0.95 and 1 % at 0.99, one with ReLU a tenth to a half of that
-(`benchmarks.flash_quality`)."""
+(`benchmarks.flash.quality`)."""
 
 RANK_DIVISORS = (32, 16, 8, 4)
 """Ranks to choose from, as parts of the hidden size: for 4096, from the paper's 128 to its 1024."""

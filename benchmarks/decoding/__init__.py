@@ -1,0 +1,1 @@
+"""Speed of one client's tokens: chains, lanes, heads, prompts, and forms of weights."""

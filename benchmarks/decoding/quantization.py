@@ -1,0 +1,139 @@
+"""Time of one block's linear layers, in ms, for each form in which a server on a CPU may hold the weights.
+
+    python -m benchmarks.decoding.quantization [--shape 4096x11008] [--blocks 1] [--batches 1,8,32,512] [--repeats 5]
+        [--json FILE]
+
+The block is that of a Llama model: four products hidden x hidden and three hidden x intermediate. With several blocks
+no weight stays in the processor's cache, as in any larger model. There is one torch thread. All forms are measured
+alternately, so that other load on the machine affects all of them; ratios are of the same round. `plain` is torch's own
+linear layer, `prepacked` one with the weight in oneDNN's layout. The quantized forms get inputs in bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from benchmarks.common import machine
+from swarm.models.weights.frozen_linear import PrepackedLinear, can_prepack
+from swarm.models.weights.quantization import INT4, INT8, quantize, weight_bytes
+
+CPU = torch.device("cpu")
+BASELINE = "fp32 plain"
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form of a block's weights.
+
+    Attributes:
+        layers: the block's linear layers.
+        dtype: data type of the inputs.
+    """
+
+    name: str
+    layers: nn.ModuleList
+    dtype: torch.dtype
+
+
+def plain(hidden: int, intermediate: int, blocks: int, dtype: torch.dtype) -> nn.ModuleList:
+    """The linear layers of the blocks with random weights, the same in every dtype."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(hidden, hidden)] * 4 + [(intermediate, hidden)] * 2 + [(hidden, intermediate)]
+    layers = nn.ModuleList()
+    for out, into in sizes * blocks:
+        layer = nn.Linear(into, out, bias=False, device="meta")
+        layer.weight = nn.Parameter((torch.randn(out, into, generator=generator) / into**0.5).to(dtype), False)
+        layers.append(layer)
+    return layers
+
+
+def forms(hidden: int, intermediate: int, blocks: int) -> list[Form]:
+    """All forms that this processor can compute with."""
+    found = []
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        layers = plain(hidden, intermediate, blocks, dtype)
+        found.append(Form(f"{name} plain", layers, dtype))
+        if can_prepack(dtype):
+            found.append(Form(f"{name} prepacked", nn.ModuleList(map(PrepackedLinear, layers)), dtype))
+    for name in (INT8, INT4):
+        layers = plain(hidden, intermediate, blocks, torch.bfloat16)
+        quantize(layers, name, CPU)
+        found.append(Form(name, layers, torch.bfloat16))
+    return found
+
+
+def seconds(form: Form, inputs: dict[int, torch.Tensor]) -> float:
+    """Time of the block's products."""
+    began = time.perf_counter()
+    for layer in form.layers:
+        layer(inputs[layer.in_features])
+    return time.perf_counter() - began
+
+
+@torch.inference_mode()
+def measure(every: list[Form], batches: list[int], repeats: int) -> dict[int, dict[str, list[float]]]:
+    """Seconds by batch and form, one per repetition."""
+    result: dict[int, dict[str, list[float]]] = {}
+    for batch in batches:
+        result[batch] = {form.name: [] for form in every}
+        inputs = {form.name: _inputs(form, batch) for form in every}
+        for repeat in range(repeats + 1):
+            for form in every:
+                taken = seconds(form, inputs[form.name])
+                if repeat:  # the first round makes oneDNN's kernels
+                    result[batch][form.name].append(taken)
+    return result
+
+
+def _inputs(form: Form, batch: int) -> dict[int, torch.Tensor]:
+    sizes = {layer.in_features for layer in form.layers}
+    return {size: torch.randn(batch, size, dtype=form.dtype) for size in sizes}
+
+
+def spread(values: list[float], show: Callable[[float], str]) -> str:
+    """Format the median and the range."""
+    return f"{show(statistics.median(values))} ({show(min(values))} to {show(max(values))})"
+
+
+def report(every: list[Form], found: dict[int, dict[str, list[float]]]) -> str:
+    """Format the table of docs/quantization.md: times, and speedups relative to the baseline of the same round."""
+    heading = "| form | weights | " + " | ".join(f"batch {batch}: ms | x {BASELINE}" for batch in found) + " |"
+    lines = [heading, "|" + " --- |" * (2 + 2 * len(found))]
+    for form in every:
+        cells = [form.name, f"{weight_bytes(form.layers) / 2**20:.0f} MiB"]
+        for times in found.values():
+            ratios = [base / own for base, own in zip(times[BASELINE], times[form.name], strict=True)]
+            cells += [spread(times[form.name], lambda s: f"{s * 1000:.1f}"), spread(ratios, lambda r: f"{r:.2f}")]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="4096x11008", help="hidden x intermediate")
+    parser.add_argument("--blocks", type=int, default=1)
+    parser.add_argument("--batches", default="1,8,32,512")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    hidden, intermediate = map(int, arguments.shape.split("x"))
+    every = forms(hidden, intermediate, arguments.blocks)
+    found = measure(every, [int(batch) for batch in arguments.batches.split(",")], arguments.repeats)
+    print(", ".join(machine.describe().values()))
+    print(report(every, found))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps({"machine": machine.describe(), "seconds": found}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

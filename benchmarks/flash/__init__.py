@@ -1,0 +1,1 @@
+"""Weights on flash: the figures of "LLM in a flash" on this machine."""

@@ -1,0 +1,162 @@
+"""Weights on flash against the figures of "LLM in a flash", and experts on flash against mmap.
+
+    python -m benchmarks.flash [--folder DIR] [--only io,decode,memory,matrix,experts] [--rounds 5] [--short]
+        [--dtypes bfloat16,float32] [--blocks 4] [--expert-blocks 8] [--tokens 3000]
+        [--active 0.033 --selected 0.1 --window 5 --resident 0.24 --newly 0.024 --name NAME]
+        [--io direct|cached] [--no-squeeze] [--pictures DIR] [--json FILE]
+
+io       table 2: what a token reads, and how fast, as one method is added to another
+decode   table 3: seconds a token at half the memory, end to end, against naive, hybrid, and everything in memory
+memory   resident memory over an hour's worth of tokens
+matrix   what an update of the swap-delete matrix costs, by the rows that are there
+experts  a mixture of experts with a quarter in memory, against mmap under a ballast of locked memory
+
+True shapes, random weights: there is no trained model of this size to be had. Which neurons a token needs is planted
+(`planted`), with the paper's sparsity and, in tables of their own, with that of a trained small model; other
+numbers can be given. Everything takes turns within one run, with one torch thread, and ratios are of the same round;
+other programs on the machine affect both sides. The drive's speed, and what the cost model needs beside it, are
+measured at the beginning of each round, so that its predictions are made before what they predict.
+
+Files go to a temporary folder (`--folder` for its parent): up to 8 GB for fp32, 10 GB for experts, one after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import machine
+from benchmarks.flash import decode, io, matrix, memory, pictures
+from benchmarks.flash.experts import against_mmap
+from benchmarks.flash.planted import PAPER, TRAINED, Measured, PlantedNeurons
+from benchmarks.flash.predicted import Setting, half_the_memory
+from swarm.models.flash.reading.record_reader import FlashIo
+
+PARTS = ("io", "decode", "memory", "matrix", "experts")
+
+
+class Run:
+    """One run of the benchmark.
+
+    Attributes:
+        results: for `--json`.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
+        self._arguments, self._folder = arguments, folder
+        self._io = FlashIo(arguments.io)
+        self._rounds = 2 if arguments.short else arguments.rounds
+        self._rows = [PAPER, *TRAINED] if arguments.name is None else [_given(arguments)]
+        self.results: dict[str, Any] = {}
+
+    def io(self) -> None:
+        for dtype in self._dtypes():
+            for like in self._rows:
+                layers = min(self._arguments.blocks, 2)
+                rows = io.run(self._folder, dtype, layers, like, self._io, self._rounds)
+                self._say(f"Reading for a token, {_name(dtype)}, {like.name}", io.report(rows))
+                self.results[f"io {_name(dtype)} {like.name}"] = {row.name: row.seconds for row in rows}
+            self._clear()
+
+    def decode(self) -> None:
+        for dtype in self._dtypes():
+            for like in self._rows:
+                planted, layers = PlantedNeurons.like(like), self._arguments.blocks
+                half = half_the_memory(dtype, layers)
+                setting = Setting(self._folder, dtype, layers, planted, self._io, half)
+                variants = decode.variants(setting)
+                decode.measure(variants, setting, self._rounds)
+                self._say(f"A token end to end, {_name(dtype)}, {like.name}", decode.report(variants))
+                self.results[f"decode {_name(dtype)} {like.name}"] = {one.name: one.seconds for one in variants}
+                del variants
+            self._clear()
+
+    def memory(self) -> None:
+        tokens = 300 if self._arguments.short else self._arguments.tokens
+        found = memory.measure(self._folder, torch.bfloat16, min(self._arguments.blocks, 2), tokens)
+        self._say("Resident memory", memory.report(found))
+        self.results["memory"] = asdict(found)
+        self._clear()
+
+    def matrix(self) -> None:
+        for dtype in self._dtypes():
+            rows = matrix.measure(dtype, max(self._rounds, 5))
+            self._say(f"Updates of {matrix.CHANGES} neurons, {_name(dtype)}", matrix.report(rows))
+            self.results[f"matrix {_name(dtype)}"] = [asdict(row) for row in rows]
+
+    def experts(self) -> None:
+        blocks, squeeze = self._arguments.expert_blocks, not self._arguments.no_squeeze
+        found = against_mmap.measure(self._folder, blocks, self._io, self._rounds, squeeze)
+        self._say("A mixture of experts", against_mmap.report(found))
+        self.results["experts"] = {"flash": found.flash.rates, "mmap": found.mapped.rates}
+        del found
+        self._clear()
+
+    def _dtypes(self) -> list[torch.dtype]:
+        return [getattr(torch, name) for name in self._arguments.dtypes.split(",")]
+
+    def _clear(self) -> None:
+        for path in self._folder.glob("*.bin"):
+            path.unlink()
+
+    def _say(self, title: str, text: str) -> None:
+        print(f"\n{title}; median (range) of {self._rounds} rounds\n\n{text}", flush=True)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _given(arguments: argparse.Namespace) -> Measured:
+    return Measured(
+        arguments.name,
+        arguments.active,
+        arguments.selected,
+        arguments.window,
+        arguments.resident,
+        arguments.newly,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, help="on the drive to be measured")
+    parser.add_argument("--only", default=",".join(PARTS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--short", action="store_true", help="two rounds and few tokens")
+    parser.add_argument("--dtypes", default="bfloat16,float32")
+    parser.add_argument("--blocks", type=int, default=4, help="of OPT-6.7B on the drive; a multiple of four")
+    parser.add_argument("--expert-blocks", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=3000, help="over which resident memory is measured")
+    parser.add_argument("--name", help="of measured sparsity that is given by the next options")
+    for name in ("active", "selected", "resident", "newly"):
+        parser.add_argument(f"--{name}", type=float, default=getattr(PAPER, name))
+    parser.add_argument("--window", type=int, default=PAPER.window)
+    parser.add_argument("--io", choices=[str(io) for io in FlashIo], default=str(FlashIo.DIRECT))
+    parser.add_argument("--no-squeeze", action="store_true", help="without a ballast")
+    parser.add_argument("--pictures", type=Path, help="folder for pictures of the results")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    parts = arguments.only.split(",")
+    if not set(parts) <= set(PARTS):
+        parser.error(f"--only takes some of {', '.join(PARTS)}")
+    torch.set_num_threads(1)
+    print(", ".join(machine.describe().values()))
+    with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="flash-benchmark-") as folder:
+        run = Run(arguments, Path(folder))
+        for part in parts:
+            getattr(run, part)()
+    if arguments.pictures is not None:
+        pictures.draw(run.results, arguments.pictures)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps({"machine": machine.describe(), "results": run.results}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Experts on flash: what caches read, and the speed beside mmap."""

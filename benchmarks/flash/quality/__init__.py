@@ -1,0 +1,1 @@
+"""Quality of models of which a token is computed with few neurons."""

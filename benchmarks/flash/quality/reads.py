@@ -1,0 +1,85 @@
+"""What models read for a token, by the rule that decides which neurons stay in memory; for `benchmarks.flash.quality`.
+
+The selections of the default predictors, on text that nothing was made with, are played through each rule. Sessions
+take turns, a token of each after the other. The last column divides the memory among layers as a server does, by what
+was measured when the predictors were made; the others give each layer the same share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from benchmarks.common.tables import table
+from benchmarks.flash.quality.methods import Observed, Subject, computed_with, sequences_of
+from swarm.models.flash.memory_shares import NeuronNeed, divide_neurons, equal_shares
+from swarm.models.flash.neurons.predictor_training import make_predictor
+from swarm.models.flash.neurons.selection_trace import WARM_UP_SHARE, fewest_reads, reads
+from swarm.models.flash.sparsity import Sparsity
+
+SHARES = (0.25, 0.5)
+SESSIONS = (1, 4)
+HEADING = (
+    "neurons in memory",
+    "sessions",
+    "best possible",
+    "longest ago leaves",
+    "most rarely leaves",
+    "the same, memory divided",
+    "expected",
+)
+
+
+@torch.no_grad()
+def reads_table(subject: Subject) -> str:
+    """Shares of all neurons that are read for a token."""
+    made = [make_predictor(layer.dense, layer.inputs_RTH) for layer in subject.layers]
+    observed = [Observed(one.predictor, layer.dense) for one, layer in zip(made, subject.layers, strict=True)]
+    with computed_with(subject.layers, observed):
+        subject.perplexity()
+    traces = [sequences_of(one, len(subject.held_out)).numpy() for one in observed]
+    return table(HEADING, rows(traces, [one.sparsity for one in made]))
+
+
+def rows(traces: Sequence[np.ndarray], sparsities: Sequence[Sparsity]) -> list[list[str]]:
+    """Rows of the table.
+
+    Args:
+        traces: of each layer, what is selected: `[sequences, tokens, neurons]` bool.
+        sparsities: of each layer, by which memory is divided.
+    """
+    layers = [NeuronNeed(trace.shape[2], 1, sparsity) for trace, sparsity in zip(traces, sparsities, strict=True)]
+    neurons = sum(layer.count for layer in layers)
+    found = []
+    for share in SHARES:
+        equal, divided = equal_shares(int(share * neurons), layers), divide_neurons(int(share * neurons), layers)
+        expected = sum(layer.read_bytes(slots) for layer, slots in zip(layers, divided, strict=True)) / neurons
+        for sessions in SESSIONS:
+            ordered = [in_turns(trace, sessions) for trace in traces]
+            least = _mean(fewest_reads, ordered, equal)
+            shares = [
+                least,
+                _mean(lambda trace, slots: reads(trace, slots, len(trace)), ordered, equal),
+                _mean(reads, ordered, equal),
+                _mean(reads, ordered, divided),
+            ]
+            cells = [f"{one / neurons:.2%} ({one / least:.2f})" for one in shares]
+            found.append([f"{share:.0%}", str(sessions), *cells, f"{expected:.2%}" if sessions == 1 else ""])
+    return found
+
+
+def in_turns(trace_RTN: np.ndarray, sessions: int) -> np.ndarray:
+    """The forwards of so many sequences that take turns, then those of the next ones: `[forwards, neurons]`."""
+    sequences, _, neurons = trace_RTN.shape
+    groups = trace_RTN[: sequences // sessions * sessions].reshape(-1, sessions, *trace_RTN.shape[1:])
+    return groups.swapaxes(1, 2).reshape(-1, neurons)
+
+
+def _mean(rule: Callable[[np.ndarray, int], np.ndarray], traces: Sequence[np.ndarray], slots: Sequence[int]) -> float:
+    """Neurons that are read for a forward in all layers together, after the first part of the text."""
+    return sum(
+        float(rule(trace, room)[int(WARM_UP_SHARE * len(trace)) :].mean())
+        for trace, room in zip(traces, slots, strict=True)
+    )

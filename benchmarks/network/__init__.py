@@ -1,0 +1,1 @@
+"""What the network costs: delays with push, lost servers, wire formats, and planning of routes."""

@@ -1,0 +1,1 @@
+"""Many clients at once: their throughput, the gateway, and swarms under churn."""

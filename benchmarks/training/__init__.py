@@ -1,0 +1,1 @@
+"""Fine-tuning over the swarm: its speed, and its results."""

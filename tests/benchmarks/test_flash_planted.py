@@ -1,0 +1,70 @@
+"""The planted activations of the benchmark."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.flash.planted import PAPER, Measured, PlantedNeurons
+
+NEURONS = 16_384
+
+
+@st.composite
+def consistent(draw):
+    """Measurements of a distribution that exists."""
+    real = PlantedNeurons(draw(st.floats(0, 0.05)), draw(st.floats(0.02, 0.2)), draw(st.floats(1, 50)))
+    window = draw(st.integers(1, 8))
+    needed = real.needed(1)
+    return Measured("drawn", needed / 2, needed, window, real.needed(window), real.newly(window))
+
+
+@given(consistent())
+@settings(max_examples=20, deadline=None)
+def test_the_distribution_has_the_shares_that_were_measured(measured):
+    planted = PlantedNeurons.like(measured)
+    assert planted.needed(1) == pytest.approx(measured.selected, rel=1e-3)
+    assert planted.newly(measured.window) == pytest.approx(measured.newly, rel=1e-2)
+    assert planted.needed(measured.window) == pytest.approx(measured.resident, rel=2e-2)
+
+
+def test_the_drawn_neurons_have_the_shares_of_the_paper():
+    layer = PlantedNeurons.like(PAPER).draw(NEURONS, seed=3)
+    tokens = [layer.selected(token) for token in range(60)]
+    windows = [np.unique(np.concatenate(tokens[first : first + 5])) for first in range(55)]
+    newly = [len(np.setdiff1d(tokens[first + 5], windows[first])) for first in range(55)]
+    active = [len(layer.truly_active(token)) for token in range(60)]
+    assert np.mean([len(one) for one in tokens]) / NEURONS == pytest.approx(0.1, rel=0.02)
+    assert np.mean([len(one) for one in windows]) / NEURONS == pytest.approx(0.24, rel=0.02)
+    assert np.mean(newly) / NEURONS == pytest.approx(0.024, rel=0.05)
+    assert np.mean(active) / NEURONS == pytest.approx(0.033, rel=0.05)
+
+
+def test_a_seed_gives_the_same_neurons_in_any_order_of_tokens():
+    planted = PlantedNeurons.like(PAPER)
+    layer, again, other = planted.draw(512, 1), planted.draw(512, 1), planted.draw(512, 2)
+    backwards = [again.selected(token) for token in (2, 1, 0)][::-1]
+    assert all(np.array_equal(layer.selected(token), backwards[token]) for token in range(3))
+    assert not np.array_equal(layer.selected(0), other.selected(0))
+
+
+def test_truly_active_neurons_are_among_the_selected():
+    layer = PlantedNeurons.like(PAPER).draw(4096, 1)
+    assert np.isin(layer.truly_active(7), layer.selected(7)).all()
+
+
+def test_what_cannot_go_together_reads_as_much_as_was_measured():
+    # Five tokens that add 2 % each to the first one's 12 % need at least 20 % together.
+    planted = PlantedNeurons.like(Measured("impossible", 0.06, 0.12, 5, 0.13, 0.02))
+    assert planted.newly(5) == pytest.approx(0.02, rel=1e-3)
+    assert planted.needed(5) == pytest.approx(0.205, rel=0.01)
+
+
+def test_the_cost_model_takes_the_same_shares():
+    sparsity = PlantedNeurons.like(PAPER).sparsity((1, 2))
+    assert sparsity.newly_read(5) == pytest.approx(0.024, rel=1e-3)
+    # Neurons that are needed often stay, which reads less than keeping those of the last tokens.
+    assert 0.5 * 0.024 < sparsity.read(sparsity.needed(5)) < 0.024
+    assert sparsity.read(0.3) < sparsity.read(0.3, sessions=2) < 2.2 * sparsity.read(0.3)
