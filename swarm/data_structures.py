@@ -4,8 +4,20 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field, fields
+from typing import Literal
 
 from swarm.errors import InvalidSpan
+
+ExitConfidence = Literal["softmax", "similarity", "classifier"]
+"""How it is measured how sure a token is of its successor (early exit).
+
+softmax: the difference of the two largest probabilities. similarity: the cosine of successive hidden states.
+classifier: what `model.train_exits(kind="classifier")` has learned.
+"""
+
+ExitBatchRule = Literal["row", "all"]
+"""Which sequences of a batch leave together. row: each one by itself. all: a step leaves when all of its sequences have
+been sure."""
 
 
 class ServerState(enum.IntEnum):
@@ -84,6 +96,8 @@ class ServerInfo:
         sparse: whether it computes a token with some neurons of its feed-forward layers only, which is approximate.
         perplexity_loss: how much that raises the perplexity, relative to all neurons, as it measured; None if it is not
             sparse or did not measure.
+        exit_blocks: blocks in front of which tokens may leave its span, ascending; none unless it was started for that.
+        exit_confidences: which of `ExitConfidence` it can measure there.
     """
 
     peer_id: str
@@ -106,6 +120,8 @@ class ServerInfo:
     adapters: tuple[str, ...] = ()
     sparse: bool = False
     perplexity_loss: float | None = None
+    exit_blocks: tuple[int, ...] = ()
+    exit_confidences: tuple[ExitConfidence, ...] = ()
 
     @property
     def short_id(self) -> str:

@@ -196,6 +196,12 @@ class WrongPosition(RequestRefused):
     code = "wrong_position"
 
 
+class ExitRefused(RequestRefused):
+    """A step lets tokens leave early: in a session that was not opened for it, or where they cannot have left."""
+
+    code = "exit_refused"
+
+
 class WrongSpan(RequestRefused):
     """The server does not hold the requested blocks, or no longer does."""
 

@@ -9,11 +9,12 @@ The subkey contains the owner's public key, so hivemind's signature validator ac
 
 from __future__ import annotations
 
-from typing import Annotated
+from itertools import pairwise
+from typing import Annotated, get_args
 
 import msgspec
 
-from swarm.data_structures import Mobility, ServerInfo, ServerState, Span
+from swarm.data_structures import ExitConfidence, Mobility, ServerInfo, ServerState, Span
 from swarm.errors import ProtocolViolation, SwarmError
 
 MAX_MODEL_BLOCKS = 2048
@@ -61,6 +62,8 @@ class ServerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     adapters: Annotated[list[Name], msgspec.Meta(max_length=MAX_ADAPTERS)] = []
     sparse: bool = False
     perplexity_loss: Annotated[float, msgspec.Meta(ge=-1, le=1e3)] | None = None
+    exit_blocks: Annotated[list[Block], msgspec.Meta(max_length=MAX_MODEL_BLOCKS)] = []
+    exit_confidences: Annotated[list[ExitConfidence], msgspec.Meta(max_length=len(get_args(ExitConfidence)))] = []
 
 
 _decoder = msgspec.msgpack.Decoder(ServerRecord)
@@ -96,6 +99,8 @@ def encode_announcement(info: ServerInfo) -> bytes:
             adapters=list(info.adapters),
             sparse=info.sparse,
             perplexity_loss=info.perplexity_loss,
+            exit_blocks=list(info.exit_blocks),
+            exit_confidences=list(info.exit_confidences),
         )
     )
 
@@ -116,6 +121,7 @@ def decode_announcement(data: bytes) -> ServerInfo:
         raise ProtocolViolation(f"an announcement of {span.length} blocks has {len(record.digests)} digests")
     if record.perplexity_loss is not None and not record.sparse:
         raise ProtocolViolation("an announcement has a loss of perplexity, but is not sparse")
+    _require_valid_exits(record)
     return ServerInfo(
         peer_id=record.peer_id,
         span=span,
@@ -137,4 +143,16 @@ def decode_announcement(data: bytes) -> ServerInfo:
         adapters=tuple(record.adapters),
         sparse=record.sparse,
         perplexity_loss=record.perplexity_loss,
+        exit_blocks=tuple(record.exit_blocks),
+        exit_confidences=tuple(record.exit_confidences),
     )
+
+
+def _require_valid_exits(record: ServerRecord) -> None:
+    blocks, confidences = record.exit_blocks, record.exit_confidences
+    if any(not record.start < block <= record.end for block in blocks):
+        raise ProtocolViolation(f"an announcement of blocks {record.start}:{record.end} has exits elsewhere: {blocks}")
+    if any(first >= second for first, second in pairwise(blocks)) or len(set(confidences)) < len(confidences):
+        raise ProtocolViolation(f"an announcement repeats its exits, or has them out of order: {blocks}, {confidences}")
+    if bool(blocks) != bool(confidences):
+        raise ProtocolViolation("of exit_blocks and exit_confidences, an announcement has one without the other")

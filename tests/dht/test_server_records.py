@@ -3,13 +3,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+from typing import get_args
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.data_structures import ServerInfo, ServerState, Span
+from swarm.data_structures import ExitConfidence, ServerInfo, ServerState, Span
 from swarm.dht.server_records import (
     MAX_ADAPTERS,
     MAX_MODEL_BLOCKS,
@@ -43,6 +44,8 @@ RECORD = {
     "adapters": ["org/pirate"],
     "sparse": True,
     "perplexity_loss": 0.004,
+    "exit_blocks": [3, 4],
+    "exit_confidences": ["similarity", "softmax"],
 }
 OPTIONAL = (
     *("name", "forward_throughput", "network_throughput", "queue_delay", "round_trips", "relayed", "adapters"),
@@ -79,6 +82,10 @@ def servers(draw):
         adapters=tuple(draw(st.lists(names, max_size=5))),
         sparse=(sparse := draw(st.booleans())),
         perplexity_loss=draw(st.none() | st.floats(-1, 1e3)) if sparse else None,
+        exit_blocks=(exits := tuple(sorted(draw(st.sets(st.integers(span.start + 1, span.end), max_size=5))))),
+        exit_confidences=tuple(
+            draw(st.lists(st.sampled_from(get_args(ExitConfidence)), min_size=1, unique=True)) if exits else ()
+        ),
     )
 
 
@@ -143,6 +150,17 @@ def test_the_sample_is_right_before_it_is_spoiled():
         {"peer_id": b"QmPeer"},
         {"peer_id": None},
         {"revision": 1},
+        {"exit_blocks": [2]},  # in front of its first block, where the server before it decides
+        {"exit_blocks": [5]},
+        {"exit_blocks": [4, 3]},
+        {"exit_blocks": [3, 3]},
+        {"exit_blocks": [3.5]},
+        {"exit_blocks": None},
+        {"exit_blocks": []},  # with confidences
+        {"exit_confidences": []},  # with blocks
+        {"exit_confidences": ["softmax", "softmax"]},
+        {"exit_confidences": ["guess"]},
+        {"exit_confidences": "softmax"},
         {"sparse": 1},
         {"sparse": None},
         {"sparse": False},  # with a loss of perplexity

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from swarm.data_structures import WireFormat
 from swarm.errors import ProtocolViolation, WrongShape
 from swarm.protocol import messages
-from swarm.protocol.messages import MAX_SEQUENCES
+from swarm.protocol.messages import MAX_EXITS, MAX_SEQUENCES
 
 CLIENT = list(messages.ClientMessage.__args__)
 SERVER = list(messages.ServerMessage.__args__)
@@ -22,6 +22,14 @@ names = st.text(max_size=256)
 formats = st.sampled_from(WireFormat)
 milliseconds = st.floats(0, 1e9)
 session_ids = st.binary(min_size=16, max_size=16)
+exit_terms = st.builds(
+    messages.ExitTerms,
+    confidence=st.sampled_from(["softmax", "similarity", "classifier"]),
+    thresholds=st.dictionaries(counts, st.floats(0, 1), min_size=1, max_size=5).map(
+        lambda thresholds: tuple(sorted(thresholds.items()))
+    ),
+    batch=st.sampled_from(["row", "all"]),
+)
 steps = st.builds(
     messages.StepRequest,
     step=counts,
@@ -32,6 +40,8 @@ steps = st.builds(
     sources=st.none() | sequences,
     offsets=st.none() | sequences,
     epoch=counts,
+    exits=st.none() | exit_terms,
+    left=st.none() | sequences,
 )
 digests = st.none() | st.lists(st.binary(max_size=16), min_size=1, max_size=5)
 blocks = st.builds(
@@ -59,6 +69,7 @@ CLIENT_MESSAGES: dict[type, st.SearchStrategy[messages.ClientMessage]] = {
         max_length=st.integers(1, 2**24),
         reply_format=formats,
         adapters=digests,
+        early_exits=st.booleans(),
     ),
     messages.SetNeighbors: st.builds(
         messages.SetNeighbors,
@@ -114,7 +125,13 @@ CLIENT_MESSAGES: dict[type, st.SearchStrategy[messages.ClientMessage]] = {
 SERVER_MESSAGES: dict[type, st.SearchStrategy[messages.ServerMessage]] = {
     messages.SessionOpened: st.builds(messages.SessionOpened, next_step=counts),
     messages.StepReply: st.builds(
-        messages.StepReply, step=counts, format=formats, dtype=names, compute_ms=milliseconds, pushed=st.booleans()
+        messages.StepReply,
+        step=counts,
+        format=formats,
+        dtype=names,
+        compute_ms=milliseconds,
+        pushed=st.booleans(),
+        left=st.none() | sequences,
     ),
     messages.ReplayReply: st.builds(messages.ReplayReply, format=formats, dtype=names, compute_ms=milliseconds),
     messages.ForwardReply: st.builds(messages.ForwardReply, format=formats, dtype=names, compute_ms=milliseconds),
@@ -131,6 +148,7 @@ server_messages = st.one_of(*SERVER_MESSAGES.values())
 
 OPEN = ["OpenSession", b"0123456789abcdef", "main", 0, 3, 64, "none"]
 STEP = ["StepRequest", 0, [0, 4], [2, 1], "none", "float32", None]
+EXITS = ["ExitTerms", "softmax", [[4, 0.5], [8, 0.25]], "row"]
 REPLY = ["StepReply", 0, "none", "float32", 1.5, True]
 LINK = ["SetNeighbors", "before", "behind", b"0123456789abcdef"]
 PUSH = ["PushRequest", "client", b"0123456789abcdef", STEP]
@@ -144,6 +162,14 @@ FORWARD = ["ForwardRequest", "main", 0, 3, [2, 1], "none", "float32", "none"]
 
 def changed(message: list[object], place: int, value: object) -> bytes:
     return msgspec.msgpack.encode([*message[:place], value, *message[place + 1 :]])
+
+
+def changed_terms(place: int, value: object) -> list[object]:
+    return [*EXITS[:place], value, *EXITS[place + 1 :]]
+
+
+def step_with_exits(exits: object, left: object = None) -> bytes:
+    return msgspec.msgpack.encode([*STEP, None, 0, exits, left])
 
 
 def refused_by_all(data: bytes) -> None:
@@ -174,6 +200,9 @@ def test_what_a_server_sends_arrives_as_it_was(message):
 def test_the_samples_are_right_before_they_are_spoiled():
     assert messages.decode_client(changed(OPEN, 4, 3)) == messages.OpenSession(*OPEN[1:])
     assert messages.decode_client(changed(STEP, 1, 0)) == messages.StepRequest(*STEP[1:])
+    terms = messages.ExitTerms("softmax", ((4, 0.5), (8, 0.25)), "row")
+    with_exits = messages.StepRequest(*STEP[1:], None, 0, terms, [0, 4])
+    assert messages.decode_client(step_with_exits(EXITS, [0, 4])) == with_exits
     assert messages.decode_client(changed(FORWARD, 2, 0)) == messages.ForwardRequest(*FORWARD[1:])
     assert messages.decode_client(changed(BACKWARD, 2, 0)) == messages.BackwardRequest(*BACKWARD[1:])
     shape = messages.LoraShape("self_attn.q_proj", 4, 32, 32)
@@ -291,6 +320,21 @@ def test_no_message_at_all(data):
         pytest.param(changed(STEP, 6, []), id="no sources"),
         pytest.param(changed(STEP, 5, "d" * 257), id="dtype too long"),
         pytest.param(changed(STEP, 5, b"float32"), id="dtype as bytes"),
+        pytest.param(step_with_exits(changed_terms(1, "guess")), id="unknown confidence"),
+        pytest.param(step_with_exits(changed_terms(2, [])), id="exits nowhere"),
+        pytest.param(step_with_exits(changed_terms(2, [[8, 0.5], [4, 0.5]])), id="exits out of order"),
+        pytest.param(step_with_exits(changed_terms(2, [[4, 0.5], [4, 0.5]])), id="exit named twice"),
+        pytest.param(step_with_exits(changed_terms(2, [[-4, 0.5]])), id="exit in front of a negative block"),
+        pytest.param(step_with_exits(changed_terms(2, [[4, 1.5]])), id="threshold above 1"),
+        pytest.param(step_with_exits(changed_terms(2, [[4, -0.5]])), id="negative threshold"),
+        pytest.param(step_with_exits(changed_terms(2, [[4, math.nan]])), id="threshold that is no number"),
+        pytest.param(step_with_exits(changed_terms(2, [[4]])), id="exit without a threshold"),
+        pytest.param(step_with_exits(changed_terms(2, [[n, 0.5] for n in range(MAX_EXITS + 1)])), id="too many exits"),
+        pytest.param(step_with_exits(changed_terms(3, "some")), id="unknown rule for batches"),
+        pytest.param(step_with_exits(EXITS[1:]), id="exits without a tag"),
+        pytest.param(step_with_exits(None, [-1, 0]), id="left in front of a negative block"),
+        pytest.param(step_with_exits(None, []), id="left of no sequences"),
+        pytest.param(step_with_exits(None, [0] * (MAX_SEQUENCES + 1)), id="left of too many sequences"),
         pytest.param(changed(FORWARD, 4, [1] * (MAX_SEQUENCES + 1)), id="too many sequences"),
         pytest.param(changed(FORWARD, 4, [[1]]), id="nested counts"),
         pytest.param(changed(BACKWARD, 7, "zip"), id="unknown gradient format"),

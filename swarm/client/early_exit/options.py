@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
+from swarm.data_structures import ExitBatchRule, ExitConfidence
 from swarm.errors import UsageError
-
-Confidence = Literal["softmax", "similarity", "classifier"]
-"""softmax: the difference of the two largest probabilities. similarity: the cosine of the hidden states in front of two
-successive servers. classifier: what `model.train_exits(kind="classifier")` has learned."""
-
-BatchRule = Literal["row", "all"]
-"""row: every sequence leaves by itself, in a session of its own. all: a batch leaves when all its sequences are
-sure."""
 
 
 @dataclass(frozen=True)
@@ -38,19 +31,19 @@ class EarlyExit:
         UsageError: a value is not possible.
     """
 
-    confidence: Confidence = "softmax"
+    confidence: ExitConfidence = "softmax"
     threshold: float | Mapping[int, float] = 0.9
     decay: float = 0.0
     verify: bool = True
-    batch: BatchRule = "row"
+    batch: ExitBatchRule = "row"
     min_block: int = 1
     max_block: int | None = None
 
     def __post_init__(self) -> None:
-        if self.confidence not in get_args(Confidence):
-            raise UsageError(f"confidence={self.confidence!r} is not one of {', '.join(get_args(Confidence))}")
-        if self.batch not in get_args(BatchRule):
-            raise UsageError(f"batch={self.batch!r} is not one of {', '.join(get_args(BatchRule))}")
+        if self.confidence not in get_args(ExitConfidence):
+            raise UsageError(f"confidence={self.confidence!r} is not one of {', '.join(get_args(ExitConfidence))}")
+        if self.batch not in get_args(ExitBatchRule):
+            raise UsageError(f"batch={self.batch!r} is not one of {', '.join(get_args(ExitBatchRule))}")
         given = self.threshold if isinstance(self.threshold, Mapping) else {0: self.threshold}
         if not given or not all(_is_number(one) and 0 <= one <= 1 for one in given.values()):
             raise UsageError(f"threshold={self.threshold!r}: a confidence lies between 0 and 1")

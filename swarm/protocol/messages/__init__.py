@@ -39,6 +39,7 @@ from swarm.protocol.messages.codec import ClientMessage, ServerMessage, decode_c
 from swarm.protocol.messages.fields import (
     ADAPTER_DIGEST_BYTES,
     MAX_BLOCKS_PER_REQUEST,
+    MAX_EXITS,
     MAX_LORA_RANK,
     MAX_PROBE_BYTES,
     MAX_PROMPT_LENGTH,
@@ -48,6 +49,7 @@ from swarm.protocol.messages.fields import (
 from swarm.protocol.messages.link import InfoReply, InfoRequest, ProbeReply, ProbeRequest, Refusal
 from swarm.protocol.messages.session import (
     CloseSession,
+    ExitTerms,
     GiveUp,
     OpenSession,
     PushRequest,
@@ -63,6 +65,7 @@ from swarm.protocol.messages.stateless import BackwardReply, BackwardRequest, Fo
 __all__ = [
     "ADAPTER_DIGEST_BYTES",
     "MAX_BLOCKS_PER_REQUEST",
+    "MAX_EXITS",
     "MAX_LORA_RANK",
     "MAX_PROBE_BYTES",
     "MAX_PROMPT_LENGTH",
@@ -74,6 +77,7 @@ __all__ = [
     "BlockAdapterSpec",
     "ClientMessage",
     "CloseSession",
+    "ExitTerms",
     "ForwardReply",
     "ForwardRequest",
     "GiveUp",
@@ -100,5 +104,5 @@ __all__ = [
     "refusal",
 ]
 
-PROTOCOL_ID = "/swarm/3"
+PROTOCOL_ID = "/swarm/4"
 """Name of the libp2p protocol. Change the number with any change that older peers cannot read."""

@@ -21,6 +21,9 @@ MAX_PROMPT_LENGTH = 4096
 MAX_PROBE_BYTES = 1 << 20
 """Bytes that one probe may carry in either direction."""
 
+MAX_EXITS = 256
+"""Blocks in front of which the tokens of one step may leave."""
+
 ADAPTER_DIGEST_BYTES = 16
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]

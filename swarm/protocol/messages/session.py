@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Annotated
 
 import msgspec
 
-from swarm.data_structures import WireFormat
+from swarm.data_structures import ExitBatchRule, ExitConfidence, WireFormat
 from swarm.protocol.messages.fields import (
+    MAX_EXITS,
     MAX_SEQUENCES,
     AdapterDigests,
     Count,
@@ -24,6 +26,9 @@ class OpenSession(Message, frozen=True):
 
     Cache space for `sequences` sequences is reserved now; a step that brings more sequences reserves more. If there is
     not enough space, the server waits up to `wait_timeout_s` seconds for other sessions to end, then refuses.
+
+    `early_exits` says that the client accepts approximate results: tokens may leave inside spans (see `ExitTerms`).
+    Without it a server refuses steps that let them.
     """
 
     session_id: SessionId
@@ -35,6 +40,7 @@ class OpenSession(Message, frozen=True):
     sequences: Annotated[int, msgspec.Meta(ge=1, le=MAX_SEQUENCES)] = 1
     wait_timeout_s: Annotated[float, msgspec.Meta(ge=0, le=60)] = 0.0
     adapters: AdapterDigests | None = None
+    early_exits: bool = False
 
 
 class SessionOpened(Message, frozen=True):
@@ -43,12 +49,36 @@ class SessionOpened(Message, frozen=True):
     next_step: Count
 
 
+class ExitTerms(Message, frozen=True):
+    """When the new token of a sequence leaves inside a span, instead of passing all blocks.
+
+    `thresholds` names blocks, ascending, and the confidence above which a token leaves in front of each, 0 to 1. The
+    client has applied everything that depends on the position already. A server ignores blocks that are not among its
+    `ServerInfo.exit_blocks`, and all of them if it does not offer the confidence: computing in full is always right.
+    """
+
+    confidence: ExitConfidence
+    thresholds: Annotated[
+        tuple[tuple[Count, Annotated[float, msgspec.Meta(ge=0, le=1)]], ...],
+        msgspec.Meta(min_length=1, max_length=MAX_EXITS),
+    ]
+    batch: ExitBatchRule = "row"
+
+    def __post_init__(self) -> None:
+        if any(first >= second for (first, _), (second, _) in pairwise(self.thresholds)):
+            raise ValueError("the blocks of exit thresholds are not ascending")
+
+
 class StepRequest(Message, frozen=True):
     """One step: new hidden states for some sequences (see `StepLayout`), payload `[tokens, hidden]` in `format`.
 
     An epoch is a step that does not just continue the one before (it sets sequences back, or copies them), and all
     steps that continue it; `epoch` is the number of the first. A server that has missed that one refuses the others,
     because they would build upon what was given up.
+
+    With `exits`, the new token of each sequence (at most one) may leave inside the span. `left` says which have left
+    before: for each sequence, the block in front of which its new token left, 0 if it did not. The hidden states of a
+    token that left are those in front of that block; the server only fills its cache with their keys and values.
     """
 
     step: Count
@@ -59,6 +89,8 @@ class StepRequest(Message, frozen=True):
     sources: PerSequence | None = None
     offsets: PerSequence | None = None
     epoch: Count = 0
+    exits: ExitTerms | None = None
+    left: PerSequence | None = None
 
 
 class GiveUp(Message, frozen=True):
@@ -75,6 +107,8 @@ class StepReply(Message, frozen=True):
     """The outputs of a step, payload `[tokens, hidden]` in `format`.
 
     `compute_ms` is the time spent in the blocks. `pushed` is true if the outputs were already sent to the next server.
+    `left` is that of the request, with the tokens that left in this span; None if none has left so far. Their outputs
+    are their hidden states in front of the block named there.
     """
 
     step: Count
@@ -82,6 +116,7 @@ class StepReply(Message, frozen=True):
     dtype: Name
     compute_ms: Milliseconds
     pushed: bool = False
+    left: PerSequence | None = None
 
 
 class SetNeighbors(Message, frozen=True):

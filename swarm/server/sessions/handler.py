@@ -267,6 +267,7 @@ class MessageHandler:
             reply_format=message.reply_format,
             adapters=message.adapters,
             wait_timeout_s=message.wait_timeout_s,
+            early_exits=message.early_exits,
         )
         session = Session(terms, SessionCache(self._model.narrowed(span), adapter))
         if message.reply_format is WireFormat.BLOCKWISE8:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swarm.data_structures import Span, StepLayout, WireFormat
-from swarm.errors import NotFinite, TooLong, WrongShape, WrongSpan
+from swarm.errors import ExitRefused, NotFinite, TooLong, WrongShape, WrongSpan
 from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
 from swarm.protocol.compression import is_finite, payload_bytes
@@ -76,6 +76,36 @@ class RequestValidator:
             tuple(sources) if sources is not None else None,
             tuple(message.offsets) if message.offsets is not None else None,
         )
+
+    def validate_exits(self, message: messages.StepRequest, span: Span, early_exits: bool) -> None:
+        """Check where the tokens of a step may leave, or have left.
+
+        Args:
+            span: the session's blocks.
+            early_exits: whether the session was opened for that.
+
+        Raises:
+            ExitRefused: it was not, or a token cannot have left there, or a sequence brings more than one token.
+            WrongShape: there are more or fewer sequences in `left` than in the step.
+        """
+        if message.exits is None and message.left is None:
+            return
+        if not early_exits:
+            raise ExitRefused("this session was not opened with early_exits, so its tokens pass all blocks")
+        if max(message.counts) > 1:
+            raise ExitRefused(
+                f"a sequence brings {max(message.counts)} tokens; tokens may leave early only in steps that bring at "
+                "most one for each sequence"
+            )
+        left = message.left or ()
+        if message.left is not None and len(left) != len(message.counts):
+            raise WrongShape(f"a request of {len(message.counts)} sequences has {len(left)} in left")
+        for sequence, (block, count) in enumerate(zip(left, message.counts, strict=False)):
+            if block > span.start or (block and not count):
+                raise ExitRefused(
+                    f"sequence {sequence} brings {count} tokens and left in front of block {block}; blocks {span} are "
+                    "computed here"
+                )
 
     def validate_length(self, layout: StepLayout, max_length: int) -> None:
         """Raise `TooLong` if a sequence grows beyond the length that the session was opened for."""

@@ -28,6 +28,7 @@ class SessionTerms:
         reply_format: wire format of the outputs.
         adapters: digests of what the client adds to the blocks; None for nothing.
         wait_timeout_s: how long the client prefers to wait for cache before it is refused.
+        early_exits: whether its tokens may leave inside the span, which is approximate.
     """
 
     session_id: bytes
@@ -37,6 +38,7 @@ class SessionTerms:
     reply_format: WireFormat
     adapters: list[bytes] | None = None
     wait_timeout_s: float = 0.0
+    early_exits: bool = False
 
 
 class Session:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from swarm.data_structures import StepLayout, WireFormat
 from swarm.errors import ServerClosing, WrongPosition
 from swarm.metrics.server import ServerObserver
@@ -53,9 +55,12 @@ class SessionSteps:
             if message.epoch not in (message.step, session.epoch):
                 raise WrongPosition(f"step {message.step} continues step {message.epoch}, which has not come")
             layout = self._validator.validate_layout(message)
+            self._validator.validate_exits(message, session.terms.span, session.terms.early_exits)
             reply_format = session.terms.reply_format
             result = await self._extend_cache(session, message, layout, payload, reply_format)
-            reply = messages.StepReply(message.step, reply_format, _dtype(session), result.milliseconds)
+            reply = messages.StepReply(
+                message.step, reply_format, _dtype(session), result.milliseconds, left=message.left
+            )
             session.last = fingerprint, reply, result.payload
             session.next_step, session.epoch = message.step + 1, message.epoch
         return await self._push_outputs(session, message, reply, result.payload), result.payload
@@ -92,10 +97,12 @@ class SessionSteps:
             sources=message.sources,
             offsets=message.offsets,
             epoch=message.epoch,
+            exits=message.exits,
+            left=reply.left,
         )
         pushed = await link.push(onward, output)
         self._observer.output_pushed(len(output), pushed)
-        return messages.StepReply(reply.step, reply.format, reply.dtype, reply.compute_ms, pushed)
+        return msgspec.structs.replace(reply, pushed=pushed)
 
     async def _extend_cache(
         self,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.data_structures import Span, StepLayout, WireFormat
-from swarm.errors import NotFinite, RequestRefused, TooLong, WrongDtype, WrongShape, WrongSpan
+from swarm.errors import ExitRefused, NotFinite, RequestRefused, TooLong, WrongDtype, WrongShape, WrongSpan
 from swarm.protocol import messages
 from swarm.protocol.compression import payload_bytes
 from swarm.server.sessions.request_validation import RequestLimits, RequestValidator
@@ -64,6 +64,42 @@ def test_positions_beyond_a_table(start, count, offset, limit):
             checks(limit).validate_layout(message)
     else:
         assert checks(limit).validate_layout(message).starts == (0, start)
+
+
+EXITS = messages.ExitTerms("softmax", ((3, 0.5),))
+DECODE = msgspec.structs.replace(STEP, counts=[1, 0], exits=EXITS)
+
+
+def test_steps_that_let_tokens_leave():
+    for left in (None, [0, 0], [1, 0], [2, 0]):
+        checks().validate_exits(msgspec.structs.replace(DECODE, left=left), HELD, True)
+    checks().validate_exits(STEP, HELD, False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"left": [3, 0]}, "sequence 0 brings 1 tokens and left in front of block 3; blocks 2:5 are computed here"),
+        ({"left": [0, 2]}, "sequence 1 brings 0 tokens and left in front of block 2"),
+        ({"counts": [1, 2]}, "a sequence brings 2 tokens"),
+        ({"counts": [1, 2], "exits": None, "left": [0, 0]}, "a sequence brings 2 tokens"),
+    ],
+)
+def test_tokens_that_cannot_have_left(changes, message):
+    with pytest.raises(ExitRefused, match=message):
+        checks().validate_exits(msgspec.structs.replace(DECODE, **changes), HELD, True)
+
+
+@pytest.mark.parametrize("changes", [{}, {"exits": None, "left": [0, 0]}, {"exits": None, "left": [0]}])
+def test_no_token_leaves_a_session_that_did_not_ask(changes):
+    with pytest.raises(ExitRefused, match="not opened with early_exits"):
+        checks().validate_exits(msgspec.structs.replace(DECODE, **changes), HELD, False)
+
+
+@pytest.mark.parametrize("left", [[0], [0, 0, 0]])
+def test_who_has_left_is_said_for_every_sequence(left):
+    with pytest.raises(WrongShape, match=f"2 sequences has {len(left)} in left"):
+        checks().validate_exits(msgspec.structs.replace(DECODE, left=left), HELD, True)
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=4))
