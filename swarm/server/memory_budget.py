@@ -6,11 +6,10 @@ import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
-import psutil
 import torch
 
+from swarm.common.available_memory import available_memory
 from swarm.common.units import format_bytes
 from swarm.data_structures import Span
 from swarm.errors import InvalidOption, NotEnoughMemory
@@ -185,16 +184,7 @@ def free_memory(device: torch.device) -> int:
     """Bytes that can be allocated on the device now; in a container, within its limit."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return min(int(psutil.virtual_memory().available), _container_limit())
-
-
-def _container_limit() -> int:
-    """What the container may still use (cgroup v2), or a huge number if there is no limit."""
-    folder = Path("/sys/fs/cgroup")
-    try:
-        return int((folder / "memory.max").read_text()) - int((folder / "memory.current").read_text())
-    except (OSError, ValueError):
-        return 1 << 62
+    return available_memory()
 
 
 def resolve_device(requested: str) -> torch.device:

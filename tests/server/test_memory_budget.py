@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
-from types import SimpleNamespace
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -75,24 +72,6 @@ def test_not_even_one_block():
 
 def test_free_memory_of_this_machine():
     assert 0 < free_memory(CPU) < 1 << 50
-
-
-def container(monkeypatch, tmp_path: Path, limit: str | None, used: str = "0") -> None:
-    monkeypatch.setattr(memory, "Path", lambda _: tmp_path)
-    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
-    if limit is not None:
-        (tmp_path / "memory.max").write_text(limit)
-        (tmp_path / "memory.current").write_text(used)
-
-
-@pytest.mark.parametrize(
-    ("limit", "used", "free"),
-    [("max\n", "10\n", 1000), ("700\n", "100\n", 600), ("5000\n", "100\n", 1000), (None, "", 1000)],
-    ids=["no limit", "limit", "limit above the machine's", "no cgroup"],
-)
-def test_a_container_has_less(monkeypatch, tmp_path, limit, used, free):
-    container(monkeypatch, tmp_path, limit, used)
-    assert free_memory(CPU) == free
 
 
 def test_the_device():

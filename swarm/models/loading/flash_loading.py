@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from swarm.common.available_memory import available_memory
 from swarm.common.units import format_bytes
 from swarm.data_structures import Span
 from swarm.errors import InvalidOption
@@ -27,7 +28,7 @@ from swarm.models.flash.plans.block_building import build_block
 from swarm.models.flash.plans.block_plan import RecordKind
 from swarm.models.flash.reading.flash_store import FlashStore
 from swarm.models.flash.reading.io_choice import IoChoice, choose_io
-from swarm.models.flash.reading.page_cache import page_cache_room, page_cache_share
+from swarm.models.flash.reading.page_cache import page_cache_share
 from swarm.models.flash.reading.record_reader import FlashIo
 from swarm.models.loading.flash_preparation import open_prepared
 from swarm.models.loading.span_assembly import SpanAssembly
@@ -154,7 +155,7 @@ def _choose_io(prepared: Sequence[PreparedBlock], options: FlashOptions) -> IoCh
     share = page_cache_share(
         sum(one.layout.file_bytes for one in prepared),
         options.memory,
-        page_cache_room() - options.memory,
+        available_memory() - options.memory,
         any(one.plan.kind is RecordKind.BLOCK for one in prepared),
     )
     choice = choose_io(largest.records, options.io, largest.layout.stride, share)

@@ -16,13 +16,11 @@ from swarm import EarlyExit
 from swarm.client.early_exit import look_meter
 from swarm.client.routes.events import ExitTaken, ExitVerified
 from swarm.errors import UsageError
+from tests.client.prompts import NEW, PAD, greedy, padded_batch, prompt
 from tests.swarms import TestSwarm, run_client, run_swarm
 from tests.waiting import wait_until
-from tests.zoo import PROMPTS
 
 SPANS = ("0:2", "2:3", "3:6")
-NEW = 24
-PAD = 0
 
 
 @pytest.fixture(scope="module")
@@ -35,20 +33,6 @@ def swarm(folder: Path) -> Iterator[TestSwarm]:
 def model(swarm: TestSwarm) -> Iterator[Any]:
     with run_client(swarm, dtype="float32", wire="none") as model:
         yield model
-
-
-def prompt(length: int = 7, seed: int = 3) -> torch.Tensor:
-    return torch.randint(3, 100, (1, length), generator=torch.Generator().manual_seed(seed))
-
-
-def padded_batch() -> dict[str, torch.Tensor]:
-    longest = max(map(len, PROMPTS))
-    tokens = torch.tensor([[PAD] * (longest - len(row)) + row for row in PROMPTS])
-    return {"input_ids": tokens, "attention_mask": (tokens != PAD).long()}
-
-
-def greedy(model: Any, tokens: torch.Tensor | None = None, new: int = NEW, **more: Any) -> torch.Tensor:
-    return model.generate(tokens, max_new_tokens=new, do_sample=False, pad_token_id=PAD, **more)
 
 
 class Listener:

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, MaxLengthCriteria, StoppingCriter
 from transformers.generation.streamers import BaseStreamer
 
 from swarm.errors import InvalidSpan, SessionClosed, TooLong, UsageError
+from tests.client.prompts import PAD, greedy, padded_batch, prompt
 from tests.swarms import TestSwarm, run_client, run_swarm
 from tests.zoo import PROMPTS
 
 SPANS = ("0:2", "2:3", "3:6")
-PAD = 0
 
 
 @pytest.fixture(scope="module")
@@ -30,20 +30,6 @@ def swarm(folder: Path) -> Iterator[TestSwarm]:
 def model(swarm: TestSwarm) -> Iterator[Any]:
     with run_client(swarm, dtype="float32") as model:
         yield model
-
-
-def prompt(length: int = 7, seed: int = 3) -> torch.Tensor:
-    return torch.randint(3, 100, (1, length), generator=torch.Generator().manual_seed(seed))
-
-
-def padded_batch() -> dict[str, torch.Tensor]:
-    longest = max(map(len, PROMPTS))
-    tokens = torch.tensor([[PAD] * (longest - len(row)) + row for row in PROMPTS])
-    return {"input_ids": tokens, "attention_mask": (tokens != PAD).long()}
-
-
-def greedy(model: Any, tokens: torch.Tensor, new: int, **more: Any) -> torch.Tensor:
-    return model.generate(tokens, max_new_tokens=new, do_sample=False, pad_token_id=PAD, **more)
 
 
 def test_figure_2_of_the_paper_as_written(model: Any, local: Any) -> None:

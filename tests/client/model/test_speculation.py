@@ -16,6 +16,7 @@ from swarm.client.chain.chain import Chain
 from swarm.client.model.speculation import bound_candidates, unseen_length, validate_speculation
 from swarm.data_structures import StepLayout
 from swarm.errors import UsageError
+from tests.client.prompts import prompt
 from tests.disturbances import Before, holder
 from tests.swarms import TestSwarm, run_client, run_swarm
 from tests.zoo import BLOCKS
@@ -77,10 +78,6 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[StepLayout]:
 
     monkeypatch.setattr(Chain, "steps", counted)
     return found
-
-
-def prompt(length: int = 7, seed: int = 3) -> torch.Tensor:
-    return torch.randint(3, 100, (1, length), generator=torch.Generator().manual_seed(seed))
 
 
 def write(model: Any, tokens: torch.Tensor, new: int = NEW, **more: Any) -> list[int]:

@@ -12,6 +12,7 @@ import torch
 from swarm import EarlyExit
 from swarm.client.model.train_exits import hidden_states, read_hidden
 from swarm.errors import AdapterMismatch, UsageError
+from tests.client import prompts
 from tests.swarms import TestSwarm, run_client, run_swarm
 from tests.zoo import BLOCKS
 
@@ -35,7 +36,7 @@ def text(tokens: int = 2400) -> torch.Tensor:
 
 
 def greedy(model: Any, **more: Any) -> torch.Tensor:
-    return model.generate(text(7).unsqueeze(0), max_new_tokens=16, do_sample=False, pad_token_id=0, **more)
+    return prompts.greedy(model, text(7).unsqueeze(0), 16, **more)
 
 
 def test_hidden_states_are_those_of_the_local_model(model, local):

@@ -214,7 +214,7 @@ def test_free_memory_counts_as_page_cache_when_a_way_of_reading_is_chosen(
     checkpoints, tmp_path, monkeypatch, caplog, room, share
 ):
     checkpoint = checkpoints("llama")
-    monkeypatch.setattr(flash_loading, "page_cache_room", lambda: room)
+    monkeypatch.setattr(flash_loading, "available_memory", lambda: room)
     planned = plan_for_flash(checkpoint, WHOLE, torch.float32, tmp_path, False)
     memory = in_memory(checkpoint).weight_bytes * 3 // 4
     with caplog.at_level("INFO"):

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import psutil
-
 COUNTED_SHARE = 0.5
 """Share of the free memory that is expected to stay free. Other programs may take it at any time."""
-
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 def page_cache_share(file_bytes: int, held_bytes: int, room_bytes: int, in_order: bool) -> float:
@@ -31,21 +25,3 @@ def page_cache_share(file_bytes: int, held_bytes: int, room_bytes: int, in_order
     if in_order:
         return float(room >= read)
     return min(max((room - held_bytes) / read, 0.0), 1.0)
-
-
-def page_cache_room() -> int:
-    """Bytes of memory that no program has for itself, in a container within its limit.
-
-    What the page cache already has is part of it.
-    """
-    return min(int(psutil.virtual_memory().available), _container_room(_CGROUP))
-
-
-def _container_room(cgroup: Path) -> int:
-    """What the container may still use for the page cache (cgroup v2), or a huge number if it has no limit."""
-    try:
-        limit, used = (int((cgroup / name).read_text()) for name in ("memory.max", "memory.current"))
-        counts = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-        return limit - used + int(counts["file"]) - int(counts["shmem"])
-    except (OSError, ValueError, KeyError):
-        return 1 << 62

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.models.flash.reading import page_cache
-from swarm.models.flash.reading.page_cache import COUNTED_SHARE, page_cache_room, page_cache_share
+from swarm.models.flash.reading.page_cache import COUNTED_SHARE, page_cache_share
 
 sizes = st.integers(0, 2**45)
 
@@ -61,15 +60,3 @@ def test_it_is_what_a_cache_of_what_was_read_last_serves(held, cached):
 def test_streamed_blocks_come_from_a_page_cache_with_room_for_all_of_them():
     assert page_cache_share(100, 40, 119, in_order=True) == 0
     assert page_cache_share(100, 40, 120, in_order=True) == 1
-
-
-def test_the_room_is_what_is_free_and_what_the_page_cache_has(tmp_path, monkeypatch):
-    assert 0 < page_cache_room() < 1 << 50
-    monkeypatch.setattr(page_cache, "_CGROUP", tmp_path)
-    free = page_cache_room()
-    (tmp_path / "memory.max").write_text("9000000\n")
-    (tmp_path / "memory.current").write_text("6000000\n")
-    (tmp_path / "memory.stat").write_text("anon 1000000\nfile 5000000\nshmem 500000\n")
-    assert page_cache_room() == 9_000_000 - 6_000_000 + 5_000_000 - 500_000
-    (tmp_path / "memory.max").write_text("max\n")
-    assert page_cache_room() == pytest.approx(free, rel=0.2)
