@@ -1,7 +1,6 @@
 """Early exit between servers: a token leaves where it is sure, and the servers behind go on without being waited for.
 
 options       what `generate(early_exit=...)` takes
-confidence    how sure a token is, and from which value on it leaves (pure)
 verification  what becomes of a sampled token that left, once the full model's answer is there (pure)
 look_meter    whether a look at a token on its way can save time (pure)
 exit_decoder  the loop

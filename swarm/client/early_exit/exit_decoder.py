@@ -18,14 +18,14 @@ from typing import Protocol
 import torch
 
 from swarm.client.chain.chain import MAX_STEPS_UNDER_WAY
-from swarm.client.early_exit.confidence import decayed_threshold, softmax_response, state_similarity
 from swarm.client.early_exit.look_meter import LookMeter
 from swarm.client.early_exit.options import EarlyExit
-from swarm.client.early_exit.trained_exits import ExitClassifier, TrainedExits
 from swarm.client.early_exit.verification import verify_sampled
 from swarm.client.routes.events import ExitTaken, ExitVerified
 from swarm.client.session import InferenceSession, StepUnderWay
 from swarm.errors import UsageError
+from swarm.models.exits.confidence import decayed_threshold, softmax_response, state_similarity
+from swarm.models.exits.trained_exits import ExitClassifier, TrainedExits
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from swarm.client.early_exit.trained_exits import ExitClassifier, ExitLens
+from swarm.models.exits.trained_exits import ExitClassifier, ExitLens
 
 RIDGE = 1e-3
 """Regularization of a lens, as a share of the mean square of its inputs."""

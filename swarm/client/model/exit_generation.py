@@ -8,11 +8,11 @@ import torch
 
 from swarm.client.early_exit.exit_decoder import ExitDecoder, Sampling
 from swarm.client.early_exit.options import EarlyExit
-from swarm.client.early_exit.trained_exits import TrainedExits
 from swarm.client.model.remote_sequential import StepSent
 from swarm.client.model.train_exits import base_model, read_hidden
 from swarm.client.session import InferenceSession, StepUnderWay
 from swarm.errors import SwarmError, UsageError
+from swarm.models.exits.trained_exits import TrainedExits
 from swarm.models.placeholder_cache import PlaceholderCache
 
 

@@ -15,7 +15,6 @@ from torch import nn
 
 from swarm.client.connection import SwarmConnection
 from swarm.client.early_exit.options import EarlyExit
-from swarm.client.early_exit.trained_exits import TrainedExits
 from swarm.client.lanes.generate_in_lanes import generate_in_lanes
 from swarm.client.lanes.inference_lanes import InferenceLanes
 from swarm.client.lanes.lane_count import LaneCount, validate_lane_count
@@ -32,6 +31,7 @@ from swarm.client.tuning.lora import Lora
 from swarm.client.tuning.prompted_cache import PromptedCache
 from swarm.client.tuning.trained import TrainedParameters
 from swarm.errors import UsageError
+from swarm.models.exits.trained_exits import TrainedExits
 from swarm.models.placeholder_cache import PlaceholderCache
 
 

@@ -9,8 +9,8 @@ from typing import Any, Literal, get_args
 import torch
 
 from swarm.client.early_exit.exit_training import KEPT_TOKENS, LensFit, fit_classifier
-from swarm.client.early_exit.trained_exits import BaseModel, TrainedExits
 from swarm.errors import UsageError
+from swarm.models.exits.trained_exits import BaseModel, TrainedExits
 
 ExitKind = Literal["lens", "classifier"]
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from swarm.client.early_exit import look_meter
 from swarm.client.early_exit.exit_decoder import ExitDecoder, Sampling
 from swarm.client.early_exit.options import EarlyExit
-from swarm.client.early_exit.trained_exits import BaseModel, TrainedExits
 from swarm.client.routes.events import ExitTaken
+from swarm.models.exits.trained_exits import BaseModel, TrainedExits
 
 SERVERS = 4
 """Each has one block."""

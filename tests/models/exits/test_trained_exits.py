@@ -6,7 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from swarm.client.early_exit.trained_exits import (
+from swarm.errors import AdapterError, AdapterMismatch
+from swarm.models.exits.trained_exits import (
     EXITS_FILE,
     FORMAT,
     BaseModel,
@@ -14,7 +15,6 @@ from swarm.client.early_exit.trained_exits import (
     ExitLens,
     TrainedExits,
 )
-from swarm.errors import AdapterError, AdapterMismatch
 
 BASE = BaseModel("model", "abc", 8, 6)
 METADATA = {"format": FORMAT, "name": "model", "revision": "abc"}

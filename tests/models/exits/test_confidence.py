@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.client.early_exit.confidence import FLOOR_SHARE, decayed_threshold, softmax_response, state_similarity
+from swarm.models.exits.confidence import FLOOR_SHARE, decayed_threshold, softmax_response, state_similarity
 
 
 @given(st.lists(st.lists(st.floats(-50, 50), min_size=4, max_size=4), min_size=1, max_size=5))
