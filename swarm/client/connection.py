@@ -74,17 +74,28 @@ class SwarmConnection:
         """Run a coroutine in the network thread; see `NetworkThread.run`."""
         return self._network_thread.run(work)
 
-    def new_chain(self, max_length: int, adapter: PackedAdapter, listener: EventListener | None = None) -> Chain:
+    def new_chain(
+        self,
+        max_length: int,
+        adapter: PackedAdapter,
+        listener: EventListener | None = None,
+        early_exits: bool = False,
+    ) -> Chain:
         """The chain of a new session over all remote blocks; it is not open yet.
 
         Args:
             max_length: maximum number of tokens of each sequence.
             adapter: what is added to the blocks.
             listener: receives the events of this session, besides the listeners of the connection.
+            early_exits: see `SessionContext`.
         """
         emit = broadcast([*self._listeners, *([listener] if listener is not None else [])])
         upload = AdapterUpload(adapter, self._requester.ledger)
-        return Chain(SessionContext(self._peer, self._planner, self._options, self.span, max_length, upload, emit))
+        return Chain(
+            SessionContext(
+                self._peer, self._planner, self._options, self.span, max_length, upload, emit, early_exits=early_exits
+            )
+        )
 
     def new_pass(self, adapter: PackedAdapter, keep_inputs: bool = True) -> PassContext:
         """The context of a forward or backward pass without a session.

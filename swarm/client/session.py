@@ -7,7 +7,7 @@ thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,10 +21,11 @@ from swarm.client.routes.events import EventListener, SessionEvent
 from swarm.client.wire.adapter import adapter_parts, detach_parts
 from swarm.client.wire.adapter_upload import pack_adapter
 from swarm.client.wire.packed_hidden import MAX_REQUEST_TOKENS
-from swarm.client.wire.padding import pack_hidden, position_offsets, unpack_hidden
+from swarm.client.wire.padding import pack_hidden, position_offsets, split_step, unpack_hidden
 from swarm.data_structures import HopTiming, Route, Span, StepLayout
-from swarm.errors import SessionClosed, TooLong
+from swarm.errors import SessionClosed, TooLong, UsageError
 from swarm.models.placeholder_cache import PlaceholderCache
+from swarm.protocol.messages import ExitTerms
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,21 @@ class InferenceSession:
         self._connection = connection
         self._chain: Chain | None = None
         self._local: LocalSession | None = None
+        self._early_exits = False
         self._closed = False
+
+    def allow_early_exits(self) -> None:
+        """Let servers be asked to end tokens inside their spans (`EarlyExit(fill="project")`), which is approximate.
+
+        Raises:
+            UsageError: the session's servers were already told that every token passes all blocks.
+        """
+        if not self._early_exits and self._chain is not None and self._chain.is_open:
+            raise UsageError(
+                "early_exit with fill='project' makes the caches of a session approximate, and this session has "
+                "computed tokens in full; use another session"
+            )
+        self._early_exits = True
 
     def step(self, hidden: torch.Tensor) -> torch.Tensor:
         """Run the next tokens through all blocks and the family's final norm.
@@ -166,17 +181,22 @@ class InferenceSession:
         mask: torch.Tensor | None,
         positions: torch.Tensor | None,
         tokens: torch.Tensor | None,
+        exits: ExitTerms | None = None,
     ) -> StepUnderWay:
         """Send the hidden states of a new slot of each sequence off, without waiting for what becomes of them.
 
         Takes the same as `compute`, and raises the same. Steps that were begun are settled in order, or given up.
+
+        Args:
+            exits: when tokens may leave inside a server's span, after `allow_early_exits`.
         """
         sequences, new, _ = hidden.shape
         layout, real = self._next_layout(sequences, new, mask)
         chain = self._open_chain()
         inputs = hidden if self._local is None else self._local.compute(hidden, real, layout)
         layout = replace(layout, offsets=position_offsets(positions, real, layout))
-        number = self._connection.run(chain.begin(pack_hidden(inputs, real, self._connection.config.wire), layout))
+        packed = pack_hidden(inputs, real, self._connection.config.wire)
+        number = self._connection.run(chain.begin(packed, layout, exits))
         before = self.cache.length
         self.cache.commit(sequences, new, real, tokens)
         return StepUnderWay(number, before, hidden, real)
@@ -201,6 +221,12 @@ class InferenceSession:
         if packed is None:
             raise ValueError(f"what step {step.number} is in front of block {block} is not known")
         return unpack_hidden(packed, step.hidden, step.real)
+
+    def left(self, step: StepUnderWay, block: int) -> tuple[int, ...]:
+        """For each sequence, the block in front of which its token left a server's span before `block`; 0 if it has
+        passed all blocks. The token's `outputs` are its hidden states there."""
+        packed = self._open_chain().outputs(step.number, block)
+        return packed.left if packed is not None and packed.left is not None else (0,) * len(step.hidden)
 
     def report(self, event: SessionEvent) -> None:
         """Tell the listeners of the session, which are called in this thread."""
@@ -288,7 +314,8 @@ class InferenceSession:
             if self._connection.local is not None:
                 self._local = self._connection.local.session(detach_parts(parts))
             # Assigned before it is open: if Ctrl-C interrupts the opening, the chain still has to be closed.
-            self._chain = self._connection.new_chain(self.max_length, pack_adapter(remote_parts), self._listener)
+            adapter = pack_adapter(remote_parts)
+            self._chain = self._connection.new_chain(self.max_length, adapter, self._listener, self._early_exits)
             self._connection.run(self._chain.open())
         return self._chain
 
@@ -310,31 +337,3 @@ class InferenceSession:
     def __exit__(self, *exception: object) -> None:
         self._model.leave_session(self)
         self.close()
-
-
-def split_step(
-    layout: StepLayout, real: torch.Tensor | None, positions: torch.Tensor | None, slots: int, size: int
-) -> Iterator[tuple[slice, StepLayout, torch.Tensor | None]]:
-    """Cut a step into chunks of `size` slots; a chunk of nothing but padding is left out.
-
-    Args:
-        layout: the layout of the whole step.
-        real: mask of the slots that hold tokens; None if no slot is padding.
-        positions: as for `InferenceSession.compute`.
-        slots: number of slots of the step.
-
-    Yields:
-        the slots of each chunk, its layout, and the mask of its slots that hold tokens.
-    """
-    starts, sources = layout.starts, layout.sources
-    for first in range(0, slots, size):
-        part = slice(first, min(first + size, slots))
-        part_real = real[:, part] if real is not None else None
-        part_real = None if part_real is None or bool(part_real.all()) else part_real
-        counts = (part.stop - first,) * layout.sequences if part_real is None else tuple(part_real.sum(1).tolist())
-        if not any(counts):
-            continue
-        chunk = StepLayout(starts, counts, sources)
-        offsets = position_offsets(positions[:, part] if positions is not None else None, part_real, chunk)
-        yield part, replace(chunk, offsets=offsets), part_real
-        starts, sources = tuple(start + count for start, count in zip(starts, counts, strict=True)), None

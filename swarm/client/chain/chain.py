@@ -26,7 +26,6 @@ from dataclasses import replace
 from swarm.client.chain.failover import CacheContents, Failover
 from swarm.client.chain.hop_progress import NO_STEP
 from swarm.client.chain.hop_session import HopSession
-from swarm.client.chain.input_history import Step
 from swarm.client.chain.next_action import Deliver, Finished, Repair, WaitUntil, next_action
 from swarm.client.chain.prompt_chunks import max_chunks_in_flight
 from swarm.client.chain.session_constants import SessionContext
@@ -34,9 +33,10 @@ from swarm.client.chain.steps_under_way import StepsUnderWay
 from swarm.client.routes.events import SessionEvent
 from swarm.client.routes.route_source import is_worth_another_server
 from swarm.client.wire.packed_hidden import PackedHidden
-from swarm.client.wire.reply_checks import OutputShape, describe_hop
+from swarm.client.wire.reply_checks import describe_hop
 from swarm.data_structures import HopTiming, Route, StepLayout
 from swarm.errors import PeerTimeout, SessionClosed
+from swarm.protocol.messages import ExitTerms
 
 logger = logging.getLogger(__name__)
 
@@ -131,11 +131,12 @@ class Chain:
         self.settle(numbers[-1])
         return outputs
 
-    async def begin(self, hidden: PackedHidden, layout: StepLayout) -> int:
+    async def begin(self, hidden: PackedHidden, layout: StepLayout, exits: ExitTerms | None = None) -> int:
         """Send a step off behind those that are under way; its number.
 
         Args:
             layout: copies no rows.
+            exits: when its tokens, at most one a sequence, may leave inside a span.
 
         Raises as `steps` does. Then those that are not settled have to be given up.
         """
@@ -145,7 +146,7 @@ class Chain:
         if self._unlinked or (catching_up and not self.appends(layout)):
             await self._advance(everywhere=True)
             await self._link_again()
-        (number,) = self._take_in(parts, MAX_STEPS_UNDER_WAY)
+        (number,) = self._take_in(parts, MAX_STEPS_UNDER_WAY, exits)
         try:
             await self._advance(lambda: self._hops[0].progress.is_handed(number), patient=False)
         except BaseException:
@@ -216,10 +217,12 @@ class Chain:
             self._unlinked = False
             await self._failover.link(self._hops, range(len(self._hops)))
 
-    def _take_in(self, parts: Sequence[tuple[PackedHidden, StepLayout]], window: int) -> range:
+    def _take_in(
+        self, parts: Sequence[tuple[PackedHidden, StepLayout]], window: int, exits: ExitTerms | None = None
+    ) -> range:
         """Take steps in, to be delivered by `_advance`; their numbers."""
         appended = self.appends(parts[0][1])
-        steps = self._under_way.add(parts)
+        steps = self._under_way.add(parts, exits)
         if appended:
             # Whatever becomes of them: a later step sets back by itself what it does not continue.
             self._foldable = steps[-1].number
@@ -228,7 +231,7 @@ class Chain:
             hop.progress.on_call_begun(steps[0].number)
         for step in steps:
             for hop in self._hops:
-                hop.expect(step.number, _outputs_of(step))
+                hop.expect(step.number, step.outputs)
             self._hops[0].add_input(step)
         return range(steps[0].number, self.next_number)
 
@@ -279,7 +282,7 @@ class Chain:
             hop.progress.on_joined(self.next_number - 1, hop.history.last)
             for number, step in self._under_way.steps.items():
                 if hop.progress.replied < number:
-                    hop.expect(number, _outputs_of(step))
+                    hop.expect(number, step.outputs)
         # Only now, because from now on steps may be pushed to them.
         neighbors = range(max(0, index - 1), min(len(self._hops), index + len(repaired) + 1))
         if index and self._window > 1:
@@ -338,8 +341,3 @@ class Chain:
         copied_rows = any(step.layout.sources is not None for step in given_up)
         for hop in self._hops:
             hop.give_up(after, self.next_number - 1, copied_rows)
-
-
-def _outputs_of(step: Step) -> OutputShape:
-    """How much the answer to a step has to hold."""
-    return OutputShape(step.hidden.tokens, step.hidden.hidden_size)

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from swarm.client.chain.hop_progress import HopProgress, ReplyKind
 from swarm.client.chain.hop_stream import CLOSE_TIMEOUT_S, HopStream
@@ -19,6 +20,7 @@ from swarm.client.wire.reply_checks import (
     parse_reply,
     reply_deadline,
     unexpected_reply,
+    validate_left,
     validate_outputs,
 )
 from swarm.data_structures import Hop, StepLayout
@@ -94,6 +96,7 @@ class HopSession:
             reply_format=options.wire,
             wait_timeout_s=CACHE_WAIT_S,
             adapters=adapter.adapter.digests(self.hop.span),
+            early_exits=self._context.early_exits,
         )
         async with reply_deadline(self.hop, min(OPEN_TIMEOUT_S, options.timeout) + adapter.upload_timeout(self.hop)):
             stream = await self._stream.connect()
@@ -140,8 +143,7 @@ class HopSession:
 
         The server reads the step when it has computed those before. This is waited for here.
         """
-        outputs = OutputShape(step.hidden.tokens, step.hidden.hidden_size)
-        self.progress.on_delivered(step.number, outputs, time.perf_counter())
+        self.progress.on_delivered(step.number, step.outputs, time.perf_counter())
         request = messages.StepRequest(
             step=step.number,
             starts=list(step.layout.starts),
@@ -151,6 +153,8 @@ class HopSession:
             sources=_list(step.layout.sources),
             offsets=_list(step.layout.offsets),
             epoch=step.epoch,
+            exits=step.exits,
+            left=_list(step.hidden.left),
         )
         await self._send(request, step.hidden.payload, self.progress.send_timeout(step.number))
 
@@ -226,7 +230,10 @@ class HopSession:
                 return
             case ReplyKind.UNKNOWN:
                 raise unexpected_reply(self.hop, reply)
-        outputs = validate_outputs(self.hop, self.progress.expected_outputs(reply.step), payload, reply)
+        shape, step = self.progress.expected_outputs(reply.step), self.history.find(reply.step)
+        before = (step.hidden.left or (0,) * step.layout.sequences) if step is not None else None
+        left = validate_left(self.hop, shape.exits, before, reply.left)
+        outputs = replace(validate_outputs(self.hop, shape, payload, reply), left=left)
         if self.progress.on_reply(reply.step, reply.compute_ms / 1e3, reply.pushed, time.perf_counter()):
             self._on_reply(self, reply.step, outputs)
         elif self.progress.error is not None:

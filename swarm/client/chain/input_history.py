@@ -13,8 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from swarm.client.wire.packed_hidden import MAX_REQUEST_TOKENS, PackedHidden
+from swarm.client.wire.reply_checks import AllowedExits, OutputShape
 from swarm.data_structures import StepLayout, WireFormat
 from swarm.protocol.compression import decode_tensor, dtype_name, encode_tensor
+from swarm.protocol.messages import ExitTerms
 
 MAX_UNFOLDED_STEPS = 1024
 MAX_UNFOLDED_TOKENS = 4 * MAX_REQUEST_TOKENS
@@ -25,12 +27,27 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of a session: its number, its layout, what goes into a hop, and its epoch (see `StepRequest`)."""
+    """One step of a session.
+
+    Attributes:
+        hidden: what goes into a hop.
+        epoch: see `StepRequest`.
+        exits: when its tokens may leave inside a span; None for never.
+    """
 
     number: int
     layout: StepLayout
     hidden: PackedHidden
     epoch: int = 0
+    exits: ExitTerms | None = None
+
+    @property
+    def outputs(self) -> OutputShape:
+        """What the answer to it has to hold."""
+        exits = None
+        if self.exits is not None:
+            exits = AllowedExits(self.layout.counts, tuple(block for block, _ in self.exits.thresholds))
+        return OutputShape(self.hidden.tokens, self.hidden.hidden_size, exits)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ class SessionContext:
         max_length: tokens that each sequence may have.
         adapter: what is added to the blocks.
         emit: receives the session's events.
+        early_exits: whether servers may be asked to let tokens leave inside their spans, which is approximate.
     """
 
     network: Network
@@ -33,3 +34,4 @@ class SessionContext:
     max_length: int
     adapter: AdapterUpload = field(default_factory=AdapterUpload)
     emit: EventListener = ignore_events
+    early_exits: bool = False

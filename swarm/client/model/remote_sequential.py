@@ -28,6 +28,7 @@ from swarm.client.wire.adapter import Adapter, adapter_parts
 from swarm.client.wire.padding import PaddedBatch
 from swarm.data_structures import Span
 from swarm.errors import InvalidSpan, SwarmError
+from swarm.protocol.messages import ExitTerms
 
 
 class RemoteSequential(nn.Module):
@@ -171,9 +172,13 @@ class RemoteLayer(nn.Module):
         self._local.call = call
 
     @contextmanager
-    def sending(self) -> Iterator[None]:
-        """Meanwhile, forwards of this thread send their step off and end with `StepSent`."""
-        self._local.sends = True
+    def sending(self, exits: ExitTerms | None = None) -> Iterator[None]:
+        """Meanwhile, forwards of this thread send their step off and end with `StepSent`.
+
+        Args:
+            exits: when the step's tokens may leave inside a server's span.
+        """
+        self._local.sends, self._local.exits = True, exits
         try:
             yield
         finally:
@@ -208,5 +213,6 @@ class RemoteLayer(nn.Module):
             result: torch.Tensor = self._blocks[0](hidden, call.mask, positions)
             return result
         if getattr(self._local, "sends", False):
-            raise StepSent(call.session.begin(hidden, call.mask, positions, call.tokens))
+            step = call.session.begin(hidden, call.mask, positions, call.tokens, self._local.exits)
+            raise StepSent(step)
         return call.session.compute(hidden, call.mask, positions, call.tokens)

@@ -14,13 +14,19 @@ MAX_REQUEST_TOKENS = 8192
 
 @dataclass(frozen=True, slots=True)
 class PackedHidden:
-    """Hidden states `[tokens, hidden_size]` encoded for the wire."""
+    """Hidden states `[tokens, hidden_size]` encoded for the wire.
+
+    Attributes:
+        left: for each sequence, the block in front of which its token has left a server's span (0: it has not); None if
+            no token has. The hidden states of a token that left are those in front of that block.
+    """
 
     payload: bytes | memoryview
     tokens: int
     hidden_size: int
     wire: WireFormat
     dtype: str
+    left: tuple[int, ...] | None = None
 
     def require_finite(self) -> None:
         """Raise `NotFinite` if a value is NaN or infinite, which every server would refuse."""

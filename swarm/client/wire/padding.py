@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -84,3 +85,31 @@ def restore_padding(flat: torch.Tensor, like: torch.Tensor, real: torch.Tensor |
     result = torch.zeros_like(like)
     result[real.to(like.device)] = flat
     return result
+
+
+def split_step(
+    layout: StepLayout, real: torch.Tensor | None, positions: torch.Tensor | None, slots: int, size: int
+) -> Iterator[tuple[slice, StepLayout, torch.Tensor | None]]:
+    """Cut a step into chunks of `size` slots; a chunk of nothing but padding is left out.
+
+    Args:
+        layout: the layout of the whole step.
+        real: mask of the slots that hold tokens; None if no slot is padding.
+        positions: as for `position_offsets`.
+        slots: number of slots of the step.
+
+    Yields:
+        the slots of each chunk, its layout, and the mask of its slots that hold tokens.
+    """
+    starts, sources = layout.starts, layout.sources
+    for first in range(0, slots, size):
+        part = slice(first, min(first + size, slots))
+        part_real = real[:, part] if real is not None else None
+        part_real = None if part_real is None or bool(part_real.all()) else part_real
+        counts = (part.stop - first,) * layout.sequences if part_real is None else tuple(part_real.sum(1).tolist())
+        if not any(counts):
+            continue
+        chunk = StepLayout(starts, counts, sources)
+        offsets = position_offsets(positions[:, part] if positions is not None else None, part_real, chunk)
+        yield part, replace(chunk, offsets=offsets), part_real
+        starts, sources = tuple(start + count for start, count in zip(starts, counts, strict=True)), None

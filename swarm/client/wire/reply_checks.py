@@ -23,11 +23,29 @@ ASSUMED_ROUND_TRIP_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
+class AllowedExits:
+    """Where the tokens of a step may leave inside a span.
+
+    Attributes:
+        counts: tokens of each sequence, at most one.
+        blocks: in front of which they may leave, as the server was asked.
+    """
+
+    counts: tuple[int, ...]
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class OutputShape:
-    """Shape of the hidden states that a reply has to hold: `[tokens, hidden_size]`."""
+    """Shape of the hidden states that a reply has to hold: `[tokens, hidden_size]`.
+
+    Attributes:
+        exits: where tokens may have left; None if they have to have passed all blocks.
+    """
 
     tokens: int
     hidden_size: int
+    exits: AllowedExits | None = None
 
     @property
     def values(self) -> int:
@@ -86,6 +104,37 @@ def validate_outputs(
     if not is_finite(payload, shape.values, reply.format, reply.dtype):
         raise ProtocolViolation(f"{describe_hop(hop)} answered with values that are not finite")
     return PackedHidden(payload, shape.tokens, shape.hidden_size, reply.format, reply.dtype)
+
+
+def validate_left(
+    hop: Hop, allowed: AllowedExits | None, before: Sequence[int] | None, left: Sequence[int] | None
+) -> tuple[int, ...] | None:
+    """Where tokens have left, as a reply says. Raises `ProtocolViolation` if they cannot have left there.
+
+    Args:
+        allowed: what the server was asked; None if nothing may leave.
+        before: where they had left before this server, one block a sequence (0: nowhere yet); None if that is unknown.
+        left: what the reply says; None if no token has left.
+    """
+    if left is None and not any(before or ()):
+        return None
+    told = f"{describe_hop(hop)} answered that tokens have left in front of blocks {left and list(left)}"
+    if allowed is None:
+        raise ProtocolViolation(f"{told}, which it was not asked for")
+    if left is None or len(left) != len(allowed.counts):
+        raise ProtocolViolation(f"{told}, for a step of {len(allowed.counts)} sequences")
+    for row, (block, count) in enumerate(zip(left, allowed.counts, strict=True)):
+        came = before[row] if before is not None else None
+        if came:
+            is_right = block == came  # a token leaves once
+        elif not block:
+            is_right = True
+        else:
+            first = 0 if came is None else hop.span.start
+            is_right = count == 1 and block in allowed.blocks and first < block <= hop.span.end
+        if not is_right:
+            raise ProtocolViolation(f"{told}; sequence {row} cannot have left there")
+    return tuple(left)
 
 
 def validate_gradients(
