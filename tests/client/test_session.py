@@ -11,7 +11,7 @@ import pytest
 
 from swarm.client.session import InferenceSession
 from swarm.data_structures import Span, WireFormat
-from swarm.errors import MissingBlocks
+from swarm.errors import MissingBlocks, UsageError
 
 CONNECTION = SimpleNamespace(config=SimpleNamespace(wire=WireFormat.NONE))
 MODEL = SimpleNamespace(remote_blocks=SimpleNamespace(adapter=None))
@@ -47,7 +47,8 @@ class Connection:
         self.chains: list[Chain] = []
         self._outcomes = list(outcomes)
 
-    def new_chain(self, *_: object) -> Chain:
+    def new_chain(self, *arguments: object) -> Chain:
+        self.arguments = arguments
         self.chains.append(Chain(self._outcomes))
         return self.chains[-1]
 
@@ -87,3 +88,16 @@ def test_who_was_interrupted_or_found_nobody_may_try_again():
     session.close()
     assert not any(chain.is_open for chain in connection.chains)
     assert session.route is None
+
+
+def test_exits_inside_spans_have_to_be_allowed_before_servers_are_asked_for_a_session():
+    connection = Connection("open", "open")
+    plain, session = (InferenceSession(MODEL, connection, 8) for _ in range(2))
+    plain.open()
+    assert connection.arguments[-1] is False
+    with pytest.raises(UsageError, match="use another session"):
+        plain.allow_early_exits()
+    session.allow_early_exits()
+    session.open()
+    assert connection.arguments[-1] is True
+    session.allow_early_exits()

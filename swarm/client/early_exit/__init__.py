@@ -3,5 +3,7 @@
 options       what `generate(early_exit=...)` takes
 verification  what becomes of a sampled token that left, once the full model's answer is there (pure)
 look_meter    whether a look at a token on its way can save time (pure)
+hidden_reader what this client makes of hidden states on their way
+exit_terms    what servers are asked about exits inside their spans
 exit_decoder  the loop
 """

@@ -18,14 +18,16 @@ from typing import Protocol
 import torch
 
 from swarm.client.chain.chain import MAX_STEPS_UNDER_WAY
+from swarm.client.early_exit.exit_terms import SpanExits
+from swarm.client.early_exit.hidden_reader import HiddenReader
 from swarm.client.early_exit.look_meter import LookMeter
 from swarm.client.early_exit.options import EarlyExit
 from swarm.client.early_exit.verification import verify_sampled
 from swarm.client.routes.events import ExitTaken, ExitVerified
 from swarm.client.session import InferenceSession, StepUnderWay
-from swarm.errors import UsageError
-from swarm.models.exits.confidence import decayed_threshold, softmax_response, state_similarity
-from swarm.models.exits.trained_exits import ExitClassifier, TrainedExits
+from swarm.models.exits.confidence import decayed_threshold
+from swarm.models.exits.trained_exits import TrainedExits
+from swarm.protocol.messages import ExitTerms
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,8 @@ class Sampling:
 class ForwardParts(Protocol):
     """The two halves of the model's forward: before the blocks, and behind them."""
 
-    def send(self, tokens_RT: torch.Tensor) -> StepUnderWay:
-        """Begin the step of the last token of each sequence."""
+    def send(self, tokens_RT: torch.Tensor, exits: ExitTerms | None) -> StepUnderWay:
+        """Begin the step of the last token of each sequence, which may leave inside a span as `exits` say."""
 
     def logits(self, hidden_R1H: torch.Tensor) -> torch.Tensor:
         """The logits `[R, V]` of hidden states behind the last block, or as if they were."""
@@ -123,9 +125,11 @@ class ExitDecoder:
         sampling: Sampling,
         put: Callable[[torch.Tensor], object],
     ) -> None:
-        self._options, self._exits, self._session = options, exits, session
+        self._options, self._session = options, session
         self._model, self._sampling, self._put = model, sampling, put
         self._blocks = exits.base.blocks
+        self._reader = HiddenReader(options, exits, model.logits)
+        self._span_exits = SpanExits(options, self._blocks)
         self._flights: deque[_Flight] = deque()
         self._looks = LookMeter()
         self._tokens_RT = torch.empty(0, 0, dtype=torch.long)
@@ -160,7 +164,8 @@ class ExitDecoder:
 
     def _send(self, tokens_RT: torch.Tensor, open_R: torch.Tensor) -> None:
         looks = not self._options.verify or self._looks.is_worth_looking()
-        self._flights.append(_Flight(self._model.send(tokens_RT), tokens_RT, open_R, looks))
+        exits = self._span_exits.terms(self._session.route, *self._place(tokens_RT))
+        self._flights.append(_Flight(self._model.send(tokens_RT, exits), tokens_RT, open_R, looks))
 
     def _may_follow(self, newest: _Flight, guess: _Guess) -> bool:
         """Whether a token that left may send its successor off."""
@@ -209,31 +214,21 @@ class ExitDecoder:
 
     def _look(self, flight: _Flight, block: int) -> None:
         flight.seen = block
-        hidden_R1H = self._session.outputs(flight.step, block)
-        before_RH, flight.last_RH = flight.last_RH, hidden_R1H[:, -1]
-        threshold = self._options.threshold_at(block)
-        if threshold is None:
-            return
-        position, length = flight.tokens_RT.shape[1] - self._prompt_length, self._sampling.max_length
-        threshold = decayed_threshold(threshold, self._options.decay, position, length - self._prompt_length)
-        logits_RV = None
-        match self._options.confidence:
-            case "similarity":
-                if before_RH is None:
-                    before_RH = flight.step.hidden[:, -1]
-                confidence_R = state_similarity(before_RH, flight.last_RH)
-            case "classifier":
-                confidence_R = self._classifier(block)(flight.last_RH)
-            case _:
-                logits_RV = self._early_logits(hidden_R1H, block)
-                confidence_R = softmax_response(logits_RV)
-        sure_R = confidence_R > threshold
+        hidden_R1H, left_R = self._session.outputs(flight.step, block), self._session.left(flight.step, block)
+        before_RH = flight.last_RH if flight.last_RH is not None else flight.step.hidden[:, -1]
+        flight.last_RH = hidden_R1H[:, -1]
+        sure_R = torch.tensor([bool(one) for one in left_R], device=hidden_R1H.device)
+        threshold, logits_RV = self._threshold(flight, block), None
+        if threshold is not None and not bool(sure_R.all()):
+            confidence_R, logits_RV = self._reader.confidence(block, before_RH, hidden_R1H)
+            sure_R = sure_R | (confidence_R > threshold)
         if flight.guess is None:
             sure_R = flight.sure_R = flight.sure_R | sure_R
         if not bool((sure_R | ~flight.open_R).all()):
             return
-        if logits_RV is None:
-            logits_RV = self._early_logits(hidden_R1H, block)
+        blocks_R = [one or block for one in left_R]
+        if logits_RV is None or any(left_R):
+            logits_RV = self._reader.logits(hidden_R1H, blocks_R)
         scores_RV = self._sampling.process(flight.tokens_RT, logits_RV)
         tokens_R = self._padded(self._chosen(scores_RV), flight.open_R)
         if flight.guess is not None:
@@ -241,9 +236,29 @@ class ExitDecoder:
                 return
             self._give_up_behind(flight)
         flight.guess = _Guess(tokens_R, scores_RV, self._still_open(tokens_R, flight.open_R), block)
-        self._session.report(ExitTaken(block))
+        self._report_exits(flight, blocks_R)
         if not self._options.verify:
             self._add(tokens_R)
+
+    def _threshold(self, flight: _Flight, block: int) -> float | None:
+        """The threshold for a token in front of `block`; None if it may not leave there."""
+        threshold = self._options.threshold_at(block)
+        if threshold is None:
+            return None
+        return decayed_threshold(threshold, self._options.decay, *self._place(flight.tokens_RT))
+
+    def _place(self, tokens_RT: torch.Tensor) -> tuple[int, int]:
+        """The position of the newest token among those that are generated, and how many will be at most."""
+        return tokens_RT.shape[1] - self._prompt_length, self._sampling.max_length - self._prompt_length
+
+    def _report_exits(self, flight: _Flight, blocks_R: Sequence[int]) -> None:
+        """Tell the listeners in front of which blocks the sequences that go on have left."""
+        left = [block for block, is_open in zip(blocks_R, flight.open_R.tolist(), strict=True) if is_open]
+        if not self._options.leaves_by_row:
+            left = sorted(set(left))
+        for block in left:
+            if block != self._blocks:
+                self._session.report(ExitTaken(block))
 
     def _settle(self, flight: _Flight) -> None:
         """The oldest token has come to its end: what follows it is certain now."""
@@ -251,11 +266,13 @@ class ExitDecoder:
         if flight.seen_at is not None:
             self._looks.on_answer(time.perf_counter() - flight.seen_at)
         outputs_R1H = self._session.outputs(flight.step, self._blocks)
+        blocks_R = [one or self._blocks for one in self._session.left(flight.step, self._blocks)]
         self._session.settle(flight.step)
         if guess is not None and not self._options.verify:
             return
-        scores_RV = self._sampling.process(flight.tokens_RT, self._model.logits(outputs_R1H))
+        scores_RV = self._sampling.process(flight.tokens_RT, self._reader.logits(outputs_R1H, blocks_R))
         if guess is None:
+            self._report_exits(flight, blocks_R)
             return self._add(self._padded(self._chosen(scores_RV), self._open_R))
         if self._sampling.sample:
             tokens_R = verify_sampled(guess.tokens_R, guess.scores_RV, scores_RV)
@@ -275,20 +292,6 @@ class ExitDecoder:
             self._session.give_up(self._flights[kept].step)
         while len(self._flights) > kept:
             self._flights.pop()
-
-    def _early_logits(self, hidden_R1H: torch.Tensor, block: int) -> torch.Tensor:
-        """The logits in front of a block, through its lens if there is one."""
-        lens = self._exits.lenses.get(block)
-        return self._model.logits(lens(hidden_R1H) if lens is not None else hidden_R1H)
-
-    def _classifier(self, block: int) -> ExitClassifier:
-        classifier = self._exits.classifiers.get(block)
-        if classifier is None:
-            raise UsageError(
-                f"confidence='classifier': the model has no classifier for block {block}, where a server of this route "
-                "begins; train it with model.train_exits(kind='classifier')"
-            )
-        return classifier
 
     def _add(self, tokens_R: torch.Tensor) -> None:
         """The next token of each sequence is certain."""

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, get_args
 
 from swarm.data_structures import ExitBatchRule, ExitConfidence
 from swarm.errors import UsageError
+
+ExitFill = Literal["exact", "project"]
+"""What the caches of skipped blocks get. exact: nothing is skipped, later blocks compute the token as well, and caches
+are those of the full model. project: keys and values that follow from the hidden state with which the token left."""
 
 
 @dataclass(frozen=True)
 class EarlyExit:
     """When tokens leave before the last block ("An Efficient Inference Framework for Early-exit LLMs", section 2.1).
 
-    A token may leave between two servers of the route: this client sees what each of them hands on.
+    A token may leave between two servers of the route: this client sees what each of them hands on. With
+    `fill="project"` it may also leave inside the span of a server that was started with exits, which then skips its
+    other blocks; so do all servers behind.
 
     Attributes:
         confidence: how it is measured how sure a token is.
@@ -25,6 +31,8 @@ class EarlyExit:
         verify: lossless: a token is handed out when the last server has confirmed it, and what follows a wrong one is
             given up. Without it the early token stands, and the text is approximate.
         batch: which sequences of a batch leave together.
+        fill: what the caches of blocks that a token skips get. "project" saves computing, and is approximate; it needs
+            `verify=False`.
         min_block, max_block: blocks that a token passes at least, and behind which it does not leave any more.
 
     Raises:
@@ -36,6 +44,7 @@ class EarlyExit:
     decay: float = 0.0
     verify: bool = True
     batch: ExitBatchRule = "row"
+    fill: ExitFill = "exact"
     min_block: int = 1
     max_block: int | None = None
 
@@ -44,6 +53,13 @@ class EarlyExit:
             raise UsageError(f"confidence={self.confidence!r} is not one of {', '.join(get_args(ExitConfidence))}")
         if self.batch not in get_args(ExitBatchRule):
             raise UsageError(f"batch={self.batch!r} is not one of {', '.join(get_args(ExitBatchRule))}")
+        if self.fill not in get_args(ExitFill):
+            raise UsageError(f"fill={self.fill!r} is not one of {', '.join(get_args(ExitFill))}")
+        if self.fill == "project" and self.verify:
+            raise UsageError(
+                "fill='project' needs verify=False: blocks that a token skips never compute it, so that there is no "
+                "full model's answer with which to verify it"
+            )
         given = self.threshold if isinstance(self.threshold, Mapping) else {0: self.threshold}
         if not given or not all(_is_number(one) and 0 <= one <= 1 for one in given.values()):
             raise UsageError(f"threshold={self.threshold!r}: a confidence lies between 0 and 1")
@@ -56,6 +72,16 @@ class EarlyExit:
                 f"min_block={self.min_block}, max_block={self.max_block}: no block lies between the two; use a larger "
                 "max_block, or leave it out"
             )
+
+    @property
+    def needs_sessions(self) -> bool:
+        """Whether each sequence of a batch needs a session of its own. Servers let sequences leave by themselves."""
+        return self.batch == "row" and self.fill == "exact"
+
+    @property
+    def leaves_by_row(self) -> bool:
+        """Whether the sequences of one session leave by themselves."""
+        return self.batch == "row" and self.fill == "project"
 
     def threshold_at(self, block: int) -> float | None:
         """The threshold for tokens in front of `block`; None if they may not leave there."""

@@ -14,6 +14,7 @@ from swarm.client.session import InferenceSession, StepUnderWay
 from swarm.errors import SwarmError, UsageError
 from swarm.models.exits.trained_exits import TrainedExits
 from swarm.models.placeholder_cache import PlaceholderCache
+from swarm.protocol.messages import ExitTerms
 
 
 def sample_with_exits(
@@ -34,6 +35,8 @@ def sample_with_exits(
     session = _session(arguments.get("past_key_values"))
     if config.return_dict_in_generate:
         raise UsageError("early_exit returns token ids only; leave return_dict_in_generate out")
+    if options.fill == "project":
+        session.allow_early_exits()
     prompt = model._prefill(tokens_RT, config, arguments)
     arguments = model._update_model_kwargs_for_generation(prompt, arguments)
     ends = config._eos_token_tensor
@@ -76,13 +79,13 @@ class _ModelForward:
     def __init__(self, model: Any, arguments: dict[str, Any], length: int) -> None:
         self._model, self._arguments, self._length = model, arguments, length
 
-    def send(self, tokens_RT: torch.Tensor) -> StepUnderWay:
+    def send(self, tokens_RT: torch.Tensor, exits: ExitTerms | None) -> StepUnderWay:
         arguments, more = dict(self._arguments), tokens_RT.shape[1] - self._length
         if more:
             arguments = self._model._update_model_kwargs_for_generation({}, arguments, num_new_tokens=more)
         inputs = self._model.prepare_inputs_for_generation(tokens_RT, next_sequence_length=1, **arguments)
         try:
-            with self._model.remote_layer.sending():
+            with self._model.remote_layer.sending(exits):
                 self._model(**inputs, return_dict=True)
         except StepSent as sent:
             return sent.step

@@ -196,14 +196,14 @@ class DistributedGenerationMixin(DistributedModelMixin):
                 one lane for each sequence. The texts are the same as without lanes, except sampled ones, which depend
                 only on the seed and the number of lanes.
             early_exit: let tokens leave before the last block where they are sure. Unless all sequences of a batch
-                leave together, each has a session of its own, as with lanes.
+                leave together, or inside servers' spans, each has a session of its own, as with lanes.
 
         Raises:
             UsageError: the arguments cannot be divided among lanes, or tokens cannot leave early in this mode.
         """
         session = session or self._active.entered
         arguments = {"inputs": inputs, **kwargs}
-        if early_exit is not None and early_exit.batch == "row" and session is None and batch_size(arguments) > 1:
+        if early_exit is not None and early_exit.needs_sessions and session is None and batch_size(arguments) > 1:
             lanes = batch_size(arguments)
         if lanes is not None:
             if session is not None:

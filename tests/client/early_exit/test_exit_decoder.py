@@ -48,8 +48,10 @@ class World:
     events: list[Any] = field(default_factory=list)
 
     boundaries = tuple(range(1, SERVERS))
+    route = None
 
-    def send(self, tokens: torch.Tensor) -> Any:
+    def send(self, tokens: torch.Tensor, exits: Any) -> Any:
+        assert exits is None
         number = len(self.sent)
         self.sent[number], self.positions[number] = self.now, tokens.shape[1]
         return SimpleNamespace(number=number, hidden=torch.zeros(1, 1, VOCABULARY))
@@ -62,6 +64,9 @@ class World:
         position = self.positions[step.number]
         said = right(position) if block == SERVERS else self.early[position][block - 1]
         return torch.nn.functional.one_hot(torch.tensor([[said]]), VOCABULARY) * 9.0
+
+    def left(self, step: Any, block: int) -> tuple[int, ...]:
+        return (0,)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden[:, -1]

@@ -16,6 +16,13 @@ def test_thresholds_for_each_block():
     assert [between.threshold_at(block) for block in (2, 3, 5, 6)] == [None, 0.5, 0.5, None]
 
 
+def test_which_sequences_leave_by_themselves_and_where():
+    for batch in ("row", "all"):
+        exact, project = EarlyExit(batch=batch), EarlyExit(batch=batch, fill="project", verify=False)
+        assert (exact.needs_sessions, exact.leaves_by_row) == (batch == "row", False)
+        assert (project.needs_sessions, project.leaves_by_row) == (False, batch == "row")
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -25,6 +32,8 @@ def test_thresholds_for_each_block():
         ({"threshold": {2: True}}, "between 0 and 1"),
         ({"decay": -1.0}, "decay=-1.0"),
         ({"batch": "some"}, "is not one of row"),
+        ({"fill": "copy"}, "is not one of exact, project"),
+        ({"fill": "project"}, "needs verify=False: blocks that a token skips never compute it"),
         ({"min_block": 0}, "at least one block"),
         ({"min_block": 4, "max_block": 3}, "no block lies between"),
     ],

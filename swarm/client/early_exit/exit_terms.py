@@ -1,0 +1,91 @@
+"""What servers are asked about exits inside their spans: in front of which blocks, and from which confidence on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from swarm.client.early_exit.options import EarlyExit
+from swarm.data_structures import Route
+from swarm.models.exits.confidence import decayed_threshold
+from swarm.protocol.messages import MAX_EXITS, ExitTerms
+
+logger = logging.getLogger(__name__)
+
+
+def span_thresholds(options: EarlyExit, route: Route, blocks: int) -> dict[int, float]:
+    """The blocks in front of which servers of a route let tokens leave, and the threshold there; ascending.
+
+    Args:
+        blocks: of the model. Nothing leaves behind the last one.
+    """
+    found: dict[int, float] = {}
+    for hop in route.hops:
+        if options.confidence not in hop.server.exit_confidences:
+            continue
+        for block in hop.server.exit_blocks:
+            threshold = options.threshold_at(block)
+            if hop.span.start < block <= hop.span.end and block < blocks and threshold is not None:
+                found[block] = threshold
+    return dict(sorted(found.items()))
+
+
+def exit_terms(options: EarlyExit, thresholds: Mapping[int, float], position: int, length: int) -> ExitTerms | None:
+    """What the servers of a route are asked for one token; None if no token can leave inside their spans.
+
+    Args:
+        thresholds: by block, see `span_thresholds`.
+        position: of the token among those that are generated, from 0.
+        length: how many will be generated at most.
+    """
+    decayed = {
+        block: decayed_threshold(threshold, options.decay, position, length) for block, threshold in thresholds.items()
+    }
+    # No confidence is above 1: servers need not look.
+    possible = [(block, float(threshold)) for block, threshold in decayed.items() if threshold < 1]
+    return ExitTerms(options.confidence, tuple(possible[:MAX_EXITS]), options.batch) if possible else None
+
+
+def why_no_exits(options: EarlyExit, route: Route) -> str:
+    """Why no server of a route lets tokens leave inside its span."""
+    servers = [hop.server for hop in route.hops]
+    if not any(server.exit_blocks for server in servers):
+        return "no server of the route has exits"
+    offering = [server for server in servers if options.confidence in server.exit_confidences]
+    if not offering:
+        offered = sorted({name for server in servers for name in server.exit_confidences})
+        return f"no server of the route measures confidence={options.confidence!r}, only {', '.join(offered)}"
+    blocks = sorted({block for server in offering for block in server.exit_blocks})
+    return f"threshold, min_block and max_block leave out all exits of its servers, which are at blocks {blocks}"
+
+
+@dataclass
+class SpanExits:
+    """The exits inside servers' spans that one `generate` call asks for.
+
+    Args:
+        options: what the caller wants.
+        blocks: of the model.
+    """
+
+    options: EarlyExit
+    blocks: int
+    _said: bool = False
+
+    def terms(self, route: Route | None, position: int, length: int) -> ExitTerms | None:
+        """What the servers are asked for one token, see `exit_terms`; None for nothing.
+
+        A route on which no token can leave is named once in the log.
+        """
+        if self.options.fill != "project" or route is None:
+            return None
+        thresholds = span_thresholds(self.options, route, self.blocks)
+        if not thresholds and not self._said:
+            self._said = True
+            logger.warning(
+                "early_exit with fill='project': no token can leave inside a server's span, because %s. Tokens leave "
+                "between servers only, and all caches are exact.",
+                why_no_exits(self.options, route),
+            )
+        return exit_terms(self.options, thresholds, position, length)
