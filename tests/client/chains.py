@@ -198,9 +198,13 @@ class Swarm:
         """Once what it has just sent has arrived."""
         asyncio.get_running_loop().call_later(seconds, self.kill, name)
 
-    async def chain(self) -> Conversation:
+    async def chain(self, early_exits: bool = False) -> Conversation:
         span, emit = Span(0, BLOCKS), self.events.append
-        chain = Chain(SessionContext(self.network, self.planner, self.manner, span, MAX_LENGTH, emit=emit))
+        chain = Chain(
+            SessionContext(
+                self.network, self.planner, self.manner, span, MAX_LENGTH, emit=emit, early_exits=early_exits
+            )
+        )
         await chain.open()
         return Conversation(self.model, chain)
 

@@ -230,9 +230,8 @@ class HopSession:
                 return
             case ReplyKind.UNKNOWN:
                 raise unexpected_reply(self.hop, reply)
-        shape, step = self.progress.expected_outputs(reply.step), self.history.find(reply.step)
-        before = (step.hidden.left or (0,) * step.layout.sequences) if step is not None else None
-        left = validate_left(self.hop, shape.exits, before, reply.left)
+        shape = self.progress.expected_outputs(reply.step)
+        left = validate_left(self.hop, self._context.span.start, shape.exits, reply.left)
         outputs = replace(validate_outputs(self.hop, shape, payload, reply), left=left)
         if self.progress.on_reply(reply.step, reply.compute_ms / 1e3, reply.pushed, time.perf_counter()):
             self._on_reply(self, reply.step, outputs)

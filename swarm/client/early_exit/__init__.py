@@ -1,9 +1,9 @@
 """Early exit between servers: a token leaves where it is sure, and the servers behind go on without being waited for.
 
-options       what `generate(early_exit=...)` takes
-verification  what becomes of a sampled token that left, once the full model's answer is there (pure)
-look_meter    whether a look at a token on its way can save time (pure)
-hidden_reader what this client makes of hidden states on their way
-exit_terms    what servers are asked about exits inside their spans
-exit_decoder  the loop
+options        what `generate(early_exit=...)` takes
+verification   what becomes of a sampled token that left, once the full model's answer is there (pure)
+look_meter     whether a look at a token on its way can save time (pure)
+hidden_reader  what this client makes of hidden states on their way
+exit_terms     what servers are asked about exits inside their spans
+exit_decoder   the loop
 """

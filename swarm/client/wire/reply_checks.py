@@ -107,32 +107,28 @@ def validate_outputs(
 
 
 def validate_left(
-    hop: Hop, allowed: AllowedExits | None, before: Sequence[int] | None, left: Sequence[int] | None
+    hop: Hop, first: int, allowed: AllowedExits | None, left: Sequence[int] | None
 ) -> tuple[int, ...] | None:
     """Where tokens have left, as a reply says. Raises `ProtocolViolation` if they cannot have left there.
 
+    Only what happened in the span is judged. Of tokens that left before, the server repeats what it was told, perhaps
+    by a server that is lost now and whose successor has found otherwise.
+
     Args:
+        first: first block of the route.
         allowed: what the server was asked; None if nothing may leave.
-        before: where they had left before this server, one block a sequence (0: nowhere yet); None if that is unknown.
         left: what the reply says; None if no token has left.
     """
-    if left is None and not any(before or ()):
+    if left is None:
         return None
-    told = f"{describe_hop(hop)} answered that tokens have left in front of blocks {left and list(left)}"
+    told = f"{describe_hop(hop)} answered that tokens have left in front of blocks {list(left)}"
     if allowed is None:
         raise ProtocolViolation(f"{told}, which it was not asked for")
-    if left is None or len(left) != len(allowed.counts):
+    if len(left) != len(allowed.counts):
         raise ProtocolViolation(f"{told}, for a step of {len(allowed.counts)} sequences")
     for row, (block, count) in enumerate(zip(left, allowed.counts, strict=True)):
-        came = before[row] if before is not None else None
-        if came:
-            is_right = block == came  # a token leaves once
-        elif not block:
-            is_right = True
-        else:
-            first = 0 if came is None else hop.span.start
-            is_right = count == 1 and block in allowed.blocks and first < block <= hop.span.end
-        if not is_right:
+        is_possible = first < block <= hop.span.start or (block in allowed.blocks and block <= hop.span.end)
+        if block and not (count == 1 and is_possible):
             raise ProtocolViolation(f"{told}; sequence {row} cannot have left there")
     return tuple(left)
 

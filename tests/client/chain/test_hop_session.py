@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -55,7 +56,9 @@ OUTPUTS = PackedHidden(OUTPUT, 3, HIDDEN, WireFormat.FLOAT16, "float32")
 class Session(HopSession):
     """A hop whose outputs are kept."""
 
-    def __init__(self, swarm: FakeSwarm, manner: RequestOptions = MANNER, name: str = "server") -> None:
+    def __init__(
+        self, swarm: FakeSwarm, manner: RequestOptions = MANNER, name: str = "server", early_exits: bool = False
+    ) -> None:
         self.outputs: list[tuple[int, PackedHidden]] = []
         self.changes = 0
 
@@ -65,7 +68,7 @@ class Session(HopSession):
         def changed() -> None:
             self.changes += 1
 
-        super().__init__(context(swarm, manner), hop(name), heard, changed)
+        super().__init__(replace(context(swarm, manner), early_exits=early_exits), hop(name), heard, changed)
 
     async def ask(self, number: int, layout: StepLayout = LAYOUT, hidden: PackedHidden = INPUT) -> None:
         """Hand over a step and wait for what comes of it."""
@@ -133,6 +136,68 @@ def test_it_tells_who_its_neighbors_are():
             messages.SetNeighbors(None, "after", after.session_id),
             messages.SetNeighbors("before", None, None),
         ]
+
+    run(scenario)
+
+
+TERMS = messages.ExitTerms("softmax", ((1, 0.5), (2, 0.5)), "row")
+TOKENS = StepLayout((2, 2, 1), (1, 1, 1))
+
+
+def test_a_token_that_leaves_inside_a_span():
+    """What came in with it goes to the server, and where it left is part of the outputs."""
+
+    async def scenario(swarm):
+        server = await swarm.add(OPENED, reply(0, left=[1, 2, 0]), reply(1, left=[1, 1, 0]), reply(2))
+        one = Session(swarm, early_exits=True)
+        await one.open()
+        came = [INPUT, replace(INPUT, left=(1, 0, 0)), INPUT]
+        for number, hidden in enumerate(came):
+            step = Step(number, TOKENS, hidden, exits=TERMS)
+            one.progress.on_call_begun(number)
+            one.expect(number, step.outputs)
+            one.add_input(step)
+            await one.deliver(step)
+            await asyncio.sleep(0.1)
+        assert one.progress.error is None
+        assert one.outputs == [
+            (0, replace(OUTPUTS, left=(1, 2, 0))),
+            (1, replace(OUTPUTS, left=(1, 1, 0))),
+            (2, OUTPUTS),
+        ]
+        assert server.requests[0][0].early_exits
+        heard = [message for message, _ in server.requests[1:]]
+        assert [(message.exits, message.left) for message in heard] == [
+            (TERMS, None),
+            (TERMS, [1, 0, 0]),
+            (TERMS, None),
+        ]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("exits", "left", "why"),
+    [
+        (None, [1, 0, 0], "which it was not asked for"),
+        (TERMS, [1, 0], "for a step of 3 sequences"),
+        (TERMS, [0, 3, 0], "sequence 1 cannot have left there"),
+        (TERMS, [0, 0, 4], "sequence 2 cannot have left there"),
+    ],
+)
+def test_a_server_that_is_wrong_about_exits(exits, left, why):
+    async def scenario(swarm):
+        await swarm.add(OPENED, reply(0, left=left))
+        one = Session(swarm, early_exits=exits is not None)
+        await one.open()
+        step = Step(0, TOKENS, INPUT, exits=exits)
+        one.expect(0, step.outputs)
+        one.add_input(step)
+        await one.deliver(step)
+        await asyncio.sleep(0.1)
+        assert isinstance(one.progress.error, ProtocolViolation)
+        assert re.search(why, str(one.progress.error))
+        assert (one.outputs, one.progress.replied) == ([], -1)
 
     run(scenario)
 
