@@ -71,6 +71,7 @@ def run_gateway(
     settings: GatewaySettings | None = None,
     keys: Path | None = None,
     with_monitor: bool = False,
+    exits: Sequence[Path] = (),
     **options: Any,
 ) -> Iterator[GatewayProcess]:
     """A gateway of the swarm's model, or of `models`, until the end of the context.
@@ -81,7 +82,7 @@ def run_gateway(
     options = {"initial_peers": swarm.addresses, "wire": "none", **options}
     sources = [str(model) for model in models] or [swarm.model]
     ours, theirs = FORKS.Pipe()
-    arguments = (sources, options, settings or GatewaySettings(), keys, with_monitor, theirs, swarm.folder)
+    arguments = (sources, options, settings or GatewaySettings(), keys, with_monitor, exits, theirs, swarm.folder)
     process = FORKS.Process(target=_serve, args=arguments, daemon=True)
     process.start()
     theirs.close()
@@ -108,6 +109,7 @@ def _serve(
     settings: GatewaySettings,
     keys: Path | None,
     with_monitor: bool,
+    exits: Sequence[Path],
     connection: Connection,
     folder: str,
 ) -> None:
@@ -116,7 +118,8 @@ def _serve(
 
     prepare(folder)
     try:
-        serve_gateway(sources, options, settings, keys, ListenAddress("127.0.0.1", 0), with_monitor, connection.send)
+        address = ListenAddress("127.0.0.1", 0)
+        serve_gateway(sources, options, settings, keys, address, with_monitor, exits, connection.send)
     except Exception as error:
         connection.send(error)
         raise

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from swarm.common import console
 from swarm.common.units import ByteSize
 from swarm.errors import InvalidOption
+
+if TYPE_CHECKING:
+    from swarm.data_structures import ExitConfidence
 
 logger = logging.getLogger("swarm.gateway")
 
@@ -58,6 +61,31 @@ logger = logging.getLogger("swarm.gateway")
     "--wait-for-blocks", type=click.FloatRange(0), default=60.0, help="Seconds that a request waits for missing blocks."
 )
 @click.option("--exact/--no-exact", default=True, help="Use no server that computes with some neurons only (sparse).")
+@click.option(
+    "--early-exit",
+    type=click.FloatRange(0, 1),
+    metavar="CONFIDENCE",
+    help="Let tokens leave early where their confidence is above this. Answers stay those of the full model, because "
+    "each token is verified.  [default: only if a request asks]",
+)
+@click.option(
+    "--exit-confidence",
+    type=click.Choice(["softmax", "similarity", "classifier"]),
+    default="softmax",
+    help="What --early-exit compares.",
+)
+@click.option(
+    "--exits",
+    multiple=True,
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="Lenses and classifiers for one of the models, from model.save_exits. May be repeated.",
+)
+@click.option(
+    "--approximate-exits",
+    is_flag=True,
+    help="Accept requests whose early tokens are not verified. Their answers are approximate.",
+)
 @click.option("--cache-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder for files from the hub.")
 @click.option("--threads", type=click.IntRange(min=1), help="Torch threads.  [default: torch's choice]")
 @console.log_format_option
@@ -78,6 +106,10 @@ def main(
     wire: str,
     wait_for_blocks: float,
     exact: bool,
+    early_exit: float | None,
+    exit_confidence: ExitConfidence,
+    exits: tuple[Path, ...],
+    approximate_exits: bool,
     cache_dir: Path | None,
     threads: int | None,
     log_format: str,
@@ -95,6 +127,7 @@ def main(
     import torch
 
     from swarm.client.config import NetworkOptions
+    from swarm.client.early_exit.options import EarlyExit
     from swarm.gateway.lifecycle import ListenAddress, serve_gateway
     from swarm.gateway.settings import GatewaySettings
     from swarm.transport.p2p import quiet_hivemind
@@ -109,13 +142,15 @@ def main(
         max_concurrent_texts=concurrent,
         max_waiting=queue,
         public_status=public_status,
+        early_exit=None if early_exit is None else EarlyExit(exit_confidence, early_exit),
+        approximate_exits=approximate_exits,
     )
     network = NetworkOptions(wait_for_blocks=wait_for_blocks, exact=exact)
     options: dict[str, Any] = {"wire": wire, "network": network, "cache_dir": cache_dir}
     peers = console.split_addresses(initial_peers)
     if peers:
         options["initial_peers"] = peers
-    serve_gateway(models or (None,), options, settings, keys, ListenAddress(host, port), with_monitor=monitor)
+    serve_gateway(models or (None,), options, settings, keys, ListenAddress(host, port), monitor, exits)
 
 
 if __name__ == "__main__":

@@ -75,12 +75,12 @@ class GenerationEndpoints:
         return await self._generate(request, parse_completion_request, self._prepare_completion)
 
     def _prepare_chat(self, parsed: ChatRequest, served: ServedModel) -> PreparedRequest:
-        sequences = chat_request_sequences(parsed, served, self._gateway.settings.default_max_tokens)
+        sequences = chat_request_sequences(parsed, served, self._gateway.settings)
         writer = ChatResponseWriter(served.name, served.tokenizer, include_usage=parsed.include_usage)
         return PreparedRequest(sequences, writer)
 
     def _prepare_completion(self, parsed: CompletionRequest, served: ServedModel) -> PreparedRequest:
-        sequences = completion_request_sequences(parsed, served)
+        sequences = completion_request_sequences(parsed, served, self._gateway.settings)
         echo = prompt_texts(sequences, served) if parsed.echo else []
         writer = CompletionResponseWriter(served.name, served.tokenizer, echo, include_usage=parsed.include_usage)
         return PreparedRequest(sequences, writer)

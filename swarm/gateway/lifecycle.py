@@ -14,6 +14,7 @@ import uvloop
 from starlette.middleware import Middleware
 from starlette.routing import Mount
 
+from swarm.errors import AdapterMismatch, UsageError
 from swarm.gateway.access.authentication import RequireApiKey
 from swarm.gateway.access.host_check import is_loopback
 from swarm.gateway.admission.api_keys import KeyFile
@@ -48,6 +49,7 @@ def serve_gateway(
     key_file: Path | None,
     address: ListenAddress,
     with_monitor: bool,
+    exits: Sequence[Path] = (),
     on_ready: Callable[[str], None] = lambda url: None,
 ) -> None:
     """Serve until SIGINT or SIGTERM.
@@ -57,17 +59,23 @@ def serve_gateway(
         options: of `from_pretrained`, for all models.
         key_file: None lets everyone in.
         with_monitor: whether the monitor is at `/monitor/`.
+        exits: folders of `model.save_exits`, each for one of the models.
         on_ready: called with the gateway's URL when it accepts requests.
 
     Raises:
         KeyFileError: the key file cannot be used.
         AddressUnavailable: the address is taken or does not exist.
-        UsageError: a model cannot be loaded, or no initial peer answers; see `from_pretrained`.
+        UsageError: a model cannot be loaded, or no initial peer answers, see `from_pretrained`; or early exit needs
+            classifiers that are not given.
+        AdapterMismatch, AdapterError: exits are for none of the models, or cannot be read.
     """
     keys = KeyFile.read(key_file) if key_file is not None else None
     with ExitStack() as stack:
         listening = stack.enter_context(listen(address.host, address.port))
         models = [_load_model(stack, source, options) for source in sources]
+        for folder in exits:
+            _load_exits(models, folder)
+        _require_classifiers(models, settings)
         gateway = GatewayState(models, settings, keys, new_registry())
         stack.callback(gateway.close)
         poller = SwarmPoller(models[0].model.swarm.config.initial_peers) if with_monitor else None
@@ -120,3 +128,28 @@ def _load_model(stack: ExitStack, source: str | None, options: Mapping[str, Any]
     stack.callback(connection.close)
     logger.info("Model: %s, %d blocks, wire format %s", served.name, connection.blocks, connection.config.wire)
     return served
+
+
+def _load_exits(models: Sequence[ServedModel], folder: Path) -> None:
+    """Give the exits to the model for which they were trained."""
+    mismatches: list[AdapterMismatch] = []
+    for served in models:
+        try:
+            served.model.load_exits(folder)
+        except AdapterMismatch as error:
+            mismatches.append(error)
+        else:
+            logger.info("Exits of %s: %s", served.name, folder)
+            return
+    raise mismatches[-1]
+
+
+def _require_classifiers(models: Sequence[ServedModel], settings: GatewaySettings) -> None:
+    if settings.early_exit is None or settings.early_exit.confidence != "classifier":
+        return
+    without = [served.name for served in models if not served.has_exit_classifiers]
+    if without:
+        raise UsageError(
+            f"--exit-confidence classifier: there are no classifiers for {', '.join(without)}; train them with "
+            "model.train_exits(kind='classifier'), save them with model.save_exits, and name the folder with --exits"
+        )

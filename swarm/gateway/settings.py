@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from swarm.client.early_exit.options import EarlyExit
 from swarm.generation.prompts import DEFAULT_CHAT_TOKENS
 
 
@@ -20,6 +21,8 @@ class GatewaySettings:
         max_concurrent_texts: texts that are generated at the same time; a request has one for each of its answers.
         max_waiting: requests that may wait.
         public_status: whether metrics and monitor are open to clients without a key, if there are keys.
+        early_exit: when tokens leave early in requests that do not say; None for never. Always verified.
+        approximate_exits: whether requests may ask for tokens that leave without being verified.
     """
 
     default_max_tokens: int = DEFAULT_CHAT_TOKENS
@@ -30,3 +33,5 @@ class GatewaySettings:
     max_concurrent_texts: int = 64
     max_waiting: int = 256
     public_status: bool = False
+    early_exit: EarlyExit | None = None
+    approximate_exits: bool = False

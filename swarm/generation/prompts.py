@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from swarm.client.early_exit.options import EarlyExit
 from swarm.generation.errors import InvalidGenerationRequest
 from swarm.generation.sampling import SamplingOptions
 from swarm.generation.sequence_generation import SequenceRequest
@@ -34,6 +35,7 @@ class GenerationOptions:
         logit_bias: by token id, written in decimal.
         stops: texts at which an answer ends.
         top_logprobs: likeliest tokens to report for each position; None reports no log probabilities.
+        early_exit: when tokens leave before the last block; None for never.
     """
 
     choices: int = 1
@@ -47,6 +49,7 @@ class GenerationOptions:
     seed: int | None = None
     stops: Sequence[str] = ()
     top_logprobs: int | None = None
+    early_exit: EarlyExit | None = None
 
 
 def chat_sequences(
@@ -86,6 +89,7 @@ def chat_sequences(
                 else None
             ),
             tools=ToolCallParser(served.tool_syntax, names) if offered and served.tool_syntax is not None else None,
+            early_exit=options.early_exit,
         )
         for choice in range(options.choices)
     ]
@@ -105,7 +109,7 @@ def completion_sequences(
         max_tokens = _max_tokens(tokens, options.max_tokens, served, DEFAULT_COMPLETION_TOKENS, "prompt")
         for choice in range(options.choices):
             sampling = _sampling_options(options, served, choice)
-            requests.append(SequenceRequest(tokens, max_tokens, sampling, stops=options.stops))
+            requests.append(SequenceRequest(tokens, max_tokens, sampling, options.stops, early_exit=options.early_exit))
     return requests
 
 

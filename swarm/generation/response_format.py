@@ -67,13 +67,19 @@ class GrammarConstraint:
     def __init__(self, matcher: LLMatcher, parameter: str) -> None:
         self._matcher = matcher
         self._parameter = parameter
+        self._tokens: list[int] = []
+        """Those behind which the matcher is."""
 
-    def mask(self, scores_V: torch.Tensor) -> torch.Tensor:
+    def mask(self, tokens: Sequence[int], scores_V: torch.Tensor) -> torch.Tensor:
         """The scores `[vocabulary]`, -inf where a token is not allowed. A complete answer may only end.
 
+        Args:
+            tokens: of the answer so far. They need not continue those of the call before.
+
         Raises:
-            InvalidGenerationRequest: the schema turns out to be too complex.
+            InvalidGenerationRequest: the schema turns out to be too complex, or does not allow the tokens.
         """
+        self._go_behind(tokens)
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         self._raise_error()
         allowed = np.unpackbits(bits, count=min(len(bits) * 8, len(scores_V)), bitorder="little").astype(bool)
@@ -81,15 +87,22 @@ class GrammarConstraint:
         allowed_V[: len(allowed)] = torch.from_numpy(allowed)
         return scores_V.masked_fill(~allowed_V.to(scores_V.device), float("-inf"))
 
-    def accept(self, token: int) -> None:
-        """Continue after `token`, which was chosen.
-
-        Raises:
-            InvalidGenerationRequest: the token is not allowed here.
-        """
-        if not self.is_complete:
+    def _go_behind(self, tokens: Sequence[int]) -> None:
+        """Put the matcher behind `tokens`: back to where they differ from its own, and on from there."""
+        same = next(
+            (place for place, (ours, given) in enumerate(zip(self._tokens, tokens, strict=False)) if ours != given),
+            min(len(self._tokens), len(tokens)),
+        )
+        if same < len(self._tokens):
+            self._matcher.rollback(len(self._tokens) - same)
+            self._raise_error()
+            del self._tokens[same:]
+        for token in tokens[same:]:
+            if self.is_complete:
+                break
             self._matcher.consume_token(token)
             self._raise_error()
+            self._tokens.append(token)
 
     @property
     def is_complete(self) -> bool:

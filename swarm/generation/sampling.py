@@ -3,12 +3,16 @@
 `Sampler` is one of transformers' logits processors: `generate` calls it last, after those of the model's own generation
 settings, and then takes the only token that it leaves. So each sequence has its own seed, whatever other sequences of
 this process sample meanwhile.
+
+What it chooses depends on the seed, the tokens before and the scores, and on nothing else. So a token may be chosen
+several times: early, as a guess, and again from the full model's scores. The random numbers of a position are always
+the same, so the text is the one that the seed gives without guesses.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,11 +26,8 @@ MIN_TEMPERATURE = 1e-6
 class TokenConstraint(Protocol):
     """Restricts the next token, such as to those that continue a JSON text."""
 
-    def mask(self, scores_V: torch.Tensor) -> torch.Tensor:
-        """The scores `[vocabulary]`, -inf where a token is not allowed."""
-
-    def accept(self, token: int) -> None:
-        """Continue after `token`, which was chosen."""
+    def mask(self, tokens: Sequence[int], scores_V: torch.Tensor) -> torch.Tensor:
+        """The scores `[vocabulary]`, -inf where a token is not allowed behind the generated `tokens`."""
 
 
 @dataclass(frozen=True)
@@ -73,22 +74,20 @@ class Sampler:
 
     Args:
         options: how to choose.
+        prompt_tokens: tokens of the sequence that were not generated.
         constraint: restricts the tokens; None allows all.
-        on_token: called with every token.
     """
 
     def __init__(
-        self, options: SamplingOptions, constraint: TokenConstraint | None, on_token: Callable[[SampledToken], None]
+        self, options: SamplingOptions, prompt_tokens: int = 0, constraint: TokenConstraint | None = None
     ) -> None:
         self._options = options
+        self._prompt_tokens = prompt_tokens
         self._constraint = constraint
-        self._on_token = on_token
-        self._counts: Counter[int] = Counter()
         self._random = torch.Generator()
-        if options.seed is not None:
-            self._random.manual_seed(options.seed)
-        else:
-            self._random.seed()
+        self._seed = self._random.seed() if options.seed is None else options.seed
+        self._reported: dict[int, torch.Tensor] = {}
+        """By position, the scores from which its token was chosen last; only if log probabilities are requested."""
         self._warpers: list[Any] = []
         if options.top_k is not None:
             self._warpers.append(TopKLogitsWarper(options.top_k))
@@ -97,31 +96,43 @@ class Sampler:
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """transformers' hook: takes scores `[1, vocabulary]` and returns them with all but the chosen token at -inf."""
-        scores_V = self._adjust_scores(scores[0].float())
-        token = self._choose(input_ids, scores_V)
-        if self._constraint is not None:
-            self._constraint.accept(token)
-        self._counts[token] += 1
-        self._on_token(self._with_logprobs(token, scores_V))
+        generated = input_ids[0, self._prompt_tokens :]
+        scores_V = self._adjust_scores(generated, scores[0].float())
+        token = self._choose(input_ids, scores_V, len(generated))
+        if self._options.top_logprobs is not None:
+            self._reported[len(generated)] = scores_V
         only = torch.full_like(scores, float("-inf"))
         only[0, token] = 0.0
         return only
 
-    def _adjust_scores(self, scores_V: torch.Tensor) -> torch.Tensor:
+    def sampled(self, token: int, position: int) -> SampledToken:
+        """A token that now stands, with its log probabilities by the scores that were seen last for its position.
+
+        Args:
+            position: among the generated tokens, from 0. Is asked for once, in order.
+        """
+        count = self._options.top_logprobs
+        if count is None:
+            return SampledToken(token)
+        logprobs_V = torch.log_softmax(self._reported.pop(position), dim=-1)
+        best = torch.topk(logprobs_V, count) if count else None
+        top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True)) if best is not None else ()
+        return SampledToken(token, float(logprobs_V[token]), top)
+
+    def _adjust_scores(self, generated: torch.Tensor, scores_V: torch.Tensor) -> torch.Tensor:
         """Apply biases, penalties and the constraint."""
         options = self._options
-        has_penalty = bool(self._counts and (options.presence_penalty or options.frequency_penalty))
+        has_penalty = bool(len(generated) and (options.presence_penalty or options.frequency_penalty))
         if options.logit_bias or has_penalty:
             scores_V = scores_V.clone()
         for token, bias in (options.logit_bias or {}).items():
             scores_V[token] += bias
         if has_penalty:
-            seen = torch.tensor(list(self._counts), device=scores_V.device)
-            counts = torch.tensor(list(self._counts.values()), dtype=scores_V.dtype, device=scores_V.device)
+            seen, counts = generated.to(scores_V.device).unique(return_counts=True)
             scores_V[seen] -= options.presence_penalty + options.frequency_penalty * counts
-        return self._constraint.mask(scores_V) if self._constraint is not None else scores_V
+        return self._constraint.mask(generated.tolist(), scores_V) if self._constraint is not None else scores_V
 
-    def _choose(self, input_ids: torch.Tensor, scores_V: torch.Tensor) -> int:
+    def _choose(self, input_ids: torch.Tensor, scores_V: torch.Tensor, position: int) -> int:
         if self._options.temperature < MIN_TEMPERATURE:
             return int(scores_V.argmax())
         scores_BV = (scores_V / self._options.temperature).unsqueeze(0)
@@ -129,13 +140,11 @@ class Sampler:
             scores_BV = warper(input_ids, scores_BV)
         # Always on the CPU: the same seed has to give the same text on every device.
         probabilities = torch.softmax(scores_BV[0], dim=-1).cpu()
+        self._random.manual_seed(position_seed(self._seed, position))
         return int(torch.multinomial(probabilities, 1, generator=self._random))
 
-    def _with_logprobs(self, token: int, scores_V: torch.Tensor) -> SampledToken:
-        count = self._options.top_logprobs
-        if count is None:
-            return SampledToken(token)
-        logprobs_V = torch.log_softmax(scores_V, dim=-1)
-        best = torch.topk(logprobs_V, count) if count else None
-        top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True)) if best is not None else ()
-        return SampledToken(token, float(logprobs_V[token]), top)
+
+def position_seed(seed: int, position: int) -> int:
+    """The seed of a position's random numbers: torch's generator uses 32 bits, so all bits are mixed into these."""
+    digest = hashlib.blake2b(f"{seed} {position}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest)

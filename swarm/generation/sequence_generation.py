@@ -6,6 +6,8 @@ Laws:
 - Each sequence has its own inference session. `cancel` ends its wait for the swarm at any point, and the session is
   then freed on all servers.
 - The thread never waits for the reader: its output is bounded by `max_tokens` and is kept until it is read.
+- Only tokens that stand become output: transformers asks the stopping criterion behind each of them, whether tokens
+  may leave early or not.
 """
 
 from __future__ import annotations
@@ -20,11 +22,13 @@ from typing import Any
 
 import torch
 
-from swarm.client.routes.events import SessionEvent
+from swarm.client.early_exit.options import EarlyExit
+from swarm.client.routes.events import ExitTaken, ExitVerified, SessionEvent
 from swarm.client.threads.compute_lock import ComputeTicket
-from swarm.errors import SwarmError
+from swarm.errors import SwarmError, UsageError
 from swarm.generation.detokenizer import IncrementalDetokenizer
-from swarm.generation.errors import EXPECTED_ERRORS, GenerationCancelled, GenerationCrashed
+from swarm.generation.errors import EXPECTED_ERRORS, GenerationCancelled, GenerationCrashed, InvalidGenerationRequest
+from swarm.generation.exit_counts import ExitCounts
 from swarm.generation.sampling import SampledToken, Sampler, SamplingOptions, TokenConstraint
 from swarm.generation.served_model import ServedModel
 from swarm.generation.stop_sequences import StopSequenceFilter
@@ -44,6 +48,7 @@ class SequenceRequest:
         stops: texts at which the sequence ends.
         constraint: the form that the text must have; None for any.
         tools: parses tool calls in the text; None if there are no tools.
+        early_exit: when tokens leave before the last block; None for never.
     """
 
     prompt: Sequence[int]
@@ -52,6 +57,7 @@ class SequenceRequest:
     stops: Sequence[str] = ()
     constraint: TokenConstraint | None = None
     tools: ToolCallParser | None = None
+    early_exit: EarlyExit | None = None
 
 
 @dataclass(frozen=True)
@@ -96,12 +102,14 @@ class SequenceGeneration:
 
     Attributes:
         tokens: number of tokens generated so far.
+        exits: those that left early.
     """
 
     def __init__(
         self, served: ServedModel, request: SequenceRequest, on_event: Callable[[SequenceEvent], None]
     ) -> None:
         self.tokens = 0
+        self.exits = ExitCounts()
         self._on_event = on_event
         self._model = served.model
         self._request = request
@@ -110,6 +118,7 @@ class SequenceGeneration:
         self._end_tokens = served.end_tokens
         detokenizer = IncrementalDetokenizer(served.tokenizer, request.prompt, keep_special=request.tools is not None)
         self._output = _SequenceOutput(detokenizer, request)
+        self._sampler = Sampler(request.sampling, len(request.prompt), request.constraint)
         self._thread = threading.Thread(target=self._run, name="swarm-generation", daemon=True)
 
     def start(self) -> None:
@@ -146,8 +155,7 @@ class SequenceGeneration:
         """Run `generate`, and return the finish reason."""
         request = self._request
         max_length = len(request.prompt) + request.max_tokens
-        session = self._model.inference_session(max_length=max_length, listener=self._emit)
-        sampler = Sampler(request.sampling, request.constraint, self._on_token)
+        session = self._model.inference_session(max_length=max_length, listener=self._on_session_event)
         try:
             with self._ticket:
                 self._model.generate(
@@ -160,9 +168,14 @@ class SequenceGeneration:
                     temperature=None,
                     top_p=None,
                     top_k=None,
-                    logits_processor=[sampler],
+                    logits_processor=[self._sampler],
                     stopping_criteria=[self._stopping_criterion],
+                    early_exit=request.early_exit,
                 )
+        except UsageError as error:
+            if request.early_exit is None or type(error) is not UsageError:  # those below are not about its options
+                raise
+            raise InvalidGenerationRequest(str(error), parameter="early_exit") from error
         finally:
             session.close()  # outside of the ticket, which may have been cancelled
         last = self._output.finish()
@@ -172,18 +185,27 @@ class SequenceGeneration:
             return "tool_calls"
         return "stop" if self._output.stopped or self._last_token in self._end_tokens else "length"
 
-    def _on_token(self, sampled: SampledToken) -> None:
+    def _stopping_criterion(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        """transformers' hook: whether the sequence is complete with the token that now stands at its end."""
         if self._cancelled:
             raise CancelledError
+        if not self._output.stopped:
+            self._add_token(int(input_ids[0, -1]))
+        return torch.full((input_ids.shape[0],), self._output.stopped, device=input_ids.device)
+
+    def _add_token(self, token: int) -> None:
+        self._last_token = token
+        sampled = self._sampler.sampled(token, self.tokens)
         self.tokens += 1
-        self._last_token = sampled.token
-        delta = self._output.add_token(sampled, is_end=sampled.token in self._end_tokens)
+        delta = self._output.add_token(sampled, is_end=token in self._end_tokens)
         if delta is not None:
             self._emit(delta)
 
-    def _stopping_criterion(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        """transformers' hook: whether each sequence is complete."""
-        return torch.full((input_ids.shape[0],), self._output.stopped, device=input_ids.device)
+    def _on_session_event(self, event: SessionEvent) -> None:
+        if isinstance(event, ExitTaken | ExitVerified):
+            self.exits.count(event)  # up to two a token: not worth an event each
+        else:
+            self._emit(event)
 
     def _emit(self, event: SequenceEvent) -> None:
         self._call_in_loop(self._on_event, event)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from swarm.errors import SwarmError
+from swarm.generation.exit_counts import ExitCounts
 from swarm.generation.sequence_generation import (
     SequenceDelta,
     SequenceEnd,
@@ -48,7 +49,7 @@ class GenerationTiming:
     tokens: int = 0
 
     def summary(self) -> dict[str, Any]:
-        """The detail of kind `done`, which clients show below an answer; see `docs/gateway.md`."""
+        """The times, as clients show them below an answer; see `docs/gateway.md`."""
         now = time.perf_counter()
         first = self.first_token_at
         since_first = now - first if first is not None else 0.0
@@ -82,6 +83,7 @@ class SequenceGroup:
     ) -> None:
         self.timing = GenerationTiming(started_at)
         self.prompt_tokens = sum(len(request.prompt) for request in requests) // choices
+        self._early_exits = [request.early_exit for request in requests if request.early_exit is not None]
         self._served = served
         self._metrics = metrics
         self._last_token_at = started_at
@@ -106,6 +108,15 @@ class SequenceGroup:
     def total_tokens(self) -> int:
         """Tokens of the prompts, and generated so far."""
         return self.prompt_tokens + self.completion_tokens
+
+    def summary(self) -> dict[str, Any]:
+        """The detail of kind `done`, which clients show below an answer; see `docs/gateway.md`."""
+        summary = self.timing.summary()
+        if self._early_exits:
+            exits = ExitCounts.total(generation.exits for generation in self._generations)
+            approximate = not all(options.verify for options in self._early_exits)
+            summary["early_exit"] = {"approximate": approximate, "exits": exits.details()}
+        return summary
 
     def abort(self, error: SwarmError) -> None:
         """End the request with this error, now."""

@@ -65,6 +65,11 @@ class ServedModel:
         """Number of scores that the head computes for a position."""
         return int(self.model.config.vocab_size)
 
+    @property
+    def has_exit_classifiers(self) -> bool:
+        """Whether `EarlyExit(confidence="classifier")` can be used."""
+        return self.model.exits is not None and bool(self.model.exits.classifiers)
+
     @cached_property
     def chat_template(self) -> str | None:
         return template_text(self.tokenizer)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from swarm.generation.exit_counts import ExitCounts
 from swarm.generation.sampling import SamplingOptions
 from swarm.generation.sequence_generation import SequenceEvent, SequenceRequest
 from swarm.generation.sequence_group import SequenceGroup
@@ -23,6 +24,7 @@ class FakeGeneration:
     def __init__(self, served: Any, request: SequenceRequest, on_event: Callable[[SequenceEvent], None]):
         self.works = request.prompt[0] > 0
         self.on_event = on_event
+        self.exits = ExitCounts()
         self.running = False
 
     def start(self) -> None:

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 import swarm.models
@@ -63,21 +65,23 @@ def sample(grammars, tokenizer, asked, syntax=None, seed=0) -> str:
     while len(tokens) < ENOUGH:
         scores_V = torch.randn(len(tokenizer) + PADDED, generator=random)
         scores_V[closing] += 6.0
-        masked_V = constraint.mask(scores_V)
+        masked_V = constraint.mask(tokens, scores_V)
         allowed_V = masked_V > float("-inf")
         assert allowed_V.any()
         assert torch.equal(masked_V[allowed_V], scores_V[allowed_V])
         assert not allowed_V[len(tokenizer) :].any()
         token = int(torch.multinomial(torch.softmax(masked_V, -1), 1, generator=random))
-        constraint.accept(token)
+        if constraint.is_complete:  # then only the end may follow
+            assert allowed_V.nonzero().flatten().tolist() == [tokenizer.eos_token_id]
         if token == tokenizer.eos_token_id:
             return tokenizer.decode(tokens)
         tokens.append(token)
-        if constraint.is_complete:  # then only the end may follow
-            assert torch.nonzero(constraint.mask(scores_V) > float("-inf")).flatten().tolist() == [
-                tokenizer.eos_token_id
-            ]
     raise AssertionError(f"no end: {tokenizer.decode(tokens)}")
+
+
+def allowed(constraint, tokens, tokenizer) -> list[int]:
+    """What may follow the tokens."""
+    return (constraint.mask(tokens, torch.zeros(len(tokenizer))) == 0).nonzero().flatten().tolist()
 
 
 class Person(msgspec.Struct, forbid_unknown_fields=True):
@@ -224,13 +228,10 @@ def test_marks_that_are_tokens_are_written_as_these(tokenizer):
     constraint = constrain(
         GrammarCompiler(tokenizer, len(tokenizer)), request(tools=[CLOCK], tool_choice="required"), HERMES
     )
-    allowed_V = constraint.mask(torch.zeros(len(tokenizer))) == 0
-    assert allowed_V.nonzero().flatten().tolist() == [first]
-    constraint.accept(first)
-    for token in tokenizer.encode('\n{"name": "clock", "arguments": {}}\n'):
-        constraint.accept(token)
-    assert (constraint.mask(torch.zeros(len(tokenizer))) == 0).nonzero().flatten().tolist() == [last]
-    constraint.accept(last)
+    assert allowed(constraint, [], tokenizer) == [first]
+    call = tokenizer.encode('\n{"name": "clock", "arguments": {}}\n')
+    assert allowed(constraint, [first, *call], tokenizer) == [last]
+    assert allowed(constraint, [first, *call, last], tokenizer) == [tokenizer.eos_token_id]
     assert constraint.is_complete
 
 
@@ -270,14 +271,13 @@ def test_calls_that_cannot_be_forced(grammars, tools, choice, syntax, says):
 def test_a_token_that_may_not_come_is_an_error(grammars, tokenizer):
     constraint = constrain(grammars, request(response_format={"type": "json_object"}), None)
     with pytest.raises(InvalidGenerationRequest):
-        constraint.accept(tokenizer.encode("x")[0])
+        allowed(constraint, tokenizer.encode("x"), tokenizer)
 
 
 def test_other_ends_than_the_tokenizers(tokenizer):
     ends = [5, 7]
     constraint = constrain(GrammarCompiler(tokenizer, len(tokenizer), ends), schema_request({"const": 1}), None)
-    constraint.accept(tokenizer.encode("1")[0])
-    assert (constraint.mask(torch.zeros(len(tokenizer))) == 0).nonzero().flatten().tolist() == ends
+    assert allowed(constraint, tokenizer.encode("1"), tokenizer) == ends
 
 
 def test_a_tokenizer_without_a_description_is_refused():
@@ -309,7 +309,20 @@ def test_a_scripted_model_can_be_held_to_a_form(tmp_path):
         GrammarCompiler(tokenizer, len(tokenizer)), request(response_format={"type": "json_object"}), None
     )
     pieces = [n for n in range(len(tokenizer)) if n > 255 and n < tokenizer.eos_token_id]
-    for token in pieces:
-        assert constraint.mask(torch.zeros(len(tokenizer)))[token] == 0
-        constraint.accept(token)
-    assert constraint.is_complete
+    for place, token in enumerate(pieces):
+        assert token in allowed(constraint, pieces[:place], tokenizer)
+    assert allowed(constraint, pieces, tokenizer) == [tokenizer.eos_token_id]
+
+
+@given(moves=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 5)), max_size=12))
+def test_what_is_allowed_depends_on_the_tokens_alone(grammars, tokenizer, moves):
+    """Guesses that are taken back, also of tokens that end an answer and of the end itself."""
+    asked = schema_request({"type": "object", "properties": {"size": {"enum": [1, 12, 123]}}, "required": ["size"]})
+    texts = [tokenizer.encode('{"size": 123}'), tokenizer.encode('{ "size":12 }'), tokenizer.encode('{"size": 1}')]
+    texts = [[*text, tokenizer.eos_token_id, *tokenizer.encode(" and")] for text in texts]
+    reused = constrain(grammars, asked, None)
+    for length, text in moves:
+        tokens = texts[text % len(texts)][:length]
+        fresh = constrain(grammars, asked, None)
+        assert allowed(reused, tokens, tokenizer) == allowed(fresh, tokens, tokenizer)
+        assert reused.is_complete == fresh.is_complete

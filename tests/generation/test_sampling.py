@@ -4,22 +4,35 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from swarm.generation.sampling import SampledToken, Sampler, SamplingOptions
+from swarm.generation.sampling import SampledToken, Sampler, SamplingOptions, position_seed
 
 SCORES = torch.tensor([[1.0, 3.0, 2.0, -1.0, 0.0]])
 
 
+def after(text: Sequence[int]) -> torch.Tensor:
+    """A prompt of two tokens, and what was generated."""
+    return torch.tensor([[0, 1, *text]])
+
+
+def chosen_by(sampler: Sampler, text: Sequence[int], scores: torch.Tensor = SCORES) -> int:
+    left = sampler(after(text), scores)
+    assert int((left > float("-inf")).sum()) == 1
+    return int(left.argmax())
+
+
 def choose(sampling: SamplingOptions, count: int = 1, constraint=None) -> list[SampledToken]:
     chosen: list[SampledToken] = []
-    sampler = Sampler(sampling, constraint, chosen.append)
-    for _ in range(count):
-        left = sampler(torch.zeros(1, 1, dtype=torch.long), SCORES)
-        assert int(left.argmax()) == chosen[-1].token
-        assert int((left > float("-inf")).sum()) == 1
+    sampler = Sampler(sampling, 2, constraint)
+    for position in range(count):
+        token = chosen_by(sampler, [one.token for one in chosen])
+        chosen.append(sampler.sampled(token, position))
     return chosen
 
 
@@ -78,16 +91,47 @@ def test_log_probabilities_are_the_models_own():
     assert choose(SamplingOptions(temperature=0))[0].logprob is None
 
 
-def test_a_constraint_masks_scores_and_receives_tokens():
-    class Only:
-        heard: list[int] = []
+def test_a_constraint_masks_scores_behind_what_was_generated():
+    class Count:
+        heard: list[list[int]] = []
 
-        def mask(self, scores_V):
-            return torch.where(torch.arange(5) == 4, scores_V, -math.inf)
+        def mask(self, tokens, scores_V):
+            self.heard.append(list(tokens))
+            return torch.where(torch.arange(5) == len(tokens), scores_V, -math.inf)
 
-        def accept(self, token):
-            self.heard.append(token)
+    count = Count()
+    assert [chosen.token for chosen in choose(SamplingOptions(), 3, count)] == [0, 1, 2]
+    assert count.heard == [[], [0], [0, 1]]
 
-    only = Only()
-    assert [chosen.token for chosen in choose(SamplingOptions(), 3, only)] == [4, 4, 4]
-    assert only.heard == [4, 4, 4]
+
+SETTINGS = [
+    SamplingOptions(temperature=0, presence_penalty=1.5),
+    SamplingOptions(seed=7, frequency_penalty=0.5, top_k=4),
+    SamplingOptions(temperature=1.7, top_p=0.9, seed=7, top_logprobs=2),
+]
+
+
+@pytest.mark.parametrize("sampling", SETTINGS)
+@given(st.lists(st.lists(st.integers(0, 4), max_size=4), max_size=6))
+def test_guesses_change_nothing(sampling, guesses):
+    """Tokens that are chosen behind other texts and from other scores, and given up."""
+    sampler = Sampler(sampling, 2)
+    text: list[int] = []
+    found: list[SampledToken] = []
+    for position, plain in enumerate(choose(sampling, 6)):
+        for guess in guesses:
+            chosen_by(sampler, [*text, *guess], SCORES.flip(1) * (1 + len(guess)))
+        text.append(chosen_by(sampler, text))
+        found.append(sampler.sampled(text[-1], position))
+        assert found[-1] == plain
+
+
+def test_the_same_random_numbers_judge_a_guess_and_the_full_models_scores():
+    """So a guess from nearly the same scores nearly always stands."""
+    sampler, close = Sampler(SamplingOptions(seed=3), 2), SCORES + 0.01 * SCORES.flip(1)
+    same = sum(chosen_by(sampler, [0] * place) == chosen_by(sampler, [0] * place, close) for place in range(500))
+    assert same > 480
+
+
+def test_positions_have_random_numbers_of_their_own():
+    assert len({position_seed(seed, place) for seed in (0, 1, -1, 2**62) for place in range(1000)}) > 3990

@@ -56,7 +56,7 @@ class SwarmBackend:
             async for _, event in events:
                 if (piece := _piece_of(event)) is not None:
                     on_piece(piece)
-            if (summary := read_detail(group.timing.summary())) is not None:
+            if (summary := read_detail(group.summary())) is not None:
                 on_piece(summary)
 
 

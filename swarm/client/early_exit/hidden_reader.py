@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from swarm.client.early_exit.options import EarlyExit
-from swarm.errors import UsageError
 from swarm.models.exits.confidence import softmax_response, state_similarity
 from swarm.models.exits.trained_exits import TrainedExits
 
@@ -42,11 +41,10 @@ class HiddenReader:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """How sure tokens in front of `block` are `[R]`, and their logits `[R, V]` if these had to be computed.
 
+        Without a classifier for this block, they are not sure.
+
         Args:
             before_RH: hidden states where these tokens were looked at before.
-
-        Raises:
-            UsageError: there is no classifier for this block.
         """
         match self._options.confidence:
             case "similarity":
@@ -58,11 +56,4 @@ class HiddenReader:
 
     def _classified(self, block: int, hidden_RH: torch.Tensor) -> torch.Tensor:
         classifier = self._exits.classifiers.get(block)
-        if classifier is not None:
-            return classifier(hidden_RH)
-        if self._options.fill == "project":
-            return torch.zeros(len(hidden_RH), device=hidden_RH.device)  # servers use classifiers of their own
-        raise UsageError(
-            f"confidence='classifier': the model has no classifier for block {block}, where a server of this route "
-            "begins; train it with model.train_exits(kind='classifier')"
-        )
+        return classifier(hidden_RH) if classifier is not None else torch.zeros(len(hidden_RH), device=hidden_RH.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -54,12 +55,23 @@ def sample_with_exits(
             streamer.put(tokens_R.cpu())
 
     exits = model.exits or TrainedExits(base_model(model))
+    if options.confidence == "classifier" and options.fill == "exact":
+        _require_classifiers(exits, session.boundaries)
     forward = _ModelForward(model, arguments, tokens_RT.shape[1] + 1)
     decoder = ExitDecoder(options, exits, session, forward, sampling, put)
     result = decoder.generate(tokens_RT, prompt.logits[:, -1].float())
     if streamer is not None:
         streamer.end()
     return result
+
+
+def _require_classifiers(exits: TrainedExits, boundaries: Sequence[int]) -> None:
+    if boundaries and not exits.classifiers.keys() & set(boundaries):
+        places = ", ".join(map(str, boundaries))
+        raise UsageError(
+            f"confidence='classifier': the model has no classifier for any of the blocks {places}, where servers of "
+            "this route begin; train them with model.train_exits(kind='classifier')"
+        )
 
 
 def _session(cache: Any) -> InferenceSession:

@@ -6,6 +6,7 @@ import json
 from typing import Any, Literal
 
 from swarm.gateway.openai.api_errors import BadRequest
+from swarm.gateway.openai.early_exit_options import early_exit_options
 from swarm.gateway.openai.request_schema import (
     MAX_CHOICES,
     ChatMessage,
@@ -15,17 +16,20 @@ from swarm.gateway.openai.request_schema import (
     MessageToolCall,
     NamedToolChoice,
 )
+from swarm.gateway.settings import GatewaySettings
 from swarm.generation.prompts import GenerationOptions, chat_sequences, completion_sequences
 from swarm.generation.sequence_generation import SequenceRequest
 from swarm.generation.served_model import ServedModel
 from swarm.generation.tool_calls import ToolFunction, ToolOptions
 
 
-def chat_request_sequences(request: ChatRequest, served: ServedModel, default_max_tokens: int) -> list[SequenceRequest]:
+def chat_request_sequences(
+    request: ChatRequest, served: ServedModel, settings: GatewaySettings
+) -> list[SequenceRequest]:
     """One sequence for each of the `n` answers.
 
     Raises:
-        BadRequest: a message holds something other than text.
+        BadRequest: a message holds something other than text, or `early_exit` is not possible or not allowed.
         InvalidGenerationRequest: the model cannot do what is asked for.
         ChatTemplateError: the model's chat template does not accept the conversation.
     """
@@ -34,25 +38,29 @@ def chat_request_sequences(request: ChatRequest, served: ServedModel, default_ma
     return chat_sequences(
         served,
         [template_message(message) for message in request.messages],
-        _generation_options(request, max_tokens, top_logprobs),
-        default_max_tokens=default_max_tokens,
+        _generation_options(request, served, settings, max_tokens, top_logprobs),
+        default_max_tokens=settings.default_max_tokens,
         tools=tool_options(request),
         response_format=request.response_format,
     )
 
 
-def completion_request_sequences(request: CompletionRequest, served: ServedModel) -> list[SequenceRequest]:
+def completion_request_sequences(
+    request: CompletionRequest, served: ServedModel, settings: GatewaySettings
+) -> list[SequenceRequest]:
     """`n` sequences for each of the prompts, in their order.
 
     Raises:
-        BadRequest: the prompt has none of the allowed forms, or the request asks for too many texts.
+        BadRequest: the prompt has none of the allowed forms, the request asks for too many texts, or `early_exit` is
+            not possible or not allowed.
         InvalidGenerationRequest: the model cannot do what is asked for.
     """
     prompts = request.prompts()
     count = len(prompts) * (request.n or 1)
     if count > MAX_CHOICES:
         raise BadRequest(f"prompts times n are {count} texts; one request may have {MAX_CHOICES} at most", param="n")
-    return completion_sequences(served, prompts, _generation_options(request, request.max_tokens, request.logprobs))
+    options = _generation_options(request, served, settings, request.max_tokens, request.logprobs)
+    return completion_sequences(served, prompts, options)
 
 
 def tool_options(request: ChatRequest) -> ToolOptions:
@@ -94,7 +102,11 @@ def template_message(message: ChatMessage) -> dict[str, Any]:
 
 
 def _generation_options(
-    request: GenerationRequest, max_tokens: int | None, top_logprobs: int | None
+    request: GenerationRequest,
+    served: ServedModel,
+    settings: GatewaySettings,
+    max_tokens: int | None,
+    top_logprobs: int | None,
 ) -> GenerationOptions:
     return GenerationOptions(
         choices=request.n or 1,
@@ -108,6 +120,7 @@ def _generation_options(
         seed=request.seed,
         stops=request.stops,
         top_logprobs=top_logprobs,
+        early_exit=early_exit_options(request.early_exit, settings, served),
     )
 
 

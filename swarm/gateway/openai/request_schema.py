@@ -13,6 +13,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from swarm.gateway.openai.api_errors import BadRequest
+from swarm.gateway.openai.early_exit_options import EarlyExitRequest
 
 MAX_CHOICES = 8
 """Texts that one request may generate."""
@@ -130,6 +131,8 @@ class GenerationRequest(Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     # Not OpenAI's, but common among servers of open models.
     top_k: Annotated[int, Meta(ge=1, le=2**20)] | None = None
+    # This gateway's own.
+    early_exit: EarlyExitRequest | bool | None = None
 
     @property
     def stops(self) -> list[str]:
@@ -193,7 +196,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
 _CHAT_DECODER = msgspec.json.Decoder(ChatRequest)
 _COMPLETION_DECODER = msgspec.json.Decoder(CompletionRequest)
-_ERROR_PATH = re.compile(r" - at `\$\.?([^`]*)`$")
+_ERROR_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _MISSING_FIELD = re.compile(r"field `([^`]+)`")
 
 

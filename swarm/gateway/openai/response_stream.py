@@ -55,7 +55,7 @@ async def stream_response(
                 yield ResponseChunk(writer.last_chunk(index, event.reason))
     if include_usage:
         yield ResponseChunk(writer.usage_chunk(group_usage(group)))
-    yield ResponseDetail(group.timing.summary())
+    yield ResponseDetail(group.summary())
 
 
 async def complete_response(group: SequenceGroup, writer: ResponseWriter, *, with_details: bool) -> dict[str, Any]:
@@ -74,7 +74,7 @@ async def complete_response(group: SequenceGroup, writer: ResponseWriter, *, wit
                 answers[index].reason = event.reason
             elif (detail := route_detail(event)) is not None:
                 details.append(detail)
-    details.append(group.timing.summary())
+    details.append(group.summary())
     # In a thread: the log probabilities of a long answer are some hundred thousand tokens to decode.
     body = await asyncio.to_thread(writer.body, answers, group_usage(group))
     return {**body, "swarm": details} if with_details else body

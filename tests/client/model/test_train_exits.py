@@ -66,7 +66,7 @@ def test_a_lens_helps_and_changes_no_verified_text(model, local, tmp_path):
 
 def test_a_classifier_is_asked_where_there_is_one(model, local):
     exits = EarlyExit(confidence="classifier", threshold=0.3)
-    with pytest.raises(UsageError, match="no classifier for block"):
+    with pytest.raises(UsageError, match="no classifier for any of the blocks 2, 3"):
         greedy(model, early_exit=exits)
     model.train_exits([text()], kind="classifier")
     assert greedy(model, early_exit=exits).equal(greedy(local))

@@ -1,0 +1,190 @@
+"""Early exit over HTTP: OpenAI's client, a gateway with lenses, and three real servers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+
+from swarm import EarlyExit
+from swarm.errors import AdapterMismatch, UsageError
+from swarm.gateway.settings import GatewaySettings
+from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
+from swarm.models.checkpoints.tokenizer import load_tokenizer
+from tests.gateways import GatewayProcess, run_gateway
+from tests.swarms import TestSwarm, run_client, run_swarm
+from tests.waiting import wait_until
+
+PROMPT = "Once upon a time"
+ALWAYS = {"threshold": 0}
+LENGTH = 24
+
+
+@pytest.fixture(scope="module")
+def exits(swarm: TestSwarm, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("exits")
+    text = (DEMO_FOLDER.parents[2] / "README.md").read_text()
+    tokens = torch.tensor(load_tokenizer(DEMO_FOLDER).encode(text))
+    with run_client(swarm) as model:
+        model.train_exits([tokens])
+        model.save_exits(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def gateway(swarm: TestSwarm, exits: Path) -> Iterator[GatewayProcess]:
+    """Lets tokens leave in requests that ask, even unverified."""
+    with run_gateway(swarm, settings=GatewaySettings(approximate_exits=True), exits=[exits]) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(gateway: GatewayProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=gateway.api, api_key="none", max_retries=0, timeout=300) as made:
+        yield made
+
+
+def ask(client: openai.OpenAI, early_exit: Any = None, **options: Any) -> Any:
+    extra = {} if early_exit is None else {"early_exit": early_exit}
+    if "top_k" in options:
+        extra["top_k"] = options.pop("top_k")
+    messages = [{"role": "user", "content": PROMPT}]
+    options = {"max_tokens": LENGTH, "temperature": 0, **options}
+    return client.chat.completions.create(model="demo", messages=messages, extra_body=extra, **options)
+
+
+def done(client: openai.OpenAI, early_exit: Any, **options: Any) -> dict[str, Any]:
+    """The detail of kind `done`."""
+    reply = ask(client, early_exit, extra_headers={"X-Swarm-Details": "1"}, **options)
+    detail: dict[str, Any] = reply.swarm[-1]
+    assert detail["kind"] == "done"
+    return detail
+
+
+def taken(detail: dict[str, Any]) -> int:
+    return sum(boundary["taken"] for boundary in detail["early_exit"]["exits"])
+
+
+SETTINGS = [
+    {},
+    {"temperature": 1.0, "seed": 7, "n": 3},
+    {"temperature": 1.3, "top_p": 0.9, "top_k": 40, "seed": 8, "frequency_penalty": 1.0, "presence_penalty": 0.5},
+    {"temperature": 1.0, "seed": 9, "response_format": {"type": "json_object"}},
+    {"stop": [" she", "."]},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("exit_options", [ALWAYS, {"threshold": 0.3}, {"confidence": "similarity", "threshold": 0.5}])
+def test_verified_answers_are_those_without_exits(client, settings, exit_options):
+    plain, early = ask(client, **settings), ask(client, exit_options, **settings)
+    assert [choice.message.content for choice in early.choices] == [choice.message.content for choice in plain.choices]
+    assert [choice.finish_reason for choice in early.choices] == [choice.finish_reason for choice in plain.choices]
+    assert early.usage == plain.usage
+
+
+def test_streams_are_the_same_too(client):
+    chunks = ask(client, ALWAYS, stream=True, temperature=1.0, seed=3)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == ask(client, temperature=1.0, seed=3).choices[0].message.content
+
+
+def test_log_probabilities_are_the_full_models(client):
+    asked = {"logprobs": True, "top_logprobs": 3, "temperature": 1.0, "seed": 5}
+    plain, early = (ask(client, *how, **asked).choices[0].logprobs.content for how in ([], [ALWAYS]))
+    assert [one.token for one in early] == [one.token for one in plain]
+    for ours, theirs in zip(early, plain, strict=True):
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-3)
+        assert [one.token for one in ours.top_logprobs] == [one.token for one in theirs.top_logprobs]
+
+
+def test_details_and_metrics_say_what_left(client, gateway):
+    """Where this process is slow, answers come before it can look."""
+    detail: dict[str, Any] = {}
+
+    def has_left() -> bool:
+        detail.update(done(client, ALWAYS))
+        return taken(detail) > 0
+
+    wait_until(has_left)
+    assert detail["early_exit"]["approximate"] is False
+    boundaries = detail["early_exit"]["exits"]
+    assert {boundary["block"] for boundary in boundaries} <= {4, 8}
+    assert all(one["taken"] >= one["stood"] + one["given_up"] for one in boundaries)
+    assert gateway.metric("swarm_client_exits_total") > 0
+    assert gateway.metric("swarm_client_exits_verified_total") > 0
+    assert "early_exit" not in done(client, None)
+
+
+def test_unverified_answers_are_marked(client):
+    detail = done(client, {**ALWAYS, "verify": False})
+    assert detail["early_exit"]["approximate"] is True
+    assert detail["early_exit"]["exits"] == [{"block": 4, "taken": LENGTH - 1, "stood": 0, "given_up": 0}]
+
+
+def test_what_is_refused(client, swarm):
+    with pytest.raises(openai.BadRequestError, match="no classifiers for demo"):
+        ask(client, {"confidence": "classifier"})
+    with pytest.raises(openai.BadRequestError, match="unknown field `beams`"):
+        ask(client, {"beams": 3})
+    with run_gateway(swarm) as strict, openai.OpenAI(base_url=strict.api, api_key="none", max_retries=0) as other:
+        with pytest.raises(openai.BadRequestError, match="which this gateway does not allow") as caught:
+            ask(other, {"verify": False})
+        assert caught.value.code == "approximate_not_allowed"
+        assert ask(other, ALWAYS).choices[0].message.content == ask(client).choices[0].message.content
+
+
+def test_a_client_that_leaves_ends_its_generation(gateway):
+    body = {"model": "demo", "prompt": PROMPT, "max_tokens": 900, "stream": True, "early_exit": ALWAYS}
+    with httpx.stream("POST", f"{gateway.api}/completions", json=body, timeout=60) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        assert gateway.metric("swarm_gateway_running") == 1
+    wait_until(lambda: gateway.metric("swarm_gateway_running") == 0)
+
+
+@pytest.mark.slow
+def test_the_operators_default_and_a_server_that_dies(exits):
+    """The text goes on, with the same seed to the same end."""
+    settings = GatewaySettings(early_exit=EarlyExit(threshold=0.0))
+    spans = ("0:4", "4:8", "8:12", "4:8")
+    with run_swarm(DEMO_FOLDER, spans) as swarm, run_gateway(swarm, settings=settings, exits=[exits]) as gateway:
+        body = {"model": "demo", "prompt": PROMPT, "max_tokens": 120, "temperature": 1, "seed": 4}
+        plain = httpx.post(f"{gateway.api}/completions", json={**body, "early_exit": False}, timeout=300).json()
+        events: list[dict[str, Any]] = []
+        text, killed = "", False
+        asked = {**body, "stream": True}
+        headers = {"X-Swarm-Details": "1"}
+        with httpx.stream("POST", f"{gateway.api}/completions", json=asked, headers=headers, timeout=300) as stream:
+            for line in stream.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                if "kind" in event:
+                    events.append(event)
+                    continue
+                text += event["choices"][0]["text"]
+                if len(text) > 40 and not killed:
+                    killed = True
+                    used = next(one for one in events if one["kind"] == "route")["hops"][1]["peer"]
+                    next(s for s in swarm.servers if s.peer_id.endswith(used.removeprefix("…"))).kill()
+        assert text == plain["choices"][0]["text"]
+        assert [one["kind"] for one in events].count("lost") == 1
+        assert taken(events[-1]) > 0
+
+
+def test_exits_that_fit_no_model_stop_the_gateway(swarm, exits, tmp_path):
+    other = (exits / "exits.safetensors").read_bytes()
+    revision = json.loads(other[8 : 8 + int.from_bytes(other[:8], "little")])["__metadata__"]["revision"]
+    (tmp_path / "exits.safetensors").write_bytes(other.replace(revision.encode(), b"0" * len(revision)))
+    with pytest.raises(AdapterMismatch, match="train exits for it"), run_gateway(swarm, exits=[tmp_path]):
+        pass
+    settings = GatewaySettings(early_exit=EarlyExit("classifier"))
+    with pytest.raises(UsageError, match="no classifiers for demo"), run_gateway(swarm, settings=settings):
+        pass
