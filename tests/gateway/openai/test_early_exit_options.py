@@ -70,6 +70,8 @@ def test_a_threshold_for_each_block():
         {"min_block": 0},
         {"min_block": 5, "max_block": 4},
         {"batch": "all"},
+        {"fill": "copy"},
+        {"fill": "project"},
     ],
 )
 def test_values_that_are_not_possible(asked):
@@ -84,6 +86,10 @@ def test_unverified_answers_need_the_operators_consent():
         options(OPERATORS, {"verify": False})
     assert caught.value.code == "approximate_not_allowed"
     assert options(APPROXIMATE, {"verify": False}) == EarlyExit(verify=False)
+    projected = {"verify": False, "fill": "project"}
+    with pytest.raises(BadRequest, match="which this gateway does not allow"):
+        options(PLAIN, projected)
+    assert options(APPROXIMATE, projected) == EarlyExit(verify=False, fill="project")
 
 
 def test_classifiers_have_to_be_there():
