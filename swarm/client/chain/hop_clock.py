@@ -47,12 +47,19 @@ class HopClock:
             self._start, self._timed_step = now, number
         self.deadline = self._start + self._timeouts.timeout(tokens)
 
-    def on_reply(self, number: int, tokens: int, compute_seconds: float, continues: bool, now: float) -> None:
-        """The server has answered a step of so many tokens, which `continues` the call of the step before."""
+    def on_reply(
+        self, number: int, tokens: int, compute_seconds: float, continues: bool, now: float, full: bool = True
+    ) -> None:
+        """The server has answered a step of so many tokens, which `continues` the call of the step before.
+
+        Args:
+            full: the tokens have passed all blocks. Others take less time, which says nothing about these.
+        """
         seconds = compute_seconds  # if the answer overtakes the notice of a push, the step's start is not known
         if self._timed_step == number:
             seconds = now - self._start
-            self._timeouts.observe(seconds, tokens)
+            if full:
+                self._timeouts.observe(seconds, tokens)
         timing = HopTiming(seconds, compute_seconds)
         if self.timing is not None and continues:
             timing = HopTiming(self.timing.total + timing.total, self.timing.compute + timing.compute)

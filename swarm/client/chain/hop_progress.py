@@ -191,13 +191,17 @@ class HopProgress:
             self.pushed = max(self.pushed, number)
             self._start_clock(number, now)
 
-    def on_reply(self, number: int, compute_seconds: float, was_pushed: bool, now: float) -> bool:
-        """The server has answered an EXPECTED step. False if an answer before it was lost: it cannot be taken."""
+    def on_reply(self, number: int, compute_seconds: float, was_pushed: bool, now: float, full: bool = True) -> bool:
+        """The server has answered an EXPECTED step. False if an answer before it was lost: it cannot be taken.
+
+        Args:
+            full: the step's tokens have passed all blocks.
+        """
         if number > min(self.awaited()):
             self._on_reply_missed(number)
             return False
         continues = number > self._first_of_call
-        self.clock.on_reply(number, self._expected[number].tokens, compute_seconds, continues, now)
+        self.clock.on_reply(number, self._expected[number].tokens, compute_seconds, continues, now, full)
         self.replied, self.last_was_pushed = number, was_pushed
         if number > self._newest_reply:
             self._newest_reply, self.retries = number, 0

@@ -233,7 +233,8 @@ class HopSession:
         shape = self.progress.expected_outputs(reply.step)
         left = validate_left(self.hop, self._context.span.start, shape.exits, reply.left)
         outputs = replace(validate_outputs(self.hop, shape, payload, reply), left=left)
-        if self.progress.on_reply(reply.step, reply.compute_ms / 1e3, reply.pushed, time.perf_counter()):
+        now, is_full = time.perf_counter(), not any(left or ())
+        if self.progress.on_reply(reply.step, reply.compute_ms / 1e3, reply.pushed, now, is_full):
             self._on_reply(self, reply.step, outputs)
         elif self.progress.error is not None:
             self._fail_replay(self.progress.error)

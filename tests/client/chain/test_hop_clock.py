@@ -51,3 +51,17 @@ def test_an_answer_whose_start_is_not_known_teaches_nothing():
     one.on_reply(1, 1, 0.5, False, now=130.0)
     assert one.timeout(1) > before
     assert one.timing == HopTiming(pytest.approx(30.0), 0.5)
+
+
+def test_answers_to_tokens_that_left_say_nothing_about_those_that_did_not():
+    timeouts = TimeoutEstimator(10.0, 1.0, 1000.0)
+    one = HopClock(timeouts)
+    before = timeouts.timeout(1)
+    for number in range(50):
+        one.on_handed(number, number, 1, 100.0 * number)
+        one.on_reply(number, 1, 0.01, False, 100.0 * number + 0.01, full=False)
+        assert one.timing.total == pytest.approx(0.01)
+    assert timeouts.timeout(1) == before
+    one.on_handed(50, 50, 1, 5000.0)
+    one.on_reply(50, 1, 0.01, False, 5000.01)
+    assert timeouts.timeout(1) != before
