@@ -16,6 +16,7 @@ import torch
 from swarm.client.chain.chain import Chain
 from swarm.client.chain.prompt_chunks import chunk_slots
 from swarm.client.connection import SwarmConnection
+from swarm.client.early_exit.options import EarlyExit
 from swarm.client.local_blocks import LocalSession
 from swarm.client.routes.events import EventListener, SessionEvent
 from swarm.client.wire.adapter import adapter_parts, detach_parts
@@ -61,6 +62,7 @@ class InferenceSession:
 
     Attributes:
         cache: the session as transformers sees it.
+        early_exit: when tokens leave early in `generate` calls that do not say; None for never.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class InferenceSession:
             raise ValueError(f"max_length={max_length} is not valid: a session needs space for at least one token")
         self.max_length = max_length
         self.cache = PlaceholderCache(self)
+        self.early_exit: EarlyExit | None = None
         self._listener = listener
         self._model = model
         self._connection = connection

@@ -14,6 +14,7 @@ from swarm.client.model.train_exits import base_model, read_hidden
 from swarm.client.session import InferenceSession, StepUnderWay
 from swarm.errors import SwarmError, UsageError
 from swarm.models.exits.trained_exits import TrainedExits
+from swarm.models.generation_output import generation_output
 from swarm.models.placeholder_cache import PlaceholderCache
 from swarm.protocol.messages import ExitTerms
 
@@ -27,22 +28,21 @@ def sample_with_exits(
     config: Any,
     streamer: Any,
     arguments: dict[str, Any],
-) -> torch.Tensor:
-    """The sequences with what follows them. Takes what transformers' `_sample` takes.
+) -> Any:
+    """The sequences with what follows them. Takes what transformers' `_sample` takes, and returns what it returns.
 
     Raises:
         UsageError: the call asks for something that tokens which leave early do not have.
     """
     session = _session(arguments.get("past_key_values"))
-    if config.return_dict_in_generate:
-        raise UsageError("early_exit returns token ids only; leave return_dict_in_generate out")
+    record = _ScoreRecord(process, config)
     if options.fill == "project":
         session.allow_early_exits()
     prompt = model._prefill(tokens_RT, config, arguments)
     arguments = model._update_model_kwargs_for_generation(prompt, arguments)
     ends = config._eos_token_tensor
     sampling = Sampling(
-        process=process,
+        process=record.process if record.is_asked else process,
         is_finished=lambda tokens_RT: stopping(tokens_RT, None),
         sample=bool(config.do_sample),
         pad=config._pad_token_tensor if ends is not None else None,
@@ -51,6 +51,7 @@ def sample_with_exits(
     )
 
     def put(tokens_R: torch.Tensor) -> None:
+        record.confirm()
         if streamer is not None:
             streamer.put(tokens_R.cpu())
 
@@ -62,7 +63,55 @@ def sample_with_exits(
     result = decoder.generate(tokens_RT, prompt.logits[:, -1].float())
     if streamer is not None:
         streamer.end()
-    return result
+    if not config.return_dict_in_generate:
+        return result
+    return generation_output(result, record.scores, record.logits, session.cache)
+
+
+class _ScoreRecord:
+    """Keeps the scores from which the tokens were chosen that stand, as far as the caller asked for them.
+
+    A position may be processed several times, as a guess and again; what was processed last before its token stands is
+    what the token was chosen from.
+
+    Args:
+        process: sequences `[R, T]` and logits `[R, V]` to processed logits.
+        config: transformers' settings of the call.
+
+    Attributes:
+        scores, logits: for each generated token, processed and not, `[R, V]` float32; None if not asked for.
+
+    Raises:
+        UsageError: the call asks for hidden states or attentions.
+    """
+
+    def __init__(self, process: Any, config: Any) -> None:
+        asked = config.return_dict_in_generate
+        for name in ("output_hidden_states", "output_attentions"):
+            if asked and getattr(config, name, False):
+                raise UsageError(f"early_exit does not collect what {name} asks for; leave it out, or early_exit")
+        self.scores: tuple[torch.Tensor, ...] | None = () if asked and config.output_scores else None
+        self.logits: tuple[torch.Tensor, ...] | None = () if asked and config.output_logits else None
+        self.is_asked = self.scores is not None or self.logits is not None
+        self._process = process
+        self._newest: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """By length of the sequences: processed and not."""
+
+    def process(self, tokens_RT: torch.Tensor, logits_RV: torch.Tensor) -> torch.Tensor:
+        """Process, and remember."""
+        scores_RV: torch.Tensor = self._process(tokens_RT, logits_RV.clone())
+        self._newest[tokens_RT.shape[1]] = (scores_RV, logits_RV)
+        return scores_RV
+
+    def confirm(self) -> None:
+        """The next token stands."""
+        if not self.is_asked:
+            return
+        scores_RV, logits_RV = self._newest.pop(min(self._newest))
+        if self.scores is not None:
+            self.scores += (scores_RV,)
+        if self.logits is not None:
+            self.logits += (logits_RV,)
 
 
 def _require_classifiers(exits: TrainedExits, boundaries: Sequence[int]) -> None:

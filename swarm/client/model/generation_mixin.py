@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -20,9 +19,9 @@ from swarm.client.lanes.inference_lanes import InferenceLanes
 from swarm.client.lanes.lane_count import LaneCount, validate_lane_count
 from swarm.client.lanes.split_arguments import batch_size
 from swarm.client.model.exit_generation import sample_with_exits
+from swarm.client.model.exits_mixin import ExitsMixin
 from swarm.client.model.remote_sequential import RemoteLayer, RemoteSequential
 from swarm.client.model.speculation import bound_candidates, unseen_length, validate_speculation
-from swarm.client.model.train_exits import ExitKind, ExitQuality, base_model, train_exits
 from swarm.client.model.transformers_hooks import insert_virtual_tokens
 from swarm.client.routes.events import EventListener
 from swarm.client.session import InferenceSession
@@ -31,7 +30,6 @@ from swarm.client.tuning.lora import Lora
 from swarm.client.tuning.prompted_cache import PromptedCache
 from swarm.client.tuning.trained import TrainedParameters
 from swarm.errors import UsageError
-from swarm.models.exits.trained_exits import TrainedExits
 from swarm.models.placeholder_cache import PlaceholderCache
 
 
@@ -80,7 +78,9 @@ class DistributedModelMixin:
         """The module that turns token ids into the hidden states that `session.step` takes."""
         return self.get_input_embeddings()  # type: ignore[attr-defined, no-any-return]
 
-    def inference_session(self, *, max_length: int, listener: EventListener | None = None) -> InferenceSession:
+    def inference_session(
+        self, *, max_length: int, listener: EventListener | None = None, early_exit: EarlyExit | None = None
+    ) -> InferenceSession:
         """A session for up to `max_length` tokens of each sequence; servers reserve cache space at the first step.
 
         Inside its `with` block every `generate` uses it and computes only what is new: a prompt that begins with the
@@ -91,9 +91,11 @@ class DistributedModelMixin:
         Args:
             listener: receives the session's events (routes, lost servers, recoveries); see
                 `swarm.client.routes.events`.
+            early_exit: when tokens leave early in every `generate` that uses the session and does not say.
         """
         count = 0 if self.prompts is None else len(self.prompts)
         session = InferenceSession(self, self.swarm, max_length + count, listener)
+        session.early_exit = early_exit
         if count:
             session.cache = PromptedCache(session, count)
         return session
@@ -169,14 +171,8 @@ class DistributedModelMixin:
         )
 
 
-class DistributedGenerationMixin(DistributedModelMixin):
-    """Mixin of distributed language models: `generate` over sessions and lanes.
-
-    Attributes:
-        exits: lenses and classifiers with which tokens leave early; None if nothing was trained or loaded.
-    """
-
-    exits: TrainedExits | None = None
+class DistributedGenerationMixin(ExitsMixin, DistributedModelMixin):
+    """Mixin of distributed language models: `generate` over sessions and lanes."""
 
     def generate(
         self,
@@ -184,7 +180,7 @@ class DistributedGenerationMixin(DistributedModelMixin):
         *args: Any,
         session: InferenceSession | None = None,
         lanes: LaneCount | None = None,
-        early_exit: EarlyExit | None = None,
+        early_exit: EarlyExit | Literal["session"] | None = "session",
         **kwargs: Any,
     ) -> Any:
         """transformers' `generate`, with all its arguments.
@@ -195,13 +191,16 @@ class DistributedGenerationMixin(DistributedModelMixin):
                 that servers need not wait for each other; "auto" for one for each server of the route. There is at most
                 one lane for each sequence. The texts are the same as without lanes, except sampled ones, which depend
                 only on the seed and the number of lanes.
-            early_exit: let tokens leave before the last block where they are sure. Unless all sequences of a batch
-                leave together, or inside servers' spans, each has a session of its own, as with lanes.
+            early_exit: let tokens leave before the last block where they are sure; None for never. By default as the
+                session says, and never without one. Unless all sequences of a batch leave together, or inside servers'
+                spans, each has a session of its own, as with lanes.
 
         Raises:
             UsageError: the arguments cannot be divided among lanes, or tokens cannot leave early in this mode.
         """
         session = session or self._active.entered
+        if early_exit == "session":
+            early_exit = session.early_exit if session is not None else None
         arguments = {"inputs": inputs, **kwargs}
         if early_exit is not None and early_exit.needs_sessions and session is None and batch_size(arguments) > 1:
             lanes = batch_size(arguments)
@@ -219,43 +218,6 @@ class DistributedGenerationMixin(DistributedModelMixin):
             _continue_session(session, tokens, kwargs.get("attention_mask"))
             kwargs["past_key_values"] = session.cache
         return self._generate({"inputs": inputs, **kwargs}, None, *args, early_exit=early_exit)
-
-    def train_exits(
-        self,
-        texts: Sequence[torch.Tensor],
-        *,
-        boundaries: Sequence[int] | None = None,
-        kind: ExitKind = "lens",
-        progress: Callable[[int, int], object] = lambda done, total: None,
-    ) -> list[ExitQuality]:
-        """Train what lets tokens leave early, on hidden states that the swarm computes, and use it from now on.
-
-        Args:
-            texts: token ids, in any number of tensors; about 40,000 tokens do for a small model.
-            boundaries: blocks in front of which tokens may leave; by default those where servers begin or end now.
-            kind: "lens" for maps by which the model's head can read early hidden states; "classifier" for what
-                `EarlyExit(confidence="classifier")` asks, after the lenses.
-            progress: is told how many batches are done, and how many there are.
-
-        Returns:
-            for each boundary, what its tokens are worth.
-
-        Raises:
-            UsageError: there is not enough text, or no such boundary.
-        """
-        exits, quality = train_exits(self, texts, boundaries, kind, progress)
-        object.__setattr__(self, "exits", exits)
-        return quality
-
-    def save_exits(self, folder: str | Path) -> None:
-        """Write what `train_exits` made into `folder`. Raises `UsageError` if there is nothing."""
-        if self.exits is None:
-            raise UsageError("nothing was trained: call model.train_exits first")
-        self.exits.save(folder)
-
-    def load_exits(self, folder: str | Path) -> None:
-        """Read what `save_exits` wrote. Raises `AdapterMismatch` or `AdapterError`."""
-        object.__setattr__(self, "exits", TrainedExits.load(folder, base_model(self)))
 
     def _generate(
         self, arguments: dict[str, Any], ticket: ComputeTicket | None, *args: Any, early_exit: EarlyExit | None
@@ -278,7 +240,9 @@ class DistributedGenerationMixin(DistributedModelMixin):
     ) -> None:
         """transformers' hook: a `generate` call without a cache gets a temporary session."""
         if self._active.early_exit is not None and (mode := generation_mode.value) not in ("greedy_search", "sample"):
-            raise UsageError(f"early_exit is for greedy search and sampling, not for {mode.replace('_', ' ')}")
+            raise UsageError(
+                f"early_exit is for greedy search and sampling, not for {mode.replace('_', ' ')}; pass early_exit=None"
+            )
         given = model_kwargs.get("past_key_values")
         if given is None and generation_config.use_cache is not False:
             self._active.temporary = self.inference_session(max_length=max(1, length))

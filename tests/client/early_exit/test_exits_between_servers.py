@@ -167,7 +167,8 @@ def test_stopping_criteria_see_certain_tokens_only(model, local):
     [
         ({"num_beams": 2}, "not for beam search"),
         ({"prompt_lookup_num_tokens": 3}, "not for assisted generation"),
-        ({"return_dict_in_generate": True}, "token ids only"),
+        ({"return_dict_in_generate": True, "output_hidden_states": True}, "does not collect what output_hidden_states"),
+        ({"return_dict_in_generate": True, "output_attentions": True}, "does not collect what output_attentions"),
         ({"use_cache": False}, "needs a session"),
     ],
 )
@@ -175,6 +176,47 @@ def test_what_does_not_go_together(model, settings, message):
     with pytest.raises(UsageError, match=message):
         greedy(model, prompt(), 4, early_exit=EarlyExit(), **settings)
     assert greedy(model, prompt(), 4).shape == (1, 11)
+
+
+ALL = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+
+
+@pytest.mark.parametrize("batch", ["row", "all"])
+def test_scores_are_those_that_verified(model, local, batch):
+    """Processed ones too: what may not be repeated depends on the tokens before."""
+    settings = {**padded_batch(), "no_repeat_ngram_size": 1, **ALL}
+    expected = greedy(local, **settings)
+    found = greedy(model, **settings, early_exit=EarlyExit(threshold=0.0, batch=batch))
+    assert found.sequences.equal(expected.sequences)
+    for name in ("scores", "logits"):
+        assert len(found[name]) == NEW
+        torch.testing.assert_close(torch.stack(found[name]), torch.stack(expected[name]), rtol=1e-4, atol=1e-4)
+
+
+def test_unverified_scores_are_those_where_the_token_left(model):
+    found = greedy(model, prompt(), early_exit=EarlyExit(threshold=0.0, verify=False), **ALL)
+    assert torch.stack([scores[0].argmax() for scores in found.scores]).equal(found.sequences[0, 7:])
+
+
+def test_only_what_was_asked_for_is_returned(model, local):
+    found = greedy(model, prompt(), early_exit=EarlyExit(threshold=0.0), return_dict_in_generate=True)
+    assert found.sequences.equal(greedy(local, prompt()))
+    assert (found.scores, found.logits) == (None, None)
+
+
+def test_what_a_session_says_holds_unless_a_call_says_otherwise(model, local):
+    listener = Listener()
+    exits = EarlyExit(threshold=0.0, verify=False)
+    with model.inference_session(max_length=96, listener=listener, early_exit=exits):
+        early = greedy(model, prompt())
+        taken = listener.count(ExitTaken)
+        assert taken == NEW - 1
+        longer = torch.cat([early, prompt(4, seed=5)], dim=1)
+        assert greedy(model, longer, 6, early_exit=None).equal(greedy(local, longer, 6))
+        assert listener.count(ExitTaken) == taken
+        with pytest.raises(UsageError, match="not for beam search; pass early_exit=None"):
+            greedy(model, prompt(), 4, num_beams=2)
+    assert not greedy(model, prompt()).equal(early), "without a session, nothing leaves"
 
 
 def test_sampled_texts_have_the_full_models_distribution(model, local):
