@@ -1,8 +1,9 @@
 """Trains a small model from any text files, on a CPU: the demo model that ships with swarm, and models for benchmarks.
 
-    python scripts/train_demo_model.py texts/*.txt --minutes 60
-    python scripts/train_demo_model.py texts/*.txt --minutes 30 --family opt --out runs/opt --work runs/opt-work
-    python scripts/train_demo_model.py texts/*.txt --minutes 30 --family llama --activation relu --out ... --work ...
+    python -m scripts.train_demo_model texts/*.txt --minutes 60
+    python -m scripts.train_demo_model texts/*.txt --minutes 30 --family opt --out runs/opt --work runs/opt-work
+    python -m scripts.train_demo_model texts/*.txt --minutes 30 --family llama --activation relu --out ... --work ...
+    python -m scripts.train_demo_model texts/*.txt --minutes 40 --start-from MODEL --exits 0.5
 
 The texts are cleaned and split into a training part and a held-out end. A byte-level BPE tokenizer and a model of a few
 million parameters are trained on the former, and the weights with the best held-out loss are exported in the layout
@@ -10,6 +11,8 @@ that `from_pretrained` reads. `--resume` goes on from the last checkpoint; with 
 
 Models whose activation yields exact zeros (OPT's ReLU, nemotron's squared ReLU, or another with `--activation`) are
 those that `benchmarks.flash.quality` measures; their feed-forward layers are wider than the demo model's.
+
+`--exits` gives a share of the loss to exits behind the blocks (`exit_loss.py`), so that tokens can leave early.
 """
 
 from __future__ import annotations
@@ -41,6 +44,8 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
+
+from scripts.exit_loss import exit_agreement, exit_loss, exit_weights, left_out
 
 END_OF_TEXT = "<|endoftext|>"
 VOCABULARY = 2048
@@ -107,10 +112,13 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
     return bpe
 
 
-def load_texts(paths: list[Path], weights: dict[str, float]) -> tuple[Tokenizer, list[Text]]:
+def load_texts(
+    paths: list[Path], weights: dict[str, float], bpe: Tokenizer | None = None
+) -> tuple[Tokenizer, list[Text]]:
+    """Read the texts; with no tokenizer given, one is trained on their training parts."""
     cleaned = {path.stem: clean(path.read_text("utf-8-sig")) for path in paths}
     cuts = {name: text.rfind("\n", 0, int(len(text) * (1 - HELD_OUT))) + 1 for name, text in cleaned.items()}
-    bpe = train_tokenizer([text[: cuts[name]] for name, text in cleaned.items()])
+    bpe = bpe or train_tokenizer([text[: cuts[name]] for name, text in cleaned.items()])
     texts = []
     for name, text in cleaned.items():
         train, held_out = (torch.tensor(bpe.encode(part).ids) for part in (text[: cuts[name]], text[cuts[name] :]))
@@ -203,7 +211,7 @@ class Training:
 
     def run(self) -> None:
         """Trains until the minutes or the steps are spent; leaves the best held-out weights in the model."""
-        loss = torch.compile(mean_loss, dynamic=False) if self.options.compile else mean_loss
+        loss = torch.compile(exit_loss, dynamic=False) if self.options.compile else exit_loss
         recent, started = [], time.monotonic() - self.seconds
         with tqdm(total=self.options.steps, initial=self.step, unit="step") as bar:
             while self.share_done() < 1:
@@ -226,8 +234,9 @@ class Training:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, self.share_done(), self.options.learning_rate)
         # Weights, gradients and the optimizer's state stay float32; only the products are taken in bfloat16.
-        with torch.autocast("cpu", torch.bfloat16):
-            value = loss(self.model, *draw_batch(self.texts, self.step, self.options.seed))
+        weights = exit_weights(self.step, self.model.config.num_hidden_layers, self.options.exits)
+        with torch.autocast("cpu", torch.bfloat16), left_out(self.model, self.options.layer_dropout):
+            value = loss(self.model, *draw_batch(self.texts, self.step, self.options.seed), weights)
         torch.autograd.backward(value)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
@@ -304,6 +313,12 @@ def measurements(model: Any, bpe: Tokenizer, training: Training) -> str:
     scores = {text.name: held_out_loss(model, [text]) for text in texts}
     scores |= {f"all, windows of {size} tokens": held_out_loss(model, texts, size) for size in (CONTEXT, LONG_CONTEXT)}
     rows = "\n".join(f"| {name} | {math.exp(nats):.2f} | {bits:.3f} |" for name, (nats, bits) in scores.items())
+    exits = ""
+    if training.options.exits:
+        windows = [text.held_out[: len(text.held_out) // CONTEXT * CONTEXT].view(-1, CONTEXT) for text in texts]
+        shares = exit_agreement(model, torch.cat(windows))
+        exits = "\n\n| blocks passed | successors that are the full model's |\n| --- | --- |\n"
+        exits += "\n".join(f"| {passed} | {share:.0%} |" for passed, share in shares.items())
     torch.manual_seed(0)
     prompt = torch.tensor([bpe.encode("Once upon a time").ids])
     sampled = model.generate(prompt, max_new_tokens=200, do_sample=True, temperature=0.8, top_k=40)
@@ -314,7 +329,7 @@ def measurements(model: Any, bpe: Tokenizer, training: Training) -> str:
 
 | held-out text | perplexity per token | bits per byte |
 | --- | --- | --- |
-{rows}
+{rows}{exits}
 
 A sample at temperature 0.8 and top-k 40:
 
@@ -327,6 +342,9 @@ def parse_options() -> Options:
     parser.add_argument("--weight", nargs="+", default=[], metavar="NAME=FACTOR", help="multiplies a text's share")
     parser.add_argument("--family", choices=sorted(WIDE_SHAPES), default="llama")
     parser.add_argument("--activation", help="in place of the family's own, such as relu for llama")
+    parser.add_argument("--start-from", type=Path, help="a model that was trained here, in place of a new one")
+    parser.add_argument("--exits", type=float, default=0.0, help="share of the loss that is that of exits, 0 to 1")
+    parser.add_argument("--layer-dropout", type=float, default=0.0, help="rate at which the last block is left out")
     parser.add_argument("--out", type=Path, default=Path("swarm/models/demo"))
     parser.add_argument("--work", type=Path, default=Path("runs/demo"), help="folder of the checkpoint")
     parser.add_argument("--minutes", type=float, default=60, help="the learning rate's schedule ends with them")
@@ -345,8 +363,13 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
     weights = {name: float(factor) for name, factor in (pair.split("=") for pair in options.weight)}
-    bpe, texts = load_texts(options.texts, weights)
-    training = Training(build_model(options.family, options.activation, bpe.get_vocab()[END_OF_TEXT]), texts, options)
+    bpe = Tokenizer.from_file(str(options.start_from / "tokenizer.json")) if options.start_from else None
+    bpe, texts = load_texts(options.texts, weights, bpe)
+    if options.start_from:
+        model = AutoModelForCausalLM.from_pretrained(options.start_from, dtype=torch.float32)
+    else:
+        model = build_model(options.family, options.activation, bpe.get_vocab()[END_OF_TEXT])
+    training = Training(model, texts, options)
     if options.resume:
         training.resume()
     training.run()
