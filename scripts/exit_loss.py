@@ -11,7 +11,7 @@ nothing. docs/early-exit.md has what both are worth.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -47,25 +47,55 @@ def dropout_rate(block: int, blocks: int, most: float) -> float:
 
 def exit_loss(model: PreTrainedModel, inputs_RT: Tensor, targets_RT: Tensor, weights: dict[int, float]) -> Tensor:
     """The full model's loss on the text, and each exit's on the full model's probabilities."""
-    decoder = model.get_decoder()
-    with _caught(decoder.layers, [passed for passed in weights if passed < len(decoder.layers)]) as states:
-        logits_NV = model(input_ids=inputs_RT, use_cache=False).logits.flatten(0, 1).float()
-    loss = weights[len(decoder.layers)] * cross_entropy(logits_NV, targets_RT.flatten())
+    *exits, blocks = sorted(weights)
+    states, logits_RTV = states_behind(model, inputs_RT, exits)
+    logits_NV = logits_RTV.flatten(0, 1)
+    loss = weights[blocks] * cross_entropy(logits_NV, targets_RT.flatten())
     full_NV = logits_NV.detach().softmax(-1)
     for passed, hidden_RTH in states.items():
-        early_NV = model.get_output_embeddings()(_final_norm(decoder)(hidden_RTH)).flatten(0, 1).float()
-        loss = loss + weights[passed] * cross_entropy(early_NV, full_NV)
+        loss = loss + weights[passed] * cross_entropy(read_hidden(model, hidden_RTH).flatten(0, 1), full_NV)
     return loss
 
 
 @torch.no_grad()
 def exit_agreement(model: PreTrainedModel, inputs_RT: Tensor) -> dict[int, float]:
     """The share of tokens whose likeliest successor is already the full model's, by number of blocks passed."""
+    states, logits_RTV = states_behind(model, inputs_RT, range(1, model.config.num_hidden_layers))
+    full_RT = logits_RTV.argmax(-1)
+    return {
+        passed: float((read_hidden(model, hidden_RTH).argmax(-1) == full_RT).float().mean())
+        for passed, hidden_RTH in states.items()
+    }
+
+
+def states_behind(
+    model: PreTrainedModel, inputs_RT: Tensor, passed: Iterable[int]
+) -> tuple[dict[int, Tensor], Tensor]:
+    """The hidden states `[R, T, H]` behind these numbers of blocks, and the logits `[R, T, V]` float32."""
+    states: dict[int, Tensor] = {}
+
+    def hook_for(number: int) -> Callable[..., None]:
+        def catch(_: object, __: object, output: Tensor) -> None:
+            states[number] = output
+
+        return catch
+
+    layers = model.get_decoder().layers
+    hooks = [layers[number - 1].register_forward_hook(hook_for(number)) for number in passed]
+    try:
+        logits_RTV = model(input_ids=inputs_RT, use_cache=False).logits.float()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return states, logits_RTV
+
+
+def read_hidden(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """Logits `[..., V]`, float32, of hidden states `[..., H]` by the model's own norm and head."""
     decoder = model.get_decoder()
-    with _caught(decoder.layers, list(range(1, len(decoder.layers)))) as states:
-        full_RT = model(input_ids=inputs_RT, use_cache=False).logits.argmax(-1)
-    head, norm = model.get_output_embeddings(), _final_norm(decoder)
-    return {passed: float((head(norm(one)).argmax(-1) == full_RT).float().mean()) for passed, one in states.items()}
+    norm = decoder.norm if hasattr(decoder, "norm") else decoder.final_layer_norm
+    logits: Tensor = model.get_output_embeddings()(norm(hidden))
+    return logits.float()
 
 
 @contextmanager
@@ -73,7 +103,7 @@ def left_out(model: PreTrainedModel, most: float) -> Iterator[None]:
     """While this lasts, each sequence skips blocks at random, the deep ones more often."""
     layers = model.get_decoder().layers
 
-    def hook_for(rate: float) -> object:
+    def hook_for(rate: float) -> Callable[..., Tensor]:
         def skip(_: object, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
             hidden_RTH = arguments[0]
             return torch.where(torch.rand(len(hidden_RTH), 1, 1) < rate, hidden_RTH, output)
@@ -87,30 +117,6 @@ def left_out(model: PreTrainedModel, most: float) -> Iterator[None]:
     ]
     try:
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _final_norm(decoder: torch.nn.Module) -> torch.nn.Module:
-    norm: torch.nn.Module = decoder.norm if hasattr(decoder, "norm") else decoder.final_layer_norm
-    return norm
-
-
-@contextmanager
-def _caught(layers: torch.nn.ModuleList, passed: list[int]) -> Iterator[dict[int, Tensor]]:
-    """Yield a dict that a forward fills with the hidden states behind so many blocks."""
-    states: dict[int, Tensor] = {}
-
-    def hook_for(number: int) -> object:
-        def catch(_: object, __: object, output: Tensor) -> None:
-            states[number] = output
-
-        return catch
-
-    hooks = [layers[number - 1].register_forward_hook(hook_for(number)) for number in passed]
-    try:
-        yield states
     finally:
         for hook in hooks:
             hook.remove()
