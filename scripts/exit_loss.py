@@ -68,9 +68,7 @@ def exit_agreement(model: PreTrainedModel, inputs_RT: Tensor) -> dict[int, float
     }
 
 
-def states_behind(
-    model: PreTrainedModel, inputs_RT: Tensor, passed: Iterable[int]
-) -> tuple[dict[int, Tensor], Tensor]:
+def states_behind(model: PreTrainedModel, inputs_RT: Tensor, passed: Iterable[int]) -> tuple[dict[int, Tensor], Tensor]:
     """The hidden states `[R, T, H]` behind these numbers of blocks, and the logits `[R, T, V]` float32."""
     states: dict[int, Tensor] = {}
 

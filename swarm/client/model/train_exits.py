@@ -26,6 +26,8 @@ HELD_OUT = 10
 class ExitQuality:
     """What a token that leaves in front of a block is worth, on sequences that were held out.
 
+    A lens that does not help there is not used.
+
     Attributes:
         block: in front of which it leaves.
         before, after: share of tokens whose successor is the full model's, without and with the lens.
@@ -57,38 +59,35 @@ def train_exits(
     if len(batches) < 2:
         raise UsageError(f"the texts have to be longer: at least {2 * BATCH_WINDOWS} sequences of a few tokens each")
     base = base_model(model)
-    fits = {block: LensFit(base.hidden_size) for block in chosen}
-    kept: dict[int, list[torch.Tensor]] = {block: [] for block in (*chosen, blocks)}
-    seen: dict[int, list[torch.Tensor]] | None = {block: [] for block in kept} if kind == "classifier" else None
+    fits = {block: LensFit(base.hidden_size, lambda hidden_NH: _read(model, hidden_NH)) for block in chosen}
+    held_out: dict[int, list[torch.Tensor]] = {block: [] for block in (*chosen, blocks)}
+    seen: dict[int, list[torch.Tensor]] = {block: [] for block in held_out}
     for number, tokens_RT in enumerate(batches):
         states = hidden_states(model, tokens_RT, [*chosen, blocks])
-        held_out = number % HELD_OUT == HELD_OUT - 1 or number == len(batches) - 1
+        is_held_out = number % HELD_OUT == HELD_OUT - 1 or number == len(batches) - 1
         for block, one in states.items():
-            rows = one.flatten(0, 1).cpu()
-            if held_out:
-                _keep(kept[block], rows)
-            elif seen is not None:
-                _keep(seen[block], rows)
-            elif block != blocks:
-                fits[block].add(rows, states[blocks].flatten(0, 1).cpu())
+            _keep((held_out if is_held_out else seen)[block], one.flatten(0, 1).cpu())
+        if kind == "lens" and not is_held_out:
+            for block, fit in fits.items():
+                inputs_NH, final_NH = torch.cat(seen[block]), torch.cat(seen[blocks])
+                fit.learn(inputs_NH, final_NH, tokens_RT.numel(), number / len(batches))
         progress(number + 1, len(batches))
-    before = model.exits or TrainedExits(base)
-    if seen is None:
-        trained = TrainedExits(base, {**before.lenses, **{b: fits[b].lens() for b in chosen}}, before.classifiers)
-    else:
+    before, plain = model.exits or TrainedExits(base), TrainedExits(base)
+    without = {block: _agreement(model, plain, block, held_out) for block in chosen}
+    if kind == "classifier":
         right = {block: _agrees(model, before, block, seen) for block in chosen}
         found = {block: fit_classifier(torch.cat(seen[block]), right[block]) for block in chosen}
         trained = TrainedExits(base, before.lenses, {**before.classifiers, **found})
-    plain = TrainedExits(base)
-    quality = [
-        ExitQuality(
-            block,
-            float(_agrees(model, plain, block, kept).float().mean()),
-            float(_agrees(model, trained, block, kept).float().mean()),
-        )
-        for block in chosen
+    else:
+        lenses = {block: fit.lens() for block, fit in fits.items()}
+        learned = TrainedExits(base, lenses)
+        # A model that was trained for exits may be read best without a lens.
+        helping = {b: lens for b, lens in lenses.items() if _agreement(model, learned, b, held_out) > without[b]}
+        others = {block: lens for block, lens in before.lenses.items() if block not in chosen}
+        trained = TrainedExits(base, {**others, **helping}, before.classifiers)
+    return trained, [
+        ExitQuality(block, without[block], _agreement(model, trained, block, held_out)) for block in chosen
     ]
-    return trained, quality
 
 
 def base_model(model: Any) -> BaseModel:
@@ -114,9 +113,12 @@ def hidden_states(model: Any, tokens_RT: torch.Tensor, blocks: Sequence[int]) ->
 
 
 def read_hidden(model: Any, hidden_RTH: torch.Tensor) -> torch.Tensor:
-    """The logits `[R, T, V]` float32 of hidden states behind the last block, or as if they were."""
+    """The logits `[R, T, V]` float32 of hidden states behind the last block, or as if they were.
+
+    Gradients reach hidden states that require some.
+    """
     nothing_RT = torch.zeros(hidden_RTH.shape[:2], dtype=torch.long, device=hidden_RTH.device)
-    with torch.no_grad(), model.remote_layer.replaced(lambda _: hidden_RTH):
+    with torch.set_grad_enabled(hidden_RTH.requires_grad), model.remote_layer.replaced(lambda _: hidden_RTH):
         logits_RTV: torch.Tensor = model(input_ids=nothing_RT, use_cache=False).logits.float()
     return logits_RTV
 
@@ -126,9 +128,19 @@ def _agrees(model: Any, exits: TrainedExits, block: int, states: dict[int, list[
     lens, right = exits.lenses.get(block), []
     for hidden_NH, final_NH in zip(states[block], states[model.swarm.blocks], strict=True):
         early_NH = lens(hidden_NH) if lens is not None else hidden_NH
-        both = [read_hidden(model, one.unsqueeze(0))[0].argmax(-1) for one in (early_NH, final_NH)]
+        both = [_read(model, one).argmax(-1) for one in (early_NH, final_NH)]
         right.append(both[0] == both[1])
     return torch.cat(right)
+
+
+def _agreement(model: Any, exits: TrainedExits, block: int, states: dict[int, list[torch.Tensor]]) -> float:
+    """The share of tokens that agree."""
+    return float(_agrees(model, exits, block, states).float().mean())
+
+
+def _read(model: Any, hidden_NH: torch.Tensor) -> torch.Tensor:
+    """The logits `[N, V]` float32 of tokens."""
+    return read_hidden(model, hidden_NH.unsqueeze(0))[0]
 
 
 def _keep(kept: list[torch.Tensor], rows: torch.Tensor) -> None:
