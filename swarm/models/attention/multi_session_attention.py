@@ -35,6 +35,10 @@ class PackingUnsupported(Exception):
     """The family's layers do something between cache and attention that does not work with packed tokens."""
 
 
+class KeysStored(Exception):
+    """Ends a layer's forward when its keys and values are stored, if nothing else of it is needed."""
+
+
 class PackedBatch(Cache):
     """What the layers get in place of a cache. Subclasses keep keys and values, and compute attention.
 
@@ -117,6 +121,31 @@ class PackedBatch(Cache):
     ) -> torch.Tensor:
         """Attention of all tokens over what was stored, now and before; see `attend`."""
         raise NotImplementedError
+
+
+class KeysOnlyBatch(PackedBatch):
+    """The tokens of another batch, of which keys and values are stored and nothing else is computed.
+
+    A layer's forward ends with `KeysStored` where it would compute attention.
+    """
+
+    def __init__(self, batch: PackedBatch) -> None:
+        super().__init__(batch.get_seq_length() + 1)
+        self._batch = batch
+
+    def write_kv(self, layer: int, keys_NH1D: torch.Tensor, values_NH1D: torch.Tensor) -> None:
+        self._batch.write_kv(layer, keys_NH1D, values_NH1D)
+
+    def compute_attention(
+        self,
+        query_NH1D: torch.Tensor,
+        expand: ExpandKV | None,
+        width: int,
+        mask: PackedMask,
+        scale: float | None,
+        extra: AttentionExtras,
+    ) -> torch.Tensor:
+        raise KeysStored
 
 
 @dataclass(frozen=True, eq=False)

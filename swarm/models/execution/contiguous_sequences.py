@@ -67,6 +67,20 @@ class ContiguousSequences:
 
 def compute_parts(model: SpanModel, parts: Sequence[StepPart]) -> list[torch.Tensor]:
     """One forward for all parts, whose sequences are `StagedContiguousSequences`; the outputs of each part."""
+    hidden_NH, positions, batch = _packed(parts)
+    with model.adapted.activate(adapter_segments(parts)):
+        output_NH = model.forward_tokens(hidden_NH, positions, batch)
+    return list(output_NH.split([len(part.inputs) for part in parts]))
+
+
+def fill_parts(model: SpanModel, parts: Sequence[StepPart]) -> None:
+    """Store keys and values of the parts' tokens; see `SpanModel.fill_tokens`."""
+    with model.adapted.activate(adapter_segments(parts)):
+        model.fill_tokens(*_packed(parts))
+
+
+def _packed(parts: Sequence[StepPart]) -> tuple[torch.Tensor, list[int], ContiguousBatch]:
+    """Hidden states and positions of the tokens of all parts, and where they belong."""
     segments: list[ContiguousSegment] = []
     positions: list[int] = []
     for part in parts:
@@ -76,10 +90,7 @@ def compute_parts(model: SpanModel, parts: Sequence[StepPart]) -> list[torch.Ten
                 offset = part.layout.offsets[number] if part.layout.offsets is not None else 0
                 positions.extend(range(start + offset, start + offset + segment.new))
     inputs = [part.inputs for part in parts]
-    hidden_NH = inputs[0] if len(inputs) == 1 else torch.cat(inputs)
-    with model.adapted.activate(adapter_segments(parts)):
-        output_NH = model.forward_tokens(hidden_NH, positions, ContiguousBatch(segments))
-    return list(output_NH.split([len(hidden) for hidden in inputs]))
+    return inputs[0] if len(inputs) == 1 else torch.cat(inputs), positions, ContiguousBatch(segments)
 
 
 def _segments(store: ContiguousKV, layout: StepLayout, token: int) -> Iterator[ContiguousSegment]:

@@ -151,6 +151,24 @@ class PagedSequences:
 
 def compute_parts(model: SpanModel, parts: Sequence[StepPart]) -> list[torch.Tensor]:
     """One forward for all parts, whose sequences are `StagedPagedSequences`; the outputs of each part."""
+    hidden_NH, positions, members = _packed(parts)
+    with model.adapted.activate(adapter_segments(parts)):
+        output_NH = _forward(model, hidden_NH, positions, members)
+    return list(output_NH.split([len(part.inputs) for part in parts]))
+
+
+def fill_parts(model: SpanModel, parts: Sequence[StepPart]) -> None:
+    """Store keys and values of the parts' tokens; see `SpanModel.fill_tokens`."""
+    paging = model.strategy.paging
+    assert paging is not None
+    hidden_NH, positions, members = _packed(parts)
+    index = build_index(members, paging.pool.page_size, model.device)
+    with model.adapted.activate(adapter_segments(parts)):
+        model.fill_tokens(hidden_NH, positions, PagedBatch(paging, index))
+
+
+def _packed(parts: Sequence[StepPart]) -> tuple[torch.Tensor, list[int], list[BatchSequence]]:
+    """Hidden states and positions of the tokens of all parts, and the sequences that they belong to."""
     members: list[BatchSequence] = []
     positions: list[int] = []
     for part in parts:
@@ -162,10 +180,7 @@ def compute_parts(model: SpanModel, parts: Sequence[StepPart]) -> list[torch.Ten
                 members.append(BatchSequence(table, start, count))
                 positions.extend(range(start + offset, start + offset + count))
     inputs = [part.inputs for part in parts]
-    hidden_NH = inputs[0] if len(inputs) == 1 else torch.cat(inputs)
-    with model.adapted.activate(adapter_segments(parts)):
-        output_NH = _forward(model, hidden_NH, positions, members)
-    return list(output_NH.split([len(hidden) for hidden in inputs]))
+    return inputs[0] if len(inputs) == 1 else torch.cat(inputs), positions, members
 
 
 def _forward(

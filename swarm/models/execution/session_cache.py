@@ -12,7 +12,7 @@ same results.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -22,9 +22,11 @@ from swarm.data_structures import StepLayout
 from swarm.errors import WrongPosition
 from swarm.models.adapters.adapter_batch import NO_ADAPTER, AdapterWeights
 from swarm.models.execution import contiguous_sequences, padded_sequences, paged_sequences
+from swarm.models.execution.early_exit import StepExits, compute_with_exits
+from swarm.models.execution.part_computation import compute_parts
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.step_part import StepPart
-from swarm.models.execution.strategy import CacheLayout, ExecutionStrategy
+from swarm.models.execution.strategy import ExecutionStrategy
 
 
 class StagedSequences(Protocol):
@@ -54,6 +56,7 @@ class StepComputation:
         inputs: `[tokens, hidden]`, packed.
         staged: the session's sequences as this step leaves them.
         adapter: what the client adds to the blocks.
+        exits: where its tokens may leave, and have left; None if all pass every block.
         tokens_done: how many of the packed tokens are computed.
     """
 
@@ -62,6 +65,7 @@ class StepComputation:
     inputs: torch.Tensor
     staged: StagedSequences
     adapter: AdapterWeights = field(default_factory=dict)
+    exits: StepExits | None = None
     tokens_done: int = 0
     _outputs: list[torch.Tensor] = field(default_factory=list)
 
@@ -80,7 +84,7 @@ class StepComputation:
     def next_part(self, tokens: int) -> StepPart:
         """The next `tokens` packed tokens."""
         inputs = self.inputs[self.tokens_done : self.tokens_done + tokens]
-        return StepPart(self.staged, self.next_layout(tokens), inputs, self.adapter)
+        return StepPart(self.staged, self.next_layout(tokens), inputs, self.adapter, self.layout.tokens)
 
     def next_layout(self, tokens: int) -> StepLayout:
         """The layout of the next `tokens` packed tokens: other sequences of the step bring none."""
@@ -98,6 +102,11 @@ class StepComputation:
         """Take the outputs of the next tokens."""
         self._outputs.append(output)
         self.tokens_done += len(output)
+
+    def note_left(self, left: tuple[int, ...] | None) -> None:
+        """Take where tokens have left by now."""
+        if self.exits is not None and left is not None:
+            self.exits = replace(self.exits, left=left)
 
     def commit(self) -> None:
         """Append what was computed to the session's sequences."""
@@ -146,14 +155,18 @@ class SessionCache:
                     f"sequence {number} continues at position {start}, but only {length} positions are cached"
                 )
 
-    def start_step(self, packed_TH: torch.Tensor, layout: StepLayout) -> StepComputation:
+    def start_step(
+        self, packed_TH: torch.Tensor, layout: StepLayout, exits: StepExits | None = None
+    ) -> StepComputation:
         """Prepare a step of the new tokens `packed_TH`, `[layout.tokens, hidden]`, one sequence after the other.
+
+        With `exits`, each sequence brings one token at most.
 
         Raises `WrongPosition`. A step that is never committed leaves the sequences as they were, except that those
         which it rolled back stay so.
         """
         self.validate_layout(layout)
-        return StepComputation(self.model, layout, packed_TH, self._storage.stage(layout), self.adapter)
+        return StepComputation(self.model, layout, packed_TH, self._storage.stage(layout), self.adapter, exits)
 
     def step(self, packed_TH: torch.Tensor, layout: StepLayout) -> torch.Tensor:
         """Compute a whole step and append it to the cache; the outputs, packed alike."""
@@ -167,13 +180,6 @@ def _empty_storage(strategy: ExecutionStrategy) -> SequenceStorage:
     if strategy.paging is not None:
         return paged_sequences.PagedSequences(strategy.paging.pool)
     return contiguous_sequences.ContiguousSequences() if strategy.packed else padded_sequences.PaddedSequences()
-
-
-_COMPUTATIONS: dict[CacheLayout, Callable[[SpanModel, Sequence[StepPart]], list[torch.Tensor]]] = {
-    "contiguous": contiguous_sequences.compute_parts,
-    "paged": paged_sequences.compute_parts,
-    "padded": padded_sequences.compute_parts,
-}
 
 
 def advance_steps(portions: Sequence[tuple[StepComputation, int]]) -> None:
@@ -192,7 +198,12 @@ def advance_steps(portions: Sequence[tuple[StepComputation, int]]) -> None:
         parts = [step.next_part(tokens) for step, tokens in together]
         if model.flash is not None:
             model.flash.begin_forward([count for part in parts for count in part.layout.counts if count])
-        outputs = _COMPUTATIONS[model.strategy.layout](model, parts)
+        if any(step.exits is not None for step, _ in together):
+            outputs, left = compute_with_exits(model, parts, [step.exits for step, _ in together])
+            for (step, _), one in zip(together, left, strict=True):
+                step.note_left(one)
+        else:
+            outputs = compute_parts(model, parts)
         for (step, _), output in zip(together, outputs, strict=True):
             step.add_output(output)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -12,11 +13,12 @@ from swarm.data_structures import Span
 from swarm.errors import InvalidSpan
 from swarm.models.adapters.adapter_batch import active_adapters
 from swarm.models.adapters.layer_hooks import AdaptedLayers
-from swarm.models.attention.multi_session_attention import ActiveBatch, PackedBatch
+from swarm.models.attention.multi_session_attention import ActiveBatch, KeysOnlyBatch, KeysStored, PackedBatch
 from swarm.models.attention.padded_kv import PaddedKV
 from swarm.models.execution.cuda_graphs import DecodeGraphs
 from swarm.models.execution.hooked_module import HookedModule
 from swarm.models.execution.strategy import PADDED, ExecutionStrategy
+from swarm.models.exits.span_exits import SpanExits
 from swarm.models.flash.flash_span import FlashSpan
 from swarm.models.weights.quantization import weight_bytes
 
@@ -40,6 +42,7 @@ class SpanModel:
         positions: how many positions the model's tables hold, or None if it computes any position.
         graphs: the recorded decode steps, if the strategy has any.
         adapted: the layers, where adapters are added to them.
+        exits: where tokens may leave; None if they pass all blocks.
     """
 
     def __init__(
@@ -70,7 +73,9 @@ class SpanModel:
         if strategy.graph_recorder is not None and strategy.paging is not None:
             like = torch.empty(0, hidden_size, dtype=self.dtype, device=self.device)
             self.graphs = DecodeGraphs(self.run_packed, strategy.paging, strategy.graph_recorder, like)
-        self._narrowed: dict[Span, SpanModel] = {}
+        self.exits: SpanExits | None = None
+        self._whole = self
+        self._parts: dict[Span, SpanModel] = {}
 
     @property
     def strategy(self) -> ExecutionStrategy:
@@ -91,24 +96,46 @@ class SpanModel:
         """A model that computes the same blocks, with the same weights, in another way."""
         return SpanModel(self.cut, self.span, self.digests, self.hidden_size, self.adapted, strategy, self.flash)
 
+    def with_exits(self, exits: SpanExits) -> SpanModel:
+        """A model that computes the same in the same way, but lets tokens leave."""
+        model = self.with_strategy(self.strategy)
+        model.exits = exits
+        return model
+
     def narrowed(self, span: Span) -> SpanModel:
         """Part of this span as a span of its own, sharing the weights. Raises `InvalidSpan` if it is not a part."""
         if span == self.span:
             return self
-        if span not in self._narrowed:
-            if not self.span.start <= span.start < span.end <= self.span.end:
-                raise InvalidSpan(f"blocks {span} are not a part of the span {self.span}")
-            start, end = span.start - self.span.start, span.end - self.span.start
-            self._narrowed[span] = SpanModel(
-                self.cut.narrowed(start, end),
+        if not self.span.start <= span.start < span.end <= self.span.end:
+            raise InvalidSpan(f"blocks {span} are not a part of the span {self.span}")
+        whole = self._whole
+        if span not in whole._parts:
+            start, end = span.start - whole.span.start, span.end - whole.span.start
+            part = SpanModel(
+                whole.cut.narrowed(start, end),
                 span,
-                self.digests[start:end],
-                self.hidden_size,
-                self.adapted,
-                self.strategy.without_traced_forward(),
-                self.flash,
+                whole.digests[start:end],
+                whole.hidden_size,
+                whole.adapted,
+                whole.strategy.without_traced_forward(),
+                whole.flash,
             )
-        return self._narrowed[span]
+            whole.use_part(part)
+        return whole._parts[span]
+
+    def use_part(self, part: SpanModel) -> None:
+        """Have `narrowed` return this model, which was made from what it returned before."""
+        part.exits, part._whole = self.exits, self
+        self._parts[part.span] = part
+
+    def pieces(self) -> list[SpanModel]:
+        """The span in parts, one after the other, between which tokens may leave."""
+        return [self.narrowed(one) for one in self.exits.pieces(self.span)] if self.exits is not None else [self]
+
+    @property
+    def can_fill(self) -> bool:
+        """Whether keys and values can be stored without computing the blocks (`fill_tokens`)."""
+        return self.strategy.packed and self.flash is None
 
     def new_padded_kv(self) -> PaddedKV:
         """An empty attention cache for the padded layout."""
@@ -186,6 +213,24 @@ class SpanModel:
             outputs `[tokens, hidden]`. The strategy has to be a packed one.
         """
         return self.run_packed(hidden_NH, torch.tensor(positions, device=self.device).unsqueeze(1), batch)
+
+    @torch.inference_mode()
+    def fill_tokens(self, hidden_NH: torch.Tensor, positions: Sequence[int], batch: PackedBatch) -> None:
+        """Store the keys and values that packed tokens have in each block if they enter it with these hidden states.
+
+        So a token that has left gets its keys and values in the blocks that it skips ("An Efficient Inference Framework
+        for Early-exit LLMs", section 3). The arguments are those of `forward_tokens`.
+        """
+        positions_N1 = torch.tensor(positions, device=self.device).unsqueeze(1)
+        traced = self.strategy.traced_fill
+        if traced is not None and active_adapters() is None:
+            traced(hidden_NH.unsqueeze(1), positions_N1, batch)
+            return
+        for block in range(self.span.start, self.span.end):
+            keys_only = KeysOnlyBatch(batch)
+            with ActiveBatch(keys_only), suppress(KeysStored):
+                self.narrowed(Span(block, block + 1)).run_modules(keys_only, hidden_NH.unsqueeze(1), positions_N1)
+            keys_only.require_attention_called()
 
     def run_packed(self, hidden_NH: torch.Tensor, positions_N1: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
         """`forward_tokens` for positions that are on the device already. Only in inference mode."""

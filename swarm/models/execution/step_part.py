@@ -21,12 +21,14 @@ class StepPart:
         layout: how many tokens each of these sequences brings.
         inputs: the tokens, `[tokens, hidden]`.
         adapter: what their client adds to blocks.
+        of_step: how many tokens the whole step brings.
     """
 
     staged: Any
     layout: StepLayout
     inputs: torch.Tensor
     adapter: AdapterWeights
+    of_step: int
 
 
 def adapter_segments(parts: Sequence[StepPart]) -> list[AdapterSegment]:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from swarm.models.attention.paged_attention import PagedAttention
 from swarm.models.execution.cuda_graphs import GraphRecorder
-from swarm.models.execution.traced_forward import TokenForward
+from swarm.models.execution.traced_forward import TokenFill, TokenForward
 
 CacheLayout = Literal["contiguous", "paged", "padded"]
 """Where the keys and values of sequences lie.
@@ -33,6 +33,7 @@ class ExecutionStrategy:
         paging: the page pool and its kernel, for the paged layout only. All parts of a loaded span share it.
         forward: what runs packed tokens.
         traced: the traced forward, unless `forward` is "plain".
+        traced_fill: stores keys and values of tokens that skip the blocks; None to run the family's modules for that.
         graph_recorder: records decode steps as graphs, see `cuda_graphs`; None to record nothing. Needs pages.
     """
 
@@ -40,6 +41,7 @@ class ExecutionStrategy:
     paging: PagedAttention | None = None
     forward: ForwardKind = "plain"
     traced: TokenForward | None = None
+    traced_fill: TokenFill | None = None
     graph_recorder: GraphRecorder | None = None
 
     def __post_init__(self) -> None:
@@ -63,7 +65,7 @@ class ExecutionStrategy:
 
     def without_traced_forward(self) -> ExecutionStrategy:
         """The same for other blocks: what was traced computes just the blocks that it was traced from."""
-        return replace(self, forward="plain", traced=None)
+        return replace(self, forward="plain", traced=None, traced_fill=None)
 
     def __str__(self) -> str:
         graphs = ", recorded decode steps" if self.graph_recorder is not None else ""

@@ -39,6 +39,9 @@ from swarm.models.weights.frozen_linear import FrozenLinear
 TokenForward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Hidden states `[tokens, 1, hidden]` and positions `[tokens, 1]` to outputs, shaped like the hidden states."""
 
+TokenFill = Callable[[torch.Tensor, torch.Tensor, PackedBatch], None]
+"""Stores in a batch the keys and values of hidden states `[tokens, 1, hidden]` at positions `[tokens, 1]`."""
+
 _library = torch.library.Library("swarm", "DEF")
 _library.define("attend(Tensor query, Tensor keys, Tensor values, Tensor? sinks, int width, int site) -> Tensor")
 _library.define("multiply(Tensor inputs, int width, int site) -> Tensor")

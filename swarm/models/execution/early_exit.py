@@ -1,0 +1,152 @@
+"""Steps whose new tokens may leave before the last block of the span, or have left before its first.
+
+After "An Efficient Inference Framework for Early-exit LLMs", sections 2 and 3. The span is computed piece by piece.
+Behind each piece, tokens that are sure leave: their hidden states stay as they are, and in the blocks that follow they
+only get keys and values, projected from these hidden states. The others go on, together with the tokens of steps that
+let none leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from swarm.data_structures import ExitConfidence
+from swarm.models.execution.part_computation import compute_parts, fill_parts
+from swarm.models.execution.span_model import SpanModel
+from swarm.models.execution.step_part import StepPart
+from swarm.models.exits.exit_choice import sequences_that_leave
+from swarm.models.exits.span_exits import SpanExits
+from swarm.protocol.messages import ExitTerms
+
+
+@dataclass(frozen=True)
+class StepExits:
+    """Where the new tokens of a step may leave, and where they have left. Each sequence brings one token at most.
+
+    Attributes:
+        terms: None if no more tokens leave.
+        left: for each sequence, the block in front of which its token has left; 0 if it has not.
+    """
+
+    terms: ExitTerms | None
+    left: tuple[int, ...]
+
+
+class _PartUnderWay:
+    """A part of a step between two pieces of the span.
+
+    Attributes:
+        hidden_TH: the hidden states of its tokens.
+        before_TH: those in front of the piece before, for the tokens that passed it.
+        left: see `StepExits`; None for a step whose tokens all stay.
+    """
+
+    def __init__(self, part: StepPart, exits: StepExits | None) -> None:
+        self._part = part
+        self.hidden_TH = self.before_TH = part.inputs
+        self.left = list(exits.left) if exits is not None else None
+        self.terms = exits.terms if exits is not None else None
+        # The sequence of each token, where tokens leave.
+        self._sequences = [number for number, count in enumerate(part.layout.counts) if count]
+        # A batch whose sequences leave together leaves only as a whole: not where it is computed in portions.
+        if self.terms is not None and self.terms.batch == "all" and part.of_step != len(part.inputs):
+            self.terms = None
+        self._sure: set[int] = set()
+
+    def tokens(self, left: bool) -> list[int] | None:
+        """Numbers of the tokens that have left, or that have not; None for all of them."""
+        if self.left is None:
+            return [] if left else None
+        chosen = [token for token, number in enumerate(self._sequences) if bool(self.left[number]) == left]
+        return None if len(chosen) == len(self._sequences) else chosen
+
+    def chosen_part(self, left: bool) -> StepPart | None:
+        """The part with only those tokens; None if there are none."""
+        tokens = self.tokens(left)
+        if tokens is None:
+            return replace(self._part, inputs=self.hidden_TH)
+        if not tokens:
+            return None
+        kept = {self._sequences[token] for token in tokens}
+        layout = self._part.layout
+        counts = tuple(count if number in kept else 0 for number, count in enumerate(layout.counts))
+        return replace(self._part, layout=replace(layout, counts=counts), inputs=self.hidden_TH[tokens])
+
+    def advance(self, output: torch.Tensor) -> None:
+        """Take the hidden states, behind a piece, of the tokens that have not left."""
+        self.before_TH = self.hidden_TH
+        tokens = self.tokens(left=False)
+        if tokens is None:
+            self.hidden_TH = output
+        else:
+            index = torch.tensor(tokens, dtype=torch.long, device=output.device)
+            self.hidden_TH = self.hidden_TH.index_copy(0, index, output)
+
+    def let_leave(self, block: int, sure: Sequence[bool], tokens: Sequence[int]) -> None:
+        """Let tokens leave in front of a block, where it is known for each of `tokens` whether it is sure."""
+        assert self.left is not None
+        assert self.terms is not None
+        waiting = [self._sequences[token] for token in tokens]
+        self._sure.update(number for number, sure in zip(waiting, sure, strict=True) if sure)
+        for number in sequences_that_leave(self.terms.batch, waiting, self._sure):
+            self.left[number] = block
+
+
+def compute_with_exits(
+    model: SpanModel, parts: Sequence[StepPart], exits: Sequence[StepExits | None]
+) -> tuple[list[torch.Tensor], list[tuple[int, ...] | None]]:
+    """Compute parts of steps of the same model, some of which have exits.
+
+    Returns:
+        the outputs of each part, `[tokens, hidden]`; those of a token that left are its hidden states in front of the
+        block where it did. And for each part with exits, where its tokens have left now.
+    """
+    under_way = [_PartUnderWay(part, one) for part, one in zip(parts, exits, strict=True)]
+    if model.can_fill:
+        for piece in model.pieces():
+            _pass_piece(piece, under_way)
+            if model.exits is not None:
+                _let_leave(model.exits, piece.span.end, under_way)
+    else:
+        outputs = compute_parts(model, parts)
+        for one, output in zip(under_way, outputs, strict=True):
+            tokens = one.tokens(left=False)
+            one.advance(output if tokens is None else output[tokens])
+    return [one.hidden_TH for one in under_way], [
+        tuple(one.left) if one.left is not None else None for one in under_way
+    ]
+
+
+def _pass_piece(piece: SpanModel, under_way: Sequence[_PartUnderWay]) -> None:
+    """Compute one piece for the tokens that have not left, and fill it for those that have."""
+    going = [(one, part) for one in under_way if (part := one.chosen_part(left=False)) is not None]
+    gone = [part for one in under_way if (part := one.chosen_part(left=True)) is not None]
+    if gone:
+        fill_parts(piece, gone)
+    if going:
+        outputs = compute_parts(piece, [part for _, part in going])
+        for (one, _), output in zip(going, outputs, strict=True):
+            one.advance(output)
+
+
+def _let_leave(exits: SpanExits, block: int, under_way: Sequence[_PartUnderWay]) -> None:
+    """Let the tokens leave that are sure in front of a block. Each confidence is measured for all tokens at once."""
+    asking: dict[ExitConfidence, list[tuple[_PartUnderWay, list[int], float]]] = {}
+    for one in under_way:
+        if one.terms is None or not exits.measures(one.terms.confidence, block):
+            continue
+        threshold = dict(one.terms.thresholds).get(block)
+        tokens = one.tokens(left=False)
+        tokens = list(range(len(one.hidden_TH))) if tokens is None else tokens
+        if threshold is not None and tokens:
+            asking.setdefault(one.terms.confidence, []).append((one, tokens, threshold))
+    for confidence, some in asking.items():
+        before_RH = torch.cat([one.before_TH[tokens] for one, tokens, _ in some])
+        hidden_RH = torch.cat([one.hidden_TH[tokens] for one, tokens, _ in some])
+        sure = exits.measure(confidence, block, before_RH, hidden_RH).tolist()
+        for one, tokens, threshold in some:
+            one.let_leave(block, [value > threshold for value in sure[: len(tokens)]], tokens)
+            sure = sure[len(tokens) :]

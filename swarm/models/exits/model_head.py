@@ -1,0 +1,85 @@
+"""A model's final norm and head, by which early hidden states are read. The embeddings are not kept."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from swarm.models.blockless_model import load_blockless_model
+from swarm.models.checkpoints.checkpoint import Checkpoint
+from swarm.models.cutting import cut_layers, families
+from swarm.models.weights import frozen_linear
+
+
+class ModelHead:
+    """From hidden states behind the last block, or as if they were, to logits: the family's own code.
+
+    Args:
+        checkpoint: the model, of which final norm and head are read.
+        dtype, device: to compute in and on.
+
+    Attributes:
+        weight_bytes: memory that it takes.
+
+    Raises:
+        CheckpointError: the checkpoint lacks tensors of them.
+        UnsupportedModel: the family has no language model.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+        self._layer = _GivenStates(checkpoint.structure.layer_outputs)
+        loaded = load_blockless_model(checkpoint, self._layer, _PlainModel, dtype=dtype)
+        self._model = loaded.model
+        # First the head gets weights of its own; then the embeddings, which may be the same tensor, can go.
+        frozen_linear.prepack(self._model)
+        self._model.set_input_embeddings(cut_layers.ZeroEmbedding())
+        self._model.to(device).eval()
+        self.weight_bytes = sum(p.numel() * p.element_size() for p in self._model.parameters())
+
+    @torch.inference_mode()
+    def __call__(self, hidden_RH: torch.Tensor) -> torch.Tensor:
+        """The logits `[R, V]` of hidden states `[R, H]`, in the dtype and on the device of the head."""
+        self._layer.states = hidden_RH.unsqueeze(1)
+        try:
+            result: Any = self._model(inputs_embeds=torch.zeros_like(self._layer.states), use_cache=False)
+        finally:
+            self._layer.states = None
+        logits_RV: torch.Tensor = result.logits[:, -1]
+        return logits_RV
+
+
+class _PlainModel:
+    """Adds nothing to the family's class."""
+
+
+class _GivenStates(nn.Module):
+    """Stands for all blocks: returns what it was given, in the form in which the family's layers return it."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.states: torch.Tensor | None = None
+        self._outputs = outputs
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return (self.states,) + (None,) * (self._outputs - 1) if self._outputs else self.states
+
+
+def head_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+    """Memory that final norm and head take, known before anything is loaded.
+
+    Loading takes as much again for a moment, and needs the embeddings too where they are another tensor.
+    """
+    config = copy.deepcopy(checkpoint.config)
+    with torch.device("meta"):
+        model: Any = families.causal_lm_class(config)(config)
+    _, owner, name = cut_layers.find_layers(model, checkpoint.blocks)
+    setattr(owner, name, nn.ModuleList())
+    head = model.get_output_embeddings()
+    kept: dict[int, int] = {id(one): one.numel() for one in model.parameters()}
+    for one in model.get_input_embeddings().parameters():
+        del kept[id(one)]
+    kept |= {id(one): one.numel() for one in (head.parameters() if head is not None else ())}
+    return sum(kept.values()) * dtype.itemsize

@@ -1,0 +1,69 @@
+"""Where tokens may leave a span, and how sure they are there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from swarm.data_structures import ExitConfidence, Span
+from swarm.models.exits.confidence import softmax_response, state_similarity
+from swarm.models.exits.exit_choice import cut_at_exits
+from swarm.models.exits.trained_exits import BaseModel, TrainedExits
+
+NOTHING_TRAINED = TrainedExits(BaseModel("", "", 0, 0))
+
+
+@dataclass(frozen=True, eq=False)
+class SpanExits:
+    """The exits of a span.
+
+    Attributes:
+        blocks: in front of which tokens may leave, ascending.
+        head: hidden states `[R, H]` to logits `[R, V]`: final norm and head; None if they are not loaded.
+        trained: lenses, which the head reads through, and classifiers.
+    """
+
+    blocks: tuple[int, ...]
+    head: Callable[[torch.Tensor], torch.Tensor] | None = None
+    trained: TrainedExits = NOTHING_TRAINED
+
+    @property
+    def confidences(self) -> tuple[ExitConfidence, ...]:
+        """What can be measured at some of these blocks."""
+        found: list[ExitConfidence] = ["similarity"]
+        if self.head is not None:
+            found.append("softmax")
+        if any(block in self.trained.classifiers for block in self.blocks):
+            found.append("classifier")
+        return tuple(found) if self.blocks else ()
+
+    def measures(self, confidence: ExitConfidence, block: int) -> bool:
+        """Whether this confidence can be measured in front of this block."""
+        if block not in self.blocks:
+            return False
+        if confidence == "classifier":
+            return block in self.trained.classifiers
+        return confidence == "similarity" or self.head is not None
+
+    def pieces(self, span: Span) -> list[Span]:
+        """A part of the span, cut where hidden states are looked at."""
+        return cut_at_exits(span, self.blocks)
+
+    def measure(
+        self, confidence: ExitConfidence, block: int, before_RH: torch.Tensor, hidden_RH: torch.Tensor
+    ) -> torch.Tensor:
+        """How sure tokens are of their successors, `[R]` float32, for a confidence that `measures` allows.
+
+        Args:
+            before_RH: hidden states in front of block `block - 1`.
+            hidden_RH: hidden states in front of `block`.
+        """
+        if confidence == "similarity":
+            return state_similarity(before_RH, hidden_RH)
+        if confidence == "classifier":
+            return self.trained.classifiers[block](hidden_RH)
+        assert self.head is not None
+        lens = self.trained.lenses.get(block)
+        return softmax_response(self.head(lens(hidden_RH) if lens is not None else hidden_RH))
