@@ -25,7 +25,7 @@ logger = logging.getLogger("swarm.server")
 
 OPTIONS_AS_GIVEN = (
     *("model", "revision", "device", "dtype", "quant", "stay", "name"),
-    *("cache_tokens", "adapters", "cache_dir", "update_period", "threads", "flash_exact"),
+    *("cache_tokens", "adapters", "cache_dir", "update_period", "threads", "flash_exact", "exits_from"),
 )
 """Options that go into `ServerConfig` as they are."""
 
@@ -68,6 +68,17 @@ OPTIONS_AS_GIVEN = (
     "--flash-exact",
     is_flag=True,
     help="Read all weights of each block. Otherwise, blocks of which a token needs few neurons are approximate.",
+)
+@click.option(
+    "--exits",
+    metavar="all|BLOCK,...",
+    help="Let tokens of clients that ask for it leave in front of these blocks (docs/early-exit.md). Loads the model's "
+    "final norm and head too.",
+)
+@click.option(
+    "--exits-from",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Lenses and classifiers for --exits, in the folder of model.save_exits.",
 )
 @click.option(
     "--throughput",
@@ -133,7 +144,7 @@ def _server_config(options: Mapping[str, Any], peers: tuple[str, ...]) -> Server
     """The configuration that these command line options ask for. Raises `InvalidOption` or `InvalidSpan`."""
     from swarm.metrics.endpoint import MetricsAddress
     from swarm.models.flash.reading.record_reader import FlashIo
-    from swarm.server.config import BlocksOption, ServerConfig
+    from swarm.server.config import BlocksOption, ExitsOption, ServerConfig
     from swarm.server.flash_budget import FlashOption
     from swarm.server.throughput.throughput_cache import default_path
     from swarm.server.throughput.throughput_option import ThroughputOption
@@ -158,6 +169,7 @@ def _server_config(options: Mapping[str, Any], peers: tuple[str, ...]) -> Server
         adapter_memory=_size_option("--adapter-memory", options["adapter_memory"]),
         metrics=MetricsAddress.parse(options["metrics"]) if options["metrics"] is not None else None,
         flash=FlashOption.parse(options["flash"]),
+        exits=ExitsOption.parse(options["exits"]) if options["exits"] is not None else None,
         flash_io=FlashIo(options["flash_io"]) if options["flash_io"] != "auto" else None,
     )
 

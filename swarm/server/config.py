@@ -49,6 +49,40 @@ class BlocksOption:
 
 
 @dataclass(frozen=True)
+class ExitsOption:
+    """The `--exits` option: blocks in front of which tokens may leave, where this server holds them.
+
+    Attributes:
+        blocks: ascending; None for all.
+    """
+
+    blocks: tuple[int, ...] | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> ExitsOption:
+        """Read `all`, or numbers of blocks such as `4,8`. Raises `InvalidOption`."""
+        if text == "all":
+            return cls()
+        numbers = [number.strip() for number in text.split(",")]
+        if not all(number.isascii() and number.isdigit() and int(number) for number in numbers):
+            raise InvalidOption(f"--exits {text!r}: use all, or numbers of blocks from 1 on (such as 4,8)")
+        return cls(tuple(sorted(set(map(int, numbers)))))
+
+    def require_inside(self, blocks: int) -> None:
+        """Raise `InvalidOption` unless a model of so many blocks has all of them."""
+        if self.blocks is not None and self.blocks[-1] >= blocks:
+            raise InvalidOption(
+                f"--exits {self.blocks[-1]}: the model has blocks 0:{blocks}, so its last exit is in front of block "
+                f"{blocks - 1}"
+            )
+
+    def within(self, span: Span, blocks: int) -> tuple[int, ...]:
+        """Those that a server of this span of a model of so many blocks can offer."""
+        possible = range(span.start + 1, min(span.end, blocks - 1) + 1)
+        return tuple(possible) if self.blocks is None else tuple(one for one in self.blocks if one in possible)
+
+
+@dataclass(frozen=True)
 class ServerConfig:
     """The options of one server, as given on the command line.
 
@@ -75,6 +109,8 @@ class ServerConfig:
         flash: whether weights stay on flash, and how much memory they get.
         flash_io: how packed files are read; None to try both ways.
         flash_exact: never select neurons, so that results are exact.
+        exits: where tokens may leave inside the span; None for nowhere.
+        exits_from: folder of lenses and classifiers for that (`model.save_exits`).
     """
 
     model: str | None = None
@@ -99,6 +135,8 @@ class ServerConfig:
     flash: FlashOption = field(default_factory=FlashOption)
     flash_io: FlashIo | None = None
     flash_exact: bool = False
+    exits: ExitsOption | None = None
+    exits_from: Path | None = None
 
     @property
     def may_move(self) -> bool:

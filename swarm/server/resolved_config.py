@@ -12,6 +12,8 @@ from swarm.errors import InvalidOption
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from swarm.models.checkpoints.footprint import memory_footprint
 from swarm.models.checkpoints.partial_loading import resolve_dtype
+from swarm.models.exits.model_head import head_bytes
+from swarm.models.exits.trained_exits import BaseModel, TrainedExits
 from swarm.models.flash.files.block_files import PackedModel, flash_root
 from swarm.models.flash.flash_footprint import flash_footprint
 from swarm.models.loading.flash_preparation import plan_for_flash
@@ -39,6 +41,7 @@ class ResolvedConfig:
         cache_tokens: tokens that the attention cache can hold.
         adapter_memory: bytes for clients' adapters.
         budget: what memory holds of the blocks, whose weights are in memory or on flash.
+        trained_exits: lenses and classifiers for tokens that leave early; None if there are none.
     """
 
     options: ServerConfig
@@ -49,6 +52,7 @@ class ResolvedConfig:
     cache_tokens: int
     adapter_memory: int
     budget: MemoryBudget | FlashBudget
+    trained_exits: TrainedExits | None = None
 
     @property
     def flash(self) -> FlashBudget | None:
@@ -68,6 +72,7 @@ def resolve_config(options: ServerConfig) -> ResolvedConfig:
         ModelNotFound, CheckpointError, UnsupportedModel: the model cannot be served.
         InvalidOption: this machine cannot compute as asked.
         InvalidSpan: the model has no such blocks.
+        AdapterError: the lenses and classifiers cannot be used.
     """
     checkpoint = open_checkpoint(options.model, revision=options.revision, cache_dir=options.cache_dir)
     if options.blocks.span is not None:
@@ -75,6 +80,8 @@ def resolve_config(options: ServerConfig) -> ResolvedConfig:
     device = memory_budget.resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, checkpoint.config)
     cache_tokens = options.cache_tokens or DEFAULT_CACHE_TOKENS
+    trained_exits = _load_trained_exits(options, checkpoint)
+    reserved = (options.adapter_memory or 0) + _exit_bytes(options, checkpoint, dtype, trained_exits)
     quantization = NONE  # a size for weights on flash decides what fits, so nothing has to be quantized
     if options.flash.memory is None or options.quant != "auto":
         quantization = memory_budget.resolve_quantization(
@@ -84,15 +91,37 @@ def resolve_config(options: ServerConfig) -> ResolvedConfig:
             dtype,
             options.blocks.requested,
             cache_tokens,
-            options.adapter_memory or 0,
+            reserved,
         )
-    budget = _resolve_budget(options, checkpoint, device, dtype, quantization, cache_tokens)
+    budget = _resolve_budget(options, checkpoint, device, dtype, quantization, cache_tokens, reserved)
     adapter_memory = memory_budget.adapter_memory(options.adapter_memory, memory_budget.free_memory(device))
     logger.info("Model: %s, revision %s, %d blocks", checkpoint.name, checkpoint.revision, checkpoint.blocks)
     logger.info("Device: %s, computing in %s", device, dtype_name(dtype))
     if isinstance(budget, FlashBudget):
         quantization = NONE  # even if memory would have held a few more blocks in 8 bits
-    return ResolvedConfig(options, checkpoint, device, dtype, quantization, cache_tokens, adapter_memory, budget)
+    return ResolvedConfig(
+        options, checkpoint, device, dtype, quantization, cache_tokens, adapter_memory, budget, trained_exits
+    )
+
+
+def _load_trained_exits(options: ServerConfig, checkpoint: Checkpoint) -> TrainedExits | None:
+    if options.exits is None:
+        if options.exits_from is not None:
+            raise InvalidOption("--exits-from says how sure tokens are, --exits where they may leave; give both")
+        return None
+    options.exits.require_inside(checkpoint.blocks)
+    if options.exits_from is None:
+        return None
+    hidden_size: int = checkpoint.config.hidden_size
+    base = BaseModel(checkpoint.name, checkpoint.revision, hidden_size, checkpoint.blocks)
+    return TrainedExits.load(options.exits_from, base)
+
+
+def _exit_bytes(options: ServerConfig, checkpoint: Checkpoint, dtype: torch.dtype, trained: TrainedExits | None) -> int:
+    """Memory for what tells how sure tokens are."""
+    if options.exits is None:
+        return 0
+    return head_bytes(checkpoint, dtype) + (trained.weight_bytes if trained is not None else 0)
 
 
 def _resolve_budget(
@@ -102,9 +131,11 @@ def _resolve_budget(
     dtype: torch.dtype,
     quantization: str,
     cache_tokens: int,
+    reserved: int,
 ) -> MemoryBudget | FlashBudget:
-    """What memory holds of the blocks. Why they go to flash, or why not, is logged if there was a question."""
-    free = memory_budget.free_memory(device) - (options.adapter_memory or 0)
+    """What memory holds of the blocks, beside `reserved` bytes. Why they go to flash, or why not, is logged if there
+    was a question."""
+    free = memory_budget.free_memory(device) - reserved
     in_memory = MemoryBudget(memory_footprint(checkpoint, dtype, quantization), free, cache_tokens)
     fits, requested = in_memory.fits(options.blocks.requested), options.blocks.requested
     if wants_flash(options.flash, device.type, quantization, fits):

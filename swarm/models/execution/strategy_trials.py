@@ -26,9 +26,11 @@ from swarm.models.attention.paged_attention import PagedAttention
 from swarm.models.attention.paged_kernels import agrees_with_reference, candidate_kernels
 from swarm.models.cutting.families import POSITIONS_FROM_CACHE_LENGTH
 from swarm.models.execution.cuda_graphs import CudaGraphRecorder, GraphRecorder
+from swarm.models.execution.early_exit import StepExits
 from swarm.models.execution.session_cache import SessionCache, advance_steps
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy import PADDED, CacheLayout, ExecutionStrategy, ForwardKind
+from swarm.models.execution.traced_fill import traced_fill
 from swarm.models.execution.traced_forward import TokenForward, TracedForward
 
 logger = logging.getLogger(__name__)
@@ -51,6 +53,9 @@ FORWARD_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5
 MAX_FLAT_BLOCK_BYTES = 64e6
 """Weights of a block up to which a flat forward is tried. On a CPU it saves 0.4 ms a block: a tenth where the block has
 45 MB, a hundredth where it has 500 MB, which is not worth the 32 MB of memory that tracing leaves behind."""
+
+SKIPS_ALL = StepExits(None, (1,))
+"""A step of a token that left before."""
 
 HALF_PRECISION = frozenset({torch.bfloat16, torch.float16})
 
@@ -133,6 +138,47 @@ def choose_forward(
     if recorder is None or best.strategy.paging is None:
         return best
     return _attempt("Recording decode steps", partial(_try_graphs, best, recorder)) or best
+
+
+def choose_exit_forwards(model: SpanModel, compile_in: Path | None = None) -> None:
+    """Choose how the pieces of a span are computed, between which tokens leave, and how they are filled.
+
+    Args:
+        compile_in: see `choose_forward`; each piece takes as long as a span.
+    """
+    for piece in model.pieces():
+        if piece is not model:
+            chosen = choose_forward(piece, compile_in, model.strategy.graph_recorder)
+            model.use_part(_attempt("A traced fill", partial(_try_traced_fill, chosen)) or chosen)
+
+
+def _try_traced_fill(model: SpanModel) -> SpanModel | None:
+    """A model with a traced fill, if it is right and faster."""
+    candidate = model.with_strategy(replace(model.strategy, traced_fill=traced_fill(model)))
+    expected, found = _behind_a_fill(model), _behind_a_fill(candidate)
+    error = float((found - expected).norm() / expected.norm())
+    if error < FORWARD_TOLERANCE[model.dtype] and _fills_faster(candidate, model):
+        return candidate
+    logger.debug("A traced fill is not better: relative error %.1e", error)
+    return None
+
+
+def _behind_a_fill(model: SpanModel) -> torch.Tensor:
+    """Outputs of a token that sees filled keys and values, `[1, hidden]`."""
+    generator = torch.Generator().manual_seed(0)
+    cache = SessionCache(model)
+    for start, tokens, left in ((0, 9, False), (9, 1, True), (10, 1, False)):
+        hidden = torch.randn(tokens, model.hidden_size, generator=generator).to(model.device, model.dtype)
+        step = cache.start_step(hidden, StepLayout((start,), (tokens,)), SKIPS_ALL if left else None)
+        advance_steps([(step, tokens)])
+        step.commit()
+    return step.output.float()
+
+
+def _fills_faster(model: SpanModel, other: SpanModel) -> bool:
+    """Whether filling for a token takes less time in `model` than in `other`."""
+    steps = _decode_step(model, SKIPS_ALL), _decode_step(other, SKIPS_ALL)
+    return is_faster(*steps, clock=time.perf_counter) if model.device.type == "cuda" else is_faster(*steps)
 
 
 def _try_traced_forwards(plain: SpanModel, compile_in: Path | None) -> SpanModel:
@@ -223,14 +269,16 @@ def is_faster(
     return statistics.median(times[0]) < statistics.median(times[1])
 
 
-def _decode_step(model: SpanModel) -> Callable[[], object]:
+def _decode_step(model: SpanModel, exits: StepExits | None = None) -> Callable[[], object]:
     """A step of one token, again and again at the same position."""
     cache = SessionCache(model)
     cache.step(torch.randn(16, model.hidden_size).to(model.device, model.dtype), StepLayout((0,), (16,)))
     hidden = torch.randn(1, model.hidden_size).to(model.device, model.dtype)
 
     def step() -> None:
-        cache.step(hidden, StepLayout((16,), (1,)))
+        work = cache.start_step(hidden, StepLayout((16,), (1,)), exits)
+        advance_steps([(work, 1)])
+        work.commit()
         if model.device.type == "cuda":
             torch.cuda.synchronize(model.device)
 

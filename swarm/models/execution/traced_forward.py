@@ -145,6 +145,7 @@ class TracedForward:
 
     Args:
         example: hidden states `[tokens, 1, hidden]` of at least two tokens.
+        recorder: the batch with which it is traced; None for one that leaves attention to the batch of each call.
 
     Raises errors of torch's own if the forward cannot be traced.
     """
@@ -152,19 +153,20 @@ class TracedForward:
     def __init__(
         self,
         model: nn.Module,
-        run: Callable[[PackedBatch, torch.Tensor, torch.Tensor], torch.Tensor],
+        run: Callable[[PackedBatch, torch.Tensor, torch.Tensor], Any],
         example: torch.Tensor,
+        recorder: PackedBatch | None = None,
     ) -> None:
-        recorder = _TracingBatch()
+        batch = recorder if recorder is not None else _TracingBatch()  # an empty cache is false
 
         class Forward(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
                 self.model = model
 
-            def forward(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-                with ActiveBatch(recorder):
-                    return run(recorder, hidden, positions)
+            def forward(self, hidden: torch.Tensor, positions: torch.Tensor) -> Any:
+                with ActiveBatch(batch):
+                    return run(batch, hidden, positions)
 
         tokens = torch.export.Dim("tokens", min=2, max=1 << 20)
         positions = torch.arange(len(example), device=example.device).unsqueeze(1)
@@ -172,10 +174,16 @@ class TracedForward:
             self._program = torch.export.export(
                 Forward(), (example, positions), dynamic_shapes=({0: tokens}, {0: tokens}), strict=False
             )
-        self.sites, self.products = recorder.sites, products
+        self.sites = batch.sites if isinstance(batch, _TracingBatch) else []
+        self.products = products
 
     def flat(self) -> TokenForward:
         """The operations one after the other, with bound weights and without checks and conversions that do nothing."""
+        results = self.flat_results()
+        return lambda hidden, positions: _single_output(results(hidden, positions))
+
+    def flat_results(self) -> Callable[[torch.Tensor, torch.Tensor], Any]:
+        """`flat` for a run that returns something else than hidden states."""
         module = self._program.module(check_guards=False)
         graph = module.graph
         graph.set_codegen(fx.graph.CodeGen())
@@ -206,10 +214,7 @@ class TracedForward:
         module.recompile()
         forward: Callable[..., Any] = type(module).forward
 
-        def function(hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-            return _single_output(forward(None, *bound, hidden, positions))
-
-        return function
+        return lambda hidden, positions: forward(None, *bound, hidden, positions)
 
     def compiled(self, folder: Path) -> TokenForward:
         """Machine code from `folder`, compiled and saved there if it is missing. It shares the model's weights."""

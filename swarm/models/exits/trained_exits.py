@@ -74,6 +74,21 @@ class TrainedExits:
     lenses: Mapping[int, ExitLens] = field(default_factory=dict)
     classifiers: Mapping[int, ExitClassifier] = field(default_factory=dict)
 
+    @property
+    def weight_bytes(self) -> int:
+        """Memory that they take."""
+        tensors = [one for lens in self.lenses.values() for one in (lens.weight_HH, lens.bias_H)]
+        tensors += [one for each in self.classifiers.values() for one in (each.weight_H, each.bias)]
+        return sum(one.numel() * one.element_size() for one in tensors)
+
+    def to(self, device: torch.device) -> TrainedExits:
+        """The same on a device."""
+        lenses = {b: ExitLens(one.weight_HH.to(device), one.bias_H.to(device)) for b, one in self.lenses.items()}
+        classifiers = {
+            b: ExitClassifier(one.weight_H.to(device), one.bias.to(device)) for b, one in self.classifiers.items()
+        }
+        return TrainedExits(self.base, lenses, classifiers)
+
     def save(self, folder: str | Path) -> None:
         """Write them into `folder`, which is created if it is missing."""
         folder = Path(folder)

@@ -4,18 +4,20 @@ attention: a block that a token skips gets the same input as the one where the t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.data_structures import ExitBatchRule, Span, StepLayout
+from swarm.data_structures import ExitBatchRule, ExitConfidence, Span, StepLayout
 from swarm.models.execution.early_exit import StepExits
 from swarm.models.execution.session_cache import SessionCache, StepComputation, advance_steps
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy import PADDED
+from swarm.models.execution.strategy_trials import choose_exit_forwards
+from swarm.models.execution.traced_fill import traced_fill
 from swarm.models.exits.confidence import state_similarity
 from swarm.models.exits.span_exits import SpanExits
 from swarm.protocol.messages import ExitTerms
@@ -139,19 +141,130 @@ def test_any_tokens_of_any_sessions_leave(family, tmp_path_factory):
     check()
 
 
-@pytest.mark.parametrize("layout", ["paged", "contiguous", "padded"])
-def test_every_layout(layout, tmp_path_factory):
-    """Padded sequences are computed in full, and none leaves there, but tokens that left before stay as they are."""
-    model = load_as(layout, "llama", tmp_path_factory)
-    model = with_exits(model) if layout != "padded" else model.with_exits(SpanExits(()))
-    assert model.can_fill == (layout != "padded")
+@pytest.mark.parametrize("layout", ["paged", "contiguous"])
+def test_every_packed_layout(layout, tmp_path_factory):
+    model = with_exits(load_as(layout, "llama", tmp_path_factory))
+    assert model.strategy.layout == layout
 
     @given(st.data(), st.integers(1, 3), st.integers(2, 6))
     @settings(slow, max_examples=25)
     def check(data, sessions, steps):
-        with pytest.MonkeyPatch.context() as patch:
-            if layout == "padded":
-                patch.setattr(f"{__name__}.BLOCKS", ())
-            decode_steps(model, data, sessions, steps)
+        decode_steps(model, data, sessions, steps)
+
+    check()
+
+
+def test_padded_sequences_are_computed_in_full(tmp_path_factory):
+    """No token leaves there. One that left before stays as it is, and its cache is that of a token that did not."""
+    model = with_exits(load_as("padded", "llama", tmp_path_factory))
+    assert not model.can_fill
+    cache, plain = SessionCache(model), SessionCache(model)
+    terms = ExitTerms("similarity", ((2, 0.0),))
+    for position, left in enumerate(((0, 0), (1, 0), (1, 1), (0, 1), (0, 0))):
+        layout, hidden = StepLayout((position,) * 2, (1, 1)), torch.randn(2, HIDDEN)
+        step = cache.start_step(hidden, layout, StepExits(terms, left))
+        advance_steps([(step, 2)])
+        step.commit()
+        assert step.exits == StepExits(terms, left)
+        output = plain.step(hidden, layout)
+        close(step.output, torch.where(torch.tensor(left).bool().unsqueeze(1), hidden, output))
+
+
+def leaves(model: SpanModel, confidence: ExitConfidence, thresholds: dict[int, float], rows: int, rule: ExitBatchRule):
+    """Where tokens of `rows` sequences leave."""
+    cache = SessionCache(model)
+    cache.step(torch.randn(2 * rows, HIDDEN), StepLayout((0,) * rows, (2,) * rows))
+    terms = ExitTerms(confidence, tuple(thresholds.items()), rule)
+    step = cache.start_step(
+        torch.randn(rows, HIDDEN), StepLayout((2,) * rows, (1,) * rows), StepExits(terms, (0,) * rows)
+    )
+    advance_steps([(step, rows)])
+    assert step.exits is not None
+    return step.exits.left
+
+
+class FakeExits(SpanExits):
+    """Exits where it is known how sure each sequence is."""
+
+    def __init__(self, sure: dict[int, list[float]]) -> None:
+        super().__init__(tuple(sure))
+        object.__setattr__(self, "sure", sure)
+
+    def measures(self, confidence, block):
+        return block in self.blocks and confidence == "similarity"
+
+    def measure(self, confidence, block, before_RH, hidden_RH):
+        return torch.tensor(self.sure[block][: len(hidden_RH)])
+
+
+def test_a_threshold_is_exceeded_not_reached(tmp_path_factory):
+    model = load("llama", tmp_path_factory)
+    sure = model.with_exits(FakeExits({2: [0.5, 0.51], 3: [1.0, 1.0]}))
+    assert leaves(sure, "similarity", {2: 0.5}, 2, "row") == (0, 2)
+    assert leaves(sure, "similarity", {2: 0.5, 3: 1.0}, 2, "row") == (0, 2)
+    assert leaves(sure, "similarity", {2: 1.0, 3: 0.9}, 2, "row") == (3, 3)
+    assert leaves(sure, "similarity", {1: 0.0, 4: 0.0, 5: 0.0}, 2, "row") == (0, 0)
+    assert leaves(sure, "softmax", {2: 0.0}, 2, "row") == (0, 0)
+
+
+def test_a_batch_remembers_which_of_its_sequences_were_sure(tmp_path_factory):
+    model = load("llama", tmp_path_factory)
+    sure = model.with_exits(FakeExits({2: [0.9, 0.1], 3: [0.1, 0.9]}))
+    assert leaves(sure, "similarity", {2: 0.5, 3: 0.5}, 2, "all") == (3, 3)
+    assert leaves(sure, "similarity", {2: 0.5}, 2, "all") == (0, 0)
+    assert leaves(sure, "similarity", {2: 0.5, 3: 0.5}, 2, "row") == (2, 0)
+
+
+def test_a_batch_that_is_computed_in_portions_does_not_leave(tmp_path_factory):
+    model = load("llama", tmp_path_factory).with_exits(FakeExits({2: [0.9, 0.9]}))
+    for rule, expected in (("all", (0, 0)), ("row", (2, 2))):
+        terms = ExitTerms("similarity", ((2, 0.5),), rule)
+        step = SessionCache(model).start_step(
+            torch.randn(2, HIDDEN), StepLayout((0, 0), (1, 1)), StepExits(terms, (0, 0))
+        )
+        for _ in range(2):
+            advance_steps([(step, 1)])
+        assert step.exits == StepExits(terms, expected)
+
+
+def test_steps_without_exits_compute_as_they_always_did(tmp_path_factory, monkeypatch):
+    model = load("llama", tmp_path_factory)
+    hidden, layout = torch.randn(3, HIDDEN), StepLayout((0,), (3,))
+    expected = SessionCache(model).step(hidden, layout)
+    with_some = with_exits(model)
+    monkeypatch.setattr(with_some, "pieces", None)
+    assert torch.equal(SessionCache(with_some).step(hidden, layout), expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "deepseek_v3", "cohere2"])
+def test_a_traced_fill_is_what_the_modules_store(family, tmp_path_factory):
+    model = load(family, tmp_path_factory)
+    filled = model.with_strategy(replace(model.strategy, traced_fill=traced_fill(model)))
+    for tokens in (1, 3):
+        outputs = []
+        hidden = torch.randn(3 * tokens, HIDDEN)
+        for one in (model, filled):
+            cache = SessionCache(one)
+            for position, exits in enumerate((None, StepExits(None, (1,) * tokens), None)):
+                layout = StepLayout((position,) * tokens, (1,) * tokens)
+                step = cache.start_step(hidden[position * tokens :][:tokens], layout, exits)
+                advance_steps([(step, tokens)])
+                step.commit()
+            outputs.append(step.output)
+        close(outputs[1], outputs[0])
+
+
+@pytest.mark.parametrize("layout", ["paged", "contiguous"])
+def test_pieces_that_were_chosen_for_speed(layout, tmp_path_factory):
+    model = with_exits(load_as(layout, "llama", tmp_path_factory))
+    choose_exit_forwards(model)
+    pieces = model.pieces()
+    assert [one.span for one in pieces] == [Span(1, 2), Span(2, 3), Span(3, 4)]
+    assert model.narrowed(Span(2, 4)).pieces() == pieces[1:]
+
+    @given(st.data(), st.integers(1, 3), st.integers(2, 6))
+    @settings(slow, max_examples=10)
+    def check(data, sessions, steps):
+        decode_steps(model, data, sessions, steps)
 
     check()
