@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from prometheus_client import Counter, Gauge, Histogram, Info
 
@@ -44,6 +44,9 @@ class ServerObserver:
 
     def output_pushed(self, size: int, arrived: bool) -> None:
         """A step's output was pushed to the next server, or could not be."""
+
+    def tokens_left(self, blocks: Iterable[int]) -> None:
+        """Tokens left the span early, in front of these blocks."""
 
     def request_refused(self, code: str) -> None:
         """A request was answered with an error; for the codes see `swarm.errors`."""
@@ -122,6 +125,12 @@ class ServerMetrics(ServerObserver):
         self._pushes = Counter(
             "swarm_server_pushes_total", "Outputs handed straight to the next server.", ["outcome"], registry=registry
         )
+        self._exits = Counter(
+            "swarm_server_exits_total",
+            "Tokens that left the span early, by the block in front of which they did.",
+            ["block"],
+            registry=registry,
+        )
         self._errors = Counter(
             "swarm_server_errors_total", "Requests answered with an error, by its code.", ["code"], registry=registry
         )
@@ -170,6 +179,10 @@ class ServerMetrics(ServerObserver):
         self._pushes.labels("sent" if arrived else "failed").inc()
         if arrived:
             self._sent.inc(size)
+
+    def tokens_left(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._exits.labels(str(block)).inc()
 
     def request_refused(self, code: str) -> None:
         self._errors.labels(error_label(code)).inc()

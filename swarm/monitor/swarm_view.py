@@ -88,6 +88,7 @@ class ServerView:
         mobility: "pinned", "cooling" or "free".
         sparse: whether it computes with some neurons only, so that results are approximate.
         perplexity_loss: how much that raises the perplexity, as a share; None if it is not sparse or did not measure.
+        exit_blocks: blocks in front of which tokens may leave its span, if their clients ask for it.
     """
 
     peer_id: str
@@ -113,6 +114,7 @@ class ServerView:
     mobility: str
     sparse: bool
     perplexity_loss: float | None
+    exit_blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,4 +303,5 @@ def _server_view(server: ServerInfo, round_trips: Mapping[str, float], excluded:
         mobility=server.mobility.name.lower(),
         sparse=server.sparse,
         perplexity_loss=server.perplexity_loss,
+        exit_blocks=server.exit_blocks,
     )

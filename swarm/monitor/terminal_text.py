@@ -125,6 +125,8 @@ def _precision(server: ServerView) -> str:
     if server.sparse:
         loss = server.perplexity_loss
         words.append("sparse" if loss is None else f"sparse ({loss:+.1%} perplexity)")
+    if server.exit_blocks:
+        words.append(f"exits at {', '.join(map(str, server.exit_blocks))}")
     return ", ".join(words)
 
 

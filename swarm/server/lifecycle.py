@@ -272,6 +272,8 @@ class Server:
             adapters=adapter_names(self.config.adapters) if service else (),
             sparse=service.sparse if service else self._will_be_sparse(config),
             perplexity_loss=service.perplexity_loss if service else None,
+            exit_blocks=service.exits.blocks if service else (),
+            exit_confidences=service.exits.confidences if service else (),
         )
 
     def _will_be_sparse(self, config: ResolvedConfig) -> bool:

@@ -13,7 +13,9 @@ from swarm.data_structures import FlashUse, Span
 from swarm.metrics.server import ServerObserver
 from swarm.models.adapters.adapter_files import read_block_weights
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.execution.strategy_trials import choose_forward
+from swarm.models.execution.strategy_trials import choose_exit_forwards, choose_forward
+from swarm.models.exits.model_head import ModelHead
+from swarm.models.exits.span_exits import SpanExits
 from swarm.models.loading.flash_loading import load_flash_span
 from swarm.models.loading.span_loading import load_span
 from swarm.protocol.compression import dtype_name
@@ -37,6 +39,8 @@ from swarm.server.throughput.throughput_option import ThroughputOption
 from swarm.transport.stream import Network
 
 logger = logging.getLogger(__name__)
+
+NO_EXITS = SpanExits(())
 
 HAND_OVER_TIMEOUT_S = 5.0
 """How long clients get to move their sessions to other servers once they were asked to."""
@@ -112,6 +116,7 @@ class SpanService:
         load_seconds = time.monotonic() - began
         logger.info("Loaded: %s of weights in %.1f s", format_bytes(model.weight_bytes), load_seconds)
         model = await _choose_forward(config, model, compute_thread)
+        model = await _add_exits(config, model, compute_thread)
         calibration = None
         if model.flash is not None and config.options.throughput == ThroughputOption():
             calibration = FlashCalibration(await compute_thread.run(predict_speed, model))
@@ -152,6 +157,11 @@ class SpanService:
     def perplexity_loss(self) -> float | None:
         """How much selecting neurons raises the perplexity; None if all are computed, or if it was not measured."""
         return self.model.flash.perplexity_loss if self.model.flash is not None else None
+
+    @property
+    def exits(self) -> SpanExits:
+        """Where tokens may leave."""
+        return self.model.exits or NO_EXITS
 
     def expire(self) -> None:
         """Close sessions whose client is gone, drop adapters that have not been used for a while, and report how
@@ -236,6 +246,33 @@ async def _choose_forward(config: ResolvedConfig, model: SpanModel, compute_thre
     chosen = await compute_thread.run(choose_forward, model, config.options.compile_cache_dir)
     logger.info("Execution: %s, chosen in %.1f s", chosen.strategy, time.monotonic() - began)
     return chosen
+
+
+async def _add_exits(config: ResolvedConfig, model: SpanModel, compute_thread: ComputeThread) -> SpanModel:
+    """The model with the exits that this server was asked to offer, as far as these blocks have them."""
+    if config.options.exits is None:
+        return model
+    blocks = config.options.exits.within(model.span, config.checkpoint.blocks)
+    if not blocks:
+        logger.info("Exits: none are in blocks %s", model.span)
+        return model
+    if not model.can_fill:
+        reason = "their weights are on flash" if model.flash is not None else "of how this family computes attention"
+        logger.warning("Exits: none, because tokens have to be computed in full by these blocks: %s", reason)
+        return model
+    began = time.monotonic()
+    head = await compute_thread.run(ModelHead, config.checkpoint, config.dtype, config.device)
+    trained = config.trained_exits.to(config.device) if config.trained_exits is not None else NO_EXITS.trained
+    with_exits = model.with_exits(SpanExits(blocks, head, trained))
+    await compute_thread.run(choose_exit_forwards, with_exits, config.options.compile_cache_dir)
+    assert with_exits.exits is not None
+    logger.info(
+        "Exits: in front of blocks %s by %s, ready in %.1f s",
+        ", ".join(map(str, blocks)),
+        ", ".join(with_exits.exits.confidences),
+        time.monotonic() - began,
+    )
+    return with_exits
 
 
 async def _measure_throughput(config: ResolvedConfig, model: SpanModel, compute_thread: ComputeThread) -> Throughput:

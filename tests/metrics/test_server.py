@@ -53,6 +53,13 @@ def test_an_iteration_of_several_requests(counted: Counted) -> None:
     assert counted.value("iteration_seconds_sum") == 0.03
 
 
+def test_tokens_that_left(counted: Counted) -> None:
+    counted.metrics.tokens_left([4, 8, 4])
+    counted.metrics.tokens_left(())
+    assert counted.value("exits_total", block="4") == 2
+    assert counted.value("exits_total", block="8") == 1
+
+
 def test_a_step_with_its_push(counted: Counted) -> None:
     metrics = counted.metrics
     metrics.message_received("StepRequest", 4096)

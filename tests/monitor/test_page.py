@@ -24,7 +24,16 @@ SERVERS = (
     server_info(4, 8, "peer-two", name="kiwi", throughput=200.0, relayed=True, quantization="int8", queue_delay=0.02),
     server_info(2, 8, "peer-three", name="Büro 3", throughput=660.0),
     server_info(
-        8, 12, "peer-four", name="tiny", throughput=400.0, cache_tokens_free=16384, sparse=True, perplexity_loss=0.004
+        8,
+        12,
+        "peer-four",
+        name="tiny",
+        throughput=400.0,
+        cache_tokens_free=16384,
+        sparse=True,
+        perplexity_loss=0.004,
+        exit_blocks=(9, 10),
+        exit_confidences=("similarity",),
     ),
 )
 TRIPS = {"peer-one": 0.012, "peer-two": 0.19, "peer-three": 0.0004}
@@ -68,7 +77,7 @@ def test_the_table_says_everything_of_a_server(page: Page) -> None:
     )
     expect(page.get_by_role("row", name="Ann's laptop")).to_contain_text("org/pirate")
     expect(page.get_by_role("row", name="tiny").get_by_role("cell").nth(4)).to_have_text("–")
-    expect(page.get_by_role("row", name="tiny")).to_contain_text("float32, sparse (+0.4% perplexity)")
+    expect(page.get_by_role("row", name="tiny")).to_contain_text("float32, sparse (+0.4% perplexity), exits at 9, 10")
 
 
 def test_the_table_is_sorted_by_any_column(page: Page) -> None:

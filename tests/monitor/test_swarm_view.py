@@ -87,6 +87,7 @@ def test_every_fact_of_a_server_is_shown():
         2, 6, "QmAbcdef", name="Ann's laptop", throughput=40.0, forward_throughput=300.0, network_throughput=8.0,
         queue_delay=0.25, cache_tokens_free=77, compute_dtype="bfloat16", quantization="int4", version="2.1",
         relayed=True, adapters=("org/pirate",), mobility=Mobility.COOLING, sparse=True, perplexity_loss=0.004,
+        exit_blocks=(4, 6), exit_confidences=("similarity",),
     )  # fmt: skip
     (server,) = build_model_view(found(8, info), {"QmAbcdef": 0.05}).servers
     assert (server.peer_id, server.short_id, server.name) == ("QmAbcdef", "…Abcdef", "Ann's laptop")
@@ -96,7 +97,7 @@ def test_every_fact_of_a_server_is_shown():
     assert (server.throughput, server.compute, server.forward, server.network) == (8.0, 40.0, 300.0, 8.0)
     assert (server.queue, server.cache_tokens_free, server.relayed, server.round_trip) == (0.25, 77, True, 0.05)
     assert (server.adapters, server.mobility) == (("org/pirate",), "cooling")
-    assert (server.sparse, server.perplexity_loss) == (True, 0.004)
+    assert (server.sparse, server.perplexity_loss, server.exit_blocks) == (True, 0.004, (4, 6))
 
 
 def test_a_liar_does_not_make_a_block_look_quick():

@@ -70,6 +70,11 @@ def test_a_server_that_selects_neurons_is_marked():
     assert any("bfloat16, sparse  " in line for line in lines)
 
 
+def test_a_server_that_lets_tokens_leave_is_marked():
+    server = server_info(0, 4, "QmFirst", exit_blocks=(1, 3), exit_confidences=("similarity",))
+    assert "float32, exits at 1, 3 " in click.unstyle(shown(found(4, server)))
+
+
 def test_nothing_and_trouble():
     assert shown().startswith("No models")
     assert "gone: no server of this swarm serves it" in click.unstyle(shown(absent=("gone",)))

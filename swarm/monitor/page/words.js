@@ -36,10 +36,13 @@ export function serverName(server) {
 }
 
 export function precision(server) {
-  const weights = server.quantization === "none" ? server.dtype : `${server.quantization} (${server.dtype})`;
-  if (!server.sparse) return weights;
-  if (server.perplexity_loss === null) return `${weights}, sparse`;
-  return `${weights}, sparse (${signedPercent.format(server.perplexity_loss)} perplexity)`;
+  const words = [server.quantization === "none" ? server.dtype : `${server.quantization} (${server.dtype})`];
+  if (server.sparse) {
+    const loss = server.perplexity_loss;
+    words.push(loss === null ? "sparse" : `sparse (${signedPercent.format(loss)} perplexity)`);
+  }
+  if (server.exit_blocks.length > 0) words.push(`exits at ${server.exit_blocks.join(", ")}`);
+  return words.join(", ");
 }
 
 export function reach(server) {

@@ -10,6 +10,7 @@ import torch
 
 from swarm.data_structures import Span, StepLayout, WireFormat
 from swarm.models.adapters.adapter_batch import AdapterWeights
+from swarm.models.execution.early_exit import StepExits
 from swarm.models.execution.gradients import SpanGradients
 from swarm.models.execution.session_cache import SessionCache
 from swarm.models.execution.span_model import SpanModel
@@ -32,6 +33,7 @@ class ForwardWork:
         decode: turns the payload into packed inputs `[tokens, hidden]`.
         encode: turns the outputs into the reply's payload.
         training: part of a training step, so that no generation waits for it.
+        exits: where its tokens may leave early, and have left; None if all pass every block.
     """
 
     peer: str
@@ -41,6 +43,7 @@ class ForwardWork:
     decode: Callable[[], torch.Tensor]
     encode: Callable[[torch.Tensor], Bytes]
     training: bool = False
+    exits: StepExits | None = None
 
     @property
     def span(self) -> Span:
@@ -85,10 +88,12 @@ class ComputeResult:
     Attributes:
         payload: the encoded outputs.
         milliseconds: time spent in the blocks, including the other requests of the same iterations.
+        left: for each sequence, the block in front of which its token has left; 0 if it has not.
     """
 
     payload: Bytes
     milliseconds: float
+    left: tuple[int, ...] = ()
 
 
 def forward_work(
@@ -100,6 +105,7 @@ def forward_work(
     wire: WireFormat,
     dtype: str,
     reply_wire: WireFormat | None,
+    exits: StepExits | None = None,
 ) -> ForwardWork:
     """A request for the outputs in the format `reply_wire`, or for no outputs if that is None.
 
@@ -113,7 +119,9 @@ def forward_work(
     def encode(output: torch.Tensor) -> Bytes:
         return encode_tensor(output, reply_wire) if reply_wire is not None else b""
 
-    return ForwardWork(peer, (peer, session_id), cache, layout, decode, encode, training=session_id is None)
+    return ForwardWork(
+        peer, (peer, session_id), cache, layout, decode, encode, training=session_id is None, exits=exits
+    )
 
 
 def backward_work(

@@ -246,7 +246,7 @@ _Result = tuple[QueuedRequest, ComputeResult | BaseException]
 def _start_computation(queued: QueuedRequest) -> StepComputation:
     request = queued.request
     assert isinstance(request, ForwardWork)
-    return request.cache.start_step(request.decode().to(request.cache.model.dtype), request.layout)
+    return request.cache.start_step(request.decode().to(request.cache.model.dtype), request.layout, request.exits)
 
 
 def _advance_together(chosen: Sequence[tuple[QueuedRequest, int]]) -> None:
@@ -260,7 +260,8 @@ def _finish_computation(queued: QueuedRequest) -> ComputeResult:
     assert isinstance(queued.request, ForwardWork)
     payload = queued.request.encode(queued.computation.output)
     queued.computation.commit()
-    return ComputeResult(payload, queued.compute_seconds * 1e3)
+    exits = queued.computation.exits
+    return ComputeResult(payload, queued.compute_seconds * 1e3, exits.left if exits is not None else ())
 
 
 def _deliver_results(results: Sequence[_Result]) -> None:

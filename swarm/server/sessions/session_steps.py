@@ -7,6 +7,7 @@ import msgspec
 from swarm.data_structures import StepLayout, WireFormat
 from swarm.errors import ServerClosing, WrongPosition
 from swarm.metrics.server import ServerObserver
+from swarm.models.execution.early_exit import StepExits
 from swarm.protocol import messages
 from swarm.protocol.compression import dtype_name
 from swarm.server.compute import compute_request
@@ -57,10 +58,11 @@ class SessionSteps:
             layout = self._validator.validate_layout(message)
             self._validator.validate_exits(message, session.terms.span, session.terms.early_exits)
             reply_format = session.terms.reply_format
-            result = await self._extend_cache(session, message, layout, payload, reply_format)
-            reply = messages.StepReply(
-                message.step, reply_format, _dtype(session), result.milliseconds, left=message.left
-            )
+            exits = _exits(session, message)
+            result = await self._extend_cache(session, message, layout, payload, reply_format, exits)
+            left = list(result.left) if any(result.left) else None
+            reply = messages.StepReply(message.step, reply_format, _dtype(session), result.milliseconds, left=left)
+            self._observer.tokens_left(block for block in result.left if block > session.terms.span.start)
             session.last = fingerprint, reply, result.payload
             session.next_step, session.epoch = message.step + 1, message.epoch
         return await self._push_outputs(session, message, reply, result.payload), result.payload
@@ -111,6 +113,7 @@ class SessionSteps:
         layout: StepLayout,
         payload: Bytes,
         reply_format: WireFormat | None,
+        exits: StepExits | None = None,
     ) -> ComputeResult:
         """Validate tokens, append them to the session's cache, and encode the outputs unless `reply_format` is None."""
         self._sessions.require_open(session)  # a closed session has lost its cache, so that any step would seem wrong
@@ -128,12 +131,22 @@ class SessionSteps:
                 message.format,
                 message.dtype,
                 reply_format,
+                exits,
             )
         )
 
     def _require_not_closed(self) -> None:
         if self.closed:
             raise ServerClosing("this server is leaving; use another one")
+
+
+def _exits(session: Session, message: messages.StepRequest) -> StepExits | None:
+    """Where the step's tokens may leave, and have left; None if none has, and none can leave here."""
+    model = session.cache.model
+    terms = message.exits if model.exits is not None and model.can_fill else None
+    if terms is None and not any(message.left or ()):
+        return None
+    return StepExits(terms, tuple(message.left or (0,) * len(message.counts)))
 
 
 def _dtype(session: Session) -> str:

@@ -1,0 +1,81 @@
+"""How sure tokens are inside a span: what can be measured where, and the head that reads hidden states."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from swarm.data_structures import Span
+from swarm.models.checkpoints.checkpoint import open_checkpoint
+from swarm.models.exits.confidence import softmax_response, state_similarity
+from swarm.models.exits.model_head import ModelHead, head_bytes
+from swarm.models.exits.span_exits import SpanExits
+from swarm.models.exits.trained_exits import BaseModel, ExitClassifier, ExitLens, TrainedExits
+from tests import zoo
+
+HIDDEN, ROWS = 32, 5
+
+
+def trained(*blocks: int) -> TrainedExits:
+    lenses = {block: ExitLens(torch.randn(HIDDEN, HIDDEN), torch.randn(HIDDEN)) for block in blocks[:1]}
+    classifiers = {block: ExitClassifier(torch.randn(HIDDEN), torch.randn(1)) for block in blocks}
+    return TrainedExits(BaseModel("m", "r", HIDDEN, 6), lenses, classifiers)
+
+
+def head(hidden_RH: torch.Tensor) -> torch.Tensor:
+    return hidden_RH @ torch.arange(HIDDEN * 7).view(HIDDEN, 7).float().sin()
+
+
+def test_what_can_be_measured():
+    assert SpanExits((2, 4)).confidences == ("similarity",)
+    assert SpanExits((2, 4), head).confidences == ("similarity", "softmax")
+    assert SpanExits((2, 4), head, trained(4, 5)).confidences == ("similarity", "softmax", "classifier")
+    assert SpanExits((2, 4), None, trained(5)).confidences == ("similarity",)
+    assert SpanExits((), head, trained(5)).confidences == ()
+
+
+def test_where_it_can_be_measured():
+    exits = SpanExits((2, 4), None, trained(4))
+    assert [exits.measures("similarity", block) for block in (1, 2, 3, 4)] == [False, True, False, True]
+    assert [exits.measures("classifier", block) for block in (2, 4)] == [False, True]
+    assert not exits.measures("softmax", 4)
+    assert SpanExits((2, 4), head).measures("softmax", 4)
+
+
+def test_each_confidence():
+    before, hidden = torch.randn(ROWS, HIDDEN), torch.randn(ROWS, HIDDEN)
+    exits = SpanExits((2, 4), head, trained(2, 4))
+
+    def measured(confidence, block):
+        return exits.measure(confidence, block, before, hidden)
+
+    assert measured("similarity", 2).equal(state_similarity(before, hidden))
+    assert measured("classifier", 4).equal(exits.trained.classifiers[4](hidden))
+    assert measured("softmax", 4).equal(softmax_response(head(hidden)))
+    assert measured("softmax", 2).equal(softmax_response(head(exits.trained.lenses[2](hidden))))
+
+
+def test_pieces_end_at_exits():
+    pieces = SpanExits((2, 4, 9)).pieces(Span(1, 6))
+    assert pieces == [Span(1, 2), Span(2, 3), Span(3, 4), Span(4, 6)]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "opt", "cohere", "granite", "qwen2_moe"])
+def test_the_head_reads_as_the_whole_model_does(family, tmp_path):
+    folder = zoo.make_checkpoint(family, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    checkpoint = open_checkpoint(folder)
+    states: list[torch.Tensor] = []
+    layers = model.base_model.get_submodule(checkpoint.structure.layers_path)
+
+    def keep(module, args, output):
+        states.append(output[0] if isinstance(output, tuple) else output)
+
+    layers[-1].register_forward_hook(keep)
+    expected = model(input_ids=torch.tensor([zoo.PROMPTS[0]])).logits[0]
+    found = ModelHead(checkpoint, torch.float32, torch.device("cpu"))
+    torch.testing.assert_close(found(states[0][0]), expected, rtol=1e-4, atol=1e-4)
+    embeddings = model.get_input_embeddings().weight.numel() * 4
+    assert found.weight_bytes == head_bytes(checkpoint, torch.float32)
+    assert found.weight_bytes >= embeddings  # the head, which may be the same tensor
