@@ -5,5 +5,6 @@ verification   what becomes of a sampled token that left, once the full model's 
 look_meter     whether a look at a token on its way can save time (pure)
 hidden_reader  what this client makes of hidden states on their way
 exit_terms     what servers are asked about exits inside their spans
+token_output   where the tokens go: to the caller's streamer, also provisionally
 exit_decoder   the loop
 """

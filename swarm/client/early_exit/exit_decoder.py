@@ -22,6 +22,7 @@ from swarm.client.early_exit.exit_terms import SpanExits
 from swarm.client.early_exit.hidden_reader import HiddenReader
 from swarm.client.early_exit.look_meter import LookMeter
 from swarm.client.early_exit.options import EarlyExit
+from swarm.client.early_exit.token_output import TokenOutput
 from swarm.client.early_exit.verification import verify_sampled
 from swarm.client.routes.events import ExitTaken, ExitVerified
 from swarm.client.session import InferenceSession, StepUnderWay
@@ -36,7 +37,7 @@ class Sampling:
 
     Attributes:
         process: sequences `[R, T]` and logits `[R, V]` to processed logits.
-        is_finished: sequences `[R, T]` to whether each is finished, `[R]` bool.
+        is_finished: sequences `[R, T]` to whether each is finished, `[R]` bool. Asked once for each token that stands.
         sample: whether tokens are drawn at random, or are the likeliest.
         pad: token that follows the end of a sequence; None if sequences have no end.
         ends: tokens that end a sequence; None if none does.
@@ -113,7 +114,7 @@ class ExitDecoder:
         session: has computed the prompt.
         model: its forward.
         sampling: how tokens are chosen.
-        put: is handed the tokens `[R]` once they are certain, in order.
+        output: is handed the tokens, in order.
     """
 
     def __init__(
@@ -123,10 +124,10 @@ class ExitDecoder:
         session: InferenceSession,
         model: ForwardParts,
         sampling: Sampling,
-        put: Callable[[torch.Tensor], object],
+        output: TokenOutput,
     ) -> None:
         self._options, self._session = options, session
-        self._model, self._sampling, self._put = model, sampling, put
+        self._model, self._sampling, self._output = model, sampling, output
         self._blocks = exits.base.blocks
         self._reader = HiddenReader(options, exits, model.logits)
         self._span_exits = SpanExits(options, self._blocks)
@@ -158,6 +159,7 @@ class ExitDecoder:
             while self._flights and not self._options.verify:
                 self._wait(self._flights[-1])
         finally:
+            self._output.keep_provisional(0)
             if self._flights:
                 self._session.give_up(self._flights[0].step)
         return self._tokens_RT
@@ -237,7 +239,9 @@ class ExitDecoder:
             self._give_up_behind(flight)
         flight.guess = _Guess(tokens_R, scores_RV, self._still_open(tokens_R, flight.open_R), block)
         self._report_exits(flight, blocks_R)
-        if not self._options.verify:
+        if self._options.verify:
+            self._output.put_provisional(tokens_R)
+        else:
             self._add(tokens_R)
 
     def _threshold(self, flight: _Flight, block: int) -> float | None:
@@ -286,8 +290,9 @@ class ExitDecoder:
         self._add(tokens_R)
 
     def _give_up_behind(self, flight: _Flight | None) -> None:
-        """Give up all tokens that were sent off after this one; with None, all."""
+        """Give up this token's successor, and all that were sent off after this one; with None, all."""
         kept = 0 if flight is None else self._flights.index(flight) + 1
+        self._output.keep_provisional(max(0, kept - 1))
         if len(self._flights) > kept:
             self._session.give_up(self._flights[kept].step)
         while len(self._flights) > kept:
@@ -297,7 +302,7 @@ class ExitDecoder:
         """The next token of each sequence is certain."""
         self._tokens_RT = _extended(self._tokens_RT, tokens_R)
         self._open_R = self._open_R & ~self._sampling.is_finished(self._tokens_RT)
-        self._put(tokens_R)
+        self._output.put(tokens_R)
 
     def _chosen(self, scores_RV: torch.Tensor) -> torch.Tensor:
         if not self._sampling.sample:

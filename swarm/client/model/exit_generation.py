@@ -9,6 +9,7 @@ import torch
 
 from swarm.client.early_exit.exit_decoder import ExitDecoder, Sampling
 from swarm.client.early_exit.options import EarlyExit
+from swarm.client.early_exit.token_output import TokenOutput
 from swarm.client.model.remote_sequential import StepSent
 from swarm.client.model.train_exits import base_model, read_hidden
 from swarm.client.session import InferenceSession, StepUnderWay
@@ -41,28 +42,28 @@ def sample_with_exits(
     prompt = model._prefill(tokens_RT, config, arguments)
     arguments = model._update_model_kwargs_for_generation(prompt, arguments)
     ends = config._eos_token_tensor
+
+    def is_finished(tokens_RT: torch.Tensor) -> torch.Tensor:
+        record.confirm()
+        finished_R: torch.Tensor = stopping(tokens_RT, record.scores)
+        return finished_R
+
     sampling = Sampling(
         process=record.process if record.is_asked else process,
-        is_finished=lambda tokens_RT: stopping(tokens_RT, None),
+        is_finished=is_finished,
         sample=bool(config.do_sample),
         pad=config._pad_token_tensor if ends is not None else None,
         ends=ends,
         max_length=stopping.max_length or config.max_length,
     )
-
-    def put(tokens_R: torch.Tensor) -> None:
-        record.confirm()
-        if streamer is not None:
-            streamer.put(tokens_R.cpu())
-
     exits = model.exits or TrainedExits(base_model(model))
     if options.confidence == "classifier" and options.fill == "exact":
         _require_classifiers(exits, session.boundaries)
     forward = _ModelForward(model, arguments, tokens_RT.shape[1] + 1)
-    decoder = ExitDecoder(options, exits, session, forward, sampling, put)
+    output = TokenOutput(streamer)
+    decoder = ExitDecoder(options, exits, session, forward, sampling, output)
     result = decoder.generate(tokens_RT, prompt.logits[:, -1].float())
-    if streamer is not None:
-        streamer.end()
+    output.end()
     if not config.return_dict_in_generate:
         return result
     return generation_output(result, record.scores, record.logits, session.cache)

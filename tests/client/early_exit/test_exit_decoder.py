@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from swarm.client.early_exit import look_meter
 from swarm.client.early_exit.exit_decoder import ExitDecoder, Sampling
 from swarm.client.early_exit.options import EarlyExit
+from swarm.client.early_exit.token_output import TokenOutput
 from swarm.client.routes.events import ExitTaken
 from swarm.models.exits.trained_exits import BaseModel, TrainedExits
 
@@ -86,7 +87,7 @@ class World:
         self.events.append(event)
 
 
-def generate(early: dict[int, tuple[int, ...]], options: EarlyExit) -> tuple[list[int], World]:
+def generate(early: dict[int, tuple[int, ...]], options: EarlyExit, streamer: Any = None) -> tuple[list[int], World]:
     world: Any = World(early)
     sampling = Sampling(
         process=lambda tokens, logits: logits,
@@ -96,9 +97,8 @@ def generate(early: dict[int, tuple[int, ...]], options: EarlyExit) -> tuple[lis
         ends=None,
         max_length=1 + NEW,
     )
-    decoder = ExitDecoder(
-        options, TrainedExits(BaseModel("m", "r", 1, SERVERS)), world, world, sampling, lambda _: None
-    )
+    exits = TrainedExits(BaseModel("m", "r", 1, SERVERS))
+    decoder = ExitDecoder(options, exits, world, world, sampling, TokenOutput(streamer))
     first = torch.nn.functional.one_hot(torch.tensor([right(1)]), VOCABULARY) * 9.0
     return decoder.generate(torch.tensor([[5]]), first)[0].tolist(), world
 
@@ -171,3 +171,53 @@ def test_near_servers_are_not_guessed_at(monkeypatch):
     text, world = generate(early, EarlyExit(threshold=0.0))
     assert text == EXPECTED
     assert sum(isinstance(event, ExitTaken) for event in world.events) == 2, "then it is known what a look costs"
+
+
+class Screen:
+    """What a person would see.
+
+    Attributes:
+        text: tokens that stand.
+        provisional: those behind, which may be taken back.
+        seen: all tokens that were shown at each place.
+    """
+
+    def __init__(self) -> None:
+        self.text: list[int] = []
+        self.provisional: list[int] = []
+        self.seen: dict[int, list[int]] = {}
+
+    def put(self, value: torch.Tensor) -> None:
+        if self.provisional:
+            assert self.provisional.pop(0) == int(value)
+        self.text.append(int(value))
+
+    def put_provisional(self, value: torch.Tensor) -> None:
+        self.seen.setdefault(len(self.text) + len(self.provisional), []).append(int(value))
+        self.provisional.append(int(value))
+
+    def take_back(self, count: int) -> None:
+        assert 0 < count <= len(self.provisional)
+        del self.provisional[-count:]
+
+    def end(self) -> None:
+        raise AssertionError("the text goes on behind this loop")
+
+
+@given(SAID)
+def test_provisional_tokens_stand_or_are_taken_back(early):
+    screen = Screen()
+    text, _ = generate(early, EarlyExit(threshold=0.0), screen)
+    assert screen.text == text[1:] == EXPECTED[1:]
+    assert not screen.provisional
+    for place in range(1, NEW):
+        assert screen.seen[place][0] == early[place + 1][0], "it is shown when the first server has answered"
+        assert set(screen.seen[place]) <= set(early[place + 1])
+
+
+@given(SAID)
+def test_without_verification_every_token_stands_at_once(early):
+    screen = Screen()
+    text, _ = generate(early, EarlyExit(threshold=0.0, verify=False), screen)
+    assert screen.text == text[1:]
+    assert not screen.seen

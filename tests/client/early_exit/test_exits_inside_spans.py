@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from swarm import EarlyExit
 from swarm.client.early_exit.exit_decoder import ExitDecoder, Sampling
+from swarm.client.early_exit.token_output import TokenOutput
 from swarm.client.routes.events import ExitTaken
 from swarm.data_structures import Hop, Route, Span
 from swarm.models.exits.trained_exits import BaseModel, TrainedExits
@@ -128,7 +129,7 @@ def generate(world: Any, options: EarlyExit, ends: int | None = None) -> list[li
         max_length=1 + NEW,
     )
     exits = TrainedExits(BaseModel("m", "r", 1, BLOCKS))
-    decoder = ExitDecoder(options, exits, world, world, sampling, lambda _: None)
+    decoder = ExitDecoder(options, exits, world, world, sampling, TokenOutput())
     first = torch.nn.functional.one_hot(torch.tensor([said_at(1, row, BLOCKS) for row in range(ROWS)]), VOCABULARY)
     return decoder.generate(torch.full((ROWS, 1), 5), first * 9.0).tolist()
 
