@@ -15,6 +15,7 @@ import swarm.models.execution.span_model
 from swarm.server.config import ServerConfig
 from swarm.server.lifecycle import Server
 from swarm.transport.p2p import quiet_hivemind
+from tests.server_caches import read_caches
 
 assert swarm.models.execution.span_model  # imported for its weight
 
@@ -34,7 +35,7 @@ def prepare(folder: str) -> None:
 def serve(
     config: ServerConfig, connection: Connection, folder: str, make: Callable[[ServerConfig], Server] | None = None
 ) -> None:
-    """Run a server, made by `make` if given, until the test says stop, or is gone."""
+    """Run a server, made by `make` if given, until the test says "stop", or is gone. "caches": see `read_caches`."""
     prepare(folder)
     uvloop.run(_serve((make or Server)(config), connection))
 
@@ -47,7 +48,8 @@ async def _serve(server: Server, connection: Connection) -> None:
         return
     connection.send((server.peer.peer_id, await server.peer.visible_addresses(), server.metrics_url))
     try:
-        await asyncio.to_thread(connection.recv)
+        while await asyncio.to_thread(connection.recv) == "caches":
+            connection.send(await read_caches(server))
     except (EOFError, OSError):
         pass
     finally:

@@ -22,10 +22,12 @@ import psutil
 
 from swarm.client.config import NetworkOptions
 from swarm.client.model.auto_model import AutoDistributedModelForCausalLM
+from swarm.client.session import InferenceSession
 from swarm.client.tuning.options import TuningOptions
 from swarm.server.config import BlocksOption, ServerConfig
 from swarm.server.throughput.throughput_option import ThroughputOption
 from swarm.transport.p2p import P2PConfig
+from tests.server_caches import CachedSession
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 # Limits for what hangs: on a busy machine a start takes many times as long as on a quiet one.
@@ -69,6 +71,12 @@ class ServerProcess:
             raise message
         self.peer_id, self.addresses, self.metrics_url = message
         return self
+
+    def caches(self) -> list[CachedSession]:
+        """What it holds of each of its sessions."""
+        self.connection.send("caches")
+        found: list[CachedSession] = self.connection.recv()
+        return found
 
     def kill(self) -> None:
         """As a power cut would."""
@@ -134,6 +142,15 @@ class TestSwarm:
     def server(self, peer_id: str) -> ServerProcess:
         """The process of a peer."""
         return next(server for server in self.servers if server.peer_id == peer_id)
+
+    def caches(self, session: InferenceSession) -> list[CachedSession]:
+        """What each server of a session's route holds of it, in the order of the route."""
+        assert session.route is not None
+        found = []
+        for hop in session.route.hops:
+            held = [one for one in self.server(hop.server.peer_id).caches() if one.span == str(hop.span)]
+            found.append(held[-1])
+        return found
 
     def start(self, blocks: str, make: Callable[[ServerConfig], Any] | None = None, **options: Any) -> ServerProcess:
         """Start a server; `wait_ready` on the result waits until it serves.
