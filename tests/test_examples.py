@@ -1,4 +1,4 @@
-"""The examples that train, as a person runs them, for a few steps."""
+"""The examples that train something, as a person runs them, for a few steps."""
 
 from __future__ import annotations
 
@@ -54,6 +54,14 @@ def test_lora_learns_text_from_the_first_steps_on(swarm: TestSwarm, tmp_path: Pa
     assert after < before
     assert (tmp_path / "loss.png").stat().st_size > 1000
     assert (tmp_path / "adapter_model.safetensors").exists()
+
+
+def test_a_text_with_early_exits_is_the_same(swarm: TestSwarm, tmp_path: Path) -> None:
+    output = run(swarm, "early_exit.py", tmp_path, "--train-tokens", "1024", "--tokens", "24", "--threshold", "0")
+    assert output.splitlines()[-1] == "The texts are equal"
+    assert re.search(r"^In front of block 4, \d+% say .*\nIn front of block 8, ", output, re.MULTILINE)
+    assert re.search(r"^With exits: [\d.]+ tokens/s; \d+ tokens left, \d+ of \d+ stood$", output, re.MULTILINE)
+    assert (tmp_path / "exits.safetensors").exists()
 
 
 def test_a_module_between_the_blocks_is_trained(swarm: TestSwarm, tmp_path: Path) -> None:
