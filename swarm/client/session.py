@@ -185,6 +185,7 @@ class InferenceSession:
         positions: torch.Tensor | None,
         tokens: torch.Tensor | None,
         exits: ExitTerms | None = None,
+        exit_block: int | None = None,
     ) -> StepUnderWay:
         """Send the hidden states of a new slot of each sequence off, without waiting for what becomes of them.
 
@@ -192,6 +193,8 @@ class InferenceSession:
 
         Args:
             exits: when tokens may leave inside a server's span, after `allow_early_exits`.
+            exit_block: the first in front of which the caller may let them leave. Servers that begin there or behind
+                let steps go first for which others wait.
         """
         sequences, new, _ = hidden.shape
         layout, real = self._next_layout(sequences, new, mask)
@@ -199,7 +202,7 @@ class InferenceSession:
         inputs = hidden if self._local is None else self._local.compute(hidden, real, layout)
         layout = replace(layout, offsets=position_offsets(positions, real, layout))
         packed = pack_hidden(inputs, real, self._connection.config.wire)
-        number = self._connection.run(chain.begin(packed, layout, exits))
+        number = self._connection.run(chain.begin(packed, layout, exits, exit_block))
         before = self.cache.length
         self.cache.commit(sequences, new, real, tokens)
         return StepUnderWay(number, before, hidden, real)

@@ -131,12 +131,15 @@ class Chain:
         self.settle(numbers[-1])
         return outputs
 
-    async def begin(self, hidden: PackedHidden, layout: StepLayout, exits: ExitTerms | None = None) -> int:
+    async def begin(
+        self, hidden: PackedHidden, layout: StepLayout, exits: ExitTerms | None = None, exit_block: int | None = None
+    ) -> int:
         """Send a step off behind those that are under way; its number.
 
         Args:
             layout: copies no rows.
             exits: when its tokens, at most one a sequence, may leave inside a span.
+            exit_block: the first in front of which this client may let them leave.
 
         Raises as `steps` does. Then those that are not settled have to be given up.
         """
@@ -146,7 +149,7 @@ class Chain:
         if self._unlinked or (catching_up and not self.appends(layout)):
             await self._advance(everywhere=True)
             await self._link_again()
-        (number,) = self._take_in(parts, MAX_STEPS_UNDER_WAY, exits)
+        (number,) = self._take_in(parts, MAX_STEPS_UNDER_WAY, exits, exit_block)
         try:
             await self._advance(lambda: self._hops[0].progress.is_handed(number), patient=False)
         except BaseException:
@@ -218,11 +221,15 @@ class Chain:
             await self._failover.link(self._hops, range(len(self._hops)))
 
     def _take_in(
-        self, parts: Sequence[tuple[PackedHidden, StepLayout]], window: int, exits: ExitTerms | None = None
+        self,
+        parts: Sequence[tuple[PackedHidden, StepLayout]],
+        window: int,
+        exits: ExitTerms | None = None,
+        exit_block: int | None = None,
     ) -> range:
         """Take steps in, to be delivered by `_advance`; their numbers."""
         appended = self.appends(parts[0][1])
-        steps = self._under_way.add(parts, exits)
+        steps = self._under_way.add(parts, exits, exit_block)
         if appended:
             # Whatever becomes of them: a later step sets back by itself what it does not continue.
             self._foldable = steps[-1].number

@@ -155,6 +155,7 @@ class HopSession:
             epoch=step.epoch,
             exits=step.exits,
             left=_list(step.hidden.left),
+            exit_block=step.exit_block,
         )
         await self._send(request, step.hidden.payload, self.progress.send_timeout(step.number))
 

@@ -33,6 +33,7 @@ class Step:
         hidden: what goes into a hop.
         epoch: see `StepRequest`.
         exits: when its tokens may leave inside a span; None for never.
+        exit_block: see `StepRequest`.
     """
 
     number: int
@@ -40,6 +41,7 @@ class Step:
     hidden: PackedHidden
     epoch: int = 0
     exits: ExitTerms | None = None
+    exit_block: int | None = None
 
     @property
     def outputs(self) -> OutputShape:

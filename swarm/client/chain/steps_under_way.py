@@ -31,11 +31,16 @@ class StepsUnderWay:
         lengths = (0,) * layout.sequences if self._lengths == () else self._lengths
         return layout.sources is None and layout.starts == lengths
 
-    def add(self, parts: Sequence[tuple[PackedHidden, StepLayout]], exits: ExitTerms | None = None) -> list[Step]:
+    def add(
+        self,
+        parts: Sequence[tuple[PackedHidden, StepLayout]],
+        exits: ExitTerms | None = None,
+        exit_block: int | None = None,
+    ) -> list[Step]:
         """Take in steps, each of which continues the one before; the first may begin an epoch.
 
         Args:
-            exits: when their tokens may leave inside a span.
+            exits, exit_block: see `Step`.
         """
         first, layout = self.next_number, parts[-1][1]
         if not self.appends(parts[0][1]):
@@ -44,7 +49,7 @@ class StepsUnderWay:
         for number, (hidden, one) in enumerate(parts, first):
             # A copy, because the caller may change a tensor that the payload is a view of.
             kept = PackedHidden(bytes(hidden.payload), hidden.tokens, hidden.hidden_size, hidden.wire, hidden.dtype)
-            added.append(Step(number, one, kept, self.epoch, exits))
+            added.append(Step(number, one, kept, self.epoch, exits, exit_block))
         self.steps.update((step.number, step) for step in added)
         self.next_number = first + len(parts)
         self._lengths = tuple(start + count for start, count in zip(layout.starts, layout.counts, strict=True))

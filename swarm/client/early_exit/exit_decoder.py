@@ -55,8 +55,11 @@ class Sampling:
 class ForwardParts(Protocol):
     """The two halves of the model's forward: before the blocks, and behind them."""
 
-    def send(self, tokens_RT: torch.Tensor, exits: ExitTerms | None) -> StepUnderWay:
-        """Begin the step of the last token of each sequence, which may leave inside a span as `exits` say."""
+    def send(self, tokens_RT: torch.Tensor, exits: ExitTerms | None, exit_block: int | None) -> StepUnderWay:
+        """Begin the step of the last token of each sequence.
+
+        It may leave inside a span as `exits` say, and in front of `exit_block` or behind.
+        """
 
     def logits(self, hidden_R1H: torch.Tensor) -> torch.Tensor:
         """The logits `[R, V]` of hidden states behind the last block, or as if they were."""
@@ -167,7 +170,8 @@ class ExitDecoder:
     def _send(self, tokens_RT: torch.Tensor, open_R: torch.Tensor) -> None:
         looks = not self._options.verify or self._looks.is_worth_looking()
         exits = self._span_exits.terms(self._session.route, *self._place(tokens_RT))
-        self._flights.append(_Flight(self._model.send(tokens_RT, exits), tokens_RT, open_R, looks))
+        exit_block = self._options.first_exit(self._session.boundaries) if looks else None
+        self._flights.append(_Flight(self._model.send(tokens_RT, exits, exit_block), tokens_RT, open_R, looks))
 
     def _may_follow(self, newest: _Flight, guess: _Guess) -> bool:
         """Whether a token that left may send its successor off."""

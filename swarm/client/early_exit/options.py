@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -90,6 +90,11 @@ class EarlyExit:
         if isinstance(self.threshold, Mapping):
             return self.threshold.get(block)
         return self.threshold
+
+    def first_exit(self, boundaries: Sequence[int]) -> int | None:
+        """The first of these blocks in front of which a token may leave; None if it has to pass them all."""
+        thresholds = ((block, self.threshold_at(block)) for block in boundaries)
+        return next((block for block, one in thresholds if one is not None and one < 1), None)
 
 
 def _is_number(value: object) -> bool:

@@ -141,13 +141,13 @@ class _ModelForward:
     def __init__(self, model: Any, arguments: dict[str, Any], length: int) -> None:
         self._model, self._arguments, self._length = model, arguments, length
 
-    def send(self, tokens_RT: torch.Tensor, exits: ExitTerms | None) -> StepUnderWay:
+    def send(self, tokens_RT: torch.Tensor, exits: ExitTerms | None, exit_block: int | None) -> StepUnderWay:
         arguments, more = dict(self._arguments), tokens_RT.shape[1] - self._length
         if more:
             arguments = self._model._update_model_kwargs_for_generation({}, arguments, num_new_tokens=more)
         inputs = self._model.prepare_inputs_for_generation(tokens_RT, next_sequence_length=1, **arguments)
         try:
-            with self._model.remote_layer.sending(exits):
+            with self._model.remote_layer.sending(exits, exit_block):
                 self._model(**inputs, return_dict=True)
         except StepSent as sent:
             return sent.step

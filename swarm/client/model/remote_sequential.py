@@ -172,13 +172,13 @@ class RemoteLayer(nn.Module):
         self._local.call = call
 
     @contextmanager
-    def sending(self, exits: ExitTerms | None = None) -> Iterator[None]:
+    def sending(self, exits: ExitTerms | None = None, exit_block: int | None = None) -> Iterator[None]:
         """Meanwhile, forwards of this thread send their step off and end with `StepSent`.
 
         Args:
-            exits: when the step's tokens may leave inside a server's span.
+            exits, exit_block: where the step's tokens may leave; see `InferenceSession.begin`.
         """
-        self._local.sends, self._local.exits = True, exits
+        self._local.sends, self._local.exits = True, (exits, exit_block)
         try:
             yield
         finally:
@@ -213,6 +213,6 @@ class RemoteLayer(nn.Module):
             result: torch.Tensor = self._blocks[0](hidden, call.mask, positions)
             return result
         if getattr(self._local, "sends", False):
-            step = call.session.begin(hidden, call.mask, positions, call.tokens, self._local.exits)
+            step = call.session.begin(hidden, call.mask, positions, call.tokens, *self._local.exits)
             raise StepSent(step)
         return call.session.compute(hidden, call.mask, positions, call.tokens)

@@ -79,6 +79,9 @@ class StepRequest(Message, frozen=True):
     With `exits`, the new token of each sequence (at most one) may leave inside the span. `left` says which have left
     before: for each sequence, the block in front of which its new token left, 0 if it did not. The hidden states of a
     token that left are those in front of that block; the server only fills its cache with their keys and values.
+
+    In front of `exit_block` the client may already know what it needs of this step. Servers that begin there or behind
+    let steps that clients wait for go first, for a moment.
     """
 
     step: Count
@@ -91,6 +94,7 @@ class StepRequest(Message, frozen=True):
     epoch: Count = 0
     exits: ExitTerms | None = None
     left: PerSequence | None = None
+    exit_block: Count | None = None
 
 
 class GiveUp(Message, frozen=True):

@@ -12,6 +12,9 @@ difference, summed over all requests, is `n T - (w + n) d`.
 Where other programs compete for the same processors (other servers, the clients), an iteration that is avoided helps
 them, too: every active session, wherever it is, continues `T` sooner. Sessions that have met stay together, because
 they are answered at the same time. A server under contention therefore waits longer, up to `MAX_DELAY_ITERATIONS`.
+
+Requests that are not urgent lose nothing by waiting. An iteration of nothing else starts only if it ends before an
+urgent session is expected, which would have to wait for it. One of urgent requests does not wait for others.
 """
 
 from __future__ import annotations
@@ -56,10 +59,12 @@ class _SessionTiming:
     Attributes:
         answered: time of its last answer; None while it waits for one.
         away: seconds between the last answer and the request after it; None until it has come twice.
+        urgent: whether its last request was.
     """
 
     answered: float | None = None
     away: float | None = None
+    urgent: bool = True
 
 
 @dataclass
@@ -78,9 +83,10 @@ class BatchingDelay:
         """Number of active sessions."""
         return len(self._sessions)
 
-    def on_request(self, session: Hashable, now: float) -> None:
+    def on_request(self, session: Hashable, now: float, urgent: bool = True) -> None:
         """A session has sent a request."""
         known = self._sessions.setdefault(session, _SessionTiming())
+        known.urgent = urgent
         if known.answered is not None:
             known.away, known.answered = now - known.answered, None
 
@@ -96,23 +102,27 @@ class BatchingDelay:
         """An iteration of short requests has taken this long."""
         self.iteration = seconds
 
-    def delay(self, waiting: int, waited: float, contention: float, now: float) -> float:
+    def delay(self, waiting: int, waited: float, contention: float, now: float, yielding: int = 0) -> float:
         """Seconds to wait for more sessions; 0 if it is better to start now.
 
         Args:
-            waiting: number of sessions that wait.
+            waiting: number of sessions that wait, with urgent requests.
             waited: seconds by which this iteration has been delayed already.
             contention: how much other work the machine has, 0 to 1.
+            yielding: number of sessions that wait, with requests that are not urgent.
         """
         left = min(MAX_DELAY_S, self.iteration * (1 + contention * (MAX_DELAY_ITERATIONS - 1))) - waited
         if left <= 0:
             return 0.0
         elsewhere = contention * self.sessions
-        return min(left, best_delay(waiting, sorted(self._arrivals(now)), self.iteration, elsewhere))
+        seconds = best_delay(waiting, sorted(self._arrivals(now, urgent_only=True)), self.iteration, elsewhere)
+        if not waiting:
+            seconds = max(seconds, best_delay(yielding, sorted(self._arrivals(now)), self.iteration, elsewhere))
+        return min(left, seconds)
 
-    def _arrivals(self, now: float) -> Iterator[float]:
+    def _arrivals(self, now: float, urgent_only: bool = False) -> Iterator[float]:
         for timing in self._sessions.values():
-            if timing.answered is not None and timing.away is not None:
+            if timing.answered is not None and timing.away is not None and timing.urgent >= urgent_only:
                 # A session that is late is expected to be late by as much again: nothing else is known about it.
                 yield max(MIN_DELAY_ITERATIONS * self.iteration, abs(timing.answered + timing.away - now))
 

@@ -34,6 +34,7 @@ class ForwardWork:
         encode: turns the outputs into the reply's payload.
         training: part of a training step, so that no generation waits for it.
         exits: where its tokens may leave early, and have left; None if all pass every block.
+        urgent: the client waits for it; else it may have what it needs from the blocks before.
     """
 
     peer: str
@@ -44,6 +45,7 @@ class ForwardWork:
     encode: Callable[[torch.Tensor], Bytes]
     training: bool = False
     exits: StepExits | None = None
+    urgent: bool = True
 
     @property
     def span(self) -> Span:
@@ -75,6 +77,7 @@ class BackwardWork:
     encode: Callable[[SpanGradients], Bytes]
     training: bool = True
     kind: ClassVar[str] = "backward"
+    urgent: ClassVar[bool] = True
 
     @property
     def span(self) -> Span:
@@ -106,6 +109,7 @@ def forward_work(
     dtype: str,
     reply_wire: WireFormat | None,
     exits: StepExits | None = None,
+    urgent: bool = True,
 ) -> ForwardWork:
     """A request for the outputs in the format `reply_wire`, or for no outputs if that is None.
 
@@ -119,9 +123,8 @@ def forward_work(
     def encode(output: torch.Tensor) -> Bytes:
         return encode_tensor(output, reply_wire) if reply_wire is not None else b""
 
-    return ForwardWork(
-        peer, (peer, session_id), cache, layout, decode, encode, training=session_id is None, exits=exits
-    )
+    training = session_id is None
+    return ForwardWork(peer, (peer, session_id), cache, layout, decode, encode, training, exits, urgent)
 
 
 def backward_work(

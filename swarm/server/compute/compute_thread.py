@@ -89,8 +89,8 @@ def call_in_loop(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], 
 
 
 def settle_future(future: asyncio.Future[Any], outcome: Any) -> None:
-    """Give a future its result or, if `outcome` is an exception, its error, unless it was cancelled."""
-    if future.cancelled():
+    """Give a future its result or, if `outcome` is an exception, its error, unless it is settled."""
+    if future.done():
         return
     if isinstance(outcome, StopIteration):  # a future cannot carry it
         outcome = RuntimeError(f"a job raised {outcome!r}")

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from swarm.common.outcome import result_or_error
 from swarm.errors import ServerClosing
@@ -88,18 +89,25 @@ class Engine:
 
         The cache changes only if this returns. If the caller is cancelled, it may have changed or not.
         """
+        return await self.submit(request)
+
+    def submit(self, request: ForwardWork | BackwardWork) -> asyncio.Future[ComputeResult]:
+        """What `compute` waits for. A request whose future is settled by another hand is dropped, or its result is."""
         loop, now = asyncio.get_running_loop(), time.monotonic()
         queued = QueuedRequest(next(self._numbers), request, loop.create_future(), loop, now, now)
         with self._lock:
             self._arrived.append(queued)
-            self._batching_delay.on_request(request.session, now)
+            self._batching_delay.on_request(request.session, now, request.urgent)
             self._lock.notify()
             start, self._running = not self._running, True
         if start and not self._try_compute_inline(queued):
             self._post_iteration()
-        result = await queued.future
-        self._observer.request_finished(request.kind, time.monotonic() - now)
-        return result
+        queued.future.add_done_callback(partial(self._on_settled, request.kind, now))
+        return queued.future
+
+    def _on_settled(self, kind: str, began: float, future: asyncio.Future[ComputeResult]) -> None:
+        if not future.cancelled() and future.exception() is None:
+            self._observer.request_finished(kind, time.monotonic() - began)
 
     def _try_compute_inline(self, queued: QueuedRequest) -> bool:
         """Compute a request in this thread, if that takes less time than handing it to another one and back.
@@ -108,7 +116,7 @@ class Engine:
         """
         if not self._inline or queued.is_whole or queued.tokens_left > MAX_SHORT_TOKENS:
             return False
-        if not 0 < self._batching_delay.iteration < MAX_INLINE_ITERATION_S or self._delay(1, 0.0):
+        if not 0 < self._batching_delay.iteration < MAX_INLINE_ITERATION_S or self._delay([queued], 0.0):
             return False
         return self.compute_thread.try_run_inline(self._iterate)
 
@@ -164,22 +172,25 @@ class Engine:
         began = time.monotonic()
         with self._lock:
             while all(queued.is_short for queued in (*self._queue.values(), *self._arrived)):
-                delay = self._delay(len(self._queue) + len(self._arrived), time.monotonic() - began)
+                waiting = (*self._queue.values(), *self._arrived)
+                delay = self._delay(waiting, time.monotonic() - began)
                 if not delay:
                     return
                 self._lock.wait(delay)
 
-    def _delay(self, waiting: int, waited: float) -> float:
-        """Seconds that `waiting` requests should wait for more, having waited for `waited` seconds."""
+    def _delay(self, waiting: Sequence[QueuedRequest], waited: float) -> float:
+        """Seconds that these requests should wait for more, having waited for `waited` seconds."""
         if self._batching_delay.sessions < 2:
             return 0.0
-        return self._batching_delay.delay(waiting, waited, self._contention.level(), time.monotonic())
+        urgent = sum(queued.is_urgent for queued in waiting)
+        yielding, contention = len(waiting) - urgent, self._contention.level()
+        return self._batching_delay.delay(urgent, waited, contention, time.monotonic(), yielding)
 
     def _enqueue_arrived(self) -> None:
         while self._arrived:
             queued = self._arrived.popleft()
             self._queue[queued.number] = queued
-        self._remove_requests([queued for queued in self._queue.values() if queued.future.cancelled()])
+        self._remove_requests([queued for queued in self._queue.values() if queued.future.done()])
 
     def _remove_requests(self, finished: Sequence[QueuedRequest]) -> None:
         with self._lock:

@@ -41,6 +41,11 @@ class QueuedRequest:
         return not self.is_whole and max(self.request.layout.counts) <= MAX_SHORT_TOKENS
 
     @property
+    def is_urgent(self) -> bool:
+        """A client waits for it, or it has begun: it lets others go first only once."""
+        return self.request.urgent or self.computation is not None
+
+    @property
     def is_whole(self) -> bool:
         """Computed in one piece, alone."""
         return isinstance(self.request, BackwardWork)
@@ -65,6 +70,7 @@ class QueuedRequest:
             training=request.training,
             idle=now - (max(self.served_at, trained_at) if request.training else self.served_at),
             waited=now - self.served_at,
+            urgent=self.is_urgent,
         )
 
     def for_observer(self, tokens: int) -> tuple[str, int, int]:

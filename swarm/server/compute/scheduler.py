@@ -6,6 +6,9 @@ Every iteration merges tokens of many requests into one forward. The rules:
 - Inference goes before training, which still gets an iteration now and then.
 - Short requests (decoding: a few tokens for each sequence) go into every iteration. Long ones (prompts) are cut into
   chunks, which take what is left of the token budget, and at least a share of it.
+- Short requests whose clients may have what they need from the blocks before (`urgent` is false) let urgent ones go
+  first, for `MAX_YIELD_S` at most. An iteration takes one of their tokens along for `TOKENS_PER_YIELDING` others: that
+  costs it little, and they are not in the way later.
 - Among sessions, the one that was served least goes first (start-time fair queueing, Goyal et al. 1996); a session that
   was idle does not save up credit. When tokens are scarce, no peer gets more than an equal part, however many sessions
   it opens.
@@ -33,6 +36,12 @@ PRIORITY_AFTER_S = 1.0
 TRAINING_PRIORITY_AFTER_S = 2.0
 """Training gets an iteration after this time, however much inference waits."""
 
+MAX_YIELD_S = 0.05
+"""How long a request that is not urgent lets urgent ones go first."""
+
+TOKENS_PER_YIELDING = 2
+"""Tokens of an iteration for each token that it takes along of requests that let others go first."""
+
 OVERDUE_AFTER_S = 30.0
 """After this time a training request goes before others, even if these come from peers that had less."""
 
@@ -55,6 +64,7 @@ class QueuedTokens:
         idle: seconds since it came or was last served; for training, since any training was served, if that is less.
         whole: computed in one iteration, alone.
         waited: seconds since it came or was last served itself.
+        urgent: a client waits for it.
     """
 
     number: int
@@ -67,6 +77,7 @@ class QueuedTokens:
     idle: float
     whole: bool = False
     waited: float = 0.0
+    urgent: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,20 +143,31 @@ def next_batch(waiting: Sequence[QueuedTokens], shares: FairShares, budget: int)
     candidates = _training_or_inference(waiting)
     if not candidates:
         return []
-    oldest = max(candidates, key=lambda request: (_effective_age(request), -request.number))
+    yielding = _yielding(candidates)
+    first = [request for request in candidates if request.number not in yielding]
+    oldest = max(first, key=lambda request: (_effective_age(request), -request.number))
     same_blocks = [request for request in candidates if request.span == oldest.span]
-    queue = sorted(same_blocks, key=lambda request: _sort_key(request, shares))
+    queue = sorted(same_blocks, key=lambda request: (request.number in yielding, _sort_key(request, shares)))
     if queue[0].whole:
         return [TokenSlice(queue[0].number, queue[0].tokens)]
     queue = [request for request in queue if not request.whole]
-    short = [request for request in queue if request.short]
+    last = [request for request in queue if request.number in yielding]
+    short = [request for request in queue if request.short and request.number not in yielding]
     long = [request for request in queue if not request.short]
     # The oldest request decides which blocks compute, so it has to get something.
     least = 0 if oldest.short else 1
     kept = min(max(least, int(budget * LONG_BUDGET_SHARE)), sum(request.tokens for request in long))
     batch = _fill_budget(short, budget - kept)
     batch += _fill_budget(long, budget - sum(part.tokens for part in batch))
-    return batch
+    tokens = sum(part.tokens for part in batch)
+    return batch + _fill_budget(last, min(tokens // TOKENS_PER_YIELDING, budget - tokens))
+
+
+def _yielding(candidates: Sequence[QueuedTokens]) -> set[int]:
+    """Numbers of the requests that let others go first."""
+    if not any(request.short and request.urgent for request in candidates):
+        return set()
+    return {one.number for one in candidates if one.short and not one.urgent and one.waited < MAX_YIELD_S}
 
 
 def _sort_key(request: QueuedTokens, shares: FairShares) -> tuple[bool, float, int]:

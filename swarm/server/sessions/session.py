@@ -9,11 +9,16 @@ from dataclasses import dataclass
 from swarm.data_structures import Span, WireFormat
 from swarm.models.execution.session_cache import SessionCache
 from swarm.protocol.messages import StepReply
+from swarm.server.compute.compute_request import ComputeResult
 from swarm.server.sessions.push_link import PushLink
 from swarm.server.sessions.reply_stream import ReplyStream
 
 LINK_TIMEOUT_S = 2.0
 """How long a push may be ahead of the client's message that allows it."""
+
+
+class StepGivenUp(Exception):
+    """The client does not want the step any more that it waited for."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,7 @@ class Session:
         previous_peer: the peer that may push steps into the session, besides the client itself.
         push_link: the link to the next server.
         lock: held by the step that is being computed.
+        computing: number and result of that step, while it is with the engine.
         reserving: held while cache is reserved, so that two connections never reserve the same sequences twice.
     """
 
@@ -75,6 +81,7 @@ class Session:
         self.previous_peer: str | None = None
         self.push_link: PushLink | None = None
         self.lock = asyncio.Lock()
+        self.computing: tuple[int, asyncio.Future[ComputeResult]] | None = None
         self.reserving = asyncio.Lock()
         self._push_allowed = asyncio.Event()
 
@@ -84,9 +91,11 @@ class Session:
         return self.terms.peer_id, self.terms.session_id
 
     def give_up(self, first: int, end: int) -> None:
-        """Compute no step from number `first` up to, but without, `end`, unless it has begun."""
+        """Compute no step from number `first` up to, but without, `end`, unless it has begun, and answer none."""
         continues = first <= self.given_up.stop
         self.given_up = range(min(first, self.given_up.start) if continues and self.given_up else first, end)
+        if self.computing is not None and self.computing[0] in self.given_up and not self.computing[1].done():
+            self.computing[1].set_exception(StepGivenUp())
 
     def allow_push_from(self, peer_id: str | None) -> None:
         """Accept pushed steps from this peer and from no other."""

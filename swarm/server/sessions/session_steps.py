@@ -14,7 +14,7 @@ from swarm.server.compute import compute_request
 from swarm.server.compute.compute_request import Bytes, ComputeResult
 from swarm.server.compute.engine import Engine
 from swarm.server.sessions.request_validation import RequestValidator
-from swarm.server.sessions.session import Session
+from swarm.server.sessions.session import Session, StepGivenUp
 from swarm.server.sessions.session_table import SessionTable
 
 
@@ -59,7 +59,10 @@ class SessionSteps:
             self._validator.validate_exits(message, session.terms.span, session.terms.early_exits)
             reply_format = session.terms.reply_format
             exits = _exits(session, message)
-            result = await self._extend_cache(session, message, layout, payload, reply_format, exits)
+            try:
+                result = await self._extend_cache(session, message, layout, payload, reply_format, exits)
+            except StepGivenUp:
+                return None, b""
             left = list(result.left) if any(result.left) else None
             reply = messages.StepReply(message.step, reply_format, _dtype(session), result.milliseconds, left=left)
             self._observer.tokens_left(block for block in result.left if block > session.terms.span.start)
@@ -101,6 +104,7 @@ class SessionSteps:
             epoch=message.epoch,
             exits=message.exits,
             left=reply.left,
+            exit_block=message.exit_block,
         )
         pushed = await link.push(onward, output)
         self._observer.output_pushed(len(output), pushed)
@@ -121,19 +125,27 @@ class SessionSteps:
         self._validator.validate_payload(layout.tokens, message.format, message.dtype, payload)
         session.cache.validate_layout(layout)
         await self._sessions.reserve_cache(session, layout.sequences)
-        return await self._engine.compute(
-            compute_request.forward_work(
-                session.terms.peer_id,
-                session.terms.session_id,
-                session.cache,
-                layout,
-                payload,
-                message.format,
-                message.dtype,
-                reply_format,
-                exits,
-            )
+        exit_block, number = None, None
+        if isinstance(message, messages.StepRequest):
+            exit_block, number = message.exit_block, message.step
+        work = compute_request.forward_work(
+            session.terms.peer_id,
+            session.terms.session_id,
+            session.cache,
+            layout,
+            payload,
+            message.format,
+            message.dtype,
+            reply_format,
+            exits,
+            urgent=exit_block is None or session.terms.span.start < exit_block,
         )
+        computing = self._engine.submit(work)
+        session.computing = (number, computing) if number is not None else None
+        try:
+            return await computing
+        finally:
+            session.computing = None
 
     def _require_not_closed(self) -> None:
         if self.closed:

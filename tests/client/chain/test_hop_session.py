@@ -73,7 +73,7 @@ class Session(HopSession):
     async def ask(self, number: int, layout: StepLayout = LAYOUT, hidden: PackedHidden = INPUT) -> None:
         """Hand over a step and wait for what comes of it."""
         self.expect(number, OutputShape(hidden.tokens, hidden.hidden_size))
-        await self.deliver(Step(number, layout, hidden))
+        await self.deliver(Step(number, layout, hidden, exit_block=number or None))
         await asyncio.sleep(0.1)
 
 
@@ -103,7 +103,8 @@ def test_it_says_what_it_wants_and_hands_on_what_it_gets():
         assert (opened.revision, opened.start, opened.end, opened.max_length) == ("main", 0, 3, 100)
         assert (opened.session_id, opened.reply_format) == (one.session_id, WireFormat.FLOAT16)
         assert first_step == (messages.StepRequest(0, [0, 0], [2, 1], WireFormat.NONE, "float32"), INPUT.payload)
-        assert second_step[0] == messages.StepRequest(1, [2, 1], [1, 2], WireFormat.NONE, "float32", [1, 0], [5, 0])
+        expected = messages.StepRequest(1, [2, 1], [1, 2], WireFormat.NONE, "float32", [1, 0], [5, 0], exit_block=1)
+        assert second_step[0] == expected
         assert closed == messages.CloseSession()
 
     run(scenario)

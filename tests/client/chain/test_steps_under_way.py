@@ -43,6 +43,11 @@ def test_what_comes_next():
     assert list(steps.steps) == [2]
 
 
+def test_a_step_keeps_where_its_token_may_leave():
+    (step,) = StepsUnderWay().add([part(0)], exit_block=3)
+    assert step.exit_block == 3
+
+
 def test_the_callers_buffer_may_change():
     buffer = bytearray(16)
     (step,) = StepsUnderWay().add([(PackedHidden(memoryview(buffer), 1, 4, WireFormat.NONE, "float32"), part(0)[1])])

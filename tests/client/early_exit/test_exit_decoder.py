@@ -46,14 +46,16 @@ class World:
     positions: dict[int, int] = field(default_factory=dict)
     given_up: list[int] = field(default_factory=list)
     settled: list[int] = field(default_factory=list)
+    exit_blocks: list[int | None] = field(default_factory=list)
     events: list[Any] = field(default_factory=list)
 
     boundaries = tuple(range(1, SERVERS))
     route = None
 
-    def send(self, tokens: torch.Tensor, exits: Any) -> Any:
+    def send(self, tokens: torch.Tensor, exits: Any, exit_block: int | None) -> Any:
         assert exits is None
         number = len(self.sent)
+        self.exit_blocks.append(exit_block)
         self.sent[number], self.positions[number] = self.now, tokens.shape[1]
         return SimpleNamespace(number=number, hidden=torch.zeros(1, 1, VOCABULARY))
 
@@ -163,6 +165,14 @@ def test_only_where_it_may_leave():
         assert text == EXPECTED
         assert {event.block for event in world.events} == {block}
         assert world.now == (NEW - 2) * (block + 1) + SERVERS + 1
+        assert set(world.exit_blocks) == {block}, "servers behind it are told that this is not urgent there"
+
+
+def test_what_cannot_leave_is_urgent_everywhere():
+    early = {position: (right(position),) * (SERVERS - 1) for position in range(2, 1 + NEW)}
+    for options in (EarlyExit(threshold=1.0), EarlyExit(threshold={3: 1.0}), EarlyExit(min_block=SERVERS)):
+        _, world = generate(early, options)
+        assert set(world.exit_blocks) == {None}
 
 
 def test_near_servers_are_not_guessed_at(monkeypatch):
@@ -171,6 +181,8 @@ def test_near_servers_are_not_guessed_at(monkeypatch):
     text, world = generate(early, EarlyExit(threshold=0.0))
     assert text == EXPECTED
     assert sum(isinstance(event, ExitTaken) for event in world.events) == 2, "then it is known what a look costs"
+    assert world.exit_blocks[0] == 1
+    assert world.exit_blocks[-1] is None, "the last server's answer is waited for"
 
 
 class Screen:

@@ -61,7 +61,7 @@ class World:
         ]
         return Route(tuple(Hop(info, info.span) for info in infos))
 
-    def send(self, tokens: torch.Tensor, exits: ExitTerms | None) -> Any:
+    def send(self, tokens: torch.Tensor, exits: ExitTerms | None, exit_block: int | None) -> Any:
         number = len(self.sent)
         self.sent[number], self.positions[number] = self.now, tokens.shape[1]
         self.asked.append(exits)

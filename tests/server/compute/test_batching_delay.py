@@ -85,6 +85,36 @@ def test_a_session_alone_and_lanes_that_take_turns_wait_for_nobody():
     assert lanes.delay(1, 0.0, 0.0, now + 3 * T) == 0
 
 
+def test_what_is_not_urgent_waits_for_an_urgent_session_that_would_have_to_wait_for_it():
+    for away, expected in ((3.3 * T, 0.3 * T), (3.9 * T, 0.9 * T), (4.1 * T, 0.0)):
+        one, now = cycles({"lazy": 3 * T, "urgent": away})
+        one.on_request("lazy", now + 3 * T, urgent=False)
+        assert one.delay(0, 0.0, 0.0, now + 3 * T, yielding=1) == pytest.approx(expected)
+    one, now = cycles({"lazy": 3 * T, "urgent": 3.3 * T})
+    one.on_request("lazy", now + 3 * T, urgent=False)
+    assert one.delay(0, T, 0.0, now + 4 * T, yielding=1) == 0, "one iteration at most"
+
+
+def test_what_is_not_urgent_waits_for_its_like_as_any_other_would():
+    for away, expected in ((3.3 * T, 0.3 * T), (3.7 * T, 0.0)):
+        one, now = cycles({"lazy": 3 * T, "other": away})
+        one.on_request("other", now, urgent=False)
+        one.on_answer("other", now)
+        one.on_request("other", now + away, urgent=False)
+        one.on_answer("other", now + away)
+        one.on_request("lazy", now + away + 3 * T, urgent=False)
+        at = now + 2 * away - (away - 3 * T)
+        assert one.delay(0, 0.0, 0.0, at, yielding=1) == pytest.approx(expected)
+
+
+def test_nothing_urgent_waits_for_what_is_not():
+    one, now = cycles({"a": 3 * T, "b": 3.2 * T})
+    one.on_request("b", now + 3 * T, urgent=False)
+    one.on_answer("b", now + 3 * T)
+    one.on_request("a", now + 5.9 * T)
+    assert one.delay(1, 0.0, 0.0, now + 5.9 * T) == 0
+
+
 def test_one_that_does_not_come_is_given_up():
     one, now = cycles({"a": 3 * T, "b": 3.2 * T})
     one.on_request("a", now + 3 * T)

@@ -16,6 +16,7 @@ from swarm.errors import ServerClosing, WrongPosition
 from swarm.models.execution.session_cache import SessionCache, advance_steps
 from swarm.models.execution.span_model import SpanModel
 from swarm.server.compute import engine as engine_module
+from swarm.server.compute import scheduler
 from swarm.server.compute.batching_delay import BatchingDelay
 from swarm.server.compute.compute_request import ComputeResult, ForwardWork
 from swarm.server.compute.compute_thread import ComputeThread
@@ -227,6 +228,44 @@ def test_chunks_of_a_long_prompt_leave_room_for_decode_rows(llama, monkeypatch):
         assert sizes == [20, 20, 20, 20, 12, 1]
 
     run(scenario, budget=20)
+
+
+def test_a_step_that_is_not_urgent_lets_urgent_ones_go_first(llama, monkeypatch):
+    async def scenario(engine):
+        monkeypatch.setattr(scheduler, "MAX_YIELD_S", SOON)
+        sessions = [Session(engine, llama, seed) for seed in range(4)]
+        for session in sessions:
+            await session.step(3)
+        sizes = recorded(llama, monkeypatch)
+        lazy = sessions[0]
+        hidden = lazy.inputs(5)
+        *_, outcome = await Pause(engine).end(
+            *(session.step(2) for session in sessions[1:]), engine.compute(lazy.request(hidden, urgent=False))
+        )
+        assert sizes == [6 + 3, 2], "a part of it is taken along; then it has begun, and does not yield any more"
+        lazy.check(hidden, outcome)
+        hidden, sizes[:] = lazy.inputs(1), []
+        lazy.check(hidden, await engine.compute(lazy.request(hidden, urgent=False)))
+        assert sizes == [1]
+
+    run(scenario)
+
+
+def test_a_request_that_is_settled_by_another_hand_is_dropped(llama, monkeypatch):
+    async def scenario(engine):
+        gone, good = Session(engine, llama, 1), Session(engine, llama, 2)
+        await gone.step(3)
+        sizes = recorded(llama, monkeypatch)
+        pause = Pause(engine)
+        unwanted = engine.submit(gone.request(gone.inputs(7)))
+        unwanted.set_exception(Broken())
+        await pause.end(good.step(2))
+        assert sizes == [2]
+        with pytest.raises(Broken):
+            await unwanted
+        await gone.step(1)
+
+    run(scenario)
 
 
 class Broken(Exception):

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
@@ -16,8 +16,10 @@ from swarm.data_structures import Span
 from swarm.server.compute.scheduler import (
     LONG_BUDGET_SHARE,
     MAX_REMEMBERED_SESSIONS,
+    MAX_YIELD_S,
     OVERDUE_AFTER_S,
     PRIORITY_AFTER_S,
+    TOKENS_PER_YIELDING,
     TRAINING_PRIORITY_AFTER_S,
     FairShares,
     QueuedTokens,
@@ -41,6 +43,7 @@ class Request:
     training: bool = False
     whole: bool = False
     span: Span = HERE
+    urgent: bool = True
     number: int = -1
     since: float = 0.0
 
@@ -54,6 +57,7 @@ class Schedule:
 
     Attributes:
         served: tokens for each session so far.
+        iteration: seconds that each iteration takes.
     """
 
     budget: int
@@ -63,6 +67,7 @@ class Schedule:
     now: float = 0.0
     trained: float = -math.inf
     numbers: Iterator[int] = field(default_factory=lambda: iter(range(1 << 30)))
+    iteration: float = ITERATION
 
     def add(self, *requests: Request) -> None:
         for request in requests:
@@ -82,6 +87,7 @@ class Schedule:
                 whole=one.whole,
                 idle=self.now - (max(one.since, self.trained) if one.training else one.since),
                 waited=self.now - one.since,
+                urgent=one.urgent,
             )
             for one in self.waiting
         ]
@@ -95,12 +101,12 @@ class Schedule:
         chosen = self._checked(batch)
         for one, tokens in chosen:
             one.tokens -= tokens
-            one.since = self.now
+            one.since, one.urgent = self.now, True
             self.served[one.session] += tokens
             if one.training:
                 self.trained = self.now
         self.waiting = [one for one in self.waiting if one.tokens]
-        self.now += ITERATION
+        self.now += self.iteration
         return chosen
 
     def _checked(self, batch: Sequence[TokenSlice]) -> list[tuple[Request, int]]:
@@ -120,9 +126,19 @@ class Schedule:
             together = [
                 one for one in self.waiting if one.span == like.span and one.training == like.training and not one.whole
             ]
-            # No room stays empty while a request for these blocks could use it.
-            assert sum(tokens for _, tokens in chosen) == min(self.budget, sum(one.tokens for one in together))
+            # No room stays empty while a request for these blocks could use it, unless it lets others go first.
+            behind = {one.number for one in together if self._may_yield(one)}
+            used = sum(tokens for one, tokens in chosen if one.number not in behind)
+            assert used == min(self.budget, sum(one.tokens for one in together if one.number not in behind))
+            lazy = sum(one.tokens for one in together if one.number in behind)
+            assert sum(tokens for _, tokens in chosen) - used == min(
+                lazy, self.budget - used, used // TOKENS_PER_YIELDING
+            )
         return chosen
+
+    def _may_yield(self, one: Request) -> bool:
+        others = any(other.short and other.urgent and other.training == one.training for other in self.waiting)
+        return others and one.short and not one.urgent and self.now - one.since < MAX_YIELD_S
 
 
 def test_nothing_waits():
@@ -137,6 +153,7 @@ CUT = st.builds(
     short=st.booleans(),
     training=st.booleans(),
     span=st.sampled_from([HERE, THERE]),
+    urgent=st.booleans(),
 )
 WHOLE = st.builds(
     Request,
@@ -255,6 +272,94 @@ def test_short_requests_go_into_the_very_next_iteration_whatever_prompts_wait(sh
     assert all(one.tokens == 0 for one in short)
     taken = sum(tokens for one, tokens in chosen if not one.short)
     assert taken == min(budget - sum(shorts), taken + sum(one.tokens for one in schedule.waiting))
+
+
+SHORT = st.builds(
+    Request,
+    session=st.uuids().map(str),
+    tokens=st.integers(1, 20),
+    peer=st.sampled_from(["p", "q", "r"]),
+    short=st.just(True),
+    span=st.sampled_from([HERE, THERE]),
+    urgent=st.booleans(),
+)
+
+
+@given(st.lists(SHORT, max_size=20), st.integers(1, 10), st.integers(0, 5))
+def test_an_urgent_step_does_not_wait_behind_those_that_are_not(others, tokens, earlier):
+    """Whatever came before it, and for whichever blocks: it is in the very next iteration, nearly alone."""
+    schedule = Schedule(10_000, iteration=MAX_YIELD_S / 10)
+    schedule.add(*(replace(one, urgent=False) for one in others))
+    for _ in range(earlier):
+        schedule.add(Request(f"before {schedule.now}", 1, short=True), Request("more", 3, short=True, urgent=False))
+        schedule.iterate()
+    assert sum(one.session == "more" for one in schedule.waiting) == earlier
+    urgent = Request("urgent", tokens, short=True)
+    schedule.add(urgent)
+    chosen = schedule.iterate()
+    assert urgent.tokens == 0
+    along = sum(tokens for one, tokens in chosen if one is not urgent)
+    assert along <= tokens // TOKENS_PER_YIELDING
+
+
+@given(st.lists(SHORT, max_size=12), st.integers(1, 60), st.sampled_from([0.002, 0.01, 0.04, 0.3]))
+def test_what_is_not_urgent_is_computed_within_the_bound(flood, budget, iteration):
+    """Urgent steps come again and again, and ask for all there is. From the bound on it is a step like others."""
+    ones = [Schedule(budget, iteration=iteration) for _ in range(2)]
+    waits = []
+    for schedule, is_urgent in zip(ones, (False, True), strict=True):
+        for _ in range(5):
+            schedule.add(*(replace(one, urgent=True) for one in flood))
+            schedule.iterate()
+        late = 0.0 if is_urgent else MAX_YIELD_S
+        one = Request("one", 1, peer="alone", short=True, urgent=is_urgent)
+        schedule.add(one)
+        began = schedule.now
+        while one.tokens:
+            assert schedule.now - began <= late + 2 * (PRIORITY_AFTER_S + iteration * (2 + 2 * len(schedule.waiting)))
+            schedule.add(*(replace(other, session=f"{schedule.now} {other.session}") for other in flood[:1]))
+            schedule.iterate()
+        waits.append(schedule.now - began)
+
+
+def test_beside_short_iterations_the_bound_is_exact():
+    schedule = Schedule(64, iteration=0.004)
+    schedule.add(Request("lazy", 1, short=True, urgent=False))
+    while "lazy" not in schedule.served:
+        schedule.add(Request("urgent", 1, short=True))
+        schedule.iterate()
+    assert MAX_YIELD_S <= schedule.now - schedule.iteration < MAX_YIELD_S + 2 * schedule.iteration
+
+
+@given(st.lists(SHORT, min_size=1, max_size=12), st.integers(1, 100))
+def test_where_nothing_is_urgent_nothing_yields(requests, budget):
+    batches = []
+    for is_urgent in (False, True):
+        schedule = Schedule(budget)
+        schedule.add(*(replace(one, urgent=is_urgent) for one in requests))
+        batches.append([(one.number, tokens) for one, tokens in schedule.iterate()])
+    assert batches[0] == batches[1]
+
+
+@given(st.lists(SHORT.map(lambda one: replace(one, span=HERE)), min_size=1, max_size=12), st.integers(1, 100))
+def test_a_client_gains_nothing_by_saying_that_it_does_not_wait(requests, budget):
+    tokens = []
+    for is_urgent in (False, True):
+        schedule = Schedule(budget)
+        liar = replace(requests[0], urgent=is_urgent)
+        schedule.add(liar, *(replace(one) for one in requests[1:]))
+        schedule.iterate()
+        tokens.append(schedule.served[liar.session])
+    assert tokens[0] <= tokens[1]
+
+
+def test_prompts_take_along_what_is_not_urgent():
+    """Beside a prompt it costs nothing; nor does it ever wait for one."""
+    schedule = Schedule(64)
+    schedule.add(Request("prompt", 40), Request("urgent", 1, short=True), Request("lazy", 1, short=True, urgent=False))
+    assert len(schedule.iterate()) == 3
+    schedule.add(Request("prompt", 1000), Request("lazy", 1, short=True, urgent=False))
+    assert len(schedule.iterate()) == 2
 
 
 def test_prompts_go_on_however_many_short_requests_wait():

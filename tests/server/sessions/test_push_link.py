@@ -369,7 +369,7 @@ def test_outputs_are_pushed_on_just_as_the_client_gets_them(model):
     async def act(server):
         client, behind = await with_next(server)
         hidden = random(3, 5)
-        request = messages.StepRequest(4, [2, 0], [1, 2], WireFormat.NONE, "float32", [0, 0], [0, 3])
+        request = messages.StepRequest(4, [2, 0], [1, 2], WireFormat.NONE, "float32", [0, 0], [0, 3], exit_block=9)
         reply, payload = await client.ask(request, encode_tensor(hidden, WireFormat.NONE))
         assert isinstance(reply, messages.StepReply)
         assert reply.pushed

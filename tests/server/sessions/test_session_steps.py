@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from hypothesis import given
@@ -11,8 +13,10 @@ from swarm.data_structures import WireFormat
 from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
 from swarm.protocol.compression import encode_tensor
+from swarm.server.compute import engine as engine_module
+from swarm.server.compute.engine import Engine
 from swarm.server.sessions.session import Session
-from tests.server.conversations import HIDDEN, changed, make_model, random, scenario
+from tests.server.conversations import HIDDEN, OPEN, PATIENCE, alone, changed, make_model, random, scenario
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +61,66 @@ def test_steps_that_were_given_up_are_not_computed(model):
     scenario(model, act)
 
 
+@pytest.mark.parametrize(("exit_block", "urgent"), [(None, True), (0, False), (1, False), (2, True), (4, True)])
+def test_a_step_is_not_urgent_at_or_behind_the_block_where_its_token_may_leave(model, monkeypatch, exit_block, urgent):
+    """This server begins with block 1. Where the exit lies inside its span, the client waits for a part of it."""
+    seen: list[bool] = []
+    submit = Engine.submit
+
+    def watched(engine, request):
+        seen.append(request.urgent)
+        return submit(engine, request)
+
+    monkeypatch.setattr(Engine, "submit", watched)
+
+    async def act(server):
+        client = await (await server.client()).begin()
+        reply, payload = await client.ask(
+            changed(client.next_step(), exit_block=exit_block), encode_tensor(random(1, 1), WireFormat.NONE)
+        )
+        client.check(reply, payload, random(1, 1))
+        replay = messages.ReplayRequest(9, [0], [2], WireFormat.NONE, "float32", None, False)
+        await client.ask(replay, encode_tensor(random(2), WireFormat.NONE))
+
+    alone(model, act)
+    assert seen == [True, urgent, True]
+
+
+def test_a_step_that_is_given_up_while_it_waits_is_dropped(model, monkeypatch):
+    """The server before has pushed it; the client, whose stream is free meanwhile, does not want it any more."""
+    computed: list[int] = []
+    advance = engine_module.advance_steps
+
+    def counted(parts):
+        computed.append(sum(tokens for _, tokens in parts))
+        advance(parts)
+
+    monkeypatch.setattr(engine_module, "advance_steps", counted)
+
+    async def act(server):
+        client = await (await server.client()).begin()
+        await client.stream.send(messages.SetNeighbors("before", None, None))
+        before, go_on = await server.client("before"), threading.Event()
+        assert server.runtime.post(lambda: go_on.wait(PATIENCE) or None)
+        computed.clear()
+        unwanted = changed(client.next_step(), exit_block=0)
+        await before.stream.send(messages.PushRequest("hostile", OPEN.session_id, unwanted), PAYLOAD)
+        await server.until(lambda: server.session().computing is not None)
+        await client.stream.send(messages.GiveUp(1, 2))
+        await server.until(lambda: server.session().computing is None)
+        client.steps = 2
+        wanted, hidden = changed(client.next_step(), epoch=2), random(1, 2)
+        await before.stream.send(
+            messages.PushRequest("hostile", OPEN.session_id, wanted), encode_tensor(hidden, WireFormat.NONE)
+        )
+        await server.until(lambda: server.session().computing is not None)
+        go_on.set()
+        client.check(*await client.hear(), hidden)
+        assert computed == [1], "the one that was given up took no time"
+
+    alone(model, act)
+
+
 def test_nobody_gives_up_steps_without_a_session(model):
     async def act(server):
         client = await server.client()
@@ -83,7 +147,7 @@ def test_a_refilled_cache_belongs_to_an_epoch(model):
 def test_given_up_steps_are_those_that_the_client_gave_up(lengths):
     """A client gives up the newest steps: some of those before were given up, too, or are computed."""
     session = Session.__new__(Session)
-    session.given_up = range(0)
+    session.given_up, session.computing = range(0), None
     begun, given_up = 0, set()
     for kept, more in lengths:
         begun += kept + more
