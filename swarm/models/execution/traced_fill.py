@@ -53,7 +53,7 @@ def traced_fill(model: SpanModel) -> TokenFill:
         return tuple(recorder.stored)
 
     example = torch.randn(2, 1, model.hidden_size).to(model.device, model.dtype)
-    forward = TracedForward(model.module, run, example, recorder).flat_results()
+    forward = TracedForward(model.module, run, example, recorder).flat_results(shared=True)
     layers = tuple(recorder.layers)
 
     def fill(hidden_N1H: torch.Tensor, positions_N1: torch.Tensor, batch: PackedBatch) -> None:

@@ -182,8 +182,12 @@ class TracedForward:
         results = self.flat_results()
         return lambda hidden, positions: _single_output(results(hidden, positions))
 
-    def flat_results(self) -> Callable[[torch.Tensor, torch.Tensor], Any]:
-        """`flat` for a run that returns something else than hidden states."""
+    def flat_results(self, shared: bool = False) -> Callable[[torch.Tensor, torch.Tensor], Any]:
+        """`flat` for a run that returns something else than hidden states.
+
+        Args:
+            shared: whether operations that occur several times with the same inputs are computed once.
+        """
         module = self._program.module(check_guards=False)
         graph = module.graph
         graph.set_codegen(fx.graph.CodeGen())
@@ -211,6 +215,8 @@ class TracedForward:
             elif node.target in _DIRECT:
                 node.target = _DIRECT[node.target]
         graph.eliminate_dead_code()
+        if shared:
+            _share_operations(graph)
         module.recompile()
         forward: Callable[..., Any] = type(module).forward
 
@@ -244,6 +250,18 @@ class TracedForward:
         shapes = [(name, tuple(value.shape), str(value.dtype)) for name, value in self._program.state_dict.items()]
         parts = (str(self._program.graph), shapes, torch.__version__, torch.backends.cpu.get_cpu_capability())
         return hashlib.sha256(repr((parts, _processor_flags())).encode()).hexdigest()[:32]
+
+
+def _share_operations(graph: fx.Graph) -> None:
+    """Replace operations by earlier ones that are the same, on the same inputs. None of them may change its inputs."""
+    first: dict[str, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        known = first.setdefault(f"{id(node.target)} {node.args} {node.kwargs}", node)
+        if known is not node:
+            node.replace_all_uses_with(known)
+            graph.erase_node(node)
 
 
 @contextmanager

@@ -1,0 +1,163 @@
+"""Exits inside a server's span: tokens a second against the share of blocks that is skipped, and of tokens that leave.
+
+    python -m benchmarks.early_exit.span_exits [--shape small] [--confidences similarity,softmax] [--tokens 48]
+        [--repeats 5] [--json FILE]
+
+One server, with everything but libp2p, holds a model of random weights, and one client sends it token after token. The
+client decides which tokens leave: by a threshold of 0, which they all exceed, or of 1, which none does. So a row's
+tokens leave evenly spread. Each row has a session and an exit of its own; all take turns with plain decoding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import machine
+from benchmarks.common.shapes import SHAPES, make_model
+from benchmarks.common.tables import spread, table
+from swarm.data_structures import ExitConfidence, Span, WireFormat
+from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from swarm.models.execution.span_model import SpanModel
+from swarm.models.execution.strategy_trials import choose_exit_forwards, choose_forward
+from swarm.models.exits.model_head import ModelHead
+from swarm.models.exits.span_exits import SpanExits
+from swarm.models.loading.span_loading import load_span
+from swarm.protocol import messages
+from swarm.protocol.compression import encode_tensor
+from swarm.server.compute.compute_thread import ComputeThread
+from swarm.server.compute.engine import Engine
+from swarm.server.sessions.handler import MessageHandler
+from swarm.server.sessions.session_table import SessionTable
+from swarm.transport.memory import MemoryHub, MemoryNetwork
+
+CPU = torch.device("cpu")
+PROMPT_TOKENS = 64
+BLOCK_SHARES = (0.25, 0.5, 0.75)
+TOKEN_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+@dataclass
+class Row:
+    """One way to decode.
+
+    Attributes:
+        model: what the server holds.
+        terms: what its client asks for when a token leaves, and when none does; None for plain decoding.
+        tokens: share that leaves.
+        seconds: of all steps, by repetition.
+    """
+
+    name: Sequence[str]
+    model: SpanModel
+    terms: tuple[messages.ExitTerms, messages.ExitTerms] | None = None
+    tokens: float = 0.0
+    seconds: list[float] = field(default_factory=list)
+
+    def exits_of(self, number: int) -> messages.ExitTerms | None:
+        """What the client asks for in a step."""
+        return self.terms[0 if self.leaves(number) else 1] if self.terms is not None else None
+
+    def leaves(self, number: int) -> bool:
+        """Whether the token of a step leaves."""
+        return int((number + 1) * self.tokens) > int(number * self.tokens)
+
+
+async def decode(row: Row, steps: int) -> float:
+    """Seconds that a session's steps take, behind a prompt."""
+    hub, compute_thread = MemoryHub(), ComputeThread()
+    model = row.model
+    network = MemoryNetwork(hub, "server")
+    handler = MessageHandler(
+        network, model, "main", SessionTable(4096, time.monotonic), Engine(compute_thread, PROMPT_TOKENS)
+    )
+    await network.serve(handler)
+    stream = await MemoryNetwork(hub, "client").open_stream("server")
+
+    async def ask(message: messages.Message, payload: Any = b"") -> messages.ServerMessage:
+        await stream.send(message, payload)
+        return messages.decode_server((await stream.receive()).header)
+
+    def step(number: int, start: int, tokens: int, exits: messages.ExitTerms | None) -> messages.StepRequest:
+        return messages.StepRequest(number, [start], [tokens], WireFormat.NONE, "float32", exits=exits)
+
+    try:
+        length, span = PROMPT_TOKENS + steps, model.span
+        await ask(
+            messages.OpenSession(
+                bytes(16), "main", span.start, span.end, length, WireFormat.NONE, early_exits=row.terms is not None
+            )
+        )
+        hidden = torch.randn(length, model.hidden_size)
+        await ask(step(0, 0, PROMPT_TOKENS, None), encode_tensor(hidden[:PROMPT_TOKENS], WireFormat.NONE))
+        began = time.perf_counter()
+        for number in range(steps):
+            request = step(number + 1, PROMPT_TOKENS + number, 1, row.exits_of(number))
+            reply = await ask(request, encode_tensor(hidden[PROMPT_TOKENS + number :][:1], WireFormat.NONE))
+            if not isinstance(reply, messages.StepReply) or (reply.left is not None) != row.leaves(number):
+                raise SystemExit(f"{row.name}: token {number} did not do as it was told: {reply}")
+        return time.perf_counter() - began
+    finally:
+        compute_thread.close()
+        await hub.close()
+
+
+def rows(checkpoint: Checkpoint, confidences: Sequence[ExitConfidence]) -> list[Row]:
+    """Plain decoding, then all shares by each confidence."""
+    blocks = checkpoint.blocks
+    plain = choose_forward(load_span(checkpoint, Span(0, blocks), dtype=torch.float32, device=CPU))
+    head = ModelHead(checkpoint, torch.float32, CPU)
+    found = [Row(("none", "", ""), plain)]
+    for skipped in BLOCK_SHARES:
+        exit_block = blocks - int(skipped * blocks)
+        model = plain.with_exits(SpanExits((exit_block,), head))
+        choose_exit_forwards(model)
+        for confidence in confidences:
+            leave, stay = (messages.ExitTerms(confidence, ((exit_block, one),)) for one in (0.0, 1.0))
+            found += [
+                Row((confidence, f"{skipped:.0%}", f"{tokens:.0%}"), model, (leave, stay), tokens)
+                for tokens in TOKEN_SHARES
+            ]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="small")
+    parser.add_argument("--confidences", default="similarity,softmax")
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    print(", ".join(machine.describe().values()), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = open_checkpoint(make_model(arguments.shape, Path(folder)))
+        found = rows(checkpoint, arguments.confidences.split(","))
+        for row in found:
+            asyncio.run(decode(row, 4))
+        for _ in range(arguments.repeats):
+            for row in found:
+                row.seconds.append(asyncio.run(decode(row, arguments.tokens)))
+    lines = []
+    for row in found:
+        ratios = [plain / seconds for plain, seconds in zip(found[0].seconds, row.seconds, strict=True)]
+        lines.append((*row.name, spread([arguments.tokens / one for one in row.seconds], 1), spread(ratios)))
+    heading = ("confidence", "blocks skipped", "by tokens", "tokens/s", "times plain")
+    print(f"\nMedian (range) of {arguments.repeats}\n\n{table(heading, lines)}")
+    if arguments.json is not None:
+        results = {" ".join(row.name).strip(): row.seconds for row in found}
+        arguments.json.write_text(json.dumps({"machine": machine.describe(), "seconds": results}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
