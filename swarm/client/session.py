@@ -85,13 +85,15 @@ class InferenceSession:
         """Let servers be asked to end tokens inside their spans (`EarlyExit(fill="project")`), which is approximate.
 
         Raises:
-            UsageError: the session's servers were already told that every token passes all blocks.
+            UsageError: the session has computed tokens with servers that were told that every token passes all blocks.
         """
         if not self._early_exits and self._chain is not None and self._chain.is_open:
-            raise UsageError(
-                "early_exit with fill='project' makes the caches of a session approximate, and this session has "
-                "computed tokens in full; use another session"
-            )
+            if self.position:
+                raise UsageError(
+                    "early_exit with fill='project' makes the caches of a session approximate, and this session has "
+                    "computed tokens in full; use another session"
+                )
+            self._close_chain()  # servers are told when it opens
         self._early_exits = True
 
     def step(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -214,14 +214,21 @@ class Swarm:
 
 @dataclass
 class Conversation:
-    """A chain, and what its outputs have to be: each row's whole history computed again by the undisturbed model."""
+    """A chain, and what its outputs have to be: each row's whole history computed again by the undisturbed model.
+
+    Attributes:
+        caps: how far back the next step has to begin in each row, because of steps that were given up.
+        exits: makes every token of `stream` leave in front of one block, if the servers have an exit there.
+        left: copies of steps whose tokens had left.
+    """
 
     model: SpanModel
     chain: Chain
     histories: list[torch.Tensor] = field(default_factory=list)
     caps: list[int] = field(default_factory=list)
-    """How far back the next step has to begin in each row, because of steps that were given up."""
     random: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
+    exits: messages.ExitTerms | None = None
+    left: int = 0
 
     @property
     def lengths(self) -> list[int]:
@@ -282,14 +289,14 @@ class Conversation:
 
     async def _begin(self, chance: random.Random, under_way: list[_UnderWay], limits: list[int]) -> list[int]:
         starts = tuple(limit if chance.random() < 0.9 else chance.randint(0, limit) for limit in limits)
-        counts = tuple(chance.choice([1, 1, 1, 0, 2]) for _ in limits)
+        counts = tuple(chance.choice([1, 1, 1, 0, 2 if self.exits is None else 1]) for _ in limits)
         layout = StepLayout(starts, counts if any(counts) else (1,) * len(counts))
         hidden = torch.randn(layout.tokens, HIDDEN, generator=self.random)
         before = under_way[-1].histories if under_way else self.histories
         one = _UnderWay(-1, layout, _after(before, hidden, layout))
         under_way.append(one)  # also if it fails: servers may have got it
         one.number = self.chain.next_number
-        assert await self.chain.begin(_packed(hidden), layout) == one.number
+        assert await self.chain.begin(_packed(hidden), layout, self.exits) == one.number
         return [len(history) for history in one.histories]
 
     async def _give_up(self, chance: random.Random, under_way: list[_UnderWay]) -> list[int]:
@@ -310,8 +317,15 @@ class Conversation:
         await self.chain.wait(lambda: self.chain.outputs(one.number, block) is not None)
         found = self.chain.outputs(one.number, block)
         assert found is not None or block != BLOCKS
-        if found is not None:
-            self._check(one.layout, found, one.histories, self.model.narrowed(Span(0, block)))
+        if found is None:
+            return
+        left = None
+        if self.exits is not None:
+            ((block, _),) = self.exits.thresholds
+            left = tuple(block * count for count in one.layout.counts)
+            self.left += 1
+        assert found.left == left
+        self._check(one.layout, found, one.histories, self.model.narrowed(Span(0, block)))
 
     def _check(
         self,

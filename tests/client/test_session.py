@@ -90,14 +90,21 @@ def test_who_was_interrupted_or_found_nobody_may_try_again():
     assert session.route is None
 
 
-def test_exits_inside_spans_have_to_be_allowed_before_servers_are_asked_for_a_session():
-    connection = Connection("open", "open")
+def test_exits_inside_spans_have_to_be_allowed_before_anything_is_computed():
+    connection = Connection("open", "open", "open")
     plain, session = (InferenceSession(MODEL, connection, 8) for _ in range(2))
     plain.open()
     assert connection.arguments[-1] is False
+    plain.cache.commit(1, 3, None, None)
     with pytest.raises(UsageError, match="use another session"):
         plain.allow_early_exits()
+    plain.position = 0
+    plain.allow_early_exits()
+    assert not connection.chains[0].is_open
+    plain.open()
+    assert connection.arguments[-1] is True
     session.allow_early_exits()
     session.open()
     assert connection.arguments[-1] is True
     session.allow_early_exits()
+    assert [chain.is_open for chain in connection.chains] == [False, True, True]

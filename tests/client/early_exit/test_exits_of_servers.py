@@ -1,0 +1,237 @@
+"""Tokens that leave inside the spans of real servers (`fill="project"`), which is approximate.
+
+What a token is read from in front of block 1 depends on block 0 alone, whose caches are always exact. So where every
+token leaves there, it is known which text comes out, whatever happens to servers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import StoppingCriteriaList
+
+from swarm import EarlyExit
+from swarm.client.model.train_exits import hidden_states, read_hidden
+from swarm.client.routes.events import ExitTaken, HopLost, RouteTaken
+from swarm.errors import UsageError
+from swarm.server.config import ExitsOption
+from tests.disturbances import Before, holder
+from tests.swarms import TestSwarm, run_client, run_swarm
+from tests.zoo import BLOCKS, PROMPTS
+
+SPANS = ("0:3", "3:5", "5:6")
+NEW = 16
+PAD = 0
+
+
+@pytest.fixture(scope="module")
+def swarm(folder: Path) -> Iterator[TestSwarm]:
+    with run_swarm(folder, SPANS, dtype="float32", exits=ExitsOption()) as swarm:
+        yield swarm
+
+
+@pytest.fixture(scope="module")
+def model(swarm: TestSwarm) -> Iterator[Any]:
+    with run_client(swarm, dtype="float32", wire="none") as model:
+        yield model
+
+
+def project(threshold: Any = 0.0, confidence: Any = "similarity", **more: Any) -> EarlyExit:
+    return EarlyExit(confidence, threshold, verify=False, fill="project", **more)
+
+
+def prompt(length: int = 7, seed: int = 3) -> torch.Tensor:
+    return torch.randint(3, 100, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def padded_batch() -> dict[str, torch.Tensor]:
+    longest = max(map(len, PROMPTS))
+    tokens = torch.tensor([[PAD] * (longest - len(row)) + row for row in PROMPTS])
+    return {"input_ids": tokens, "attention_mask": (tokens != PAD).long()}
+
+
+def greedy(model: Any, tokens: torch.Tensor | None = None, new: int = NEW, **more: Any) -> torch.Tensor:
+    return model.generate(tokens, max_new_tokens=new, do_sample=False, pad_token_id=PAD, **more)
+
+
+def read_in_front_of(model: Any, block: int, tokens: torch.Tensor, new: int = NEW) -> list[int]:
+    """A text whose tokens, but for the first, are read in front of a block. All blocks before are computed in full."""
+    text = tokens
+    for number in range(new):
+        states = hidden_states(model, text, [block, BLOCKS])
+        following = read_hidden(model, states[block if number else BLOCKS])[:, -1:].argmax(-1)
+        text = torch.cat([text, following], dim=1)
+    return text[0].tolist()
+
+
+class Listener:
+    """What happened in a session."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def __call__(self, event: Any) -> None:
+        self.events.append(event)
+
+    @property
+    def exits(self) -> Counter[int]:
+        """Tokens that left, by block."""
+        return Counter(event.block for event in self.events if isinstance(event, ExitTaken))
+
+    def count(self, kind: type) -> int:
+        return sum(isinstance(event, kind) for event in self.events)
+
+
+def test_all_tokens_leave_at_the_first_exit(model):
+    listener = Listener()
+    with model.inference_session(max_length=64, listener=listener):
+        text = greedy(model, prompt(), early_exit=project())
+    assert text[0].tolist() == read_in_front_of(model, 1, prompt())
+    assert listener.exits == {1: NEW - 1}
+
+
+@pytest.mark.parametrize("confidence", ["softmax", "similarity"])
+def test_with_a_threshold_of_1_texts_are_those_of_the_full_model(model, local, confidence):
+    listener = Listener()
+    with model.inference_session(max_length=64, listener=listener):
+        assert greedy(model, prompt(), early_exit=project(1.0, confidence)).equal(greedy(local, prompt()))
+    assert not listener.exits
+
+
+def test_prompts_and_texts_behind_them_are_computed_in_full_unless_asked(model, local):
+    """In a session that allows exits, a call that does not ask for them gets none."""
+    listener = Listener()
+    with model.inference_session(max_length=64, listener=listener) as session:
+        session.allow_early_exits()
+        first = greedy(model, prompt())
+        assert first.equal(greedy(local, prompt()))
+        assert not listener.exits
+        greedy(model, first, 4, early_exit=project())
+        assert listener.exits == {1: 3}
+
+
+def test_which_token_leaves_depends_on_confidences_only(model):
+    """Texts with exits here and there come out the same each time, in one session or another."""
+    exits = project({1: 0.999, 2: 0.02, 4: 0.01, 5: 0.005}, "softmax")
+    texts, left = [], []
+    for _ in range(3):
+        listener = Listener()
+        with model.inference_session(max_length=64, listener=listener):
+            texts.append(greedy(model, prompt(), early_exit=exits).tolist())
+        left.append(listener.exits)
+    assert texts[0] == texts[1] == texts[2]
+    assert left[0] == left[1] == left[2]
+    assert 0 < sum(left[0].values()) < NEW - 1
+    assert 1 not in left[0]
+
+
+@pytest.mark.parametrize("batch", ["row", "all"])
+def test_batches_share_one_session(model, local, batch):
+    listener = Listener()
+    expected = [read_in_front_of(model, 1, torch.tensor([row]))[len(row) :] for row in PROMPTS]
+    with model.inference_session(max_length=64, listener=listener):
+        found = greedy(model, **padded_batch(), early_exit=project(batch=batch))
+    assert found[:, -NEW:].tolist() == expected
+    assert listener.exits == {1: (NEW - 1) * (len(PROMPTS) if batch == "row" else 1)}
+    assert listener.count(RouteTaken) == 1
+    found = greedy(model, **padded_batch(), early_exit=project(batch=batch))
+    assert found[:, -NEW:].tolist() == expected
+    found = greedy(model, **padded_batch(), early_exit=project(1.0, batch=batch))
+    assert found.equal(greedy(local, **padded_batch()))
+
+
+def test_sequences_leave_by_themselves_or_together(model):
+    """By themselves, a sequence leaves where it does alone. Together, none leaves before all have been sure."""
+    thresholds = {2: 0.02, 4: 0.01, 5: 0.005}
+    alone = Counter()
+    for row in PROMPTS:
+        listener = Listener()
+        with model.inference_session(max_length=64, listener=listener):
+            greedy(model, torch.tensor([row]), early_exit=project(thresholds, "softmax"))
+        alone += listener.exits
+    listener = Listener()
+    with model.inference_session(max_length=64, listener=listener):
+        greedy(model, **padded_batch(), early_exit=project(thresholds, "softmax"))
+    assert listener.exits == alone
+    listener = Listener()
+    with model.inference_session(max_length=64, listener=listener):
+        greedy(model, **padded_batch(), early_exit=project(thresholds, "softmax", batch="all"))
+    assert sum(listener.exits.values()) < sum(alone.values()) / len(PROMPTS) + NEW
+
+
+def test_lanes(model):
+    expected = [read_in_front_of(model, 1, torch.tensor([row]))[len(row) :] for row in PROMPTS]
+    found = greedy(model, **padded_batch(), early_exit=project(), lanes=2)
+    assert found[:, -NEW:].tolist() == expected
+
+
+def test_sampled_texts_depend_on_the_seed_only(model):
+    texts = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        texts.append(
+            model.generate(
+                prompt(), max_new_tokens=NEW, do_sample=True, pad_token_id=PAD, early_exit=project()
+            ).tolist()
+        )
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_text_ends_where_an_early_token_ends_it(model):
+    text = read_in_front_of(model, 1, prompt())
+    end = text[12]
+    expected = text[: text.index(end, 8) + 1]
+    assert greedy(model, prompt(), eos_token_id=end, early_exit=project())[0].tolist() == expected
+
+
+@pytest.mark.parametrize("lost", [0, 3, 5])
+def test_a_server_is_killed_in_the_middle(swarm, model, lost):
+    """Twice: the first time just before a step, the second time while it is in flight."""
+    blocks = next(blocks for blocks in SPANS if blocks.startswith(str(lost)))
+    expected = read_in_front_of(model, 1, prompt())
+    listener = Listener()
+    swarm.start(blocks, dtype="float32", exits=ExitsOption()).wait_ready()
+    model.swarm.servers()
+    with model.inference_session(max_length=64, listener=listener) as session:
+        kill = Before(session, {6: lambda session: holder(swarm, session, lost).kill()})
+        text = greedy(model, prompt(), early_exit=project(), stopping_criteria=StoppingCriteriaList([kill]))
+    assert text[0].tolist() == expected
+    assert listener.exits == {1: NEW - 1}
+    assert listener.count(HopLost) == 1
+
+
+def test_a_session_that_has_computed_in_full_stays_exact(model, local):
+    with model.inference_session(max_length=64):
+        first = greedy(model, prompt(), 4)
+        with pytest.raises(UsageError, match="computed tokens in full"):
+            greedy(model, first, 4, early_exit=project())
+        assert greedy(model, first, 4).equal(greedy(local, prompt(), 8))
+
+
+def test_a_confidence_that_no_server_measures_is_named(model, local, caplog):
+    """Servers have classifiers only if they were started with some; this client has none either."""
+    with caplog.at_level(logging.WARNING, logger="swarm"):
+        found = greedy(model, prompt(), early_exit=project(confidence="classifier"))
+    assert found.equal(greedy(local, prompt()))
+    said = [record.getMessage() for record in caplog.records if "early_exit" in record.getMessage()]
+    assert len(said) == 1
+    assert "confidence='classifier'" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_beams": 2}, "not for beam search"),
+        ({"prompt_lookup_num_tokens": 3}, "not for assisted generation"),
+        ({"use_cache": False}, "needs a session"),
+    ],
+)
+def test_what_does_not_go_together(model, settings, message):
+    with pytest.raises(UsageError, match=message):
+        greedy(model, prompt(), 4, early_exit=project(), **settings)

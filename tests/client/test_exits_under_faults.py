@@ -1,0 +1,57 @@
+"""Sessions whose tokens leave inside a span, under random faults: what is on its way stays right, the text goes on.
+
+All servers that have block 0 let every token leave behind it. So what comes out anywhere is what this block makes of
+the sequence, also after a replay, and the caches of all other blocks are projections.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from swarm.models.exits.span_exits import SpanExits
+
+from swarm.models.execution.span_model import SpanModel
+from swarm.protocol import messages
+from tests import virtual_time
+from tests.client.chains import Swarm
+from tests.client.test_chain_faults import SERVERS, Mischief
+from tests.slow import slow_except
+
+EXIT = 1
+TERMS = messages.ExitTerms("similarity", ((EXIT, 0.0),), "row")
+
+
+def play(model: SpanModel, seed: int) -> list[str]:
+    chance = random.Random(seed)
+    log: list[str] = []
+
+    async def scenario() -> None:
+        push = chance.random() < 0.8
+        swarm = Swarm(model.with_exits(SpanExits((EXIT,))), SERVERS, missing_blocks_timeout=2e4, push=push)
+        await swarm.start()
+        talk = await swarm.chain(early_exits=True)
+        talk.exits = TERMS
+        mischief = Mischief(swarm, chance, chance.randint(1, 6), chance.choice([0.02, 0.1, 0.5]), chance.random() < 0.5)
+        mischief.log = log
+        swarm.on_message = mischief
+        for _ in range(6):
+            await talk.stream(chance, chance.randint(3, 12))
+        assert talk.left
+        await talk.chain.close()
+        log.append(str(swarm.planner.failures))
+
+    try:
+        virtual_time.run(scenario, limit=1e5)
+    except BaseException as error:
+        error.add_note(f"seed {seed}: " + "; ".join(log))
+        raise
+    return log
+
+
+@pytest.mark.parametrize(
+    "seeds", slow_except([range(first, first + 25) for first in range(0, 200, 25)], range(0, 25)), ids=str
+)
+def test_tokens_that_left_stay_what_they_were(span_model, seeds):
+    for seed in seeds:
+        play(span_model, seed)
