@@ -273,7 +273,8 @@ class Conversation:
                 if turn < 0.5 or not under_way:
                     limits = await self._begin(chance, under_way, limits)
                 elif turn < 0.6:
-                    limits = await self._give_up(chance, under_way)
+                    given_up = await self._give_up(chance, under_way)
+                    limits = [min(pair) for pair in zip(limits, given_up, strict=True)]  # perhaps the second time
                 elif turn < 0.8:
                     await self._look_at(chance.choice(under_way), chance.choice([*self.chain.boundaries, BLOCKS]))
                 else:

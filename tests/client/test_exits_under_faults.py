@@ -7,8 +7,10 @@ the sequence, also after a replay, and the caches of all other blocks are projec
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
+import torch
 from swarm.models.exits.span_exits import SpanExits
 
 from swarm.models.execution.span_model import SpanModel
@@ -22,13 +24,20 @@ EXIT = 1
 TERMS = messages.ExitTerms("similarity", ((EXIT, 0.0),), "row")
 
 
+class Sure(SpanExits):
+    """Exits at which every token is sure."""
+
+    def measure(self, confidence: Any, block: int, before_RH: torch.Tensor, hidden_RH: torch.Tensor) -> torch.Tensor:
+        return torch.ones(len(hidden_RH))
+
+
 def play(model: SpanModel, seed: int) -> list[str]:
     chance = random.Random(seed)
     log: list[str] = []
 
     async def scenario() -> None:
         push = chance.random() < 0.8
-        swarm = Swarm(model.with_exits(SpanExits((EXIT,))), SERVERS, missing_blocks_timeout=2e4, push=push)
+        swarm = Swarm(model.with_exits(Sure((EXIT,))), SERVERS, missing_blocks_timeout=2e4, push=push)
         await swarm.start()
         talk = await swarm.chain(early_exits=True)
         talk.exits = TERMS

@@ -192,7 +192,7 @@ def test_a_text_ends_where_an_early_token_ends_it(model):
 
 @pytest.mark.parametrize("lost", [0, 3, 5])
 def test_a_server_is_killed_in_the_middle(swarm, model, lost):
-    """Twice: the first time just before a step, the second time while it is in flight."""
+    """What it was sent is replayed to the one that takes over, in full."""
     blocks = next(blocks for blocks in SPANS if blocks.startswith(str(lost)))
     expected = read_in_front_of(model, 1, prompt())
     listener = Listener()
