@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from swarm.models.exits.span_exits import SpanExits
 
 from swarm.models.execution.span_model import SpanModel
+from swarm.models.exits.span_exits import SpanExits
 from swarm.protocol import messages
 from tests import virtual_time
 from tests.client.chains import Swarm

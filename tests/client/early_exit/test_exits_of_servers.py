@@ -17,7 +17,7 @@ import torch
 from transformers import StoppingCriteriaList
 
 from swarm import EarlyExit
-from swarm.client.model.train_exits import hidden_states, read_hidden
+from swarm.client.model.train_exits import read_hidden
 from swarm.client.routes.events import ExitTaken, HopLost, RouteTaken
 from swarm.errors import UsageError
 from swarm.server.config import ExitsOption
@@ -42,7 +42,7 @@ def model(swarm: TestSwarm) -> Iterator[Any]:
         yield model
 
 
-def project(threshold: Any = 0.0, confidence: Any = "similarity", **more: Any) -> EarlyExit:
+def project(threshold: Any = 0.0, confidence: Any = "softmax", **more: Any) -> EarlyExit:
     return EarlyExit(confidence, threshold, verify=False, fill="project", **more)
 
 
@@ -60,12 +60,16 @@ def greedy(model: Any, tokens: torch.Tensor | None = None, new: int = NEW, **mor
     return model.generate(tokens, max_new_tokens=new, do_sample=False, pad_token_id=PAD, **more)
 
 
+@torch.no_grad()
 def read_in_front_of(model: Any, block: int, tokens: torch.Tensor, new: int = NEW) -> list[int]:
     """A text whose tokens, but for the first, are read in front of a block. All blocks before are computed in full."""
     text = tokens
     for number in range(new):
-        states = hidden_states(model, text, [block, BLOCKS])
-        following = read_hidden(model, states[block if number else BLOCKS])[:, -1:].argmax(-1)
+        hidden_1TH = model.word_embeddings(text)
+        if model.prompts is not None:
+            hidden_1TH = torch.cat([model.prompts.unsqueeze(0), hidden_1TH], dim=1)
+        hidden_1TH = model.remote_blocks[: block if number else BLOCKS](hidden_1TH)
+        following = read_hidden(model, hidden_1TH)[:, -1:].argmax(-1)
         text = torch.cat([text, following], dim=1)
     return text[0].tolist()
 
@@ -118,7 +122,7 @@ def test_prompts_and_texts_behind_them_are_computed_in_full_unless_asked(model, 
 
 def test_which_token_leaves_depends_on_confidences_only(model):
     """Texts with exits here and there come out the same each time, in one session or another."""
-    exits = project({1: 0.999, 2: 0.02, 4: 0.01, 5: 0.005}, "softmax")
+    exits = project({1: 0.999, 2: 0.08, 4: 0.08, 5: 0.06})
     texts, left = [], []
     for _ in range(3):
         listener = Listener()
@@ -148,27 +152,41 @@ def test_batches_share_one_session(model, local, batch):
 
 def test_sequences_leave_by_themselves_or_together(model):
     """By themselves, a sequence leaves where it does alone. Together, none leaves before all have been sure."""
-    thresholds = {2: 0.02, 4: 0.01, 5: 0.005}
+    thresholds = {2: 0.08, 4: 0.08, 5: 0.06}
     alone = Counter()
     for row in PROMPTS:
         listener = Listener()
         with model.inference_session(max_length=64, listener=listener):
-            greedy(model, torch.tensor([row]), early_exit=project(thresholds, "softmax"))
+            greedy(model, torch.tensor([row]), early_exit=project(thresholds))
         alone += listener.exits
     listener = Listener()
     with model.inference_session(max_length=64, listener=listener):
-        greedy(model, **padded_batch(), early_exit=project(thresholds, "softmax"))
+        greedy(model, **padded_batch(), early_exit=project(thresholds))
     assert listener.exits == alone
     listener = Listener()
     with model.inference_session(max_length=64, listener=listener):
-        greedy(model, **padded_batch(), early_exit=project(thresholds, "softmax", batch="all"))
-    assert sum(listener.exits.values()) < sum(alone.values()) / len(PROMPTS) + NEW
+        greedy(model, **padded_batch(), early_exit=project(thresholds, batch="all"))
+    assert 0 < sum(listener.exits.values()) < NEW  # one for each step
 
 
 def test_lanes(model):
     expected = [read_in_front_of(model, 1, torch.tensor([row]))[len(row) :] for row in PROMPTS]
     found = greedy(model, **padded_batch(), early_exit=project(), lanes=2)
     assert found[:, -NEW:].tolist() == expected
+
+
+@pytest.mark.parametrize("mode", ["lora", "ptune", "deep_ptune"])
+def test_adapters(swarm, mode):
+    """What is added to a block is added where its keys and values are projected, too."""
+    options = {"lora_config": {"r": 2, "init_lora_weights": False}} if mode == "lora" else {"pre_seq_len": 3}
+    with run_client(swarm, dtype="float32", wire="none", tuning_mode=mode, **options) as model:
+        expected = read_in_front_of(model, 1, prompt())
+        assert greedy(model, prompt(), early_exit=project())[0].tolist() == expected
+        full = greedy(model, prompt())
+        assert greedy(model, prompt(), early_exit=project(1.0)).equal(full)
+        assert full[0].tolist() != expected
+        found = greedy(model, prompt(), early_exit=project({2: 0.05, 4: 0.02}))
+        assert greedy(model, prompt(), early_exit=project({2: 0.05, 4: 0.02})).equal(found)
 
 
 def test_sampled_texts_depend_on_the_seed_only(model):
