@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -217,31 +216,3 @@ def test_what_a_session_says_holds_unless_a_call_says_otherwise(model, local):
         with pytest.raises(UsageError, match="not for beam search; pass early_exit=None"):
             greedy(model, prompt(), 4, num_beams=2)
     assert not greedy(model, prompt()).equal(early), "without a session, nothing leaves"
-
-
-def test_sampled_texts_have_the_full_models_distribution(model, local):
-    """All texts of three tokens, with three candidates for each, against how often they came."""
-    rows, repeats, candidates = 400, 5, 3
-    settings = {"do_sample": True, "top_k": candidates, "temperature": 3.0, "max_new_tokens": 3, "pad_token_id": PAD}
-    torch.manual_seed(0)
-    counts: Counter[tuple[int, ...]] = Counter()
-    listener = Listener()
-    while sum(counts.values()) < rows * repeats or not listener.count(ExitTaken):
-        with model.inference_session(max_length=16, listener=listener):
-            texts = model.generate(prompt(), num_return_sequences=rows, early_exit=EarlyExit(threshold=0.0), **settings)
-        counts.update(map(tuple, texts[:, 7:].tolist()))
-    expected: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(3):
-        longer = {}
-        for text, probability in expected.items():
-            with torch.no_grad():
-                logits = local(torch.cat([prompt()[0], torch.tensor(text, dtype=torch.long)]).unsqueeze(0)).logits
-            values, tokens = (logits[0, -1] / 3.0).topk(candidates)
-            for token, share in zip(tokens.tolist(), values.softmax(-1).tolist(), strict=True):
-                longer[(*text, token)] = probability * share
-        expected = longer
-    assert set(counts) <= set(expected)
-    total = sum(counts.values())
-    squares = sum((counts[text] - total * share) ** 2 / (total * share) for text, share in expected.items())
-    # Chi squared with 26 degrees of freedom: 80 is exceeded by chance once in five million.
-    assert squares < 80
