@@ -1,7 +1,7 @@
 """Exits inside a server's span: tokens a second against the share of blocks that is skipped, and of tokens that leave.
 
-    python -m benchmarks.early_exit.span_exits [--shape small] [--confidences similarity,softmax] [--tokens 48]
-        [--repeats 5] [--json FILE]
+    python -m benchmarks.early_exit.span_exits [--shape small] [--confidences similarity,softmax]
+        [--skipped 0.25,0.5,0.75] [--leaving 0,0.25,0.5,0.75,1] [--tokens 16] [--repeats 15] [--json FILE]
 
 One server, with everything but libp2p, holds a model of random weights, and one client sends it token after token. The
 client decides which tokens leave: by a threshold of 0, which they all exceed, or of 1, which none does. So a row's
@@ -42,8 +42,6 @@ from swarm.transport.memory import MemoryHub, MemoryNetwork
 
 CPU = torch.device("cpu")
 PROMPT_TOKENS = 64
-BLOCK_SHARES = (0.25, 0.5, 0.75)
-TOKEN_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 @dataclass
@@ -111,13 +109,18 @@ async def decode(row: Row, steps: int) -> float:
         await hub.close()
 
 
-def rows(checkpoint: Checkpoint, confidences: Sequence[ExitConfidence]) -> list[Row]:
-    """Plain decoding, then all shares by each confidence."""
+def rows(
+    checkpoint: Checkpoint,
+    confidences: Sequence[ExitConfidence],
+    block_shares: Sequence[float],
+    token_shares: Sequence[float],
+) -> list[Row]:
+    """Plain decoding, then all shares of skipped blocks and of tokens that leave, by each confidence."""
     blocks = checkpoint.blocks
     plain = choose_forward(load_span(checkpoint, Span(0, blocks), dtype=torch.float32, device=CPU))
     head = ModelHead(checkpoint, torch.float32, CPU)
     found = [Row(("none", "", ""), plain)]
-    for skipped in BLOCK_SHARES:
+    for skipped in block_shares:
         exit_block = blocks - int(skipped * blocks)
         model = plain.with_exits(SpanExits((exit_block,), head))
         choose_exit_forwards(model)
@@ -125,7 +128,7 @@ def rows(checkpoint: Checkpoint, confidences: Sequence[ExitConfidence]) -> list[
             leave, stay = (messages.ExitTerms(confidence, ((exit_block, one),)) for one in (0.0, 1.0))
             found += [
                 Row((confidence, f"{skipped:.0%}", f"{tokens:.0%}"), model, (leave, stay), tokens)
-                for tokens in TOKEN_SHARES
+                for tokens in token_shares
             ]
     return found
 
@@ -134,15 +137,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--confidences", default="similarity,softmax")
-    parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--skipped", default="0.25,0.5,0.75", help="shares of the blocks")
+    parser.add_argument("--leaving", default="0,0.25,0.5,0.75,1", help="shares of the tokens")
+    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     print(", ".join(machine.describe().values()), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = open_checkpoint(make_model(arguments.shape, Path(folder)))
-        found = rows(checkpoint, arguments.confidences.split(","))
+        shares = [[float(share) for share in one.split(",")] for one in (arguments.skipped, arguments.leaving)]
+        found = rows(checkpoint, arguments.confidences.split(","), *shares)
         for row in found:
             asyncio.run(decode(row, 4))
         for _ in range(arguments.repeats):

@@ -8,13 +8,15 @@ import pytest
 import torch
 
 from swarm.data_structures import Span
-from swarm.errors import InvalidOption, InvalidSpan, NotEnoughMemory
+from swarm.errors import AdapterError, AdapterMismatch, InvalidOption, InvalidSpan, NotEnoughMemory
 from swarm.models.checkpoints.checkpoint import open_checkpoint
+from swarm.models.exits.model_head import head_bytes
+from swarm.models.exits.trained_exits import BaseModel, ExitLens, TrainedExits
 from swarm.models.flash.files import planned_blocks
 from swarm.models.flash.plans.block_plan import RecordKind
 from swarm.models.loading.flash_loading import load_flash_span
 from swarm.server import memory_budget
-from swarm.server.config import BlocksOption, ServerConfig
+from swarm.server.config import BlocksOption, ExitsOption, ServerConfig
 from swarm.server.flash_budget import FlashOption
 from swarm.server.resolved_config import ResolvedConfig, resolve_config
 from tests import zoo
@@ -144,3 +146,30 @@ def test_dense_blocks_before_the_mixtures(resolve, tmp_path):
         )
         assert model_on_flash.flash.weight_bytes <= dense + mixture
         model_on_flash.flash.close()
+
+
+def test_what_exits_need_is_charged(resolve, folder, weights, tmp_path):
+    """Without exits the blocks fit to the byte, and the head takes what some of them would have."""
+    checkpoint = open_checkpoint(folder)
+    exits, head = ExitsOption(), head_bytes(checkpoint, torch.float32)
+    plain, charged = resolve(2 * weights), resolve(2 * weights, exits=exits)
+    assert plain.budget.free - charged.budget.free == head > 0
+    base = BaseModel(checkpoint.name, checkpoint.revision, 32, checkpoint.blocks)
+    trained = TrainedExits(base, {2: ExitLens(torch.eye(32), torch.zeros(32))})
+    trained.save(tmp_path)
+    found = resolve(2 * weights, exits=exits, exits_from=tmp_path)
+    assert charged.budget.free - found.budget.free == trained.weight_bytes == 4 * (32 * 32 + 32)
+    assert found.trained_exits is not None
+    assert list(found.trained_exits.lenses) == [2]
+
+
+def test_exits_that_cannot_be_used_are_refused(resolve, weights, tmp_path):
+    with pytest.raises(InvalidOption, match="give both"):
+        resolve(2 * weights, exits_from=tmp_path)
+    with pytest.raises(InvalidOption, match="its last exit is in front of block 5"):
+        resolve(2 * weights, exits=ExitsOption((2, 6)))
+    with pytest.raises(AdapterError, match="not a readable safetensors file"):
+        resolve(2 * weights, exits=ExitsOption(), exits_from=tmp_path)
+    TrainedExits(BaseModel("other", "other", 32, 6), {2: ExitLens(torch.eye(32), torch.zeros(32))}).save(tmp_path)
+    with pytest.raises(AdapterMismatch, match="was trained for revision other of other"):
+        resolve(2 * weights, exits=ExitsOption(), exits_from=tmp_path)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,15 +18,17 @@ from swarm.metrics.server import ServerObserver
 from swarm.models.adapters import adapter_files
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from swarm.models.checkpoints.footprint import memory_footprint
+from swarm.models.exits.model_head import ModelHead
 from swarm.models.flash.files.block_files import PackedModel
 from swarm.models.flash.files.inventory import remove_stored, stored_models
 from swarm.models.flash.flash_footprint import flash_footprint
 from swarm.models.flash.reading.record_reader import FlashIo
 from swarm.models.loading.flash_preparation import plan_for_flash
+from swarm.models.loading.span_loading import load_span
 from swarm.protocol.adapter_encoding import pack_adapters
 from swarm.server import span_service as span_service_module
 from swarm.server.compute.compute_thread import ComputeThread
-from swarm.server.config import ServerConfig
+from swarm.server.config import ExitsOption, ServerConfig
 from swarm.server.flash_budget import FlashBudget
 from swarm.server.memory_budget import MemoryBudget
 from swarm.server.resolved_config import ResolvedConfig
@@ -52,9 +56,9 @@ def save_adapter(folder: Path) -> str:
     return str(folder)
 
 
-async def load(checkpoint: Checkpoint, *adapters: str) -> SpanService:
+async def load(checkpoint: Checkpoint, *adapters: str, **options: Any) -> SpanService:
     config = ResolvedConfig(
-        options=ServerConfig(throughput=ThroughputOption(100.0), adapters=adapters),
+        options=ServerConfig(throughput=ThroughputOption(100.0), adapters=adapters, **options),
         checkpoint=checkpoint,
         device=torch.device("cpu"),
         dtype=torch.float32,
@@ -68,6 +72,28 @@ async def load(checkpoint: Checkpoint, *adapters: str) -> SpanService:
         return await SpanService.load(config, SPAN, MemoryNetwork(MemoryHub(), "server"), compute_thread)
     finally:
         compute_thread.close()
+
+
+def test_a_server_without_exits_offers_none(checkpoint):
+    for options in ({}, {"exits": ExitsOption((1, 5))}):
+        service = asyncio.run(load(checkpoint, **options))
+        assert (service.exits.blocks, service.exits.confidences) == ((), ())
+        assert service.model.exits is None
+
+
+def test_exits_are_offered_where_the_span_has_them(checkpoint):
+    service = asyncio.run(load(checkpoint, exits=ExitsOption((1, 2, 4, 5))))
+    assert service.exits.blocks == (2, 4)
+    assert service.exits.confidences == ("similarity", "softmax")
+    assert [piece.span for piece in service.model.pieces()] == [Span(1, 2), Span(2, 3), Span(3, 4)]
+    assert isinstance(service.exits.head, ModelHead)
+
+
+def test_blocks_that_have_to_be_computed_in_full_offer_no_exits(checkpoint, monkeypatch, caplog):
+    monkeypatch.setattr(span_service_module, "load_span", partial(load_span, layout="padded"))
+    service = asyncio.run(load(checkpoint, exits=ExitsOption()))
+    assert service.exits.blocks == ()
+    assert "Exits: none, because tokens have to be computed in full" in caplog.text
 
 
 def test_what_the_server_was_started_with_is_found_by_its_digest(checkpoint, tmp_path):
