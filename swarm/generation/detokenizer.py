@@ -49,6 +49,11 @@ class IncrementalDetokenizer:
         """The text that was held back."""
         return self._new_text(at_end=True)
 
+    def preview(self, tokens: Sequence[int]) -> str:
+        """The text that would follow what was returned if these tokens came next; nothing is added."""
+        before, after = self._decode(self._tokens[: self._shown]), self._decode([*self._tokens, *tokens])
+        return after[len(before) :].rstrip(REPLACEMENT)
+
     def _new_text(self, at_end: bool) -> str:
         before, after = self._decode(self._tokens[: self._shown]), self._decode(self._tokens)
         # The bytes of the last character may not all be there yet.

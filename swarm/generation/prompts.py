@@ -36,6 +36,7 @@ class GenerationOptions:
         stops: texts at which an answer ends.
         top_logprobs: likeliest tokens to report for each position; None reports no log probabilities.
         early_exit: when tokens leave before the last block; None for never.
+        provisional: whether the text of tokens that left is shown before they are verified.
     """
 
     choices: int = 1
@@ -50,6 +51,7 @@ class GenerationOptions:
     stops: Sequence[str] = ()
     top_logprobs: int | None = None
     early_exit: EarlyExit | None = None
+    provisional: bool = False
 
 
 def chat_sequences(
@@ -90,6 +92,7 @@ def chat_sequences(
             ),
             tools=ToolCallParser(served.tool_syntax, names) if offered and served.tool_syntax is not None else None,
             early_exit=options.early_exit,
+            provisional=options.provisional,
         )
         for choice in range(options.choices)
     ]
@@ -109,7 +112,16 @@ def completion_sequences(
         max_tokens = _max_tokens(tokens, options.max_tokens, served, DEFAULT_COMPLETION_TOKENS, "prompt")
         for choice in range(options.choices):
             sampling = _sampling_options(options, served, choice)
-            requests.append(SequenceRequest(tokens, max_tokens, sampling, options.stops, early_exit=options.early_exit))
+            requests.append(
+                SequenceRequest(
+                    tokens,
+                    max_tokens,
+                    sampling,
+                    options.stops,
+                    early_exit=options.early_exit,
+                    provisional=options.provisional,
+                )
+            )
     return requests
 
 

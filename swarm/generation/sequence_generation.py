@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from swarm.errors import SwarmError, UsageError
 from swarm.generation.detokenizer import IncrementalDetokenizer
 from swarm.generation.errors import EXPECTED_ERRORS, GenerationCancelled, GenerationCrashed, InvalidGenerationRequest
 from swarm.generation.exit_counts import ExitCounts
+from swarm.generation.provisional_text import ProvisionalText
 from swarm.generation.sampling import SampledToken, Sampler, SamplingOptions, TokenConstraint
 from swarm.generation.served_model import ServedModel
 from swarm.generation.stop_sequences import StopSequenceFilter
@@ -49,6 +51,7 @@ class SequenceRequest:
         constraint: the form that the text must have; None for any.
         tools: parses tool calls in the text; None if there are no tools.
         early_exit: when tokens leave before the last block; None for never.
+        provisional: whether the text of tokens that left is shown before they are verified.
     """
 
     prompt: Sequence[int]
@@ -58,6 +61,7 @@ class SequenceRequest:
     constraint: TokenConstraint | None = None
     tools: ToolCallParser | None = None
     early_exit: EarlyExit | None = None
+    provisional: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,13 @@ class SequenceDelta:
     text: str
     calls: tuple[ToolCall, ...] = ()
     tokens: tuple[SampledToken, ...] = ()
+
+
+@dataclass(frozen=True)
+class SequenceProvisional:
+    """What may follow the output so far, and may be taken back. The next delta or provisional text replaces it."""
+
+    text: str
 
 
 @dataclass(frozen=True)
@@ -89,7 +100,7 @@ class SequenceFailed:
     error: SwarmError
 
 
-SequenceEvent = SequenceDelta | SequenceEnd | SequenceFailed | SessionEvent
+SequenceEvent = SequenceDelta | SequenceProvisional | SequenceEnd | SequenceFailed | SessionEvent
 
 
 class SequenceGeneration:
@@ -156,6 +167,7 @@ class SequenceGeneration:
         request = self._request
         max_length = len(request.prompt) + request.max_tokens
         session = self._model.inference_session(max_length=max_length, listener=self._on_session_event)
+        streamer = ProvisionalText(self._preview, lambda text: self._emit(SequenceProvisional(text)))
         try:
             with self._ticket:
                 self._model.generate(
@@ -171,6 +183,7 @@ class SequenceGeneration:
                     logits_processor=[self._sampler],
                     stopping_criteria=[self._stopping_criterion],
                     early_exit=request.early_exit,
+                    streamer=streamer if request.provisional else None,
                 )
         except UsageError as error:
             if request.early_exit is None or type(error) is not UsageError:  # those below are not about its options
@@ -200,6 +213,9 @@ class SequenceGeneration:
         delta = self._output.add_token(sampled, is_end=token in self._end_tokens)
         if delta is not None:
             self._emit(delta)
+
+    def _preview(self, tokens: Sequence[int]) -> str:
+        return self._output.preview(list(takewhile(lambda token: token not in self._end_tokens, tokens)))
 
     def _on_session_event(self, event: SessionEvent) -> None:
         if isinstance(event, ExitTaken | ExitVerified):
@@ -244,6 +260,10 @@ class _SequenceOutput:
         if self._tools is not None:
             text, calls = self._tools.feed(text)
         return self._delta(text, calls) if text or calls else None
+
+    def preview(self, tokens: Sequence[int]) -> str:
+        """The text that these tokens would add; none where it may become a tool call."""
+        return self._stop_filter.preview(self._detokenizer.preview(tokens)) if self._tools is None and tokens else ""
 
     def finish(self) -> SequenceDelta:
         """The output that was held back."""

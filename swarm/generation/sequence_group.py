@@ -17,6 +17,7 @@ from swarm.generation.sequence_generation import (
     SequenceEvent,
     SequenceFailed,
     SequenceGeneration,
+    SequenceProvisional,
     SequenceRequest,
 )
 from swarm.generation.served_model import ServedModel
@@ -171,7 +172,10 @@ class SequenceGroup:
 
 
 def merge_deltas(waiting: Sequence[tuple[int, SequenceEvent]]) -> list[tuple[int, SequenceEvent]]:
-    """Join consecutive deltas of the same sequence, so that a slow reader gets fewer and longer ones."""
+    """Join consecutive deltas of the same sequence, so that a slow reader gets fewer and longer ones.
+
+    Of consecutive provisional texts of the same sequence, the last one stays.
+    """
     merged: list[tuple[int, SequenceEvent]] = []
     for index, event in waiting:
         if merged and isinstance(event, SequenceDelta):
@@ -180,5 +184,9 @@ def merge_deltas(waiting: Sequence[tuple[int, SequenceEvent]]) -> list[tuple[int
                 joined = SequenceDelta(last.text + event.text, last.calls + event.calls, last.tokens + event.tokens)
                 merged[-1] = (index, joined)
                 continue
+        if merged and isinstance(event, SequenceProvisional):
+            last_index, last = merged[-1]
+            if last_index == index and isinstance(last, SequenceProvisional):
+                merged.pop()
         merged.append((index, event))
     return merged

@@ -34,6 +34,12 @@ class StopSequenceFilter:
         shown, self._held = text[: len(text) - held], text[len(text) - held :]
         return shown
 
+    def preview(self, text: str) -> str:
+        """The text that would be shown in the end if `text` came next; nothing is added."""
+        copy = StopSequenceFilter(self._stops)
+        copy.hit, copy._held = self.hit, self._held
+        return copy.feed(text) + copy.finish()
+
     def finish(self) -> str:
         """The text that was held back and is not a stop sequence."""
         held, self._held = self._held, ""

@@ -95,6 +95,38 @@ def test_streams_are_the_same_too(client):
     assert text == ask(client, temperature=1.0, seed=3).choices[0].message.content
 
 
+def test_provisional_text_is_in_events_of_its_own(gateway, client):
+    """What a reader sees who shows it: each event replaces the provisional text, and each chunk of the answer ends it."""
+    body = {"model": "demo", "prompt": PROMPT, "max_tokens": LENGTH, "temperature": 0, "stream": True}
+    asked = {**body, "early_exit": {**ALWAYS, "provisional": True}}
+    plain = httpx.post(f"{gateway.api}/completions", json={**body, "stream": False}, timeout=300).json()
+    shown: list[str] = []
+
+    def has_shown() -> bool:
+        """Where this process is slow, answers come before it can look."""
+        shown.clear()
+        text, provisional = "", ""
+        headers = {"X-Swarm-Details": "1"}
+        with httpx.stream("POST", f"{gateway.api}/completions", json=asked, headers=headers, timeout=300) as stream:
+            for line in stream.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                if "choices" in event:
+                    text, provisional = text + event["choices"][0]["text"], ""
+                elif event["kind"] == "provisional":
+                    assert event["index"] == 0
+                    provisional = event["text"]
+                    shown.append(provisional)
+        assert text == plain["choices"][0]["text"]
+        assert not provisional
+        return bool(shown)
+
+    wait_until(has_shown)
+    with httpx.stream("POST", f"{gateway.api}/completions", json=asked, timeout=300) as stream:
+        assert "provisional" not in "".join(stream.iter_text()), "clients that do not know of details see none"
+
+
 def test_log_probabilities_are_the_full_models(client):
     asked = {"logprobs": True, "top_logprobs": 3, "temperature": 1.0, "seed": 5}
     plain, early = (ask(client, *how, **asked).choices[0].logprobs.content for how in ([], [ALWAYS]))

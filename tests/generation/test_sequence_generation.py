@@ -15,3 +15,19 @@ def test_a_stop_sequence_in_text_that_was_held_back_counts():
     assert text.add_token(SampledToken(1), is_end=False) is None
     assert text.finish().text == "so "
     assert text.stopped
+
+
+def test_a_preview_leaves_the_output_as_it_is():
+    pieces: Any = SimpleNamespace(
+        add_token=lambda token: f"{token} ", preview=lambda tokens: "".join(f"{token} " for token in tokens)
+    )
+    output = _SequenceOutput(pieces, SequenceRequest([1], 1, SamplingOptions(), stops=["5"]))
+    assert output.preview([]) == ""
+    assert output.preview([2, 3]) == "2 3 "
+    assert output.preview([4, 5, 6]) == "4 "
+    delta = output.add_token(SampledToken(2), is_end=False)
+    assert delta is not None
+    assert delta.text == "2 "
+    assert not output.stopped
+    with_tools: Any = SequenceRequest([1], 1, SamplingOptions(), tools=SimpleNamespace())  # type: ignore[arg-type]
+    assert _SequenceOutput(pieces, with_tools).preview([2]) == ""

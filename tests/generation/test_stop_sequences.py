@@ -48,3 +48,14 @@ def test_held_text_is_shown_once_it_cannot_be_a_stop():
 @pytest.mark.parametrize("stops", [[], ["x"]])
 def test_nothing_is_held_without_a_reason(stops):
     assert StopSequenceFilter(stops).feed("abc") == "abc"
+
+
+@given(st.text("abE", max_size=8), st.text("abE", max_size=8))
+def test_a_preview_is_what_would_be_shown(before, after):
+    stops = ["EE", "abb"]
+    used = StopSequenceFilter(stops)
+    shown = used.feed(before)
+    preview = used.preview(after)
+    assert used.preview(after) == preview, "it leaves the filter as it is"
+    assert used.feed(after) + used.finish() == preview
+    assert all(stop not in shown + preview for stop in stops)

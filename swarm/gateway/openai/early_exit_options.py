@@ -23,7 +23,10 @@ ThresholdByBlock = Annotated[dict[Block, Threshold], Meta(min_length=1, max_leng
 
 
 class EarlyExitRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """The object in `early_exit`; see `swarm.EarlyExit`. What it leaves out is as the operator set it."""
+    """The object in `early_exit`; see `swarm.EarlyExit`. What it leaves out is as the operator set it.
+
+    `provisional` asks for events with the text of tokens that are not verified yet.
+    """
 
     confidence: ExitConfidence | None = None
     threshold: Threshold | ThresholdByBlock | None = None
@@ -32,6 +35,7 @@ class EarlyExitRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     fill: Literal["exact", "project"] | None = None
     min_block: Block | None = None
     max_block: Block | None = None
+    provisional: bool = False
 
 
 def early_exit_options(
@@ -51,7 +55,9 @@ def early_exit_options(
         return None
     options = settings.early_exit or EarlyExit()
     if isinstance(asked, EarlyExitRequest):
-        given = {name: value for name, value in structs.asdict(asked).items() if value is not None}
+        given = {
+            name: value for name, value in structs.asdict(asked).items() if value is not None and name != "provisional"
+        }
         try:
             options = replace(options, **given)
         except UsageError as error:

@@ -134,6 +134,10 @@ class GenerationRequest(Struct, kw_only=True):
     # This gateway's own.
     early_exit: EarlyExitRequest | bool | None = None
 
+    def __post_init__(self) -> None:
+        if isinstance(self.early_exit, EarlyExitRequest) and self.early_exit.provisional and not self.stream:
+            raise ValueError("early_exit.provisional needs stream=true")
+
     @property
     def stops(self) -> list[str]:
         """The stop sequences as a list."""

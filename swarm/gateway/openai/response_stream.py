@@ -10,7 +10,7 @@ from typing import Any
 
 from swarm.gateway.openai.response_writers import AccumulatedAnswer, ResponseWriter, usage_object
 from swarm.generation.route_details import route_detail
-from swarm.generation.sequence_generation import SequenceDelta, SequenceEnd
+from swarm.generation.sequence_generation import SequenceDelta, SequenceEnd, SequenceProvisional
 from swarm.generation.sequence_group import SequenceGroup
 
 
@@ -40,6 +40,9 @@ async def stream_response(
     started: set[int] = set()
     async with aclosing(group.events()) as events:
         async for index, event in events:
+            if isinstance(event, SequenceProvisional):
+                yield ResponseDetail({"kind": "provisional", "index": index, "text": event.text})
+                continue
             if not isinstance(event, SequenceDelta | SequenceEnd):
                 if (detail := route_detail(event)) is not None:
                     yield ResponseDetail(detail)

@@ -81,6 +81,15 @@ def test_values_that_are_not_possible(asked):
     assert caught.value.param.startswith("early_exit")
 
 
+def test_provisional_text_needs_a_stream():
+    body = {"model": "m", "prompt": "Once", "early_exit": {"provisional": True}}
+    with pytest.raises(BadRequest, match=r"early_exit.provisional needs stream=true"):
+        parse_completion_request(json.dumps(body).encode())
+    request = parse_completion_request(json.dumps({**body, "stream": True}).encode())
+    served: Any = SimpleNamespace(name="m", has_exit_classifiers=False)
+    assert early_exit_options(request.early_exit, PLAIN, served) == EarlyExit()
+
+
 def test_unverified_answers_need_the_operators_consent():
     with pytest.raises(BadRequest, match="which this gateway does not allow") as caught:
         options(OPERATORS, {"verify": False})
