@@ -95,8 +95,8 @@ def test_streams_are_the_same_too(client):
     assert text == ask(client, temperature=1.0, seed=3).choices[0].message.content
 
 
-def test_provisional_text_is_in_events_of_its_own(gateway, client):
-    """What a reader sees who shows it: each event replaces the provisional text, and each chunk of the answer ends it."""
+def test_provisional_text_is_in_events_of_its_own(gateway):
+    """As a reader shows it: each event replaces the provisional text, and each chunk of the answer ends it."""
     body = {"model": "demo", "prompt": PROMPT, "max_tokens": LENGTH, "temperature": 0, "stream": True}
     asked = {**body, "early_exit": {**ALWAYS, "provisional": True}}
     plain = httpx.post(f"{gateway.api}/completions", json={**body, "stream": False}, timeout=300).json()

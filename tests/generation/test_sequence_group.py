@@ -10,6 +10,7 @@ from swarm.generation.sampling import SampledToken
 from swarm.generation.sequence_generation import (
     SequenceDelta,
     SequenceEnd,
+    SequenceProvisional,
 )
 from swarm.generation.sequence_group import merge_deltas
 from swarm.generation.tool_calls import ToolCall
@@ -33,6 +34,18 @@ def test_consecutive_deltas_are_merged():
         (0, SequenceDelta("c")),
         (0, SequenceEnd("stop", 3)),
     ]
+
+
+def test_only_the_last_of_consecutive_provisional_texts_stays():
+    waiting = [
+        (0, SequenceProvisional("a")),
+        (0, SequenceProvisional("ab")),
+        (1, SequenceProvisional("x")),
+        (0, SequenceProvisional("")),
+        (0, SequenceDelta("a")),
+        (0, SequenceProvisional("b")),
+    ]
+    assert merge_deltas(waiting) == waiting[1:]
 
 
 def test_if_threads_run_out_the_started_sequences_are_ended(make_group):

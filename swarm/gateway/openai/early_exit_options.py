@@ -55,9 +55,8 @@ def early_exit_options(
         return None
     options = settings.early_exit or EarlyExit()
     if isinstance(asked, EarlyExitRequest):
-        given = {
-            name: value for name, value in structs.asdict(asked).items() if value is not None and name != "provisional"
-        }
+        given = {name: value for name, value in structs.asdict(asked).items() if value is not None}
+        del given["provisional"]  # is about the response
         try:
             options = replace(options, **given)
         except UsageError as error:
