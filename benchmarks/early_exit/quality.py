@@ -24,8 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from swarm.models.execution.early_exit import StepExits
-from swarm.models.exits.span_exits import SpanExits
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -38,9 +36,11 @@ from scripts.exit_loss import read_hidden, states_behind
 from swarm.client.early_exit.exit_training import KEPT_TOKENS, LensFit, fit_classifier
 from swarm.data_structures import ExitBatchRule, ExitConfidence, Span, StepLayout
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER, open_checkpoint
+from swarm.models.execution.early_exit import StepExits
 from swarm.models.execution.session_cache import SessionCache, advance_steps
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.exits.confidence import softmax_response, state_similarity
+from swarm.models.exits.span_exits import SpanExits
 from swarm.models.exits.trained_exits import BaseModel, ExitClassifier, ExitLens, TrainedExits
 from swarm.models.loading.span_loading import load_span
 from swarm.protocol.messages import ExitTerms
