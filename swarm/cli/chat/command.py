@@ -37,6 +37,13 @@ KEY_VARIABLE = "SWARM_API_KEY"
     "--max-tokens", type=click.IntRange(1, 2**31), help="Length limit of answers.  [default: 1024, or the gateway's]"
 )
 @click.option("--seed", type=click.IntRange(-(2**63), 2**63 - 1), help="The same seed gives the same answers.")
+@click.option(
+    "--early-exit",
+    type=click.FloatRange(0, 1),
+    metavar="CONFIDENCE",
+    help="Let tokens leave early where their confidence is above this. Each is verified, so answers stay the same.  "
+    "[default: never, or as the gateway does]",
+)
 @console.errors_to_exit_codes
 def main(
     model: str | None,
@@ -48,6 +55,7 @@ def main(
     temperature: float | None,
     max_tokens: int | None,
     seed: int | None,
+    early_exit: float | None,
 ) -> None:
     """Chat with MODEL: a local folder or a hub id, by default the demo model. With --url, one of the gateway's models.
 
@@ -67,7 +75,7 @@ def main(
             else:
                 backend = _swarm_backend(terminal.interactive, model, console.split_addresses(initial_peers), exact)
         try:
-            Dialogue(backend, terminal, AnswerOptions(temperature, max_tokens, seed), system).run()
+            Dialogue(backend, terminal, AnswerOptions(temperature, max_tokens, seed, early_exit), system).run()
         finally:
             backend.close()
 

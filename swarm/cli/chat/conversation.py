@@ -28,11 +28,16 @@ class ConversationMessage:
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """How answers are generated; None takes the default of the model or the gateway."""
+    """How answers are generated; None takes the default of the model or the gateway.
+
+    Attributes:
+        early_exit: tokens leave early, verified, where their confidence is above this.
+    """
 
     temperature: float | None = None
     max_tokens: int | None = None
     seed: int | None = None
+    early_exit: float | None = None
 
 
 OnPiece = Callable[[ReplyPiece], None]

@@ -63,6 +63,7 @@ class GatewayBackend:
             "temperature": options.temperature,
             "max_tokens": options.max_tokens,
             "seed": options.seed,
+            "early_exit": None if options.early_exit is None else {"threshold": options.early_exit},
         }
         fields = {name: value for name, value in body.items() if value is not None}
         with self._open("chat/completions", json.dumps(fields).encode()) as reply:

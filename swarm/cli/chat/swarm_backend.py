@@ -10,6 +10,7 @@ from typing import Any
 
 from swarm.cli.chat.conversation import AnswerOptions, ConversationMessage, OnPiece
 from swarm.cli.chat.reply_pieces import ReplyPiece, TextPiece, read_detail, strip_controls
+from swarm.client.early_exit.options import EarlyExit
 from swarm.generation.prompts import GenerationOptions, chat_sequences
 from swarm.generation.route_details import route_detail
 from swarm.generation.sequence_generation import SequenceDelta, SequenceEvent
@@ -49,7 +50,12 @@ class SwarmBackend:
         sequences = chat_sequences(
             self._served,
             [{"role": message.role, "content": message.content} for message in messages],
-            GenerationOptions(temperature=options.temperature, max_tokens=options.max_tokens, seed=options.seed),
+            GenerationOptions(
+                temperature=options.temperature,
+                max_tokens=options.max_tokens,
+                seed=options.seed,
+                early_exit=None if options.early_exit is None else EarlyExit(threshold=options.early_exit),
+            ),
         )
         group = SequenceGroup(self._served, sequences, 1, time.perf_counter())
         async with group.generating(), aclosing(group.events()) as events:

@@ -74,7 +74,8 @@ def test_each_line_of_a_script_is_a_message(way, tmp_path: Path):
     options, environment = way
     saved = tmp_path / "talk.json"
     lines = f"say hello\n\nbe evil\n/route\n//hello\n/save {saved}\n/quit\nnever asked\n"
-    done = run((*options, "--system", "Be kind.", "--temperature", "0", "--seed", "1"), lines, **environment)
+    settings = ("--system", "Be kind.", "--temperature", "0", "--seed", "1", "--early-exit", "0.1")
+    done = run((*options, *settings), lines, **environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{HELLO}\nlook [2J]52;c;aGVsbG8= here 31m and there, over\n{HELLO}\n"
     footer = r"^\d+ tokens in \d+\.\d s, \d+\.\d tokens/s · 0:3 …\w{6} \(ann's laptop\) → 3:6 …\w{6} \(ann's laptop\)$"
