@@ -21,13 +21,12 @@ from swarm.client.model.train_exits import read_hidden
 from swarm.client.routes.events import ExitTaken, HopLost, RouteTaken
 from swarm.errors import UsageError
 from swarm.server.config import ExitsOption
+from tests.client.prompts import NEW, PAD, greedy, padded_batch, prompt
 from tests.disturbances import Before, holder
 from tests.swarms import TestSwarm, run_client, run_swarm
 from tests.zoo import BLOCKS, PROMPTS
 
 SPANS = ("0:3", "3:5", "5:6")
-NEW = 16
-PAD = 0
 
 
 @pytest.fixture(scope="module")
@@ -44,20 +43,6 @@ def model(swarm: TestSwarm) -> Iterator[Any]:
 
 def project(threshold: Any = 0.0, confidence: Any = "softmax", **more: Any) -> EarlyExit:
     return EarlyExit(confidence, threshold, verify=False, fill="project", **more)
-
-
-def prompt(length: int = 7, seed: int = 3) -> torch.Tensor:
-    return torch.randint(3, 100, (1, length), generator=torch.Generator().manual_seed(seed))
-
-
-def padded_batch() -> dict[str, torch.Tensor]:
-    longest = max(map(len, PROMPTS))
-    tokens = torch.tensor([[PAD] * (longest - len(row)) + row for row in PROMPTS])
-    return {"input_ids": tokens, "attention_mask": (tokens != PAD).long()}
-
-
-def greedy(model: Any, tokens: torch.Tensor | None = None, new: int = NEW, **more: Any) -> torch.Tensor:
-    return model.generate(tokens, max_new_tokens=new, do_sample=False, pad_token_id=PAD, **more)
 
 
 @torch.no_grad()
