@@ -254,6 +254,19 @@ def test_a_traced_fill_is_what_the_modules_store(family, tmp_path_factory):
         close(outputs[1], outputs[0])
 
 
+def test_pieces_whose_decode_steps_are_recorded(tmp_path_factory):
+    model = load_as("paged", "llama", tmp_path_factory)
+    model = with_exits(model.with_strategy(replace(model.strategy, graph_recorder=lambda function: function)))
+    assert all(piece.graphs is not None for piece in model.pieces())
+
+    @given(st.data(), st.integers(1, 3), st.integers(2, 6))
+    @settings(slow, max_examples=10)
+    def check(data, sessions, steps):
+        decode_steps(model, data, sessions, steps)
+
+    check()
+
+
 @pytest.mark.parametrize("layout", ["paged", "contiguous"])
 def test_pieces_that_were_chosen_for_speed(layout, tmp_path_factory):
     model = with_exits(load_as(layout, "llama", tmp_path_factory))
