@@ -8,7 +8,7 @@ let none leave.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -85,16 +85,20 @@ class _PartUnderWay:
             index = torch.tensor(tokens, dtype=torch.long, device=output.device)
             self.hidden_TH = self.hidden_TH.index_copy(0, index, output)
 
-    def let_leave(self, block: int, sure: Sequence[bool], tokens: Sequence[int]) -> None:
-        """Let tokens leave in front of a block, where it is known for each of `tokens` whether it is sure."""
+    def waiting(self) -> list[int]:
+        """Numbers of the sequences whose tokens have not left, in the order of the tokens."""
+        return [number for number in self._sequences if not (self.left and self.left[number])]
+
+    def let_leave(self, block: int, sure: Collection[int]) -> None:
+        """Let sequences leave in front of a block, where the tokens of these are sure."""
         assert self.left is not None
         assert self.terms is not None
-        waiting = [self._sequences[token] for token in tokens]
-        self._sure.update(number for number, sure in zip(waiting, sure, strict=True) if sure)
-        for number in sequences_that_leave(self.terms.batch, waiting, self._sure):
+        self._sure.update(sure)
+        for number in sequences_that_leave(self.terms.batch, self.waiting(), self._sure):
             self.left[number] = block
 
 
+@torch.inference_mode()
 def compute_with_exits(
     model: SpanModel, parts: Sequence[StepPart], exits: Sequence[StepExits | None]
 ) -> tuple[list[torch.Tensor], list[tuple[int, ...] | None]]:
@@ -134,19 +138,26 @@ def _pass_piece(piece: SpanModel, under_way: Sequence[_PartUnderWay]) -> None:
 
 def _let_leave(exits: SpanExits, block: int, under_way: Sequence[_PartUnderWay]) -> None:
     """Let the tokens leave that are sure in front of a block. Each confidence is measured for all tokens at once."""
-    asking: dict[ExitConfidence, list[tuple[_PartUnderWay, list[int], float]]] = {}
+    asking: dict[ExitConfidence, list[tuple[_PartUnderWay, float]]] = {}
     for one in under_way:
         if one.terms is None or not exits.measures(one.terms.confidence, block):
             continue
         threshold = dict(one.terms.thresholds).get(block)
-        tokens = one.tokens(left=False)
-        tokens = list(range(len(one.hidden_TH))) if tokens is None else tokens
-        if threshold is not None and tokens:
-            asking.setdefault(one.terms.confidence, []).append((one, tokens, threshold))
+        if threshold is not None and one.tokens(left=False) != []:
+            asking.setdefault(one.terms.confidence, []).append((one, threshold))
     for confidence, some in asking.items():
-        before_RH = torch.cat([one.before_TH[tokens] for one, tokens, _ in some])
-        hidden_RH = torch.cat([one.hidden_TH[tokens] for one, tokens, _ in some])
-        sure = exits.measure(confidence, block, before_RH, hidden_RH).tolist()
-        for one, tokens, threshold in some:
-            one.let_leave(block, [value > threshold for value in sure[: len(tokens)]], tokens)
-            sure = sure[len(tokens) :]
+        before_RH = _joined([_chosen(one.before_TH, one.tokens(left=False)) for one, _ in some])
+        hidden_RH = _joined([_chosen(one.hidden_TH, one.tokens(left=False)) for one, _ in some])
+        values = exits.measure(confidence, block, before_RH, hidden_RH).tolist()
+        for one, threshold in some:
+            waiting = one.waiting()
+            one.let_leave(block, {n for n, value in zip(waiting, values, strict=False) if value > threshold})
+            values = values[len(waiting) :]
+
+
+def _chosen(hidden_TH: torch.Tensor, tokens: list[int] | None) -> torch.Tensor:
+    return hidden_TH if tokens is None else hidden_TH[tokens]
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
