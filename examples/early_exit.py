@@ -51,7 +51,8 @@ def training_text(model: Any, tokenizer: PreTrainedTokenizerBase, path: Path | N
     settings = {"do_sample": True, "min_new_tokens": length, "max_new_tokens": length, "pad_token_id": 0}
     rounds = -(-tokens // (TEXTS * length))
     print(f"The model writes {rounds * TEXTS} texts of {length} tokens to learn from ...")
-    return torch.cat([model.generate(start, **settings)[:, 1:] for _ in range(rounds)]).flatten()
+    mask = torch.ones_like(start)
+    return torch.cat([model.generate(start, attention_mask=mask, **settings)[:, 1:] for _ in range(rounds)]).flatten()
 
 
 def timed_text(model: Any, prompt: torch.Tensor, tokens: int, exits: swarm.EarlyExit | None) -> tuple[Any, float, Any]:
