@@ -143,7 +143,7 @@ def _let_leave(exits: SpanExits, block: int, under_way: Sequence[_PartUnderWay])
         if one.terms is None or not exits.measures(one.terms.confidence, block):
             continue
         threshold = dict(one.terms.thresholds).get(block)
-        if threshold is not None and one.tokens(left=False) != []:
+        if threshold is not None and threshold < 1 and one.tokens(left=False) != []:
             asking.setdefault(one.terms.confidence, []).append((one, threshold))
     for confidence, some in asking.items():
         before_RH = _joined([_chosen(one.before_TH, one.tokens(left=False)) for one, _ in some])

@@ -33,10 +33,9 @@ class ModelHead:
         self._layer = _GivenStates(checkpoint.structure.layer_outputs)
         loaded = load_blockless_model(checkpoint, self._layer, _PlainModel, dtype=dtype)
         self._model = loaded.model
-        # First the head gets weights of its own; then the embeddings, which may be the same tensor, can go.
-        frozen_linear.prepack(self._model)
+        # The embeddings go; their tensor stays if it is the head's too. Only weights on a CPU are prepacked.
         self._model.set_input_embeddings(cut_layers.ZeroEmbedding())
-        self._model.to(device).eval()
+        frozen_linear.prepack(self._model.to(device).eval())
         self.weight_bytes = sum(p.numel() * p.element_size() for p in self._model.parameters())
 
     @torch.inference_mode()

@@ -11,6 +11,10 @@ from swarm.data_structures import ExitConfidence, Span
 from swarm.models.exits.confidence import softmax_response, state_similarity
 from swarm.models.exits.exit_choice import cut_at_exits
 from swarm.models.exits.trained_exits import BaseModel, TrainedExits
+from swarm.protocol.messages import ExitTerms
+
+HEAD_TOKENS = 64
+"""Tokens whose logits are in memory at once."""
 
 NOTHING_TRAINED = TrainedExits(BaseModel("", "", 0, 0))
 
@@ -47,6 +51,13 @@ class SpanExits:
             return block in self.trained.classifiers
         return confidence == "similarity" or self.head is not None
 
+    def applies(self, terms: ExitTerms, span: Span) -> bool:
+        """Whether these terms can let a token leave inside these blocks, or behind them. If not, they need no cuts."""
+        return any(
+            span.start < block <= span.end and threshold < 1 and self.measures(terms.confidence, block)
+            for block, threshold in terms.thresholds
+        )
+
     def pieces(self, span: Span) -> list[Span]:
         """A part of the span, cut where hidden states are looked at."""
         return cut_at_exits(span, self.blocks)
@@ -65,5 +76,11 @@ class SpanExits:
         if confidence == "classifier":
             return self.trained.classifiers[block](hidden_RH)
         assert self.head is not None
-        lens = self.trained.lenses.get(block)
-        return softmax_response(self.head(lens(hidden_RH) if lens is not None else hidden_RH))
+        lens, head = self.trained.lenses.get(block), self.head
+        # Logits are large: those of a few tokens at once.
+        return torch.cat(
+            [
+                softmax_response(head(lens(rows_RH) if lens is not None else rows_RH))
+                for rows_RH in hidden_RH.split(HEAD_TOKENS)
+            ]
+        )

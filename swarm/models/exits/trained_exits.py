@@ -8,6 +8,7 @@ safetensors that names the model for which they were trained.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from swarm.errors import AdapterError, AdapterMismatch
 EXITS_FILE = "exits.safetensors"
 FORMAT = "swarm-exits-1"
 MAX_LENSES = 1024
+BLOCK_NUMBER = re.compile("[0-9]{1,6}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +146,7 @@ def _read(stored: safe_open, base: BaseModel, path: Path) -> tuple[dict[int, Exi
     for name in names:
         kind, _, rest = name.partition(".")
         block, _, part = rest.partition(".")
-        if kind not in shapes or part not in ("weight", "bias") or not block.isascii() or not block.isdecimal():
+        if kind not in shapes or part not in ("weight", "bias") or not BLOCK_NUMBER.fullmatch(block):
             raise AdapterError(f"{path} has a tensor {name!r}, which is no part of a lens or classifier")
         piece = stored.get_slice(name)
         if piece.get_shape() != shapes[kind][part == "bias"] or piece.get_dtype() != "F32":

@@ -154,8 +154,9 @@ class SessionSteps:
 
 def _exits(session: Session, message: messages.StepRequest) -> StepExits | None:
     """Where the step's tokens may leave, and have left; None if none has, and none can leave here."""
-    model = session.cache.model
-    terms = message.exits if model.exits is not None and model.can_fill else None
+    model, terms = session.cache.model, message.exits
+    if terms is not None and not (model.can_fill and model.exits and model.exits.applies(terms, model.span)):
+        terms = None
     if terms is None and not any(message.left or ()):
         return None
     return StepExits(terms, tuple(message.left or (0,) * len(message.counts)))

@@ -72,7 +72,7 @@ class SessionTable:
             client: the connection that uses it from now on.
 
         Raises:
-            WrongSpan: the id is in use for other blocks or adapters.
+            WrongSpan: the id is in use for other blocks or adapters, or with another `early_exits`.
             CacheFull: there is no free cache, or the peer has too many sessions.
         """
         self.expire()
@@ -85,6 +85,8 @@ class SessionTable:
                 )
             if known.terms.adapters != terms.adapters:
                 raise WrongSpan("the session is open with other adapters; open another one")
+            if known.terms.early_exits != terms.early_exits:
+                raise WrongSpan("the session is open with another early_exits; open another one")
             session = known
         elif sum(one.terms.peer_id == terms.peer_id for one in self._sessions.values()) >= self._peer_sessions:
             raise CacheFull(f"a peer may have {self._peer_sessions} sessions; close some, or ask another server")

@@ -10,8 +10,9 @@ from swarm.data_structures import Span
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.exits.confidence import softmax_response, state_similarity
 from swarm.models.exits.model_head import ModelHead, head_bytes
-from swarm.models.exits.span_exits import SpanExits
+from swarm.models.exits.span_exits import HEAD_TOKENS, SpanExits
 from swarm.models.exits.trained_exits import BaseModel, ExitClassifier, ExitLens, TrainedExits
+from swarm.protocol.messages import ExitTerms
 from tests import zoo
 
 HIDDEN, ROWS = 32, 5
@@ -54,6 +55,36 @@ def test_each_confidence():
     assert measured("classifier", 4).equal(exits.trained.classifiers[4](hidden))
     assert measured("softmax", 4).equal(softmax_response(head(hidden)))
     assert measured("softmax", 2).equal(softmax_response(head(exits.trained.lenses[2](hidden))))
+
+
+def test_the_head_reads_a_few_tokens_at_once():
+    hidden, sizes = torch.randn(3 * HEAD_TOKENS + 5, HIDDEN), []
+
+    def noted(hidden_RH: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(hidden_RH))
+        return head(hidden_RH)
+
+    found = SpanExits((2,), noted).measure("softmax", 2, hidden, hidden)
+    torch.testing.assert_close(found, softmax_response(head(hidden)))
+    assert sizes == [HEAD_TOKENS] * 3 + [5]
+
+
+@pytest.mark.parametrize(
+    ("confidence", "thresholds", "applies"),
+    [
+        ("similarity", ((2, 0.5),), True),
+        ("similarity", ((4, 0.5),), True),  # where the next server begins
+        ("similarity", ((6, 0.5),), False),  # behind the span
+        ("similarity", ((3, 0.5),), False),  # no exit
+        ("similarity", ((2, 1.0), (4, 1.0)), False),
+        ("classifier", ((2, 0.5),), False),
+        ("classifier", ((4, 0.5),), True),
+        ("softmax", ((2, 0.5),), False),
+    ],
+)
+def test_terms_that_apply_to_a_span(confidence, thresholds, applies):
+    exits = SpanExits((2, 4, 6), None, trained(4))
+    assert exits.applies(ExitTerms(confidence, thresholds), Span(1, 4)) is applies
 
 
 def test_pieces_end_at_exits():

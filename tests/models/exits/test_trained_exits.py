@@ -53,6 +53,7 @@ def test_of_another_model(tmp_path):
         ({"lens.two.bias": torch.zeros(8)}, "no part of a lens"),
         ({"lens.2.scale": torch.zeros(8)}, "no part of a lens"),
         ({"lens.\u00b2.bias": torch.zeros(8)}, "no part of a lens"),
+        ({f"lens.{'2' * 5000}.bias": torch.zeros(8)}, "no part of a lens"),
         ({"head.weight": torch.zeros(8)}, "no part of a lens"),
         ({"lens.2.weight": torch.zeros(8, 8), "lens.2.bias": torch.full((8,), float("nan"))}, "NaN"),
         ({"lens.2.weight": torch.zeros(8, 8).half(), "lens.2.bias": torch.zeros(8)}, "needs F32"),

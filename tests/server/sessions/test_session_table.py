@@ -40,6 +40,7 @@ def session(
     span: Span | None = None,
     adapters: list[bytes] | None = None,
     wait_timeout_s: float = 0.0,
+    early_exits: bool = False,
 ) -> Session:
     cache: Any = SimpleNamespace(cleared=0)
     cache.clear = lambda: setattr(cache, "cleared", cache.cleared + 1)
@@ -51,6 +52,7 @@ def session(
         reply_format=WireFormat.NONE,
         adapters=adapters,
         wait_timeout_s=wait_timeout_s,
+        early_exits=early_exits,
     )
     return Session(terms, cache)
 
@@ -248,6 +250,12 @@ def test_an_open_session_cannot_be_opened_as_another_one(sessions, change):
     opened(sessions, session())
     with pytest.raises(WrongSpan, match="open for blocks 0:3 and 10 tokens"):
         opened(sessions, session(**change))
+
+
+def test_an_open_session_stays_as_exact_as_it_was_opened(sessions):
+    opened(sessions, session())
+    with pytest.raises(WrongSpan, match="another early_exits"):
+        opened(sessions, session(early_exits=True))
 
 
 def test_a_forgotten_session_has_no_part_in_its_successor(sessions):
