@@ -206,7 +206,7 @@ class InferenceSession:
         packed = pack_hidden(inputs, real, self._connection.config.wire)
         number = self._connection.run(chain.begin(packed, layout, exits, exit_block))
         before = self.cache.length
-        self.cache.commit(sequences, new, real, tokens)
+        self.cache.commit(sequences, new, real, tokens, is_exact=exits is None)
         return StepUnderWay(number, before, hidden, real)
 
     @property

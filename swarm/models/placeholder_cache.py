@@ -28,6 +28,8 @@ class PlaceholderCache(Cache):
         super().__init__(layers=[])
         self.session = session
         self.length = 0
+        self.exact_length = 0
+        """How many leading slots have passed all blocks. Behind them, what servers hold may be approximate."""
         self.sequences = 0
         self.tokens: torch.Tensor | None = None
         """Token ids `[sequences, length]` of all slots, or None after hidden states came without ids."""
@@ -79,6 +81,7 @@ class PlaceholderCache(Cache):
                 f"position {length} is not between 0 and {self.length}, the number of positions computed so far"
             )
         self.length = length
+        self.exact_length = min(self.exact_length, length)
         if self.tokens is not None:
             self.tokens = self.tokens[:, :length]
         if self._real is not None:
@@ -107,8 +110,21 @@ class PlaceholderCache(Cache):
         counts = (new,) * sequences if fresh is None else tuple(fresh.sum(1).tolist())
         return StepLayout(starts, counts, tuple(self._sources) if self._sources is not None else None), fresh
 
-    def commit(self, sequences: int, new: int, fresh: torch.Tensor | None, tokens: torch.Tensor | None) -> None:
-        """Record the slots of a step that was computed."""
+    def commit(
+        self,
+        sequences: int,
+        new: int,
+        fresh: torch.Tensor | None,
+        tokens: torch.Tensor | None,
+        is_exact: bool = True,
+    ) -> None:
+        """Record the slots of a step that was computed.
+
+        Args:
+            is_exact: whether its tokens pass all blocks; False if they may leave inside a server's span.
+        """
+        if is_exact and self.exact_length == self.length:
+            self.exact_length += new
         if self._real is not None or fresh is not None:
             old = self._real if self._real is not None else torch.ones(sequences, self.length, dtype=torch.bool)
             added = fresh if fresh is not None else torch.ones(sequences, new, dtype=torch.bool)

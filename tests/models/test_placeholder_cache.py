@@ -42,6 +42,20 @@ def test_padding_is_never_sent():
     assert (layout.starts, layout.counts, fresh) == ((1, 3), (1, 1), None)
 
 
+def test_what_is_exact_ends_at_the_first_slot_that_may_be_approximate():
+    cache = PlaceholderCache(None)
+    step(cache, tokens_of([[1, 2, 3]]))
+    assert cache.exact_length == 3
+    cache.commit(1, 1, None, tokens_of([[4]]), is_exact=False)
+    cache.commit(1, 2, None, tokens_of([[5, 6]]))
+    assert cache.exact_length == 3
+    cache.set_length(4)
+    assert cache.exact_length == 3
+    cache.set_length(2)
+    cache.commit(1, 2, None, tokens_of([[7, 8]]))
+    assert cache.exact_length == 4
+
+
 def test_a_changed_mask_is_refused():
     cache = PlaceholderCache(None)
     step(cache, tokens_of([[1, 2, 3]]), torch.tensor([[0, 1, 1]]))

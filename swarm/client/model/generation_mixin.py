@@ -215,7 +215,7 @@ class DistributedGenerationMixin(ExitsMixin, DistributedModelMixin):
             return generate_in_lanes(self, lanes, {**named, **settings}, generate)
         if session is not None and kwargs.get("past_key_values") is None:
             tokens = inputs if inputs is not None else kwargs.get("input_ids")
-            _continue_session(session, tokens, kwargs.get("attention_mask"))
+            _continue_session(session, tokens, kwargs.get("attention_mask"), early_exit)
             kwargs["past_key_values"] = session.cache
         return self._generate({"inputs": inputs, **kwargs}, None, *args, early_exit=early_exit)
 
@@ -244,6 +244,13 @@ class DistributedGenerationMixin(ExitsMixin, DistributedModelMixin):
                 f"early_exit is for greedy search and sampling, not for {mode.replace('_', ' ')}; pass early_exit=None"
             )
         given = model_kwargs.get("past_key_values")
+        options = self._active.early_exit
+        takes_approximate = options is not None and options.fill == "project"
+        if isinstance(given, PlaceholderCache) and given.exact_length < given.length and not takes_approximate:
+            raise UsageError(
+                "past_key_values belong to a session whose caches early_exit with fill='project' has made approximate; "
+                "pass the session instead (generate then computes again what is approximate), or use another one"
+            )
         if given is None and generation_config.use_cache is not False:
             self._active.temporary = self.inference_session(max_length=max(1, length))
             model_kwargs["past_key_values"] = self._active.temporary.cache
@@ -295,13 +302,20 @@ class DistributedGenerationMixin(ExitsMixin, DistributedModelMixin):
         )
 
 
-def _continue_session(session: InferenceSession, tokens: Any, mask: torch.Tensor | None) -> None:
-    """Roll a session back to the longest prefix that it shares with the prompt of a new `generate` call."""
+def _continue_session(
+    session: InferenceSession, tokens: Any, mask: torch.Tensor | None, early_exit: EarlyExit | None
+) -> None:
+    """Roll a session back to the longest prefix that it shares with the prompt of a new `generate` call.
+
+    What may have left inside a server's span is computed again, unless this call takes approximate caches as well.
+    """
     if not isinstance(tokens, torch.Tensor) or tokens.ndim != 2:
         session.position = 0
         return
     if isinstance(session.cache, PromptedCache):
         tokens, mask = insert_virtual_tokens(session.cache.count, tokens, mask)
     known = session.cache.common_prefix(tokens, mask)
+    if early_exit is None or early_exit.fill == "exact":
+        known = min(known, session.cache.exact_length)
     # At least one token has to be computed, because the next one is chosen from its logits.
     session.position = min(known, tokens.shape[1] - 1)

@@ -105,6 +105,19 @@ def test_prompts_and_texts_behind_them_are_computed_in_full_unless_asked(model, 
         assert listener.exits == {1: 3}
 
 
+@pytest.mark.parametrize("later", [None, EarlyExit(threshold=0.0)])
+def test_behind_approximate_caches_a_call_that_wants_exact_ones_computes_again(model, local, later):
+    with model.inference_session(max_length=64) as session:
+        first = greedy(model, prompt(), early_exit=project())
+        assert (session.cache.exact_length, session.position) == (prompt().shape[1], first.shape[1] - 1)
+        longer = torch.cat([first, prompt(4, seed=5)], dim=1)
+        with pytest.raises(UsageError, match="pass the session instead"):
+            greedy(model, longer, 6, early_exit=later, past_key_values=session.cache)
+        expected = greedy(local, longer, 6)
+        assert greedy(model, longer, 6, early_exit=later).equal(expected)
+        assert session.cache.exact_length == session.position == expected.shape[1] - 1
+
+
 def test_which_token_leaves_depends_on_confidences_only(model):
     """Texts with exits here and there come out the same each time, in one session or another."""
     exits = project({1: 0.999, 2: 0.08, 4: 0.08, 5: 0.06})
