@@ -3,8 +3,8 @@
     python examples/early_exit.py [--initial-peers ADDRESS]
 
 The lenses learn from texts that the model itself writes over the swarm, unless `--text` names others. They are written
-to a folder that `model.load_exits` and `swarm gateway --exits` read. With servers on this machine there is no delay to
-save, so the text comes no sooner; over the Internet it does.
+to a folder that `model.load_exits` and `swarm gateway --exits-from` read. With servers on this machine there is no
+delay to save, so the text comes no sooner; over the Internet it does.
 """
 
 from __future__ import annotations

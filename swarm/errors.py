@@ -25,6 +25,10 @@ class ModelNotFound(UsageError):
     """The model is neither a local folder with a checkpoint nor a repository on the hub that can be reached."""
 
 
+class NoExitClassifiers(UsageError):
+    """None of the model's exit classifiers is for a block at which a server of the route begins."""
+
+
 class CheckpointError(UsageError):
     """The checkpoint exists but cannot be used (no safetensors, missing tensors, broken files)."""
 

@@ -75,7 +75,8 @@ logger = logging.getLogger("swarm.gateway")
     help="What --early-exit compares.",
 )
 @click.option(
-    "--exits",
+    "--exits-from",
+    "exits",
     multiple=True,
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     metavar="FOLDER",

@@ -151,5 +151,6 @@ def _require_classifiers(models: Sequence[ServedModel], settings: GatewaySetting
     if without:
         raise UsageError(
             f"--exit-confidence classifier: there are no classifiers for {', '.join(without)}; train them with "
-            "model.train_exits(kind='classifier'), save them with model.save_exits, and name the folder with --exits"
+            "model.train_exits(kind='classifier'), save them with model.save_exits, and name the folder with "
+            "--exits-from"
         )

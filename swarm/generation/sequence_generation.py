@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -25,8 +26,9 @@ import torch
 
 from swarm.client.early_exit.options import EarlyExit
 from swarm.client.routes.events import ExitTaken, ExitVerified, SessionEvent
+from swarm.client.session import InferenceSession
 from swarm.client.threads.compute_lock import ComputeTicket
-from swarm.errors import SwarmError, UsageError
+from swarm.errors import NoExitClassifiers, SwarmError, UsageError
 from swarm.generation.detokenizer import IncrementalDetokenizer
 from swarm.generation.errors import EXPECTED_ERRORS, GenerationCancelled, GenerationCrashed, InvalidGenerationRequest
 from swarm.generation.exit_counts import ExitCounts
@@ -122,7 +124,7 @@ class SequenceGeneration:
         self.tokens = 0
         self.exits = ExitCounts()
         self._on_event = on_event
-        self._model = served.model
+        self._served = served
         self._request = request
         self._ticket = ComputeTicket(served.compute_lock)
         self._cancelled = False
@@ -166,25 +168,10 @@ class SequenceGeneration:
         """Run `generate`, and return the finish reason."""
         request = self._request
         max_length = len(request.prompt) + request.max_tokens
-        session = self._model.inference_session(max_length=max_length, listener=self._on_session_event)
-        streamer = ProvisionalText(self._preview, lambda text: self._emit(SequenceProvisional(text)))
+        session = self._served.model.inference_session(max_length=max_length, listener=self._on_session_event)
         try:
             with self._ticket:
-                self._model.generate(
-                    torch.tensor([list(request.prompt)]),
-                    attention_mask=torch.ones(1, len(request.prompt), dtype=torch.long),
-                    session=session,
-                    max_new_tokens=request.max_tokens,
-                    do_sample=False,  # the sampler leaves one token to choose from
-                    num_beams=1,
-                    temperature=None,
-                    top_p=None,
-                    top_k=None,
-                    logits_processor=[self._sampler],
-                    stopping_criteria=[self._stopping_criterion],
-                    early_exit=request.early_exit,
-                    streamer=streamer if request.provisional else None,
-                )
+                self._generate_in(session)
         except UsageError as error:
             if request.early_exit is None or type(error) is not UsageError:  # those below are not about its options
                 raise
@@ -197,6 +184,31 @@ class SequenceGeneration:
         if self._output.has_calls:
             return "tool_calls"
         return "stop" if self._output.stopped or self._last_token in self._end_tokens else "length"
+
+    def _generate_in(self, session: InferenceSession) -> None:
+        """Run `generate`. Early exit is optional: where the route has no place for it, no token leaves."""
+        request = self._request
+        streamer = ProvisionalText(self._preview, lambda text: self._emit(SequenceProvisional(text)))
+        generate = partial(
+            self._served.model.generate,
+            torch.tensor([list(request.prompt)]),
+            attention_mask=torch.ones(1, len(request.prompt), dtype=torch.long),
+            session=session,
+            max_new_tokens=request.max_tokens,
+            do_sample=False,  # the sampler leaves one token to choose from
+            num_beams=1,
+            temperature=None,
+            top_p=None,
+            top_k=None,
+            logits_processor=[self._sampler],
+            stopping_criteria=[self._stopping_criterion],
+            streamer=streamer if request.provisional else None,
+        )
+        try:
+            generate(early_exit=request.early_exit)
+        except NoExitClassifiers as error:
+            self._served.warn_once(f"No token leaves early: {error}")
+            generate(early_exit=None)  # goes on behind the prompt, which is computed
 
     def _stopping_criterion(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         """transformers' hook: whether the sequence is complete with the token that now stands at its end."""

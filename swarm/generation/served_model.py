@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from swarm.generation.response_format import GrammarCompiler
 from swarm.generation.tool_syntax import ToolSyntax, tool_syntax
 from swarm.models.checkpoints.chat_template import template_text
 from swarm.models.checkpoints.tokenizer import load_tokenizer
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_CONTEXT_TOKENS = 8192
 """Context length of a model whose config does not state one."""
@@ -35,6 +38,7 @@ class ServedModel:
     tokenizer: Any
     compute_lock: ComputeLock = field(default_factory=ComputeLock)
     created: int = field(default_factory=lambda: int(time.time()))
+    _warnings: set[str] = field(default_factory=set)
 
     @classmethod
     def load(cls, source: str | None, **options: Any) -> ServedModel:
@@ -88,6 +92,12 @@ class ServedModel:
         """Tokens that end an answer."""
         end = self.model.generation_config.eos_token_id
         return frozenset([end] if isinstance(end, int) else end or ())
+
+    def warn_once(self, message: str) -> None:
+        """A line in the log, if it is not there already: many requests may have the same reason for it."""
+        if message not in self._warnings:
+            self._warnings.add(message)
+            logger.warning("%s: %s", self.name, message)
 
     def missing_blocks(self) -> tuple[int, ...]:
         """Blocks that no server holds now. Asks the swarm, which may take seconds."""

@@ -181,6 +181,24 @@ def test_a_client_that_leaves_ends_its_generation(gateway):
     wait_until(lambda: gateway.metric("swarm_gateway_running") == 0)
 
 
+def test_classifiers_for_other_blocks_than_the_routes_are_no_error(swarm, tmp_path):
+    """The servers may have moved since the classifiers were trained: no token leaves, and requests are answered."""
+    with run_client(swarm) as model:
+        tokens = torch.tensor(load_tokenizer(DEMO_FOLDER).encode(PROMPT * 40))
+        model.train_exits([tokens], kind="classifier", boundaries=[6])
+        model.save_exits(tmp_path)
+    settings = GatewaySettings(early_exit=EarlyExit("classifier", 0.0))
+    with (
+        run_gateway(swarm, settings=settings, exits=[tmp_path]) as gateway,
+        openai.OpenAI(base_url=gateway.api, api_key="none", max_retries=0, timeout=300) as client,
+    ):
+        asked = {"temperature": 1.0, "seed": 3, "logprobs": True}
+        ours, plain = (ask(client, *how, **asked).choices[0] for how in ([], [False]))
+        assert ours.message.content == plain.message.content
+        assert [one.token for one in ours.logprobs.content] == [one.token for one in plain.logprobs.content]
+        assert taken(done(client, None)) == 0
+
+
 @pytest.mark.slow
 def test_the_operators_default_and_a_server_that_dies(exits):
     """The text goes on, with the same seed to the same end."""

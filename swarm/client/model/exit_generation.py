@@ -13,7 +13,7 @@ from swarm.client.early_exit.token_output import TokenOutput
 from swarm.client.model.remote_sequential import StepSent
 from swarm.client.model.train_exits import base_model, read_hidden
 from swarm.client.session import InferenceSession, StepUnderWay
-from swarm.errors import SwarmError, UsageError
+from swarm.errors import NoExitClassifiers, SwarmError, UsageError
 from swarm.models.exits.trained_exits import TrainedExits
 from swarm.models.generation_output import generation_output
 from swarm.models.placeholder_cache import PlaceholderCache
@@ -34,6 +34,7 @@ def sample_with_exits(
 
     Raises:
         UsageError: the call asks for something that tokens which leave early do not have.
+        NoExitClassifiers: no token could leave on this route; the session holds the prompt.
     """
     session = _session(arguments.get("past_key_values"))
     record = _ScoreRecord(process, config)
@@ -118,7 +119,7 @@ class _ScoreRecord:
 def _require_classifiers(exits: TrainedExits, boundaries: Sequence[int]) -> None:
     if boundaries and not exits.classifiers.keys() & set(boundaries):
         places = ", ".join(map(str, boundaries))
-        raise UsageError(
+        raise NoExitClassifiers(
             f"confidence='classifier': the model has no classifier for any of the blocks {places}, where servers of "
             "this route begin; train them with model.train_exits(kind='classifier')"
         )

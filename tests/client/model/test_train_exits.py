@@ -11,7 +11,7 @@ import torch
 
 from swarm import EarlyExit
 from swarm.client.model.train_exits import hidden_states, read_hidden
-from swarm.errors import AdapterMismatch, UsageError
+from swarm.errors import AdapterMismatch, NoExitClassifiers, UsageError
 from tests.client import prompts
 from tests.swarms import TestSwarm, run_client, run_swarm
 from tests.zoo import BLOCKS
@@ -66,7 +66,7 @@ def test_a_lens_helps_and_changes_no_verified_text(model, local, tmp_path):
 
 def test_a_classifier_is_asked_where_there_is_one(model, local):
     exits = EarlyExit(confidence="classifier", threshold=0.3)
-    with pytest.raises(UsageError, match="no classifier for any of the blocks 2, 3"):
+    with pytest.raises(NoExitClassifiers, match="no classifier for any of the blocks 2, 3"):
         greedy(model, early_exit=exits)
     model.train_exits([text()], kind="classifier")
     assert greedy(model, early_exit=exits).equal(greedy(local))
