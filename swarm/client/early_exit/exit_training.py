@@ -36,7 +36,8 @@ class LensFit:
 
     Args:
         width: values of a hidden state.
-        read: hidden states `[N, H]` behind the last block to logits `[N, V]` float32; lets gradients through.
+        read: hidden states `[N, H]` behind the last block, of the model's dtype, to logits `[N, V]` float32; lets
+            gradients through.
     """
 
     def __init__(self, width: int, read: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -61,7 +62,8 @@ class LensFit:
             with torch.no_grad():
                 target_NV = self._read(final_NH[chosen_N]).softmax(-1)
             with torch.enable_grad():
-                early_NV = self._read(hidden_NH[chosen_N].float() @ self._weight_HH + self._bias_H)
+                early_NH = hidden_NH[chosen_N].float() @ self._weight_HH + self._bias_H
+                early_NV = self._read(early_NH.to(hidden_NH.dtype))
                 loss = nn.functional.cross_entropy(early_NV, target_NV)
                 # Not backward(): the head's own weights are to get no gradients.
                 self._weight_HH.grad, self._bias_H.grad = torch.autograd.grad(loss, [self._weight_HH, self._bias_H])

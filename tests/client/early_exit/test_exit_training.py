@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from swarm.client.early_exit.exit_training import LensFit, fit_classifier
 
@@ -27,6 +28,17 @@ def test_a_lens_finds_the_map_between_what_it_saw():
     assert (read(fit.lens()(other)).argmax(-1) == right).float().mean() > 0.9
     assert fit.lens()(other.bfloat16()).dtype == torch.bfloat16
     assert head.grad is None
+
+
+def test_a_lens_learns_from_what_the_head_of_a_model_in_half_precision_reads():
+    random = torch.Generator().manual_seed(0)
+    head = nn.Linear(WIDTH, 3 * WIDTH, dtype=torch.bfloat16)
+    hidden = torch.randn(600, WIDTH, generator=random).bfloat16()
+    fit = LensFit(WIDTH, lambda one: head(one).float())
+    fit.learn(hidden, 2 * hidden, 600, 0.0)
+    lens = fit.lens()
+    assert lens.weight_HH.dtype == torch.float32
+    assert not lens.weight_HH.equal(torch.eye(WIDTH))
 
 
 def test_a_lens_that_has_learned_nothing_changes_nothing():
