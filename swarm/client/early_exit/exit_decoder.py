@@ -241,12 +241,14 @@ class ExitDecoder:
             if torch.equal(tokens_R, flight.guess.tokens_R):
                 return
             self._give_up_behind(flight)
-        flight.guess = _Guess(tokens_R, scores_RV, self._still_open(tokens_R, flight.open_R), block)
         self._report_exits(flight, blocks_R)
         if self._options.verify:
+            open_R = self._still_open(tokens_R, flight.open_R)
             self._output.put_provisional(tokens_R)
         else:
             self._add(tokens_R)
+            open_R = self._open_R  # certain: stopping criteria have seen the tokens
+        flight.guess = _Guess(tokens_R, scores_RV, open_R, block)
 
     def _threshold(self, flight: _Flight, block: int) -> float | None:
         """The threshold for a token in front of `block`; None if it may not leave there."""

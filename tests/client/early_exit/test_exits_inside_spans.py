@@ -115,17 +115,26 @@ def leaving(sure: dict[tuple[int, int], frozenset[int]], position: int, terms: E
     return left
 
 
-def generate(world: Any, options: EarlyExit, ends: int | None = None) -> list[list[int]]:
+def generate(world: Any, options: EarlyExit, ends: int | None = None, stop: int | None = None) -> list[list[int]]:
+    """The texts.
+
+    Args:
+        ends: token that ends a sequence.
+        stop: token at which a stopping criterion does.
+    """
+
     def is_finished(tokens: torch.Tensor) -> torch.Tensor:
         over = torch.full((ROWS,), tokens.shape[1] >= 1 + NEW)
-        return over if ends is None else over | (tokens == ends).any(1)
+        for token in (ends, stop):
+            over = over if token is None else over | (tokens == token).any(1)
+        return over
 
     sampling = Sampling(
         process=lambda tokens, logits: logits,
         is_finished=is_finished,
         sample=False,
-        pad=torch.tensor(PAD) if ends is not None else None,
-        ends=torch.tensor([ends]) if ends is not None else None,
+        pad=torch.tensor(PAD) if ends or stop else None,
+        ends=torch.tensor([ends or VOCABULARY]) if ends or stop else None,
         max_length=1 + NEW,
     )
     exits = TrainedExits(BaseModel("m", "r", 1, BLOCKS))
@@ -179,6 +188,17 @@ def test_a_sequence_that_has_ended_is_not_waited_for():
     assert texts[1][3:] == [said_at(position, 1, 1) for position in range(3, 1 + NEW)]
     assert world.now == 4 + 2 * (NEW - 3) + len(SPANS) + 1
     assert Counter(event.block for event in world.events) == {7: 2, 1: NEW - 2}
+
+
+@pytest.mark.parametrize("options", [project("row"), EarlyExit(threshold=0.0, verify=False, batch="all")])
+def test_a_sequence_that_a_stopping_criterion_has_ended_is_padded(options):
+    """No end token says so, but what is not verified stands at once."""
+    sure = {(position, row): frozenset({1}) for position in range(2, 1 + NEW) for row in range(ROWS)}
+    block = 1 if options.fill == "project" else 3
+    stop = said_at(3, 0, block)
+    texts = generate(World(sure), options, stop=stop)
+    assert texts[0] == [5, said_at(1, 0, BLOCKS), said_at(2, 0, block), stop, *[PAD] * (NEW - 3)]
+    assert texts[1][2:] == [said_at(position, 1, block) for position in range(2, 1 + NEW)]
 
 
 def test_servers_are_asked_for_no_more_than_they_offer(caplog):
