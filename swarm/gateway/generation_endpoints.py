@@ -22,6 +22,7 @@ from swarm.gateway.http.disconnect import cancel_on_disconnect
 from swarm.gateway.http.event_stream import DONE_EVENT, EventStreamResponse, await_first_event, encode_event
 from swarm.gateway.http.request_body import read_body
 from swarm.gateway.http.responses import JsonResponse
+from swarm.gateway.openai.api_errors import BadRequest
 from swarm.gateway.openai.request_conversion import chat_request_sequences, completion_request_sequences
 from swarm.gateway.openai.request_schema import (
     ChatRequest,
@@ -96,6 +97,11 @@ class GenerationEndpoints:
         with self._count_rejections():
             self._gateway.admission.check_limits(key, 0)  # before anything is read or computed for the key
         parsed = parse(await self._read_body(request))
+        if parsed.provisional and DETAILS_HEADER not in request.headers:
+            raise BadRequest(
+                f"early_exit.provisional needs the header {DETAILS_HEADER}, with which its events are sent",
+                param="early_exit.provisional",
+            )
         served = self._gateway.model(parsed.model)
         request.state.model = served.name
         prepared = await self._gateway.run_in_thread(request.receive, key, partial(prepare, parsed, served))

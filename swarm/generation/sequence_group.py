@@ -174,19 +174,28 @@ class SequenceGroup:
 def merge_deltas(waiting: Sequence[tuple[int, SequenceEvent]]) -> list[tuple[int, SequenceEvent]]:
     """Join consecutive deltas of the same sequence, so that a slow reader gets fewer and longer ones.
 
-    Of consecutive provisional texts of the same sequence, the last one stays.
+    Provisional texts that a later event of their sequence replaces are left out, and do not come between deltas.
     """
     merged: list[tuple[int, SequenceEvent]] = []
-    for index, event in waiting:
+    for index, event in _without_replaced(waiting):
         if merged and isinstance(event, SequenceDelta):
             last_index, last = merged[-1]
             if last_index == index and isinstance(last, SequenceDelta):
                 joined = SequenceDelta(last.text + event.text, last.calls + event.calls, last.tokens + event.tokens)
                 merged[-1] = (index, joined)
                 continue
-        if merged and isinstance(event, SequenceProvisional):
-            last_index, last = merged[-1]
-            if last_index == index and isinstance(last, SequenceProvisional):
-                merged.pop()
         merged.append((index, event))
     return merged
+
+
+def _without_replaced(waiting: Sequence[tuple[int, SequenceEvent]]) -> list[tuple[int, SequenceEvent]]:
+    """The events without provisional texts behind which their sequence has other output, or its end."""
+    kept: list[tuple[int, SequenceEvent]] = []
+    replaced: set[int] = set()
+    for index, event in reversed(waiting):
+        if isinstance(event, SequenceProvisional) and index in replaced:
+            continue
+        if isinstance(event, SequenceDelta | SequenceProvisional | SequenceEnd | SequenceFailed):
+            replaced.add(index)
+        kept.append((index, event))
+    return kept[::-1]

@@ -123,8 +123,9 @@ def test_provisional_text_is_in_events_of_its_own(gateway):
         return bool(shown)
 
     wait_until(has_shown)
-    with httpx.stream("POST", f"{gateway.api}/completions", json=asked, timeout=300) as stream:
-        assert "provisional" not in "".join(stream.iter_text()), "clients that do not know of details see none"
+    refused = httpx.post(f"{gateway.api}/completions", json=asked, timeout=300)
+    assert refused.status_code == 400, "clients that do not ask for details would see none"
+    assert refused.json()["error"]["param"] == "early_exit.provisional"
 
 
 def test_log_probabilities_are_the_full_models(client):

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from swarm.client.routes.events import BlocksMissing
 from swarm.generation.sampling import SampledToken
 from swarm.generation.sequence_generation import (
     SequenceDelta,
@@ -36,16 +37,31 @@ def test_consecutive_deltas_are_merged():
     ]
 
 
-def test_only_the_last_of_consecutive_provisional_texts_stays():
+def test_provisional_texts_that_later_output_replaces_are_left_out():
     waiting = [
-        (0, SequenceProvisional("a")),
-        (0, SequenceProvisional("ab")),
-        (1, SequenceProvisional("x")),
-        (0, SequenceProvisional("")),
         (0, SequenceDelta("a")),
-        (0, SequenceProvisional("b")),
+        (0, SequenceProvisional("bc")),
+        (1, SequenceProvisional("x")),
+        (0, SequenceDelta("b")),
+        (0, SequenceProvisional("c")),
+        (0, SequenceProvisional("cd")),
+        (0, BlocksMissing(())),
+        (2, SequenceProvisional("y")),
+        (2, SequenceEnd("stop", 3)),
     ]
-    assert merge_deltas(waiting) == waiting[1:]
+    assert merge_deltas(waiting) == [
+        (0, SequenceDelta("a")),
+        (1, SequenceProvisional("x")),
+        (0, SequenceDelta("b")),
+        (0, SequenceProvisional("cd")),
+        (0, BlocksMissing(())),
+        (2, SequenceEnd("stop", 3)),
+    ]
+
+
+def test_provisional_texts_do_not_keep_deltas_apart():
+    texts = [(0, one) for text in "abc" for one in (SequenceDelta(text), SequenceProvisional("next"))]
+    assert merge_deltas(texts) == [(0, SequenceDelta("abc")), (0, SequenceProvisional("next"))]
 
 
 def test_if_threads_run_out_the_started_sequences_are_ended(make_group):

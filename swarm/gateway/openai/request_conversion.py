@@ -6,7 +6,7 @@ import json
 from typing import Any, Literal
 
 from swarm.gateway.openai.api_errors import BadRequest
-from swarm.gateway.openai.early_exit_options import EarlyExitRequest, early_exit_options
+from swarm.gateway.openai.early_exit_options import early_exit_options
 from swarm.gateway.openai.request_schema import (
     MAX_CHOICES,
     ChatMessage,
@@ -121,7 +121,7 @@ def _generation_options(
         stops=request.stops,
         top_logprobs=top_logprobs,
         early_exit=early_exit_options(request.early_exit, settings, served),
-        provisional=isinstance(request.early_exit, EarlyExitRequest) and request.early_exit.provisional,
+        provisional=request.provisional,
     )
 
 

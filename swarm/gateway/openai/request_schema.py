@@ -135,8 +135,13 @@ class GenerationRequest(Struct, kw_only=True):
     early_exit: EarlyExitRequest | bool | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.early_exit, EarlyExitRequest) and self.early_exit.provisional and not self.stream:
+        if self.provisional and not self.stream:
             raise ValueError("early_exit.provisional needs stream=true")
+
+    @property
+    def provisional(self) -> bool:
+        """Whether events with text that is not verified yet are asked for."""
+        return isinstance(self.early_exit, EarlyExitRequest) and self.early_exit.provisional
 
     @property
     def stops(self) -> list[str]:
