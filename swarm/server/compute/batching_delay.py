@@ -122,7 +122,7 @@ class BatchingDelay:
 
     def _arrivals(self, now: float, urgent_only: bool = False) -> Iterator[float]:
         for timing in self._sessions.values():
-            if timing.answered is not None and timing.away is not None and timing.urgent >= urgent_only:
+            if timing.answered is not None and timing.away is not None and (timing.urgent or not urgent_only):
                 # A session that is late is expected to be late by as much again: nothing else is known about it.
                 yield max(MIN_DELAY_ITERATIONS * self.iteration, abs(timing.answered + timing.away - now))
 

@@ -102,12 +102,17 @@ class Engine:
             start, self._running = not self._running, True
         if start and not self._try_compute_inline(queued):
             self._post_iteration()
-        queued.future.add_done_callback(partial(self._on_settled, request.kind, now))
+        queued.future.add_done_callback(partial(self._on_settled, queued))
         return queued.future
 
-    def _on_settled(self, kind: str, began: float, future: asyncio.Future[ComputeResult]) -> None:
+    def _on_settled(self, queued: QueuedRequest, future: asyncio.Future[ComputeResult]) -> None:
         if not future.cancelled() and future.exception() is None:
-            self._observer.request_finished(kind, time.monotonic() - began)
+            return self._observer.request_finished(queued.request.kind, time.monotonic() - queued.arrived_at)
+        with self._lock:
+            if queued in self._arrived:  # settled by another hand; the iteration that runs may take long
+                self._arrived.remove(queued)
+                self._record_answers([queued])
+            self._lock.notify()
 
     def _try_compute_inline(self, queued: QueuedRequest) -> bool:
         """Compute a request in this thread, if that takes less time than handing it to another one and back.
@@ -171,8 +176,7 @@ class Engine:
         """Wait for sessions that are about to come back, unless there is a prompt to compute meanwhile."""
         began = time.monotonic()
         with self._lock:
-            while all(queued.is_short for queued in (*self._queue.values(), *self._arrived)):
-                waiting = (*self._queue.values(), *self._arrived)
+            while (waiting := self._waiting()) and all(queued.is_short for queued in waiting):
                 delay = self._delay(waiting, time.monotonic() - began)
                 if not delay:
                     return
@@ -186,17 +190,28 @@ class Engine:
         yielding, contention = len(waiting) - urgent, self._contention.level()
         return self._batching_delay.delay(urgent, waited, contention, time.monotonic(), yielding)
 
+    def _waiting(self) -> list[QueuedRequest]:
+        """The requests that are still wanted. The caller holds the lock."""
+        return [queued for queued in (*self._queue.values(), *self._arrived) if not queued.future.done()]
+
     def _enqueue_arrived(self) -> None:
-        while self._arrived:
-            queued = self._arrived.popleft()
-            self._queue[queued.number] = queued
+        """Take the requests that have arrived into the queue, and drop those that were settled by another hand."""
+        with self._lock:
+            self._queue.update((queued.number, queued) for queued in self._arrived)
+            self._arrived.clear()
         self._remove_requests([queued for queued in self._queue.values() if queued.future.done()])
 
     def _remove_requests(self, finished: Sequence[QueuedRequest]) -> None:
         with self._lock:
             for queued in finished:
                 del self._queue[queued.number]
-                self._batching_delay.on_answer(queued.request.session, time.monotonic())
+            self._record_answers(finished)
+
+    def _record_answers(self, finished: Sequence[QueuedRequest]) -> None:
+        """Note that sessions are away, unless another request of theirs waits already. The caller holds the lock."""
+        waiting = {queued.request.session for queued in self._waiting()}
+        for session in {queued.request.session for queued in finished} - waiting:
+            self._batching_delay.on_answer(session, time.monotonic())
 
     def _start_computations(self, chosen: Sequence[QueuedRequest], now: float) -> list[_Result]:
         """Start the requests that have not been started. Returns the errors of those that cannot be."""
@@ -228,18 +243,20 @@ class Engine:
 
     def _advance(self, chosen: Sequence[tuple[QueuedRequest, int]], now: float) -> list[_Result]:
         """Compute tokens of several requests together. If that fails, compute each half alone, down to the culprits."""
+        if not chosen:
+            return []
         began = time.perf_counter()
         error = result_or_error(_advance_together, chosen)
         if error is not None and len(chosen) > 1:
             middle = len(chosen) // 2
             return self._advance(chosen[:middle], now) + self._advance(chosen[middle:], now)
         seconds = time.perf_counter() - began
-        if chosen and error is None:
+        if error is None:
             self._observer.iteration_finished([queued.for_observer(tokens) for queued, tokens in chosen], seconds)
             sequences = sum(queued.request.layout.sequences for queued, _ in chosen)
             self._on_iteration(sequences, sum(tokens for _, tokens in chosen), seconds)
-        if all(queued.is_short for queued, _ in chosen):
-            self._batching_delay.on_iteration(seconds)
+            if all(queued.is_short for queued, _ in chosen):
+                self._batching_delay.on_iteration(seconds)
         for queued, _ in chosen:
             queued.compute_seconds += seconds
             queued.served_at = now

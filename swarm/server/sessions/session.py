@@ -62,7 +62,8 @@ class Session:
         client: the newest of them, to which replies to pushed steps go.
         previous_peer: the peer that may push steps into the session, besides the client itself.
         push_link: the link to the next server.
-        lock: held by the step that is being computed.
+        lock: held by the step that is being answered. One that was given up may still be computed, and its tokens be
+            cached, after it has released the lock; the engine starts the next step after that, which sets them back.
         computing: number and result of that step, while it is with the engine.
         reserving: held while cache is reserved, so that two connections never reserve the same sequences twice.
     """
@@ -91,7 +92,10 @@ class Session:
         return self.terms.peer_id, self.terms.session_id
 
     def give_up(self, first: int, end: int) -> None:
-        """Compute no step from number `first` up to, but without, `end`, unless it has begun, and answer none."""
+        """Drop the steps from number `first` up to, but without, `end`.
+
+        The iteration that computes one of them is finished, and may cache its tokens, but the step is not answered.
+        """
         continues = first <= self.given_up.stop
         self.given_up = range(min(first, self.given_up.start) if continues and self.given_up else first, end)
         if self.computing is not None and self.computing[0] in self.given_up and not self.computing[1].done():

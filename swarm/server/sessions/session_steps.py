@@ -119,7 +119,10 @@ class SessionSteps:
         reply_format: WireFormat | None,
         exits: StepExits | None = None,
     ) -> ComputeResult:
-        """Validate tokens, append them to the session's cache, and encode the outputs unless `reply_format` is None."""
+        """Validate tokens, append them to the session's cache, and encode the outputs unless `reply_format` is None.
+
+        Raises `StepGivenUp` if the client gives up the step meanwhile.
+        """
         self._sessions.require_open(session)  # a closed session has lost its cache, so that any step would seem wrong
         self._validator.validate_length(layout, session.terms.max_length)
         self._validator.validate_payload(layout.tokens, message.format, message.dtype, payload)
@@ -128,6 +131,8 @@ class SessionSteps:
         exit_block, number = None, None
         if isinstance(message, messages.StepRequest):
             exit_block, number = message.exit_block, message.step
+            if number in session.given_up:  # while it waited for cache
+                raise StepGivenUp
         work = compute_request.forward_work(
             session.terms.peer_id,
             session.terms.session_id,

@@ -130,11 +130,15 @@ class Pause:
         self._go_on = threading.Event()
         assert engine.compute_thread.post(lambda: self._go_on.wait(SOON) or None)
 
+    def release(self) -> None:
+        """Let the compute thread go on."""
+        self._go_on.set()
+
     async def end(self, *awaitables: Awaitable[Any]) -> list[Any]:
         """The outcomes, or errors, of what began during the pause."""
         tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
         await asyncio.sleep(0)
-        self._go_on.set()
+        self.release()
         return await asyncio.gather(*tasks, return_exceptions=True)
 
 
@@ -264,6 +268,106 @@ def test_a_request_that_is_settled_by_another_hand_is_dropped(llama, monkeypatch
         with pytest.raises(Broken):
             await unwanted
         await gone.step(1)
+
+    run(scenario)
+
+
+def test_requests_that_are_settled_by_another_hand_do_not_pile_up(llama):
+    """Whatever is sent and given up meanwhile, an iteration that takes long keeps none of it in memory."""
+
+    async def scenario(engine):
+        gone = Session(engine, llama)
+        pause = Pause(engine)
+        for _ in range(50):
+            engine.submit(gone.request(gone.inputs(1))).set_exception(Broken())
+            await asyncio.sleep(0)
+        assert not engine._arrived
+        assert not engine._queue
+        await pause.end(gone.step(1))
+
+    run(scenario)
+
+
+def test_nothing_waits_together_with_a_request_that_is_not_wanted(llama, monkeypatch):
+    waiting: list[int] = []
+    asked = threading.Event()
+
+    def watched(self, urgent, waited, contention, now, yielding):
+        waiting.append(urgent + yielding)
+        asked.set()
+        return 0.0
+
+    async def scenario(engine):
+        monkeypatch.setattr(BatchingDelay, "delay", watched)
+        gone, good = Session(engine, llama, 1), Session(engine, llama, 2)
+        pause = Pause(engine)
+        unwanted, wanted = (engine.submit(one.request(one.inputs(1))) for one in (gone, good))
+        unwanted.set_exception(Broken())
+        pause.release()
+        asked.wait(SOON)  # the loop, which would remove the request, has to wait as well
+        await wanted
+        assert waiting == [1]
+
+    run(scenario)
+
+
+def test_a_request_that_is_settled_while_it_is_computed_gives_way_to_the_next_of_its_session(model, monkeypatch):
+    """The next one sets back what it has cached, and its session, which waits, does not count as away."""
+    computing, go_on = threading.Event(), threading.Event()
+    answered: list[object] = []
+    advance, on_answer = engine_module.advance_steps, BatchingDelay.on_answer
+
+    def slow(parts):
+        computing.set()
+        go_on.wait(SOON)
+        advance(parts)
+
+    def watched(self, session, now):
+        answered.append(session)
+        on_answer(self, session, now)
+
+    async def scenario(engine):
+        session = Session(engine, model)
+        await session.step(3)
+        monkeypatch.setattr(engine_module, "advance_steps", slow)
+        monkeypatch.setattr(BatchingDelay, "on_answer", watched)
+        unwanted = engine.submit(session.request(session.inputs(2)))
+        await asyncio.to_thread(computing.wait, SOON)
+        unwanted.set_exception(Broken())
+        hidden = session.inputs(1)
+        wanted = engine.submit(session.request(hidden))
+        go_on.set()
+        session.check(hidden, await wanted)
+        assert len(answered) == 1
+        await session.step(1)
+
+    monkeypatch.setattr(engine_module, "MAX_INLINE_ITERATION_S", 0.0)
+    run(scenario)
+
+
+@pytest.mark.parametrize("reason", ["given up", "failed"])
+def test_an_iteration_that_computes_nothing_does_not_count_as_a_quick_one(llama, monkeypatch, reason):
+    """The next step of slow blocks would be computed in the network loop."""
+
+    async def scenario(engine):
+        session = Session(engine, llama)
+        await session.step(3)
+        engine._batching_delay.on_iteration(SOON)
+        hidden = session.inputs(1)
+        with monkeypatch.context() as patch:
+            poison(patch, llama, hidden)
+            pause = Pause(engine)
+            future = engine.submit(session.request(hidden))
+            if reason == "given up":
+                future.set_exception(Broken())
+            pause.release()
+            with pytest.raises(Broken):
+                await future
+            while engine._running:
+                await asyncio.sleep(0)
+        assert engine._batching_delay.iteration == SOON
+        await session.step(1)
+        assert 0 < engine._batching_delay.iteration < SOON
 
     run(scenario)
 
