@@ -60,12 +60,13 @@ class GrammarConstraint:
     """Keeps one answer to a grammar. For one sequence, in one thread at a time.
 
     Args:
-        matcher: at the beginning of the answer.
+        start: a matcher at the beginning of the answer; stays there.
         parameter: the request's parameter that asked for it, for error messages.
     """
 
-    def __init__(self, matcher: LLMatcher, parameter: str) -> None:
-        self._matcher = matcher
+    def __init__(self, start: LLMatcher, parameter: str) -> None:
+        self._start = start
+        self._matcher = start.deep_copy()
         self._parameter = parameter
         self._tokens: list[int] = []
         """Those behind which the matcher is."""
@@ -77,7 +78,8 @@ class GrammarConstraint:
             tokens: of the answer so far. They need not continue those of the call before.
 
         Raises:
-            InvalidGenerationRequest: the schema turns out to be too complex, or does not allow the tokens.
+            InvalidGenerationRequest: the schema turns out to be too complex, or does not allow the tokens. Other
+                tokens may be tried.
         """
         self._go_behind(tokens)
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
@@ -112,6 +114,7 @@ class GrammarConstraint:
     def _raise_error(self) -> None:
         if self._matcher.is_error():
             why = _first_line(self._matcher.get_error())
+            self._matcher, self._tokens = self._start.deep_copy(), []
             raise InvalidGenerationRequest(
                 f"{self._parameter} asks for a form that is too complex: {why}", parameter=self._parameter
             )
@@ -166,7 +169,7 @@ class GrammarCompiler:
             raise InvalidGenerationRequest(
                 f"the schemas are longer than {MAX_SCHEMA_CHARACTERS >> 10} KiB", parameter=parameter
             )
-        return GrammarConstraint(self._compiled(" | ".join(alternatives), parameter).deep_copy(), parameter)
+        return GrammarConstraint(self._compiled(" | ".join(alternatives), parameter), parameter)
 
     def _compile(self, grammar: str, parameter: str) -> LLMatcher:
         tokenizer = self._llguidance_tokenizer()

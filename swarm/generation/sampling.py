@@ -19,6 +19,8 @@ from typing import Any, Protocol
 import torch
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
+from swarm.errors import SwarmError
+
 MIN_TEMPERATURE = 1e-6
 """Lower temperatures count as 0: scores divided by them would overflow."""
 
@@ -27,7 +29,11 @@ class TokenConstraint(Protocol):
     """Restricts the next token, such as to those that continue a JSON text."""
 
     def mask(self, tokens: Sequence[int], scores_V: torch.Tensor) -> torch.Tensor:
-        """The scores `[vocabulary]`, -inf where a token is not allowed behind the generated `tokens`."""
+        """The scores `[vocabulary]`, -inf where a token is not allowed behind the generated `tokens`.
+
+        Raises:
+            SwarmError: it cannot say which are, behind these tokens.
+        """
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,8 @@ class Sampler:
         self._seed = self._random.seed() if options.seed is None else options.seed
         self._reported: dict[int, torch.Tensor] = {}
         """By position, the scores from which its token was chosen last; only if log probabilities are requested."""
+        self._standing = 0
+        """Generated tokens that stand; those behind them are guesses."""
         self._warpers: list[Any] = []
         if options.top_k is not None:
             self._warpers.append(TopKLogitsWarper(options.top_k))
@@ -111,6 +119,7 @@ class Sampler:
         Args:
             position: among the generated tokens, from 0. Is asked for once, in order.
         """
+        self._standing = position + 1
         count = self._options.top_logprobs
         if count is None:
             return SampledToken(token)
@@ -130,7 +139,17 @@ class Sampler:
         if has_penalty:
             seen, counts = generated.to(scores_V.device).unique(return_counts=True)
             scores_V[seen] -= options.presence_penalty + options.frequency_penalty * counts
-        return self._constraint.mask(generated.tolist(), scores_V) if self._constraint is not None else scores_V
+        return self._constrained(generated.tolist(), scores_V)
+
+    def _constrained(self, generated: list[int], scores_V: torch.Tensor) -> torch.Tensor:
+        if self._constraint is None:
+            return scores_V
+        try:
+            return self._constraint.mask(generated, scores_V)
+        except SwarmError:
+            if len(generated) <= self._standing:
+                raise
+            return scores_V  # behind a guess: any token will do, and if the guess stands, this comes again
 
     def _choose(self, input_ids: torch.Tensor, scores_V: torch.Tensor, position: int) -> int:
         if self._options.temperature < MIN_TEMPERATURE:

@@ -274,6 +274,16 @@ def test_a_token_that_may_not_come_is_an_error(grammars, tokenizer):
         allowed(constraint, tokenizer.encode("x"), tokenizer)
 
 
+def test_a_token_that_may_not_come_can_be_taken_back(grammars, tokenizer):
+    constraint = constrain(grammars, request(response_format={"type": "json_object"}), None)
+    good = tokenizer.encode('{"a": ')
+    before = allowed(constraint, good, tokenizer)
+    for _ in range(2):
+        with pytest.raises(InvalidGenerationRequest):
+            allowed(constraint, [*good, *tokenizer.encode("x")], tokenizer)
+        assert allowed(constraint, good, tokenizer) == before
+
+
 def test_other_ends_than_the_tokenizers(tokenizer):
     ends = [5, 7]
     constraint = constrain(GrammarCompiler(tokenizer, len(tokenizer), ends), schema_request({"const": 1}), None)

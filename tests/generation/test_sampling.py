@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarm.generation.errors import InvalidGenerationRequest
 from swarm.generation.sampling import SampledToken, Sampler, SamplingOptions, position_seed
 
 SCORES = torch.tensor([[1.0, 3.0, 2.0, -1.0, 0.0]])
@@ -135,3 +136,23 @@ def test_the_same_random_numbers_judge_a_guess_and_the_full_models_scores():
 
 def test_positions_have_random_numbers_of_their_own():
     assert len({position_seed(seed, place) for seed in (0, 1, -1, 2**62) for place in range(1000)}) > 3990
+
+
+def test_a_constraint_that_fails_behind_a_guess_ends_nothing():
+    class Failing:
+        """Cannot go on behind token 3, and allows 2 and 3 elsewhere."""
+
+        def mask(self, tokens: Sequence[int], scores_V: torch.Tensor) -> torch.Tensor:
+            if 3 in tokens:
+                raise InvalidGenerationRequest("too complex")
+            return scores_V.index_fill(0, torch.tensor([0, 1, 4]), float("-inf"))
+
+    sampler = Sampler(SamplingOptions(temperature=0), 2, Failing())
+    assert chosen_by(sampler, []) == 2
+    assert chosen_by(sampler, [3]) == 1
+    sampler.sampled(2, 0)
+    assert chosen_by(sampler, [2]) == 2
+    assert chosen_by(sampler, [2, 3]) == 1
+    sampler.sampled(3, 1)
+    with pytest.raises(InvalidGenerationRequest):
+        sampler(after([2, 3]), SCORES)
