@@ -22,12 +22,12 @@ def verify_sampled(
         guess_R: tokens that were drawn from the softmax of `guess_scores_RV`.
         guess_scores_RV: processed logits where the tokens left.
         scores_RV: the full model's processed logits.
-        generator: of random numbers; None for torch's own.
+        generator: of random numbers, on the device of the tokens; None for torch's own.
     """
     expected_RV, guessed_RV = scores_RV.float().softmax(-1), guess_scores_RV.float().softmax(-1)
     place_R1 = guess_R.unsqueeze(1)
     ratio_R = (expected_RV.gather(1, place_R1) / guessed_RV.gather(1, place_R1)).squeeze(1)
-    stands_R = torch.rand(len(guess_R), generator=generator) < ratio_R
+    stands_R = torch.rand(len(guess_R), generator=generator, device=guess_R.device) < ratio_R
     rest_RV = (expected_RV - guessed_RV).clamp(min=0)
     # Where both distributions are the same up to rounding, nothing is rejected, but a sum of zero could not be sampled.
     rest_RV = torch.where(rest_RV.sum(-1, keepdim=True) > 0, rest_RV, expected_RV)

@@ -45,7 +45,7 @@ class ExitsMixin:
             UsageError: there is not enough text, or no such boundary.
         """
         exits, quality = train_exits(self, texts, boundaries, kind, progress)
-        object.__setattr__(self, "exits", exits)
+        self._use(exits)
         return quality
 
     def save_exits(self, folder: str | Path) -> None:
@@ -56,4 +56,8 @@ class ExitsMixin:
 
     def load_exits(self, folder: str | Path) -> None:
         """Read what `save_exits` wrote. Raises `AdapterMismatch` or `AdapterError`."""
-        object.__setattr__(self, "exits", TrainedExits.load(folder, base_model(self)))
+        self._use(TrainedExits.load(folder, base_model(self)))
+
+    def _use(self, exits: TrainedExits) -> None:
+        """Keep them where the model's head is, so that `generate` need not copy them each time."""
+        object.__setattr__(self, "exits", exits.to(self.device))  # type: ignore[attr-defined]

@@ -72,7 +72,8 @@ def train_exits(
                 inputs_NH, final_NH = torch.cat(seen[block]), torch.cat(seen[blocks])
                 fit.learn(inputs_NH, final_NH, tokens_RT.numel(), number / len(batches))
         progress(number + 1, len(batches))
-    before, plain = model.exits or TrainedExits(base), TrainedExits(base)
+    plain = TrainedExits(base)
+    before = (model.exits or plain).to(torch.device("cpu"))  # as the hidden states that are kept
     without = {block: _agreement(model, plain, block, held_out) for block in chosen}
     if kind == "classifier":
         right = {block: _agrees(model, before, block, seen) for block in chosen}
@@ -108,7 +109,7 @@ def hidden_states(model: Any, tokens_RT: torch.Tensor, blocks: Sequence[int]) ->
         return hidden_RTH
 
     with torch.no_grad(), model.remote_layer.replaced(compute):
-        model(input_ids=tokens_RT, use_cache=False)
+        model(input_ids=tokens_RT.to(model.device), use_cache=False)
     return found
 
 
@@ -129,7 +130,7 @@ def _agrees(model: Any, exits: TrainedExits, block: int, states: dict[int, list[
     for hidden_NH, final_NH in zip(states[block], states[model.swarm.blocks], strict=True):
         early_NH = lens(hidden_NH) if lens is not None else hidden_NH
         both = [_read(model, one).argmax(-1) for one in (early_NH, final_NH)]
-        right.append(both[0] == both[1])
+        right.append((both[0] == both[1]).cpu())
     return torch.cat(right)
 
 
@@ -139,8 +140,8 @@ def _agreement(model: Any, exits: TrainedExits, block: int, states: dict[int, li
 
 
 def _read(model: Any, hidden_NH: torch.Tensor) -> torch.Tensor:
-    """The logits `[N, V]` float32 of tokens."""
-    return read_hidden(model, hidden_NH.unsqueeze(0))[0]
+    """The logits `[N, V]` float32 of tokens, on the model's device; hidden states may be anywhere."""
+    return read_hidden(model, hidden_NH.unsqueeze(0).to(model.device))[0]
 
 
 def _keep(kept: list[torch.Tensor], rows: torch.Tensor) -> None:

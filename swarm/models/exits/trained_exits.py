@@ -84,7 +84,7 @@ class TrainedExits:
         return sum(one.numel() * one.element_size() for one in tensors)
 
     def to(self, device: torch.device) -> TrainedExits:
-        """The same on a device."""
+        """The same on a device; tensors that are there already are shared."""
         lenses = {b: ExitLens(one.weight_HH.to(device), one.bias_H.to(device)) for b, one in self.lenses.items()}
         classifiers = {
             b: ExitClassifier(one.weight_H.to(device), one.bias.to(device)) for b, one in self.classifiers.items()

@@ -36,6 +36,12 @@ def test_the_distribution_is_that_of_the_full_model(guess, full, seed):
     assert float(squares.sum()) < 40
 
 
+def test_random_numbers_are_drawn_where_the_tokens_are():
+    """The device `meta` refuses tensors that are elsewhere, as a GPU does."""
+    scores = torch.zeros(3, 5, device="meta")
+    assert verify_sampled(torch.zeros(3, dtype=torch.long, device="meta"), scores, scores).device.type == "meta"
+
+
 def test_equal_distributions_never_reject():
     guesses, tokens = draw([0.0, 1.0, 2.0, -1.0, 0.5], [0.0, 1.0, 2.0, -1.0, 0.5], 0)
     assert guesses.equal(tokens)

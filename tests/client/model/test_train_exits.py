@@ -64,6 +64,14 @@ def test_a_lens_helps_and_changes_no_verified_text(model, local, tmp_path):
     assert greedy(model, early_exit=EarlyExit(threshold=0.0, verify=False)).equal(early)
 
 
+def test_a_client_in_half_precision_trains_and_uses_exits(swarm):
+    with run_client(swarm, dtype="bfloat16", wire="none") as model:
+        quality = model.train_exits([text()])
+        assert sum(one.after for one in quality) > sum(one.before for one in quality)
+        expected = greedy(model, early_exit=None)
+        assert greedy(model, early_exit=EarlyExit(threshold=0.0)).equal(expected)
+
+
 def test_a_classifier_is_asked_where_there_is_one(model, local):
     exits = EarlyExit(confidence="classifier", threshold=0.3)
     with pytest.raises(NoExitClassifiers, match="no classifier for any of the blocks 2, 3"):
