@@ -16,6 +16,7 @@ from swarm.client.session import InferenceSession, StepUnderWay
 from swarm.errors import NoExitClassifiers, SwarmError, UsageError
 from swarm.models.exits.trained_exits import TrainedExits
 from swarm.models.generation_output import generation_output
+from swarm.models.logits_processors import processors_with_state
 from swarm.models.placeholder_cache import PlaceholderCache
 from swarm.protocol.messages import ExitTerms
 
@@ -37,6 +38,7 @@ def sample_with_exits(
         NoExitClassifiers: no token could leave on this route; the session holds the prompt.
     """
     session = _session(arguments.get("past_key_values"))
+    _require_no_state(process)
     record = _ScoreRecord(process, config)
     if options.fill == "project":
         session.allow_early_exits()
@@ -57,7 +59,7 @@ def sample_with_exits(
         ends=ends,
         max_length=stopping.max_length or config.max_length,
     )
-    exits = model.exits or TrainedExits(base_model(model))
+    exits = (model.exits or TrainedExits(base_model(model))).to(tokens_RT.device)
     if options.confidence == "classifier" and options.fill == "exact":
         _require_classifiers(exits, session.boundaries)
     forward = _ModelForward(model, arguments, tokens_RT.shape[1] + 1)
@@ -114,6 +116,14 @@ class _ScoreRecord:
             self.scores += (scores_RV,)
         if self.logits is not None:
             self.logits += (logits_RV,)
+
+
+def _require_no_state(process: Any) -> None:
+    if names := processors_with_state(process):
+        raise UsageError(
+            f"early_exit does not go together with {', '.join(names)}, which counts on seeing each position once and "
+            "in order; leave out watermarking_config or guidance_scale, or pass early_exit=None"
+        )
 
 
 def _require_classifiers(exits: TrainedExits, boundaries: Sequence[int]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import StoppingCriteriaList
+from transformers import StoppingCriteriaList, SynthIDTextWatermarkingConfig
 from transformers.generation.streamers import BaseStreamer
 
 from swarm import EarlyExit
@@ -169,6 +169,11 @@ def test_stopping_criteria_see_certain_tokens_only(model, local):
         ({"return_dict_in_generate": True, "output_hidden_states": True}, "does not collect what output_hidden_states"),
         ({"return_dict_in_generate": True, "output_attentions": True}, "does not collect what output_attentions"),
         ({"use_cache": False}, "needs a session"),
+        ({"guidance_scale": 2.0}, "does not go together with UnbatchedClassifierFreeGuidanceLogitsProcessor"),
+        (
+            {"watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 2])},
+            "does not go together with SynthIDTextWatermarkLogitsProcessor",
+        ),
     ],
 )
 def test_what_does_not_go_together(model, settings, message):
