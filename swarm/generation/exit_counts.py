@@ -11,7 +11,7 @@ from swarm.client.routes.events import ExitTaken, ExitVerified
 
 @dataclass
 class _BoundaryCounts:
-    """Counts for one block."""
+    """Guesses in front of one block, and how many of them stood or were given up."""
 
     taken: int = 0
     stood: int = 0

@@ -55,13 +55,13 @@ class ClientMetrics:
         )
         self._exits = Counter(
             "swarm_client_exits_total",
-            "Tokens that left between servers, by the block in front of which they did.",
+            "Guesses from tokens that left early, by the block in front of which they did.",
             ["block"],
             registry=registry,
         )
         self._verified = Counter(
             "swarm_client_exits_verified_total",
-            "Tokens that had left, by whether their successor stood.",
+            "Guesses that the full model verified, by whether they stood.",
             ["block", "outcome"],
             registry=registry,
         )

@@ -26,4 +26,5 @@ def padded_batch() -> dict[str, torch.Tensor]:
 
 def greedy(model: Any, tokens: torch.Tensor | None = None, new: int = NEW, **more: Any) -> torch.Tensor:
     """The prompt with `new` greedy tokens behind it, `[sequences, tokens]`."""
-    return model.generate(tokens, max_new_tokens=new, do_sample=False, pad_token_id=PAD, **more)  # type: ignore[no-any-return]
+    texts: torch.Tensor = model.generate(tokens, max_new_tokens=new, do_sample=False, pad_token_id=PAD, **more)
+    return texts

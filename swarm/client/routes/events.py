@@ -79,7 +79,10 @@ class PeerAvoided:
 
 @dataclass(frozen=True)
 class ExitTaken:
-    """A token has left in front of `block`: its successor was chosen there."""
+    """A token has left in front of `block`: its successor was guessed there.
+
+    Comes again for the same token when a later copy replaces the guess.
+    """
 
     block: int
 

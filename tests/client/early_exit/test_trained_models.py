@@ -68,7 +68,8 @@ def prompts(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def greedy(model: Any, inputs: dict[str, torch.Tensor], **more: Any) -> list[list[int]]:
-    return model.generate(**inputs, max_new_tokens=NEW, do_sample=False, pad_token_id=0, **more).tolist()  # type: ignore[no-any-return]
+    texts: torch.Tensor = model.generate(**inputs, max_new_tokens=NEW, do_sample=False, pad_token_id=0, **more)
+    return texts.tolist()  # type: ignore[no-any-return]
 
 
 def alone(inputs: dict[str, torch.Tensor], row: int) -> dict[str, torch.Tensor]:
