@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import statistics
+from collections.abc import Callable
 from contextlib import suppress
 
 import torch
@@ -64,6 +65,8 @@ class Server:
         self._compute_thread = ComputeThread()
         self._state = ServerState.JOINING
         self._service: SpanService | None = None
+        self._head: Callable[[torch.Tensor], torch.Tensor] | None = None
+        """By which early hidden states are read. Loaded once: it does not depend on the blocks."""
         self._throughput = config.throughput.rate or 1.0
         """Blocks x tokens per second. While blocks are loading: the throughput at the former blocks, if any."""
         self._peer: Peer | None = None
@@ -198,7 +201,10 @@ class Server:
 
     async def _load(self, config: ResolvedConfig, span: Span) -> SpanService:
         """Load the blocks and accept clients."""
-        self._service = await SpanService.load(config, span, self.peer, self._compute_thread, self._observer)
+        self._service = await SpanService.load(
+            config, span, self.peer, self._compute_thread, self._observer, self._head
+        )
+        self._head = self._service.exits.head or self._head
         self._state = ServerState.ONLINE
         return self._service
 

@@ -35,7 +35,7 @@ def blocks_that_fit(footprint: MemoryFootprint, free: int, cache_tokens: int) ->
     budget = usable(free)
     per_block = max(footprint.block_bytes) + cache_tokens * footprint.cache_bytes_per_token
     count = min(len(footprint.block_bytes), budget // per_block)
-    if count == 0:
+    if count <= 0:
         raise NotEnoughMemory(
             f"one block takes {format_bytes(per_block)} with its attention cache of {cache_tokens} tokens, and "
             f"{format_bytes(budget)} are free; lower --cache-tokens or use --quant nf4"

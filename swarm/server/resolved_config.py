@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from swarm.common.units import format_bytes
 from swarm.data_structures import Span
-from swarm.errors import InvalidOption
+from swarm.errors import InvalidOption, NotEnoughMemory
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from swarm.models.checkpoints.footprint import memory_footprint
 from swarm.models.checkpoints.partial_loading import resolve_dtype
 from swarm.models.exits.model_head import head_bytes
-from swarm.models.exits.trained_exits import BaseModel, TrainedExits
+from swarm.models.exits.trained_exits import BaseModel, StoredExits
 from swarm.models.flash.files.block_files import PackedModel, flash_root
 from swarm.models.flash.flash_footprint import flash_footprint
 from swarm.models.loading.flash_preparation import plan_for_flash
@@ -41,7 +42,7 @@ class ResolvedConfig:
         cache_tokens: tokens that the attention cache can hold.
         adapter_memory: bytes for clients' adapters.
         budget: what memory holds of the blocks, whose weights are in memory or on flash.
-        trained_exits: lenses and classifiers for tokens that leave early; None if there are none.
+        trained_exits: the file of lenses and classifiers for tokens that leave early; None if there is none.
     """
 
     options: ServerConfig
@@ -52,7 +53,7 @@ class ResolvedConfig:
     cache_tokens: int
     adapter_memory: int
     budget: MemoryBudget | FlashBudget
-    trained_exits: TrainedExits | None = None
+    trained_exits: StoredExits | None = None
 
     @property
     def flash(self) -> FlashBudget | None:
@@ -73,6 +74,7 @@ def resolve_config(options: ServerConfig) -> ResolvedConfig:
         InvalidOption: this machine cannot compute as asked.
         InvalidSpan: the model has no such blocks.
         AdapterError: the lenses and classifiers cannot be used.
+        NotEnoughMemory: the blocks that were asked for would fit without exits.
     """
     checkpoint = open_checkpoint(options.model, revision=options.revision, cache_dir=options.cache_dir)
     if options.blocks.span is not None:
@@ -80,8 +82,8 @@ def resolve_config(options: ServerConfig) -> ResolvedConfig:
     device = memory_budget.resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, checkpoint.config)
     cache_tokens = options.cache_tokens or DEFAULT_CACHE_TOKENS
-    trained_exits = _load_trained_exits(options, checkpoint)
-    reserved = (options.adapter_memory or 0) + _exit_bytes(options, checkpoint, dtype, trained_exits)
+    trained_exits = _open_trained_exits(options, checkpoint)
+    reserved = options.adapter_memory or 0
     quantization = NONE  # a size for weights on flash decides what fits, so nothing has to be quantized
     if options.flash.memory is None or options.quant != "auto":
         quantization = memory_budget.resolve_quantization(
@@ -93,7 +95,10 @@ def resolve_config(options: ServerConfig) -> ResolvedConfig:
             cache_tokens,
             reserved,
         )
+    # Without exits, of which blocks on flash have none: they are no reason to go there.
     budget = _resolve_budget(options, checkpoint, device, dtype, quantization, cache_tokens, reserved)
+    if isinstance(budget, MemoryBudget):
+        budget = _less_exits(budget, options, checkpoint, dtype, trained_exits)
     adapter_memory = memory_budget.adapter_memory(options.adapter_memory, memory_budget.free_memory(device))
     logger.info("Model: %s, revision %s, %d blocks", checkpoint.name, checkpoint.revision, checkpoint.blocks)
     logger.info("Device: %s, computing in %s", device, dtype_name(dtype))
@@ -104,7 +109,7 @@ def resolve_config(options: ServerConfig) -> ResolvedConfig:
     )
 
 
-def _load_trained_exits(options: ServerConfig, checkpoint: Checkpoint) -> TrainedExits | None:
+def _open_trained_exits(options: ServerConfig, checkpoint: Checkpoint) -> StoredExits | None:
     if options.exits is None:
         if options.exits_from is not None:
             raise InvalidOption("--exits-from says how sure tokens are, --exits where they may leave; give both")
@@ -112,16 +117,38 @@ def _load_trained_exits(options: ServerConfig, checkpoint: Checkpoint) -> Traine
     options.exits.require_inside(checkpoint.blocks)
     if options.exits_from is None:
         return None
-    hidden_size: int = checkpoint.config.hidden_size
+    hidden_size: int = checkpoint.config.get_text_config().hidden_size
     base = BaseModel(checkpoint.name, checkpoint.revision, hidden_size, checkpoint.blocks)
-    return TrainedExits.load(options.exits_from, base)
+    return StoredExits.open(options.exits_from, base)
 
 
-def _exit_bytes(options: ServerConfig, checkpoint: Checkpoint, dtype: torch.dtype, trained: TrainedExits | None) -> int:
-    """Memory for what tells how sure tokens are."""
-    if options.exits is None:
-        return 0
-    return head_bytes(checkpoint, dtype) + (trained.weight_bytes if trained is not None else 0)
+def _less_exits(
+    budget: MemoryBudget,
+    options: ServerConfig,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    trained: StoredExits | None,
+) -> MemoryBudget:
+    """What is left for blocks beside what tells how sure tokens are: the head, and with each block the lens and the
+    classifier behind it."""
+    held = options.blocks.span or Span(0, checkpoint.blocks)  # a span that was asked for is kept
+    exits = options.exits.within(held, checkpoint.blocks) if options.exits is not None else ()
+    if not exits:
+        return budget
+    block_bytes = list(budget.footprint.block_bytes)
+    for block in exits:
+        block_bytes[block - 1] += trained.weight_bytes(block) if trained is not None else 0
+    head = head_bytes(checkpoint, dtype)
+    footprint = replace(budget.footprint, block_bytes=tuple(block_bytes))
+    charged = replace(budget, footprint=footprint, free=max(0, budget.free - head))
+    if budget.fits(options.blocks.requested) and not charged.fits(options.blocks.requested):
+        raise NotEnoughMemory(
+            f"the blocks fit into the memory that is free, but not beside what --exits needs: {format_bytes(head)} for "
+            "the model's head, and the lenses of --exits-from; serve fewer blocks, use --quant int8, lower "
+            "--cache-tokens, or leave --exits out"
+        )
+    logger.info("Exits: %s of memory are for the model's head", format_bytes(head))
+    return charged
 
 
 def _resolve_budget(

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+
+import torch
 
 from swarm.common.units import format_bytes
 from swarm.data_structures import FlashUse, Span
 from swarm.metrics.server import ServerObserver
 from swarm.models.adapters.adapter_files import read_block_weights
+from swarm.models.block_loading import return_freed_memory
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy_trials import choose_exit_forwards, choose_forward
 from swarm.models.exits.model_head import ModelHead
-from swarm.models.exits.span_exits import SpanExits
+from swarm.models.exits.span_exits import NOTHING_TRAINED, SpanExits
 from swarm.models.loading.flash_loading import load_flash_span
 from swarm.models.loading.span_loading import load_span
 from swarm.protocol.compression import dtype_name
@@ -103,20 +107,27 @@ class SpanService:
         network: Network,
         compute_thread: ComputeThread,
         observer: ServerObserver | None = None,
+        head: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> SpanService:
-        """Read the blocks and get ready to serve. Raises what loading raises."""
+        """Read the blocks and get ready to serve. Raises what loading raises.
+
+        Args:
+            head: of the exits at blocks that were held before (`exits.head`); None to load it if there are exits.
+        """
         checkpoint, observer = config.checkpoint, observer or ServerObserver()
         # First, because it is quick: an adapter that cannot be used is reported before the weights are read.
         public = [
             await compute_thread.run(read_block_weights, source, checkpoint, span, cache_dir=config.options.cache_dir)
             for source in config.options.adapters
         ]
+        # Before the blocks too, because loading takes more memory than is reserved for the head.
+        exits = await compute_thread.run(_load_exits, config, span, head)
         began = time.monotonic()
         model = await _load_model(config, span, compute_thread)
         load_seconds = time.monotonic() - began
         logger.info("Loaded: %s of weights in %.1f s", format_bytes(model.weight_bytes), load_seconds)
         model = await _choose_forward(config, model, compute_thread)
-        model = await _add_exits(config, model, compute_thread)
+        model = await _add_exits(config, model, exits, compute_thread)
         calibration = None
         if model.flash is not None and config.options.throughput == ThroughputOption():
             calibration = FlashCalibration(await compute_thread.run(predict_speed, model))
@@ -248,28 +259,40 @@ async def _choose_forward(config: ResolvedConfig, model: SpanModel, compute_thre
     return chosen
 
 
-async def _add_exits(config: ResolvedConfig, model: SpanModel, compute_thread: ComputeThread) -> SpanModel:
-    """The model with the exits that this server was asked to offer, as far as these blocks have them."""
-    if config.options.exits is None:
-        return model
-    blocks = config.options.exits.within(model.span, config.checkpoint.blocks)
+def _load_exits(config: ResolvedConfig, span: Span, head: Callable[[torch.Tensor], torch.Tensor] | None) -> SpanExits:
+    """Those that this server was asked to offer, as far as these blocks have them. The head is loaded if it is None."""
+    if config.options.exits is None or config.flash is not None:  # blocks on flash cannot be filled
+        return NO_EXITS
+    blocks, stored = config.options.exits.within(span, config.checkpoint.blocks), config.trained_exits
     if not blocks:
-        logger.info("Exits: none are in blocks %s", model.span)
+        return NO_EXITS
+    trained = stored.load(blocks).to(config.device) if stored is not None else NOTHING_TRAINED
+    if head is None:
+        head = ModelHead(config.checkpoint, config.dtype, config.device)
+    return_freed_memory()
+    return SpanExits(blocks, head, trained)
+
+
+async def _add_exits(
+    config: ResolvedConfig, model: SpanModel, exits: SpanExits, compute_thread: ComputeThread
+) -> SpanModel:
+    """The model with these exits, if its blocks can be filled."""
+    if config.options.exits is None:
         return model
     if not model.can_fill:
         reason = "their weights are on flash" if model.flash is not None else "of how this family computes attention"
         logger.warning("Exits: none, because tokens have to be computed in full by these blocks: %s", reason)
         return model
+    if not exits.blocks:
+        logger.info("Exits: none are in blocks %s", model.span)
+        return model
     began = time.monotonic()
-    head = await compute_thread.run(ModelHead, config.checkpoint, config.dtype, config.device)
-    trained = config.trained_exits.to(config.device) if config.trained_exits is not None else NO_EXITS.trained
-    with_exits = model.with_exits(SpanExits(blocks, head, trained))
+    with_exits = model.with_exits(exits)
     await compute_thread.run(choose_exit_forwards, with_exits, config.options.compile_cache_dir)
-    assert with_exits.exits is not None
     logger.info(
         "Exits: in front of blocks %s by %s, ready in %.1f s",
-        ", ".join(map(str, blocks)),
-        ", ".join(with_exits.exits.confidences),
+        ", ".join(map(str, exits.blocks)),
+        ", ".join(exits.confidences),
         time.monotonic() - began,
     )
     return with_exits

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from swarm.data_structures import Span
 from swarm.errors import AdapterError, AdapterMismatch, InvalidOption, InvalidSpan, NotEnoughMemory
@@ -15,9 +18,10 @@ from swarm.models.exits.trained_exits import BaseModel, ExitLens, TrainedExits
 from swarm.models.flash.files import planned_blocks
 from swarm.models.flash.plans.block_plan import RecordKind
 from swarm.models.loading.flash_loading import load_flash_span
-from swarm.server import memory_budget
+from swarm.server import memory_budget, resolved_config
 from swarm.server.config import BlocksOption, ExitsOption, ServerConfig
 from swarm.server.flash_budget import FlashOption
+from swarm.server.limits import MAX_MEMORY_SHARE
 from swarm.server.resolved_config import ResolvedConfig, resolve_config
 from tests import zoo
 
@@ -158,9 +162,69 @@ def test_what_exits_need_is_charged(resolve, folder, weights, tmp_path):
     trained = TrainedExits(base, {2: ExitLens(torch.eye(32), torch.zeros(32))})
     trained.save(tmp_path)
     found = resolve(2 * weights, exits=exits, exits_from=tmp_path)
-    assert charged.budget.free - found.budget.free == trained.weight_bytes == 4 * (32 * 32 + 32)
-    assert found.trained_exits is not None
-    assert list(found.trained_exits.lenses) == [2]
+    assert found.budget.free == charged.budget.free
+    # Each lens with the block behind which it reads: a span holds those, and no others.
+    plain_bytes, bytes_now = plain.budget.footprint.block_bytes, found.budget.footprint.block_bytes
+    lens = 4 * (32 * 32 + 32)
+    assert [now - before for now, before in zip(bytes_now, plain_bytes, strict=True)] == [0, lens, 0, 0, 0, 0]
+    assert found.trained_exits.lenses == {2}
+
+
+def test_only_exits_that_can_be_offered_are_charged(resolve, folder, weights, tmp_path):
+    checkpoint = open_checkpoint(folder)
+    base = BaseModel(checkpoint.name, checkpoint.revision, 32, checkpoint.blocks)
+    TrainedExits(base, {block: ExitLens(torch.eye(32), torch.zeros(32)) for block in range(1, 6)}).save(tmp_path)
+    plain = resolve(2 * weights).budget
+
+    def charged(blocks: str, *exits: int) -> list[int]:
+        budget = resolve(2 * weights, blocks, exits=ExitsOption(exits or None), exits_from=tmp_path).budget
+        changed = zip(budget.footprint.block_bytes, plain.footprint.block_bytes, strict=True)
+        assert (budget.free < plain.free) == any(now > before for now, before in changed)
+        return [block for block in range(6) if budget.footprint.block_bytes[block] > plain.footprint.block_bytes[block]]
+
+    assert charged("auto") == charged("6") == [0, 1, 2, 3, 4]
+    assert charged("auto", 2, 4) == [1, 3]
+    assert charged("2:4") == [2, 3]
+    assert charged("2:4", 1, 2) == []  # and no head either: a span that was asked for is kept
+
+
+def test_exits_are_no_reason_for_flash(resolve, folder, weights):
+    """With the head, memory would hold less than was asked for; flash, which holds more, has no exits."""
+    head = head_bytes(open_checkpoint(folder), torch.float32)
+    needed = resolve(2 * weights).budget.footprint.span_bytes(0, 6, CACHE_TOKENS)
+    free = int(needed / MAX_MEMORY_SHARE) + 2
+    assert resolve(free, quant="none").flash is None
+    assert resolve(free - 16, quant="none").flash is not None
+    for quant in ("none", "auto"):
+        with pytest.raises(NotEnoughMemory, match="but not beside what --exits needs"):
+            resolve(free, quant=quant, exits=ExitsOption())
+    enough = resolve(free + head, quant="none", exits=ExitsOption())
+    enough.budget.check_fits(Span(0, 6))
+    assert enough.flash is None
+
+
+def test_blocks_that_go_to_flash_anyway_pay_for_no_exits(resolve, weights):
+    plain, with_exits = (resolve(weights * 3 // 4, quant="none", exits=exits).flash for exits in (None, ExitsOption()))
+    assert with_exits.free == plain.free
+
+
+def test_lenses_of_a_model_whose_config_has_parts(folder, tmp_path):
+    """As those of models that see have: the width is that of the part that writes."""
+    checkpoint = open_checkpoint(folder)
+    config = copy.deepcopy(checkpoint.config)
+    config.text_config = LlamaConfig(hidden_size=64)
+    checkpoint = replace(checkpoint, config=config)
+    base = BaseModel(checkpoint.name, checkpoint.revision, 64, checkpoint.blocks)
+    TrainedExits(base, {2: ExitLens(torch.eye(64), torch.zeros(64))}).save(tmp_path)
+    options = ServerConfig(model=str(folder), exits=ExitsOption((2,)), exits_from=tmp_path)
+    found = resolved_config._open_trained_exits(options, checkpoint)
+    assert found.weight_bytes(2) == 4 * (64 * 64 + 64)
+
+
+def test_memory_that_is_promised_twice_holds_no_blocks(resolve, weights):
+    config = resolve(weights, "auto", adapter_memory=10 * weights)
+    with pytest.raises(NotEnoughMemory, match="one block takes"):
+        config.budget.blocks_that_fit()
 
 
 def test_exits_that_cannot_be_used_are_refused(resolve, weights, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from swarm.models.adapters import adapter_files
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from swarm.models.checkpoints.footprint import memory_footprint
 from swarm.models.exits.model_head import ModelHead
+from swarm.models.exits.trained_exits import BaseModel, ExitClassifier, ExitLens, StoredExits, TrainedExits
 from swarm.models.flash.files.block_files import PackedModel
 from swarm.models.flash.files.inventory import remove_stored, stored_models
 from swarm.models.flash.flash_footprint import flash_footprint
@@ -30,6 +32,7 @@ from swarm.server import span_service as span_service_module
 from swarm.server.compute.compute_thread import ComputeThread
 from swarm.server.config import ExitsOption, ServerConfig
 from swarm.server.flash_budget import FlashBudget
+from swarm.server.lifecycle import Server
 from swarm.server.memory_budget import MemoryBudget
 from swarm.server.resolved_config import ResolvedConfig
 from swarm.server.span_service import SpanService
@@ -56,8 +59,8 @@ def save_adapter(folder: Path) -> str:
     return str(folder)
 
 
-async def load(checkpoint: Checkpoint, *adapters: str, **options: Any) -> SpanService:
-    config = ResolvedConfig(
+def resolved(checkpoint: Checkpoint, *adapters: str, **options: Any) -> ResolvedConfig:
+    return ResolvedConfig(
         options=ServerConfig(throughput=ThroughputOption(100.0), adapters=adapters, **options),
         checkpoint=checkpoint,
         device=torch.device("cpu"),
@@ -67,7 +70,10 @@ async def load(checkpoint: Checkpoint, *adapters: str, **options: Any) -> SpanSe
         adapter_memory=10_000,
         budget=MemoryBudget(memory_footprint(checkpoint, torch.float32), 10**9, 64),
     )
-    compute_thread = ComputeThread()
+
+
+async def load(checkpoint: Checkpoint, *adapters: str, **options: Any) -> SpanService:
+    config, compute_thread = resolved(checkpoint, *adapters, **options), ComputeThread()
     try:
         return await SpanService.load(config, SPAN, MemoryNetwork(MemoryHub(), "server"), compute_thread)
     finally:
@@ -87,6 +93,61 @@ def test_exits_are_offered_where_the_span_has_them(checkpoint):
     assert service.exits.confidences == ("similarity", "softmax")
     assert [piece.span for piece in service.model.pieces()] == [Span(1, 2), Span(2, 3), Span(3, 4)]
     assert isinstance(service.exits.head, ModelHead)
+
+
+def test_the_head_is_loaded_before_the_blocks_and_once(checkpoint, monkeypatch):
+    """Loading it takes more memory than is reserved for it, so it must not meet blocks."""
+    loaded: list[object] = []
+
+    def noted(name, load):
+        def loading(*args, **kwargs):
+            loaded.append(name)
+            return load(*args, **kwargs)
+
+        return loading
+
+    monkeypatch.setattr(span_service_module, "ModelHead", noted("head", ModelHead))
+    monkeypatch.setattr(span_service_module, "load_span", noted("blocks", load_span))
+
+    async def scenario() -> None:
+        server = Server(ServerConfig())
+        server._peer = MemoryNetwork(MemoryHub(), "server")
+        config = resolved(checkpoint, exits=ExitsOption((3,)))
+        try:
+            for span, offered in ((Span(0, 2), ()), (SPAN, (3,)), (Span(2, 4), (3,))):
+                service = await server._load(config, span)  # as for a move
+                assert service.exits.blocks == offered
+        finally:
+            server._compute_thread.close()
+
+    asyncio.run(scenario())
+    assert loaded == ["blocks", "head", "blocks", "blocks"]
+
+
+def test_lenses_are_loaded_for_the_exits_of_the_span(checkpoint, tmp_path, monkeypatch):
+    base = BaseModel(checkpoint.name, checkpoint.revision, HIDDEN, checkpoint.blocks)
+    lenses = {block: ExitLens(torch.eye(HIDDEN), torch.zeros(HIDDEN)) for block in range(1, 6)}
+    TrainedExits(base, lenses, {2: ExitClassifier(torch.zeros(HIDDEN), torch.zeros(1))}).save(tmp_path)
+    config = replace(resolved(checkpoint, exits=ExitsOption((1, 2, 3))), trained_exits=StoredExits.open(tmp_path, base))
+
+    async def scenario() -> None:
+        compute_thread = ComputeThread()
+        try:
+            service = await SpanService.load(config, SPAN, MemoryNetwork(MemoryHub(), "server"), compute_thread)
+        finally:
+            compute_thread.close()
+        assert list(service.exits.trained.lenses) == [2, 3]
+        assert service.exits.confidences == ("similarity", "softmax", "classifier")
+
+    asyncio.run(scenario())
+
+    def never(*args, **kwargs):
+        raise AssertionError("the weights were read")
+
+    monkeypatch.setattr(span_service_module, "load_span", never)
+    TrainedExits(base, {2: ExitLens(torch.eye(HIDDEN), torch.full((HIDDEN,), torch.nan))}).save(tmp_path)
+    with pytest.raises(AdapterError, match="holds NaN"):
+        asyncio.run(scenario())
 
 
 def test_blocks_that_have_to_be_computed_in_full_offer_no_exits(checkpoint, monkeypatch, caplog):

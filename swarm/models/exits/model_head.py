@@ -21,9 +21,6 @@ class ModelHead:
         checkpoint: the model, of which final norm and head are read.
         dtype, device: to compute in and on.
 
-    Attributes:
-        weight_bytes: memory that it takes.
-
     Raises:
         CheckpointError: the checkpoint lacks tensors of them.
         UnsupportedModel: the family has no language model.
@@ -36,7 +33,6 @@ class ModelHead:
         # The embeddings go; their tensor stays if it is the head's too. Only weights on a CPU are prepacked.
         self._model.set_input_embeddings(cut_layers.ZeroEmbedding())
         frozen_linear.prepack(self._model.to(device).eval())
-        self.weight_bytes = sum(p.numel() * p.element_size() for p in self._model.parameters())
 
     @torch.inference_mode()
     def __call__(self, hidden_RH: torch.Tensor) -> torch.Tensor:
@@ -69,7 +65,8 @@ class _GivenStates(nn.Module):
 def head_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
     """Memory that final norm and head take, known before anything is loaded.
 
-    Loading takes as much again for a moment, and needs the embeddings too where they are another tensor.
+    Loading takes more for a moment: a copy, and the embeddings where they are another tensor. So the head is loaded
+    before the blocks, while the memory for them is free.
     """
     config = copy.deepcopy(checkpoint.config)
     with torch.device("meta"):

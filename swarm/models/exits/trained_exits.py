@@ -9,7 +9,8 @@ safetensors that names the model for which they were trained.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -76,13 +77,6 @@ class TrainedExits:
     lenses: Mapping[int, ExitLens] = field(default_factory=dict)
     classifiers: Mapping[int, ExitClassifier] = field(default_factory=dict)
 
-    @property
-    def weight_bytes(self) -> int:
-        """Memory that they take."""
-        tensors = [one for lens in self.lenses.values() for one in (lens.weight_HH, lens.bias_H)]
-        tensors += [one for each in self.classifiers.values() for one in (each.weight_H, each.bias)]
-        return sum(one.numel() * one.element_size() for one in tensors)
-
     def to(self, device: torch.device) -> TrainedExits:
         """The same on a device; tensors that are there already are shared."""
         lenses = {b: ExitLens(one.weight_HH.to(device), one.bias_H.to(device)) for b, one in self.lenses.items()}
@@ -106,7 +100,7 @@ class TrainedExits:
 
     @classmethod
     def load(cls, folder: str | Path, base: BaseModel) -> TrainedExits:
-        """Read what `save` wrote.
+        """Read what `save` wrote: all of it. `StoredExits` reads some.
 
         Args:
             base: the model that they are for.
@@ -115,14 +109,52 @@ class TrainedExits:
             AdapterMismatch: they were trained for another model or revision.
             AdapterError: the file is missing or broken.
         """
+        return StoredExits.open(folder, base).load(range(base.blocks))
+
+
+@dataclass(frozen=True)
+class StoredExits:
+    """A file of lenses and classifiers of which only the header was read.
+
+    Attributes:
+        path: of the file.
+        base: the model that they are for.
+        lenses, classifiers: the blocks that have one.
+    """
+
+    path: Path
+    base: BaseModel
+    lenses: frozenset[int]
+    classifiers: frozenset[int]
+
+    @classmethod
+    def open(cls, folder: str | Path, base: BaseModel) -> StoredExits:
+        """Read the header of what `TrainedExits.save` wrote. Raises what `TrainedExits.load` raises."""
         path = Path(folder) / EXITS_FILE
-        try:
-            with safe_open(path, framework="pt", device="cpu") as stored:
-                _require_base(stored.metadata() or {}, base, path)
-                found = cls(base, *_read(stored, base, path))
-        except (SafetensorError, OSError) as error:
-            raise AdapterError(f"{path} is not a readable safetensors file: {error}") from error
-        return found
+        with _opened(path, base) as (_, found):
+            return found
+
+    def weight_bytes(self, block: int) -> int:
+        """Memory that the lens and the classifier in front of a block take; 0 if it has none."""
+        width = self.base.hidden_size
+        values = (block in self.lenses) * (width * width + width) + (block in self.classifiers) * (width + 1)
+        return values * torch.float32.itemsize
+
+    def load(self, blocks: Container[int]) -> TrainedExits:
+        """Read those in front of `blocks`. Raises what `TrainedExits.load` raises: the file may have changed."""
+        with _opened(self.path, self.base) as (stored, now):
+            return _read(stored, now, blocks)
+
+
+@contextmanager
+def _opened(path: Path, base: BaseModel) -> Iterator[tuple[safe_open, StoredExits]]:
+    """The file, and what its header says; shapes are checked before anything is read."""
+    try:
+        with safe_open(path, framework="pt", device="cpu") as stored:
+            _require_base(stored.metadata() or {}, base, path)
+            yield stored, _read_header(stored, base, path)
+    except (SafetensorError, OSError) as error:
+        raise AdapterError(f"{path} is not a readable safetensors file: {error}") from error
 
 
 def _require_base(metadata: Mapping[str, str], base: BaseModel, path: Path) -> None:
@@ -135,8 +167,7 @@ def _require_base(metadata: Mapping[str, str], base: BaseModel, path: Path) -> N
         )
 
 
-def _read(stored: safe_open, base: BaseModel, path: Path) -> tuple[dict[int, ExitLens], dict[int, ExitClassifier]]:
-    """The lenses and classifiers; shapes are checked before anything is read."""
+def _read_header(stored: safe_open, base: BaseModel, path: Path) -> StoredExits:
     width = base.hidden_size
     shapes = {"lens": ([width, width], [width]), "classifier": ([width], [1])}
     found: dict[str, set[int]] = {kind: set() for kind in shapes}
@@ -164,16 +195,22 @@ def _read(stored: safe_open, base: BaseModel, path: Path) -> tuple[dict[int, Exi
             for part in ("weight", "bias"):
                 if f"{kind}.{block}.{part}" not in names:
                     raise AdapterError(f"{path}: {kind}.{block}.{part} is missing")
+    return StoredExits(path, base, frozenset(found["lens"]), frozenset(found["classifier"]))
 
+
+def _read(stored: safe_open, header: StoredExits, blocks: Container[int]) -> TrainedExits:
     def tensor(name: str) -> torch.Tensor:
         value: torch.Tensor = stored.get_tensor(name)
         if not bool(value.isfinite().all()):
-            raise AdapterError(f"{path}: {name} holds NaN or infinity")
+            raise AdapterError(f"{header.path}: {name} holds NaN or infinity")
         return value
 
-    lenses = {b: ExitLens(tensor(f"lens.{b}.weight"), tensor(f"lens.{b}.bias")) for b in sorted(found["lens"])}
+    lenses = {
+        b: ExitLens(tensor(f"lens.{b}.weight"), tensor(f"lens.{b}.bias")) for b in sorted(header.lenses) if b in blocks
+    }
     classifiers = {
         b: ExitClassifier(tensor(f"classifier.{b}.weight"), tensor(f"classifier.{b}.bias"))
-        for b in sorted(found["classifier"])
+        for b in sorted(header.classifiers)
+        if b in blocks
     }
-    return lenses, classifiers
+    return TrainedExits(header.base, lenses, classifiers)

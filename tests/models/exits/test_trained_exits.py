@@ -13,6 +13,7 @@ from swarm.models.exits.trained_exits import (
     BaseModel,
     ExitClassifier,
     ExitLens,
+    StoredExits,
     TrainedExits,
 )
 
@@ -34,6 +35,30 @@ def test_what_is_written_is_read(tmp_path):
     for block, one in exits.lenses.items():
         assert found.lenses[block](hidden).equal(one(hidden))
     assert found.classifiers[4](hidden).equal(exits.classifiers[4](hidden))
+
+
+def test_some_are_read(tmp_path):
+    exits = TrainedExits(BASE, {2: lens(), 4: lens()}, {4: ExitClassifier(torch.randn(8), torch.randn(1))})
+    exits.save(tmp_path)
+    stored = StoredExits.open(tmp_path, BASE)
+    assert (stored.lenses, stored.classifiers) == ({2, 4}, {4})
+    assert [stored.weight_bytes(block) for block in (1, 2, 4)] == [0, 4 * 72, 4 * (72 + 9)]
+    found = stored.load((3, 4, 5))
+    assert list(found.lenses) == list(found.classifiers) == [4]
+    assert found.lenses[4].weight_HH.equal(exits.lenses[4].weight_HH)
+    assert stored.load(()).lenses == {}
+
+
+def test_values_are_checked_when_they_are_read_and_the_header_again(tmp_path):
+    broken = ExitLens(torch.full((8, 8), float("inf")), torch.zeros(8))
+    TrainedExits(BASE, {2: lens(), 4: broken}).save(tmp_path)
+    stored = StoredExits.open(tmp_path, BASE)
+    assert list(stored.load((2,)).lenses) == [2]
+    with pytest.raises(AdapterError, match="weight holds NaN or infinity"):
+        stored.load((4,))
+    TrainedExits(BaseModel("other", "def", 8, 6), {2: lens()}).save(tmp_path)
+    with pytest.raises(AdapterMismatch, match="trained for revision def of other"):
+        stored.load((2,))
 
 
 def test_of_another_model(tmp_path):
