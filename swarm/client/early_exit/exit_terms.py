@@ -60,6 +60,16 @@ def why_no_exits(options: EarlyExit, route: Route) -> str:
     return f"threshold, min_block and max_block leave out all exits of its servers, which are at blocks {blocks}"
 
 
+def why_none_between(options: EarlyExit, route: Route) -> str | None:
+    """Why no token can leave between the servers of a route; None if tokens can."""
+    boundaries = [hop.span.start for hop in route.hops if hop.span.start]
+    if not boundaries:
+        return "one server has all blocks"
+    if any(options.threshold_at(block) is not None for block in boundaries):
+        return None
+    return f"threshold, min_block and max_block leave out all blocks at which its servers begin, which are {boundaries}"
+
+
 @dataclass
 class SpanExits:
     """The exits inside servers' spans that one `generate` call asks for.
@@ -78,7 +88,12 @@ class SpanExits:
 
         A route on which no token can leave is named once in the log.
         """
-        if self.options.fill != "project" or route is None:
+        if route is None:
+            return None
+        if self.options.fill == "exact":
+            if not self._said and (reason := why_none_between(self.options, route)):
+                self._said = True
+                logger.warning("early_exit: no token can leave on this route, because %s.", reason)
             return None
         thresholds = span_thresholds(self.options, route, self.blocks)
         if not thresholds and not self._said:

@@ -25,12 +25,13 @@ class EarlyExit:
     Attributes:
         confidence: how it is measured how sure a token is.
         threshold: a token leaves if its confidence is above it; from 0 (nearly always) to 1 (never). One number, or one
-            for each block in front of which a token may leave.
+            for each block in front of which a token may leave (from 1 on).
         decay: how quickly the threshold falls along the text to nine tenths of its value (CALM's tau); 0 for not at
             all.
         verify: lossless: a token is handed out when the last server has confirmed it, and what follows a wrong one is
             given up. Without it the early token stands, and the text is approximate.
-        batch: which sequences of a batch leave together.
+        batch: which sequences of a batch leave together. With "row" and `fill="exact"`, each prompt has a session of
+            its own; the sequences that `num_return_sequences` makes of one prompt share it, and leave together.
         fill: what the caches of blocks that a token skips get. "project" saves computing, and is approximate; it needs
             `verify=False`.
         min_block, max_block: blocks that a token passes at least, and behind which it does not leave any more.
@@ -63,6 +64,11 @@ class EarlyExit:
         given = self.threshold if isinstance(self.threshold, Mapping) else {0: self.threshold}
         if not given or not all(_is_number(one) and 0 <= one <= 1 for one in given.values()):
             raise UsageError(f"threshold={self.threshold!r}: a confidence lies between 0 and 1")
+        if isinstance(self.threshold, Mapping) and not all(map(_is_block, self.threshold)):
+            raise UsageError(
+                f"threshold={self.threshold!r}: the keys are numbers of blocks in front of which a token may leave; "
+                "use integers from 1 on"
+            )
         if not _is_number(self.decay) or self.decay < 0:
             raise UsageError(f"decay={self.decay!r}: use 0 for no decay, or a positive number")
         if self.min_block < 1:
@@ -95,6 +101,10 @@ class EarlyExit:
         """The first of these blocks in front of which a token may leave; None if it has to pass them all."""
         thresholds = ((block, self.threshold_at(block)) for block in boundaries)
         return next((block for block, one in thresholds if one is not None and one < 1), None)
+
+
+def _is_block(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _is_number(value: object) -> bool:

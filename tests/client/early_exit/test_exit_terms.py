@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm import EarlyExit
-from swarm.client.early_exit.exit_terms import SpanExits, exit_terms, span_thresholds, why_no_exits
+from swarm.client.early_exit.exit_terms import SpanExits, exit_terms, span_thresholds, why_no_exits, why_none_between
 from swarm.data_structures import Hop, Route, Span
 from swarm.models.exits.confidence import FLOOR_SHARE
 from swarm.protocol.messages import MAX_EXITS, ExitTerms
@@ -100,6 +100,29 @@ def test_an_option_without_effect_is_named_once(caplog, options, route, why):
     assert record.getMessage().startswith("early_exit with fill='project': no token can leave inside a server's span")
     assert re.search(why, why_no_exits(options, route))
     assert why_no_exits(options, route) in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("options", "route", "why"),
+    [
+        (EarlyExit(), Route((server(0, 12),)), "one server has all blocks"),
+        (EarlyExit(threshold={3: 0.5}), ROUTE, r"leave out all blocks at which its servers begin, which are \[4, 8\]"),
+        (EarlyExit(min_block=9), ROUTE, "leave out all blocks"),
+        (EarlyExit(max_block=3, verify=False), ROUTE, "leave out all blocks"),
+    ],
+)
+def test_a_route_on_which_nothing_can_leave_between_servers_is_named_once(caplog, options, route, why):
+    exits = SpanExits(options, BLOCKS)
+    with caplog.at_level(logging.WARNING):
+        for position in range(3):
+            assert exits.terms(route, position, 10) is None
+    (record,) = caplog.records
+    assert re.search(why, record.getMessage())
+
+
+def test_a_route_on_which_tokens_can_leave_between_servers_is_not_named():
+    assert why_none_between(EarlyExit(threshold={8: 0.5}), ROUTE) is None
+    assert why_none_between(EarlyExit(threshold=1.0), ROUTE) is None  # never, as the caller says
 
 
 def test_nothing_is_asked_unless_the_caller_wants_it(caplog):
