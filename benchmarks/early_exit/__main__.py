@@ -1,7 +1,7 @@
 """Early exit between servers: tokens a second against plain generation, and how near that is to what exits allow.
 
     python -m benchmarks.early_exit --text texts/*.txt [--servers 3,4] [--delay 0.05] [--thresholds 0,0.1,0.3]
-        [--tokens 64] [--repeats 3] [--json FILE]
+        [--tokens 48] [--repeats 3] [--json FILE]
 
 The demo model over real libp2p processes whose streams deliver everything with a delay (`benchmarks.common.delayed`),
 and once without delay. Lenses are trained over the same swarm on the first texts, `--train-tokens` of them. Plain
@@ -37,12 +37,18 @@ from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
 from swarm.transport.p2p import quiet_hivemind
 
 DEMO_BLOCKS = 12
-PROMPT = "Once upon a time, there was a king who"
+PROMPTS = (
+    "Once upon a time, there was a king who",
+    '"My dear Watson," said Holmes, "it is',
+    "KING:\nMy lord, I",
+    "My fellow citizens, we have",
+)
+"""In the manner of the demo model's texts: what leaves differs from text to text."""
 
 
 @dataclass
 class Exits:
-    """What became of the tokens of one text.
+    """What became of the tokens of some texts.
 
     Attributes:
         left, stood: by block in front of which they left: how many did, and how many of these stood.
@@ -69,7 +75,7 @@ class Row:
     """One way to generate, over one network.
 
     Attributes:
-        seconds: of the text, by repetition.
+        seconds: of all texts together, by repetition.
         bounds: the least seconds, likewise.
         exits: of the newest repetition.
     """
@@ -81,23 +87,31 @@ class Row:
     exits: Exits = field(default_factory=Exits)
 
 
-def measure(model: Any, local: Any, prompt_1T: torch.Tensor, rows: Sequence[Row], arguments: Any, delay: float) -> None:
-    """Fill in the rows, which take turns."""
-    tokens = arguments.tokens
-    expected = local.generate(prompt_1T, max_new_tokens=tokens + 1, do_sample=False)
+def measure(
+    model: Any, local: Any, prompts: Sequence[torch.Tensor], rows: Sequence[Row], arguments: Any, delay: float
+) -> None:
+    """Fill in the rows, which take turns. Prompts are `[1, tokens]`."""
+    expected = [local.generate(one, max_new_tokens=arguments.tokens + 1, do_sample=False) for one in prompts]
     boundaries = model.swarm.boundaries()
     for _ in range(arguments.repeats):
         for row in rows:
             row.exits = Exits()
-            with model.inference_session(max_length=2 * tokens + 64, listener=row.exits):
-                begun = model.generate(prompt_1T, max_new_tokens=1, do_sample=False)
-                began = time.perf_counter()
-                text = model.generate(begun, max_new_tokens=tokens, do_sample=False, early_exit=row.options)
-                row.seconds.append(time.perf_counter() - began)
+            texts = [write(model, prompt_1T, row, arguments.tokens) for prompt_1T in prompts]
             verified = row.options is None or row.options.verify
-            if verified and not torch.equal(text, expected):
+            if verified and not all(text.equal(one) for (text, _), one in zip(texts, expected, strict=True)):
                 raise SystemExit(f"{row.name}: the tokens differ from the local model's")
-            row.bounds.append(row.exits.bound_s(text.shape[1] - begun.shape[1], boundaries, delay, verified))
+            written = sum(text.shape[1] - one.shape[1] - 1 for (text, _), one in zip(texts, prompts, strict=True))
+            row.seconds.append(sum(seconds for _, seconds in texts))
+            row.bounds.append(row.exits.bound_s(written, boundaries, delay, verified))
+
+
+def write(model: Any, prompt_1T: torch.Tensor, row: Row, tokens: int) -> tuple[torch.Tensor, float]:
+    """A text, and the seconds behind its first token."""
+    with model.inference_session(max_length=2 * tokens + 64, listener=row.exits):
+        begun = model.generate(prompt_1T, max_new_tokens=1, do_sample=False)
+        began = time.perf_counter()
+        text = model.generate(begun, max_new_tokens=tokens, do_sample=False, early_exit=row.options)
+        return text, time.perf_counter() - began
 
 
 @contextmanager
@@ -151,7 +165,7 @@ def main() -> None:
     parser.add_argument("--servers", default="3,4")
     parser.add_argument("--delay", type=float, default=0.05, help="seconds, one way")
     parser.add_argument("--thresholds", default="0,0.1,0.3")
-    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=48, help="of each of four texts")
     parser.add_argument("--train-tokens", type=int, default=40_000)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
@@ -163,7 +177,7 @@ def main() -> None:
     local = AutoModelForCausalLM.from_pretrained(DEMO_FOLDER, dtype=torch.float32)
     share = arguments.train_tokens // len(arguments.text)
     texts = [torch.tensor(tokenizer(path.read_text())["input_ids"][:share]) for path in arguments.text]
-    prompt_1T = torch.tensor([tokenizer(PROMPT)["input_ids"]])
+    prompts = [torch.tensor([tokenizer(one)["input_ids"]]) for one in PROMPTS]
     results: dict[str, Any] = {}
     for servers in map(int, arguments.servers.split(",")):
         for delay in (arguments.delay, 0.0):
@@ -172,7 +186,7 @@ def main() -> None:
                 quality = model.train_exits(texts)
                 trained_s = time.perf_counter() - began
                 found = rows([float(one) for one in arguments.thresholds.split(",")])
-                measure(model, local, prompt_1T, found, arguments, delay)
+                measure(model, local, prompts, found, arguments, delay)
             where = f"{servers} servers, {1e3 * delay:.0f} ms one way"
             print(f"\n{where}; median (range) of {arguments.repeats}\n\n{table(found)}", flush=True)
             if delay:
