@@ -39,6 +39,7 @@ from swarm.models.checkpoints.checkpoint import DEMO_FOLDER, open_checkpoint
 from swarm.models.execution.early_exit import StepExits
 from swarm.models.execution.session_cache import SessionCache, advance_steps
 from swarm.models.execution.span_model import SpanModel
+from swarm.models.execution.strategy_trials import choose_exit_forwards, choose_forward
 from swarm.models.exits.confidence import softmax_response, state_similarity
 from swarm.models.exits.span_exits import SpanExits
 from swarm.models.exits.trained_exits import BaseModel, ExitClassifier, ExitLens, TrainedExits
@@ -189,13 +190,13 @@ def projected_rows(decoder: Decoder, exits: Sequence[int], full: AtExit, blocks:
     rows = []
     decoder.run(BATCHES[-1], None)  # the first run warms up
     for kind, thresholds in THRESHOLDS.items():
-        plain = {batch: decoder.run(batch, None)[2] for batch in BATCHES}
         for threshold in thresholds:
             for batch, rule in WAYS:
                 terms = ExitTerms(kind, tuple((block, threshold) for block in exits), rule)
+                plain = decoder.run(batch, None)[2]
                 left_WT, found, seconds = decoder.run(batch, terms)
                 worth = measured(left_WT, found.token, found.nats, full, blocks)
-                rows.append(Row(kind, threshold, "project", batch, rule, worth, plain[batch] / seconds))
+                rows.append(Row(kind, threshold, "project", batch, rule, worth, plain / seconds))
         print(f"{kind}: measured", flush=True)
     return rows
 
@@ -245,8 +246,11 @@ def main() -> None:
     lenses, classifiers = train(model, train_WT, exits)
     found, full = look(model, held_out_WT, lenses, classifiers)
     trained = TrainedExits(BaseModel("", "", model.config.hidden_size, checkpoint.blocks), lenses, classifiers)
-    whole = load_span(checkpoint, Span(0, checkpoint.blocks), dtype=torch.float32, device=torch.device("cpu"))
-    span = whole.with_exits(SpanExits(tuple(exits), lambda hidden_RH: read_hidden(model, hidden_RH), trained))
+    loaded = load_span(checkpoint, Span(0, checkpoint.blocks), dtype=torch.float32, device=torch.device("cpu"))
+    span = choose_forward(loaded).with_exits(
+        SpanExits(tuple(exits), lambda hidden_RH: read_hidden(model, hidden_RH), trained)
+    )
+    choose_exit_forwards(span)
     rows = exact_rows(found, full, checkpoint.blocks)
     rows += projected_rows(Decoder(model, span, lenses, held_out_WT), exits, full, checkpoint.blocks)
     print(f"\nOne sequence\n\n{single_table(rows)}\n\nBatches, projected fill\n\n{batch_table(rows)}")
