@@ -45,6 +45,7 @@ def test_an_unknown_code_is_the_servers_fault(code):
                 errors.WrongSpan,
                 errors.UnknownAdapter,
                 errors.AdapterRefused,
+                errors.ExitRefused,
                 errors.TrainingRefused,
             },
         ),

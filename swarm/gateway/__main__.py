@@ -78,7 +78,7 @@ logger = logging.getLogger("swarm.gateway")
     "--exits-from",
     "exits",
     multiple=True,
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    type=click.Path(file_okay=False, path_type=Path),
     metavar="FOLDER",
     help="Lenses and classifiers for one of the models, from model.save_exits. May be repeated.",
 )

@@ -77,7 +77,7 @@ OPTIONS_AS_GIVEN = (
 )
 @click.option(
     "--exits-from",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    type=click.Path(file_okay=False, path_type=Path),
     help="Lenses and classifiers for --exits, in the folder of model.save_exits.",
 )
 @click.option(

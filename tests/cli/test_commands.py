@@ -16,7 +16,7 @@ OPTIONS = {
     "server": {
         "model", "--revision", "--blocks", "--initial-peers", "--new-swarm", "--host-maddrs", "--announce-maddrs",
         "--identity-path", "--device", "--dtype", "--quant", "--flash", "--flash-io",
-        "--flash-exact", "--throughput", "--name", "--cache-tokens", "--cache-dir",
+        "--flash-exact", "--exits", "--exits-from", "--throughput", "--name", "--cache-tokens", "--cache-dir",
         "--update-period", "--adapters", "--adapter-memory", "--compile", "--threads", "--stay", "--metrics",
         "--log-format", "--help",
     },
@@ -26,7 +26,7 @@ OPTIONS = {
     },
     "chat": {
         "model", "--initial-peers", "--url", "--key", "--exact", "--system", "--temperature", "--max-tokens", "--seed",
-        "--help",
+        "--early-exit", "--help",
     },
     "doctor": {"model", "--initial-peers", "--device", "--host-maddrs", "--cache-dir", "--json", "--help"},
     "plan": {
@@ -36,7 +36,8 @@ OPTIONS = {
     "gateway": {
         "models", "--initial-peers", "--host", "--port", "--keys", "--concurrent", "--queue", "--max-request",
         "--default-max-tokens", "--cors", "--monitor", "--public-status", "--wire", "--wait-for-blocks", "--exact",
-        "--cache-dir", "--threads", "--log-format", "--help",
+        "--early-exit", "--exit-confidence", "--exits-from", "--approximate-exits", "--cache-dir",
+        "--threads", "--log-format", "--help",
     },
     "demo": {"--prompt", "--tokens", "--temperature", "--seed", "--help"},
     "status": {"models", "--initial-peers", "--json", "--watch", "--help"},

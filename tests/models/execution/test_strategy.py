@@ -44,7 +44,7 @@ def test_parts_that_do_not_go_together_are_refused(parts):
 
 
 def test_what_is_left_of_a_strategy():
-    whole = ExecutionStrategy("paged", PAGING, "flat", traced, recorder)
+    whole = ExecutionStrategy("paged", PAGING, "flat", traced, graph_recorder=recorder)
     assert str(whole) == "paged cache, flat forward, recorded decode steps"
     assert whole.plain() == ExecutionStrategy("paged", PAGING)
     assert whole.without_traced_forward() == ExecutionStrategy("paged", PAGING, graph_recorder=recorder)
