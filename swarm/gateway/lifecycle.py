@@ -150,7 +150,7 @@ def _require_classifiers(models: Sequence[ServedModel], settings: GatewaySetting
     without = [served.name for served in models if not served.has_exit_classifiers]
     if without:
         raise UsageError(
-            f"--exit-confidence classifier: there are no classifiers for {', '.join(without)}; train them with "
-            "model.train_exits(kind='classifier'), save them with model.save_exits, and name the folder with "
-            "--exits-from"
+            "--exit-confidence classifier cannot be used: this gateway has no classifiers for "
+            f"{', '.join(without)}; train them with model.train_exits(kind='classifier'), save them with "
+            "model.save_exits, and name the folder with --exits-from"
         )

@@ -95,7 +95,7 @@ def resolve_config(options: ServerConfig) -> ResolvedConfig:
             cache_tokens,
             reserved,
         )
-    # Without exits, of which blocks on flash have none: they are no reason to go there.
+    # Tokens cannot leave inside blocks on flash, so the memory that exits need must not move blocks there.
     budget = _resolve_budget(options, checkpoint, device, dtype, quantization, cache_tokens, reserved)
     if isinstance(budget, MemoryBudget):
         budget = _less_exits(budget, options, checkpoint, dtype, trained_exits)

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from swarm.client.chain.chain import MAX_STEPS_UNDER_WAY
-from swarm.client.early_exit.exit_terms import SpanExits
+from swarm.client.early_exit.exit_terms import RouteExits
 from swarm.client.early_exit.hidden_reader import HiddenReader
 from swarm.client.early_exit.look_meter import LookMeter
 from swarm.client.early_exit.options import EarlyExit
@@ -133,7 +133,7 @@ class ExitDecoder:
         self._model, self._sampling, self._output = model, sampling, output
         self._blocks = exits.base.blocks
         self._reader = HiddenReader(options, exits, model.logits)
-        self._span_exits = SpanExits(options, self._blocks)
+        self._route_exits = RouteExits(options, self._blocks)
         self._flights: deque[_Flight] = deque()
         self._looks = LookMeter()
         self._tokens_RT = torch.empty(0, 0, dtype=torch.long)
@@ -169,7 +169,7 @@ class ExitDecoder:
 
     def _send(self, tokens_RT: torch.Tensor, open_R: torch.Tensor) -> None:
         looks = not self._options.verify or self._looks.is_worth_looking()
-        exits = self._span_exits.terms(self._session.route, *self._place(tokens_RT))
+        exits = self._route_exits.terms(self._session.route, *self._place(tokens_RT))
         exit_block = self._options.first_exit(self._session.boundaries) if looks else None
         self._flights.append(_Flight(self._model.send(tokens_RT, exits, exit_block), tokens_RT, open_R, looks))
 

@@ -71,8 +71,8 @@ def why_none_between(options: EarlyExit, route: Route) -> str | None:
 
 
 @dataclass
-class SpanExits:
-    """The exits inside servers' spans that one `generate` call asks for.
+class RouteExits:
+    """Where the tokens of one `generate` call may leave on its route: what servers are asked, and what the log is told.
 
     Args:
         options: what the caller wants.

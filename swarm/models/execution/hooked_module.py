@@ -71,13 +71,20 @@ class HookedModule:
     def _replace_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._received is None:
             return None  # the layer runs for a wider or a narrower span
-        if args:
-            return (self._received, *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": self._received}
+        return with_hidden_states(self._received, args, kwargs)
 
     def _take_output(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._received is not None:
             self._produced = output[0] if isinstance(output, tuple) else output
+
+
+def with_hidden_states(
+    hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A layer's arguments with other hidden states, which families pass first or by name."""
+    if args:
+        return (hidden, *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": hidden}
 
 
 def _table_length(model: Any) -> int | None:

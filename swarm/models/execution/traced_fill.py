@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from swarm.models.attention.multi_session_attention import AttentionExtras, PackedBatch, PackedMask
+from swarm.models.execution.hooked_module import with_hidden_states
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.traced_forward import TokenFill, TracedForward
 
@@ -69,7 +70,7 @@ def _in_front_of_every_layer(layers: nn.ModuleList, hidden: torch.Tensor) -> Ite
     """Meanwhile, each layer gets these hidden states instead of what the one before it returned."""
 
     def replace_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+        return with_hidden_states(hidden, args, kwargs)
 
     handles = [layer.register_forward_pre_hook(replace_input, with_kwargs=True) for layer in layers]
     try:

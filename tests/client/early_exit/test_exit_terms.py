@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm import EarlyExit
-from swarm.client.early_exit.exit_terms import SpanExits, exit_terms, span_thresholds, why_no_exits, why_none_between
+from swarm.client.early_exit.exit_terms import RouteExits, exit_terms, span_thresholds, why_no_exits, why_none_between
 from swarm.data_structures import Hop, Route, Span
 from swarm.models.exits.confidence import FLOOR_SHARE
 from swarm.protocol.messages import MAX_EXITS, ExitTerms
@@ -92,7 +92,7 @@ def test_where_no_confidence_can_be_high_enough_servers_need_not_look():
 )
 def test_an_option_without_effect_is_named_once(caplog, options, route, why):
     assert span_thresholds(options, route, BLOCKS) == {}
-    exits = SpanExits(options, BLOCKS)
+    exits = RouteExits(options, BLOCKS)
     with caplog.at_level(logging.WARNING):
         for position in range(3):
             assert exits.terms(route, position, 10) is None
@@ -112,7 +112,7 @@ def test_an_option_without_effect_is_named_once(caplog, options, route, why):
     ],
 )
 def test_a_route_on_which_nothing_can_leave_between_servers_is_named_once(caplog, options, route, why):
-    exits = SpanExits(options, BLOCKS)
+    exits = RouteExits(options, BLOCKS)
     with caplog.at_level(logging.WARNING):
         for position in range(3):
             assert exits.terms(route, position, 10) is None
@@ -127,14 +127,14 @@ def test_a_route_on_which_tokens_can_leave_between_servers_is_not_named():
 
 def test_nothing_is_asked_unless_the_caller_wants_it(caplog):
     with caplog.at_level(logging.DEBUG):
-        assert SpanExits(EarlyExit(threshold=0.0), BLOCKS).terms(ROUTE, 0, 10) is None
-        assert SpanExits(EarlyExit(threshold=0.0, verify=False), BLOCKS).terms(ROUTE, 0, 10) is None
-        assert SpanExits(project(1.0), BLOCKS).terms(ROUTE, 0, 10) is None
+        assert RouteExits(EarlyExit(threshold=0.0), BLOCKS).terms(ROUTE, 0, 10) is None
+        assert RouteExits(EarlyExit(threshold=0.0, verify=False), BLOCKS).terms(ROUTE, 0, 10) is None
+        assert RouteExits(project(1.0), BLOCKS).terms(ROUTE, 0, 10) is None
     assert not caplog.records
 
 
 def test_thresholds_fall_along_the_text():
-    exits = SpanExits(project(decay=2.0), BLOCKS)
+    exits = RouteExits(project(decay=2.0), BLOCKS)
     seen = [exits.terms(ROUTE, position, 10).thresholds[0][1] for position in range(10)]
     assert seen == sorted(seen, reverse=True)
     assert seen[0] == 0.5
