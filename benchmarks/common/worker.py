@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import IO, Any, cast
 
 EXIT_TIMEOUT_S = 10.0
@@ -40,3 +41,15 @@ class Worker:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+@contextmanager
+def start_workers(module: str, arguments: Sequence[str], count: int) -> Iterator[list[Worker]]:
+    """Start `python -m MODULE --worker ARGUMENTS NUMBER` so often, one after the other, and end them on exit."""
+    with ExitStack() as stack:
+        workers = []
+        for number in range(count):
+            worker = Worker(["-m", module, "--worker", *arguments, str(number)])
+            stack.callback(worker.close)
+            workers.append(worker)
+        yield workers

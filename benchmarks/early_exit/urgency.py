@@ -18,8 +18,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,13 @@ import torch
 from benchmarks.common import machine
 from benchmarks.common.shapes import SHAPES, make_model, split_blocks
 from benchmarks.common.tables import spread, table, times
-from benchmarks.common.worker import Worker
+from benchmarks.common.worker import start_workers
 from swarm import AutoDistributedModelForCausalLM, EarlyExit
 from swarm.cli.local_swarm import LocalSwarm
 from swarm.client.early_exit import look_meter
 from swarm.transport.p2p import quiet_hivemind
 
+WORKER = "benchmarks.early_exit.urgency"
 ALONE, YIELDING, URGENT, PLAIN = "no others", "exits, not urgent", "exits, all urgent", "plain"
 MODES = (ALONE, YIELDING, URGENT, PLAIN)
 
@@ -85,18 +86,6 @@ def run_client(path: str, address: str, number: int) -> None:
             print(json.dumps(len(spent) * PIECE_TOKENS / sum(spent)), flush=True)
 
 
-@contextmanager
-def start_clients(path: Path, address: str, count: int) -> Iterator[list[Worker]]:
-    """Start the clients' processes, and end them on exit."""
-    with ExitStack() as stack:
-        clients = []
-        for number in range(count):
-            client = Worker(["-m", "benchmarks.early_exit.urgency", "--worker", str(path), address, str(number)])
-            stack.callback(client.close)
-            clients.append(client)
-        yield clients
-
-
 def measure(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     """Tokens per second of the plain client and of each of the others, by mode, by repetition."""
     found: dict[str, dict[str, list[float]]] = {mode: {"client": [], "others": []} for mode in MODES}
@@ -106,7 +95,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
         options = ("--threads", "1", "--throughput", "1000")
         with (
             LocalSwarm(str(path), blocks, options=options) as swarm,
-            start_clients(path, swarm.address, 1 + arguments.others) as (client, *others),
+            start_workers(WORKER, [str(path), swarm.address], 1 + arguments.others) as (client, *others),
         ):
             for repeat in range(arguments.repeats):
                 for mode in MODES:

@@ -15,8 +15,8 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.common import machine
 from benchmarks.common.shapes import SHAPES, make_model, split_blocks
 from benchmarks.common.tables import spread
-from benchmarks.common.worker import Worker
+from benchmarks.common.worker import Worker, start_workers
 from swarm import AutoDistributedModelForCausalLM
 from swarm.cli.local_swarm import LocalSwarm
 from swarm.transport.p2p import quiet_hivemind
@@ -72,18 +72,6 @@ class ClientSpeeds:
     batch: list[float] = field(default_factory=list)
 
 
-@contextmanager
-def start_clients(path: Path, address: str, count: int) -> Iterator[list[Worker]]:
-    """Start the clients' processes, and end them on exit."""
-    with ExitStack() as stack:
-        clients = []
-        for number in range(count):
-            client = Worker(["-m", "benchmarks.serving.clients", "--worker", str(path), address, str(number)])
-            stack.callback(client.close)
-            clients.append(client)
-        yield clients
-
-
 def run(clients: Sequence[Worker], tokens: int) -> tuple[float, list[float], list[list[int]]]:
     """Let clients generate at the same time: seconds for all, seconds of each, their tokens."""
     began = time.perf_counter()
@@ -110,7 +98,7 @@ def measure(shape: str, count: int, servers: int, tokens: int, repeats: int, opt
         expected = local.generate(prompts(1), max_new_tokens=tokens, do_sample=False)[0, PROMPT_TOKENS:].tolist()
         with (
             LocalSwarm(str(path), blocks, options=("--threads", "1", "--throughput", "1000", *options)) as swarm,
-            start_clients(path, swarm.address, count) as clients,
+            start_workers("benchmarks.serving.clients", [str(path), swarm.address], count) as clients,
         ):
             for _ in range(repeats):
                 alone, _, (text,) = run(clients[:1], tokens)
