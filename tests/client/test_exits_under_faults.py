@@ -9,16 +9,13 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import pytest
 import torch
 
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.exits.span_exits import SpanExits
 from swarm.protocol import messages
-from tests import virtual_time
 from tests.client.chains import Swarm
-from tests.client.test_chain_faults import SERVERS, Mischief
-from tests.slow import slow_except
+from tests.client.test_chain_faults import EACH_SEED, SERVERS, Mischief, run_logged
 
 EXIT = 1
 TERMS = messages.ExitTerms("similarity", ((EXIT, 0.0),), "row")
@@ -50,17 +47,10 @@ def play(model: SpanModel, seed: int) -> list[str]:
         await talk.chain.close()
         log.append(str(swarm.planner.failures))
 
-    try:
-        virtual_time.run(scenario, limit=1e5)
-    except BaseException as error:
-        error.add_note(f"seed {seed}: " + "; ".join(log))
-        raise
-    return log
+    return run_logged(scenario, seed, log)
 
 
-@pytest.mark.parametrize(
-    "seeds", slow_except([range(first, first + 25) for first in range(0, 200, 25)], range(0, 25)), ids=str
-)
+@EACH_SEED
 def test_tokens_that_left_stay_what_they_were(span_model, seeds):
     for seed in seeds:
         play(span_model, seed)

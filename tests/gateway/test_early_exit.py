@@ -80,6 +80,15 @@ SETTINGS = [
 ]
 
 
+def streamed(gateway: GatewayProcess, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The chunks and details of a streamed completion."""
+    headers = {"X-Swarm-Details": "1"}
+    with httpx.stream("POST", f"{gateway.api}/completions", json=asked, headers=headers, timeout=300) as stream:
+        for line in stream.iter_lines():
+            if line.startswith("data: {"):
+                yield json.loads(line.removeprefix("data: "))
+
+
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("exit_options", [ALWAYS, {"threshold": 0.3}, {"confidence": "similarity", "threshold": 0.5}])
 def test_verified_answers_are_those_without_exits(client, settings, exit_options):
@@ -106,18 +115,13 @@ def test_provisional_text_is_in_events_of_its_own(gateway):
         """Where this process is slow, answers come before it can look."""
         shown.clear()
         text, provisional = "", ""
-        headers = {"X-Swarm-Details": "1"}
-        with httpx.stream("POST", f"{gateway.api}/completions", json=asked, headers=headers, timeout=300) as stream:
-            for line in stream.iter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                event = json.loads(line.removeprefix("data: "))
-                if "choices" in event:
-                    text, provisional = text + event["choices"][0]["text"], ""
-                elif event["kind"] == "provisional":
-                    assert event["index"] == 0
-                    provisional = event["text"]
-                    shown.append(provisional)
+        for event in streamed(gateway, asked):
+            if "choices" in event:
+                text, provisional = text + event["choices"][0]["text"], ""
+            elif event["kind"] == "provisional":
+                assert event["index"] == 0
+                provisional = event["text"]
+                shown.append(provisional)
         assert text == plain["choices"][0]["text"]
         assert not provisional
         return bool(shown)
@@ -211,20 +215,15 @@ def test_the_operators_default_and_a_server_that_dies(exits):
         events: list[dict[str, Any]] = []
         text, killed = "", False
         asked = {**body, "stream": True}
-        headers = {"X-Swarm-Details": "1"}
-        with httpx.stream("POST", f"{gateway.api}/completions", json=asked, headers=headers, timeout=300) as stream:
-            for line in stream.iter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                event = json.loads(line.removeprefix("data: "))
-                if "kind" in event:
-                    events.append(event)
-                    continue
-                text += event["choices"][0]["text"]
-                if len(text) > 40 and not killed:
-                    killed = True
-                    used = next(one for one in events if one["kind"] == "route")["hops"][1]["peer"]
-                    next(s for s in swarm.servers if s.peer_id.endswith(used.removeprefix("…"))).kill()
+        for event in streamed(gateway, asked):
+            if "kind" in event:
+                events.append(event)
+                continue
+            text += event["choices"][0]["text"]
+            if len(text) > 40 and not killed:
+                killed = True
+                used = next(one for one in events if one["kind"] == "route")["hops"][1]["peer"]
+                next(s for s in swarm.servers if s.peer_id.endswith(used.removeprefix("…"))).kill()
         assert text == plain["choices"][0]["text"]
         assert [one["kind"] for one in events].count("lost") == 1
         assert taken(events[-1]) > 0

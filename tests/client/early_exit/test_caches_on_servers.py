@@ -6,7 +6,7 @@ computes the same products of the same shapes, whatever was given up between the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM, LogitsProcessorList, StoppingCriteriaList
 
 from swarm import EarlyExit
-from swarm.client.early_exit import look_meter
 from swarm.client.routes.events import ExitTaken, ExitVerified
+from tests.client.early_exit.conftest import SPANS
 from tests.client.prompts import greedy, padded_batch, prompt
 from tests.disturbances import Before, holder
 from tests.server_caches import CachedSession, largest_difference
@@ -25,7 +25,8 @@ from tests.slow import slow_except
 from tests.swarms import TestSwarm, run_client, run_swarm
 from tests.waiting import wait_until
 
-SPANS = ("0:2", "2:3", "3:6")
+pytestmark = pytest.mark.usefixtures("always_look")
+
 NEW = 40
 MAX_LENGTH = 96
 
@@ -33,24 +34,6 @@ REPLAY_TOLERANCE = 1e-4
 """A server that takes over computes the history at once, in products of other shapes than token by token. Sums of 32
 and 48 float32 products in another order differ by some 1e-6 of their largest value, through six blocks by a little
 more; a cache of anything else differs by some tenths."""
-
-
-@pytest.fixture(scope="module")
-def swarm(folder: Path) -> Iterator[TestSwarm]:
-    with run_swarm(folder, SPANS, dtype="float32") as swarm:
-        yield swarm
-
-
-@pytest.fixture(scope="module")
-def model(swarm: TestSwarm) -> Iterator[Any]:
-    with run_client(swarm, dtype="float32") as model:
-        yield model
-
-
-@pytest.fixture(autouse=True)
-def _always_look(monkeypatch):
-    """Also at servers that are so near that it is not worth it."""
-    monkeypatch.setattr(look_meter, "MIN_GAIN", 0.0)
 
 
 class Forced:

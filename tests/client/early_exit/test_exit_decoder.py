@@ -17,6 +17,9 @@ from swarm.client.early_exit.options import EarlyExit
 from swarm.client.early_exit.token_output import TokenOutput
 from swarm.client.routes.events import ExitTaken
 from swarm.models.exits.trained_exits import BaseModel, TrainedExits
+from tests.client.early_exit.paper_servers import PaperServers
+
+pytestmark = pytest.mark.usefixtures("always_look")
 
 SERVERS = 4
 """Each has one block."""
@@ -31,23 +34,17 @@ def right(position: int) -> int:
 
 
 @dataclass
-class World:
-    """Servers a delay of 1 apart, and a client that takes no time.
+class World(PaperServers):
+    """Servers of which it is written down what is said in front of them.
 
     Attributes:
         early: by position, what is said in front of each block but the first.
-        now: the time.
         given_up: positions of steps that were given up.
     """
 
     early: dict[int, tuple[int, ...]]
-    now: int = 0
-    sent: dict[int, int] = field(default_factory=dict)
-    positions: dict[int, int] = field(default_factory=dict)
     given_up: list[int] = field(default_factory=list)
-    settled: list[int] = field(default_factory=list)
     exit_blocks: list[int | None] = field(default_factory=list)
-    events: list[Any] = field(default_factory=list)
 
     boundaries = tuple(range(1, SERVERS))
     route = None
@@ -71,22 +68,8 @@ class World:
     def left(self, step: Any, block: int) -> tuple[int, ...]:
         return (0,)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden[:, -1]
-
-    def wait(self, ready: Any) -> None:
-        while not ready():
-            self.now += 1
-            assert self.now < 1000
-
-    def settle(self, step: Any) -> None:
-        self.settled.append(step.number)
-
     def give_up(self, step: Any) -> None:
         self.given_up += [self.positions[number] for number in self.sent if number >= step.number]
-
-    def report(self, event: Any) -> None:
-        self.events.append(event)
 
 
 def generate(early: dict[int, tuple[int, ...]], options: EarlyExit, streamer: Any = None) -> tuple[list[int], World]:
@@ -103,11 +86,6 @@ def generate(early: dict[int, tuple[int, ...]], options: EarlyExit, streamer: An
     decoder = ExitDecoder(options, exits, world, world, sampling, TokenOutput(streamer))
     first = torch.nn.functional.one_hot(torch.tensor([right(1)]), VOCABULARY) * 9.0
     return decoder.generate(torch.tensor([[5]]), first)[0].tolist(), world
-
-
-@pytest.fixture(autouse=True)
-def _always_look(monkeypatch):
-    monkeypatch.setattr(look_meter, "MIN_GAIN", 0.0)
 
 
 EXPECTED = [5, *(right(position) for position in range(1, 1 + NEW))]

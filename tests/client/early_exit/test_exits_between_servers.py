@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,20 +11,13 @@ from transformers import StoppingCriteriaList, SynthIDTextWatermarkingConfig
 from transformers.generation.streamers import BaseStreamer
 
 from swarm import EarlyExit
-from swarm.client.early_exit import look_meter
 from swarm.client.routes.events import ExitTaken, ExitVerified
 from swarm.errors import UsageError
 from tests.client.prompts import NEW, PAD, greedy, padded_batch, prompt
-from tests.swarms import TestSwarm, run_client, run_swarm
+from tests.swarms import TestSwarm, run_client
 from tests.waiting import wait_until
 
-SPANS = ("0:2", "2:3", "3:6")
-
-
-@pytest.fixture(scope="module")
-def swarm(folder: Path) -> Iterator[TestSwarm]:
-    with run_swarm(folder, SPANS, dtype="float32") as swarm:
-        yield swarm
+pytestmark = pytest.mark.usefixtures("always_look")
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +40,6 @@ class Listener:
             isinstance(event, kind) and all(getattr(event, name) == value for name, value in values.items())
             for event in self.events
         )
-
-
-@pytest.fixture(autouse=True)
-def _always_look(monkeypatch):
-    """Also at servers that are so near that it is not worth it."""
-    monkeypatch.setattr(look_meter, "MIN_GAIN", 0.0)
 
 
 @pytest.mark.parametrize("threshold", [0.01, 0.03, 1.0])

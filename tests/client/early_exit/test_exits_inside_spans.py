@@ -19,6 +19,7 @@ from swarm.client.routes.events import ExitTaken
 from swarm.data_structures import Hop, Route, Span
 from swarm.models.exits.trained_exits import BaseModel, TrainedExits
 from swarm.protocol.messages import ExitTerms
+from tests.client.early_exit.paper_servers import PaperServers
 from tests.infos import server_info
 
 SPANS = (Span(0, 3), Span(3, 6), Span(6, 9))
@@ -30,8 +31,8 @@ PAD = 0
 
 
 @dataclass
-class World:
-    """Servers a delay of 1 apart. What they find sure, and what is said where, is written down by token.
+class World(PaperServers):
+    """Servers of which it is written down what they find sure, and what is said where, by token.
 
     Attributes:
         sure: by position and row, the blocks in front of which servers find the token sure.
@@ -39,12 +40,7 @@ class World:
 
     sure: dict[tuple[int, int], frozenset[int]]
     exits: tuple[int, ...] = EXITS
-    now: int = 0
-    sent: dict[int, int] = field(default_factory=dict)
-    positions: dict[int, int] = field(default_factory=dict)
     asked: list[ExitTerms | None] = field(default_factory=list)
-    settled: list[int] = field(default_factory=list)
-    events: list[Any] = field(default_factory=list)
 
     boundaries = (3, 6)
 
@@ -80,22 +76,8 @@ class World:
         said = [said_at(position, row, left or block) for row, left in enumerate(self.left(step, block))]
         return torch.nn.functional.one_hot(torch.tensor(said).unsqueeze(1), VOCABULARY) * 9.0
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden[:, -1]
-
-    def wait(self, ready: Any) -> None:
-        while not ready():
-            self.now += 1
-            assert self.now < 1000
-
-    def settle(self, step: Any) -> None:
-        self.settled.append(step.number)
-
     def give_up(self, step: Any) -> None:
         raise AssertionError("nothing is verified")
-
-    def report(self, event: Any) -> None:
-        self.events.append(event)
 
 
 def said_at(position: int, row: int, block: int) -> int:

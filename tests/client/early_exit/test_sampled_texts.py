@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from swarm import EarlyExit
-from swarm.client.early_exit import look_meter
 from swarm.client.routes.events import ExitVerified
 from tests.client.prompts import PAD, prompt
-from tests.swarms import TestSwarm, run_client, run_swarm
 
-SPANS = ("0:2", "2:3", "3:6")
+pytestmark = pytest.mark.usefixtures("always_look")
+
 TOKENS = (5, 6, 7)
 """The only tokens of the texts. The full model and the first blocks find each of them likely enough, so that many early
 tokens stand and many do not."""
@@ -30,24 +27,6 @@ SAMPLING = {
     "pad_token_id": PAD,
     "prefix_allowed_tokens_fn": lambda row, tokens: list(TOKENS),
 }
-
-
-@pytest.fixture(scope="module")
-def swarm(folder: Path) -> Iterator[TestSwarm]:
-    with run_swarm(folder, SPANS, dtype="float32") as swarm:
-        yield swarm
-
-
-@pytest.fixture(scope="module")
-def model(swarm: TestSwarm) -> Iterator[Any]:
-    with run_client(swarm, dtype="float32") as model:
-        yield model
-
-
-@pytest.fixture(autouse=True)
-def _always_look(monkeypatch):
-    """Also at servers that are so near that it is not worth it."""
-    monkeypatch.setattr(look_meter, "MIN_GAIN", 0.0)
 
 
 @pytest.fixture(scope="module")

@@ -128,17 +128,23 @@ def decode_steps(model: SpanModel, data: st.DataObject, sessions: int, steps: in
             pair.finish(work)
 
 
+def check_decode_steps(model: SpanModel, examples: int) -> None:
+    """Try random sessions of random lengths."""
+
+    @given(st.data(), st.integers(1, 3), st.integers(2, 6))
+    @settings(slow, max_examples=examples)
+    def check(data, sessions, steps):
+        decode_steps(model, data, sessions, steps)
+
+    check()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_tokens_of_any_sessions_leave(family, tmp_path_factory):
     model = with_exits(load(family, tmp_path_factory))
     assert model.can_fill
 
-    @given(st.data(), st.integers(1, 3), st.integers(2, 6))
-    @settings(slow, max_examples=25)
-    def check(data, sessions, steps):
-        decode_steps(model, data, sessions, steps)
-
-    check()
+    check_decode_steps(model, examples=25)
 
 
 @pytest.mark.parametrize("layout", ["paged", "contiguous"])
@@ -146,12 +152,7 @@ def test_every_packed_layout(layout, tmp_path_factory):
     model = with_exits(load_as(layout, "llama", tmp_path_factory))
     assert model.strategy.layout == layout
 
-    @given(st.data(), st.integers(1, 3), st.integers(2, 6))
-    @settings(slow, max_examples=25)
-    def check(data, sessions, steps):
-        decode_steps(model, data, sessions, steps)
-
-    check()
+    check_decode_steps(model, examples=25)
 
 
 def test_padded_sequences_are_computed_in_full(tmp_path_factory):
@@ -259,12 +260,7 @@ def test_pieces_whose_decode_steps_are_recorded(tmp_path_factory):
     model = with_exits(model.with_strategy(replace(model.strategy, graph_recorder=lambda function: function)))
     assert all(piece.graphs is not None for piece in model.pieces())
 
-    @given(st.data(), st.integers(1, 3), st.integers(2, 6))
-    @settings(slow, max_examples=10)
-    def check(data, sessions, steps):
-        decode_steps(model, data, sessions, steps)
-
-    check()
+    check_decode_steps(model, examples=10)
 
 
 @pytest.mark.parametrize("layout", ["paged", "contiguous"])
@@ -275,9 +271,4 @@ def test_pieces_that_were_chosen_for_speed(layout, tmp_path_factory):
     assert [one.span for one in pieces] == [Span(1, 2), Span(2, 3), Span(3, 4)]
     assert model.narrowed(Span(2, 4)).pieces() == pieces[1:]
 
-    @given(st.data(), st.integers(1, 3), st.integers(2, 6))
-    @settings(slow, max_examples=10)
-    def check(data, sessions, steps):
-        decode_steps(model, data, sessions, steps)
-
-    check()
+    check_decode_steps(model, examples=10)

@@ -86,16 +86,22 @@ def test_a_step_is_not_urgent_at_or_behind_the_block_where_its_token_may_leave(m
     assert seen == [True, urgent, True]
 
 
-def test_a_step_that_is_given_up_while_it_waits_is_dropped(model, monkeypatch):
-    """The server before has pushed it; the client, whose stream is free meanwhile, does not want it any more."""
-    computed: list[int] = []
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens of each iteration of the engine."""
+    found: list[int] = []
     advance = engine_module.advance_steps
 
-    def counted(parts):
-        computed.append(sum(tokens for _, tokens in parts))
+    def counted(parts: list[tuple[object, int]]) -> None:
+        found.append(sum(tokens for _, tokens in parts))
         advance(parts)
 
     monkeypatch.setattr(engine_module, "advance_steps", counted)
+    return found
+
+
+def test_a_step_that_is_given_up_while_it_waits_is_dropped(model, computed):
+    """The server before has pushed it; the client, whose stream is free meanwhile, does not want it any more."""
 
     async def act(server):
         client = await (await server.client()).begin()
@@ -121,16 +127,7 @@ def test_a_step_that_is_given_up_while_it_waits_is_dropped(model, monkeypatch):
     alone(model, act)
 
 
-def test_a_step_that_is_given_up_while_it_waits_for_cache_is_dropped(model, monkeypatch):
-    computed: list[int] = []
-    advance = engine_module.advance_steps
-
-    def counted(parts):
-        computed.append(sum(tokens for _, tokens in parts))
-        advance(parts)
-
-    monkeypatch.setattr(engine_module, "advance_steps", counted)
-
+def test_a_step_that_is_given_up_while_it_waits_for_cache_is_dropped(model, computed):
     async def act(server):
         hog = await (await server.client("hog")).begin()
         client = await (await server.client()).begin(changed(OPEN, wait_timeout_s=PATIENCE))
