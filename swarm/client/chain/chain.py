@@ -16,29 +16,25 @@ who look at outputs on their way.
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from swarm.client.chain.failover import CacheContents, Failover
 from swarm.client.chain.hop_progress import NO_STEP
 from swarm.client.chain.hop_session import HopSession
+from swarm.client.chain.linked_hops import LinkedHops
 from swarm.client.chain.next_action import Deliver, Finished, Repair, WaitUntil, next_action
 from swarm.client.chain.prompt_chunks import max_chunks_in_flight
 from swarm.client.chain.session_constants import SessionContext
 from swarm.client.chain.steps_under_way import StepsUnderWay
 from swarm.client.routes.events import SessionEvent
-from swarm.client.routes.route_source import is_worth_another_server
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.client.wire.reply_checks import describe_hop
 from swarm.data_structures import HopTiming, Route, StepLayout
 from swarm.errors import PeerTimeout, SessionClosed
 from swarm.protocol.messages import ExitTerms
-
-logger = logging.getLogger(__name__)
 
 MAX_STEPS_UNDER_WAY = 32
 """Steps of a few tokens that a server may have been handed and not answered."""
@@ -53,14 +49,11 @@ class Chain:
 
     def __init__(self, context: SessionContext) -> None:
         self._context = context
-        self._failover = Failover(context, self._on_reply, self._on_change)
-        self._hops: list[HopSession] = []
         self._under_way = StepsUnderWay()
+        self._hops = LinkedHops(context, self._under_way, self._on_reply, self._on_change)
         self._foldable = NO_STEP
         """Histories are folded up to this step at most: a later one may still be given up, and then is taken out."""
         self._window = 1
-        self._unlinked = False
-        """Some server does not push until the steps that are under way have come to their end."""
         self._outputs: dict[int, PackedHidden] = {}
         self._changed = asyncio.Event()
         self._closed = False
@@ -78,7 +71,7 @@ class Chain:
     @property
     def route(self) -> Route:
         """The servers in use now."""
-        return Route(tuple(hop.hop for hop in self._hops))
+        return self._hops.route
 
     @property
     def timings(self) -> tuple[HopTiming, ...]:
@@ -87,12 +80,11 @@ class Chain:
         A server answers this client after it has pushed to the next server; a timing that has not come yet is that of
         the step before.
         """
-        timings = (hop.progress.clock.timing for hop in self._hops)
-        return tuple(timing for timing in timings if timing is not None)
+        return self._hops.timings
 
     async def open(self) -> None:
         """Find a route and reserve cache space on its servers. Raises `MissingBlocks` or a `RemoteError`."""
-        self._hops = await self._failover.open(self._context.span)
+        await self._hops.open()
 
     def appends(self, layout: StepLayout) -> bool:
         """Whether a step does nothing but continue what all sequences have."""
@@ -119,7 +111,7 @@ class Chain:
         if len(parts) > 1:
             self._window = 1
             await self._advance(everywhere=True)
-        await self._link_again()
+        await self._hops.link_again()
         window = max_chunks_in_flight(parts[0][0].tokens) if len(parts) > 1 else 1
         numbers = self._take_in(parts, window)
         try:
@@ -145,10 +137,9 @@ class Chain:
         """
         parts = [(hidden, layout)]
         self._require_sound(parts, together=True)
-        catching_up = any(hop.progress.replied < hop.progress.catch_up_to for hop in self._hops)
-        if self._unlinked or (catching_up and not self.appends(layout)):
+        if self._hops.are_unlinked or (self._hops.are_catching_up and not self.appends(layout)):
             await self._advance(everywhere=True)
-            await self._link_again()
+            await self._hops.link_again()
         (number,) = self._take_in(parts, MAX_STEPS_UNDER_WAY, exits, exit_block)
         try:
             await self._advance(lambda: self._hops[0].progress.is_handed(number), patient=False)
@@ -177,7 +168,7 @@ class Chain:
     @property
     def boundaries(self) -> tuple[int, ...]:
         """The blocks in front of which a step can be looked at, in order: where a server begins, but for block 0."""
-        return tuple(hop.hop.span.start for hop in self._hops if hop.hop.span.start)
+        return self._hops.boundaries
 
     def settle(self, number: int) -> None:
         """The steps up to `number` are answered, and stand: they will not be given up any more."""
@@ -190,7 +181,7 @@ class Chain:
         end = self.next_number
         self.give_up_after(after)
         if end > after + 1:
-            await asyncio.gather(*(hop.announce_given_up(after + 1, end) for hop in self._hops[1:]))
+            await asyncio.gather(*(hop.announce_given_up(after + 1, end) for hop in list(self._hops)[1:]))
 
     def report(self, event: SessionEvent) -> None:
         """Tell the listeners of the session."""
@@ -200,12 +191,12 @@ class Chain:
         """Replace the servers that were lost now, instead of at the next step. Raises `MissingBlocks`."""
         for hop in list(self._hops):
             if hop.progress.error is not None or hop.progress.leaving is not None:
-                await self._repair(self._hops.index(hop))
+                await self._repair(list(self._hops).index(hop))
 
     async def close(self) -> None:
         """Free the session on all servers."""
         self._closed = True
-        await asyncio.gather(*(hop.close() for hop in self._hops))
+        await self._hops.close()
 
     def _require_sound(self, parts: Sequence[tuple[PackedHidden, StepLayout]], *, together: bool) -> None:
         if self._closed:
@@ -214,11 +205,6 @@ class Chain:
             hidden.require_finite()
         if together and parts[0][1].sources is not None:
             raise ValueError("a step that copies rows cannot be under way together with others")
-
-    async def _link_again(self) -> None:
-        if self._unlinked:
-            self._unlinked = False
-            await self._failover.link(self._hops, range(len(self._hops)))
 
     def _take_in(
         self,
@@ -261,7 +247,7 @@ class Chain:
                 case Deliver(index, number):
                     hop = self._hops[index]
                     if index and (number <= hop.progress.pushed or hop.progress.push_refused):
-                        await self._stop_pushes_to(index)
+                        await self._hops.stop_pushes_to(index, self._window > 1)
                     await hop.deliver(hop.history.get(number))
                 case Repair(index, overdue):
                     hop = self._hops[index]
@@ -276,50 +262,17 @@ class Chain:
                             await self._changed.wait()
 
     async def _repair(self, index: int) -> None:
-        """Repair a hop, or put other servers in its place. Raises its error if no other server would do better."""
-        progress = self._hops[index].progress
-        progress.on_departure_due()
-        if progress.error is not None and not is_worth_another_server(progress.error):
-            raise progress.take_error()
-        done = min(progress.replied, progress.received, self._foldable)
-        contents = CacheContents(self._hops[index].history, done, *self._under_way.upcoming(done))
-        repaired = await self._failover.repair(self._hops, index, contents)
-        self._hops[index : index + 1] = repaired
-        for hop in repaired:
-            hop.progress.on_joined(self.next_number - 1, hop.history.last)
-            for number, step in self._under_way.steps.items():
-                if hop.progress.replied < number:
-                    hop.expect(number, step.outputs)
-        # Only now, because from now on steps may be pushed to them.
-        neighbors = range(max(0, index - 1), min(len(self._hops), index + len(repaired) + 1))
-        if index and self._window > 1:
-            # It has to catch up first: it would refuse what the server before pushes meanwhile.
-            self._unlinked = True
-            await self._failover.link(self._hops, neighbors, silent=index - 1)
-        else:
-            await self._failover.link(self._hops, neighbors)
-
-    async def _stop_pushes_to(self, index: int) -> None:
-        """What was pushed to a hop did not arrive there, or was refused, so this client has to deliver it itself.
-
-        Which of the two servers is at fault cannot be known, so neither is blamed; but it happens once, not each step.
-        If several steps are under way it may just have missed one. Then they may try again afterwards.
-        """
-        self._unlinked = self._unlinked or self._window > 1
-        self._hops[index].progress.on_pushes_stopped()
-        pusher = self._hops[index - 1]
-        logger.debug("%s no longer pushes: a push failed", describe_hop(pusher.hop))
-        await pusher.link(self._hops[index - 2] if index > 1 else None, None)
+        await self._hops.repair(index, self._foldable, self._window > 1)
 
     def _on_reply(self, hop: HopSession, number: int, outputs: PackedHidden) -> None:
         """A hop has answered: its outputs are what goes into the next one."""
         step = self._under_way.steps.get(number)
         if step is None or hop not in self._hops:
             return
-        if hop is self._hops[-1]:
+        following = self._hops.behind(hop)
+        if following is None:
             self._outputs[number] = outputs
             return
-        following = self._hops[self._hops.index(hop) + 1]
         following.add_input(replace(step, hidden=outputs))
         if hop.progress.last_was_pushed:
             # A server that has missed the step before refuses what is pushed to it: do not wait for that.
