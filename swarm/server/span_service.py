@@ -135,9 +135,7 @@ class SpanService:
             observer.flash_predicted(measured.decode / span.length)
         else:
             measured = await _measure_throughput(config, model, compute_thread)
-        paging = model.strategy.paging
-        page = paging.pool.page_size if paging is not None else 1
-        sessions = SessionTable(config.cache_tokens, time.monotonic, page=page, observer=observer)
+        sessions = _make_session_table(config, model, observer)
         logger.info("Attention cache: room for %d tokens", sessions.capacity)
         engine = _make_engine(model, measured, compute_thread, observer, calibration)
         logger.info("Scheduler: up to %d tokens an iteration", engine.budget)
@@ -206,6 +204,14 @@ class SpanService:
             await asyncio.sleep(POLL_PERIOD_S)
             self.expire()
         return not len(self.sessions)
+
+
+def _make_session_table(config: ResolvedConfig, model: SpanModel, observer: ServerObserver) -> SessionTable:
+    """A table that counts cache as the model's sequences take it."""
+    paging, now = model.strategy.paging, time.monotonic
+    if paging is not None:  # a page has room in all blocks, whichever of them a session uses
+        return SessionTable(config.cache_tokens, now, page=paging.pool.page_size, observer=observer)
+    return SessionTable(config.cache_tokens, now, blocks=model.span.length, observer=observer)
 
 
 def _make_engine(

@@ -77,7 +77,7 @@ class Server:
         self.now = 0.0
         self.hub = MemoryHub()
         self.runtime = runtime or ComputeThread()
-        self.sessions = SessionTable(capacity, lambda: self.now, peer_share=peer_share)
+        self.sessions = SessionTable(capacity, lambda: self.now, peer_share, blocks=model.span.length)
         self.network = MemoryNetwork(self.hub, "server")
         engine, bounds = (
             Engine(self.runtime, budget),

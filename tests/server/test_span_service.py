@@ -7,13 +7,14 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from swarm.data_structures import FlashUse, Span
+from swarm.data_structures import FlashUse, Span, WireFormat
 from swarm.errors import AdapterError
 from swarm.metrics.server import ServerObserver
 from swarm.models.adapters import adapter_files
@@ -35,6 +36,7 @@ from swarm.server.flash_budget import FlashBudget
 from swarm.server.lifecycle import Server
 from swarm.server.memory_budget import MemoryBudget
 from swarm.server.resolved_config import ResolvedConfig
+from swarm.server.sessions.session import SessionTerms
 from swarm.server.span_service import SpanService
 from swarm.server.throughput.throughput_option import ThroughputOption
 from swarm.transport.memory import MemoryHub, MemoryNetwork
@@ -85,6 +87,20 @@ def test_a_server_without_exits_offers_none(checkpoint):
         service = asyncio.run(load(checkpoint, **options))
         assert (service.exits.blocks, service.exits.confidences) == ((), ())
         assert service.model.exits is None
+
+
+def test_a_session_on_some_blocks_reserves_their_share_of_the_cache(checkpoint):
+    sessions = asyncio.run(load(checkpoint)).sessions
+    for part, tokens in ((SPAN, 30), (Span(1, 2), 10), (Span(2, 4), 20)):
+        assert sessions.tokens_reserved(SessionTerms(b"", "peer", part, 30, WireFormat.NONE)) == tokens
+
+
+def test_pages_have_room_in_all_blocks_whichever_a_session_uses(checkpoint):
+    pool = SimpleNamespace(page_size=16)
+    model: Any = SimpleNamespace(strategy=SimpleNamespace(paging=SimpleNamespace(pool=pool)), span=SPAN)
+    sessions = span_service_module._make_session_table(resolved(checkpoint), model, ServerObserver())
+    for part in (SPAN, Span(1, 2)):
+        assert sessions.tokens_reserved(SessionTerms(b"", "peer", part, 30, WireFormat.NONE)) == 32
 
 
 def test_exits_are_offered_where_the_span_has_them(checkpoint):

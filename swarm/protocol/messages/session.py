@@ -24,8 +24,9 @@ from swarm.protocol.messages.fields import (
 class OpenSession(Message, frozen=True):
     """Open a session: keep attention caches for blocks [start, end), up to `max_length` tokens in each sequence.
 
-    Cache space for `sequences` sequences is reserved now; a step that brings more sequences reserves more. If there is
-    not enough space, the server waits up to `wait_timeout_s` seconds for other sessions to end, then refuses.
+    Cache space for `sequences` sequences is reserved now (for these blocks only, if the server can divide it); a step
+    that brings more sequences reserves more. If there is not enough space, the server waits up to `wait_timeout_s`
+    seconds for other sessions to end, then refuses.
 
     `early_exits` says that the client accepts approximate results: tokens may leave inside spans (see `ExitTerms`).
     Without it a server refuses steps that let them.

@@ -253,11 +253,6 @@ class MessageHandler:
         if state.session is not None:
             raise ProtocolViolation("a stream carries one session; open another stream")
         span = self._validator.validate_span(message.revision, message.start, message.end)
-        if message.max_length > self._sessions.capacity:
-            raise TooLong(
-                f"a session of {message.max_length} tokens is longer than the {self._sessions.capacity} tokens of "
-                "this server's whole cache"
-            )
         adapter = self._stateless.find_adapter(stream.peer_id, span, message.adapters)
         terms = SessionTerms(
             session_id=message.session_id,
@@ -269,6 +264,11 @@ class MessageHandler:
             wait_timeout_s=message.wait_timeout_s,
             early_exits=message.early_exits,
         )
+        if self._sessions.tokens_reserved(terms) > self._sessions.capacity:
+            raise TooLong(
+                f"a session of {message.max_length} tokens in blocks {span} is longer than this server's whole cache, "
+                f"which holds {self._sessions.capacity} tokens in all blocks; ask for a smaller max_length"
+            )
         session = Session(terms, SessionCache(self._model.narrowed(span), adapter))
         if message.reply_format is WireFormat.BLOCKWISE8:
             await self._engine.compute_thread.run(load_quantizer, self._model.device)

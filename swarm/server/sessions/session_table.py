@@ -1,7 +1,8 @@
 """The sessions that a server keeps.
 
 A session reserves `sequences x max_length` tokens of cache when it is opened, and more when it first brings more
-sequences. It frees them when it is closed, when its connection has been gone for `RECONNECT_TIMEOUT_S` seconds (so that
+sequences. A token is one position in all blocks of the server, so a session on a part of them reserves its share. It
+frees them when it is closed, when its connection has been gone for `RECONNECT_TIMEOUT_S` seconds (so that
 a client may reconnect and ask for a lost reply again), or when nothing has arrived for it for `IDLE_TIMEOUT_S` seconds.
 A session belongs to the peer that opened it.
 """
@@ -16,7 +17,7 @@ from swarm.errors import CacheFull, UnknownSession, WrongSpan
 from swarm.metrics.server import ServerObserver
 from swarm.server.sessions.cache_allocator import MAX_PEER_CACHE_SHARE, CacheAllocator
 from swarm.server.sessions.reply_stream import ReplyStream
-from swarm.server.sessions.session import Session
+from swarm.server.sessions.session import Session, SessionTerms
 
 RECONNECT_TIMEOUT_S = 30.0
 IDLE_TIMEOUT_S = 1800.0
@@ -25,6 +26,8 @@ EXPIRY_PERIOD_S = 1.0
 """Time between checks for expired sessions while another session waits for cache."""
 
 MAX_PEER_SESSIONS = 256
+"""Sessions that one peer may have. A part of the server's span counts as much as all of it: what a session takes beside
+its cache (a stream, buffers, the last reply) does not depend on its blocks."""
 
 
 class SessionTable:
@@ -36,6 +39,8 @@ class SessionTable:
         peer_share: share of the cache that the sessions of one peer may reserve.
         peer_sessions: number of sessions that one peer may have.
         page: tokens of the smallest piece in which cache is given out.
+        blocks: number of blocks among which a token's cache is divided; None if a session on some of the server's
+            blocks takes as much cache as one on all of them.
         observer: is told of sessions that open and close.
     """
 
@@ -46,10 +51,12 @@ class SessionTable:
         peer_share: float = MAX_PEER_CACHE_SHARE,
         peer_sessions: int = MAX_PEER_SESSIONS,
         page: int = 1,
+        blocks: int | None = None,
         observer: ServerObserver | None = None,
     ) -> None:
         self.capacity = capacity // page * page
         self._page = page
+        self._blocks = blocks
         self._allocator = CacheAllocator(self.capacity, peer_share)
         self._peer_sessions = peer_sessions
         self._now = now
@@ -89,7 +96,10 @@ class SessionTable:
                 raise WrongSpan("the session is open with another early_exits; open another one")
             session = known
         elif sum(one.terms.peer_id == terms.peer_id for one in self._sessions.values()) >= self._peer_sessions:
-            raise CacheFull(f"a peer may have {self._peer_sessions} sessions; close some, or ask another server")
+            raise CacheFull(
+                f"a peer may have {self._peer_sessions} sessions, also if each uses some blocks only; close some, or "
+                "ask another server"
+            )
         self._sessions[session.key] = session
         session.attached += 1
         session.last_seen = self._now()
@@ -132,7 +142,7 @@ class SessionTable:
         terms = session.terms
         async with session.reserving:
             self.require_open(session)
-            more = (sequences - session.sequences) * self._tokens_reserved(terms.max_length)
+            more = self.tokens_reserved(terms, sequences) - self.tokens_reserved(terms, session.sequences)
             if more > 0:
                 self.expire()
                 try:
@@ -146,9 +156,10 @@ class SessionTable:
                 self._report()
         session.last_seen = self._now()
 
-    def _tokens_reserved(self, length: int) -> int:
-        """Tokens of cache that a sequence of this length takes: whole pages."""
-        return -(-length // self._page) * self._page
+    def tokens_reserved(self, terms: SessionTerms, sequences: int = 1) -> int:
+        """Tokens of cache that these sequences take: whole pages, and of those the share of the session's blocks."""
+        tokens = sequences * -(-terms.max_length // self._page) * self._page
+        return tokens if self._blocks is None else -(-tokens * terms.span.length // self._blocks)
 
     def refuse_waiting(self) -> None:
         """From now on no session waits for cache."""

@@ -152,6 +152,18 @@ def test_a_session_that_cannot_be_opened(model, code, changes):
     scenario(model, act)
 
 
+def test_a_session_on_some_of_the_blocks_may_be_longer(model):
+    async def act(server):
+        client = await server.client()
+        await client.refused("too_long", changed(OPEN, end=SPAN.start + 1, max_length=3 * 64 + 1))
+        await client.refused("cache_full", changed(OPEN, end=SPAN.start + 1, max_length=3 * 64))
+        reply, _ = await client.ask(changed(OPEN, end=SPAN.start + 1, max_length=2 * 64))
+        assert reply == messages.SessionOpened(0)
+        assert server.sessions.free == 64 - 8 - 43
+
+    scenario(model, act)
+
+
 @pytest.mark.parametrize(
     ("code", "changes", "payload"),
     [

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
 from collections.abc import Awaitable, Callable, Coroutine
+from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -66,6 +69,45 @@ def test_rows_take_whole_pages():
         reserve(sessions, one, 4)
     opened(sessions, session(2, max_length=32))
     assert sessions.free == 0
+
+
+def test_a_session_reserves_the_share_of_its_blocks_rounded_up():
+    sessions = SessionTable(CAPACITY, Clock(), peer_share=1.0, blocks=3)
+    one = opened(sessions, session(1, max_length=10, span=Span(1, 2)))
+    assert sessions.free == CAPACITY - 4
+    for rows, reserved in ((2, 7), (3, 10), (4, 14)):
+        reserve(sessions, one, rows)
+        assert sessions.free == CAPACITY - reserved
+    two = opened(sessions, session(2, max_length=85, span=Span(0, 3)))
+    assert sessions.free == 1
+    with pytest.raises(CacheFull, match=r"3 tokens .* 1 of 100 are free"):
+        reserve(sessions, one, 5)
+    sessions.close(one)
+    sessions.close(two)
+    assert sessions.free == CAPACITY
+
+
+@given(
+    blocks=st.integers(1, 40),
+    cuts=st.sets(st.integers(1, 39)),
+    page=st.integers(1, 300),
+    max_length=st.integers(1, 5000),
+    rows=st.lists(st.integers(0, 20), min_size=1),
+)
+def test_the_parts_of_a_span_together_reserve_what_the_whole_span_does(blocks, cuts, page, max_length, rows):
+    sessions = SessionTable(CAPACITY, Clock(), page=page, blocks=blocks)
+    ends = [*sorted(cut for cut in cuts if cut < blocks), blocks]
+    parts = [session(0, max_length=max_length, span=Span(*ends)) for ends in itertools.pairwise([0, *ends])]
+    for sequences in sorted(rows):
+        whole = sessions.tokens_reserved(session(0, max_length=max_length, span=Span(0, blocks)).terms, sequences)
+        assert whole == sequences * -(-max_length // page) * page
+        assert whole <= sum(sessions.tokens_reserved(one.terms, sequences) for one in parts) < whole + len(parts)
+
+
+def test_where_pages_hold_all_blocks_a_part_takes_whole_pages():
+    sessions = SessionTable(CAPACITY, Clock(), peer_share=1.0, page=16)
+    opened(sessions, session(1, max_length=17, span=Span(1, 2)))
+    assert sessions.free == 96 - 32
 
 
 def test_what_is_closed_forgets_its_past_whoever_still_has_it():
@@ -613,18 +655,19 @@ class Ledger(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = Clock()
-        self.sessions = SessionTable(CAPACITY, self.clock, peer_share=1.0)
+        self.sessions = SessionTable(CAPACITY, self.clock, peer_share=1.0, blocks=3)
         self.known: list[Session] = []
 
     @rule(
         number=st.integers(0, 3),
         peer=st.sampled_from("ab"),
         max_length=st.sampled_from([5, 10, 60]),
+        span=st.sampled_from([Span(0, 3), Span(0, 1), Span(1, 3)]),
         rows=st.integers(1, 3),
     )
-    def open(self, number, peer, max_length, rows):
+    def open(self, number, peer, max_length, span, rows):
         try:
-            one = opened(self.sessions, session(number, peer, max_length), rows)
+            one = opened(self.sessions, session(number, peer, max_length, span), rows)
         except (CacheFull, WrongSpan):
             return
         assert one.sequences >= rows
@@ -639,13 +682,16 @@ class Ledger(RuleBasedStateMachine):
         try:
             reserve(self.sessions, one, rows)
         except CacheFull:
-            assert (rows - before) * one.terms.max_length > free
+            assert self.reserved(one, rows) - self.reserved(one, before) > free
             assert one.sequences == before
         except UnknownSession:
             assert one.sequences == before
         else:
             assert one.sequences >= rows
             assert self.is_open(one)
+
+    def reserved(self, one, rows):
+        return math.ceil(rows * one.terms.max_length * Fraction(one.terms.span.length, 3))
 
     def is_open(self, one):
         return any(one is other for other in self.sessions._sessions.values())
@@ -672,7 +718,7 @@ class Ledger(RuleBasedStateMachine):
     @invariant()
     def the_sum_is_right(self):
         assert 0 <= self.sessions.free <= CAPACITY
-        held = sum(one.sequences * one.terms.max_length for one in self.known if self.is_open(one))
+        held = sum(self.reserved(one, one.sequences) for one in self.known if self.is_open(one))
         assert self.sessions.free == CAPACITY - held
 
 
