@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from swarm.common.dtypes import dtype_name
 from swarm.data_structures import Span, WireFormat
 from swarm.models.blockless_model import load_blockless_model
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.checkpoints.partial_loading import resolve_dtype
 from swarm.models.loading.span_loading import load_span
-from swarm.protocol.compression import decode_tensor, dtype_name, encode_tensor
+from swarm.protocol.compression import decode_tensor, encode_tensor
 
 CPU = torch.device("cpu")
 

@@ -20,6 +20,21 @@ ExitBatchRule = Literal["row", "all"]
 been sure."""
 
 
+@dataclass(frozen=True, slots=True)
+class ExitThresholds:
+    """When the new token of a sequence leaves inside a span, instead of passing all blocks.
+
+    Attributes:
+        confidence: what is measured.
+        thresholds: blocks, ascending, and the confidence above which a token leaves in front of each, 0 to 1.
+        batch: which sequences leave together.
+    """
+
+    confidence: ExitConfidence
+    thresholds: tuple[tuple[int, float], ...]
+    batch: ExitBatchRule = "row"
+
+
 class ServerState(enum.IntEnum):
     """The state that a server announces. Routes use only ONLINE servers."""
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from swarm.data_structures import Span
 from swarm.errors import AdapterRefused, SwarmError
-from swarm.protocol.adapter_encoding import BlockAdapterWeights, LoraFactors
+from swarm.models.adapters.block_adapter import BlockAdapterWeights, LoraFactors
 from tests.slow import slow_except
 from tests.swarms import TestSwarm, run_client, run_swarm
 from tests.tuned import ListedAdapter, adapted, random_adapter

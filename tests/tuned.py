@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from swarm.protocol.adapter_encoding import BlockAdapterWeights, LoraFactors
+from swarm.models.adapters.block_adapter import BlockAdapterWeights, LoraFactors
 
 ATTENTION = (
     "q_proj",

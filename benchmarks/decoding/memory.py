@@ -36,9 +36,9 @@ from benchmarks.common.tables import spread
 from benchmarks.decoding.chain import seconds_per_token
 from swarm import AutoDistributedModelForCausalLM
 from swarm.cli.local_swarm import LocalSwarm
+from swarm.common.dtypes import HIDDEN_DTYPES
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.checkpoints.footprint import memory_footprint
-from swarm.protocol.compression import HIDDEN_DTYPES
 from swarm.transport.p2p import quiet_hivemind
 
 COMMON = {"intermediate_size": 5632, "num_key_value_heads": 4, "vocab_size": 32000, "max_position_embeddings": 2048}

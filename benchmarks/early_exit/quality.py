@@ -34,7 +34,7 @@ from benchmarks.early_exit.quality_picture import draw
 from scripts.calibrate_wire import read_texts
 from scripts.exit_loss import read_hidden, states_behind
 from swarm.client.early_exit.exit_training import KEPT_TOKENS, LensFit, fit_classifier
-from swarm.data_structures import ExitBatchRule, ExitConfidence, Span, StepLayout
+from swarm.data_structures import ExitBatchRule, ExitConfidence, ExitThresholds, Span, StepLayout
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER, open_checkpoint
 from swarm.models.execution.early_exit import StepExits
 from swarm.models.execution.session_cache import SessionCache, advance_steps
@@ -44,7 +44,6 @@ from swarm.models.exits.confidence import softmax_response, state_similarity
 from swarm.models.exits.span_exits import SpanExits
 from swarm.models.exits.trained_exits import BaseModel, ExitClassifier, ExitLens, TrainedExits
 from swarm.models.loading.span_loading import load_span
-from swarm.protocol.messages import ExitTerms
 
 THRESHOLDS: dict[ExitConfidence, tuple[float, ...]] = {
     "softmax": (0.9, 0.7, 0.5, 0.3, 0.1),
@@ -146,7 +145,7 @@ class Decoder:
     windows_WT: torch.Tensor
 
     @torch.no_grad()
-    def run(self, batch: int, terms: ExitTerms | None) -> tuple[torch.Tensor, AtExit, float]:
+    def run(self, batch: int, terms: ExitThresholds | None) -> tuple[torch.Tensor, AtExit, float]:
         """Where tokens left `[W, T]`, what was read there, and the seconds that the span took."""
         inputs_WT, targets_WT = self.windows_WT[:, :-1], self.windows_WT[:, 1:]
         embedded_WTH = self.model.get_input_embeddings()(inputs_WT)
@@ -163,7 +162,7 @@ class Decoder:
         return left_WT, _at({}, read_hidden(self.model, hidden_WTH), targets_WT), seconds
 
     def _step(
-        self, cache: SessionCache, hidden_RH: torch.Tensor, position: int, terms: ExitTerms | None
+        self, cache: SessionCache, hidden_RH: torch.Tensor, position: int, terms: ExitThresholds | None
     ) -> tuple[torch.Tensor, tuple[int, ...]]:
         nowhere = (0,) * len(hidden_RH)
         layout = StepLayout((position,) * len(hidden_RH), (1,) * len(hidden_RH), None, None)
@@ -192,7 +191,7 @@ def projected_rows(decoder: Decoder, exits: Sequence[int], full: AtExit, blocks:
     for kind, thresholds in THRESHOLDS.items():
         for threshold in thresholds:
             for batch, rule in WAYS:
-                terms = ExitTerms(kind, tuple((block, threshold) for block in exits), rule)
+                terms = ExitThresholds(kind, tuple((block, threshold) for block in exits), rule)
                 plain = decoder.run(batch, None)[2]
                 left_WT, found, seconds = decoder.run(batch, terms)
                 worth = measured(left_WT, found.token, found.nats, full, blocks)

@@ -22,8 +22,9 @@ import torch
 
 from benchmarks.common import machine
 from benchmarks.common.tables import spread
+from swarm.common.dtypes import HIDDEN_DTYPES
 from swarm.data_structures import WireFormat
-from swarm.protocol.compression import HIDDEN_DTYPES, decode_tensor, encode_tensor, is_finite, payload_bytes
+from swarm.protocol.compression import decode_tensor, encode_tensor, is_finite, payload_bytes
 
 HIDDEN_SIZES = (256, 512, 1024, 2048, 4096, 8192)
 TOKENS = (1, 128)

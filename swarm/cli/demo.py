@@ -91,9 +91,10 @@ def _generate_and_compare(address: str, prompt: str, tokens: int, temperature: f
 
 
 def _describe_wire_format(config: Any) -> str:
+    from swarm.common.dtypes import dtype_name
     from swarm.data_structures import WireFormat
     from swarm.models.wire_defaults import default_wire_format
-    from swarm.protocol.compression import dtype_name, payload_bytes
+    from swarm.protocol.compression import payload_bytes
 
     default, dtype = default_wire_format(config), dtype_name(config.dtype)
     exact, rounded = (payload_bytes(config.hidden_size, wire, dtype) for wire in (WireFormat.NONE, default))

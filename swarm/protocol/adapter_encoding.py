@@ -10,57 +10,17 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import torch
 
+from swarm.common.dtypes import HIDDEN_DTYPES, dtype_name
 from swarm.data_structures import WireFormat
 from swarm.errors import NotFinite, WrongShape
-from swarm.protocol.compression import HIDDEN_DTYPES, decode_tensor, dtype_name, encode_tensor, is_finite, payload_bytes
+from swarm.models.adapters.block_adapter import BlockAdapterWeights, LoraFactors
+from swarm.protocol.compression import GRADIENT_DTYPE, decode_tensor, encode_tensor, is_finite, payload_bytes
 from swarm.protocol.messages import ADAPTER_DIGEST_BYTES, BlockAdapterSpec, LoraShape
-
-GRADIENT_DTYPE = torch.float32
-
-
-@dataclass(frozen=True, eq=False)
-class LoraFactors:
-    """LoRA factors of one module: `up @ down` is added to its weight.
-
-    Attributes:
-        module: the module's path inside the block, such as "self_attn.q_proj".
-        down: A, `[rank, inputs]`.
-        up: B, `[outputs, rank]`, already multiplied by the adapter's scaling.
-    """
-
-    module: str
-    down: torch.Tensor
-    up: torch.Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class BlockAdapterWeights:
-    """The adapter weights of one block.
-
-    Attributes:
-        prompt: soft prompt `[positions, hidden_size]`, added to the inputs of each sequence's first positions; or None.
-        factors: LoRA factors, at most once for each module.
-    """
-
-    prompt: torch.Tensor | None = None
-    factors: tuple[LoraFactors, ...] = ()
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All tensors, in the order in which they are encoded."""
-        prompt = () if self.prompt is None else (self.prompt,)
-        return (*prompt, *(tensor for one in self.factors for tensor in (one.down, one.up)))
-
-    def map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> BlockAdapterWeights:
-        """A copy with `change` applied to every tensor; `change` must keep the shapes."""
-        factors = tuple(LoraFactors(one.module, change(one.down), change(one.up)) for one in self.factors)
-        return BlockAdapterWeights(change(self.prompt) if self.prompt is not None else None, factors)
 
 
 def pack_adapters(parts: Sequence[BlockAdapterWeights], dtype: torch.dtype) -> tuple[list[BlockAdapterSpec], bytes]:
@@ -99,11 +59,6 @@ def unpack_adapters(
         parts.append(_part(block, list(_split(flat, block, hidden_size))))
         first += length
     return parts
-
-
-def pack_gradients(gradients: Sequence[torch.Tensor]) -> bytes:
-    """Encode the gradients of some adapters' tensors, in order."""
-    return b"".join(encode_tensor(gradient.to(GRADIENT_DTYPE), WireFormat.NONE) for gradient in gradients)
 
 
 def unpack_gradients(

@@ -14,17 +14,19 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, cast
 
 import numpy as np
 import torch
 
+from swarm.common.dtypes import HIDDEN_DTYPES, dtype_name
 from swarm.data_structures import WireFormat
 from swarm.errors import WrongDtype, WrongShape
 
 VALUES_PER_SCALE = 256
-HIDDEN_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+GRADIENT_DTYPE = torch.float32
 _SIXTEEN_BIT = {WireFormat.FLOAT16: "float16", WireFormat.BFLOAT16: "bfloat16"}
 _SIGN = 0x8000
 _INFINITY = {
@@ -33,11 +35,6 @@ _INFINITY = {
 }
 """For each 16-bit format and dtype, the bits of the smallest number that becomes infinite in that dtype. All larger bit
 patterns are infinite or NaN too."""
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.float32` becomes "float32"."""
-    return str(dtype).removeprefix("torch.")
 
 
 def payload_bytes(values: int, wire: WireFormat, dtype: str) -> int:
@@ -104,6 +101,11 @@ def decode_tensor(
         # A bytearray, so that the tensor owns writable memory.
         hidden = torch.frombuffer(bytearray(payload), dtype=HIDDEN_DTYPES[_SIXTEEN_BIT.get(wire, dtype)]).to(device)
     return hidden.view(tokens, hidden_size).to(target)
+
+
+def pack_gradients(gradients: Sequence[torch.Tensor]) -> bytes:
+    """Encode the gradients of some adapters' tensors, in order, as `GRADIENT_DTYPE`."""
+    return b"".join(encode_tensor(gradient.to(GRADIENT_DTYPE), WireFormat.NONE) for gradient in gradients)
 
 
 def is_finite(payload: bytes | memoryview, values: int, wire: WireFormat, dtype: str) -> bool:

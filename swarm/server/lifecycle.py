@@ -11,6 +11,7 @@ from contextlib import suppress
 
 import torch
 
+from swarm.common.dtypes import dtype_name
 from swarm.common.version import VERSION
 from swarm.data_structures import Mobility, ModelInfo, ServerInfo, ServerState, Span
 from swarm.dht.announcer import Announcer, adapter_names
@@ -21,7 +22,6 @@ from swarm.metrics.endpoint import MetricsEndpoint
 from swarm.metrics.registry import new_registry
 from swarm.metrics.server import ServerMetrics, ServerObserver
 from swarm.protocol import messages
-from swarm.protocol.compression import dtype_name
 from swarm.server.compute.compute_thread import ComputeThread
 from swarm.server.config import ServerConfig
 from swarm.server.placement.initial_blocks import block_throughputs, weakest_window

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import torch
 
 from swarm.common.available_memory import available_memory
+from swarm.common.dtypes import dtype_name
 from swarm.common.units import format_bytes
 from swarm.data_structures import Span
 from swarm.errors import InvalidOption, NotEnoughMemory
 from swarm.models.checkpoints.checkpoint import Checkpoint
 from swarm.models.checkpoints.footprint import MemoryFootprint, memory_footprint
 from swarm.models.weights.quantization import INT8, NF4, NONE, form_for_device, require_available
-from swarm.protocol.compression import dtype_name
 from swarm.server.limits import DEFAULT_ADAPTER_SHARE, MAX_DEFAULT_ADAPTER_BYTES, MAX_MEMORY_SHARE
 
 logger = logging.getLogger(__name__)

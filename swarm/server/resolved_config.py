@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from swarm.common.dtypes import dtype_name
 from swarm.common.units import format_bytes
 from swarm.data_structures import Span
 from swarm.errors import InvalidOption, NotEnoughMemory
@@ -19,7 +20,6 @@ from swarm.models.flash.files.block_files import PackedModel, flash_root
 from swarm.models.flash.flash_footprint import flash_footprint
 from swarm.models.loading.flash_preparation import plan_for_flash
 from swarm.models.weights.quantization import NONE
-from swarm.protocol.compression import dtype_name
 from swarm.server import memory_budget
 from swarm.server.config import ServerConfig
 from swarm.server.flash_budget import FlashBudget, wants_flash

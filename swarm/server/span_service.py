@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from swarm.common.dtypes import dtype_name
 from swarm.common.units import format_bytes
 from swarm.data_structures import FlashUse, Span
 from swarm.metrics.server import ServerObserver
@@ -22,7 +23,6 @@ from swarm.models.exits.model_head import ModelHead
 from swarm.models.exits.span_exits import NOTHING_TRAINED, SpanExits
 from swarm.models.loading.flash_loading import load_flash_span
 from swarm.models.loading.span_loading import load_span
-from swarm.protocol.compression import dtype_name
 from swarm.server.compute.compute_thread import ComputeThread
 from swarm.server.compute.engine import (
     MAX_ITERATION_S,

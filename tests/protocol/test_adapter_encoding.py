@@ -6,15 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.errors import NotFinite, WrongDtype, WrongShape
+from swarm.models.adapters.block_adapter import BlockAdapterWeights, LoraFactors
 from swarm.protocol import adapter_encoding
-from swarm.protocol.adapter_encoding import (
-    BlockAdapterWeights,
-    LoraFactors,
-    pack_adapters,
-    pack_gradients,
-    unpack_adapters,
-    unpack_gradients,
-)
+from swarm.protocol.adapter_encoding import pack_adapters, unpack_adapters, unpack_gradients
+from swarm.protocol.compression import pack_gradients
 from swarm.protocol.messages import ADAPTER_DIGEST_BYTES
 
 HIDDEN = 6

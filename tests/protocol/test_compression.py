@@ -10,17 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from swarm.common.dtypes import HIDDEN_DTYPES, dtype_name
 from swarm.data_structures import WireFormat
 from swarm.errors import WrongDtype, WrongShape
-from swarm.protocol.compression import (
-    HIDDEN_DTYPES,
-    VALUES_PER_SCALE,
-    decode_tensor,
-    dtype_name,
-    encode_tensor,
-    is_finite,
-    payload_bytes,
-)
+from swarm.protocol.compression import VALUES_PER_SCALE, decode_tensor, encode_tensor, is_finite, payload_bytes
 
 torch.set_num_threads(1)
 

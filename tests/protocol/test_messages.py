@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from swarm.data_structures import WireFormat
 from swarm.errors import ProtocolViolation, WrongShape
+from swarm.models.adapters.adapter_config import MAX_LORA_RANK, MAX_PROMPT_LENGTH
 from swarm.protocol import messages
 from swarm.protocol.messages import MAX_EXITS, MAX_SEQUENCES
 
@@ -47,12 +48,12 @@ digests = st.none() | st.lists(st.binary(max_size=16), min_size=1, max_size=5)
 blocks = st.builds(
     messages.BlockAdapterSpec,
     digest=st.binary(min_size=16, max_size=16),
-    prompt_length=st.integers(0, messages.MAX_PROMPT_LENGTH),
+    prompt_length=st.integers(0, MAX_PROMPT_LENGTH),
     modules=st.lists(
         st.builds(
             messages.LoraShape,
             module=names,
-            rank=st.integers(1, messages.MAX_LORA_RANK),
+            rank=st.integers(1, MAX_LORA_RANK),
             inputs=st.integers(1, 2**20),
             outputs=st.integers(1, 2**20),
         ),
@@ -347,7 +348,7 @@ def test_no_message_at_all(data):
         pytest.param(changed(PUT, 2, [None] * 1025), id="too many adapters"),
         pytest.param(changed(PUT, 2, [[b"short", 0, []]]), id="digest too short"),
         pytest.param(changed(PUT, 2, [[ADAPTER[0], -1, []]]), id="prompt of negative length"),
-        pytest.param(changed(PUT, 2, [[ADAPTER[0], messages.MAX_PROMPT_LENGTH + 1, []]]), id="prompt too long"),
+        pytest.param(changed(PUT, 2, [[ADAPTER[0], MAX_PROMPT_LENGTH + 1, []]]), id="prompt too long"),
         pytest.param(changed(PUT, 2, [[ADAPTER[0], 0, [["m", 0, 1, 1]]]]), id="rank of nothing"),
         pytest.param(changed(PUT, 2, [[ADAPTER[0], 0, [["m", 1025, 1, 1]]]]), id="rank beyond any"),
         pytest.param(changed(PUT, 2, [[ADAPTER[0], 0, [["m", 1, 2**20 + 1, 1]]]]), id="inputs beyond any"),

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from swarm.client.wire.packed_hidden import PackedHidden
+from swarm.common.dtypes import HIDDEN_DTYPES
 from swarm.data_structures import WireFormat
-from swarm.protocol.compression import HIDDEN_DTYPES, decode_tensor, encode_tensor
+from swarm.protocol.compression import decode_tensor, encode_tensor
 
 MAX_SCALE_EXPONENT = 100
 """Largest exponent of the power of two that scales gradients, so that float32 can represent the factor."""

@@ -14,8 +14,9 @@ import torch
 
 from swarm.client.wire.packed_hidden import MAX_REQUEST_TOKENS, PackedHidden
 from swarm.client.wire.reply_checks import AllowedExits, OutputShape
+from swarm.common.dtypes import dtype_name
 from swarm.data_structures import StepLayout, WireFormat
-from swarm.protocol.compression import decode_tensor, dtype_name, encode_tensor
+from swarm.protocol.compression import decode_tensor, encode_tensor
 from swarm.protocol.messages import ExitTerms
 
 MAX_UNFOLDED_STEPS = 1024

@@ -21,7 +21,7 @@ from swarm.client.wire.adapter_upload import PackedAdapter, pack_adapter
 from swarm.client.wire.padding import PaddedBatch, drop_padding, pack_hidden, restore_padding, unpack_hidden
 from swarm.data_structures import Route, Span
 from swarm.errors import SwarmError
-from swarm.protocol.adapter_encoding import BlockAdapterWeights
+from swarm.models.adapters.block_adapter import BlockAdapterWeights
 
 
 def run_remotely(

@@ -10,7 +10,7 @@ from torch import nn
 
 from swarm.client.tuning.lora_config import LoraSettings
 from swarm.models.adapters.adapter_files import StoredAdapter, lora_scaling, scale_up
-from swarm.protocol.adapter_encoding import LoraFactors
+from swarm.models.adapters.block_adapter import LoraFactors
 
 
 class LoraModule(nn.Module):

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from swarm.errors import InvalidOption
+from swarm.models.adapters.adapter_config import MAX_LORA_RANK
 from swarm.models.cutting.lora_targets import LoraTargets
-from swarm.protocol.messages import MAX_LORA_RANK
 
 ALL_LINEAR = "all-linear"
 """PEFT's value of `target_modules` for all linear modules."""

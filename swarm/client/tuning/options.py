@@ -9,8 +9,7 @@ from typing import Any
 
 from swarm.client.tuning.lora_config import LoraSettings, lora_settings
 from swarm.errors import InvalidOption
-from swarm.models.adapters.adapter_config import Method
-from swarm.protocol.messages import MAX_PROMPT_LENGTH
+from swarm.models.adapters.adapter_config import MAX_PROMPT_LENGTH, Method
 
 DEFAULT_VIRTUAL_TOKENS = 16
 """Virtual tokens of prompt tuning if the caller does not choose."""

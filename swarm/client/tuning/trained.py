@@ -16,10 +16,10 @@ from swarm.client.tuning.options import DEFAULT_VIRTUAL_TOKENS, TuningConfig
 from swarm.errors import AdapterError, AdapterMismatch, InvalidOption, UsageError
 from swarm.models.adapters.adapter_config import Method
 from swarm.models.adapters.adapter_files import StoredAdapter
+from swarm.models.adapters.block_adapter import BlockAdapterWeights
 from swarm.models.blockless_model import BlocklessModel
 from swarm.models.checkpoints.checkpoint import Checkpoint
 from swarm.models.cutting.lora_targets import find_lora_targets
-from swarm.protocol.adapter_encoding import BlockAdapterWeights
 
 logger = logging.getLogger(__name__)
 

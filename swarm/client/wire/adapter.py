@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from swarm.data_structures import Span
-from swarm.protocol.adapter_encoding import BlockAdapterWeights
+from swarm.models.adapters.block_adapter import BlockAdapterWeights
 
 
 class Adapter(Protocol):

@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 import torch
 
 from swarm.client.wire.reply_checks import unexpected_reply
+from swarm.common.dtypes import dtype_name
 from swarm.data_structures import Hop, Span
 from swarm.errors import NotFinite, PeerLost, RemoteError, UnknownAdapter, remote_error
+from swarm.models.adapters.block_adapter import BlockAdapterWeights
 from swarm.protocol import messages
-from swarm.protocol.adapter_encoding import BlockAdapterWeights, pack_adapters
-from swarm.protocol.compression import dtype_name
+from swarm.protocol.adapter_encoding import pack_adapters
 from swarm.protocol.framing import Frame
 from swarm.transport.stream import Stream
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from swarm.client.wire.packed_hidden import PackedHidden
+from swarm.common.dtypes import dtype_name
 from swarm.data_structures import StepLayout, WireFormat
-from swarm.protocol.compression import decode_tensor, dtype_name, encode_tensor
+from swarm.protocol.compression import decode_tensor, encode_tensor
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from swarm.protocol.adapter_encoding import BlockAdapterWeights
+from swarm.models.adapters.block_adapter import BlockAdapterWeights
 
 AdapterWeights = Mapping[int, BlockAdapterWeights]
 """A client's adapter: the weights that it adds to each block, by the block's number in the whole model."""

@@ -7,7 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
 from swarm.errors import AdapterError
-from swarm.protocol.messages import MAX_LORA_RANK, MAX_PROMPT_LENGTH
+
+MAX_LORA_RANK = 1024
+"""Rank of LoRA factors; a server may accept less."""
+
+MAX_PROMPT_LENGTH = 4096
+"""Positions that a block's soft prompt may have."""
 
 Method = Literal["lora", "ptune", "deep_ptune", "head"]
 

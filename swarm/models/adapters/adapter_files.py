@@ -21,12 +21,11 @@ from safetensors import SafetensorError, safe_open
 
 from swarm.data_structures import Span
 from swarm.errors import AdapterError, AdapterMismatch
-from swarm.models.adapters.adapter_config import AdapterConfig, parse_adapter_config
+from swarm.models.adapters.adapter_config import MAX_LORA_RANK, AdapterConfig, parse_adapter_config
 from swarm.models.adapters.adapter_source import WEIGHTS_FILE, AdapterSource
+from swarm.models.adapters.block_adapter import BlockAdapterWeights, LoraFactors
 from swarm.models.checkpoints.checkpoint import Checkpoint
 from swarm.models.cutting.lora_targets import LoraTargets, find_lora_targets
-from swarm.protocol.adapter_encoding import BlockAdapterWeights, LoraFactors
-from swarm.protocol.messages import MAX_LORA_RANK
 
 logger = logging.getLogger(__name__)
 

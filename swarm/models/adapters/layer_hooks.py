@@ -25,9 +25,9 @@ from swarm.models.adapters.adapter_batch import (
     AdapterWeights,
     active_adapters,
 )
+from swarm.models.adapters.block_adapter import BlockAdapterWeights, LoraFactors
 from swarm.models.cutting.lora_targets import linear_size
 from swarm.models.weights.frozen_linear import FrozenLinear
-from swarm.protocol.adapter_encoding import BlockAdapterWeights, LoraFactors
 
 MAX_MODULES_IN_ERROR = 12
 """Module names that an error message lists at most."""

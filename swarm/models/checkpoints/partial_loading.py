@@ -16,8 +16,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from swarm.common.dtypes import HIDDEN_DTYPES, dtype_name
 from swarm.errors import CheckpointError, InvalidOption
-from swarm.protocol.compression import HIDDEN_DTYPES, dtype_name
 
 _LOADING = threading.Lock()
 """Held while transformers builds and fills a model. Meanwhile it replaces methods of its base class, such as

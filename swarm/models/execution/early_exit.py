@@ -13,13 +13,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from swarm.data_structures import ExitConfidence
+from swarm.data_structures import ExitConfidence, ExitThresholds
 from swarm.models.execution.part_computation import compute_parts, fill_parts
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.step_part import StepPart
 from swarm.models.exits.exit_choice import sequences_that_leave
 from swarm.models.exits.span_exits import SpanExits
-from swarm.protocol.messages import ExitTerms
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class StepExits:
         left: for each sequence, the block in front of which its token has left; 0 if it has not.
     """
 
-    terms: ExitTerms | None
+    terms: ExitThresholds | None
     left: tuple[int, ...]
 
 

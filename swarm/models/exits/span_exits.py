@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from swarm.data_structures import ExitConfidence, Span
+from swarm.data_structures import ExitConfidence, ExitThresholds, Span
 from swarm.models.exits.confidence import softmax_response, state_similarity
 from swarm.models.exits.exit_choice import cut_at_exits
 from swarm.models.exits.trained_exits import BaseModel, TrainedExits
-from swarm.protocol.messages import ExitTerms
 
 HEAD_TOKENS = 64
 """Tokens whose logits are in memory at once."""
@@ -51,7 +50,7 @@ class SpanExits:
             return block in self.trained.classifiers
         return confidence == "similarity" or self.head is not None
 
-    def applies(self, terms: ExitTerms, span: Span) -> bool:
+    def applies(self, terms: ExitThresholds, span: Span) -> bool:
         """Whether these terms can let a token leave inside these blocks, or behind them. If not, they need no cuts."""
         return any(
             span.start < block <= span.end and threshold < 1 and self.measures(terms.confidence, block)

@@ -6,15 +6,8 @@ from typing import Annotated
 
 import msgspec
 
-from swarm.protocol.messages.fields import (
-    ADAPTER_DIGEST_BYTES,
-    MAX_BLOCKS_PER_REQUEST,
-    MAX_LORA_RANK,
-    MAX_PROMPT_LENGTH,
-    Count,
-    Message,
-    Name,
-)
+from swarm.models.adapters.adapter_config import MAX_LORA_RANK, MAX_PROMPT_LENGTH
+from swarm.protocol.messages.fields import ADAPTER_DIGEST_BYTES, MAX_BLOCKS_PER_REQUEST, Count, Message, Name
 
 
 class LoraShape(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

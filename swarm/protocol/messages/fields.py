@@ -12,12 +12,6 @@ MAX_SEQUENCES = 4096
 MAX_BLOCKS_PER_REQUEST = 1024
 """Blocks that one message may name."""
 
-MAX_LORA_RANK = 1024
-"""Rank of LoRA factors that the protocol allows; a server may accept less."""
-
-MAX_PROMPT_LENGTH = 4096
-"""Positions that a block's soft prompt may have."""
-
 MAX_PROBE_BYTES = 1 << 20
 """Bytes that one probe may carry in either direction."""
 

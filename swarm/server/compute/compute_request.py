@@ -14,8 +14,7 @@ from swarm.models.execution.early_exit import StepExits
 from swarm.models.execution.gradients import SpanGradients
 from swarm.models.execution.session_cache import SessionCache
 from swarm.models.execution.span_model import SpanModel
-from swarm.protocol.adapter_encoding import pack_gradients
-from swarm.protocol.compression import decode_tensor, encode_tensor, payload_bytes
+from swarm.protocol.compression import decode_tensor, encode_tensor, pack_gradients, payload_bytes
 from swarm.server.compute.scheduler import MAX_SHORT_TOKENS
 
 Bytes = bytes | memoryview

@@ -16,13 +16,14 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from swarm.common.dtypes import HIDDEN_DTYPES
 from swarm.common.units import format_bytes
 from swarm.data_structures import Span
 from swarm.errors import AdapterRefused, CacheFull, UnknownAdapter, WrongShape
 from swarm.metrics.server import ServerObserver
 from swarm.models.adapters.adapter_batch import NO_ADAPTER, AdapterWeights
-from swarm.protocol.adapter_encoding import BlockAdapterWeights, count_values, pack_adapters
-from swarm.protocol.compression import HIDDEN_DTYPES
+from swarm.models.adapters.block_adapter import BlockAdapterWeights
+from swarm.protocol.adapter_encoding import count_values, pack_adapters
 from swarm.protocol.framing import MAX_PAYLOAD_BYTES
 from swarm.protocol.messages import BlockAdapterSpec, PutAdapters
 

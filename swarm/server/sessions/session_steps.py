@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
-from swarm.data_structures import StepLayout, WireFormat
+from swarm.common.dtypes import dtype_name
+from swarm.data_structures import ExitThresholds, StepLayout, WireFormat
 from swarm.errors import ServerClosing, WrongPosition
 from swarm.metrics.server import ServerObserver
 from swarm.models.execution.early_exit import StepExits
 from swarm.protocol import messages
-from swarm.protocol.compression import dtype_name
 from swarm.server.compute import compute_request
 from swarm.server.compute.compute_request import Bytes, ComputeResult
 from swarm.server.compute.engine import Engine
@@ -159,7 +159,8 @@ class SessionSteps:
 
 def _exits(session: Session, message: messages.StepRequest) -> StepExits | None:
     """Where the step's tokens may leave, and have left; None if none has, and none can leave here."""
-    model, terms = session.cache.model, message.exits
+    model, asked = session.cache.model, message.exits
+    terms = ExitThresholds(asked.confidence, asked.thresholds, asked.batch) if asked is not None else None
     if terms is not None and not (model.can_fill and model.exits and model.exits.applies(terms, model.span)):
         terms = None
     if terms is None and not any(message.left or ()):

@@ -5,14 +5,16 @@ Messages are validated and refused here; the engine computes. Nothing but adapte
 
 from __future__ import annotations
 
+from swarm.common.dtypes import dtype_name
 from swarm.data_structures import Span, WireFormat
 from swarm.errors import WrongSpan
 from swarm.models.adapters.adapter_batch import AdapterWeights
+from swarm.models.adapters.block_adapter import BlockAdapterWeights
 from swarm.models.execution.session_cache import SessionCache
 from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
-from swarm.protocol.adapter_encoding import BlockAdapterWeights, unpack_adapters
-from swarm.protocol.compression import dtype_name, load_quantizer
+from swarm.protocol.adapter_encoding import unpack_adapters
+from swarm.protocol.compression import load_quantizer
 from swarm.server.compute import compute_request
 from swarm.server.compute.compute_request import Bytes
 from swarm.server.compute.engine import Engine

@@ -20,11 +20,11 @@ from pathlib import Path
 import torch
 
 from swarm.common import console
+from swarm.common.dtypes import dtype_name
 from swarm.common.version import VERSION
 from swarm.data_structures import Span
 from swarm.models.block_loading import return_freed_memory
 from swarm.models.execution.span_model import SpanModel
-from swarm.protocol.compression import dtype_name
 from swarm.server.throughput import throughput_cache
 from swarm.server.throughput.throughput_cache import MeasurementConditions, Throughput
 from swarm.server.throughput.throughput_option import ThroughputOption

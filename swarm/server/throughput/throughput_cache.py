@@ -14,11 +14,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from dataclasses import fields as dataclass_fields
 from pathlib import Path
-from typing import Annotated
 
-import msgspec
+from swarm.common.checked_json import fields, items, number, parse_json, text, to_json
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ LOCK_TIMEOUT_S = 2.0
 MAX_RATE = 1e9
 """Blocks x tokens per second that an announcement may claim."""
 
-PositiveRate = Annotated[float, msgspec.Meta(gt=0, le=MAX_RATE)]
+MAX_TEXT_LENGTH = 4096
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ class Throughput:
     forward: float
 
 
-class MeasurementConditions(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class MeasurementConditions:
     """All that a measurement depends on; two measurements under the same circumstances can stand for each other.
 
     Attributes:
@@ -76,19 +77,13 @@ class MeasurementConditions(msgspec.Struct, frozen=True):
     versions: str
 
 
-class _CachedThroughput(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class _CachedThroughput:
     circumstances: MeasurementConditions
-    decode: PositiveRate
-    forward: PositiveRate
-    measured: Annotated[float, msgspec.Meta(ge=0)]
+    decode: float
+    forward: float
+    measured: float
     """Unix time."""
-
-
-class _ThroughputFile(msgspec.Struct, frozen=True):
-    entries: list[_CachedThroughput]
-
-
-_decoder = msgspec.json.Decoder(_ThroughputFile)
 
 
 def default_path() -> Path | None:
@@ -119,7 +114,7 @@ def remember(path: Path, circumstances: MeasurementConditions, throughput: Throu
         with _locked(path.with_suffix(".lock")):
             others = [entry for entry in _valid(_read(path), now) if entry.circumstances != circumstances]
             entries = [*others, _CachedThroughput(circumstances, *rates, now)]
-            _replace(path, msgspec.json.format(msgspec.json.encode(_ThroughputFile(entries[-MAX_ENTRIES:]))))
+            _replace(path, to_json({"entries": [asdict(entry) for entry in entries[-MAX_ENTRIES:]]}, indent=2))
     except (OSError, UnicodeError) as error:
         logger.debug("the measured throughput was not kept: %s", error)
 
@@ -134,12 +129,33 @@ def _read(path: Path) -> list[_CachedThroughput]:
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
-        return _decoder.decode(data).entries if len(data) <= MAX_FILE_BYTES else []
+        return _entries(parse_json(data)) if len(data) <= MAX_FILE_BYTES else []
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors, as is bad Unicode
+    except (OSError, ValueError, RecursionError) as error:  # bad Unicode is a ValueError
         logger.debug("%s is not used: %s", path, error)
         return []
+
+
+def _entries(value: object) -> list[_CachedThroughput]:
+    (entries,) = fields(value, ("entries",), closed=False)
+    return [_entry(one) for one in items(entries)]
+
+
+def _entry(value: object) -> _CachedThroughput:
+    conditions, decode, forward, measured = fields(
+        value, ("circumstances", "decode", "forward", "measured"), closed=False
+    )
+    names = tuple(field.name for field in dataclass_fields(MeasurementConditions))
+    texts = (text(one, MAX_TEXT_LENGTH) for one in fields(conditions, names, closed=False))
+    return _CachedThroughput(MeasurementConditions(*texts), _rate(decode), _rate(forward), number(measured, 0))
+
+
+def _rate(value: object) -> float:
+    rate = number(value, 0, MAX_RATE)
+    if not rate:
+        raise ValueError("a rate is zero")
+    return rate
 
 
 @contextmanager

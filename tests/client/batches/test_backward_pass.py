@@ -16,9 +16,9 @@ from swarm.client.wire.adapter_upload import pack_adapter
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.data_structures import Hop, Route, Span, StepLayout, WireFormat
 from swarm.errors import AdapterRefused, MissingBlocks, NotFinite, TooLong, UnknownAdapter
+from swarm.models.adapters.block_adapter import BlockAdapterWeights, LoraFactors
 from swarm.models.execution.gradients import forward_with_graph
 from swarm.protocol import messages
-from swarm.protocol.adapter_encoding import BlockAdapterWeights, LoraFactors
 from swarm.protocol.compression import encode_tensor
 from tests import virtual_time
 from tests.client.chains import BLOCKS, HIDDEN, Swarm

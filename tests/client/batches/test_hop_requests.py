@@ -14,9 +14,9 @@ from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.client.wire.request_options import RequestOptions
 from swarm.data_structures import Span, StepLayout, WireFormat
 from swarm.errors import AdapterRefused, PeerLost, PeerTimeout, ProtocolViolation, RemoteError, WrongDtype
+from swarm.models.adapters.block_adapter import BlockAdapterWeights
 from swarm.protocol import messages
-from swarm.protocol.adapter_encoding import BlockAdapterWeights, pack_gradients
-from swarm.protocol.compression import decode_tensor
+from swarm.protocol.compression import decode_tensor, pack_gradients
 from tests.client.chain.test_hop_session import cases, remote_errors
 from tests.client.fakes import (
     BAD_REPLIES,

@@ -16,8 +16,9 @@ from swarm.client.wire import adapter_upload as adapter_upload
 from swarm.client.wire.adapter_upload import PackedAdapter, UploadLedger, pack_adapter
 from swarm.data_structures import Span
 from swarm.errors import NotFinite, PeerLost, ProtocolViolation, UnknownAdapter
+from swarm.models.adapters.block_adapter import BlockAdapterWeights, LoraFactors
 from swarm.protocol import messages
-from swarm.protocol.adapter_encoding import BlockAdapterWeights, LoraFactors, unpack_adapters
+from swarm.protocol.adapter_encoding import unpack_adapters
 from tests.client.fakes import (
     HIDDEN,
     INPUT,

@@ -85,7 +85,7 @@ def test_the_parts_of_a_span_are_the_files_factors_scaled(checkpoint: Checkpoint
 def test_a_server_and_a_client_name_them_alike(checkpoint: Checkpoint, made: Path) -> None:
     """Whatever span is read, and though a client scales inside of its graph."""
     from swarm.client.tuning.lora import stored_lora
-    from swarm.protocol.adapter_encoding import BlockAdapterWeights
+    from swarm.models.adapters.block_adapter import BlockAdapterWeights
 
     whole = read_adapter(made, checkpoint)
     lora = stored_lora(whole)

@@ -21,6 +21,7 @@ from swarm.models.adapters.adapter_batch import (
     AdapterWeights,
     active_adapters,
 )
+from swarm.models.adapters.block_adapter import BlockAdapterWeights, LoraFactors
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.cutting.lora_targets import linear_size
 from swarm.models.execution.session_cache import SessionCache, advance_steps, forward_without_cache
@@ -28,7 +29,6 @@ from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy_trials import choose_forward
 from swarm.models.loading.span_loading import load_span
 from swarm.models.weights import quantization
-from swarm.protocol.adapter_encoding import BlockAdapterWeights, LoraFactors
 from tests import zoo
 from tests.models.execution.test_session_cache import close, load, load_as, slow
 

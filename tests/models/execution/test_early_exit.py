@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.data_structures import ExitBatchRule, ExitConfidence, Span, StepLayout
+from swarm.data_structures import ExitBatchRule, ExitConfidence, ExitThresholds, Span, StepLayout
 from swarm.models.execution.early_exit import StepExits
 from swarm.models.execution.session_cache import SessionCache, StepComputation, advance_steps
 from swarm.models.execution.span_model import SpanModel
@@ -20,7 +20,6 @@ from swarm.models.execution.strategy_trials import choose_exit_forwards
 from swarm.models.execution.traced_fill import traced_fill
 from swarm.models.exits.confidence import state_similarity
 from swarm.models.exits.span_exits import SpanExits
-from swarm.protocol.messages import ExitTerms
 from tests.models.execution.test_session_cache import HIDDEN, close, load, load_as, slow
 
 FAMILIES = ("llama", "gemma2", "gpt2", "qwen3", "deepseek_v3", "mistral", "cohere2", "gpt_oss", "qwen3_moe")
@@ -99,7 +98,7 @@ def draw_exits(data: st.DataObject, counts: Sequence[int]) -> StepExits | None:
         return None
     thresholds = data.draw(st.dictionaries(st.integers(1, 6), st.sampled_from(THRESHOLDS), min_size=1))
     rule: ExitBatchRule = data.draw(st.sampled_from(("row", "all")))
-    terms = ExitTerms("similarity", tuple(sorted(thresholds.items())), rule) if data.draw(st.booleans()) else None
+    terms = ExitThresholds("similarity", tuple(sorted(thresholds.items())), rule) if data.draw(st.booleans()) else None
     left = tuple(data.draw(st.sampled_from((0, 0, 1))) if count else 0 for count in counts)
     return StepExits(terms, left)
 
@@ -160,7 +159,7 @@ def test_padded_sequences_are_computed_in_full(tmp_path_factory):
     model = with_exits(load_as("padded", "llama", tmp_path_factory))
     assert not model.can_fill
     cache, plain = SessionCache(model), SessionCache(model)
-    terms = ExitTerms("similarity", ((2, 0.0),))
+    terms = ExitThresholds("similarity", ((2, 0.0),))
     for position, left in enumerate(((0, 0), (1, 0), (1, 1), (0, 1), (0, 0))):
         layout, hidden = StepLayout((position,) * 2, (1, 1)), torch.randn(2, HIDDEN)
         step = cache.start_step(hidden, layout, StepExits(terms, left))
@@ -175,7 +174,7 @@ def leaves(model: SpanModel, confidence: ExitConfidence, thresholds: dict[int, f
     """Where tokens of `rows` sequences leave."""
     cache = SessionCache(model)
     cache.step(torch.randn(2 * rows, HIDDEN), StepLayout((0,) * rows, (2,) * rows))
-    terms = ExitTerms(confidence, tuple(thresholds.items()), rule)
+    terms = ExitThresholds(confidence, tuple(thresholds.items()), rule)
     step = cache.start_step(
         torch.randn(rows, HIDDEN), StepLayout((2,) * rows, (1,) * rows), StepExits(terms, (0,) * rows)
     )
@@ -219,7 +218,7 @@ def test_a_batch_remembers_which_of_its_sequences_were_sure(tmp_path_factory):
 def test_a_batch_that_is_computed_in_portions_does_not_leave(tmp_path_factory):
     model = load("llama", tmp_path_factory).with_exits(FakeExits({2: [0.9, 0.9]}))
     for rule, expected in (("all", (0, 0)), ("row", (2, 2))):
-        terms = ExitTerms("similarity", ((2, 0.5),), rule)
+        terms = ExitThresholds("similarity", ((2, 0.5),), rule)
         step = SessionCache(model).start_step(
             torch.randn(2, HIDDEN), StepLayout((0, 0), (1, 1)), StepExits(terms, (0, 0))
         )

@@ -6,13 +6,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from swarm.data_structures import Span
+from swarm.data_structures import ExitThresholds, Span
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.exits.confidence import softmax_response, state_similarity
 from swarm.models.exits.model_head import ModelHead, head_bytes
 from swarm.models.exits.span_exits import HEAD_TOKENS, SpanExits
 from swarm.models.exits.trained_exits import BaseModel, ExitClassifier, ExitLens, TrainedExits
-from swarm.protocol.messages import ExitTerms
 from tests import zoo
 
 HIDDEN, ROWS = 32, 5
@@ -84,7 +83,7 @@ def test_the_head_reads_a_few_tokens_at_once():
 )
 def test_terms_that_apply_to_a_span(confidence, thresholds, applies):
     exits = SpanExits((2, 4, 6), None, trained(4))
-    assert exits.applies(ExitTerms(confidence, thresholds), Span(1, 4)) is applies
+    assert exits.applies(ExitThresholds(confidence, thresholds), Span(1, 4)) is applies
 
 
 def test_pieces_end_at_exits():

@@ -9,6 +9,7 @@ import torch
 
 from swarm.data_structures import Span, StepLayout
 from swarm.errors import AdapterRefused, NotEnoughMemory, TrainingRefused
+from swarm.models.adapters.block_adapter import BlockAdapterWeights, LoraFactors
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from swarm.models.execution.gradients import compute_gradients
 from swarm.models.execution.session_cache import SessionCache
@@ -19,7 +20,6 @@ from swarm.models.loading import flash_loading, flash_preparation
 from swarm.models.loading.flash_loading import FlashOptions, load_flash_span
 from swarm.models.loading.flash_preparation import plan_for_flash
 from swarm.models.loading.span_loading import load_span
-from swarm.protocol.adapter_encoding import BlockAdapterWeights, LoraFactors
 from tests import zoo
 
 WHOLE = Span(0, zoo.BLOCKS)

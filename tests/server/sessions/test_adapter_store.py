@@ -10,7 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from swarm.data_structures import Span
 from swarm.errors import AdapterRefused, CacheFull, UnknownAdapter, WrongShape
-from swarm.protocol.adapter_encoding import BlockAdapterWeights, LoraFactors, pack_adapters
+from swarm.models.adapters.block_adapter import BlockAdapterWeights, LoraFactors
+from swarm.protocol.adapter_encoding import pack_adapters
 from swarm.protocol.messages import BlockAdapterSpec, LoraShape, PutAdapters
 from swarm.server.sessions.adapter_store import PART_OVERHEAD_BYTES, AdapterLimits, AdapterStore
 

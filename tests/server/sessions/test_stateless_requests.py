@@ -11,11 +11,12 @@ import torch
 
 from swarm.data_structures import Span, StepLayout, WireFormat
 from swarm.models.adapters.adapter_batch import NO_ADAPTER, AdapterWeights
+from swarm.models.adapters.block_adapter import BlockAdapterWeights
 from swarm.models.execution.gradients import compute_gradients
 from swarm.models.execution.session_cache import forward_without_cache
 from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
-from swarm.protocol.adapter_encoding import BlockAdapterWeights, pack_adapters, unpack_gradients
+from swarm.protocol.adapter_encoding import pack_adapters, unpack_gradients
 from swarm.protocol.compression import decode_tensor, encode_tensor
 from tests.models.adapters.test_layer_hooks import alone as row_alone
 from tests.models.adapters.test_layer_hooks import factors, make_adapter

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import json
 import math
@@ -11,7 +12,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,6 +29,7 @@ from swarm.server.throughput.throughput_cache import (
     remember,
 )
 
+CONDITIONS = [field.name for field in dataclasses.fields(MeasurementConditions)]
 HERE = MeasurementConditions("CPU, 2 threads", "model", "main", "0:6", "float32", "none", "swarm 1, torch 2")
 FAST = Throughput(100.0, 5000.0)
 NOW = 1.8e9
@@ -55,10 +56,10 @@ def test_what_was_measured_is_known(path):
     assert sorted(file.name for file in path.parent.iterdir()) == ["throughput.json", "throughput.lock"]
 
 
-@pytest.mark.parametrize("field", MeasurementConditions.__struct_fields__)
+@pytest.mark.parametrize("field", CONDITIONS)
 def test_every_circumstance_counts(path, field):
     remember(path, HERE, FAST, NOW)
-    other = msgspec.structs.replace(HERE, **{field: "another"})
+    other = dataclasses.replace(HERE, **{field: "another"})
     assert lookup(path, other, NOW) is None
     remember(path, other, Throughput(1.0, 2.0), NOW)
     assert lookup(path, HERE, NOW) == FAST
@@ -82,9 +83,9 @@ def test_results_age_and_those_of_the_future_do_not_count(path):
 
 def test_the_oldest_results_make_room(path):
     for number in range(MAX_ENTRIES + 3):
-        remember(path, msgspec.structs.replace(HERE, model=str(number)), FAST, NOW + number)
+        remember(path, dataclasses.replace(HERE, model=str(number)), FAST, NOW + number)
     later = NOW + MAX_ENTRIES + 3
-    known = [n for n in range(MAX_ENTRIES + 3) if lookup(path, msgspec.structs.replace(HERE, model=str(n)), later)]
+    known = [n for n in range(MAX_ENTRIES + 3) if lookup(path, dataclasses.replace(HERE, model=str(n)), later)]
     assert known == list(range(3, MAX_ENTRIES + 3))
     assert path.stat().st_size < MAX_FILE_BYTES
 
@@ -97,7 +98,7 @@ def test_no_throughput_is_not_kept(path, rate):
 
 
 GOOD = {
-    "circumstances": {name: getattr(HERE, name) for name in MeasurementConditions.__struct_fields__},
+    "circumstances": {name: getattr(HERE, name) for name in CONDITIONS},
     "decode": 100.0,
     "forward": 5000.0,
     "measured": NOW,
@@ -187,7 +188,7 @@ def test_a_folder_in_the_place_of_the_file_is_survived(path):
 
 
 def test_a_name_that_is_no_unicode_is_survived(path):
-    odd = msgspec.structs.replace(HERE, model=os.fsdecode(b"mod\xe9l"))
+    odd = dataclasses.replace(HERE, model=os.fsdecode(b"mod\xe9l"))
     remember(path, HERE, FAST, NOW)
     remember(path, odd, FAST, NOW)
     assert lookup(path, odd, NOW) is None

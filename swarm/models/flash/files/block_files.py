@@ -26,9 +26,9 @@ from urllib.parse import quote
 import torch
 from huggingface_hub import constants
 
+from swarm.common.dtypes import dtype_name
 from swarm.models.checkpoints.checkpoint import Checkpoint
 from swarm.models.flash.plans.block_plan import RecordKind
-from swarm.protocol.compression import dtype_name
 
 FOLDER_NAME = "swarm-flash"
 UNFINISHED = ".unfinished"

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TypeVar
 
-import msgspec
 import torch
 
+from swarm.common.checked_json import fields, integer, items, mapping, parse_json, text, to_json
+from swarm.common.dtypes import HIDDEN_DTYPES, dtype_name
 from swarm.errors import PackedFileError
 from swarm.models.flash.files.block_files import BlockFiles, PackedModel
 from swarm.models.flash.files.content_digests import number_of_parts
 from swarm.models.flash.plans.block_plan import BlockPlan, RecordKind
 from swarm.models.flash.records.record_layout import RecordField, RecordLayout
-from swarm.protocol.compression import HIDDEN_DTYPES, dtype_name
 
 FORMAT_VERSION = 1
 """Counts up with every change of the packed files. Files of another version are prepared anew."""
@@ -30,20 +32,25 @@ MAX_MANIFEST_BYTES = 4 << 20
 MAX_NUMBER = 1 << 50
 """Bound of every number in a manifest: a petabyte."""
 
-Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_NUMBER)]
+MAX_NAME_LENGTH = 4096
+MAX_DIMENSIONS = 16
+
+_SEALED = re.compile(rb'\{"sha256":"([0-9a-f]{64})","content":(.*)\}', re.DOTALL)
+"""The content of a file: the SHA-256 of some JSON, and this JSON."""
+
 T = TypeVar("T")
 
-Name = Annotated[str, msgspec.Meta(max_length=4096)]
 
-
-class FileContent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+@dataclass(frozen=True)
+class FileContent:
     """What one file must hold: its size in bytes, and the digest of each of its parts (see `content_digests`)."""
 
-    size: Number
-    parts: tuple[Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")], ...]
+    size: int
+    parts: tuple[str, ...]
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+@dataclass(frozen=True)
+class Manifest:
     """What a block's packed files hold.
 
     Attributes:
@@ -58,13 +65,13 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     format: int
-    model: Name
-    revision: Name
-    block: Number
-    dtype: Name
-    digest: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{1,64}$")]
-    plan: _PlanEntry
-    layout: _LayoutEntry
+    model: str
+    revision: str
+    block: int
+    dtype: str
+    digest: str
+    plan: BlockPlan
+    layout: RecordLayout
     records: FileContent
     resident: FileContent
 
@@ -80,24 +87,16 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ) -> Manifest:
         """The manifest of a block whose records and other tensors were written with these contents."""
         identity = (model.name, model.revision, block, dtype_name(model.dtype), digest)
-        return cls(FORMAT_VERSION, *identity, _PlanEntry.of(plan), _LayoutEntry.of(layout), *contents)
+        return cls(FORMAT_VERSION, *identity, plan, layout, *contents)
 
     @property
     def size(self) -> int:
         """Bytes of both files."""
         return self.records.size + self.resident.size
 
-    def block_plan(self) -> BlockPlan:
-        """What of the block became records."""
-        plan = self.plan
-        return BlockPlan(plan.kind, dict(plan.modules), dict(plan.axes), plan.resident)
 
-    def record_layout(self) -> RecordLayout:
-        """The layout of the records. Raises `ValueError` unless all its numbers agree with each other."""
-        return self.layout.checked(self.plan.axes, HIDDEN_DTYPES[self.dtype])
-
-
-class PredictorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+@dataclass(frozen=True)
+class PredictorEntry:
     """What a predictor's file holds.
 
     Attributes:
@@ -107,81 +106,17 @@ class PredictorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     format: int
-    digest: Name
+    digest: str
     content: FileContent
-
-
-class _PlanEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    kind: RecordKind
-    modules: dict[Name, Name]
-    axes: dict[Name, Number | None]
-    resident: tuple[Name, ...]
-
-    @classmethod
-    def of(cls, plan: BlockPlan) -> _PlanEntry:
-        return cls(plan.kind, dict(plan.modules), dict(plan.axes), tuple(plan.resident))
-
-
-class _FieldEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    tensor: Name
-    axis: Number | None
-    shape: Annotated[tuple[Number, ...], msgspec.Meta(max_length=16)]
-    offset: Number
-
-
-class _LayoutEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    fields: tuple[_FieldEntry, ...]
-    count: Number
-    record_bytes: Number
-    stride: Number
-
-    @classmethod
-    def of(cls, layout: RecordLayout) -> _LayoutEntry:
-        fields = tuple(_FieldEntry(one.tensor, one.axis, tuple(one.shape), one.offset) for one in layout.fields)
-        return cls(fields, layout.count, layout.record_bytes, layout.stride)
-
-    def checked(self, axes: Mapping[str, int | None], dtype: torch.dtype) -> RecordLayout:
-        """The layout that tensors of these shapes have; it must be the one that the manifest describes."""
-        fields = tuple(RecordField(one.tensor, one.axis, one.shape, one.offset) for one in self.fields)
-        described = RecordLayout(dtype, fields, self.count, self.record_bytes, self.stride)
-        shapes = {}
-        for field in fields:
-            if field.axis is None:
-                shapes[field.tensor] = field.shape
-            elif field.axis <= len(field.shape):
-                shapes[field.tensor] = (*field.shape[: field.axis], self.count, *field.shape[field.axis :])
-            else:
-                raise ValueError(f"{field.tensor} has no axis {field.axis}")
-        if {field.tensor: field.axis for field in fields} != axes or not self.count:
-            raise ValueError("the layout is not that of the plan")
-        if any(math.prod(shape) == 0 for shape in shapes.values()) or described.file_bytes > MAX_NUMBER:
-            raise ValueError("the records are empty or too large")
-        if RecordLayout.of(shapes, dict(axes), dtype) != described:
-            raise ValueError("the layout's numbers contradict each other")
-        return described
-
-
-class _Sealed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of the file: the SHA-256 of some JSON, and this JSON."""
-
-    sha256: str
-    content: msgspec.Raw
-
-
-class _Version(msgspec.Struct):
-    format: int
-
-
-_sealed_decoder = msgspec.json.Decoder(_Sealed)
-_version_decoder = msgspec.json.Decoder(_Version)
-_manifest_decoder = msgspec.json.Decoder(Manifest)
-_predictor_decoder = msgspec.json.Decoder(PredictorEntry)
 
 
 def encode_sealed(content: Manifest | PredictorEntry) -> bytes:
     """The content of the file of a manifest or an entry."""
-    data = msgspec.json.encode(content)
-    return msgspec.json.encode(_Sealed(hashlib.sha256(data).hexdigest(), msgspec.Raw(data)))
+    values = asdict(content)
+    if isinstance(content, Manifest):
+        del values["layout"]["dtype"]  # it is the manifest's
+    data = to_json(values)
+    return b'{"sha256":"%s","content":%s}' % (hashlib.sha256(data).hexdigest().encode(), data)
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -191,7 +126,7 @@ def read_manifest(path: Path) -> Manifest:
         FileNotFoundError: there is none.
         PackedFileError: it cannot be used.
     """
-    return _read(path, _decode_manifest)
+    return _read(path, _manifest)
 
 
 def read_predictor_entry(path: Path) -> PredictorEntry:
@@ -201,10 +136,10 @@ def read_predictor_entry(path: Path) -> PredictorEntry:
         FileNotFoundError: there is none.
         PackedFileError: it cannot be used.
     """
-    return _read(path, _decode_predictor_entry)
+    return _read(path, _predictor_entry)
 
 
-def _read(path: Path, decode: Callable[[bytes], T]) -> T:
+def _read(path: Path, decode: Callable[[object], T]) -> T:
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_MANIFEST_BYTES + 1)
@@ -216,42 +151,106 @@ def _read(path: Path, decode: Callable[[bytes], T]) -> T:
         raise PackedFileError(f"{path.name} is larger than {MAX_MANIFEST_BYTES >> 20} MiB")
     try:
         return decode(_unsealed(data))
-    except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors, as is bad Unicode
+    except (ValueError, RecursionError) as error:  # bad Unicode is a ValueError
         raise PackedFileError(f"{path.name} is not a manifest ({error})") from None
 
 
-def _unsealed(data: bytes) -> bytes:
+def _unsealed(data: bytes) -> object:
     """The JSON inside, which has the digest that the file says, and the format that this program knows."""
-    sealed = _sealed_decoder.decode(data)
-    content = bytes(sealed.content)
-    if hashlib.sha256(content).hexdigest() != sealed.sha256:
+    sealed = _SEALED.fullmatch(data)
+    if sealed is None:
+        raise ValueError("it is not a digest and its content")
+    if hashlib.sha256(sealed[2]).hexdigest() != sealed[1].decode():
         raise ValueError("it was changed after it was written")
-    version = _version_decoder.decode(content).format
-    if version != FORMAT_VERSION:
+    content = parse_json(sealed[2])
+    (version,) = fields(content, ["format"], closed=False)
+    if _size(version) != FORMAT_VERSION:
         raise ValueError(f"it has format {version}, this program writes and reads format {FORMAT_VERSION}")
     return content
 
 
-def _decode_manifest(content: bytes) -> Manifest:
-    manifest = _manifest_decoder.decode(content)
-    if manifest.dtype not in HIDDEN_DTYPES:
-        raise ValueError(f"it has the unknown dtype {manifest.dtype!r}")
-    if manifest.record_layout().file_bytes != manifest.records.size:
+def _manifest(value: object) -> Manifest:
+    names = ("model", "revision", "block", "dtype", "digest", "plan", "layout", "records", "resident")
+    _, model, revision, block, dtype, digest, plan, layout, records, resident = fields(value, ("format", *names))
+    if _name(dtype) not in HIDDEN_DTYPES:
+        raise ValueError(f"it has the unknown dtype {dtype[:32]!r}")
+    checked_plan = _plan(plan)
+    manifest = Manifest(
+        FORMAT_VERSION,
+        _name(model),
+        _name(revision),
+        _size(block),
+        dtype,
+        text(digest, 64, "[0-9a-f]+"),
+        checked_plan,
+        _layout(layout, checked_plan, HIDDEN_DTYPES[dtype]),
+        _file_content(records),
+        _file_content(resident),
+    )
+    if manifest.layout.file_bytes != manifest.records.size:
         raise ValueError("the records do not have the size of their file")
-    _check_parts(manifest.records)
-    _check_parts(manifest.resident)
     return manifest
 
 
-def _decode_predictor_entry(content: bytes) -> PredictorEntry:
-    entry = _predictor_decoder.decode(content)
-    _check_parts(entry.content)
-    return entry
+def _predictor_entry(value: object) -> PredictorEntry:
+    _, digest, content = fields(value, ("format", "digest", "content"))
+    return PredictorEntry(FORMAT_VERSION, _name(digest), _file_content(content))
 
 
-def _check_parts(content: FileContent) -> None:
+def _plan(value: object) -> BlockPlan:
+    kind, modules, axes, resident = fields(value, ("kind", "modules", "axes", "resident"))
+    return BlockPlan(
+        RecordKind(_name(kind)),
+        {_name(role): _name(path) for role, path in mapping(modules).items()},
+        {_name(tensor): _axis(axis) for tensor, axis in mapping(axes).items()},
+        tuple(_name(one) for one in items(resident)),
+    )
+
+
+def _layout(value: object, plan: BlockPlan, dtype: torch.dtype) -> RecordLayout:
+    """The layout that tensors of these shapes have; it must be the one that the manifest describes."""
+    listed, *numbers = fields(value, ("fields", "count", "record_bytes", "stride"))
+    described = RecordLayout(dtype, tuple(_field(one) for one in items(listed)), *map(_size, numbers))
+    shapes = {}
+    for field in described.fields:
+        if field.axis is None:
+            shapes[field.tensor] = field.shape
+        elif field.axis <= len(field.shape):
+            shapes[field.tensor] = (*field.shape[: field.axis], described.count, *field.shape[field.axis :])
+        else:
+            raise ValueError(f"{field.tensor} has no axis {field.axis}")
+    if {field.tensor: field.axis for field in described.fields} != plan.axes or not described.count:
+        raise ValueError("the layout is not that of the plan")
+    if any(math.prod(shape) == 0 for shape in shapes.values()) or described.file_bytes > MAX_NUMBER:
+        raise ValueError("the records are empty or too large")
+    if RecordLayout.of(shapes, plan.axes, dtype) != described:
+        raise ValueError("the layout's numbers contradict each other")
+    return described
+
+
+def _field(value: object) -> RecordField:
+    tensor, axis, shape, offset = fields(value, ("tensor", "axis", "shape", "offset"))
+    return RecordField(_name(tensor), _axis(axis), tuple(map(_size, items(shape, MAX_DIMENSIONS))), _size(offset))
+
+
+def _file_content(value: object) -> FileContent:
+    size, parts = fields(value, ("size", "parts"))
+    content = FileContent(_size(size), tuple(text(part, 64, "[0-9a-f]{64}") for part in items(parts)))
     if len(content.parts) != number_of_parts(content.size):
         raise ValueError("a file does not have a digest for each part")
+    return content
+
+
+def _name(value: object) -> str:
+    return text(value, MAX_NAME_LENGTH)
+
+
+def _size(value: object) -> int:
+    return integer(value, 0, MAX_NUMBER)
+
+
+def _axis(value: object) -> int | None:
+    return None if value is None else integer(value, 0, MAX_DIMENSIONS)
 
 
 def check_identity(manifest: Manifest, model: PackedModel, block: int, kind: RecordKind) -> None:

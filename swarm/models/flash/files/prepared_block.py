@@ -43,8 +43,8 @@ class PreparedBlock:
 
     def __init__(self, manifest: Manifest, files: BlockFiles, use: UseLock, new: bool) -> None:
         self.block = manifest.block
-        self.plan: BlockPlan = manifest.block_plan()
-        self.layout: RecordLayout = manifest.record_layout()
+        self.plan: BlockPlan = manifest.plan
+        self.layout: RecordLayout = manifest.layout
         self.digest = manifest.digest
         self.files = files
         self.new = new
@@ -141,12 +141,12 @@ def _checked_manifest(
     check_identity(manifest, model, block, planned.plan.kind)
     if digest is not None and manifest.digest != digest:
         raise PackedFileError("the checkpoint's weights have changed since")
-    if (manifest.block_plan(), manifest.record_layout()) != (planned.plan, planned.layout):
+    if (manifest.plan, manifest.layout) != (planned.plan, planned.layout):
         raise PackedFileError("it was prepared in another way than this program does it")
     check_sizes(manifest, files)
     _check_content(files.records, manifest.records, progress)
     _check_content(files.resident, manifest.resident, progress)
-    _check_names(manifest.block_plan(), files.resident)
+    _check_names(manifest.plan, files.resident)
     return manifest
 
 

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Any, Protocol
 
-import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import nn
 from torch.nn import functional
 
+from swarm.common.checked_json import fields, integer, items, number, parse_json, text, to_json
 from swarm.errors import PackedFileError
 from swarm.models.flash.sparsity import Sparsity
 
 _FORMAT = "swarm neuron predictor 1"
 _METADATA_KEY = "predictor"
 _MAX_SHARES = 64
+_MAX_COUNT = 1 << 31
+_MAX_LOSS = 1e3
 
 
 class NeuronPredictor(Protocol):
@@ -136,7 +138,7 @@ def encode_predictor(calibrated: CalibratedPredictor, digest: str) -> bytes:
     }
     tensors = {"first": predictor.first, "second": predictor.second, "bias": predictor.bias}
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    data: bytes = save(contiguous, metadata={_METADATA_KEY: msgspec.json.encode(metadata).decode()})
+    data: bytes = save(contiguous, metadata={_METADATA_KEY: to_json(metadata).decode()})
     return data
 
 
@@ -164,39 +166,46 @@ def load_predictor(path: Path, digest: str, hidden: int, neurons: int) -> Calibr
     if len({tensor.dtype for tensor in tensors}) != 1 or not all(tensor.isfinite().all() for tensor in tensors):
         raise _refusal(path, "its values are not finite, or of several types")
     predictor = LowRankPredictor(first, second, bias, metadata.threshold)
-    try:
-        sparsity = Sparsity(metadata.tokens, dict(metadata.sessions), dict(metadata.reads))
-    except ValueError as error:
-        raise _refusal(path, str(error)) from error
-    return CalibratedPredictor(predictor, sparsity, metadata.recall, metadata.perplexity_loss)
+    return CalibratedPredictor(predictor, metadata.sparsity, metadata.recall, metadata.perplexity_loss)
 
 
-_Points = Annotated[tuple[tuple[float, float], ...], msgspec.Meta(max_length=_MAX_SHARES)]
-
-
-class _Metadata(msgspec.Struct):
+@dataclass(frozen=True)
+class _Metadata:
     """What stands beside the matrices."""
 
-    format: str
-    block_digest: str
     threshold: float
-    recall: Annotated[float, msgspec.Meta(ge=0, le=1)]
-    tokens: Annotated[tuple[float, ...], msgspec.Meta(max_length=_MAX_SHARES)]
-    sessions: Annotated[tuple[tuple[int, float], ...], msgspec.Meta(max_length=_MAX_SHARES)]
-    perplexity_loss: Annotated[float, msgspec.Meta(ge=-1, le=1e3)] | None
-    reads: Annotated[tuple[tuple[int, _Points], ...], msgspec.Meta(max_length=_MAX_SHARES)] = ()
+    recall: float
+    sparsity: Sparsity
+    perplexity_loss: float | None
 
 
-def _parsed(path: Path, text: str | None, digest: str) -> _Metadata:
+def _parsed(path: Path, metadata: str | None, digest: str) -> _Metadata:
+    names = ("format", "block_digest", "threshold", "recall", "tokens", "sessions", "perplexity_loss")
     try:
-        metadata = msgspec.json.decode(text or "", type=_Metadata)
-    except msgspec.DecodeError as error:
+        form, block_digest, threshold, recall, tokens, sessions, loss, reads = fields(
+            parse_json(metadata or ""), names, optional=("reads",), closed=False
+        )
+        if text(form, len(_FORMAT)) != _FORMAT:
+            raise ValueError("another format")
+        if block_digest != digest:
+            raise _refusal(path, "it was made for another block, or another revision of it")
+        sparsity = Sparsity(
+            tuple(map(number, items(tokens, _MAX_SHARES))),
+            {integer(count, 0, _MAX_COUNT): number(share) for count, share in _pairs(sessions)},
+            {integer(count, 0, _MAX_COUNT): _points(points) for count, points in _pairs(reads or [])},
+        )
+        checked_loss = None if loss is None else number(loss, -1, _MAX_LOSS)
+        return _Metadata(number(threshold), number(recall, 0, 1), sparsity, checked_loss)
+    except (ValueError, RecursionError) as error:
         raise _refusal(path, f"it holds no neuron predictor of this version ({error})") from error
-    if metadata.format != _FORMAT:
-        raise _refusal(path, "it holds no neuron predictor of this version")
-    if metadata.block_digest != digest:
-        raise _refusal(path, "it was made for another block, or another revision of it")
-    return metadata
+
+
+def _points(value: object) -> tuple[tuple[float, float], ...]:
+    return tuple((number(first), number(second)) for first, second in _pairs(value))
+
+
+def _pairs(value: object) -> list[list[Any]]:
+    return [items(one, length=2) for one in items(value, _MAX_SHARES)]
 
 
 def _refusal(path: Path, reason: str) -> PackedFileError:

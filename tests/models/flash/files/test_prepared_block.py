@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 
-import msgspec
 import pytest
 import safetensors.torch
 import torch
@@ -127,8 +126,8 @@ def test_resident_tensors_that_the_plan_does_not_describe(llama, tmp_path, chang
         tensors = {"mlp.up_proj.weight" if change == "a record is there too" else "other": torch.zeros(2)}
         pieces = record_writing.safetensors_bytes(tensors)
     resident = record_writing.write_file(files.resident, pieces)
-    plan = msgspec.structs.replace(manifest.plan, resident=("input_layernorm.weight",))
-    files.manifest.write_bytes(encode_sealed(msgspec.structs.replace(manifest, plan=plan, resident=resident)))
+    plan = dataclasses.replace(manifest.plan, resident=("input_layernorm.weight",))
+    files.manifest.write_bytes(encode_sealed(dataclasses.replace(manifest, plan=plan, resident=resident)))
     planned = planned_block(llama, BLOCK, plan_of=plan_streamed)
     planned = dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, resident=plan.resident))
     with pytest.raises(PackedFileError, match=r"is not a safetensors file|holds other tensors than the plan says"):
