@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -25,7 +24,6 @@ from swarm.errors import (
     ProtocolViolation,
     RemoteError,
     ServerClosing,
-    ServerFault,
     TooLong,
     UnknownSession,
 )
@@ -38,26 +36,21 @@ from swarm.protocol.framing import Frame
 from swarm.server.compute.compute_request import Bytes
 from swarm.server.compute.engine import Engine
 from swarm.server.sessions.adapter_store import AdapterStore
-from swarm.server.sessions.push_link import PushLink
+from swarm.server.sessions.pushed_steps import PushedSteps
+from swarm.server.sessions.replies import Answer, Replies
 from swarm.server.sessions.reply_stream import ReplyStream
 from swarm.server.sessions.request_validation import RequestLimits, RequestValidator
 from swarm.server.sessions.session import Session, SessionTerms
 from swarm.server.sessions.session_steps import SessionSteps
 from swarm.server.sessions.session_table import SessionTable
 from swarm.server.sessions.stateless_requests import StatelessRequests
+from swarm.server.sessions.unanswered_requests import UnansweredRequests
 from swarm.transport.stream import Network, Stream
 
 logger = logging.getLogger(__name__)
 
 NOTICE_TIMEOUT_S = 1.0
 """How long a client gets to read that this server is leaving."""
-
-PUSHED_REPLY_DELAY_S = 1e-3
-"""Time between a push and the copy for the client. Only the next server waits for the outputs. If both were sent at
-once, the copy would delay this push (by a quarter, on one machine) and those of other sessions."""
-
-Answer = tuple[messages.Message | None, Bytes]
-"""A reply, or None where the message is not answered, and its payload."""
 
 
 class MessageHandler:
@@ -79,20 +72,19 @@ class MessageHandler:
         observer: ServerObserver | None = None,
     ) -> None:
         self._closing = False
-        self._network = network
         self._model = model
         self._sessions = sessions
         self._engine = engine
         self._observer = observer or ServerObserver()
+        self._replies = Replies(self._observer)
         self._limits = limits or RequestLimits()
         self._validator = RequestValidator(model, revision, self._limits)
         store = adapters if adapters is not None else AdapterStore(time.monotonic)
         self._steps = SessionSteps(sessions, engine, self._validator, self._observer)
+        self._unanswered = UnansweredRequests()
+        self._pushed = PushedSteps(network, sessions, self._steps, self._replies, self._unanswered)
         self._stateless = StatelessRequests(model, self._validator, engine, store)
         self._streams: dict[str, set[ReplyStream]] = {}
-        self._unanswered = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     @property
     def closing(self) -> bool:
@@ -116,7 +108,7 @@ class MessageHandler:
 
     async def idle(self) -> None:
         """Return once every request that has arrived is answered."""
-        await self._idle.wait()
+        await self._unanswered.none()
 
     async def hand_over(self) -> None:
         """Ask the clients of all sessions to use another server. Their sessions still work until `closed`."""
@@ -151,14 +143,11 @@ class MessageHandler:
                 return
             while not state.over:
                 frame = await stream.receive(self._stateless.max_payload)
-                self._unanswered += 1
-                self._idle.clear()
+                self._unanswered.add()
                 try:
                     await self._handle_frame(stream, frame, state)
                 finally:
-                    self._unanswered -= 1
-                    if not self._unanswered:
-                        self._idle.set()
+                    self._unanswered.remove()
         except ProtocolViolation as error:
             await self._reject(stream, error)
         finally:
@@ -178,36 +167,14 @@ class MessageHandler:
         self._observer.message_received(type(message).__name__, len(frame.payload))
         step = message.step if isinstance(message, messages.StepRequest) else None
         handling = self._handle_message(stream, message, frame.payload, state)
-        reply, payload = await self._answer_or_refuse(handling, message, stream.peer_id, step)
+        reply, payload = await self._replies.answer_or_refuse(handling, message, stream.peer_id, step)
         if reply is not None:
             try:
-                await self._send_reply(stream, reply, payload)
+                await self._replies.send(stream, reply, payload, state.session)
             except PeerTimeout:
                 raise
             except PeerLost:  # a client that has hung up may have closed its session before
                 pass
-
-    async def _answer_or_refuse(
-        self, handling: Awaitable[Answer], message: messages.Message, client: str, step: int | None
-    ) -> Answer:
-        """The answer to a message, or a refusal. Raises `ProtocolViolation`, which ends the stream.
-
-        Computing may raise anything. A fault of this server must not end the stream of the client, which learns only
-        that it happened; the log says what it was.
-        """
-        try:
-            return await handling
-        except ProtocolViolation:
-            raise
-        except RemoteError as error:
-            refusal = error
-        except Exception as error:
-            kind, peer = type(message).__name__, client[-6:]
-            extra = {"request": kind, "peer": peer}
-            logger.error("a %s of peer …%s failed", kind, peer, exc_info=error, extra=extra)
-            refusal = ServerFault("the computation failed at this server; its log says why")
-        self._observer.request_refused(refusal.code)
-        return messages.refusal(refusal, step), b""
 
     async def _handle_message(
         self, stream: ReplyStream, message: messages.ClientMessage, payload: Bytes, state: _StreamState
@@ -216,13 +183,14 @@ class MessageHandler:
             case messages.StepRequest():
                 return await self._steps.run_step(state.require_session(), message, payload, asked_by_client=True)
             case messages.PushRequest():
-                return await self._handle_push(stream.peer_id, message, payload)
+                await self._pushed.answer(stream.peer_id, message, payload)
+                return None, b""
             case messages.ReplayRequest():
                 return await self._steps.run_replay(state.require_session(), message, payload)
             case messages.OpenSession():
                 return await self._open_session(stream, message, state), b""
             case messages.SetNeighbors():
-                self._set_neighbors(state.require_session(), message)
+                self._pushed.set_neighbors(state.require_session(), message)
                 return None, b""
             case messages.GiveUp():
                 state.require_session().give_up(message.first, message.end)
@@ -279,24 +247,6 @@ class MessageHandler:
             raise
         return messages.SessionOpened(state.session.next_step)
 
-    def _set_neighbors(self, session: Session, message: messages.SetNeighbors) -> None:
-        self._sessions.require_open(session)  # nothing would ever close the link of a session that is forgotten
-        session.close_push_link()
-        session.allow_push_from(message.previous_peer)
-        if message.next_peer is not None and message.next_session_id is not None:
-            client = session.terms.peer_id
-            session.push_link = PushLink(self._network, client, message.next_peer, message.next_session_id)
-
-    async def _handle_push(self, peer_id: str, message: messages.PushRequest, payload: Bytes) -> Answer:
-        """A step from the previous server. Its reply or refusal goes to the client, not to the server that pushed."""
-        session = await self._sessions.find_for_push(peer_id, message.client, message.session_id)
-        handling = self._steps.run_step(session, message.step, payload, asked_by_client=False)
-        reply, output = await self._answer_or_refuse(handling, message, message.client, message.step.step)
-        if reply is not None and session.client is not None:
-            with suppress(PeerLost):  # a client that is away may ask again
-                await self._send_reply(session.client, reply, output)
-        return None, b""
-
     def _info(self) -> messages.InfoReply:
         span = self._model.span
         return messages.InfoReply(span.start, span.end, max(0, self._sessions.free), len(self._sessions), VERSION)
@@ -305,14 +255,6 @@ class MessageHandler:
         if len(payload) > messages.MAX_PROBE_BYTES:
             raise TooLong(f"a probe of {len(payload)} bytes; at most {messages.MAX_PROBE_BYTES} are answered")
         return messages.ProbeReply(), bytes(message.reply_bytes)
-
-    async def _send_reply(self, stream: ReplyStream, reply: messages.Message, payload: Bytes) -> None:
-        """Send an answer. The copy of outputs that were pushed waits until the push is under way."""
-        if isinstance(reply, messages.StepReply) and reply.pushed:
-            await stream.send_later(PUSHED_REPLY_DELAY_S, reply, payload)
-        else:
-            await stream.send(reply, payload)
-        self._observer.payload_sent(len(payload))
 
     def _require_not_closing(self) -> None:
         if self.closing:

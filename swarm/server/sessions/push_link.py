@@ -23,8 +23,16 @@ MIN_BYTES_PER_S = 1e5
 """A push of n bytes fails after `PUSH_TIMEOUT_S + n / MIN_BYTES_PER_S` seconds."""
 
 
+PUSHED_REPLY_DELAY_S = 1e-3
+"""Time between a push and the copy for the client. Only the next server waits for the outputs. If both were sent at
+once, the copy would delay this push (by a quarter, on one machine) and those of other sessions."""
+
+
 class PushLink:
     """One session's connection from this server to the next one.
+
+    Attributes:
+        reply_delay_s: how long the client's copy of outputs that were pushed waits.
 
     Args:
         network: this server's end of the network.
@@ -32,6 +40,8 @@ class PushLink:
         peer_id: the next server.
         session_id: the session there.
     """
+
+    reply_delay_s = PUSHED_REPLY_DELAY_S
 
     def __init__(self, network: Network, client: str, peer_id: str, session_id: bytes) -> None:
         self._client = client

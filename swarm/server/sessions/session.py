@@ -10,6 +10,7 @@ from swarm.data_structures import Span, WireFormat
 from swarm.models.execution.session_cache import SessionCache
 from swarm.protocol.messages import StepReply
 from swarm.server.compute.compute_request import ComputeResult
+from swarm.server.sessions.local_push_link import LocalPushLink
 from swarm.server.sessions.push_link import PushLink
 from swarm.server.sessions.reply_stream import ReplyStream
 
@@ -62,9 +63,10 @@ class Session:
         client: the newest of them, to which replies to pushed steps go.
         previous_peer: the peer that may push steps into the session, besides the client itself.
         push_link: the link to the next server.
-        lock: held by the step that is being answered. One that was given up may still be computed, and its tokens be
-            cached, after it has released the lock; the engine starts the next step after that, which sets them back.
-        computing: number and result of that step, while it is with the engine.
+        lock: held by the step that is being answered, or the steps that are computed as one. One that was given up may
+            still be computed, and its tokens be cached, after it has released the lock; the engine starts the next step
+            after that, which sets them back.
+        computing: numbers and result of that step, or of the steps that are computed as one, while the engine has it.
         reserving: held while cache is reserved, so that two connections never reserve the same sequences twice.
     """
 
@@ -80,9 +82,9 @@ class Session:
         self.attached = 0
         self.client: ReplyStream | None = None
         self.previous_peer: str | None = None
-        self.push_link: PushLink | None = None
+        self.push_link: PushLink | LocalPushLink | None = None
         self.lock = asyncio.Lock()
-        self.computing: tuple[int, asyncio.Future[ComputeResult]] | None = None
+        self.computing: tuple[range, asyncio.Future[ComputeResult]] | None = None
         self.reserving = asyncio.Lock()
         self._push_allowed = asyncio.Event()
 
@@ -94,12 +96,15 @@ class Session:
     def give_up(self, first: int, end: int) -> None:
         """Drop the steps from number `first` up to, but without, `end`.
 
-        The iteration that computes one of them is finished, and may cache its tokens, but the step is not answered.
+        The iteration that computes one of them is finished, and may cache its tokens, but the step is not answered. So
+        are steps that are computed as one with others that are still wanted.
         """
         continues = first <= self.given_up.stop
         self.given_up = range(min(first, self.given_up.start) if continues and self.given_up else first, end)
-        if self.computing is not None and self.computing[0] in self.given_up and not self.computing[1].done():
-            self.computing[1].set_exception(StepGivenUp())
+        if self.computing is not None:
+            numbers, computing = self.computing
+            if numbers[0] in self.given_up and numbers[-1] in self.given_up and not computing.done():
+                computing.set_exception(StepGivenUp())
 
     def allow_push_from(self, peer_id: str | None) -> None:
         """Accept pushed steps from this peer and from no other."""

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+from collections.abc import Sequence
+
 import msgspec
 
 from swarm.common.dtypes import dtype_name
 from swarm.data_structures import ExitThresholds, StepLayout, WireFormat
-from swarm.errors import ServerClosing, WrongPosition
+from swarm.errors import CacheFull, RemoteError, ServerClosing, WrongPosition
 from swarm.metrics.server import ServerObserver
 from swarm.models.execution.early_exit import StepExits
 from swarm.protocol import messages
+from swarm.protocol.compression import payload_bytes
 from swarm.server.compute import compute_request
 from swarm.server.compute.compute_request import Bytes, ComputeResult
 from swarm.server.compute.engine import Engine
 from swarm.server.sessions.request_validation import RequestValidator
 from swarm.server.sessions.session import Session, StepGivenUp
 from swarm.server.sessions.session_table import SessionTable
+from swarm.server.sessions.step_merging import MergedSteps
+
+StepOutcome = tuple[messages.StepReply | WrongPosition | None, Bytes]
+"""What comes of a step: its reply and outputs, why it is refused, or None if it is dropped without an answer."""
 
 
 class SessionSteps:
@@ -41,7 +50,7 @@ class SessionSteps:
 
         If the client asks again for the last step, it gets the reply that was kept.
         """
-        fingerprint = hash((messages.encode(message), payload))
+        fingerprint = _fingerprint(message, payload)
         async with session.lock:
             if session.last is not None and message.step == session.last[1].step and fingerprint == session.last[0]:
                 # The reply was lost, or both the client and the previous server have delivered the step.
@@ -63,12 +72,40 @@ class SessionSteps:
                 result = await self._extend_cache(session, message, layout, payload, reply_format, exits)
             except StepGivenUp:
                 return None, b""
-            left = list(result.left) if any(result.left) else None
-            reply = messages.StepReply(message.step, reply_format, _dtype(session), result.milliseconds, left=left)
             self._observer.tokens_left(block for block in result.left if block > session.terms.span.start)
-            session.last = fingerprint, reply, result.payload
-            session.next_step, session.epoch = message.step + 1, message.epoch
-        return await self._push_outputs(session, message, reply, result.payload), result.payload
+            reply = _note_computed(session, message, fingerprint, result, result.payload)
+        return await self.push_outputs(session, message, reply, result.payload), result.payload
+
+    async def run_merged(
+        self, session: Session, steps: Sequence[tuple[messages.StepRequest, Bytes]]
+    ) -> list[StepOutcome] | None:
+        """Compute pushed steps as one, if `mergeable` allows it; what has come of each. The outputs are not pushed on.
+
+        The outcomes are those of `run_step`, one step after the other, and so is what the session remembers. None if
+        there may be more to say about some of them than that; then nothing has happened.
+        """
+        async with session.lock:
+            merged = self._merge(session, steps)
+            if merged is None:
+                return None
+            first, last = steps[0][0].step, steps[-1][0].step
+            result = await self._compute_merged(session, steps, merged)
+            if result is None:
+                is_given_up = first in session.given_up and last in session.given_up
+                return [(None, b"")] * len(steps) if is_given_up else None
+            outcomes: list[StepOutcome] = []
+            missing: int | None = None
+            for (message, payload), output in zip(steps, self._split(session, merged, result), strict=True):
+                if message.step in session.given_up:
+                    missing = message.step
+                    outcomes.append((None, b""))
+                elif missing is not None:
+                    refusal = f"step {message.step} continues step {missing}, which was given up"
+                    outcomes.append((WrongPosition(refusal), b""))
+                else:
+                    reply = _note_computed(session, message, _fingerprint(message, payload), result, output)
+                    outcomes.append((reply, output))
+            return outcomes
 
     async def run_replay(
         self, session: Session, message: messages.ReplayRequest, payload: Bytes
@@ -86,7 +123,7 @@ class SessionSteps:
             session.given_up = range(0)
             return messages.ReplayReply(reply_format, _dtype(session), result.milliseconds), result.payload
 
-    async def _push_outputs(
+    async def push_outputs(
         self, session: Session, message: messages.StepRequest, reply: messages.StepReply, output: Bytes
     ) -> messages.StepReply:
         """Push before replying, because the next server waits for the outputs; the client only keeps a copy."""
@@ -127,12 +164,15 @@ class SessionSteps:
         self._validator.validate_length(layout, session.terms.max_length)
         self._validator.validate_payload(layout.tokens, message.format, message.dtype, payload)
         session.cache.validate_layout(layout)
-        await self._sessions.reserve_cache(session, layout.sequences)
-        exit_block, number = None, None
-        if isinstance(message, messages.StepRequest):
-            exit_block, number = message.exit_block, message.step
-            if number in session.given_up:  # while it waited for cache
-                raise StepGivenUp
+        number = message.step if isinstance(message, messages.StepRequest) else None
+        try:
+            await self._sessions.reserve_cache(session, layout.sequences)
+        except CacheFull:
+            if number in session.given_up:
+                raise StepGivenUp from None
+            raise
+        if number in session.given_up:  # while it waited for cache
+            raise StepGivenUp
         work = compute_request.forward_work(
             session.terms.peer_id,
             session.terms.session_id,
@@ -143,18 +183,93 @@ class SessionSteps:
             message.dtype,
             reply_format,
             exits,
-            urgent=exit_block is None or session.terms.span.start < exit_block,
+            urgent=not isinstance(message, messages.StepRequest) or _is_urgent(session, message),
         )
         computing = self._engine.submit(work)
-        session.computing = (number, computing) if number is not None else None
+        session.computing = (range(number, number + 1), computing) if number is not None else None
         try:
             return await computing
         finally:
             session.computing = None
 
+    def _merge(self, session: Session, steps: Sequence[tuple[messages.StepRequest, Bytes]]) -> MergedSteps | None:
+        """How these steps are computed as one; None if one of them may have to be refused, dropped, or wait for cache.
+
+        The caller holds the session's lock.
+        """
+        first = steps[0][0]
+        comes_next = first.step >= session.next_step and first.epoch in (first.step, session.epoch)
+        if self.closed or not comes_next or any(message.step in session.given_up for message, _ in steps):
+            return None
+        try:
+            self._sessions.require_open(session)
+            for message, payload in steps:
+                layout = self._validator.validate_layout(message)
+                self._validator.validate_payload(layout.tokens, message.format, message.dtype, payload)
+            merged = MergedSteps.of([message for message, _ in steps])
+            self._validator.validate_length(merged.layout, session.terms.max_length)
+            session.cache.validate_layout(merged.layout)
+        except RemoteError:
+            return None
+        return merged if merged.layout.sequences <= session.sequences else None
+
+    async def _compute_merged(
+        self, session: Session, steps: Sequence[tuple[messages.StepRequest, Bytes]], merged: MergedSteps
+    ) -> ComputeResult | None:
+        """The outputs of steps that are computed as one; None if that failed, or all of them were given up."""
+        first, last = steps[0][0], steps[-1][0]
+        self._sessions.note_use(session)
+        work = compute_request.merged_work(
+            session.terms.peer_id,
+            session.terms.session_id,
+            session.cache,
+            merged.layout,
+            [payload for _, payload in steps],
+            merged.rows,
+            first.format,
+            first.dtype,
+            session.terms.reply_format,
+            urgent=any(_is_urgent(session, message) for message, _ in steps),
+        )
+        computing = self._engine.submit(work)
+        session.computing = range(first.step, last.step + 1), computing
+        try:
+            await asyncio.wait([computing])
+        finally:
+            session.computing = None
+        return computing.result() if computing.exception() is None else None
+
+    def _split(self, session: Session, merged: MergedSteps, result: ComputeResult) -> list[memoryview]:
+        """The payloads of steps that were computed as one."""
+        values, wire = session.cache.model.hidden_size, session.terms.reply_format
+        lengths = [payload_bytes(len(rows) * values, wire, _dtype(session)) for rows in merged.rows]
+        whole = memoryview(result.payload)
+        return [whole[end - length : end] for end, length in zip(itertools.accumulate(lengths), lengths, strict=True)]
+
     def _require_not_closed(self) -> None:
         if self.closed:
             raise ServerClosing("this server is leaving; use another one")
+
+
+def _fingerprint(message: messages.StepRequest, payload: Bytes) -> int:
+    return hash((messages.encode(message), payload))
+
+
+def _note_computed(
+    session: Session, message: messages.StepRequest, fingerprint: int, result: ComputeResult, output: Bytes
+) -> messages.StepReply:
+    """The reply to a step. The session remembers it, and that the step was computed."""
+    left = list(result.left) if any(result.left) else None
+    reply_format = session.terms.reply_format
+    reply = messages.StepReply(message.step, reply_format, _dtype(session), result.milliseconds, left=left)
+    session.last = fingerprint, reply, output
+    session.next_step, session.epoch = message.step + 1, message.epoch
+    return reply
+
+
+def _is_urgent(session: Session, message: messages.StepRequest) -> bool:
+    """Whether the client waits for the outputs: its token cannot leave in front of the session's blocks."""
+    return message.exit_block is None or session.terms.span.start < message.exit_block
 
 
 def _exits(session: Session, message: messages.StepRequest) -> StepExits | None:

@@ -102,7 +102,7 @@ class SessionTable:
             )
         self._sessions[session.key] = session
         session.attached += 1
-        session.last_seen = self._now()
+        self.note_use(session)
         try:
             await self.reserve_cache(session, sequences)
         except BaseException:
@@ -154,6 +154,10 @@ class SessionTable:
                 self.require_open(session)
                 session.sequences = sequences
                 self._report()
+        self.note_use(session)
+
+    def note_use(self, session: Session) -> None:
+        """Something has arrived for the session."""
         session.last_seen = self._now()
 
     def tokens_reserved(self, terms: SessionTerms, sequences: int = 1) -> int:
@@ -186,7 +190,7 @@ class SessionTable:
         session.attached -= 1
         if client is not None and session.client is client:
             session.client = None
-        session.last_seen = self._now()
+        self.note_use(session)
 
     def close(self, session: Session, reason: str = "closed") -> None:
         """Forget the session and free its cache. The reason is for the observer."""

@@ -13,8 +13,12 @@ from swarm.errors import PeerLost
 from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
 from swarm.protocol.compression import encode_tensor
-from swarm.server.sessions.handler import PUSHED_REPLY_DELAY_S
-from swarm.server.sessions.push_link import MIN_BYTES_PER_S, PUSH_CONNECT_TIMEOUT_S, PUSH_TIMEOUT_S
+from swarm.server.sessions.push_link import (
+    MIN_BYTES_PER_S,
+    PUSH_CONNECT_TIMEOUT_S,
+    PUSH_TIMEOUT_S,
+    PUSHED_REPLY_DELAY_S,
+)
 from swarm.server.sessions.session import LINK_TIMEOUT_S
 from swarm.server.sessions.session_table import RECONNECT_TIMEOUT_S
 from swarm.transport import memory

@@ -1,0 +1,87 @@
+"""Steps that come from the session's previous server, and where a session's outputs go on to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+from swarm.errors import PeerLost, RemoteError
+from swarm.protocol import messages
+from swarm.server.compute.compute_request import Bytes
+from swarm.server.sessions.local_push_link import LocalPushLink, Push
+from swarm.server.sessions.push_link import PushLink
+from swarm.server.sessions.replies import Answer, Replies
+from swarm.server.sessions.session import Session
+from swarm.server.sessions.session_steps import SessionSteps
+from swarm.server.sessions.session_table import SessionTable
+from swarm.server.sessions.unanswered_requests import UnansweredRequests
+from swarm.transport.stream import Network
+
+
+class PushedSteps:
+    """Answers the steps that are pushed into the sessions of one server.
+
+    Args:
+        unanswered: counts the server's requests.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        sessions: SessionTable,
+        steps: SessionSteps,
+        replies: Replies,
+        unanswered: UnansweredRequests,
+    ) -> None:
+        self._network = network
+        self._sessions = sessions
+        self._steps = steps
+        self._replies = replies
+        self._unanswered = unanswered
+
+    def set_neighbors(self, session: Session, message: messages.SetNeighbors) -> None:
+        """Who may push into the session, and where its outputs go. Raises `UnknownSession` if it is not open."""
+        self._sessions.require_open(session)  # nothing would ever close the link of a session that is forgotten
+        session.close_push_link()
+        session.allow_push_from(message.previous_peer)
+        if message.next_peer is None or message.next_session_id is None:
+            return
+        client = session.terms.peer_id
+        if message.next_peer == self._network.peer_id:
+            link = LocalPushLink(client, message.next_session_id, self._answer_own, self._unanswered)
+            session.push_link = link
+        else:
+            session.push_link = PushLink(self._network, client, message.next_peer, message.next_session_id)
+
+    async def answer(self, peer_id: str, message: messages.PushRequest, payload: Bytes) -> None:
+        """A step from the previous server. Its reply or refusal goes to the client, not to the server that pushed.
+
+        Raises `UnknownSession` if that server may not push there.
+        """
+        session = await self._sessions.find_for_push(peer_id, message.client, message.session_id)
+        handling = self._steps.run_step(session, message.step, payload, asked_by_client=False)
+        answer = await self._replies.answer_or_refuse(handling, message, message.client, message.step.step)
+        await self._send(session, answer)
+
+    async def _answer_own(self, pushes: Sequence[Push]) -> None:
+        """Successive steps from a session of this server to another one of the same client."""
+        if len(pushes) > 1:
+            message = pushes[0][0]
+            session = await self._sessions.find_for_push(self._network.peer_id, message.client, message.session_id)
+            outcomes = await self._steps.run_merged(session, [(push.step, payload) for push, payload in pushes])
+            if outcomes is not None:
+                for (push, _), (outcome, output) in zip(pushes, outcomes, strict=True):
+                    if isinstance(outcome, RemoteError):
+                        await self._send(session, (self._replies.refuse(outcome, push.step.step), b""))
+                    elif outcome is not None:
+                        reply = await self._steps.push_outputs(session, push.step, outcome, output)
+                        await self._send(session, (reply, output))
+                return
+        for push, payload in pushes:
+            await self.answer(self._network.peer_id, push, payload)
+
+    async def _send(self, session: Session, answer: Answer) -> None:
+        reply, output = answer
+        if reply is not None and session.client is not None:
+            with suppress(PeerLost):  # a client that is away may ask again
+                await self._replies.send(session.client, reply, output, session)
