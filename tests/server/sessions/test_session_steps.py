@@ -16,7 +16,17 @@ from swarm.protocol.compression import encode_tensor
 from swarm.server.compute import engine as engine_module
 from swarm.server.compute.engine import Engine
 from swarm.server.sessions.session import Session
-from tests.server.conversations import HIDDEN, OPEN, PATIENCE, alone, changed, make_model, random, scenario
+from tests.server.conversations import (
+    HIDDEN,
+    OPEN,
+    PATIENCE,
+    alone,
+    changed,
+    make_model,
+    on_virtual_time,
+    random,
+    scenario,
+)
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +161,28 @@ def test_a_step_that_is_given_up_while_it_waits_for_cache_is_dropped(model, comp
         assert computed == [1]
 
     alone(model, act, capacity=16)
+
+
+def test_a_step_that_is_given_up_while_it_waits_for_cache_is_not_refused_either(model):
+    async def act(server):
+        await (await server.client("hog")).begin()
+        client = await (await server.client()).begin(changed(OPEN, wait_timeout_s=PATIENCE))
+        await client.stream.send(messages.SetNeighbors("before", None, None))
+        before = await server.client("before")
+        unwanted = changed(client.next_step(), starts=[2, 0], counts=[1, 1])  # a second sequence
+        payload = encode_tensor(random(2, 1), WireFormat.NONE)
+        await before.stream.send(messages.PushRequest("hostile", OPEN.session_id, unwanted), payload)
+        await server.until(lambda: server.session().reserving.locked())
+        await client.stream.send(messages.GiveUp(1, 2))
+        await client.hears_nothing(PATIENCE + 1)  # there never was any cache
+        assert not server.session().reserving.locked()
+        client.steps = 2
+        reply, payload = await client.ask(
+            changed(client.next_step(), epoch=2), encode_tensor(random(1, 2), WireFormat.NONE)
+        )
+        client.check(reply, payload, random(1, 2))
+
+    on_virtual_time(model, act, capacity=16)
 
 
 def test_nobody_gives_up_steps_without_a_session(model):
