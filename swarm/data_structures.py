@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
@@ -174,9 +175,18 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The ordered hops of a request, which cover each of its blocks exactly once."""
+    """The ordered hops of a request, which cover each of its blocks exactly once.
+
+    Successive hops may be at the same server.
+    """
 
     hops: tuple[Hop, ...] = field(default_factory=tuple)
+
+    @property
+    def servers(self) -> tuple[ServerInfo, ...]:
+        """The servers in order, each once for all of its successive hops."""
+        runs = itertools.groupby((hop.server for hop in self.hops), key=lambda server: server.peer_id)
+        return tuple(next(run) for _, run in runs)
 
     def __str__(self) -> str:
         return "route: " + " → ".join(f"{hop.span} {hop.server.short_id}" for hop in self.hops)

@@ -155,7 +155,7 @@ class InferenceSession:
             chain = self._open_chain()
             # A step that copies sequences or rolls them back must finish at all servers before another one follows.
             first_alone = not chain.appends(layout)
-            chunk = chunk_slots(new, sequences, [hop.server for hop in chain.route.hops], first_alone)
+            chunk = chunk_slots(new, sequences, chain.route.servers, first_alone)
             if chunk < new and first_alone:
                 max_slots = chunk
         if new > max_slots:

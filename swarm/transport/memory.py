@@ -92,8 +92,11 @@ class MemoryHub:
     async def connect(self, source: str, target: str) -> Stream:
         """Open a stream. It costs a round trip, as libp2p's negotiation of the protocol does.
 
-        Waits while a peer hangs. Raises `PeerLost` if the target does not serve.
+        Waits while a peer hangs. Raises `PeerLost` if the target does not serve, or is the source: libp2p does not
+        connect a peer with itself.
         """
+        if source == target:
+            raise PeerLost(f"peer …{target[-6:]} cannot connect to itself")
         await self._delay_once(source, target)
         handler = self.handlers.get(target)
         if handler is None or source in self._dead:

@@ -198,11 +198,18 @@ class Swarm:
         """Once what it has just sent has arrived."""
         asyncio.get_running_loop().call_later(seconds, self.kill, name)
 
-    async def chain(self, early_exits: bool = False) -> Conversation:
+    async def chain(self, early_exits: bool = False, boundaries: tuple[int, ...] = ()) -> Conversation:
         span, emit = Span(0, BLOCKS), self.events.append
         chain = Chain(
             SessionContext(
-                self.network, self.planner, self.manner, span, MAX_LENGTH, emit=emit, early_exits=early_exits
+                self.network,
+                self.planner,
+                self.manner,
+                span,
+                MAX_LENGTH,
+                emit=emit,
+                early_exits=early_exits,
+                boundaries=boundaries,
             )
         )
         await chain.open()
@@ -257,8 +264,15 @@ class Conversation:
         results = await self.chain.steps(list(zip(map(_packed, hiddens), layouts, strict=True)))
         for layout, hidden, result in zip(layouts, hiddens, results, strict=True):
             self.histories = _after(self.histories, hidden, layout)
-            self._check(layout, result)
+            self.check(layout, result)
         self.caps = self.lengths
+
+    async def begin_step(self, layout: StepLayout) -> int:
+        """Send a step off, which is taken as if it stood; its number."""
+        hidden = torch.randn(layout.tokens, HIDDEN, generator=self.random)
+        self.histories = _after(self.histories, hidden, layout)
+        self.caps = self.lengths
+        return await self.chain.begin(_packed(hidden), layout)
 
     async def stream(self, chance: random.Random, turns: int) -> None:
         """Steps that are sent before the last server has answered those before; some of them are given up.
@@ -273,8 +287,11 @@ class Conversation:
                 if turn < 0.5 or not under_way:
                     limits = await self._begin(chance, under_way, limits)
                 elif turn < 0.6:
-                    given_up = await self._give_up(chance, under_way)
-                    limits = [min(pair) for pair in zip(limits, given_up, strict=True)]  # perhaps the second time
+                    kept = chance.randrange(len(under_way))
+                    given_up, under_way[kept:] = under_way[kept:], []
+                    below = _limits(under_way[-1].histories if under_way else self.histories, given_up)
+                    limits = _lower(limits, below)  # perhaps the second time
+                    await self.chain.give_up_under_way(given_up[0].number - 1)
                 elif turn < 0.8:
                     await self._look_at(chance.choice(under_way), chance.choice([*self.chain.boundaries, BLOCKS]))
                 else:
@@ -285,7 +302,8 @@ class Conversation:
         except BaseException:
             if under_way:
                 self.chain.give_up_after(under_way[0].number - 1)
-            self.caps = _limits(self.histories, under_way)
+                limits = _lower(limits, _limits(self.histories, under_way))
+            self.caps = limits
             raise
 
     async def _begin(self, chance: random.Random, under_way: list[_UnderWay], limits: list[int]) -> list[int]:
@@ -299,12 +317,6 @@ class Conversation:
         one.number = self.chain.next_number
         assert await self.chain.begin(_packed(hidden), layout, self.exits) == one.number
         return [len(history) for history in one.histories]
-
-    async def _give_up(self, chance: random.Random, under_way: list[_UnderWay]) -> list[int]:
-        kept = chance.randrange(len(under_way))
-        given_up, under_way[kept:] = under_way[kept:], []
-        await self.chain.give_up_under_way(given_up[0].number - 1)
-        return _limits(under_way[-1].histories if under_way else self.histories, given_up)
 
     async def _settle(self, under_way: list[_UnderWay]) -> None:
         first = under_way[0]
@@ -326,9 +338,9 @@ class Conversation:
             left = tuple(block * count for count in one.layout.counts)
             self.left += 1
         assert found.left == left
-        self._check(one.layout, found, one.histories, self.model.narrowed(Span(0, block)))
+        self.check(one.layout, found, one.histories, self.model.narrowed(Span(0, block)))
 
-    def _check(
+    def check(
         self,
         layout: StepLayout,
         result: PackedHidden,
@@ -361,6 +373,10 @@ def _limits(histories: Sequence[torch.Tensor], given_up: Sequence[_UnderWay]) ->
     """How far back the next step has to begin in each row, after steps that were given up."""
     rows = [len(history) for history in histories] or [0] * len(given_up[0].layout.starts)
     return [min([length, *(one.layout.starts[row] for one in given_up)]) for row, length in enumerate(rows)]
+
+
+def _lower(limits: Sequence[int], others: Sequence[int]) -> list[int]:
+    return [min(pair) for pair in zip(limits, others, strict=True)]
 
 
 def _packed(hidden: torch.Tensor) -> PackedHidden:

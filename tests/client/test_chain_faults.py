@@ -1,8 +1,8 @@
 """Sessions under random faults, on virtual time: whatever happens to the servers, the outputs stay right.
 
 Every block is held by three servers or more. Messages are lost and delayed; servers die before or after anything they
-say, hang, answer garbage, push garbage, forget their sessions, leave, take very long; the person interrupts. No
-exception may come out but the interruption.
+say, hang, answer garbage, push garbage, forget their sessions, leave, take very long; single streams break; the person
+interrupts. Half of the sessions cut their servers' spans. No exception may come out but the interruption.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Mischief:
         self.rate = rate
         self.log: list[str] = []
         self.stopped: set[str] = set()
-        self.kinds = [*FATAL, "garbage once", "forget", "leave", "slow"]
+        self.kinds = [*FATAL, "garbage once", "forget", "leave", "slow", "break off"]
         self.kinds += ["lose"] * 2 if lossy else []
 
     def __call__(self, source: str, target: str, message: messages.Message) -> bool:
@@ -80,6 +80,10 @@ class Mischief:
             )
         elif kind == "forget":
             server.sessions.clear()
+        elif kind == "break off":
+            sessions = [session for session in server.sessions._sessions.values() if session.client is not None]
+            if sessions:
+                self.chance.choice(sessions).client.close()
         elif kind == "leave":
             asyncio.get_running_loop().create_task(self._leave(server))
         elif kind == "slow":
@@ -95,6 +99,11 @@ class Mischief:
     async def _leave(self, server: Server) -> None:
         with suppress(Exception):
             await server.handler.hand_over()
+
+
+def some_boundaries(chance: random.Random) -> tuple[int, ...]:
+    """Blocks at which a session cuts its servers' spans; often none."""
+    return tuple(sorted(chance.sample(range(1, BLOCKS), chance.choice([0, 0, 1, 2, 3]))))
 
 
 def spoilt(chance: random.Random, message: Any, payload: Any) -> tuple[Any, Any]:
@@ -161,7 +170,7 @@ def play(model: Any, seed: int) -> list[str]:
         mischief.log = log
         interrupts = chance.random() < 0.3
         swarm.on_message = mischief
-        talk = await swarm.chain()
+        talk = await swarm.chain(boundaries=some_boundaries(chance))
         for _ in range(8):
             log.append("step")
             step = asyncio.ensure_future(next_step(talk, chance))

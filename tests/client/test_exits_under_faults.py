@@ -15,7 +15,7 @@ from swarm.models.execution.span_model import SpanModel
 from swarm.models.exits.span_exits import SpanExits
 from swarm.protocol import messages
 from tests.client.chains import Swarm
-from tests.client.test_chain_faults import EACH_SEED, SERVERS, Mischief, run_logged
+from tests.client.test_chain_faults import EACH_SEED, SERVERS, Mischief, run_logged, some_boundaries
 
 EXIT = 1
 TERMS = messages.ExitTerms("similarity", ((EXIT, 0.0),), "row")
@@ -36,7 +36,7 @@ def play(model: SpanModel, seed: int) -> list[str]:
         push = chance.random() < 0.8
         swarm = Swarm(model.with_exits(Sure((EXIT,))), SERVERS, missing_blocks_timeout=2e4, push=push)
         await swarm.start()
-        talk = await swarm.chain(early_exits=True)
+        talk = await swarm.chain(early_exits=True, boundaries=some_boundaries(chance))
         talk.exits = TERMS
         mischief = Mischief(swarm, chance, chance.randint(1, 6), chance.choice([0.02, 0.1, 0.5]), chance.random() < 0.5)
         mischief.log = log

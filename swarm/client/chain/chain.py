@@ -190,7 +190,7 @@ class Chain:
     async def resume(self) -> None:
         """Replace the servers that were lost now, instead of at the next step. Raises `MissingBlocks`."""
         for hop in list(self._hops):
-            if hop.progress.error is not None or hop.progress.leaving is not None:
+            if hop in self._hops and (hop.progress.error is not None or hop.progress.leaving is not None):
                 await self._repair(list(self._hops).index(hop))
 
     async def close(self) -> None:
@@ -284,8 +284,11 @@ class Chain:
         self._changed.set()
 
     def _forget_answered(self) -> None:
-        """Steps that all hops have answered matter only as a part of the histories."""
-        done = min(hop.progress.replied for hop in self._hops)
+        """Steps that all hops have answered matter only as a part of the histories.
+
+        Not those behind the last one that caches are filled with: a server that is replaced gets them once more.
+        """
+        done = min(self._foldable, *(hop.progress.replied for hop in self._hops))
         self._under_way.forget(done)
         for hop in self._hops:
             hop.history.fold_if_long(done)

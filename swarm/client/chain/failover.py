@@ -2,7 +2,8 @@
 
 The blocks of the lost server are routed again, perhaps cut differently; the history of what went into them is replayed
 to the new servers, which then have the same caches; the servers before and behind are told their new neighbors. No
-other server of the route starts again.
+other server of the route starts again. Successive hops at one server are lost and replaced together; if only the stream
+of one of them was lost, it alone goes on at the same server.
 
 Laws:
 - The step that was running is delivered again. Servers recognize a step that they have seen, so it is computed once.
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from swarm.client.chain.hop_progress import NO_STEP
 from swarm.client.chain.hop_session import HopSession
 from swarm.client.chain.input_history import InputHistory
+from swarm.client.chain.route_cutting import cut_route, hops_at_server
 from swarm.client.chain.session_constants import SessionContext
 from swarm.client.routes.events import HopLost, Recovered, Replayed, RouteTaken
 from swarm.client.routes.route_source import MIN_ROUTES_TRIED, MissingBlocksWait
@@ -92,26 +94,39 @@ class Failover:
         self._report_route(hops)
         return hops
 
-    async def repair(self, hops: Sequence[HopSession], index: int, contents: CacheContents) -> list[HopSession]:
-        """What takes the place of `hops[index]`: itself, if that is possible, or other servers, not linked yet.
+    async def repair(
+        self, hops: Sequence[HopSession], index: int, contents: Callable[[range], CacheContents]
+    ) -> tuple[range, list[HopSession]]:
+        """What takes the place of which hops: of `hops[index]` itself, if that is possible; or other servers, that are
+        not linked yet, of all successive hops at its server.
+
+        Args:
+            contents: what the caches of such hops have to hold together.
 
         Raises `MissingBlocks`, or the `RemoteError` that every server would answer with.
         """
-        lost = hops[index]
         began = time.perf_counter()
-        if await self._try_same_server(lost, contents):
-            return [lost]
-        await self._report_lost(lost)
-        before = hops[index - 1].peer_id if index else None
-        after = hops[index + 1].peer_id if index + 1 < len(hops) else None
+        alone = range(index, index + 1)
+        if await self._try_same_server(hops[index], contents(alone)):
+            return alone, [hops[index]]
+        which = hops_at_server([hop.peer_id for hop in hops], index)
+        error = hops[index].progress.error
+        await self._report_lost(hops[index], hops[which.start : which.stop])
+        wanted = contents(which)
+        if wanted.done < wanted.history.folded:
+            # The first of them was filled by a replay when others had not answered all of that: one after the other.
+            which, wanted = alone, contents(alone)
+        lost = hops[which.start : which.stop]
+        before = hops[which.start - 1].peer_id if which.start else None
+        after = hops[which.stop].peer_id if which.stop < len(hops) else None
         # If no other server has cache space either, say that, and not that blocks are missing.
-        full = lost.progress.error if isinstance(lost.progress.error, CacheFull) else None
-        fresh = await self._find_hops(lost.hop.span, before, after, contents, full)
+        full = error if isinstance(error, CacheFull) else None
+        fresh = await self._find_hops(_joined_span(lost), before, after, wanted, full)
         seconds = time.perf_counter() - began
         self._context.emit(Recovered(seconds))
-        route = self._report_route([*hops[:index], *fresh, *hops[index + 1 :]])
+        route = self._report_route([*hops[: which.start], *fresh, *hops[which.stop :]])
         logger.info("replaced in %.2f s; %s", seconds, route)
-        return fresh
+        return which, fresh
 
     async def link(self, hops: Sequence[HopSession], which: range, silent: int | None = None) -> None:
         """Tell the servers of `hops[which]` their neighbors; `hops[silent]` is told not to push."""
@@ -128,17 +143,23 @@ class Failover:
         self._context.emit(RouteTaken(route))
         return route
 
-    async def _report_lost(self, lost: HopSession) -> None:
-        """Report the server and leave it: once, or a server that has come back would be kept out again."""
-        error = lost.progress.error
-        if lost.progress.replaced or error is None:
+    async def _report_lost(self, failed: HopSession, lost: Sequence[HopSession]) -> None:
+        """Report the server and leave it: once, or a server that has come back would be kept out again.
+
+        Args:
+            lost: all successive hops at the server of the one that failed.
+        """
+        error = failed.progress.error
+        if failed.progress.replaced or error is None:
             return
-        lost.progress.on_replaced()
+        for hop in lost:
+            hop.progress.on_failed(error)
+            hop.progress.on_replaced()
         logger.info("%s; looking for a replacement", error)
         reason = error.code if isinstance(error, RemoteError) else RemoteError.code
-        self._context.emit(HopLost(lost.peer_id, lost.hop.span, reason))
-        self._routes.report_failure(lost.peer_id, error)
-        await lost.close()
+        self._context.emit(HopLost(failed.peer_id, _joined_span(lost), reason))
+        self._routes.report_failure(failed.peer_id, error)
+        await _close_all(lost)
 
     async def _try_same_server(self, hop: HopSession, contents: CacheContents) -> bool:
         """True if the same server can go on: only the connection was lost, or what it remembered.
@@ -183,7 +204,7 @@ class Failover:
         while True:
             try:
                 route = await self._routes.route(span, before, after, self._context.max_length)
-                hops, last_error = await self._prepare(route, contents)
+                hops, last_error = await self._prepare(cut_route(route, self._context.boundaries), contents)
                 if last_error is None:
                     return hops
                 tries += 1
@@ -213,17 +234,20 @@ class Failover:
         if error is not None:
             await _close_all(hops)
             return [], error
-        for hop in hops:
-            self._routes.report_success(hop.peer_id)
+        for peer_id in {hop.peer_id for hop in hops}:
+            self._routes.report_success(peer_id)
         return hops, None
 
     async def _open_all(self, hops: Sequence[HopSession]) -> RemoteError | None:
-        """Open all hops at once; why one of them could not be opened, or None."""
+        """Open all hops at once; why one of them could not be opened, or None. Each server is reported once."""
         error: RemoteError | None = None
+        reported: set[str] = set()
         results = await asyncio.gather(*(hop.open() for hop in hops), return_exceptions=True)
         for hop, result in zip(hops, results, strict=True):
             if isinstance(result, RemoteError):
-                error = self._report_failure(hop, result)
+                if hop.peer_id not in reported:
+                    error = self._report_failure(hop, result)
+                reported.add(hop.peer_id)
             elif isinstance(result, BaseException):
                 raise result
         return error
@@ -254,6 +278,11 @@ class Failover:
         if not isinstance(error, AdapterRefused):
             self._routes.report_failure(hop.peer_id, error)
         return error
+
+
+def _joined_span(hops: Sequence[HopSession]) -> Span:
+    """The blocks of successive hops."""
+    return Span(hops[0].hop.span.start, hops[-1].hop.span.end)
 
 
 async def _close_all(hops: Sequence[HopSession]) -> None:

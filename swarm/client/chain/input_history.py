@@ -1,7 +1,7 @@
 """What one hop of a session was sent so far, so that another server can take its place.
 
-A step is only appended to a list. The list is folded into sequences, as a server would do it (copied, set back,
-appended), when a replay needs them or when the list has grown much longer than the sequences.
+A step is only appended to a list. A replay folds the list into sequences, as a server would do it (copied, set back,
+appended). What is folded for good, when the list has grown much longer than the sequences, cannot be taken apart again.
 """
 
 from __future__ import annotations
@@ -69,10 +69,11 @@ class InputHistory:
 
     Attributes:
         last: number of the newest step that is or was in it.
+        folded: number of the last step that is folded for good: a replay cannot end before it.
     """
 
     def __init__(self) -> None:
-        self.last = -1
+        self.last = self.folded = -1
         self._rows: tuple[_Sequence, ...] = ()
         self._steps: dict[int, Step] = {}
         self._unfolded = 0
@@ -86,7 +87,7 @@ class InputHistory:
 
     def add_replayed(self, layout: StepLayout, hidden: PackedHidden, done: int) -> None:
         """Append what went in during a replay of the steps up to number `done`, before all further steps."""
-        self.last = max(self.last, done)
+        self.last, self.folded = max(self.last, done), max(self.folded, done)
         self._rows = _extended(self._rows, Step(done, layout, hidden))
 
     def get(self, number: int) -> Step:
@@ -108,17 +109,15 @@ class InputHistory:
 
     def fold(self, done: int) -> None:
         """Fold the steps up to number `done`."""
-        rows = self._rows
-        for number in sorted(self._steps):
-            if number <= done:
-                rows = _extended(rows, self._steps.pop(number))
-        self._rows = tuple(_merged(row) for row in rows)
+        self._rows = self._rows_after(done)
+        for number in [number for number in self._steps if number <= done]:
+            del self._steps[number]
+            self.folded = max(self.folded, number)
         self._unfolded = sum(step.layout.tokens for step in self._steps.values())
 
     def replay(self, done: int) -> Iterator[tuple[StepLayout, PackedHidden]]:
         """Requests that fill an empty cache with the steps up to number `done`. Lossless, whatever travelled before."""
-        self.fold(done)
-        rows = self._rows
+        rows = self._rows_after(done)
         size = max(1, MAX_REQUEST_TOKENS // max(1, len(rows)))
         positions = [0] * len(rows)
         while any(position < _length(row) for position, row in zip(positions, rows, strict=True)):
@@ -127,6 +126,14 @@ class InputHistory:
             offsets = tuple(piece.offset for piece in pieces)
             yield StepLayout(tuple(positions), counts, None, offsets if any(offsets) else None), _packed(pieces)
             positions = [position + count for position, count in zip(positions, counts, strict=True)]
+
+    def _rows_after(self, done: int) -> tuple[_Sequence, ...]:
+        """The sequences after step number `done`."""
+        rows = self._rows
+        for number in sorted(self._steps):
+            if number <= done:
+                rows = _extended(rows, self._steps[number])
+        return tuple(_merged(row) for row in rows)
 
 
 def _extended(rows: tuple[_Sequence, ...], step: Step) -> tuple[_Sequence, ...]:

@@ -95,33 +95,39 @@ class LinkedHops:
             await self._failover.link(self._hops, range(len(self._hops)))
 
     async def repair(self, index: int, foldable: int, several: bool) -> None:
-        """Repair a hop, or put other servers in its place. Raises its error if no other server would do better.
+        """Repair a hop, or put other servers in the place of its server. Raises its error if none would do better.
 
         Args:
-            foldable: the last step that its cache is filled with; a later one may still be given up.
+            foldable: the last step that caches are filled with; a later one may still be given up.
             several: whether several steps may be under way.
         """
         progress = self._hops[index].progress
         progress.on_departure_due()
         if progress.error is not None and not is_worth_another_server(progress.error):
             raise progress.take_error()
-        done = min(progress.replied, progress.received, foldable)
-        contents = CacheContents(self._hops[index].history, done, *self._under_way.upcoming(done))
-        repaired = await self._failover.repair(self._hops, index, contents)
-        self._hops[index : index + 1] = repaired
+        which, repaired = await self._failover.repair(self._hops, index, lambda hops: self._contents(hops, foldable))
+        first, last = which.start, which.start + len(repaired)
+        self._hops[first : which.stop] = repaired
         for hop in repaired:
             hop.progress.on_joined(self._under_way.next_number - 1, hop.history.last)
             for number, step in self._under_way.steps.items():
                 if hop.progress.replied < number:
                     hop.expect(number, step.outputs)
         # Only now, because from now on steps may be pushed to them.
-        neighbors = range(max(0, index - 1), min(len(self._hops), index + len(repaired) + 1))
-        if index and several:
+        neighbors = range(max(0, first - 1), min(len(self._hops), last + 1))
+        if first and several:
             # It has to catch up first: it would refuse what the server before pushes meanwhile.
             self._unlinked = True
-            await self._failover.link(self._hops, neighbors, silent=index - 1)
+            await self._failover.link(self._hops, neighbors, silent=first - 1)
         else:
             await self._failover.link(self._hops, neighbors)
+
+    def _contents(self, which: range, foldable: int) -> CacheContents:
+        """What the caches of some successive hops have to hold together: not more than all of them have answered, or
+        their outputs of the steps behind that would never come."""
+        hops = self._hops[which.start : which.stop]
+        done = min(foldable, hops[0].progress.received, *(hop.progress.replied for hop in hops))
+        return CacheContents(hops[0].history, done, *self._under_way.upcoming(done))
 
     async def stop_pushes_to(self, index: int, several: bool) -> None:
         """What was pushed to a hop did not arrive there, or was refused, so this client has to deliver it itself.

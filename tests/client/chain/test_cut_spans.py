@@ -1,0 +1,265 @@
+"""Sessions that cut their servers' spans: what goes into each part comes by, and a server is lost as a whole."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from swarm.client.routes.events import HopLost, Recovered, RouteTaken
+from swarm.data_structures import Span, StepLayout
+from swarm.errors import CacheFull, MissingBlocks, PeerLost, ServerClosing
+from swarm.protocol import messages
+from tests import virtual_time
+from tests.client.chains import BLOCKS, CLIENT, Conversation, Server, Swarm
+
+TWO = {"a": (0, 6), "b": (0, 6)}
+THREE = {"a": (0, 2), "b": (2, 6), "b2": (2, 6)}
+CUTS = (2, 4)
+
+
+def run(
+    span_model: Any,
+    servers: dict[str, tuple[int, int]],
+    act: Callable[[Swarm, Conversation], Awaitable[None]],
+    boundaries: tuple[int, ...] = CUTS,
+    **options: Any,
+) -> None:
+    """Let `act` disturb a session that has made its first steps, and look whether it goes on."""
+
+    async def scenario() -> None:
+        swarm = Swarm(span_model, servers, **options)
+        await swarm.start()
+        talk = await swarm.chain(boundaries=boundaries)
+        await talk.prefill((3, 0), (0, 2), (0, 3))
+        await talk.step(StepLayout((5, 3), (1, 1), (1, 0)))
+        await act(swarm, talk)
+        await talk.append(1, 1)
+        await talk.step(StepLayout((2, 3), (1, 1), (1, 0)))
+        await talk.chain.close()
+
+    virtual_time.run(scenario)
+
+
+def failed(swarm: Swarm) -> list[tuple[str, type]]:
+    """Which servers were reported, and why."""
+    return [(peer, type(error)) for peer, error in swarm.planner.failures]
+
+
+def count(swarm: Swarm, kind: type) -> int:
+    return sum(isinstance(event, kind) for event in swarm.events)
+
+
+@pytest.mark.parametrize("push", [True, False])
+def test_what_goes_into_each_part_of_a_span_comes_by(span_model, push):
+    async def act(swarm, talk):
+        assert swarm.planner.routes == ["0:2@a 2:4@a 4:6@a"]
+        assert talk.chain.boundaries == CUTS
+        assert len(swarm.servers["a"].sessions) == 3
+        number = talk.chain.next_number
+        await talk.append(1, 1)
+        assert [hop.history.get(number).number for hop in talk.chain._hops] == [number] * 3
+        assert len(talk.chain.timings) == 3
+
+    run(span_model, TWO, act, push=push)
+
+
+def test_only_what_lies_inside_a_span_is_cut(span_model):
+    async def act(swarm, talk):
+        assert swarm.planner.routes == ["0:2@a 2:3@b 3:6@b"]
+
+    run(span_model, THREE, act, boundaries=(2, 3))
+
+
+@pytest.mark.parametrize("push", [True, False])
+@pytest.mark.parametrize(
+    ("servers", "lost", "span", "route"),
+    [
+        (TWO, "a", Span(0, 6), "0:2@b 2:4@b 4:6@b"),
+        (THREE, "b", Span(2, 6), "0:2@a 2:4@b2 4:6@b2"),
+    ],
+)
+def test_a_lost_server_is_replaced_as_a_whole_and_reported_once(span_model, servers, lost, span, route, push):
+    async def act(swarm, talk):
+        routes = count(swarm, RouteTaken)
+        swarm.kill(lost)
+        await talk.append(1, 1)
+        assert failed(swarm) == [(lost, PeerLost)]
+        assert [event for event in swarm.events if isinstance(event, HopLost)] == [HopLost(lost, span, "peer_lost")]
+        assert (count(swarm, RouteTaken), count(swarm, Recovered)) == (routes + 1, 1)
+        assert swarm.planner.routes[-1] == route
+
+    run(span_model, servers, act, push=push)
+
+
+@pytest.mark.parametrize("push", [True, False])
+def test_a_lost_server_may_be_replaced_by_several(span_model, push):
+    async def act(swarm, talk):
+        await swarm.add("c", 0, 3)
+        await swarm.add("d", 3, 6)
+        await swarm.planner.refresh()
+        swarm.kill("a")
+        await talk.append(1, 1)
+        assert swarm.planner.routes[-1] == "0:2@c 2:3@c 3:4@d 4:6@d"
+        swarm.kill("c")
+        swarm.kill("d")
+        await swarm.add("e", 0, 6)
+        await swarm.planner.refresh()
+        await talk.step(StepLayout((4, 4), (1, 1), (1, 1)))
+        assert failed(swarm) == [("a", PeerLost), ("c", PeerLost), ("d", PeerLost)]
+
+    run(span_model, {"a": (0, 6)}, act, push=push)
+
+
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_a_part_whose_stream_alone_broke_is_opened_again_and_nothing_is_replayed(span_model, part):
+    async def act(swarm, talk):
+        server = swarm.servers["a"]
+        find_session(server, talk, part).client.close()
+        await asyncio.sleep(0.1)
+        await talk.append(1, 1)
+        assert failed(swarm) == []
+        assert server.count(messages.OpenSession) == 4
+        assert server.count(messages.ReplayRequest) == 0
+
+    run(span_model, TWO, act)
+
+
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_a_part_that_was_forgotten_is_filled_again_alone(span_model, part):
+    async def act(swarm, talk):
+        server = swarm.servers["a"]
+        server.sessions.close(find_session(server, talk, part))
+        await talk.append(1, 1)
+        assert failed(swarm) == []
+        assert server.count(messages.ReplayRequest) == 1
+
+    run(span_model, TWO, act)
+
+
+def find_session(server: Server, talk: Conversation, part: int) -> Any:
+    """The session at a server that belongs to one hop of the chain."""
+    return server.sessions._sessions[CLIENT, talk.chain._hops[part].session_id]
+
+
+@pytest.mark.parametrize("amid", [True, False])
+def test_a_server_that_leaves_is_left_once(span_model, amid):
+    async def act(swarm, talk):
+        server = swarm.servers["a"]
+        server.handler.closing = True
+        if amid:
+            step = asyncio.ensure_future(talk.append(1, 1))
+            await asyncio.sleep(0.02)
+            await server.handler.hand_over()
+            await step
+        else:
+            await server.handler.hand_over()
+            await asyncio.sleep(1)
+        await talk.append(1, 1)
+        await asyncio.sleep(1)
+        assert failed(swarm) == [("a", ServerClosing)]
+        assert count(swarm, HopLost) == 1
+        assert swarm.planner.routes[-1] == "0:2@b 2:4@b 4:6@b"
+        assert len(server.sessions) == 0
+
+    run(span_model, TWO, act)
+
+
+def test_a_server_that_cannot_be_opened_is_reported_once(span_model):
+    async def scenario() -> None:
+        swarm = Swarm(span_model, TWO)
+        await swarm.start()
+        refusal = messages.refusal(CacheFull("no room"))
+
+        def refuse(message: Any, payload: Any) -> Any:
+            return (refusal, b"") if isinstance(message, messages.SessionOpened) else (message, payload)
+
+        swarm.servers["a"].tamper = refuse
+        talk = await swarm.chain(boundaries=CUTS)
+        assert failed(swarm) == [("a", CacheFull)]
+        assert swarm.planner.routes == ["0:2@b 2:4@b 4:6@b"]
+        await talk.append(2)
+        await asyncio.sleep(1)
+        assert len(swarm.servers["a"].sessions) == 0
+
+    virtual_time.run(scenario)
+
+
+@pytest.mark.parametrize("how", ["resume", "another step"])
+def test_a_session_without_servers_waits_reports_once_and_goes_on(span_model, how):
+    async def act(swarm, talk):
+        swarm.kill("a")
+        for _ in range(2):
+            with pytest.raises(MissingBlocks, match="blocks 0:6 are missing"):
+                await talk.append(1, 1)
+        assert failed(swarm) == [("a", PeerLost)]
+        await asyncio.sleep(30)  # the ban of the lost server is over by now
+        await swarm.add("a", 0, 6)
+        if how == "resume":
+            await talk.chain.resume()
+            assert swarm.planner.routes[-1] == "0:2@a 2:4@a 4:6@a"
+            await talk.chain.resume()  # nothing to do
+        await talk.append(1, 1)
+        assert count(swarm, HopLost) == 1
+
+    run(span_model, {"a": (0, 6)}, act, missing_blocks_timeout=5)
+
+
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_a_server_is_lost_while_its_parts_are_at_different_steps(span_model, part):
+    """Answers of one part do not arrive; what the others have answered meanwhile has to be computed once more."""
+
+    async def act(swarm, talk):
+        find_session(swarm.servers["a"], talk, part).client.send = say_nothing
+        step = asyncio.ensure_future(talk.append(1, 1))
+        await asyncio.sleep(0.5)
+        assert not step.done()
+        swarm.kill("a")
+        await step
+        assert [peer for peer, _ in failed(swarm)] == ["a"]
+
+    async def say_nothing(message: Any, payload: Any = b"") -> None: ...
+
+    run(span_model, TWO, act)
+
+
+def test_a_part_that_a_replay_has_filled_further_than_the_next_one_is(span_model):
+    """y's answers for its second part are lost; then x is replaced, by p and by y, and y dies. The record of what went
+    into y's new part begins behind what its old part has answered, so that the two cannot be replaced at once."""
+
+    async def act(swarm, talk):
+        assert swarm.planner.routes[-1] == "0:4@x 4:6@y"
+        swarm.on_message = lambda source, target, message: isinstance(message, messages.StepReply) and source == "y"
+        step = asyncio.ensure_future(talk.append(1, 1))
+        await asyncio.sleep(0.1)
+        swarm.kill("x")
+        await asyncio.sleep(0.5)
+        assert swarm.planner.routes[-1] == "0:2@p 2:4@y 4:6@y"
+        swarm.kill("y")
+        swarm.on_message = lambda source, target, message: False
+        await step
+        assert swarm.planner.routes[-2:] == ["0:2@p 2:4@z 4:6@y", "0:2@p 2:4@z 4:6@z"]
+        assert [peer for peer, _ in failed(swarm)] == ["x", "y"]
+        assert count(swarm, HopLost) == 2
+
+    servers = {"x": (0, 4), "y": (2, 6), "p": (0, 2), "z": (2, 6)}
+    run(span_model, servers, act, boundaries=())
+
+
+def test_a_step_that_is_not_settled_is_computed_once_more_if_a_server_is_lost(span_model):
+    """It has set rows back, and all servers have answered it."""
+
+    async def act(swarm, talk):
+        await talk.begin_step(StepLayout((6, 4), (1, 1)))
+        number = await talk.begin_step(StepLayout((2, 3), (1, 1)))
+        await talk.chain.wait(lambda: False)
+        talk.chain.settle(number - 1)
+        swarm.kill("a")
+        number = await talk.begin_step(layout := StepLayout((3, 4), (1, 1)))
+        await talk.chain.wait(lambda: talk.chain.outputs(number, BLOCKS) is not None)
+        talk.check(layout, talk.chain.outputs(number, BLOCKS))
+        talk.chain.settle(number)
+
+    run(span_model, TWO, act)
