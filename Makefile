@@ -1,16 +1,19 @@
 # Everything starts here: `make demo` and `make test` each do what they need, from an empty folder.
 #
-#   PYTHON=python3.11      the interpreter to build the environment with
+#   PYTHON=python3.12      the interpreter to build the environment with, if not the newest of those below
 #   PIP_ARGS=...           passed to pip, such as another package index
 
-PYTHON ?= python3.11
+# Those that can make environments: Debian, for one, has venv in a package of its own.
+PYTHONS := python3.13 python3.12 python3.11
+works = $(shell $(1) -c 'import ensurepip, venv' 2>/dev/null && echo $(1))
+PYTHON ?= $(firstword $(foreach one,$(PYTHONS),$(call works,$(one))))
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS)
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-slow test-all check lint types imports unit programs soak bench format clean
+.PHONY: demo test test-slow test-all check lint types imports unit programs soak bench gpu format clean
 
 demo: $(VENV)/runtime
 	$(BIN)/swarm demo
@@ -69,12 +72,23 @@ bench: $(VENV)/dev
 	$(BIN)/python -m benchmarks.decoding.heads
 	$(BIN)/python -m benchmarks.flash
 
+# What a GPU has to prove, in eight minutes. Installs nothing where torch is there already, and needs no network then.
+gpu:
+	@if test -x $(BIN)/python; then python=$(BIN)/python; \
+	elif python3 -c 'import importlib.util as u; exit(not (u.find_spec("torch") and u.find_spec("transformers")))'; \
+	then python=python3; \
+	else $(MAKE) $(VENV)/runtime && python=$(BIN)/python || exit 1; fi; \
+	$$python -m benchmarks.gpu $(GPU_ARGS)
+
 format: $(VENV)/dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 # torch comes first: its version in constraints.txt decides which build everything else is resolved against.
 $(VENV)/runtime: setup.cfg pyproject.toml constraints.txt
+	@test -x $(BIN)/python || test -n "$(PYTHON)" || { \
+	    echo "No Python that can make environments was found: install one of $(PYTHONS) with its venv and ensurepip" \
+	    "(Debian: the package python3-venv), or name one with make PYTHON=..." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch
 	$(PIP) --editable .

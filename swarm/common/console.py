@@ -6,6 +6,7 @@ Exit code 2: the request cannot be carried out as given (one line says what to d
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import os
 import re
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 import click
-from pythonjsonlogger.json import JsonFormatter
 
 from swarm.common.units import format_bytes
 from swarm.errors import SwarmError, UsageError
@@ -183,22 +183,26 @@ class _RedactingHandler(logging.StreamHandler[TextIO]):
             super().emit(record)
 
 
-class _JsonLineFormatter(JsonFormatter):
+_RECORD_ATTRIBUTES = frozenset(logging.makeLogRecord({}).__dict__) | {"asctime", "message", "taskName"}
+"""What every log record has; all else was passed as `extra`."""
+
+
+class _JsonLineFormatter(logging.Formatter):
     """Formats each log record as one line of JSON."""
 
-    def __init__(self) -> None:
-        names = {"asctime": "time", "levelname": "level", "name": "logger", "exc_info": "exception"}
-        fields = ["asctime", "levelname", "name", "message"]
-        super().__init__(fields, rename_fields=names, json_ensure_ascii=False)
-
     def format(self, record: logging.LogRecord) -> str:
-        # hivemind renames the level WARNING for the whole process.
-        record.levelname = "WARNING" if record.levelno == logging.WARNING else record.levelname
-        return super().format(record)
-
-    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
-        """RFC 3339, UTC."""
-        return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        line = {
+            # RFC 3339, UTC
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")[:-6] + "Z",
+            # hivemind renames the level WARNING for the whole process.
+            "level": "WARNING" if record.levelno == logging.WARNING else record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= {name: value for name, value in record.__dict__.items() if name not in _RECORD_ATTRIBUTES}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
 
 
 def configure_logging(log_format: str = "plain") -> None:

@@ -105,7 +105,7 @@ class RoutedFlashExperts(FlashExperts):
         inner = self._product(weights, first, hidden_RH)
         inner = family._apply_gate(inner) if family.has_gate else family.act_fn(inner)
         output: torch.Tensor = self._product(weights, "down_proj", inner)
-        return family.post_expert_norm(output) if family.has_post_expert_norm else output
+        return family.post_expert_norm(output) if getattr(family, "has_post_expert_norm", False) else output
 
     def _product(self, weights: Weights, name: str, inputs: torch.Tensor) -> torch.Tensor:
         weight = weights[name]

@@ -26,8 +26,9 @@ EXPERTS = "experts"
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 """Names of an experts module's weights; a bias is named after its weight, with `_bias` appended."""
 
-ROUTED_ATTRIBUTES = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "_apply_gate")
-"""What `use_experts_implementation` adds to a class, and what `expert_forward` computes by."""
+ROUTED_ATTRIBUTES = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
+"""What `use_experts_implementation` adds to a class, and what `expert_forward` computes by. From transformers 5.20 on
+there is `has_post_expert_norm` too."""
 
 
 class ExpertCall(enum.Enum):
