@@ -250,6 +250,8 @@ def _read_config(fetch: Callable[[str], Path], source: str) -> PreTrainedConfig:
     except Exception as error:  # foreign input; each family's config class raises its own errors
         raise ModelNotFound(f"config.json of {source} cannot be used: {_first_line(error)}") from error
     families.check_supported(config)
+    if getattr(config, "attn_logit_softcapping", None):
+        config._attn_implementation = "eager"  # before 5.20, transformers let gemma2 use sdpa, which knows no soft cap
     return config
 
 

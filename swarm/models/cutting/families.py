@@ -52,7 +52,9 @@ def check_supported(config: PreTrainedConfig) -> None:
         raise UnsupportedModel(f"{family!r} combines several models (text, images or audio); swarm serves text models")
     if hasattr(config, "is_decoder") and "encoder_hidden_states" in arguments:
         raise UnsupportedModel(f"{family!r} is a family of encoders; swarm serves decoder-only language models")
-    unsupported = sorted(set(getattr(config, "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES)
+    # recurrent_gemma had only the second name before transformers 5.20.
+    layer_types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
+    unsupported = sorted(set(layer_types) - SUPPORTED_LAYER_TYPES)
     if unsupported:
         raise UnsupportedModel(
             f"{family!r} has layers of type {', '.join(unsupported)}; "

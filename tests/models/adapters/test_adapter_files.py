@@ -21,7 +21,6 @@ from swarm.errors import AdapterError, AdapterMismatch
 from swarm.models.adapters import adapter_source
 from swarm.models.adapters.adapter_files import read_adapter, read_block_weights
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from swarm.protocol.adapter_encoding import pack_adapters
 from tests.zoo import BLOCKS, make_checkpoint
 
 RANK, ALPHA = 4, 12
@@ -84,8 +83,10 @@ def test_the_parts_of_a_span_are_the_files_factors_scaled(checkpoint: Checkpoint
 
 def test_a_server_and_a_client_name_them_alike(checkpoint: Checkpoint, made: Path) -> None:
     """Whatever span is read, and though a client scales inside of its graph."""
+    pytest.importorskip("msgspec")  # what computes does without
     from swarm.client.tuning.lora import stored_lora
     from swarm.models.adapters.block_adapter import BlockAdapterWeights
+    from swarm.protocol.adapter_encoding import pack_adapters
 
     whole = read_adapter(made, checkpoint)
     lora = stored_lora(whole)

@@ -86,7 +86,7 @@ def _usual_depth():
 def test_what_is_nested_too_deeply_for_a_template_is_refused(tokenizer):
     tokenizer.chat_template = "{{ tools | tojson }}"
     deep: dict[str, object] = {}
-    for _ in range(900):
+    for _ in range(20_000):
         deep = {"a": deep}
     with pytest.raises(ChatTemplateError, match="recursion"):
         conversation_tokens(tokenizer, [{"role": "user", "content": "a"}], [deep])

@@ -258,3 +258,8 @@ def test_an_unsupported_family_is_refused_before_weights_are_looked_for(tmp_path
     (tmp_path / "config.json").write_text('{"model_type": "t5"}')
     with pytest.raises(UnsupportedModel, match="'t5'"):
         open_checkpoint(tmp_path)
+
+
+def test_soft_caps_are_never_left_out(tmp_path):
+    """Whatever the family's class says that it can compute with."""
+    assert open_checkpoint(make_checkpoint("gemma2", tmp_path)).config._attn_implementation == "eager"

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import warnings
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -48,6 +49,8 @@ KINDS = {
     "LLM.int8": lambda linear: BitsAndBytesLinear(linear, INT8, CPU),
     "NF4": lambda linear: BitsAndBytesLinear(linear, NF4, CPU),
 }
+NEEDS_BITSANDBYTES = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+ALL_KINDS = ["int8", "int4", *(pytest.param(kind, marks=NEEDS_BITSANDBYTES) for kind in ("LLM.int8", "NF4"))]
 ERROR = {"int8": 0.012, "int4": 0.11, "LLM.int8": 0.012, "NF4": 0.11}
 """Of products of normal weights, relative to their norm."""
 
@@ -76,7 +79,7 @@ def error(result: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_products(kind, dtype):
     """Near the plain layer's, and, but for rounding, just those of the weight that it says it holds."""
     plain = make(208, 7 * INT4_GROUP_SIZE, True, dtype)
@@ -141,7 +144,7 @@ def test_rows_of_zeros_and_of_equal_weights(kind):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_gradients_of_the_inputs(kind, dtype):
     layer = KINDS[kind](make(96, 2 * INT4_GROUP_SIZE, True, dtype))
     plain = make(96, 2 * INT4_GROUP_SIZE, True, dtype)
@@ -192,7 +195,7 @@ def test_nf4_is_called_what_it_is():
     assert form_for_device(CPU, INT8) == INT8
 
 
-@pytest.mark.parametrize("form", [INT8, INT4, NF4])
+@pytest.mark.parametrize("form", [INT8, INT4, pytest.param(NF4, marks=NEEDS_BITSANDBYTES)])
 @pytest.mark.parametrize(("out", "into"), [(192, 448), (64, 64), (1024, 256)])
 def test_bytes(form, out, into):
     """What is counted beforehand is not less than what is there, and little more."""

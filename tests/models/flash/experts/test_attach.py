@@ -50,6 +50,8 @@ def test_tensors_of_the_module_that_are_no_records_stay_in_memory():
     model = resident_model("qwen3_moe")
     block = model.model.layers[1]
     experts = block.mlp.experts
+    if not hasattr(experts, "has_post_expert_norm"):
+        pytest.skip("transformers before 5.20 has no norm behind an expert")
     norm = nn.RMSNorm(32)
     nn.init.uniform_(norm.weight)
     experts.has_post_expert_norm, experts.post_expert_norm = True, norm
