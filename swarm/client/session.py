@@ -215,9 +215,10 @@ class InferenceSession:
         return self._open_chain().boundaries
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        """Keep the steps under way going until `ready`, which is asked in the network thread, or until all servers have
-        answered all of them. Raises as `compute` does; then those that are not settled have to be given up."""
-        self._connection.run(self._open_chain().wait(ready))
+        """Keep the steps under way going until `ready`, which is asked in the network thread too, or until all servers
+        have answered all of them. Raises as `compute` does; then those that are not settled have to be given up."""
+        if not ready():
+            self._connection.run(self._open_chain().wait(ready))
 
     def has_outputs(self, step: StepUnderWay, block: int) -> bool:
         """Whether it is known what a step under way is in front of `block`, or behind the last one."""

@@ -181,7 +181,7 @@ class ExitDecoder:
 
     def _wait(self, newest: _Flight) -> None:
         """Wait for the last server's answer to the oldest token, or for a look at one that is on its way."""
-        oldest, boundaries = self._flights[0], self._session.boundaries
+        oldest, boundaries = self._flights[0], self._options.looked_at(self._session.boundaries)
 
         def is_answered() -> bool:
             return self._session.has_outputs(oldest.step, self._blocks)

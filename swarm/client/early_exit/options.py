@@ -97,10 +97,26 @@ class EarlyExit:
             return self.threshold.get(block)
         return self.threshold
 
+    def may_leave_at(self, block: int) -> bool:
+        """Whether tokens may leave in front of `block`. No confidence is above 1, but a threshold of 1 may fall."""
+        threshold = self.threshold_at(block)
+        return threshold is not None and (threshold < 1 or self.decay > 0)
+
     def first_exit(self, boundaries: Sequence[int]) -> int | None:
         """The first of these blocks in front of which a token may leave; None if it has to pass them all."""
-        thresholds = ((block, self.threshold_at(block)) for block in boundaries)
-        return next((block for block, one in thresholds if one is not None and one < 1), None)
+        return next(filter(self.may_leave_at, boundaries), None)
+
+    def looked_at(self, boundaries: Sequence[int]) -> list[int]:
+        """Those of these blocks in front of which a token has to be looked at, to see whether it leaves."""
+        if self.fill == "project":  # it may have left inside the span before
+            return list(boundaries)
+        # A hidden state is compared with that in front of the block before.
+        following = [*boundaries[1:], None] if self.confidence == "similarity" else [None] * len(boundaries)
+        return [
+            block
+            for block, after in zip(boundaries, following, strict=True)
+            if self.may_leave_at(block) or (after is not None and self.may_leave_at(after))
+        ]
 
 
 def _is_block(value: object) -> bool:

@@ -13,7 +13,9 @@ from swarm.client.early_exit.token_output import TokenOutput
 from swarm.client.model.remote_sequential import StepSent
 from swarm.client.model.train_exits import base_model, read_hidden
 from swarm.client.session import InferenceSession, StepUnderWay
+from swarm.client.threads.compute_lock import shared_with_no_lane
 from swarm.errors import NoExitClassifiers, SwarmError, UsageError
+from swarm.models.exits.direct_reading import DirectReading
 from swarm.models.exits.trained_exits import TrainedExits
 from swarm.models.generation_output import generation_output
 from swarm.models.logits_processors import processors_with_state
@@ -62,7 +64,7 @@ def sample_with_exits(
     exits = (model.exits or TrainedExits(base_model(model))).to(tokens_RT.device)
     if options.confidence == "classifier" and options.fill == "exact":
         _require_classifiers(exits, session.boundaries)
-    forward = _ModelForward(model, arguments, tokens_RT.shape[1] + 1)
+    forward = ModelForward(model, arguments, tokens_RT.shape[1] + 1)
     output = TokenOutput(streamer)
     decoder = ExitDecoder(options, exits, session, forward, sampling, output)
     result = decoder.generate(tokens_RT, prompt.logits[:, -1].float())
@@ -142,7 +144,7 @@ def _session(cache: Any) -> InferenceSession:
     return session
 
 
-class _ModelForward:
+class ModelForward:
     """The two halves of a distributed model's forward.
 
     Args:
@@ -151,6 +153,7 @@ class _ModelForward:
 
     def __init__(self, model: Any, arguments: dict[str, Any], length: int) -> None:
         self._model, self._arguments, self._length = model, arguments, length
+        self._read = DirectReading(lambda hidden_R1H: read_hidden(model, hidden_R1H)[:, -1], shared_with_no_lane)
 
     def send(self, tokens_RT: torch.Tensor, exits: ExitTerms | None, exit_block: int | None) -> StepUnderWay:
         arguments, more = dict(self._arguments), tokens_RT.shape[1] - self._length
@@ -165,4 +168,4 @@ class _ModelForward:
         raise SwarmError("the model has computed a step without its blocks")
 
     def logits(self, hidden_R1H: torch.Tensor) -> torch.Tensor:
-        return read_hidden(self._model, hidden_R1H)[:, -1]
+        return self._read(hidden_R1H)

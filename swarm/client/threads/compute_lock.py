@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -226,3 +227,13 @@ _current = _CurrentTicket()
 def current_ticket() -> ComputeTicket | None:
     """The ticket inside which the current thread runs, or None."""
     return _current.ticket
+
+
+@contextmanager
+def shared_with_no_lane() -> Iterator[None]:
+    """Meanwhile, this thread computes all of its work itself; it keeps the lock if it has it, and must not wait."""
+    ticket, _current.ticket = _current.ticket, None
+    try:
+        yield
+    finally:
+        _current.ticket = ticket

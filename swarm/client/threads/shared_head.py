@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from swarm.client.threads.compute_lock import current_ticket
 
@@ -22,6 +23,8 @@ def share_head(head: nn.Module) -> None:
     compute_alone = head.forward
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
+        if has_torch_function_unary(hidden):  # what records torch's calls sees this one
+            return handle_torch_function(forward, (hidden,), hidden)  # type: ignore[no-any-return]
         ticket = current_ticket()
         if ticket is None or torch.is_grad_enabled() or hidden.shape[:-1] != (1, 1):
             return compute_alone(hidden)  # type: ignore[no-any-return]

@@ -11,6 +11,7 @@ from torch import nn
 from swarm.models.blockless_model import load_blockless_model
 from swarm.models.checkpoints.checkpoint import Checkpoint
 from swarm.models.cutting import cut_layers, families
+from swarm.models.exits.direct_reading import DirectReading
 from swarm.models.weights import frozen_linear
 
 
@@ -30,6 +31,8 @@ class ModelHead:
         self._layer = _GivenStates(checkpoint.structure.layer_outputs)
         loaded = load_blockless_model(checkpoint, self._layer, _PlainModel, dtype=dtype)
         self._model = loaded.model
+        self._embedding_width: int = self._model.get_input_embeddings().weight.shape[1]
+        self._read = DirectReading(self._read_whole)
         # The embeddings go; their tensor stays if it is the head's too. Only weights on a CPU are prepacked.
         self._model.set_input_embeddings(cut_layers.ZeroEmbedding())
         frozen_linear.prepack(self._model.to(device).eval())
@@ -37,9 +40,13 @@ class ModelHead:
     @torch.inference_mode()
     def __call__(self, hidden_RH: torch.Tensor) -> torch.Tensor:
         """The logits `[R, V]` of hidden states `[R, H]`, in the dtype and on the device of the head."""
+        return self._read(hidden_RH)
+
+    def _read_whole(self, hidden_RH: torch.Tensor) -> torch.Tensor:
         self._layer.states = hidden_RH.unsqueeze(1)
+        nothing = hidden_RH.new_zeros(len(hidden_RH), 1, self._embedding_width)
         try:
-            result: Any = self._model(inputs_embeds=torch.zeros_like(self._layer.states), use_cache=False)
+            result: Any = self._model(inputs_embeds=nothing, use_cache=False)
         finally:
             self._layer.states = None
         logits_RV: torch.Tensor = result.logits[:, -1]

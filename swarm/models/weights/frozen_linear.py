@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 PREPACKED_TOKENS = 128
 """Tokens that weights are prepacked for. oneDNN has two layouts: one for a single token, which is slower for more, and
@@ -55,6 +56,8 @@ class FrozenLinear(nn.Module):
         raise NotImplementedError
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if has_torch_function_unary(inputs):  # what records torch's calls sees this one, as that of a plain layer
+            return handle_torch_function(self.forward, (inputs,), inputs)  # type: ignore[no-any-return]
         if torch.is_grad_enabled() and inputs.requires_grad:
             result: torch.Tensor = _WithInputGradient.apply(inputs, self)
             return result

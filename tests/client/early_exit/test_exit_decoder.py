@@ -40,10 +40,12 @@ class World(PaperServers):
     Attributes:
         early: by position, what is said in front of each block but the first.
         given_up: positions of steps that were given up.
+        looked_at: blocks in front of which, or behind the last of which, hidden states were looked at.
     """
 
     early: dict[int, tuple[int, ...]]
     given_up: list[int] = field(default_factory=list)
+    looked_at: set[int] = field(default_factory=set)
     exit_blocks: list[int | None] = field(default_factory=list)
 
     boundaries = tuple(range(1, SERVERS))
@@ -61,6 +63,7 @@ class World(PaperServers):
 
     def outputs(self, step: Any, block: int) -> torch.Tensor:
         assert self.has_outputs(step, block)
+        self.looked_at.add(block)
         position = self.positions[step.number]
         said = right(position) if block == SERVERS else self.early[position][block - 1]
         return torch.nn.functional.one_hot(torch.tensor([[said]]), VOCABULARY) * 9.0
@@ -142,6 +145,7 @@ def test_only_where_it_may_leave():
         text, world = generate(early, options)
         assert text == EXPECTED
         assert {event.block for event in world.events} == {block}
+        assert world.looked_at == {*options.looked_at(world.boundaries), SERVERS}
         assert world.now == (NEW - 2) * (block + 1) + SERVERS + 1
         assert set(world.exit_blocks) == {block}, "servers behind it are told that this is not urgent there"
 

@@ -16,6 +16,25 @@ def test_thresholds_for_each_block():
     assert [between.threshold_at(block) for block in (2, 3, 5, 6)] == [None, 0.5, 0.5, None]
 
 
+def test_where_tokens_have_to_be_looked_at():
+    boundaries = (2, 4, 6, 8)
+    assert EarlyExit().looked_at(boundaries) == [2, 4, 6, 8]
+    assert EarlyExit(threshold=1.0).looked_at(boundaries) == []
+    assert EarlyExit(threshold=1.0, decay=2.0).looked_at(boundaries) == [2, 4, 6, 8], "the threshold falls"
+    assert EarlyExit(threshold={4: 0.5, 8: 1.0}).looked_at(boundaries) == [4]
+    assert EarlyExit(min_block=3, max_block=6).looked_at(boundaries) == [4, 6]
+    similar = EarlyExit(confidence="similarity", min_block=5, max_block=7)
+    assert similar.looked_at(boundaries) == [4, 6], "the hidden states of both are compared"
+    project = EarlyExit(threshold={4: 0.5}, fill="project", verify=False)
+    assert project.looked_at(boundaries) == [2, 4, 6, 8], "tokens may have left inside the span before"
+
+
+def test_the_first_exit():
+    assert EarlyExit(threshold=1.0).first_exit((2, 4)) is None
+    assert EarlyExit(threshold=1.0, decay=2.0).first_exit((2, 4)) == 2
+    assert EarlyExit(threshold={4: 0.5}).first_exit((2, 4)) == 4
+
+
 def test_which_sequences_leave_by_themselves_and_where():
     for batch in ("row", "all"):
         exact, project = EarlyExit(batch=batch), EarlyExit(batch=batch, fill="project", verify=False)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from swarm import EarlyExit
+from swarm.client.model.exit_generation import ModelForward
 from swarm.client.model.train_exits import hidden_states, read_hidden
 from swarm.errors import AdapterMismatch, NoExitClassifiers, UsageError
 from tests.client import prompts
@@ -47,6 +48,15 @@ def test_hidden_states_are_those_of_the_local_model(model, local):
     for block in (2, 3):
         torch.testing.assert_close(found[block], expected.hidden_states[block], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(read_hidden(model, found[BLOCKS]), expected.logits, rtol=1e-4, atol=1e-4)
+
+
+def test_tokens_on_their_way_are_read_as_the_model_reads_them(model):
+    forward, calls = ModelForward(model, {}, 1), []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    states = torch.randn(4, 2, 1, model.config.hidden_size)
+    found = [forward.logits(hidden_R1H) for hidden_R1H in states]
+    assert len(calls) == 2, "recorded and compared"
+    assert all(one.equal(read_hidden(model, hidden)[:, -1]) for one, hidden in zip(found, states, strict=True))
 
 
 def test_a_lens_helps_and_changes_no_verified_text(model, local, tmp_path):

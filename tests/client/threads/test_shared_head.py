@@ -8,8 +8,9 @@ from concurrent.futures import Future
 import torch
 from torch import nn
 
-from swarm.client.threads.compute_lock import ComputeLock, ComputeTicket
+from swarm.client.threads.compute_lock import ComputeLock, ComputeTicket, current_ticket, shared_with_no_lane
 from swarm.client.threads.shared_head import share_head
+from swarm.models.exits.direct_reading import DirectReading
 
 
 def test_each_lane_gets_its_own_scores():
@@ -45,6 +46,25 @@ def test_each_lane_gets_its_own_scores():
         torch.testing.assert_close(scores, expected[number])
     assert len(found) == 5
     assert calls == [5]
+
+
+def test_a_recorded_forward_shares_the_head():
+    head = nn.Linear(8, 32, bias=False).requires_grad_(False)
+    share_head(head)
+    shared: list[torch.Tensor] = []
+
+    class Ticket(ComputeTicket):
+        def compute_batched(self, value, work):
+            shared.append(value)
+            return super().compute_batched(value, work)
+
+    hidden = torch.randn(1, 1, 8)
+    with torch.no_grad(), Ticket(ComputeLock()):
+        reading = DirectReading(lambda hidden: head(hidden) * 2, shared_with_no_lane)
+        found = [reading(hidden) for _ in range(2)]
+        assert current_ticket() is not None
+    assert [one.data_ptr() for one in shared] == [hidden.data_ptr()] * 2, "what was recorded and compared is not"
+    assert all(one.equal(head(hidden) * 2) for one in found)
 
 
 def test_several_rows_gradients_and_people_without_lanes_are_computed_as_ever():

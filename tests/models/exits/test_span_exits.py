@@ -91,7 +91,9 @@ def test_pieces_end_at_exits():
     assert pieces == [Span(1, 2), Span(2, 3), Span(3, 4), Span(4, 6)]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "opt", "cohere", "granite", "qwen2_moe"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma2", "gpt2", "opt", "opt_projected", "cohere", "granite", "qwen2_moe"]
+)
 def test_the_head_reads_as_the_whole_model_does(family, tmp_path):
     folder = zoo.make_checkpoint(family, tmp_path)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
