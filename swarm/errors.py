@@ -29,6 +29,10 @@ class NoExitClassifiers(UsageError):
     """None of the model's exit classifiers is for a block at which a server of the route begins."""
 
 
+class ProcessorsWithState(UsageError):
+    """Early exit does not go together with some of the logits processors of the call."""
+
+
 class CheckpointError(UsageError):
     """The checkpoint exists but cannot be used (no safetensors, missing tensors, broken files)."""
 

@@ -36,6 +36,7 @@ class GenerationOptions:
         stops: texts at which an answer ends.
         top_logprobs: likeliest tokens to report for each position; None reports no log probabilities.
         early_exit: when tokens leave before the last block; None for never.
+        is_exit_asked: whether the request asks for that itself, rather than having it by default.
         provisional: whether the text of tokens that left is shown before they are verified.
     """
 
@@ -51,6 +52,7 @@ class GenerationOptions:
     stops: Sequence[str] = ()
     top_logprobs: int | None = None
     early_exit: EarlyExit | None = None
+    is_exit_asked: bool = False
     provisional: bool = False
 
 
@@ -92,6 +94,7 @@ def chat_sequences(
             ),
             tools=ToolCallParser(served.tool_syntax, names) if offered and served.tool_syntax is not None else None,
             early_exit=options.early_exit,
+            is_exit_asked=options.is_exit_asked,
             provisional=options.provisional,
         )
         for choice in range(options.choices)
@@ -119,6 +122,7 @@ def completion_sequences(
                     sampling,
                     options.stops,
                     early_exit=options.early_exit,
+                    is_exit_asked=options.is_exit_asked,
                     provisional=options.provisional,
                 )
             )

@@ -28,7 +28,7 @@ from swarm.client.early_exit.options import EarlyExit
 from swarm.client.routes.events import ExitTaken, ExitVerified, SessionEvent
 from swarm.client.session import InferenceSession
 from swarm.client.threads.compute_lock import ComputeTicket
-from swarm.errors import NoExitClassifiers, SwarmError, UsageError
+from swarm.errors import NoExitClassifiers, ProcessorsWithState, SwarmError, UsageError
 from swarm.generation.detokenizer import IncrementalDetokenizer
 from swarm.generation.errors import EXPECTED_ERRORS, GenerationCancelled, GenerationCrashed, InvalidGenerationRequest
 from swarm.generation.exit_counts import ExitCounts
@@ -53,6 +53,7 @@ class SequenceRequest:
         constraint: the form that the text must have; None for any.
         tools: parses tool calls in the text; None if there are no tools.
         early_exit: when tokens leave before the last block; None for never.
+        is_exit_asked: whether the request asks for that itself, rather than having it by default.
         provisional: whether the text of tokens that left is shown before they are verified.
     """
 
@@ -63,6 +64,7 @@ class SequenceRequest:
     constraint: TokenConstraint | None = None
     tools: ToolCallParser | None = None
     early_exit: EarlyExit | None = None
+    is_exit_asked: bool = False
     provisional: bool = False
 
 
@@ -173,8 +175,8 @@ class SequenceGeneration:
             with self._ticket:
                 self._generate_in(session)
         except UsageError as error:
-            if request.early_exit is None or type(error) is not UsageError:  # those below are not about its options
-                raise
+            if request.early_exit is None or type(error) not in (UsageError, ProcessorsWithState):
+                raise  # not about its options
             raise InvalidGenerationRequest(str(error), parameter="early_exit") from error
         finally:
             session.close()  # outside of the ticket, which may have been cancelled
@@ -186,7 +188,10 @@ class SequenceGeneration:
         return "stop" if self._output.stopped or self._last_token in self._end_tokens else "length"
 
     def _generate_in(self, session: InferenceSession) -> None:
-        """Run `generate`. Early exit is optional: where the route has no place for it, no token leaves."""
+        """Run `generate`. Early exit is optional: where the route has no place for it, no token leaves.
+
+        Nor does one where early exit is a default that the model's own settings rule out.
+        """
         request = self._request
         streamer = ProvisionalText(self._preview, lambda text: self._emit(SequenceProvisional(text)))
         generate = partial(
@@ -206,9 +211,11 @@ class SequenceGeneration:
         )
         try:
             generate(early_exit=request.early_exit)
-        except NoExitClassifiers as error:
+        except (NoExitClassifiers, ProcessorsWithState) as error:
+            if isinstance(error, ProcessorsWithState) and request.is_exit_asked:
+                raise
             self._served.warn_once(f"No token leaves early: {error}")
-            generate(early_exit=None)  # goes on behind the prompt, which is computed
+            generate(early_exit=None)  # goes on behind the prompt, if that is computed
 
     def _stopping_criterion(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         """transformers' hook: whether the sequence is complete with the token that now stands at its end."""

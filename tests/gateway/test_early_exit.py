@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -227,6 +228,25 @@ def test_the_operators_default_and_a_server_that_dies(exits):
         assert text == plain["choices"][0]["text"]
         assert [one["kind"] for one in events].count("lost") == 1
         assert taken(events[-1]) > 0
+
+
+def test_a_models_own_settings_may_rule_out_the_operators_default(swarm, tmp_path):
+    """Requests that did not ask for exits are answered without; those that did are refused."""
+    folder = shutil.copytree(DEMO_FOLDER, tmp_path / "demo", ignore=shutil.ignore_patterns("*.png", "*.md"))
+    own = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps({**own, "guidance_scale": 1.5}))
+    settings = GatewaySettings(early_exit=EarlyExit(threshold=0.0))
+    with (
+        run_gateway(swarm, [folder], settings=settings) as gateway,
+        openai.OpenAI(base_url=gateway.api, api_key="none", max_retries=0, timeout=300) as client,
+    ):
+        found = ask(client).choices[0].message.content
+        assert found
+        assert found == ask(client, False).choices[0].message.content
+        assert taken(done(client, None)) == 0
+        with pytest.raises(openai.BadRequestError, match="UnbatchedClassifierFreeGuidanceLogitsProcessor") as caught:
+            ask(client, True)
+        assert caught.value.param == "early_exit"
 
 
 def test_exits_that_fit_no_model_stop_the_gateway(swarm, exits, tmp_path):

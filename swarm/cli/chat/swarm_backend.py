@@ -55,6 +55,7 @@ class SwarmBackend:
                 max_tokens=options.max_tokens,
                 seed=options.seed,
                 early_exit=None if options.early_exit is None else EarlyExit(threshold=options.early_exit),
+                is_exit_asked=options.early_exit is not None,
             ),
         )
         group = SequenceGroup(self._served, sequences, 1, time.perf_counter())

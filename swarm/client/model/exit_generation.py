@@ -14,7 +14,7 @@ from swarm.client.model.remote_sequential import StepSent
 from swarm.client.model.train_exits import base_model, read_hidden
 from swarm.client.session import InferenceSession, StepUnderWay
 from swarm.client.threads.compute_lock import shared_with_no_lane
-from swarm.errors import NoExitClassifiers, SwarmError, UsageError
+from swarm.errors import NoExitClassifiers, ProcessorsWithState, SwarmError, UsageError
 from swarm.models.exits.direct_reading import DirectReading
 from swarm.models.exits.trained_exits import TrainedExits
 from swarm.models.generation_output import generation_output
@@ -37,6 +37,7 @@ def sample_with_exits(
 
     Raises:
         UsageError: the call asks for something that tokens which leave early do not have.
+        ProcessorsWithState: it asks for logits processors that do not work with them; nothing was computed.
         NoExitClassifiers: no token could leave on this route; the session holds the prompt.
     """
     session = _session(arguments.get("past_key_values"))
@@ -122,7 +123,7 @@ class _ScoreRecord:
 
 def _require_no_state(process: Any) -> None:
     if names := processors_with_state(process):
-        raise UsageError(
+        raise ProcessorsWithState(
             f"early_exit does not go together with {', '.join(names)}, which counts on seeing each position once and "
             "in order; leave out watermarking_config or guidance_scale, or pass early_exit=None"
         )

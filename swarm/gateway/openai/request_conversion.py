@@ -121,6 +121,7 @@ def _generation_options(
         stops=request.stops,
         top_logprobs=top_logprobs,
         early_exit=early_exit_options(request.early_exit, settings, served),
+        is_exit_asked=request.early_exit is not None,
         provisional=request.provisional,
     )
 
