@@ -41,6 +41,7 @@ from swarm.models.execution.session_cache import SessionCache, advance_steps
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy_trials import choose_exit_forwards, choose_forward
 from swarm.models.exits.confidence import softmax_response, state_similarity
+from swarm.models.exits.model_head import ModelHead
 from swarm.models.exits.span_exits import SpanExits
 from swarm.models.exits.trained_exits import BaseModel, ExitClassifier, ExitLens, TrainedExits
 from swarm.models.loading.span_loading import load_span
@@ -247,7 +248,7 @@ def main() -> None:
     trained = TrainedExits(BaseModel("", "", model.config.hidden_size, checkpoint.blocks), lenses, classifiers)
     loaded = load_span(checkpoint, Span(0, checkpoint.blocks), dtype=torch.float32, device=torch.device("cpu"))
     span = choose_forward(loaded).with_exits(
-        SpanExits(tuple(exits), lambda hidden_RH: read_hidden(model, hidden_RH), trained)
+        SpanExits(tuple(exits), ModelHead(checkpoint, torch.float32, torch.device("cpu")), trained)
     )
     choose_exit_forwards(span)
     rows = exact_rows(found, full, checkpoint.blocks)

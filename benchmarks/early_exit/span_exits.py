@@ -1,11 +1,12 @@
 """Exits inside a server's span: tokens a second against the share of blocks that is skipped, and of tokens that leave.
 
-    python -m benchmarks.early_exit.span_exits [--shape small] [--confidences similarity,softmax]
+    python -m benchmarks.early_exit.span_exits [--shape small] [--confidences similarity,softmax,classifier]
         [--skipped 0.25,0.5,0.75] [--leaving 0,0.25,0.5,0.75,1] [--tokens 16] [--repeats 15] [--json FILE]
 
 One server, with everything but libp2p, holds a model of random weights, and one client sends it token after token. The
 client decides which tokens leave: by a threshold of 0, which they all exceed, or of 1, which none does. So a row's
-tokens leave evenly spread. Each row has a session and an exit of its own; all take turns with plain decoding.
+tokens leave evenly spread, and the classifier need not be trained. Each row has a session and an exit of its own; all
+take turns with plain decoding.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy_trials import choose_exit_forwards, choose_forward
 from swarm.models.exits.model_head import ModelHead
 from swarm.models.exits.span_exits import SpanExits
+from swarm.models.exits.trained_exits import BaseModel, ExitClassifier, TrainedExits
 from swarm.models.loading.span_loading import load_span
 from swarm.protocol import messages
 from swarm.protocol.compression import encode_tensor
@@ -122,7 +124,9 @@ def rows(
     found = [Row(("none", "", ""), plain)]
     for skipped in block_shares:
         exit_block = blocks - int(skipped * blocks)
-        model = plain.with_exits(SpanExits((exit_block,), head))
+        classifier = ExitClassifier(torch.zeros(plain.hidden_size), torch.zeros(1))  # a half
+        trained = TrainedExits(BaseModel("", "", plain.hidden_size, blocks), {}, {exit_block: classifier})
+        model = plain.with_exits(SpanExits((exit_block,), head, trained))
         choose_exit_forwards(model)
         for confidence in confidences:
             leave, stay = (messages.ExitTerms(confidence, ((exit_block, one),)) for one in (0.0, 1.0))
@@ -136,7 +140,7 @@ def rows(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="small")
-    parser.add_argument("--confidences", default="similarity,softmax")
+    parser.add_argument("--confidences", default="similarity,softmax,classifier")
     parser.add_argument("--skipped", default="0.25,0.5,0.75", help="shares of the blocks")
     parser.add_argument("--leaving", default="0,0.25,0.5,0.75,1", help="shares of the tokens")
     parser.add_argument("--tokens", type=int, default=16)
