@@ -1,19 +1,23 @@
-"""Steps whose new tokens may leave before the last block of the span, or have left before its first.
+"""One pass over a span for steps that need different blocks of it.
 
-After "An Efficient Inference Framework for Early-exit LLMs", sections 2 and 3. The span is computed piece by piece.
-Behind each piece, tokens that are sure leave: their hidden states stay as they are, and in the blocks that follow they
-only get keys and values, projected from these hidden states. The others go on, together with the tokens of steps that
-let none leave.
+The span is computed piece by piece. A step of a part of the span joins the pass in front of its first block, and leaves
+it behind its last one. So what takes time, reading the weights, is done once for all of them.
+
+A step may also let its tokens leave early, after "An Efficient Inference Framework for Early-exit LLMs", sections 2 and
+3. Behind each piece, tokens that are sure leave: their hidden states stay as they are, and in the blocks that follow
+they only get keys and values, projected from these hidden states. The others go on, together with the tokens of steps
+that let none leave.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from swarm.data_structures import ExitConfidence, ExitThresholds
+from swarm.data_structures import ExitConfidence, ExitThresholds, Span
 from swarm.models.execution.part_computation import compute_parts, fill_parts
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.step_part import StepPart
@@ -38,12 +42,14 @@ class _PartUnderWay:
     """A part of a step between two pieces of the span.
 
     Attributes:
+        span: the blocks that the step needs.
         hidden_TH: the hidden states of its tokens.
         before_TH: those in front of the piece before, for the tokens that passed it.
         left: see `StepExits`; None for a step whose tokens all stay.
     """
 
     def __init__(self, part: StepPart, exits: StepExits | None) -> None:
+        self.span = part.span
         self._part = part
         self.hidden_TH = self.before_TH = part.inputs
         self.left = list(exits.left) if exits is not None else None
@@ -98,23 +104,25 @@ class _PartUnderWay:
 
 
 @torch.inference_mode()
-def compute_with_exits(
-    model: SpanModel, parts: Sequence[StepPart], exits: Sequence[StepExits | None]
+def compute_in_pieces(
+    whole: SpanModel, parts: Sequence[StepPart], exits: Sequence[StepExits | None]
 ) -> tuple[list[torch.Tensor], list[tuple[int, ...] | None]]:
-    """Compute parts of steps of the same model, some of which have exits.
+    """Compute parts of steps of some blocks of a span. If it does not `joins_parts`, all need the same blocks.
 
     Returns:
         the outputs of each part, `[tokens, hidden]`; those of a token that left are its hidden states in front of the
         block where it did. And for each part with exits, where its tokens have left now.
     """
     under_way = [_PartUnderWay(part, one) for part, one in zip(parts, exits, strict=True)]
-    if model.can_fill:
-        for piece in model.pieces():
-            _pass_piece(piece, under_way)
-            if model.exits is not None:
-                _let_leave(model.exits, piece.span.end, under_way)
+    if whole.can_fill:
+        offered = whole.exits if any(one is not None for one in exits) else None
+        for piece in pass_pieces([part.span for part in parts], offered):
+            here = [one for one in under_way if one.span.start <= piece.start and piece.end <= one.span.end]
+            _pass_piece(whole.narrowed(piece), here)
+            if offered is not None:
+                _let_leave(offered, piece.end, here)
     else:
-        outputs = compute_parts(model, parts)
+        outputs = compute_parts(whole.narrowed(parts[0].span), parts)
         for one, output in zip(under_way, outputs, strict=True):
             tokens = one.tokens(left=False)
             one.advance(output if tokens is None else output[tokens])
@@ -123,8 +131,21 @@ def compute_with_exits(
     ]
 
 
+def pass_pieces(spans: Collection[Span], exits: SpanExits | None) -> list[Span]:
+    """Where a pass is cut: where steps join and leave it, and at the exits of their blocks. Pure.
+
+    Args:
+        spans: the blocks of each step.
+        exits: where tokens may leave; None if none does.
+    """
+    pieces = [piece for span in set(spans) for piece in (exits.pieces(span) if exits is not None else (span,))]
+    cuts = sorted({cut for piece in pieces for cut in (piece.start, piece.end)})
+    bounds = (Span(start, end) for start, end in itertools.pairwise(cuts))
+    return [one for one in bounds if any(span.start <= one.start and one.end <= span.end for span in spans)]
+
+
 def _pass_piece(piece: SpanModel, under_way: Sequence[_PartUnderWay]) -> None:
-    """Compute one piece for the tokens that have not left, and fill it for those that have."""
+    """Compute one piece for tokens that have not left, and fill it for those that have."""
     going = [(one, part) for one in under_way if (part := one.chosen_part(left=False)) is not None]
     gone = [part for one in under_way if (part := one.chosen_part(left=True)) is not None]
     if gone:

@@ -37,12 +37,6 @@ class HookedModule:
         self.takes_positions = "position_ids" in inspect.signature(module.forward).parameters
         self.positions = _table_length(module)
         self._path = path
-        self._narrowed: dict[tuple[int, int], HookedModule] = {}
-        self._received: torch.Tensor | None = None
-        self._produced: torch.Tensor | None = None
-        # Before hooks that add to a layer's inputs, which may have been there for a wider span.
-        self.layers[0].register_forward_pre_hook(self._replace_input, with_kwargs=True, prepend=True)
-        self.layers[-1].register_forward_hook(self._take_output)
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -52,30 +46,30 @@ class HookedModule:
 
     def narrowed(self, start: int, end: int) -> HookedModule:
         """The model around the layers [start, end) of this one. It shares their weights."""
-        if (start, end) not in self._narrowed:
-            module = cut_layers.slice_model(self.module, self._path, start, end)
-            self.attention.include_model(module)
-            self._narrowed[start, end] = HookedModule(module, self._path, self.first + start, self.attention)
-        return self._narrowed[start, end]
+        module = cut_layers.slice_model(self.module, self._path, start, end)
+        self.attention.include_model(module)
+        return HookedModule(module, self._path, self.first + start, self.attention)
 
     def run(self, hidden: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
         """Run the family's forward with `hidden` in front of the first layer; what the last layer returns."""
-        self._received = hidden
+        produced: list[torch.Tensor] = []
+
+        def replace_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return with_hidden_states(hidden, args, kwargs)
+
+        def take_output(module: nn.Module, args: Any, output: Any) -> None:
+            produced.append(output[0] if isinstance(output, tuple) else output)
+
+        # Only meanwhile: the layers belong to wider and narrower spans too. Before hooks that add to a layer's inputs.
+        layers = self.layers
+        enter = layers[0].register_forward_pre_hook(replace_input, with_kwargs=True, prepend=True)
+        leave = layers[-1].register_forward_hook(take_output)
         try:
             self.module(**arguments)
-            assert self._produced is not None
-            return self._produced
         finally:
-            self._received = self._produced = None
-
-    def _replace_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._received is None:
-            return None  # the layer runs for a wider or a narrower span
-        return with_hidden_states(self._received, args, kwargs)
-
-    def _take_output(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._received is not None:
-            self._produced = output[0] if isinstance(output, tuple) else output
+            enter.remove()
+            leave.remove()
+        return produced[-1]
 
 
 def with_hidden_states(

@@ -22,7 +22,7 @@ from swarm.data_structures import StepLayout
 from swarm.errors import WrongPosition
 from swarm.models.adapters.adapter_batch import NO_ADAPTER, AdapterWeights
 from swarm.models.execution import contiguous_sequences, padded_sequences, paged_sequences
-from swarm.models.execution.early_exit import StepExits, compute_with_exits
+from swarm.models.execution.early_exit import StepExits, compute_in_pieces
 from swarm.models.execution.part_computation import compute_parts
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.step_part import StepPart
@@ -52,7 +52,7 @@ class StepComputation:
     """A step that is being computed. Made by `SessionCache.start_step`.
 
     Attributes:
-        model: the blocks that compute it; only steps of the same model can be computed together.
+        model: the blocks that compute it.
         inputs: `[tokens, hidden]`, packed.
         staged: the session's sequences as this step leaves them.
         adapter: what the client adds to the blocks.
@@ -84,7 +84,8 @@ class StepComputation:
     def next_part(self, tokens: int) -> StepPart:
         """The next `tokens` packed tokens."""
         inputs = self.inputs[self.tokens_done : self.tokens_done + tokens]
-        return StepPart(self.staged, self.next_layout(tokens), inputs, self.adapter, self.layout.tokens)
+        layout = self.next_layout(tokens)
+        return StepPart(self.model.span, self.staged, layout, inputs, self.adapter, self.layout.tokens)
 
     def next_layout(self, tokens: int) -> StepLayout:
         """The layout of the next `tokens` packed tokens: other sequences of the step bring none."""
@@ -185,6 +186,9 @@ def _empty_storage(strategy: ExecutionStrategy) -> SequenceStorage:
 def advance_steps(portions: Sequence[tuple[StepComputation, int]]) -> None:
     """Compute the next tokens of some steps of the same model, in one forward if its family allows that.
 
+    If the model `joins_parts`, steps may also be of different parts of one span. Then they share a pass over it, which
+    each step joins in front of its first block and leaves behind its last one.
+
     Args:
         portions: different steps, and how many packed tokens of each to compute, at most what is left.
     """
@@ -198,8 +202,8 @@ def advance_steps(portions: Sequence[tuple[StepComputation, int]]) -> None:
         parts = [step.next_part(tokens) for step, tokens in together]
         if model.flash is not None:
             model.flash.begin_forward([count for part in parts for count in part.layout.counts if count])
-        if any(step.exits is not None for step, _ in together):
-            outputs, left = compute_with_exits(model, parts, [step.exits for step, _ in together])
+        if any(step.exits is not None or step.model.span != model.span for step, _ in together):
+            outputs, left = compute_in_pieces(model.whole, parts, [step.exits for step, _ in together])
             for (step, _), one in zip(together, left, strict=True):
                 step.note_left(one)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from swarm.data_structures import Span
+from swarm.data_structures import ExitThresholds, Span
 from swarm.errors import InvalidSpan
 from swarm.models.adapters.adapter_batch import active_adapters
 from swarm.models.adapters.layer_hooks import AdaptedLayers
@@ -21,6 +22,10 @@ from swarm.models.execution.strategy import PADDED, ExecutionStrategy
 from swarm.models.exits.span_exits import SpanExits
 from swarm.models.flash.flash_span import FlashSpan
 from swarm.models.weights.quantization import weight_bytes
+
+MAX_PARTS_PER_BLOCK = 4
+"""Parts of a span that are remembered, for each of its blocks. Clients choose parts, and there are many; one that is
+not remembered takes about a millisecond to make again."""
 
 
 class SpanModel:
@@ -76,6 +81,8 @@ class SpanModel:
         self.exits: SpanExits | None = None
         self._whole = self
         self._parts: dict[Span, SpanModel] = {}
+        self._chosen_parts: dict[Span, SpanModel] = {}
+        self._parts_lock = threading.Lock()  # the network loop opens sessions, the compute thread cuts passes
 
     @property
     def strategy(self) -> ExecutionStrategy:
@@ -103,34 +110,67 @@ class SpanModel:
         return model
 
     def narrowed(self, span: Span) -> SpanModel:
-        """Part of this span as a span of its own, sharing the weights. Raises `InvalidSpan` if it is not a part."""
+        """Part of this span as a span of its own, sharing the weights. Raises `InvalidSpan` if it is not a part.
+
+        For any thread. Parts are as quick as the whole, where that runs a flat forward.
+        """
         if span == self.span:
             return self
+        if span in self._whole._chosen_parts:
+            return self._whole._chosen_parts[span]
         if not self.span.start <= span.start < span.end <= self.span.end:
             raise InvalidSpan(f"blocks {span} are not a part of the span {self.span}")
         whole = self._whole
-        if span not in whole._parts:
-            start, end = span.start - whole.span.start, span.end - whole.span.start
-            part = SpanModel(
-                whole.cut.narrowed(start, end),
-                span,
-                whole.digests[start:end],
-                whole.hidden_size,
-                whole.adapted,
-                whole.strategy.without_traced_forward(),
-                whole.flash,
-            )
-            whole.use_part(part)
-        return whole._parts[span]
+        with whole._parts_lock:
+            part = whole._parts.pop(span, None) or whole._part(span)
+            whole._parts[span] = part  # behind those that were used longer ago
+            while len(whole._parts) > MAX_PARTS_PER_BLOCK * whole.span.length:
+                del whole._parts[next(iter(whole._parts))]
+        return part
+
+    def _part(self, span: Span) -> SpanModel:
+        start, end = span.start - self.span.start, span.end - self.span.start
+        part = SpanModel(
+            self.cut.narrowed(start, end),
+            span,
+            self.digests[start:end],
+            self.hidden_size,
+            self.adapted,
+            self.strategy.narrowed(start, end),
+            self.flash,
+        )
+        part.exits, part._whole = self.exits, self
+        return part
 
     def use_part(self, part: SpanModel) -> None:
         """Have `narrowed` return this model, which was made from what it returned before."""
         part.exits, part._whole = self.exits, self
-        self._parts[part.span] = part
+        self._chosen_parts[part.span] = part
 
     def pieces(self) -> list[SpanModel]:
         """The span in parts, one after the other, between which tokens may leave."""
         return [self.narrowed(one) for one in self.exits.pieces(self.span)] if self.exits is not None else [self]
+
+    @property
+    def whole(self) -> SpanModel:
+        """The model of which this one is a part, or itself."""
+        return self._whole
+
+    @property
+    def joins_parts(self) -> bool:
+        """Whether steps of different parts of the span can be computed in one pass.
+
+        Not with recorded decode steps: a pass is cut wherever a part begins or ends, and each piece would be recorded.
+        """
+        return self.strategy.packed and self.flash is None and self.strategy.graph_recorder is None
+
+    def token_cost(self, terms: ExitThresholds | None = None) -> float:
+        """What a token costs at most, in blocks: those that it passes, and the head's share where it may leave."""
+        readings = self.exits.readings(terms, self.span) if self.exits is not None and terms is not None else 0
+        if not readings:
+            return float(self.span.length)
+        assert self.exits is not None
+        return self.span.length + readings * self.exits.head_bytes * self.span.length / self.weight_bytes
 
     @property
     def can_fill(self) -> bool:

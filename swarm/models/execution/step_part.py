@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from swarm.data_structures import StepLayout
+from swarm.data_structures import Span, StepLayout
 from swarm.models.adapters.adapter_batch import AdapterSegment, AdapterWeights
 
 
@@ -17,6 +17,7 @@ class StepPart:
     """The next tokens of one step, as the contiguous, paged and padded computations get them.
 
     Attributes:
+        span: the blocks that the step needs.
         staged: the sequences as the step leaves them, of the class that belongs to the layout of the cache.
         layout: how many tokens each of these sequences brings.
         inputs: the tokens, `[tokens, hidden]`.
@@ -24,6 +25,7 @@ class StepPart:
         of_step: how many tokens the whole step brings.
     """
 
+    span: Span
     staged: Any
     layout: StepLayout
     inputs: torch.Tensor

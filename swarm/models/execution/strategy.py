@@ -10,7 +10,8 @@ from typing import Literal
 
 from swarm.models.attention.paged_attention import PagedAttention
 from swarm.models.execution.cuda_graphs import GraphRecorder
-from swarm.models.execution.traced_forward import TokenFill, TokenForward
+from swarm.models.execution.tracing.flat_forward import FlatForward
+from swarm.models.execution.tracing.traced_forward import TokenFill, TokenForward
 
 CacheLayout = Literal["contiguous", "paged", "padded"]
 """Where the keys and values of sequences lie.
@@ -33,6 +34,7 @@ class ExecutionStrategy:
         paging: the page pool and its kernel, for the paged layout only. All parts of a loaded span share it.
         forward: what runs packed tokens.
         traced: the traced forward, unless `forward` is "plain".
+        flat: the flat forward, for parts of the blocks; None if the family's modules are faster or cannot be traced.
         traced_fill: stores keys and values of tokens that skip the blocks; None to run the family's modules for that.
         graph_recorder: records decode steps as graphs, see `cuda_graphs`; None to record nothing. Needs pages.
     """
@@ -41,6 +43,7 @@ class ExecutionStrategy:
     paging: PagedAttention | None = None
     forward: ForwardKind = "plain"
     traced: TokenForward | None = None
+    flat: FlatForward | None = None
     traced_fill: TokenFill | None = None
     graph_recorder: GraphRecorder | None = None
 
@@ -63,9 +66,12 @@ class ExecutionStrategy:
         """The same layout, with the family's modules and no recordings."""
         return ExecutionStrategy(self.layout, self.paging)
 
-    def without_traced_forward(self) -> ExecutionStrategy:
-        """The same for other blocks: what was traced computes just the blocks that it was traced from."""
-        return replace(self, forward="plain", traced=None, traced_fill=None)
+    def narrowed(self, start: int, end: int) -> ExecutionStrategy:
+        """The same for the blocks [start, end) of those that it is for. What is compiled computes just all of them."""
+        if self.flat is None:
+            return replace(self, forward="plain", traced=None, traced_fill=None)
+        flat = self.flat.narrowed(start, end)
+        return replace(self, forward="flat", traced=flat, flat=flat, traced_fill=None)
 
     def __str__(self) -> str:
         graphs = ", recorded decode steps" if self.graph_recorder is not None else ""

@@ -30,8 +30,9 @@ from swarm.models.execution.early_exit import StepExits
 from swarm.models.execution.session_cache import SessionCache, advance_steps
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy import PADDED, CacheLayout, ExecutionStrategy, ForwardKind
-from swarm.models.execution.traced_fill import traced_fill
-from swarm.models.execution.traced_forward import TokenForward, TracedForward
+from swarm.models.execution.tracing.flat_forward import FlatForward
+from swarm.models.execution.tracing.traced_fill import traced_fill
+from swarm.models.execution.tracing.traced_forward import TokenForward, TracedForward
 
 logger = logging.getLogger(__name__)
 
@@ -144,11 +145,12 @@ def choose_exit_forwards(model: SpanModel, compile_in: Path | None = None) -> No
     """Choose how the pieces of a span are computed, between which tokens leave, and how they are filled.
 
     Args:
-        compile_in: see `choose_forward`; each piece takes as long as a span.
+        compile_in: see `choose_forward`; each piece takes as long as a span. Without, each is a part as all others.
     """
     for piece in model.pieces():
         if piece is not model:
-            chosen = choose_forward(piece, compile_in, model.strategy.graph_recorder)
+            compiled = compile_in is not None
+            chosen = choose_forward(piece, compile_in, model.strategy.graph_recorder) if compiled else piece
             model.use_part(_attempt("A traced fill", partial(_try_traced_fill, chosen)) or chosen)
 
 
@@ -192,7 +194,7 @@ def _try_traced_forwards(plain: SpanModel, compile_in: Path | None) -> SpanModel
     if traced is None:
         logger.info("The forward of this family cannot be traced; its modules run as they are")
         return plain
-    makers: dict[ForwardKind, Callable[[], TokenForward]] = {"flat": traced.flat}
+    makers: dict[ForwardKind, Callable[[], TokenForward]] = {"flat": partial(traced.flat, plain.layers)}
     if compile_in is not None:
         makers["compiled"] = partial(traced.compiled, compile_in)
     best = plain
@@ -206,7 +208,9 @@ def _try_traced_forward(
     best: SpanModel, kind: ForwardKind, make: Callable[[], TokenForward], expected: torch.Tensor
 ) -> SpanModel | None:
     """A model with that forward, if it is right and faster than the best so far."""
-    candidate = best.with_strategy(replace(best.strategy, forward=kind, traced=make()))
+    forward = make()
+    flat = forward if isinstance(forward, FlatForward) else best.strategy.flat
+    candidate = best.with_strategy(replace(best.strategy, forward=kind, traced=forward, flat=flat))
     error = _relative_error(candidate, expected)
     if error < FORWARD_TOLERANCE[best.dtype] and _decodes_faster(candidate, best):
         return candidate

@@ -26,11 +26,13 @@ class SpanExits:
         blocks: in front of which tokens may leave, ascending.
         head: hidden states `[R, H]` to logits `[R, V]`: final norm and head; None if they are not loaded.
         trained: lenses, which the head reads through, and classifiers.
+        head_bytes: weights that the head reads, which say what reading costs.
     """
 
     blocks: tuple[int, ...]
     head: Callable[[torch.Tensor], torch.Tensor] | None = None
     trained: TrainedExits = NOTHING_TRAINED
+    head_bytes: int = 0
 
     @property
     def confidences(self) -> tuple[ExitConfidence, ...]:
@@ -49,6 +51,15 @@ class SpanExits:
         if confidence == "classifier":
             return block in self.trained.classifiers
         return confidence == "similarity" or self.head is not None
+
+    def readings(self, terms: ExitThresholds, span: Span) -> int:
+        """How often the head reads a token inside these blocks, or behind them, at most."""
+        if terms.confidence != "softmax":
+            return 0
+        return sum(
+            span.start < block <= span.end and threshold < 1 and self.measures(terms.confidence, block)
+            for block, threshold in terms.thresholds
+        )
 
     def applies(self, terms: ExitThresholds, span: Span) -> bool:
         """Whether these terms can let a token leave inside these blocks, or behind them. If not, they need no cuts."""

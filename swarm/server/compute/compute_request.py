@@ -51,6 +51,16 @@ class ForwardWork:
         return self.cache.model.span
 
     @property
+    def joins_parts(self) -> bool:
+        """Whether it can be computed together with requests for other parts of the blocks that the server holds."""
+        return self.cache.model.joins_parts
+
+    @property
+    def token_cost(self) -> float:
+        """What a token costs at most, in blocks."""
+        return self.cache.model.token_cost(self.exits.terms if self.exits is not None else None)
+
+    @property
     def kind(self) -> str:
         """One of `swarm.metrics.server.KINDS`. A few tokens count as a prompt where a sequence starts with them."""
         if self.training:
@@ -77,10 +87,16 @@ class BackwardWork:
     training: bool = True
     kind: ClassVar[str] = "backward"
     urgent: ClassVar[bool] = True
+    joins_parts: ClassVar[bool] = False
 
     @property
     def span(self) -> Span:
         return self.model.span
+
+    @property
+    def token_cost(self) -> float:
+        """What a token costs, in blocks."""
+        return self.model.token_cost()
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,8 @@ class QueuedRequest:
             idle=now - (max(self.served_at, trained_at) if request.training else self.served_at),
             waited=now - self.served_at,
             urgent=self.is_urgent,
+            joins_parts=request.joins_parts,
+            token_cost=request.token_cost,
         )
 
     def for_observer(self, tokens: int) -> tuple[str, int, int]:

@@ -2,16 +2,17 @@
 
 Every iteration merges tokens of many requests into one forward. The rules:
 
-- Only requests for the same blocks go together. The blocks whose requests have waited longest come first.
+- Only requests for the same blocks go together, or for blocks that overlap, if one pass can serve them: each joins it
+  in front of its first block and leaves it behind its last one. The request that has waited longest decides which.
 - Inference goes before training, which still gets an iteration now and then.
 - Short requests (decoding: a few tokens for each sequence) go into every iteration. Long ones (prompts) are cut into
   chunks, which take what is left of the token budget, and at least a share of it.
 - Short requests whose clients may have what they need from the blocks before (`urgent` is false) let urgent ones go
   first, for `MAX_YIELD_S` at most. An iteration takes one of their tokens along for `TOKENS_PER_YIELDING` others: that
   costs it little, and they are not in the way later.
-- Among sessions, the one that was served least goes first (start-time fair queueing, Goyal et al. 1996); a session that
-  was idle does not save up credit. When tokens are scarce, no peer gets more than an equal part, however many sessions
-  it opens.
+- Among sessions, the one that was served least goes first (start-time fair queueing, Goyal et al. 1996), where a token
+  counts with the blocks that it passes; a session that was idle does not save up credit. When tokens are scarce, no
+  peer gets more than an equal part, however many sessions it opens.
 - A request that cannot be cut (a backward) gets an iteration of its own when its turn comes, whatever it costs.
 - A request that has waited long goes before all of these, so that no request waits for ever, whatever else comes.
 """
@@ -65,6 +66,8 @@ class QueuedTokens:
         whole: computed in one iteration, alone.
         waited: seconds since it came or was last served itself.
         urgent: a client waits for it.
+        joins_parts: whether it may share an iteration with requests for overlapping blocks.
+        token_cost: of each token, in blocks.
     """
 
     number: int
@@ -78,6 +81,8 @@ class QueuedTokens:
     whole: bool = False
     waited: float = 0.0
     urgent: bool = True
+    joins_parts: bool = False
+    token_cost: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +95,16 @@ class TokenSlice:
 
 @dataclass
 class FairShares:
-    """How many tokens each session was served. Inference and training have separate virtual clocks."""
+    """What each session was served: tokens times what each cost. Inference and training have separate clocks."""
 
     _clocks: dict[bool, _VirtualClock] = field(default_factory=lambda: {False: _VirtualClock(), True: _VirtualClock()})
 
     def __len__(self) -> int:
         return sum(len(clock.served) for clock in self._clocks.values())
 
-    def served_tokens(self, request: QueuedTokens) -> float:
+    def served(self, request: QueuedTokens) -> float:
         """Where the request's session stands; the least goes first. One that was idle starts where the others are."""
-        return self._clocks[request.training].served_tokens(request.session)
+        return self._clocks[request.training].served_so_far(request.session)
 
     def charge_batch(self, waiting: Sequence[QueuedTokens], batch: Sequence[TokenSlice]) -> None:
         """Count the slices of a batch, which was chosen from all that waited."""
@@ -108,19 +113,19 @@ class FairShares:
             ours = [request for request in waiting if request.training == training]
             if any(request.number in tokens for request in ours):
                 for request in ours:
-                    served = clock.served_tokens(request.session)
-                    clock.served[request.session] = served + tokens.get(request.number, 0)
+                    cost = tokens.get(request.number, 0) * request.token_cost
+                    clock.served[request.session] = clock.served_so_far(request.session) + cost
                 clock.advance({request.session for request in ours if tokens.get(request.number, 0) < request.tokens})
 
 
 @dataclass
 class _VirtualClock:
-    """Tokens that sessions were served, as if each had been served `now` tokens at least."""
+    """What sessions were served, as if each had been served `now` at least."""
 
     served: dict[Hashable, float] = field(default_factory=dict)
     now: float = 0.0
 
-    def served_tokens(self, session: Hashable) -> float:
+    def served_so_far(self, session: Hashable) -> float:
         return max(self.served.get(session, 0.0), self.now)
 
     def advance(self, waiting: set[Hashable]) -> None:
@@ -129,7 +134,7 @@ class _VirtualClock:
         Sessions of other blocks count as well, and those that want nothing now do not. Otherwise the clock would run
         away from those that wait, or be held up by one that needs little.
         """
-        self.now = min(map(self.served_tokens, waiting), default=max(self.served.values(), default=self.now))
+        self.now = min(map(self.served_so_far, waiting), default=max(self.served.values(), default=self.now))
         ahead = {session: served for session, served in self.served.items() if served > self.now}
         inactive = [session for session in ahead if session not in waiting]
         for session in heapq.nsmallest(len(inactive) - MAX_REMEMBERED_SESSIONS, inactive, key=ahead.__getitem__):
@@ -138,7 +143,7 @@ class _VirtualClock:
 
 
 def next_batch(waiting: Sequence[QueuedTokens], shares: FairShares, budget: int) -> list[TokenSlice]:
-    """The next iteration: all for the same blocks, and at most `budget` tokens unless it is one request that is
+    """The next iteration: all in one pass, and at most `budget` tokens unless it is one request that is
     computed whole. Empty only if nothing waits."""
     candidates = _training_or_inference(waiting)
     if not candidates:
@@ -146,8 +151,8 @@ def next_batch(waiting: Sequence[QueuedTokens], shares: FairShares, budget: int)
     yielding = _yielding(candidates)
     first = [request for request in candidates if request.number not in yielding]
     oldest = max(first, key=lambda request: (_effective_age(request), -request.number))
-    same_blocks = [request for request in candidates if request.span == oldest.span]
-    queue = sorted(same_blocks, key=lambda request: (request.number in yielding, _sort_key(request, shares)))
+    together = _in_one_pass(oldest, first, candidates)
+    queue = sorted(together, key=lambda request: (request.number in yielding, _sort_key(request, shares)))
     if queue[0].whole:
         return [TokenSlice(queue[0].number, queue[0].tokens)]
     queue = [request for request in queue if not request.whole]
@@ -163,6 +168,24 @@ def next_batch(waiting: Sequence[QueuedTokens], shares: FairShares, budget: int)
     return batch + _fill_budget(last, min(tokens // TOKENS_PER_YIELDING, budget - tokens))
 
 
+def _in_one_pass(
+    oldest: QueuedTokens, first: Sequence[QueuedTokens], candidates: Sequence[QueuedTokens]
+) -> list[QueuedTokens]:
+    """The candidates that one pass can serve with the oldest. Those that let others go first do not widen it."""
+    reach, before = oldest.span, None
+    while oldest.joins_parts and reach != before:
+        before = reach
+        for one in first:
+            if one.joins_parts and one.span.start < reach.end and reach.start < one.span.end:
+                reach = Span(min(reach.start, one.span.start), max(reach.end, one.span.end))
+    return [
+        one
+        for one in candidates
+        if one.span == oldest.span
+        or (one.joins_parts and oldest.joins_parts and reach.start <= one.span.start and one.span.end <= reach.end)
+    ]
+
+
 def _yielding(candidates: Sequence[QueuedTokens]) -> set[int]:
     """Numbers of the requests that let others go first."""
     if not any(request.short and request.urgent for request in candidates):
@@ -173,7 +196,7 @@ def _yielding(candidates: Sequence[QueuedTokens]) -> set[int]:
 def _sort_key(request: QueuedTokens, shares: FairShares) -> tuple[bool, float, int]:
     age = _effective_age(request)
     has_priority = age >= PRIORITY_AFTER_S
-    return not has_priority, -age if has_priority else shares.served_tokens(request), request.number
+    return not has_priority, -age if has_priority else shares.served(request), request.number
 
 
 def _effective_age(request: QueuedTokens) -> float:

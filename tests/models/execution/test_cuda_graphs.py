@@ -101,7 +101,7 @@ def test_any_decode_steps_are_as_without_recordings(model, recorder):
 
 def test_a_flat_forward_is_recorded_too(recorder, tmp_path_factory):
     model = load_in_pages("llama", tmp_path_factory, PAGE)
-    model = recorded(traced(model, "flat", trace_of(model).flat()), recorder)
+    model = recorded(traced(model, "flat", trace_of(model).flat(model.layers)), recorder)
     one, other = SessionCache(model), SessionCache(model)
     for counts in ((4, 2), (1, 1), (1, 1)):
         hidden, layout = torch.randn(sum(counts), HIDDEN), StepLayout(one.lengths or (0, 0), counts)

@@ -1,10 +1,11 @@
-"""Steps whose tokens leave early, against a reference that passes them block by block, alone, by the family's own
-attention: a block that a token skips gets the same input as the one where the token left, and its output is dropped."""
+"""Steps of parts of a span, some of whose tokens leave early, against a reference that passes them block by block,
+alone, by the family's own attention: a block that a token skips gets the same input as the one where the token left, and its output is dropped."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -12,20 +13,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.data_structures import ExitBatchRule, ExitConfidence, ExitThresholds, Span, StepLayout
-from swarm.models.execution.early_exit import StepExits
+from swarm.models.execution import early_exit
+from swarm.models.execution.early_exit import StepExits, pass_pieces
+from swarm.models.execution.part_computation import compute_parts
 from swarm.models.execution.session_cache import SessionCache, StepComputation, advance_steps
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy import PADDED
 from swarm.models.execution.strategy_trials import choose_exit_forwards
-from swarm.models.execution.traced_fill import traced_fill
+from swarm.models.execution.tracing.traced_fill import traced_fill
 from swarm.models.exits.confidence import state_similarity
 from swarm.models.exits.span_exits import SpanExits
 from tests.models.execution.test_session_cache import HIDDEN, close, load, load_as, slow
+from tests.models.execution.test_traced_forward import trace_of, traced
 
 FAMILIES = ("llama", "gemma2", "gpt2", "qwen3", "deepseek_v3", "mistral", "cohere2", "gpt_oss", "qwen3_moe")
 THRESHOLDS = (0.0, 0.9, 0.97, 1.0)
 BLOCKS = (2, 3, 4)
 """Exits of a span of the blocks 1:4."""
+
+PARTS = [Span(start, end) for start in range(1, 4) for end in range(start + 1, 5)]
+"""Of that span."""
 
 
 class Reference:
@@ -104,8 +111,12 @@ def draw_exits(data: st.DataObject, counts: Sequence[int]) -> StepExits | None:
 
 
 def decode_steps(model: SpanModel, data: st.DataObject, sessions: int, steps: int) -> None:
-    """Prompts of some sessions, then single tokens of all of them at once, some of which leave; and rollbacks."""
-    pairs = [Pair(model, seed) for seed in range(sessions)]
+    """Prompts of some sessions, then single tokens of all of them at once, some of which leave; and rollbacks.
+
+    If the model joins parts, each session uses any part of the span.
+    """
+    parts = st.sampled_from(PARTS if model.joins_parts else [model.span])
+    pairs = [Pair(model.narrowed(data.draw(parts)), seed) for seed in range(sessions)]
     for step in range(steps):
         works = []
         for pair in pairs:
@@ -144,6 +155,53 @@ def test_any_tokens_of_any_sessions_leave(family, tmp_path_factory):
     assert model.can_fill
 
     check_decode_steps(model, examples=25)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v2", "qwen3_moe"])
+def test_a_flat_forward_of_any_parts_whose_tokens_leave(family, tmp_path_factory):
+    model = load(family, tmp_path_factory)
+    model = with_exits(traced(model, "flat", trace_of(model).flat(model.layers)))
+    assert model.narrowed(Span(2, 4)).strategy.forward == "flat"
+
+    check_decode_steps(model, examples=25)
+
+
+SPANS = st.builds(lambda start, length: Span(start, start + length), st.integers(0, 12), st.integers(1, 8))
+
+
+@given(st.lists(SPANS, min_size=1, max_size=6), st.sets(st.integers(1, 20)), st.booleans())
+def test_where_a_pass_is_cut(spans, exits, leaving):
+    """Each step finds just its blocks in some of the pieces, one after the other. There are no other cuts."""
+    pieces = pass_pieces(spans, SpanExits(tuple(sorted(exits))) if leaving else None)
+    assert pieces == sorted(pieces, key=lambda one: one.start)
+    for span in spans:
+        own = [one for one in pieces if one.start < span.end and span.start < one.end]
+        assert (own[0].start, own[-1].end) == (span.start, span.end)
+        assert all(one.end == other.start for one, other in pairwise(own))
+    assert all(any(one.start in span for span in spans) for one in pieces)
+    bounds = {bound for span in spans for bound in (span.start, span.end)}
+    looked_at = {near for block in exits for near in (block - 1, block)} if leaving else set()
+    assert all(one.start in bounds | looked_at for one in pieces)
+    for span in spans:
+        inside = {near for near in looked_at if span.start < near < span.end}
+        assert inside <= {one.start for one in pieces} or not leaving
+
+
+def test_steps_of_different_parts_share_a_pass(tmp_path_factory, monkeypatch):
+    model = load("llama", tmp_path_factory)
+    computed = []
+
+    def watched(piece, parts):
+        computed.append((piece.span, len(parts)))
+        return compute_parts(piece, parts)
+
+    monkeypatch.setattr(early_exit, "compute_parts", watched)
+    pairs = [Pair(model.narrowed(span), seed) for seed, span in enumerate((Span(1, 4), Span(1, 2), Span(2, 4)))]
+    works = [pair.start(StepLayout((0,), (2,))) for pair in pairs]
+    advance_steps([(work, 2) for work in works])
+    for pair, work in zip(pairs, works, strict=True):
+        pair.finish(work)
+    assert computed == [(Span(1, 2), 2), (Span(2, 4), 2)]
 
 
 @pytest.mark.parametrize("layout", ["paged", "contiguous"])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from swarm.models.attention.page_pool import PagePool
 from swarm.models.attention.paged_attention import PagedAttention
 from swarm.models.attention.paged_kernels import reference_kernel
 from swarm.models.execution.strategy import PADDED, ExecutionStrategy
+from swarm.models.execution.tracing.flat_forward import FlatForward
 
 PAGING = PagedAttention(PagePool(), reference_kernel)
 
@@ -47,5 +50,9 @@ def test_what_is_left_of_a_strategy():
     whole = ExecutionStrategy("paged", PAGING, "flat", traced, graph_recorder=recorder)
     assert str(whole) == "paged cache, flat forward, recorded decode steps"
     assert whole.plain() == ExecutionStrategy("paged", PAGING)
-    assert whole.without_traced_forward() == ExecutionStrategy("paged", PAGING, graph_recorder=recorder)
+    assert whole.narrowed(1, 2) == ExecutionStrategy("paged", PAGING, graph_recorder=recorder)
+    flat = FlatForward(lambda hidden, positions: (), (len, str, repr))
+    part = replace(whole, forward="compiled", flat=flat).narrowed(1, 2)
+    assert (part.forward, part.graph_recorder, part.traced) == ("flat", recorder, part.flat)
+    assert part.flat.blocks == (str,)
     assert str(PADDED) == "padded cache, plain forward"

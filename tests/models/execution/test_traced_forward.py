@@ -10,17 +10,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.data_structures import StepLayout
+from swarm.data_structures import Span, StepLayout
 from swarm.models.execution import strategy_trials
 from swarm.models.execution.session_cache import SessionCache, advance_steps
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy import ForwardKind
 from swarm.models.execution.strategy_trials import choose_forward
-from swarm.models.execution.traced_forward import TokenForward, TracedForward
+from swarm.models.execution.tracing.flat_forward import FlatForward
+from swarm.models.execution.tracing.traced_forward import TokenForward, TracedForward
 from swarm.models.weights.frozen_linear import prepack
 from tests.models.execution.test_session_cache import HIDDEN, close, load, slow
 
 FAMILIES = ("llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_moe", "gpt2", "cohere2")
+
+PARTS = [Span(start, end) for start in range(1, 4) for end in range(start + 1, 5)]
+"""Of the span 1:4."""
 
 LENGTHS = st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=3).filter(any), min_size=1, max_size=3)
 
@@ -30,7 +34,8 @@ def trace_of(model: SpanModel) -> TracedForward:
 
 
 def traced(model: SpanModel, kind: ForwardKind, function: TokenForward) -> SpanModel:
-    return model.with_strategy(replace(model.strategy, forward=kind, traced=function))
+    flat = function if isinstance(function, FlatForward) else None
+    return model.with_strategy(replace(model.strategy, forward=kind, traced=function, flat=flat))
 
 
 def outputs(model: SpanModel, sessions: list[list[int]], steps: int) -> torch.Tensor:
@@ -53,10 +58,23 @@ def outputs(model: SpanModel, sessions: list[list[int]], steps: int) -> torch.Te
     return torch.cat(results)
 
 
+@pytest.mark.parametrize("family", [*FAMILIES, "mixtral", "opt", "gemma3_text", "deepseek_v2", "phi", "exaone4"])
+def test_every_part_of_a_flat_forward_is_what_the_modules_compute(family, tmp_path_factory):
+    model = load(family, tmp_path_factory)
+    flat = traced(model, "flat", trace_of(model).flat(model.layers))
+    sessions = [[3], [2, 0, 7]]
+    for part in PARTS:
+        found, plain = flat.narrowed(part), model.narrowed(part)
+        assert (found.strategy.forward, plain.strategy.forward) == ("flat", "plain")
+        close(outputs(found, sessions, 3), outputs(plain, sessions, 3))
+        inner = Span(part.start, part.start + 1)
+        close(outputs(found.narrowed(inner), sessions, 2), outputs(model.narrowed(inner), sessions, 2))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_flat_is_what_the_modules_compute(family, tmp_path_factory):
     model = load(family, tmp_path_factory)
-    flat = traced(model, "flat", trace_of(model).flat())
+    flat = traced(model, "flat", trace_of(model).flat(model.layers))
 
     @given(LENGTHS, st.integers(1, 3))
     @settings(slow, max_examples=15)
@@ -71,7 +89,7 @@ def test_products_of_prepacked_weights_stay_calls(tmp_path_factory, monkeypatch)
     expected = outputs(model, [[3], [2, 2]], 3)
     monkeypatch.setattr("swarm.models.weights.frozen_linear.MIN_PREPACKED_FP32_WEIGHTS", 0)
     prepack(model.module)
-    flat = traced(model, "flat", trace_of(model).flat())
+    flat = traced(model, "flat", trace_of(model).flat(model.layers))
     close(outputs(flat, [[3], [2, 2]], 3), expected)
 
 
@@ -79,7 +97,7 @@ def test_products_of_prepacked_weights_stay_calls(tmp_path_factory, monkeypatch)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiling takes a C++ compiler")
 def test_compiled_is_what_the_modules_compute(tmp_path_factory, tmp_path):
     """Also when it comes from the disk. A single token, for which it was not traced, is right too."""
-    model = load("llama", tmp_path_factory).narrowed(type(load("llama", tmp_path_factory).span)(1, 2))
+    model = load("llama", tmp_path_factory).narrowed(Span(1, 2))
     batches = ([[1]], [[3], [2, 2], [7]])
     expected = [outputs(model, sessions, 2) for sessions in batches]
     for _ in range(2):

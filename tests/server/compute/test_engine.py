@@ -13,6 +13,7 @@ import torch
 
 from swarm.data_structures import Span, StepLayout
 from swarm.errors import ServerClosing, WrongPosition
+from swarm.metrics.server import ServerObserver
 from swarm.models.execution.session_cache import SessionCache, advance_steps
 from swarm.models.execution.span_model import SpanModel
 from swarm.server.compute import engine as engine_module
@@ -610,16 +611,39 @@ def test_a_loop_that_is_gone_does_not_hurt_the_others(llama, monkeypatch):
     run(scenario)
 
 
-def test_parts_of_the_span_take_turns(llama, monkeypatch):
+def test_parts_of_the_span_share_iterations(model):
+    """Where sessions share them at all. Outputs are those of the blocks that each session uses."""
+    iterations: list[int] = []
+
+    class Watching(ServerObserver):
+        def iteration_finished(self, requests, seconds):
+            iterations.append(len(requests))
+
     async def scenario(engine):
-        parts = [llama, llama.narrowed(Span(2, 3))]
-        sessions = [Session(engine, parts[seed % 2], seed) for seed in range(6)]
+        engine._observer = Watching()
+        parts = [model, model.narrowed(Span(2, 3)), model.narrowed(Span(1, 3))]
+        sessions = [Session(engine, parts[seed % 3], seed) for seed in range(6)]
         results = await Pause(engine).end(*(session.step(30) for session in sessions))
         assert all(isinstance(result, ComputeResult) for result in results)
-        for session in sessions:
-            await session.step(1)
+        iterations.clear()
+        await Pause(engine).end(*(session.step(1) for session in sessions))
+        assert iterations == ([6] if model.joins_parts else [2, 2, 2])
 
     run(scenario, budget=32)
+
+
+def test_a_step_that_cannot_be_computed_does_not_keep_other_parts_from_it(llama):
+    async def scenario(engine):
+        sessions = [Session(engine, llama.narrowed(span), seed) for seed, span in enumerate((Span(1, 4), Span(2, 4)))]
+        bad = Session(engine, llama.narrowed(Span(1, 3)), 2)
+        hidden = bad.inputs(2)
+        results = await Pause(engine).end(
+            *(session.step(2) for session in sessions), engine.compute(bad.request(hidden[:, : HIDDEN // 2]))
+        )
+        assert [type(one) for one in results[:2]] == [ComputeResult] * 2
+        assert isinstance(results[2], Exception)
+
+    run(scenario)
 
 
 def test_training_keeps_nothing_and_waits_for_inference(llama, monkeypatch):

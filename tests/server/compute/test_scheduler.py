@@ -28,6 +28,7 @@ from swarm.server.compute.scheduler import (
 )
 
 HERE, THERE = Span(0, 4), Span(2, 4)
+SPANS = (HERE, THERE, Span(3, 6), Span(5, 6), Span(6, 8))
 ITERATION = 0.5
 """Seconds that each iteration takes."""
 
@@ -44,6 +45,7 @@ class Request:
     whole: bool = False
     span: Span = HERE
     urgent: bool = True
+    cost: float = 1.0
     number: int = -1
     since: float = 0.0
 
@@ -58,6 +60,7 @@ class Schedule:
     Attributes:
         served: tokens for each session so far.
         iteration: seconds that each iteration takes.
+        joins_parts: whether requests for overlapping blocks share iterations.
     """
 
     budget: int
@@ -68,6 +71,7 @@ class Schedule:
     trained: float = -math.inf
     numbers: Iterator[int] = field(default_factory=lambda: iter(range(1 << 30)))
     iteration: float = ITERATION
+    joins_parts: bool = False
 
     def add(self, *requests: Request) -> None:
         for request in requests:
@@ -88,6 +92,8 @@ class Schedule:
                 idle=self.now - (max(one.since, self.trained) if one.training else one.since),
                 waited=self.now - one.since,
                 urgent=one.urgent,
+                joins_parts=self.joins_parts and not one.whole,
+                token_cost=one.cost,
             )
             for one in self.waiting
         ]
@@ -119,13 +125,13 @@ class Schedule:
             return chosen
         assert sum(tokens for _, tokens in chosen) <= self.budget
         assert bool(chosen) == bool(self.waiting)
-        assert len({one.span for one, _ in chosen}) <= 1
         assert len({one.training for one, _ in chosen}) <= 1
         if chosen:
             like = chosen[0][0]
-            together = [
-                one for one in self.waiting if one.span == like.span and one.training == like.training and not one.whole
-            ]
+            together = self._in_one_pass(like)
+            assert all(one in together for one, _ in chosen)
+            if self.joins_parts and any(one.whole and one.training == like.training for one in self.waiting):
+                return chosen  # a backward may have been the oldest, which others do not join
             # No room stays empty while a request for these blocks could use it, unless it lets others go first.
             behind = {one.number for one in together if self._may_yield(one)}
             used = sum(tokens for one, tokens in chosen if one.number not in behind)
@@ -135,6 +141,19 @@ class Schedule:
                 lazy, self.budget - used, used // TOKENS_PER_YIELDING
             )
         return chosen
+
+    def _in_one_pass(self, like: Request) -> list[Request]:
+        """The requests that may be computed together with this one."""
+        others = [one for one in self.waiting if one.training == like.training and not one.whole]
+        if not self.joins_parts:
+            return [one for one in others if one.span == like.span]
+        blocks: set[int] = set()
+        more = set(range(like.span.start, like.span.end))
+        while more - blocks:
+            blocks |= more
+            meeting = [one for one in others if not self._may_yield(one) and any(block in one.span for block in blocks)]
+            more = {block for one in meeting for block in range(one.span.start, one.span.end)}
+        return [one for one in others if blocks.issuperset(range(one.span.start, one.span.end))]
 
     def _may_yield(self, one: Request) -> bool:
         others = any(other.short and other.urgent and other.training == one.training for other in self.waiting)
@@ -152,7 +171,7 @@ CUT = st.builds(
     peer=st.sampled_from(["p", "q", "r"]),
     short=st.booleans(),
     training=st.booleans(),
-    span=st.sampled_from([HERE, THERE]),
+    span=st.sampled_from(SPANS),
     urgent=st.booleans(),
 )
 WHOLE = st.builds(
@@ -167,9 +186,9 @@ WHOLE = st.builds(
 REQUESTS = CUT | WHOLE
 
 
-@given(st.lists(st.lists(REQUESTS, max_size=4), max_size=15), st.integers(1, 200))
-def test_every_iteration_keeps_the_laws_and_everything_is_computed_in_the_end(arrivals, budget):
-    schedule = Schedule(budget)
+@given(st.lists(st.lists(REQUESTS, max_size=4), max_size=15), st.integers(1, 200), st.booleans())
+def test_every_iteration_keeps_the_laws_and_everything_is_computed_in_the_end(arrivals, budget, joins_parts):
+    schedule = Schedule(budget, joins_parts=joins_parts)
     wanted = sum(one.tokens for batch in arrivals for one in batch)
     for batch in arrivals:
         schedule.add(*batch)
@@ -426,6 +445,31 @@ def test_two_sessions_that_always_have_work_get_equally_much(same_peer, training
         schedule.iterate()
         assert abs(schedule.served["a"] - schedule.served["b"]) <= 64
     assert schedule.served.total() == 6400
+
+
+def test_fair_is_counted_in_blocks():
+    """A session of half of the blocks gets twice as many tokens."""
+    schedule = Schedule(64, joins_parts=True, iteration=0.1)
+    schedule.add(Request("whole", 100_000, "peer", cost=4.0), Request("part", 100_000, "peer", span=THERE, cost=2.0))
+    for _ in range(99):
+        schedule.iterate()
+    assert abs(schedule.served["part"] - 2 * schedule.served["whole"]) <= 3 * 64
+
+
+def test_requests_for_overlapping_blocks_share_an_iteration():
+    def first_iteration(*requests: Request) -> set[str]:
+        schedule = Schedule(64, joins_parts=True)
+        schedule.add(*map(replace, requests))
+        return {one.session for one, _ in schedule.iterate()}
+
+    head, tail = Request("head", 1, short=True, span=Span(0, 2)), Request("tail", 1, short=True, span=Span(2, 4))
+    whole, behind = Request("whole", 1, short=True, span=HERE), Request("behind", 1, short=True, span=Span(4, 6))
+    assert first_iteration(head, tail) == {"head"}
+    assert first_iteration(head, tail, whole, behind) == {"head", "tail", "whole"}
+    # What is not urgent goes along where blocks are computed anyway, and nowhere else.
+    lazy = replace(tail, session="lazy", urgent=False)
+    assert first_iteration(head, whole, lazy) == {"head", "whole", "lazy"}
+    assert first_iteration(head, replace(head, session="other"), lazy) == {"head", "other"}
 
 
 @given(st.integers(17, 200), st.integers(17, 200), st.integers(20, 100))

@@ -16,7 +16,7 @@ from torch import nn
 from swarm.models.attention.multi_session_attention import AttentionExtras, PackedBatch, PackedMask
 from swarm.models.execution.hooked_module import with_hidden_states
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.execution.traced_forward import TokenFill, TracedForward
+from swarm.models.execution.tracing.traced_forward import TokenFill, TracedForward
 
 
 class _KeyRecorder(PackedBatch):
@@ -54,7 +54,7 @@ def traced_fill(model: SpanModel) -> TokenFill:
         return tuple(recorder.stored)
 
     example = torch.randn(2, 1, model.hidden_size).to(model.device, model.dtype)
-    forward = TracedForward(model.module, run, example, recorder).flat_results(shared=True)
+    forward = TracedForward(model.module, run, example, recorder).flat_results()
     layers = tuple(recorder.layers)
 
     def fill(hidden_N1H: torch.Tensor, positions_N1: torch.Tensor, batch: PackedBatch) -> None:

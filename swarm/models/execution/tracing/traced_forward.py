@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,6 +35,7 @@ from swarm.models.attention.multi_session_attention import (
     PackedMask,
     active_batch,
 )
+from swarm.models.execution.tracing.flat_forward import FlatForward, divide
 from swarm.models.weights.frozen_linear import FrozenLinear
 
 TokenForward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -174,31 +176,46 @@ class TracedForward:
             self._program = torch.export.export(
                 Forward(), (example, positions), dynamic_shapes=({0: tokens}, {0: tokens}), strict=False
             )
+        self._model = model
         self.sites = batch.sites if isinstance(batch, _TracingBatch) else []
         self.products = products
 
-    def flat(self) -> TokenForward:
-        """The operations one after the other, with bound weights and without checks and conversions that do nothing."""
-        results = self.flat_results()
-        return lambda hidden, positions: _single_output(results(hidden, positions))
-
-    def flat_results(self, shared: bool = False) -> Callable[[torch.Tensor, torch.Tensor], Any]:
-        """`flat` for a run that returns something else than hidden states.
+    def flat(self, layers: nn.ModuleList) -> FlatForward:
+        """The operations one after the other, with bound weights and without checks and conversions that do nothing.
 
         Args:
-            shared: whether operations that occur several times with the same inputs are computed once.
+            layers: of the model, which become functions of their own.
+
+        Raises `NotDivisible`.
         """
-        module = self._program.module(check_guards=False)
+        module, bound = self._flattened()
+        numbers = {layer: number for number, layer in enumerate(layers)}
+        names = {f"model.{name}": numbers[one] for name, one in self._model.named_modules() if one in numbers}
+        return divide(module.graph, bound, names)
+
+    def flat_results(self) -> Callable[[torch.Tensor, torch.Tensor], Any]:
+        """`flat` for a run that returns something else than hidden states: one function for all of it.
+
+        Operations that occur several times with the same inputs are computed once.
+        """
+        module, bound = self._flattened()
+        _share_operations(module.graph)
+        module.recompile()
+        forward: Callable[..., Any] = type(module).forward
+        return partial(forward, None, *bound.values())
+
+    def _flattened(self) -> tuple[fx.GraphModule, dict[fx.Node, Any]]:
+        """The operations with weights, buffers and constants as placeholders, and what to pass for these."""
+        module: Any = self._program.module(check_guards=False)
         graph = module.graph
         graph.set_codegen(fx.graph.CodeGen())
         first = next(node for node in graph.nodes if node.op == "placeholder")
-        bound: list[Any] = []
+        bound: dict[fx.Node, Any] = {}
         for node in list(graph.nodes):
             if node.op == "get_attr":
                 with graph.inserting_before(first):
                     held = graph.placeholder(f"held_{len(bound)}")
-                bound.append(operator.attrgetter(str(node.target))(module))
-                held.meta["val"] = bound[-1]
+                bound[held] = held.meta["val"] = operator.attrgetter(str(node.target))(module)
                 node.replace_all_uses_with(held)
                 graph.erase_node(node)
             elif node.op == "call_module" or node.target is _ATEN._assert_tensor_metadata.default:
@@ -215,12 +232,7 @@ class TracedForward:
             elif node.target in _DIRECT:
                 node.target = _DIRECT[node.target]
         graph.eliminate_dead_code()
-        if shared:
-            _share_operations(graph)
-        module.recompile()
-        forward: Callable[..., Any] = type(module).forward
-
-        return lambda hidden, positions: forward(None, *bound, hidden, positions)
+        return module, bound
 
     def compiled(self, folder: Path) -> TokenForward:
         """Machine code from `folder`, compiled and saved there if it is missing. It shares the model's weights."""

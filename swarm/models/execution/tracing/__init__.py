@@ -1,0 +1,1 @@
+"""Forwards without the family's modules: traced, flattened, divided into blocks, compiled."""
