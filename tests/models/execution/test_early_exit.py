@@ -1,5 +1,6 @@
 """Steps of parts of a span, some of whose tokens leave early, against a reference that passes them block by block,
-alone, by the family's own attention: a block that a token skips gets the same input as the one where the token left, and its output is dropped."""
+alone, by the family's own attention: a block that a token skips gets the same input as the one where the token left,
+and its output is dropped."""
 
 from __future__ import annotations
 
