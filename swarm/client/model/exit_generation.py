@@ -165,6 +165,7 @@ class ModelForward:
             with self._model.remote_layer.sending(exits, exit_block):
                 self._model(**inputs, return_dict=True)
         except StepSent as sent:
+            self._read.prepare(sent.step.hidden)  # while the first server computes
             return sent.step
         raise SwarmError("the model has computed a step without its blocks")
 

@@ -43,14 +43,19 @@ class DirectReading:
         self._readings: dict[tuple[torch.Size, torch.dtype, torch.device], Reading] = {}
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        reading = self.prepare(hidden)
+        with torch.no_grad():
+            return reading(hidden)
+
+    def prepare(self, hidden: torch.Tensor) -> Reading:
+        """How hidden states like these are read, which takes a few forwards to find out at first."""
         key = (hidden.shape, hidden.dtype, hidden.device)
         reading = self._readings.get(key)
         if reading is None:
             if len(self._readings) >= MAX_RECORDINGS:
-                return self._whole(hidden)
+                return self._whole
             reading = self._readings[key] = self._chosen(hidden)
-        with torch.no_grad():
-            return reading(hidden)
+        return reading
 
     @torch.no_grad()
     def _chosen(self, hidden: torch.Tensor) -> Reading:
