@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from swarm.client.model.train_exits import ExitKind, ExitQuality, base_model, train_exits
+from swarm.common import console
 from swarm.errors import UsageError
 from swarm.models.exits.trained_exits import TrainedExits
 
@@ -27,7 +30,7 @@ class ExitsMixin:
         *,
         boundaries: Sequence[int] | None = None,
         kind: ExitKind = "lens",
-        progress: Callable[[int, int], object] = lambda done, total: None,
+        progress: Callable[[int, int], object] | None = None,
     ) -> list[ExitQuality]:
         """Train what lets tokens leave early, on hidden states that the swarm computes, and use it from now on.
 
@@ -36,7 +39,8 @@ class ExitsMixin:
             boundaries: blocks in front of which tokens may leave; by default those where servers begin or end now.
             kind: "lens" for maps by which the model's head can read early hidden states; "classifier" for what
                 `EarlyExit(confidence="classifier")` asks, after the lenses.
-            progress: is told how many batches are done, and how many there are.
+            progress: is told how many parts of the work are done, and how many there are; by default, a bar on the
+                terminal shows it, or lines in the log.
 
         Returns:
             for each boundary, what its tokens are worth.
@@ -44,7 +48,10 @@ class ExitsMixin:
         Raises:
             UsageError: there is not enough text, or no such boundary.
         """
-        exits, quality = train_exits(self, texts, boundaries, kind, progress)
+        with ExitStack() as stack:
+            if progress is None:
+                progress = _ShownProgress(stack)
+            exits, quality = train_exits(self, texts, boundaries, kind, progress)
         self._use(exits)
         return quality
 
@@ -61,3 +68,16 @@ class ExitsMixin:
     def _use(self, exits: TrainedExits) -> None:
         """Keep them where the model's head is, so that `generate` need not copy them each time."""
         object.__setattr__(self, "exits", exits.to(self.device))  # type: ignore[attr-defined]
+
+
+class _ShownProgress:
+    """Shows how many parts of the training are done, until `stack` closes."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._bar: Any = None
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._bar is None:
+            self._bar = self._stack.enter_context(console.progress_bar("Training exits", total, "part"))
+        self._bar.update()

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from swarm.client.early_exit.exit_training import KEPT_TOKENS, LensFit, fit_classifier
+from swarm.client.tuning.virtual_tokens import virtual_token_layout
 from swarm.errors import UsageError
 from swarm.models.exits.trained_exits import BaseModel, TrainedExits
 
@@ -47,6 +48,9 @@ def train_exits(
 ) -> tuple[TrainedExits, list[ExitQuality]]:
     """Train exits of one kind for these boundaries; the others stay as they are.
 
+    Args:
+        progress: is told how many parts of the work are done, and how many there are.
+
     Raises `UsageError` if there is not enough text, or no such boundary.
     """
     if kind not in get_args(ExitKind):
@@ -58,7 +62,7 @@ def train_exits(
     batches = list(_batches(texts, model.config))
     if len(batches) < 2:
         raise UsageError(f"the texts have to be longer: at least {2 * BATCH_WINDOWS} sequences of a few tokens each")
-    base = base_model(model)
+    base, total = base_model(model), len(batches) + len(chosen)
     fits = {block: LensFit(base.hidden_size, lambda hidden_NH: _read(model, hidden_NH)) for block in chosen}
     held_out: dict[int, list[torch.Tensor]] = {block: [] for block in (*chosen, blocks)}
     seen: dict[int, list[torch.Tensor]] = {block: [] for block in held_out}
@@ -71,24 +75,24 @@ def train_exits(
             for block, fit in fits.items():
                 inputs_NH, final_NH = torch.cat(seen[block]), torch.cat(seen[blocks])
                 fit.learn(inputs_NH, final_NH, tokens_RT.numel(), number / len(batches))
-        progress(number + 1, len(batches))
-    plain = TrainedExits(base)
-    before = (model.exits or plain).to(torch.device("cpu"))  # as the hidden states that are kept
-    without = {block: _agreement(model, plain, block, held_out) for block in chosen}
-    if kind == "classifier":
-        right = {block: _agrees(model, before, block, seen) for block in chosen}
-        found = {block: fit_classifier(torch.cat(seen[block]), right[block]) for block in chosen}
-        trained = TrainedExits(base, before.lenses, {**before.classifiers, **found})
-    else:
-        lenses = {block: fit.lens() for block, fit in fits.items()}
-        learned = TrainedExits(base, lenses)
-        # A model that was trained for exits may be read best without a lens.
-        helping = {b: lens for b, lens in lenses.items() if _agreement(model, learned, b, held_out) > without[b]}
-        others = {block: lens for block, lens in before.lenses.items() if block not in chosen}
-        trained = TrainedExits(base, {**others, **helping}, before.classifiers)
-    return trained, [
-        ExitQuality(block, without[block], _agreement(model, trained, block, held_out)) for block in chosen
-    ]
+        progress(number + 1, total)
+    before = (model.exits or TrainedExits(base)).to(torch.device("cpu"))  # as the hidden states that are kept
+    lenses = before.lenses if kind == "classifier" else {b: one for b, one in before.lenses.items() if b not in chosen}
+    lenses, classifiers, quality = dict(lenses), dict(before.classifiers), []
+    for number, block in enumerate(chosen):
+        without = after = _agreement(model, TrainedExits(base), block, held_out)
+        if kind == "classifier":
+            right_N = _agrees(model, before, block, seen)
+            classifiers[block] = fit_classifier(torch.cat(seen[block]), right_N)
+            after = _agreement(model, before, block, held_out)
+        else:
+            lens = fits[block].lens()
+            with_lens = _agreement(model, TrainedExits(base, {block: lens}), block, held_out)
+            if with_lens > without:  # a model that was trained for exits may be read best without a lens
+                lenses[block], after = lens, with_lens
+        quality.append(ExitQuality(block, without, after))
+        progress(len(batches) + number + 1, total)
+    return TrainedExits(base, lenses, classifiers), quality
 
 
 def base_model(model: Any) -> BaseModel:
@@ -98,18 +102,27 @@ def base_model(model: Any) -> BaseModel:
 
 
 def hidden_states(model: Any, tokens_RT: torch.Tensor, blocks: Sequence[int]) -> dict[int, torch.Tensor]:
-    """The hidden states of sequences in front of each of `blocks` (ascending; the last may be the number of blocks)."""
+    """The hidden states of sequences in front of each of `blocks` (ascending; the last may be the number of blocks).
+
+    Virtual tokens of prompt tuning stand before the sequences, and are left out of what is returned.
+    """
+    tokens_RT, virtual = tokens_RT.to(model.device), 0
+    inputs = {"input_ids": tokens_RT}
+    if model.prompts is not None:
+        layout = virtual_token_layout(len(model.prompts), len(tokens_RT), None)
+        embedded_RTH = model.get_input_embeddings()(tokens_RT)
+        inputs, virtual = {"inputs_embeds": layout.insert(embedded_RTH, model.prompts)}, layout.count
     found: dict[int, torch.Tensor] = {}
 
     def compute(hidden_RTH: torch.Tensor) -> torch.Tensor:
         start = 0
         for block in blocks:
-            hidden_RTH = found[block] = model.remote_blocks[start:block](hidden_RTH)
-            start = block
+            hidden_RTH, start = model.remote_blocks[start:block](hidden_RTH), block
+            found[block] = hidden_RTH[:, virtual:]
         return hidden_RTH
 
     with torch.no_grad(), model.remote_layer.replaced(compute):
-        model(input_ids=tokens_RT.to(model.device), use_cache=False)
+        model(**inputs, use_cache=False)
     return found
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,8 @@ import torch
 from swarm import EarlyExit
 from swarm.client.model.exit_generation import ModelForward
 from swarm.client.model.train_exits import hidden_states, read_hidden
+from swarm.client.tuning.options import TuningOptions
+from swarm.common import console
 from swarm.errors import AdapterMismatch, NoExitClassifiers, UsageError
 from tests.client import prompts
 from tests.swarms import TestSwarm, run_client, run_swarm
@@ -48,6 +53,33 @@ def test_hidden_states_are_those_of_the_local_model(model, local):
     for block in (2, 3):
         torch.testing.assert_close(found[block], expected.hidden_states[block], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(read_hidden(model, found[BLOCKS]), expected.logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["ptune", "deep_ptune"])
+def test_hidden_states_behind_virtual_tokens(swarm, mode):
+    tuning = TuningOptions(pre_seq_len=3)
+    with run_client(swarm, dtype="float32", wire="none", tuning_mode=mode, tuning=tuning) as model:
+        for prompts_of in (model.prompts, model.deep_prompts):
+            if prompts_of is not None:
+                prompts_of.data.normal_(generator=torch.Generator().manual_seed(1))
+        tokens = text(20).view(2, 10)
+        found = hidden_states(model, tokens, [2, BLOCKS])
+        assert found[2].shape == found[BLOCKS].shape == (2, 10, model.config.hidden_size)
+        with torch.no_grad():
+            expected = model(input_ids=tokens).logits
+        torch.testing.assert_close(read_hidden(model, found[BLOCKS]), expected, rtol=1e-4, atol=1e-4)
+        quality = model.train_exits([text()], progress=lambda *_: None)
+        assert sum(one.after for one in quality) > sum(one.before for one in quality)
+
+
+def test_progress_is_shown(model, monkeypatch, caplog):
+    monkeypatch.setattr(console, "PROGRESS_INTERVAL_S", 0.0)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with caplog.at_level(logging.INFO):
+        model.train_exits([text(600)], boundaries=[2])
+    said = [one for one in caplog.messages if one.startswith("Training exits: ")]
+    assert said[0].startswith("Training exits: 1 of ")
+    assert len(said) == int(said[0].split(" of ")[1].split()[0]) - 1, "each part but the last"
 
 
 def test_tokens_on_their_way_are_read_as_the_model_reads_them(model):
