@@ -257,6 +257,8 @@ def test_a_step_that_is_not_settled_is_computed_once_more_if_a_server_is_lost(sp
         await talk.chain.wait(lambda: False)
         talk.chain.settle(number - 1)
         swarm.kill("a")
+        await asyncio.sleep(0.1)
+        await talk.chain.resume()
         number = await talk.begin_step(layout := StepLayout((3, 4), (1, 1)))
         await talk.chain.wait(lambda: talk.chain.outputs(number, BLOCKS) is not None)
         talk.check(layout, talk.chain.outputs(number, BLOCKS))
