@@ -8,7 +8,7 @@ thread.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,31 +19,15 @@ from swarm.client.connection import SwarmConnection
 from swarm.client.early_exit.options import EarlyExit
 from swarm.client.local_blocks import LocalSession
 from swarm.client.routes.events import EventListener, SessionEvent
+from swarm.client.step_under_way import StepUnderWay
 from swarm.client.wire.adapter import adapter_parts, detach_parts
 from swarm.client.wire.adapter_upload import pack_adapter
 from swarm.client.wire.packed_hidden import MAX_REQUEST_TOKENS
-from swarm.client.wire.padding import pack_hidden, position_offsets, split_step, unpack_hidden
+from swarm.client.wire.padding import pack_hidden, position_offsets, split_step, unpack_chunks, unpack_hidden
 from swarm.data_structures import HopTiming, Route, Span, StepLayout
-from swarm.errors import SessionClosed, TooLong, UsageError
+from swarm.errors import InvalidSpan, SessionClosed, TooLong, UsageError
 from swarm.models.placeholder_cache import PlaceholderCache
 from swarm.protocol.messages import ExitTerms
-
-
-@dataclass(frozen=True)
-class StepUnderWay:
-    """A step that was sent off and is not settled.
-
-    Attributes:
-        number: its number in the session.
-        before: slots of each sequence before it.
-        hidden: what went into the blocks, `[sequences, slots, hidden_size]`.
-        real: mask of the slots that hold tokens; None if all do.
-    """
-
-    number: int
-    before: int
-    hidden: torch.Tensor
-    real: torch.Tensor | None
 
 
 class InferenceSession:
@@ -79,22 +63,37 @@ class InferenceSession:
         self._chain: Chain | None = None
         self._local: LocalSession | None = None
         self._early_exits = False
+        self._boundaries: tuple[int, ...] = ()
         self._closed = False
 
-    def allow_early_exits(self) -> None:
-        """Let servers be asked to end tokens inside their spans (`EarlyExit(fill="project")`), which is approximate.
+    def prepare_for(self, options: EarlyExit) -> None:
+        """Have the session opened such that tokens can leave as `options` say.
+
+        That is when servers are told that tokens may leave inside their spans, and when spans are cut.
 
         Raises:
-            UsageError: the session has computed tokens with servers that were told that every token passes all blocks.
+            InvalidSpan: a boundary is not inside the blocks that servers compute.
+            UsageError: the session was opened otherwise, and has computed tokens.
         """
-        if not self._early_exits and self._chain is not None and self._chain.is_open:
+        blocks = self._connection.span
+        if outside := [block for block in options.boundaries if not blocks.start < block < blocks.end]:
+            raise InvalidSpan(
+                f"early_exit: boundaries={outside} are not inside blocks {blocks}, which servers compute; use blocks "
+                f"from {blocks.start + 1} to {blocks.end - 1}"
+            )
+        early_exits = self._early_exits or options.fill == "project"
+        boundaries = tuple(sorted({*self._boundaries, *options.boundaries}))
+        if (early_exits, boundaries) == (self._early_exits, self._boundaries):
+            return
+        if self._chain is not None and self._chain.is_open:
             if self.position:
                 raise UsageError(
-                    "early_exit with fill='project' makes the caches of a session approximate, and this session has "
-                    "computed tokens in full; use another session"
+                    "early_exit with fill='project' or with boundaries is agreed with servers when a session opens, "
+                    "and this session has computed tokens without; pass early_exit to inference_session as well, or "
+                    "use another session"
                 )
-            self._close_chain()  # servers are told when it opens
-        self._early_exits = True
+            self._close_chain()
+        self._early_exits, self._boundaries = early_exits, boundaries
 
     def step(self, hidden: torch.Tensor) -> torch.Tensor:
         """Run the next tokens through all blocks and the family's final norm.
@@ -194,7 +193,7 @@ class InferenceSession:
         Takes the same as `compute`, and raises the same. Steps that were begun are settled in order, or given up.
 
         Args:
-            exits: when tokens may leave inside a server's span, after `allow_early_exits`.
+            exits: when tokens may leave inside a server's span, after `prepare_for`.
             exit_block: the first in front of which the caller may let them leave. Servers that begin there or behind
                 let steps go first for which others wait.
         """
@@ -211,7 +210,7 @@ class InferenceSession:
 
     @property
     def boundaries(self) -> tuple[int, ...]:
-        """Blocks in front of which a step under way can be looked at: where another server begins."""
+        """Blocks in front of which a step under way can be looked at: where another hop begins."""
         return self._open_chain().boundaries
 
     def wait(self, ready: Callable[[], bool]) -> None:
@@ -305,12 +304,7 @@ class InferenceSession:
         outputs = self._connection.run(self._open_chain().steps(steps))
         if self._local is not None:
             self._local.confirm()
-        if len(chunks) == 1 and chunks[0][0] == slice(0, hidden.shape[1]):
-            return unpack_hidden(outputs[0], hidden, real)
-        result = torch.zeros_like(hidden)
-        for (slots, _, chunk_real), output in zip(chunks, outputs, strict=True):
-            result[:, slots] = unpack_hidden(output, hidden[:, slots], chunk_real)
-        return result
+        return unpack_chunks(outputs, chunks, hidden)
 
     def _open_chain(self) -> Chain:
         """The open chain; it is opened if it is not yet."""
@@ -324,7 +318,9 @@ class InferenceSession:
                 self._local = self._connection.local.session(detach_parts(parts))
             # Assigned before it is open: if Ctrl-C interrupts the opening, the chain still has to be closed.
             adapter = pack_adapter(remote_parts)
-            self._chain = self._connection.new_chain(self.max_length, adapter, self._listener, self._early_exits)
+            self._chain = self._connection.new_chain(
+                self.max_length, adapter, self._listener, self._early_exits, self._boundaries
+            )
             self._connection.run(self._chain.open())
         return self._chain
 

@@ -44,18 +44,21 @@ Tamper = Callable[[messages.Message, bytes | memoryview], Frame]
 class Server:
     """A real handler with a span of the model, and what it was sent.
 
+    Args:
+        older: it does not notice that it is its own neighbor, and tries to push to itself over the network.
+
     Attributes:
         tamper: changes what it sends, to clients and to the next server.
         heard: messages that arrived, with the peers that sent them.
     """
 
-    def __init__(self, hub: MemoryHub, model: SpanModel, info: ServerInfo, seconds: float) -> None:
+    def __init__(self, hub: MemoryHub, model: SpanModel, info: ServerInfo, seconds: float, older: bool = False) -> None:
         self.info = info
         self.runtime = InlineRuntime(seconds)
         runtime: Any = self.runtime
         self.sessions = SessionTable(1 << 16, time.monotonic)
         self.network = MemoryNetwork(hub, info.peer_id)
-        network = _TappedNetwork(self)
+        network = _TappedNetwork(self, "a peer it has never heard of" if older else info.peer_id)
         self.handler = MessageHandler(network, model.narrowed(info.span), REVISION, self.sessions, Engine(runtime))
         self.tamper: Tamper = lambda message, payload: (message, payload)
         self.heard: list[tuple[str, messages.ClientMessage]] = []
@@ -92,8 +95,8 @@ class _Tapped:
 class _TappedNetwork:
     """A server's network, watched."""
 
-    def __init__(self, server: Server) -> None:
-        self.peer_id = server.info.peer_id
+    def __init__(self, server: Server, peer_id: str) -> None:
+        self.peer_id = peer_id
         self._server = server
 
     async def open_stream(self, peer_id: str) -> Stream:
@@ -155,6 +158,7 @@ class Swarm:
         missing_blocks_timeout: seconds that the client waits for blocks that no server holds.
         push: see `RequestOptions`.
         seconds: that a server computes for one step.
+        older: see `Server`.
     """
 
     def __init__(
@@ -166,6 +170,7 @@ class Swarm:
         push: bool = True,
         seconds: float = 0.01,
         wire: WireFormat = WireFormat.NONE,
+        older: bool = False,
     ) -> None:
         self.model = model
         self.hub = MemoryHub(lambda source, target: 0.01, self._on_message)
@@ -177,6 +182,7 @@ class Swarm:
         self.planner = RoutingPlanner(lambda: list(self.announced.values()), missing_blocks_timeout)
         self.on_message: OnMessage = lambda source, target, message: False
         self._seconds = seconds
+        self._older = older
         self._wanted = servers
 
     async def start(self) -> None:
@@ -187,7 +193,7 @@ class Swarm:
         throughput = self.announced[name].throughput if name in self.announced else 1e4 * 0.5 ** len(self.announced)
         info = server_info(start, end, name, throughput=throughput, forward_throughput=1e4)
         self.announced[name] = info
-        server = self.servers[name] = Server(self.hub, self.model, info, self._seconds)
+        server = self.servers[name] = Server(self.hub, self.model, info, self._seconds, self._older)
         await server.network.serve(server.serve)
         return server
 

@@ -162,7 +162,8 @@ def play(model: Any, seed: int) -> list[str]:
     log: list[str] = []
 
     async def scenario() -> None:
-        swarm = Swarm(model, SERVERS, missing_blocks_timeout=2e4, push=chance.random() < 0.8)
+        push, older = chance.random() < 0.8, chance.random() < 0.3
+        swarm = Swarm(model, SERVERS, missing_blocks_timeout=2e4, push=push, older=older)
         if chance.random() < 0.5:
             swarm.hub.delay = lambda source, target: chance.uniform(0, 0.05)
         await swarm.start()

@@ -33,8 +33,9 @@ def play(model: SpanModel, seed: int) -> list[str]:
     log: list[str] = []
 
     async def scenario() -> None:
-        push = chance.random() < 0.8
-        swarm = Swarm(model.with_exits(Sure((EXIT,))), SERVERS, missing_blocks_timeout=2e4, push=push)
+        push, older = chance.random() < 0.8, chance.random() < 0.3
+        sure = model.with_exits(Sure((EXIT,)))
+        swarm = Swarm(sure, SERVERS, missing_blocks_timeout=2e4, push=push, older=older)
         await swarm.start()
         talk = await swarm.chain(early_exits=True, boundaries=some_boundaries(chance))
         talk.exits = TERMS

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from swarm import EarlyExit
 from swarm.client.session import InferenceSession
 from swarm.data_structures import Span, WireFormat
-from swarm.errors import MissingBlocks, UsageError
+from swarm.errors import InvalidSpan, MissingBlocks, UsageError
 
 CONNECTION = SimpleNamespace(config=SimpleNamespace(wire=WireFormat.NONE))
 MODEL = SimpleNamespace(remote_blocks=SimpleNamespace(adapter=None))
@@ -90,21 +91,55 @@ def test_who_was_interrupted_or_found_nobody_may_try_again():
     assert session.route is None
 
 
-def test_exits_inside_spans_have_to_be_allowed_before_anything_is_computed():
+@pytest.mark.parametrize(
+    ("options", "before", "after"),
+    [
+        (EarlyExit(fill="project", verify=False), (False, ()), (True, ())),
+        (EarlyExit(boundaries=(1, 3)), (False, ()), (False, (1, 3))),
+    ],
+)
+def test_servers_are_told_how_tokens_leave_before_anything_is_computed(options, before, after):
     connection = Connection("open", "open", "open")
     plain, session = (InferenceSession(MODEL, connection, 8) for _ in range(2))
     plain.open()
-    assert connection.arguments[-1] is False
+    assert connection.arguments[-2:] == before
     plain.cache.commit(1, 3, None, None)
-    with pytest.raises(UsageError, match="use another session"):
-        plain.allow_early_exits()
+    with pytest.raises(UsageError, match="has computed tokens without; pass early_exit to inference_session as well"):
+        plain.prepare_for(options)
+    plain.prepare_for(EarlyExit())  # needs nothing
     plain.position = 0
-    plain.allow_early_exits()
+    plain.prepare_for(options)
     assert not connection.chains[0].is_open
     plain.open()
-    assert connection.arguments[-1] is True
-    session.allow_early_exits()
+    assert connection.arguments[-2:] == after
+    session.prepare_for(options)
     session.open()
-    assert connection.arguments[-1] is True
-    session.allow_early_exits()
+    assert connection.arguments[-2:] == after
+    session.cache.commit(1, 3, None, None)
+    session.prepare_for(options)
+    session.prepare_for(EarlyExit())
     assert [chain.is_open for chain in connection.chains] == [False, True, True]
+
+
+def test_a_session_is_cut_at_the_boundaries_of_all_its_calls():
+    connection = Connection("open", "open")
+    session = InferenceSession(MODEL, connection, 8)
+    session.prepare_for(EarlyExit(boundaries=(3,)))
+    session.open()
+    session.prepare_for(EarlyExit(boundaries=(1,)))
+    session.open()
+    assert connection.arguments[-1] == (1, 3)
+    session.cache.commit(1, 3, None, None)
+    session.prepare_for(EarlyExit(boundaries=(1,)))
+    assert [chain.is_open for chain in connection.chains] == [False, True]
+
+
+@pytest.mark.parametrize("boundary", [2, 4, 9])
+def test_boundaries_lie_inside_the_blocks_of_servers(boundary):
+    """The client computes blocks 0:2 itself."""
+    connection = Connection()
+    connection.span = Span(2, 4)
+    session = InferenceSession(MODEL, connection, 8)
+    session.prepare_for(EarlyExit(boundaries=(3,)))
+    with pytest.raises(InvalidSpan, match=rf"boundaries=\[{boundary}\] are not inside blocks 2:4"):
+        session.prepare_for(EarlyExit(boundaries=(boundary,)))

@@ -25,7 +25,8 @@ from swarm.client.early_exit.options import EarlyExit
 from swarm.client.early_exit.token_output import TokenOutput
 from swarm.client.early_exit.verification import verify_sampled
 from swarm.client.routes.events import ExitTaken, ExitVerified
-from swarm.client.session import InferenceSession, StepUnderWay
+from swarm.client.session import InferenceSession
+from swarm.client.step_under_way import StepUnderWay
 from swarm.models.exits.confidence import decayed_threshold
 from swarm.models.exits.trained_exits import TrainedExits
 from swarm.protocol.messages import ExitTerms

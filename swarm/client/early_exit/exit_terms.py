@@ -61,13 +61,16 @@ def why_no_exits(options: EarlyExit, route: Route) -> str:
 
 
 def why_none_between(options: EarlyExit, route: Route) -> str | None:
-    """Why no token can leave between the servers of a route; None if tokens can."""
+    """Why no token can leave between the hops of a route; None if tokens can."""
     boundaries = [hop.span.start for hop in route.hops if hop.span.start]
     if not boundaries:
-        return "one server has all blocks"
+        return "one server has all blocks, and boundaries names none of them"
     if any(options.threshold_at(block) is not None for block in boundaries):
         return None
-    return f"threshold, min_block and max_block leave out all blocks at which its servers begin, which are {boundaries}"
+    return (
+        "threshold, min_block and max_block leave out all blocks at which its servers begin, which are "
+        f"{boundaries}, and boundaries names no other ones"
+    )
 
 
 @dataclass

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, get_args
 
 from swarm.data_structures import ExitBatchRule, ExitConfidence
 from swarm.errors import UsageError
+from swarm.protocol.messages import MAX_EXITS
 
 ExitFill = Literal["exact", "project"]
 """What the caches of skipped blocks get. exact: nothing is skipped, later blocks compute the token as well, and caches
@@ -20,7 +22,8 @@ class EarlyExit:
 
     A token may leave between two servers of the route: this client sees what each of them hands on. With
     `fill="project"` it may also leave inside the span of a server that was started with exits, which then skips its
-    other blocks; so do all servers behind.
+    other blocks; so do all servers behind. With `boundaries` it may leave inside any server's span, whose blocks behind
+    compute it all the same.
 
     Attributes:
         confidence: how it is measured how sure a token is.
@@ -35,6 +38,8 @@ class EarlyExit:
         fill: what the caches of blocks that a token skips get. "project" saves computing, and is approximate; it needs
             `verify=False`.
         min_block, max_block: blocks that a token passes at least, and behind which it does not leave any more.
+        boundaries: blocks in front of which this client looks at tokens also inside servers' spans, ascending. It opens
+            such a span in parts, each of which sends it a copy. Not with `fill="project"`, where servers look.
 
     Raises:
         UsageError: a value is not possible.
@@ -48,6 +53,7 @@ class EarlyExit:
     fill: ExitFill = "exact"
     min_block: int = 1
     max_block: int | None = None
+    boundaries: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         if self.confidence not in get_args(ExitConfidence):
@@ -77,6 +83,30 @@ class EarlyExit:
             raise UsageError(
                 f"min_block={self.min_block}, max_block={self.max_block}: no block lies between the two; use a larger "
                 "max_block, or leave it out"
+            )
+        self._validate_boundaries()
+
+    def _validate_boundaries(self) -> None:
+        said = f"boundaries={self.boundaries!r}"
+        if not isinstance(self.boundaries, Sequence):
+            raise UsageError(f"{said}: use a tuple of numbers of blocks")
+        blocks = tuple(self.boundaries)
+        object.__setattr__(self, "boundaries", blocks)  # a list is as good as a tuple
+        if not all(map(_is_block, blocks)) or any(one >= other for one, other in pairwise(blocks)):
+            raise UsageError(f"{said}: use numbers of blocks from 1 on, each larger than the one before")
+        if len(blocks) > MAX_EXITS:
+            raise UsageError(f"boundaries: {len(blocks)} blocks are too many; use at most {MAX_EXITS}")
+        if blocks and self.fill == "project":
+            raise UsageError(
+                f"{said} does not go together with fill='project', with which servers let tokens leave at their own "
+                "exits; leave one of them out"
+            )
+        # For similarity, a token is also looked at where it may not leave.
+        pointless = [block for block in blocks if self.threshold_at(block) is None]
+        if pointless and self.confidence != "similarity":
+            raise UsageError(
+                f"{said}: threshold, min_block and max_block let no token leave in front of {pointless}; leave these "
+                "blocks out"
             )
 
     @property

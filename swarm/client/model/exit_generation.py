@@ -12,7 +12,8 @@ from swarm.client.early_exit.options import EarlyExit
 from swarm.client.early_exit.token_output import TokenOutput
 from swarm.client.model.remote_sequential import StepSent
 from swarm.client.model.train_exits import base_model, read_hidden
-from swarm.client.session import InferenceSession, StepUnderWay
+from swarm.client.session import InferenceSession
+from swarm.client.step_under_way import StepUnderWay
 from swarm.client.threads.compute_lock import shared_with_no_lane
 from swarm.errors import NoExitClassifiers, ProcessorsWithState, SwarmError, UsageError
 from swarm.models.exits.direct_reading import DirectReading
@@ -36,15 +37,16 @@ def sample_with_exits(
     """The sequences with what follows them. Takes what transformers' `_sample` takes, and returns what it returns.
 
     Raises:
-        UsageError: the call asks for something that tokens which leave early do not have.
+        UsageError: the call asks for something that tokens which leave early do not have, or that its session was not
+            opened for.
+        InvalidSpan: a boundary is not inside the blocks that servers compute.
         ProcessorsWithState: it asks for logits processors that do not work with them; nothing was computed.
         NoExitClassifiers: no token could leave on this route; the session holds the prompt.
     """
     session = _session(arguments.get("past_key_values"))
     _require_no_state(process)
     record = _ScoreRecord(process, config)
-    if options.fill == "project":
-        session.allow_early_exits()
+    session.prepare_for(options)
     prompt = model._prefill(tokens_RT, config, arguments)
     arguments = model._update_model_kwargs_for_generation(prompt, arguments)
     ends = config._eos_token_tensor
@@ -134,7 +136,7 @@ def _require_classifiers(exits: TrainedExits, boundaries: Sequence[int]) -> None
         places = ", ".join(map(str, boundaries))
         raise NoExitClassifiers(
             f"confidence='classifier': the model has no classifier for any of the blocks {places}, where servers of "
-            "this route begin; train them with model.train_exits(kind='classifier')"
+            "this route or their parts begin; train them with model.train_exits(kind='classifier')"
         )
 
 

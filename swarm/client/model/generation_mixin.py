@@ -91,11 +91,17 @@ class DistributedModelMixin:
         Args:
             listener: receives the session's events (routes, lost servers, recoveries); see
                 `swarm.client.routes.events`.
-            early_exit: when tokens leave early in every `generate` that uses the session and does not say.
+            early_exit: when tokens leave early in every `generate` that uses the session and does not say. The session
+                is opened for that: spans are cut at its boundaries.
+
+        Raises:
+            InvalidSpan: a boundary of `early_exit` is not inside the blocks that servers compute.
         """
         count = 0 if self.prompts is None else len(self.prompts)
         session = InferenceSession(self, self.swarm, max_length + count, listener)
-        session.early_exit = early_exit
+        if early_exit is not None:
+            session.prepare_for(early_exit)
+            session.early_exit = early_exit
         if count:
             session.cache = PromptedCache(session, count)
         return session
@@ -196,7 +202,9 @@ class DistributedGenerationMixin(ExitsMixin, DistributedModelMixin):
                 spans, each has a session of its own, as with lanes.
 
         Raises:
-            UsageError: the arguments cannot be divided among lanes, or tokens cannot leave early in this mode.
+            UsageError: the arguments cannot be divided among lanes, or tokens cannot leave early in this mode or
+                session.
+            InvalidSpan: a boundary of `early_exit` is not inside the blocks that servers compute.
         """
         session = session or self._active.entered
         if early_exit == "session":
@@ -252,7 +260,7 @@ class DistributedGenerationMixin(ExitsMixin, DistributedModelMixin):
                 "pass the session instead (generate then computes again what is approximate), or use another one"
             )
         if given is None and generation_config.use_cache is not False:
-            self._active.temporary = self.inference_session(max_length=max(1, length))
+            self._active.temporary = self.inference_session(max_length=max(1, length), early_exit=options)
             model_kwargs["past_key_values"] = self._active.temporary.cache
 
     def _sample(

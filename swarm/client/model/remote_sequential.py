@@ -23,7 +23,8 @@ from torch import nn
 
 from swarm.client.connection import SwarmConnection
 from swarm.client.model.autograd import run_remotely
-from swarm.client.session import InferenceSession, StepUnderWay
+from swarm.client.session import InferenceSession
+from swarm.client.step_under_way import StepUnderWay
 from swarm.client.wire.adapter import Adapter, adapter_parts
 from swarm.client.wire.padding import PaddedBatch
 from swarm.data_structures import Span

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -71,6 +71,22 @@ def unpack_hidden(packed: PackedHidden, like: torch.Tensor, real: torch.Tensor |
     """The inverse of `pack_hidden`, with the shape, dtype and device of `like`; padded slots are zero."""
     flat = decode_tensor(packed.payload, packed.tokens, packed.hidden_size, packed.wire, packed.dtype, like.device)
     return restore_padding(flat, like, real)
+
+
+def unpack_chunks(
+    outputs: Sequence[PackedHidden],
+    chunks: Sequence[tuple[slice, StepLayout, torch.Tensor | None]],
+    like: torch.Tensor,
+) -> torch.Tensor:
+    """The outputs of the chunks of one step, see `split_step`, like the hidden states `[sequences, slots, H]` that went
+    in; zero where padded."""
+    slots, _, real = chunks[0]
+    if len(chunks) == 1 and slots == slice(0, like.shape[1]):
+        return unpack_hidden(outputs[0], like, real)
+    result = torch.zeros_like(like)
+    for (slots, _, real), output in zip(chunks, outputs, strict=True):
+        result[:, slots] = unpack_hidden(output, like[:, slots], real)
+    return result
 
 
 def drop_padding(hidden: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:

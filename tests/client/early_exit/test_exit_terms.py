@@ -105,7 +105,7 @@ def test_an_option_without_effect_is_named_once(caplog, options, route, why):
 @pytest.mark.parametrize(
     ("options", "route", "why"),
     [
-        (EarlyExit(), Route((server(0, 12),)), "one server has all blocks"),
+        (EarlyExit(), Route((server(0, 12),)), "one server has all blocks, and boundaries names none of them"),
         (EarlyExit(threshold={3: 0.5}), ROUTE, r"leave out all blocks at which its servers begin, which are \[4, 8\]"),
         (EarlyExit(min_block=9), ROUTE, "leave out all blocks"),
         (EarlyExit(max_block=3, verify=False), ROUTE, "leave out all blocks"),

@@ -97,7 +97,7 @@ def test_prompts_and_texts_behind_them_are_computed_in_full_unless_asked(model, 
     """In a session that allows exits, a call that does not ask for them gets none."""
     listener = Listener()
     with model.inference_session(max_length=64, listener=listener) as session:
-        session.allow_early_exits()
+        session.prepare_for(project())
         first = greedy(model, prompt())
         assert first.equal(greedy(local, prompt()))
         assert not listener.exits
