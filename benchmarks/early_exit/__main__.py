@@ -1,7 +1,7 @@
 """Early exit between servers: tokens a second against plain generation, and how near that is to what exits allow.
 
     python -m benchmarks.early_exit --text texts/*.txt [--servers 3,4] [--delay 0.05] [--thresholds 0,0.1,0.3]
-        [--tokens 48] [--repeats 3] [--json FILE]
+        [--unverified 0.3] [--tokens 48] [--repeats 3] [--json FILE]
 
 The demo model over real libp2p processes whose streams deliver everything with a delay (`benchmarks.common.delayed`),
 and once without delay. Lenses are trained over the same swarm on the first texts, `--train-tokens` of them. Plain
@@ -128,10 +128,13 @@ def network(servers: int, delay: float) -> Iterator[Any]:
         model.swarm.close()
 
 
-def rows(thresholds: Sequence[float]) -> list[Row]:
-    """Plain generation, verified exits by threshold, and exits that stand."""
-    verified = [Row(f"softmax > {one:g}, verified", EarlyExit(threshold=one)) for one in thresholds]
-    return [Row("none", None), *verified, Row("softmax > 0.3, unverified", EarlyExit(threshold=0.3, verify=False))]
+def rows(verified: Sequence[float], unverified: Sequence[float]) -> list[Row]:
+    """Plain generation, verified exits by threshold, and exits that stand, by threshold."""
+    return [
+        Row("none", None),
+        *(Row(f"softmax > {one:g}, verified", EarlyExit(threshold=one)) for one in verified),
+        *(Row(f"softmax > {one:g}, unverified", EarlyExit(threshold=one, verify=False)) for one in unverified),
+    ]
 
 
 def table(found: Sequence[Row]) -> str:
@@ -164,7 +167,8 @@ def main() -> None:
     parser.add_argument("--text", type=Path, nargs="+", required=True, help="on which lenses are trained")
     parser.add_argument("--servers", default="3,4")
     parser.add_argument("--delay", type=float, default=0.05, help="seconds, one way")
-    parser.add_argument("--thresholds", default="0,0.1,0.3")
+    parser.add_argument("--thresholds", default="0,0.1,0.3", help="of exits that are verified")
+    parser.add_argument("--unverified", default="0.3", help="thresholds of exits that stand")
     parser.add_argument("--tokens", type=int, default=48, help="of each of four texts")
     parser.add_argument("--train-tokens", type=int, default=40_000)
     parser.add_argument("--repeats", type=int, default=3)
@@ -180,12 +184,13 @@ def main() -> None:
     prompts = [torch.tensor([tokenizer(one)["input_ids"]]) for one in PROMPTS]
     results: dict[str, Any] = {}
     for servers in map(int, arguments.servers.split(",")):
-        for delay in (arguments.delay, 0.0):
+        for delay in dict.fromkeys((arguments.delay, 0.0)):
             with network(servers, delay) as model:
                 began = time.perf_counter()
                 quality = model.train_exits(texts)
                 trained_s = time.perf_counter() - began
-                found = rows([float(one) for one in arguments.thresholds.split(",")])
+                thresholds = [arguments.thresholds, arguments.unverified]
+                found = rows(*([float(one) for one in some.split(",")] for some in thresholds))
                 measure(model, local, prompts, found, arguments, delay)
             where = f"{servers} servers, {1e3 * delay:.0f} ms one way"
             print(f"\n{where}; median (range) of {arguments.repeats}\n\n{table(found)}", flush=True)
