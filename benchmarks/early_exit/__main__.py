@@ -107,10 +107,10 @@ def measure(
 
 def write(model: Any, prompt_1T: torch.Tensor, row: Row, tokens: int) -> tuple[torch.Tensor, float]:
     """A text, and the seconds behind its first token."""
-    with model.inference_session(max_length=2 * tokens + 64, listener=row.exits):
+    with model.inference_session(max_length=2 * tokens + 64, listener=row.exits, early_exit=row.options):
         begun = model.generate(prompt_1T, max_new_tokens=1, do_sample=False)
         began = time.perf_counter()
-        text = model.generate(begun, max_new_tokens=tokens, do_sample=False, early_exit=row.options)
+        text = model.generate(begun, max_new_tokens=tokens, do_sample=False)
         return text, time.perf_counter() - began
 
 
