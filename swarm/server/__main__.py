@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -137,7 +138,12 @@ def main(**options: Any) -> None:
 
     from swarm.server.lifecycle import Server
 
-    uvloop.run(_serve(Server(config), config.model, peers))
+    server = Server(config)
+    uvloop.run(_serve(server, config.model, peers))
+    if server.computing:  # loading, say; Python would abort the process where it ends the thread inside torch
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(0)
 
 
 def _server_config(options: Mapping[str, Any], peers: tuple[str, ...]) -> ServerConfig:

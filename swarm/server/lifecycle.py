@@ -49,6 +49,9 @@ GOODBYE_TIMEOUT_S = 1.0
 EXPIRY_PERIOD_S = 5.0
 """Time between checks for sessions whose client is gone and for adapters that have not been used."""
 
+LAST_JOB_S = 2.0
+"""How long a server that stops waits for what its compute thread computes: an iteration, if it is not loading."""
+
 MAX_ANNOUNCED_QUEUE_S = 3600.0
 """Longest queue that an announcement may claim."""
 
@@ -81,6 +84,11 @@ class Server:
     def metrics_url(self) -> str:
         """URL of the Prometheus endpoint; empty if there is none."""
         return self._metrics.url if self._metrics is not None else ""
+
+    @property
+    def computing(self) -> bool:
+        """Whether its compute thread has not ended: before `stop`, and after it where a job takes very long."""
+        return self._compute_thread.thread.is_alive()
 
     @property
     def peer(self) -> Peer:
@@ -311,6 +319,8 @@ class Server:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._service.drain(0.0, LEAVE_HAND_OVER_S), 2 * LEAVE_HAND_OVER_S)
         self._compute_thread.close()
+        if not await self._compute_thread.wait_ended(LAST_JOB_S):
+            logger.debug("the compute thread is still busy")
         if self._metrics is not None:
             self._metrics.close()
         if self._peer is not None:

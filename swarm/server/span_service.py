@@ -19,7 +19,7 @@ from swarm.models.adapters.adapter_files import read_block_weights
 from swarm.models.block_loading import return_freed_memory
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy_trials import choose_exit_forwards, choose_forward
-from swarm.models.exits.model_head import ModelHead
+from swarm.models.exits.model_head import ModelHead, head_bytes
 from swarm.models.exits.span_exits import NOTHING_TRAINED, SpanExits
 from swarm.models.loading.flash_loading import load_flash_span
 from swarm.models.loading.span_loading import load_span
@@ -276,7 +276,7 @@ def _load_exits(config: ResolvedConfig, span: Span, head: Callable[[torch.Tensor
     if head is None:
         head = ModelHead(config.checkpoint, config.dtype, config.device)
     return_freed_memory()
-    return SpanExits(blocks, head, trained)
+    return SpanExits(blocks, head, trained, head_bytes(config.checkpoint, config.dtype))
 
 
 async def _add_exits(

@@ -100,6 +100,30 @@ def test_it_leaves_while_it_is_still_starting(folder: Path, start) -> None:
     assert time.monotonic() - began < 15
 
 
+LOADS_FOR_EVER = """
+import torch
+from swarm.server import span_service
+from swarm.server.__main__ import main
+
+def load_span(*args, **kwargs):
+    print("computing", flush=True)
+    numbers = torch.randn(500, 500)
+    while True:
+        torch.mm(numbers, numbers)
+
+span_service.load_span = load_span
+main()
+"""
+
+
+def test_it_leaves_in_good_order_while_its_compute_thread_is_inside_torch(folder: Path, start) -> None:
+    """And is not aborted by Python, which ends daemon threads where they are."""
+    server = start("-c", LOADS_FOR_EVER, str(folder), "--blocks", "1:4", "--new-swarm", *LISTEN)
+    server.wait_for("^computing$")
+    assert server.stop() == 0
+    assert not any("terminate called" in line for line in server.lines)
+
+
 def test_a_server_that_lost_its_daemon_says_so_and_ends(folder: Path, start) -> None:
     server = start("-m", "swarm.server", str(folder), "--blocks", "0:2", "--new-swarm", *LISTEN)
     server.address()

@@ -20,7 +20,7 @@ from swarm.metrics.server import ServerObserver
 from swarm.models.adapters import adapter_files
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from swarm.models.checkpoints.footprint import memory_footprint
-from swarm.models.exits.model_head import ModelHead
+from swarm.models.exits.model_head import ModelHead, head_bytes
 from swarm.models.exits.trained_exits import BaseModel, ExitClassifier, ExitLens, StoredExits, TrainedExits
 from swarm.models.flash.files.block_files import PackedModel
 from swarm.models.flash.files.inventory import remove_stored, stored_models
@@ -109,6 +109,7 @@ def test_exits_are_offered_where_the_span_has_them(checkpoint):
     assert service.exits.confidences == ("similarity", "softmax")
     assert [piece.span for piece in service.model.pieces()] == [Span(1, 2), Span(2, 3), Span(3, 4)]
     assert isinstance(service.exits.head, ModelHead)
+    assert service.exits.head_bytes == head_bytes(checkpoint, torch.float32)
 
 
 def test_the_head_is_loaded_before_the_blocks_and_once(checkpoint, monkeypatch):

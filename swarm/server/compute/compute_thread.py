@@ -24,7 +24,10 @@ class ComputeThread:
     """Runs jobs in order in a thread of its own.
 
     Attributes:
-        thread: a daemon thread, so that a process that exits does not wait for a long job such as loading.
+        thread: a daemon thread, so that a process that exits does not wait for a long job such as loading. A process
+            that just exits while it computes is aborted: Python ends daemon threads where they next need it, and
+            torch's C++ does not survive that. So whatever makes one waits for it to end, and if it does not, leaves by
+            `os._exit`.
     """
 
     def __init__(self) -> None:
@@ -75,6 +78,11 @@ class ComputeThread:
             if not self._closed:
                 self._closed = True
                 self._jobs.put(None)
+
+    async def wait_ended(self, timeout_s: float) -> bool:
+        """After `close`, wait until the thread has ended, for `timeout_s` at most. False if it still computes."""
+        await asyncio.to_thread(self.thread.join, timeout_s)
+        return not self.thread.is_alive()
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:

@@ -248,3 +248,18 @@ def test_a_closed_runtime_runs_nothing_now():
     runtime = ComputeThread()
     runtime.close()
     assert not runtime.try_run_inline(pytest.fail)
+
+
+def test_whether_it_has_ended():
+    async def scenario(runtime):
+        began, go_on, done = threading.Event(), threading.Event(), threading.Event()
+        for job in (began.set, lambda: go_on.wait(SOON) or None, done.set):
+            assert runtime.post(job)
+        await asyncio.to_thread(began.wait, SOON)
+        runtime.close()
+        assert not await runtime.wait_ended(0.01)
+        go_on.set()
+        assert await runtime.wait_ended(SOON)
+        assert done.is_set()  # what was queued before
+
+    run(scenario)
