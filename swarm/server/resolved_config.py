@@ -14,7 +14,7 @@ from swarm.errors import InvalidOption, NotEnoughMemory
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from swarm.models.checkpoints.footprint import memory_footprint
 from swarm.models.checkpoints.partial_loading import resolve_dtype
-from swarm.models.exits.model_head import head_bytes
+from swarm.models.exits.model_head import head_bytes, head_loading_bytes
 from swarm.models.exits.trained_exits import BaseModel, StoredExits
 from swarm.models.flash.files.block_files import PackedModel, flash_root
 from swarm.models.flash.flash_footprint import flash_footprint
@@ -74,7 +74,7 @@ def resolve_config(options: ServerConfig) -> ResolvedConfig:
         InvalidOption: this machine cannot compute as asked.
         InvalidSpan: the model has no such blocks.
         AdapterError: the lenses and classifiers cannot be used.
-        NotEnoughMemory: the blocks that were asked for would fit without exits.
+        NotEnoughMemory: the blocks that were asked for would fit without exits, or the exits' head cannot be loaded.
     """
     checkpoint = open_checkpoint(options.model, revision=options.revision, cache_dir=options.cache_dir)
     if options.blocks.span is not None:
@@ -138,6 +138,7 @@ def _less_exits(
     block_bytes = list(budget.footprint.block_bytes)
     for block in exits:
         block_bytes[block - 1] += trained.weight_bytes(block) if trained is not None else 0
+    _require_head_loads(checkpoint, dtype)
     head = head_bytes(checkpoint, dtype)
     footprint = replace(budget.footprint, block_bytes=tuple(block_bytes))
     charged = replace(budget, footprint=footprint, free=max(0, budget.free - head))
@@ -149,6 +150,16 @@ def _less_exits(
         )
     logger.info("Exits: %s of memory are for the model's head", format_bytes(head))
     return charged
+
+
+def _require_head_loads(checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+    """Raise `NotEnoughMemory` if the head cannot be loaded, which takes more than it takes afterwards."""
+    needed, free = head_loading_bytes(checkpoint, dtype), memory_budget.free_memory(torch.device("cpu"))
+    if needed > free:
+        raise NotEnoughMemory(
+            f"loading the model's head for --exits takes {format_bytes(needed)} of memory for a moment, and "
+            f"{format_bytes(free)} are free; end other programs, or leave --exits out"
+        )
 
 
 def _resolve_budget(

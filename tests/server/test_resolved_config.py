@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from swarm.data_structures import Span
 from swarm.errors import AdapterError, AdapterMismatch, InvalidOption, InvalidSpan, NotEnoughMemory
 from swarm.models.checkpoints.checkpoint import open_checkpoint
-from swarm.models.exits.model_head import head_bytes
+from swarm.models.exits.model_head import head_bytes, head_loading_bytes
 from swarm.models.exits.trained_exits import BaseModel, ExitLens, TrainedExits
 from swarm.models.flash.files import planned_blocks
 from swarm.models.flash.plans.block_plan import RecordKind
@@ -201,6 +201,27 @@ def test_exits_are_no_reason_for_flash(resolve, folder, weights):
     enough = resolve(free + head, quant="none", exits=ExitsOption())
     enough.budget.check_fits(Span(0, 6))
     assert enough.flash is None
+
+
+def test_a_head_that_cannot_be_loaded_is_refused(folder, monkeypatch):
+    """Loading it takes embeddings and head (or two heads, if they are one tensor) beside the final norm."""
+    checkpoint = open_checkpoint(folder)
+    needed = head_loading_bytes(checkpoint, torch.float32)
+    table = checkpoint.config.vocab_size * checkpoint.config.hidden_size * 4
+    assert 2 * table <= needed < 2.1 * table
+    assert head_loading_bytes(checkpoint, torch.bfloat16) == needed // 2
+    monkeypatch.setattr(memory_budget, "free_memory", lambda device: needed - 1)
+    with pytest.raises(NotEnoughMemory, match=r"loading the model's head for --exits takes .* are free; end other"):
+        resolved_config._require_head_loads(checkpoint, torch.float32)
+    monkeypatch.setattr(memory_budget, "free_memory", lambda device: needed)
+    resolved_config._require_head_loads(checkpoint, torch.float32)
+
+
+def test_too_little_memory_for_the_head_is_said_at_once(resolve, weights, monkeypatch):
+    monkeypatch.setattr(resolved_config, "head_loading_bytes", lambda checkpoint, dtype: 3 * weights)
+    with pytest.raises(NotEnoughMemory, match="loading the model's head"):
+        resolve(2 * weights, exits=ExitsOption())
+    resolve(2 * weights)
 
 
 def test_blocks_that_go_to_flash_anyway_pay_for_no_exits(resolve, weights):

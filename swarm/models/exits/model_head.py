@@ -70,19 +70,37 @@ class _GivenStates(nn.Module):
 
 
 def head_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
-    """Memory that final norm and head take, known before anything is loaded.
+    """Memory that final norm and head take, known before anything is loaded."""
+    return sum(_kept(_without_blocks(checkpoint))) * dtype.itemsize
 
-    Loading takes more for a moment: a copy, and the embeddings where they are another tensor. So the head is loaded
+
+def head_loading_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+    """Memory of the CPU that loading them takes for a moment, at most.
+
+    Embeddings are read too, and given up; then weights are rearranged, the head's in a copy. So the head is loaded
     before the blocks, while the memory for them is free.
     """
-    config = copy.deepcopy(checkpoint.config)
-    with torch.device("meta"):
-        model: Any = families.causal_lm_class(config)(config)
-    _, owner, name = cut_layers.find_layers(model, checkpoint.blocks)
-    setattr(owner, name, nn.ModuleList())
+    model = _without_blocks(checkpoint)
+    kept = _kept(model)
+    read: int = sum(one.numel() for one in model.parameters())
+    return max(read, sum(kept) + max(kept)) * dtype.itemsize
+
+
+def _kept(model: Any) -> list[int]:
+    """Sizes of the tensors that are not only embeddings."""
     head = model.get_output_embeddings()
     kept: dict[int, int] = {id(one): one.numel() for one in model.parameters()}
     for one in model.get_input_embeddings().parameters():
         del kept[id(one)]
     kept |= {id(one): one.numel() for one in (head.parameters() if head is not None else ())}
-    return sum(kept.values()) * dtype.itemsize
+    return [*kept.values()]
+
+
+def _without_blocks(checkpoint: Checkpoint) -> Any:
+    """The model without its blocks and without memory."""
+    config = copy.deepcopy(checkpoint.config)
+    with torch.device("meta"):
+        model: Any = families.causal_lm_class(config)(config)
+    _, owner, name = cut_layers.find_layers(model, checkpoint.blocks)
+    setattr(owner, name, nn.ModuleList())
+    return model
