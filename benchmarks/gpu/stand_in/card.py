@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import Counter
@@ -142,6 +143,7 @@ def card(check_capture: Callable[[], None] = _refuse_no_capture) -> Iterator[Cal
 
     with (
         mock.patch.multiple(torch.cuda, **_functions(calls, captures)),
+        mock.patch.dict(sys.modules, {"bitsandbytes": None}),  # a real card's library
         mock.patch.object(varlen, "varlen_attn", _kernel(calls)),
         mock.patch.object(fake_tensor, "init_gpu_context", lambda *args: None),
         mock.patch.object(threading.Thread, "run", run_with_card),

@@ -81,6 +81,8 @@ class CardMode(TorchFunctionMode):
         on_card = [one for one in operands if is_on_card(one)]
         target = next((one for one in (*args, *kwargs.values()) if _is_device(one)), None)
         self._check(name, operands, on_card, target)
+        if name == "histc" and not args[0].is_floating_point():  # a card counts integers, too
+            args = (args[0].float(), *args[1:])
         result = func(*map(_on_host, args), **{key: _on_host(value) for key, value in kwargs.items()})
         if name == "__set__" and len(args) == 2 and isinstance(args[1], torch.Tensor):  # `parameter.data = ...`
             setattr(args[0], _MARK, is_on_card(args[1]))

@@ -1,2 +1,115 @@
-from benchmarks.gpu.bench import Step
-STEP = Step("quantization", "quantization", 1.0, lambda bench: [])
+"""Weights in 8 and 4 bits: spans in the forms that the product has here, and torch's own kernels beside bf16."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from benchmarks.gpu import schedules, tiny
+from benchmarks.gpu.bench import Bench, Case, NotHere, Step, WrongResult, seconds_of
+from benchmarks.gpu.records import Measured
+from swarm.errors import InvalidOption
+from swarm.models.weights.quantization import INT8, NF4, form_for_device
+
+MAX_ERROR = {INT8: 0.2, NF4: 0.8}
+"""Median error of a token of the zoo's tiny models, whose weights are spread far wider than real ones."""
+
+KERNEL_ERROR = {"int8": 0.02, "int4": 0.15, "float8": 0.06}
+"""Of a product of normal numbers, relative to its norm."""
+
+GROUP = 64
+TOKENS = (1, 8, 64)
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+"""Inputs `[tokens, in]` in bf16 to outputs `[tokens, out]`."""
+
+
+def _cases(bench: Bench) -> list[Case]:
+    spans = [Case(f"a span in {form}", partial(_span, form=form), 4.0) for form in (INT8, NF4)]
+    kernels = [
+        Case(f"torch's {name}, {tokens} tokens", partial(_kernel, name=name, tokens=tokens), 2.0)
+        for name, tokens in itertools.product(KERNELS, bench.sized(TOKENS, (1, 8)))
+    ]
+    return spans + kernels
+
+
+STEP = Step("quantization", "Weights in 8 and 4 bits", 25.0, _cases)
+
+
+def _span(bench: Bench, form: str) -> Measured:
+    checkpoint = tiny.checkpoint_of("llama", hidden_size=128, intermediate_size=256, num_attention_heads=4)
+    schedule = schedules.random_schedule(2, (1, 5, 9))
+    inputs, expected = schedules.play(tiny.load(checkpoint, torch.float32, tiny.CPU), schedule)
+    held = form_for_device(bench.device, form)
+    try:
+        model = tiny.load(checkpoint, torch.bfloat16, bench.device, quant=held)
+    except (ImportError, InvalidOption) as error:
+        raise NotHere(str(error)) from error
+    found = schedules.error(*schedules.play(model, schedule), expected)
+    if not found <= MAX_ERROR[form]:
+        raise WrongResult(f"relative error {found:.2e}, and {MAX_ERROR[form]:.0e} is allowed")
+    return Measured({"error": found}, note=f"{held}, {model.strategy}")
+
+
+def _kernel(bench: Bench, name: str, tokens: int) -> Measured:
+    """A product with a packed weight, beside the same in bf16."""
+    size_in, size_out = bench.sized((4096, 11008), (256, 256))
+    weight = torch.randn(size_out, size_in, device=bench.device).to(torch.bfloat16) / size_in**0.5
+    inputs = torch.randn(tokens, size_in, device=bench.device).to(torch.bfloat16)
+    try:
+        product = KERNELS[name](weight)
+        result = product(inputs).float()
+    except (RuntimeError, AttributeError, NotImplementedError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or "CUDA error" in str(error):
+            raise
+        raise NotHere(f"this torch has none for this device: {str(error).splitlines()[0]}") from error
+    expected = inputs.float() @ weight.float().T
+    error = float((result - expected).norm() / expected.norm())
+    if not error <= KERNEL_ERROR[name]:
+        raise WrongResult(f"relative error {error:.2e}, and {KERNEL_ERROR[name]:.0e} is allowed")
+    packed = seconds_of(bench.device, lambda: product(inputs), 10)
+    plain = seconds_of(bench.device, lambda: inputs @ weight.T, 10)
+    return Measured({"error": error, "us": packed * 1e6, "us in bf16": plain * 1e6, "times bf16": plain / packed})
+
+
+def _int8(weight: torch.Tensor) -> Product:
+    scales = (weight.float().abs().amax(1) / 127).to(torch.bfloat16)
+    values = (weight.float() / scales.float().unsqueeze(1)).round().clamp(-127, 127).to(torch.int8)
+    return lambda inputs: torch.ops.aten._weight_int8pack_mm(inputs, values, scales)
+
+
+def _int4(weight: torch.Tensor) -> Product:
+    """As torch's tinygemm kernel wants it: `(level - 8) * scale + offset`, two levels a byte, the first one high."""
+    groups = weight.float().view(len(weight), -1, GROUP)
+    least, greatest = groups.amin(2), groups.amax(2)
+    scales = ((greatest - least) / 15).clamp(min=1e-9)
+    offsets = least + 8 * scales
+    levels = ((groups - offsets.unsqueeze(2)) / scales.unsqueeze(2)).round().add(8).clamp(0, 15).flatten(1).int()
+    both = torch.stack([scales, offsets], 2).transpose(0, 1).contiguous().to(torch.bfloat16)
+    packed = torch.ops.aten._convert_weight_to_int4pack((levels[:, ::2] << 4 | levels[:, 1::2]).to(torch.uint8), 8)
+    return lambda inputs: torch.ops.aten._weight_int4pack_mm(inputs, packed, GROUP, both)
+
+
+def _float8(weight: torch.Tensor) -> Product:
+    """Inputs are rounded to 8 bits too, each token by a scale of its own."""
+    values, scales = _to_float8(weight)
+
+    def product(inputs: torch.Tensor) -> torch.Tensor:
+        rounded, of_tokens = _to_float8(inputs)
+        return torch._scaled_mm(
+            rounded, values.T, scale_a=of_tokens, scale_b=scales.T, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+
+    return product
+
+
+def _to_float8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    limit = torch.finfo(torch.float8_e4m3fn).max
+    scales = (rows.float().abs().amax(1, keepdim=True) / limit).clamp(min=1e-12)
+    return (rows.float() / scales).to(torch.float8_e4m3fn), scales
+
+
+KERNELS: dict[str, Callable[[torch.Tensor], Product]] = {"int8": _int8, "int4": _int4, "float8": _float8}
