@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 PACKAGES = ("numpy", "torch", "transformers", "hivemind", "bitsandbytes")
@@ -16,8 +16,16 @@ def describe() -> dict[str, str]:
         "processor": _processor(),
         "cores": str(len(os.sched_getaffinity(0))),
         "python": platform.python_version(),
-        **{package: version(package) for package in PACKAGES},
+        **{package: version_of(package) for package in PACKAGES},
     }
+
+
+def version_of(package: str) -> str:
+    """The installed version of a package, or that there is none."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def _processor() -> str:

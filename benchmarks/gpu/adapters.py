@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from swarm.models.adapters.adapter_batch import AdapterWeights
+from swarm.models.adapters.block_adapter import BlockAdapterWeights, LoraFactors
 from swarm.models.execution.span_model import SpanModel
-from swarm.protocol.adapter_encoding import BlockAdapterWeights, LoraFactors
 
 
 def random_adapter(model: SpanModel, rank: int, seed: int = 0) -> AdapterWeights:

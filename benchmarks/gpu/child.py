@@ -21,6 +21,7 @@ from benchmarks.gpu.records import Journal, Measured, Record, Status
 from benchmarks.gpu.stand_in.card import CARD, card
 from benchmarks.gpu.steps import STEPS
 from swarm.common.outcome import result_or_error
+from swarm.errors import InvalidOption
 
 CONTEXT_LOST = 75
 """Exit code of a process whose card answers nothing any more."""
@@ -53,7 +54,7 @@ def run_case(bench: Bench, step: str, case: Case, before: Callable[[], None]) ->
     if isinstance(found, (KeyboardInterrupt, SystemExit)):
         raise found
     sys.stderr.write("".join(traceback.format_exception(found)))
-    if not isinstance(found, NotHere):
+    if not isinstance(found, (NotHere, InvalidOption)):
         bench.forget()
     return Record(step, case.name, _status(found), note=_said(found), seconds=seconds), is_context_lost(found)
 
@@ -61,14 +62,14 @@ def run_case(bench: Bench, step: str, case: Case, before: Callable[[], None]) ->
 def _status(error: BaseException) -> Status:
     if isinstance(error, WrongResult):
         return "wrong"
-    if isinstance(error, NotHere):
+    if isinstance(error, (NotHere, InvalidOption)):
         return "skipped"
     return "no memory" if isinstance(error, torch.OutOfMemoryError) else "failed"
 
 
 def _said(error: BaseException) -> str:
     first = (str(error).splitlines() or [""])[0]
-    return first if isinstance(error, (WrongResult, NotHere)) else f"{type(error).__name__}: {first}"
+    return first if isinstance(error, (WrongResult, NotHere, InvalidOption)) else f"{type(error).__name__}: {first}"
 
 
 def run_step(bench: Bench, step: Step, before: Callable[[int], None]) -> bool:

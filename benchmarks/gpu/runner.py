@@ -51,7 +51,7 @@ def run_step(step: Step, journal: Journal, log: Path, seconds: float, stand_in: 
         if case is not None:
             _note(journal, Record(step.name, case, "died", note=_cause(code)))
         elif code != CONTEXT_LOST:
-            _note(journal, Record(step.name, "all", "died", note=f"{_cause(code)} before or after its cases; see {log}"))
+            _note(journal, Record(step.name, "all", "died", note=f"{_cause(code)} outside of its cases; see {log}"))
             return
     _note(journal, Record(step.name, "the rest", "skipped", note=f"{MAX_PROCESSES} processes of this step have ended"))
 

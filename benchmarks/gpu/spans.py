@@ -97,7 +97,8 @@ def in_way(model: SpanModel, way: str, blocks: int) -> SpanModel:
 
 def why(model: SpanModel) -> str:
     """Which way the trials have taken, and why they have left others."""
-    return str(model.strategy)
+    trials = "; ".join(str(one) for one in model.strategy.trials)
+    return f"{model.strategy} ({trials})" if trials else str(model.strategy)
 
 
 def sessions_with_past(model: SpanModel, count: int, past: int) -> list[SessionCache]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.bench import NotHere
+from benchmarks.gpu.bench import NotHere, WrongResult
 from swarm.data_structures import Span
 from swarm.models.attention.page_pool import PagePool
 from swarm.models.attention.paged_attention import PagedAttention
@@ -21,6 +21,7 @@ from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy import ExecutionStrategy
 from swarm.models.execution.strategy_trials import LayoutRequest
 from swarm.models.loading.span_loading import load_span
+from swarm.models.weights import quantization
 from tests import zoo
 
 CPU = torch.device("cpu")
@@ -42,7 +43,11 @@ def checkpoint_of(family: str, **overrides: Any) -> Checkpoint:
 
 
 def load(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, layout: LayoutRequest = "auto", quant: str = "none"
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    layout: LayoutRequest = "auto",
+    quant: str = quantization.NONE,
 ) -> SpanModel:
     """Blocks from the middle of a tiny model."""
     return load_span(checkpoint, Span(1, 4), dtype=dtype, device=device, layout=layout, quant=quant)
@@ -53,8 +58,6 @@ def right_kernel(device: torch.device, dtype: torch.dtype, width: int = 8, heads
 
     Raises `WrongResult` if none does: the caller wants to see pages at work.
     """
-    from benchmarks.gpu.bench import WrongResult
-
     said = []
     for kernel in candidate_kernels(device):
         pages = torch.zeros(1, 256, heads, width, dtype=dtype, device=device)
@@ -73,9 +76,7 @@ def _name(kernel: PagedKernel) -> str:
 
 def in_pages(model: SpanModel, kernel: PagedKernel, recorder: GraphRecorder | None = None) -> SpanModel:
     """The model with a paged cache of its own, whatever the trials would choose."""
-    return model.with_strategy(
-        ExecutionStrategy("paged", PagedAttention(PagePool(), kernel), graph_recorder=recorder)
-    )
+    return model.with_strategy(ExecutionStrategy("paged", PagedAttention(PagePool(), kernel), graph_recorder=recorder))
 
 
 def recorded(model: SpanModel, recorder: GraphRecorder) -> SpanModel:

@@ -262,6 +262,8 @@ async def _choose_forward(config: ResolvedConfig, model: SpanModel, compute_thre
         await compute_thread.run(model.strategy.paging.pool.reserve, config.cache_tokens)
     chosen = await compute_thread.run(choose_forward, model, config.options.compile_cache_dir)
     logger.info("Execution: %s, chosen in %.1f s", chosen.strategy, time.monotonic() - began)
+    for trial in chosen.strategy.trials:
+        logger.info("Tried: %s", trial)
     return chosen
 
 

@@ -64,7 +64,7 @@ class _Stream:
         self._calls["Stream.synchronize"] += 1
 
 
-def _refuse_no_capture() -> None: ...
+def _nothing(*args: object) -> None: ...
 
 
 def _kernel(calls: Calls) -> Callable[..., torch.Tensor]:
@@ -121,7 +121,7 @@ def _kernel(calls: Calls) -> Callable[..., torch.Tensor]:
 
 
 @contextmanager
-def card(check_capture: Callable[[], None] = _refuse_no_capture) -> Iterator[Calls]:
+def card(check_capture: Callable[[], None] = _nothing) -> Iterator[Calls]:
     """A context in which torch has a card, in this thread and in those that start meanwhile."""
     calls = Calls()
     captures = Captures(check_capture)
@@ -145,7 +145,7 @@ def card(check_capture: Callable[[], None] = _refuse_no_capture) -> Iterator[Cal
         mock.patch.multiple(torch.cuda, **_functions(calls, captures)),
         mock.patch.dict(sys.modules, {"bitsandbytes": None}),  # a real card's library
         mock.patch.object(varlen, "varlen_attn", _kernel(calls)),
-        mock.patch.object(fake_tensor, "init_gpu_context", lambda *args: None),
+        mock.patch.object(fake_tensor, "init_gpu_context", _nothing),
         mock.patch.object(threading.Thread, "run", run_with_card),
         mock.patch.object(nn.Parameter, "__new__", new_parameter),
         mode,

@@ -21,7 +21,9 @@ _IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 
 READS_TO_HOST = frozenset({"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__"})
 MAKES_FROM_HOST = frozenset({"tensor", "as_tensor"})
-MIXES = frozenset({"_has_compatible_shallow_copy_type", "copy_", "__set__", "__getitem__", "__setitem__", "set_", "type_as", "index"})
+MIXES = frozenset(
+    {"_has_compatible_shallow_copy_type", "copy_", "__set__", "__getitem__", "__setitem__", "set_", "type_as", "index"}
+)
 """Functions that take operands of the host beside some of the card."""
 
 CHANGES_NO_DEVICE = frozenset({"copy_", "__setitem__", "set_"})

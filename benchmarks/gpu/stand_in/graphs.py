@@ -56,7 +56,8 @@ class _Capture(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        if name in WAITS_FOR_CARD:
+        by_mask = name == "index" and any(one.dtype is torch.bool for one in _tensors(args[1:]))
+        if name in WAITS_FOR_CARD or by_mask:  # how many values a mask selects, only the card knows
             raise RuntimeError(f"{NOT_PERMITTED} ({name})")
         result = func(*args, **kwargs)
         given = {_storage(one) for one in _tensors((args, kwargs))}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import platform
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from benchmarks.gpu.bench import Bench, Case, Step, seconds_of
+from benchmarks.common.machine import version_of
+from benchmarks.gpu.bench import Bench, Case, Step, WrongResult, seconds_of
 from benchmarks.gpu.records import Measured
+from swarm.cli.doctor import machine_checks
+from swarm.cli.doctor.verdicts import Verdict
 
 COPIED_BYTES = 2 << 30
 """Far more than any cache of a card holds."""
@@ -24,6 +26,7 @@ def _cases(bench: Bench) -> list[Case]:
         Case("memory", _memory, 3.0),
         *(Case(f"matrix {name}", lambda bench, name=name: _matrix(bench, name), 2.0) for name in DTYPES),  # type: ignore[misc]
         Case("a launch", _launch, 1.0),
+        Case("swarm doctor", _doctor, 3.0),
     ]
 
 
@@ -42,7 +45,7 @@ def _what_there_is(bench: Bench) -> Measured:
         "CUDA": str(torch.version.cuda),
         "driver": _driver(),
         "python": platform.python_version(),
-        **{package: _version(package) for package in PACKAGES},
+        **{package: version_of(package) for package in PACKAGES},
     }
     return Measured(values)
 
@@ -53,13 +56,6 @@ def _driver() -> str:
             return file.readline().strip()
     except OSError:
         return "none"
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def read_bandwidth(bench: Bench) -> float:
@@ -103,3 +99,11 @@ def _launch(bench: Bench) -> Measured:
             one.add_(1)
 
     return Measured({"us a kernel": seconds_of(bench.device, launch) / count * 1e6})
+
+
+def _doctor(bench: Bench) -> Measured:
+    """What `swarm doctor` says of the card, and which way of computing it takes, and why."""
+    found = [machine_checks.check_gpu("auto"), machine_checks.check_execution("auto")]
+    if any(one.verdict is Verdict.FAILURE for one in found):
+        raise WrongResult("; ".join(one.found for one in found))
+    return Measured({one.check: str(one.verdict) for one in found}, note="; ".join(one.found for one in found))

@@ -52,7 +52,7 @@ def _places(bench: Bench) -> list[Place]:
 
 
 def _importance(place: Place) -> tuple[bool, str, int, bool]:
-    shape, form, batch, context, way = place
+    shape, form, batch, context, _ = place
     return shape != "7B", form if shape != "7B" else "", list(FORMS).index(form), (form, batch, context) not in GOALS
 
 
@@ -93,5 +93,6 @@ def _fitting_blocks(bench: Bench, model: SpanModel, shape_name: str, positions: 
     per_block = positions * spans.shape_of(bench, shape_name).cache_bytes_per_token
     fitting = int(spans.MEMORY_SHARE * bench.free_bytes() // per_block)
     if not fitting:
-        raise NotHere(f"the cache of one block takes {per_block / 1e9:.0f} GB, and {bench.free_bytes() / 1e9:.0f} are free")
+        free = bench.free_bytes()
+        raise NotHere(f"the cache of one block takes {per_block / 1e9:.0f} GB, and {free / 1e9:.0f} are free")
     return min(model.span.length, fitting)

@@ -26,7 +26,7 @@ def _cases(bench: Bench) -> list[Case]:
     ]
 
 
-STEP = Step("generate", "transformers' generate, for comparison", 25.0, _cases)
+STEP = Step("generate", "transformers' generate, for comparison", 20.0, _cases)
 
 
 def _generate(bench: Bench, batch: int, past: int) -> Measured:

@@ -23,7 +23,7 @@ def _cases(bench: Bench) -> list[Case]:
     ]
 
 
-STEP = Step("profile", "A decode step's kernels", 25.0, _cases)
+STEP = Step("profile", "A decode step's kernels", 20.0, _cases)
 
 
 def _profile(bench: Bench, way: str, batch: int, past: int) -> Measured:
@@ -73,4 +73,5 @@ def _longest(kernels: list[object]) -> str:
         spent, count = totals.get(name, (0.0, 0))
         totals[name] = spent + length, count + 1
     ranked = sorted(totals.items(), key=lambda item: -item[1][0])[:LONGEST]
-    return "; ".join(f"{name[:60]}: {spent / STEPS:.0f} us, {count / STEPS:.0f} times" for name, (spent, count) in ranked)
+    rows = [(name[:60], spent / STEPS, count / STEPS) for name, (spent, count) in ranked]
+    return "; ".join(f"{name}: {spent:.0f} us, {count:.0f} times" for name, spent, count in rows)

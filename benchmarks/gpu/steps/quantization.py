@@ -36,13 +36,13 @@ def _cases(bench: Bench) -> list[Case]:
     return spans + kernels
 
 
-STEP = Step("quantization", "Weights in 8 and 4 bits", 25.0, _cases)
+STEP = Step("quantization", "Weights in 8 and 4 bits", 20.0, _cases)
 
 
 def _span(bench: Bench, form: str) -> Measured:
     checkpoint = tiny.checkpoint_of("llama", hidden_size=128, intermediate_size=256, num_attention_heads=4)
     schedule = schedules.random_schedule(2, (1, 5, 9))
-    inputs, expected = schedules.play(tiny.load(checkpoint, torch.float32, tiny.CPU), schedule)
+    _, expected = schedules.play(tiny.load(checkpoint, torch.float32, tiny.CPU), schedule)
     held = form_for_device(bench.device, form)
     try:
         model = tiny.load(checkpoint, torch.bfloat16, bench.device, quant=held)

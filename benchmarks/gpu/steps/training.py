@@ -28,7 +28,7 @@ def _cases(bench: Bench) -> list[Case]:
     return [Case(f"{family} {name}", partial(_gradients, family=family, name=name), 2.0) for family, name in pairs]
 
 
-STEP = Step("training", "Gradients, against a processor in fp32", 20.0, _cases)
+STEP = Step("training", "Gradients, against a processor in fp32", 15.0, _cases)
 
 
 def _gradients(bench: Bench, family: str, name: str) -> Measured:

@@ -91,6 +91,8 @@ async def _findings(
         ("Disk", lambda: machine.check_disk(cache_dir)),
         ("Drive", lambda: machine.check_drive(cache_dir)),
     )
+    if await asyncio.to_thread(machine.computes_on_gpu, device):
+        checks = (*checks[:2], ("Execution", lambda: machine.check_execution(device)), *checks[2:])
     for name, check in checks:
         yield await _run_check(name, check)
     from swarm.cli.doctor import network_checks as network

@@ -21,6 +21,9 @@ from swarm.errors import DriveFailed, InvalidOption, NotEnoughMemory, NotEnoughS
 SMALL_READ_BYTES = 16 << 10
 """About a neuron of a model of 4096 hidden values, in 16 bits."""
 
+TRIED_HIDDEN, TRIED_BLOCKS = 1024, 4
+"""Size of the blocks with which a GPU is tried: 100 MB in all."""
+
 PACKAGES = ("torch", "transformers", "hivemind")
 
 
@@ -83,6 +86,30 @@ def check_gpu(requested: str) -> Finding:
             properties.name, total, free, (properties.major, properties.minor), _cuda_driver_version()
         )
     )
+
+
+def computes_on_gpu(requested: str) -> bool:
+    """Whether blocks would be computed on a GPU. `requested` is the value of --device."""
+    from swarm.server.memory_budget import resolve_device
+
+    try:
+        return resolve_device(requested).type == "cuda"
+    except InvalidOption:  # `check_gpu` reports it
+        return False
+
+
+def check_execution(requested: str) -> Finding:
+    """Try on this GPU how blocks are computed on it, with a few blocks of random weights."""
+    import torch
+
+    from swarm.models.execution.strategy_trials import choose_forward, choose_layout
+    from swarm.models.loading.random_span import llama_config, make_random_span
+    from swarm.server.memory_budget import resolve_device
+
+    config = llama_config(TRIED_HIDDEN, 3 * TRIED_HIDDEN, TRIED_HIDDEN // 64, TRIED_HIDDEN // 64, TRIED_BLOCKS)
+    span = make_random_span(config, dtype=torch.bfloat16, device=resolve_device(requested))
+    found = choose_forward(choose_layout(span)).strategy
+    return verdicts.execution(str(found), [str(trial) for trial in found.trials], found.graph_recorder is not None)
 
 
 def _cuda_driver_version() -> str:

@@ -110,6 +110,7 @@ class DecodeGraphs:
 
     Attributes:
         works: False once a recording has failed.
+        failure: why it has failed; "" as long as it works.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class DecodeGraphs:
         self._paging = paging
         self._recorder = recorder
         self._like = like
-        self.works = True
+        self.works, self.failure = True, ""
         self._recordings: dict[tuple[int, int], _RecordedGraph] = {}
         self._relocations = -1
 
@@ -148,9 +149,9 @@ class DecodeGraphs:
             try:
                 recording = self._record(sequences, width)
             except RuntimeError as error:  # CUDA's own errors are of this class
-                self.works = False
+                self.works, self.failure = False, str(error).partition("\n")[0]
                 self._recordings.clear()
-                logger.warning("Decode steps are not recorded as CUDA graphs: %s", str(error).partition("\n")[0])
+                logger.warning("Decode steps are not recorded as CUDA graphs: %s", self.failure)
                 return None
             if pool.relocations != self._relocations:  # the first run made layers of the pool
                 return self._recording(sequences, width)

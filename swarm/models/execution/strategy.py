@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
 
 from swarm.models.attention.paged_attention import PagedAttention
 from swarm.models.execution.cuda_graphs import GraphRecorder
@@ -25,6 +25,17 @@ ForwardKind = Literal["plain", "flat", "compiled"]
 """What runs packed tokens: the family's modules, its traced operations one after the other, or machine code."""
 
 
+class Trial(NamedTuple):
+    """A way of computing that was tried, whether it is used, and why or why not."""
+
+    way: str
+    used: bool
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.way}: {'used' if self.used else 'not used'}, {self.reason}"
+
+
 @dataclass(frozen=True)
 class ExecutionStrategy:
     """How a span computes. Immutable: a model that should compute differently is another `SpanModel`.
@@ -37,6 +48,7 @@ class ExecutionStrategy:
         flat: the flat forward, for parts of the blocks; None if the family's modules are faster or cannot be traced.
         traced_fill: stores keys and values of tokens that skip the blocks; None to run the family's modules for that.
         graph_recorder: records decode steps as graphs, see `cuda_graphs`; None to record nothing. Needs pages.
+        trials: what was tried on this machine to find this strategy, in order.
     """
 
     layout: CacheLayout = "padded"
@@ -46,6 +58,7 @@ class ExecutionStrategy:
     flat: FlatForward | None = None
     traced_fill: TokenFill | None = None
     graph_recorder: GraphRecorder | None = None
+    trials: tuple[Trial, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         if (self.paging is not None) != (self.layout == "paged"):
@@ -64,7 +77,11 @@ class ExecutionStrategy:
 
     def plain(self) -> ExecutionStrategy:
         """The same layout, with the family's modules and no recordings."""
-        return ExecutionStrategy(self.layout, self.paging)
+        return ExecutionStrategy(self.layout, self.paging, trials=self.trials)
+
+    def after(self, *trials: Trial) -> ExecutionStrategy:
+        """The same, found by some more trials."""
+        return replace(self, trials=(*self.trials, *trials))
 
     def narrowed(self, start: int, end: int) -> ExecutionStrategy:
         """The same for the blocks [start, end) of those that it is for. What is compiled computes just all of them."""

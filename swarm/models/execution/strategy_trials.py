@@ -3,13 +3,13 @@
 There is no list of families. A short schedule (prompts of different lengths, then single tokens of several sessions at
 once) runs through a model of each candidate. A candidate is kept if its outputs are right and, where that is the
 question, if it is faster. If it fails or differs, the slower way that works for every family stays. Each candidate is a
-`SpanModel` of its own around the same weights, so a trial never changes a model that serves.
+`SpanModel` of its own around the same weights, so a trial never changes a model that serves. The strategy that is
+chosen says what was tried, and why it is used or not (`ExecutionStrategy.trials`).
 """
 
 from __future__ import annotations
 
 import logging
-import statistics
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -29,10 +29,11 @@ from swarm.models.execution.cuda_graphs import CudaGraphRecorder, GraphRecorder
 from swarm.models.execution.early_exit import StepExits
 from swarm.models.execution.session_cache import SessionCache, advance_steps
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.execution.strategy import PADDED, CacheLayout, ExecutionStrategy, ForwardKind
+from swarm.models.execution.strategy import PADDED, CacheLayout, ExecutionStrategy, ForwardKind, Trial
 from swarm.models.execution.tracing.flat_forward import FlatForward
 from swarm.models.execution.tracing.traced_fill import traced_fill
 from swarm.models.execution.tracing.traced_forward import TokenForward, TracedForward
+from swarm.models.execution.trial_runs import Timing, decode_step, is_faster, run_schedule
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,14 @@ SKIPS_ALL = StepExits(None, (1,))
 
 HALF_PRECISION = frozenset({torch.bfloat16, torch.float16})
 
+PAGED_SESSIONS, PAGED_POSITIONS = 4, 64
+"""Sessions whose decode steps tell whether pages are faster, and how long they are."""
+
 T = TypeVar("T")
+
+
+class NotBetter(Exception):
+    """A candidate is not used; the message says why."""
 
 
 def choose_layout(model: SpanModel, requested: LayoutRequest = "auto") -> SpanModel:
@@ -77,39 +85,59 @@ def _choose_layout(model: SpanModel, requested: LayoutRequest) -> SpanModel:
     if requested == "padded" or model.family in POSITIONS_FROM_CACHE_LENGTH:
         return padded
     contiguous = model.with_strategy(ExecutionStrategy("contiguous"))
-    if not _attempt("A contiguous cache", partial(_agrees, contiguous, *_run_schedule(padded))):
+    agrees, why = _attempt("A contiguous cache", partial(_agrees, contiguous, *run_schedule(padded)))
+    if not agrees:
         logger.info("These blocks compute one session at a time: their attention cannot be shared between sessions")
-        return padded
+        return _with_trials(padded, Trial("contiguous cache", False, why or "its results are wrong"))
     automatic = model.device.type == "cuda" and model.dtype in HALF_PRECISION
     if requested == "paged" or (requested == "auto" and automatic):
-        return _try_pages(contiguous) or contiguous
+        return _try_pages(contiguous)
     return contiguous
 
 
-def _try_pages(contiguous: SpanModel) -> SpanModel | None:
+def _try_pages(contiguous: SpanModel) -> SpanModel:
     """A model with a paged cache, if the blocks and one of this machine's kernels can compute with it."""
     # A sequence of more than a page, unless the model has a table of positions that ends before.
     positions = contiguous.positions
     longer = PAGE_POSITIONS if positions is None or positions > 2 * PAGE_POSITIONS else 0
-    inputs, expected = _run_schedule(contiguous, longer)
+    trials: list[Trial] = []
     try:
+        inputs, expected = run_schedule(contiguous, longer)
         for kernel in candidate_kernels(contiguous.device):
             paging = PagedAttention(PagePool(), kernel)
             paged = contiguous.with_strategy(ExecutionStrategy("paged", paging))
-            agrees = _attempt("A paged cache", partial(_agrees, paged, inputs, expected, longer))
-            # A kernel may ignore a window that is longer than what was tried, and still compute this model right.
-            if agrees and _attempt("Attention over pages", partial(_kernel_agrees, paging)):
-                return paged
+            trial = partial(_try_kernel, paged, inputs, expected, longer)
+            reason, why_not = _attempt("A paged cache", trial)
+            way = f"pages by {getattr(kernel, '__name__', kernel)}"
+            trials.append(Trial(way, reason is not None, reason or why_not))
+            if reason is not None:
+                return _with_trials(paged, *trials)
     except ImportError as error:
         logger.debug("This torch has no attention over pages: %r", error)
-    logger.info("The attention cache is not kept in pages: these blocks, or this GPU, cannot compute with them")
-    return None
+        trials.append(Trial("pages", False, "this torch has no attention over them"))
+    logger.info("The attention cache is not kept in pages: %s", "; ".join(map(str, trials)))
+    return _with_trials(contiguous, *trials)
+
+
+def _try_kernel(paged: SpanModel, inputs: torch.Tensor, expected: torch.Tensor, longer: int) -> str:
+    """Why a model with that paged cache is used. Raises `NotBetter`."""
+    if not _agrees(paged, inputs, expected, longer):
+        raise NotBetter("its results are wrong for these blocks")
+    # A kernel may ignore a window that is longer than what was tried, and still compute this model right.
+    assert paged.strategy.paging is not None
+    if not _kernel_agrees(paged.strategy.paging):
+        raise NotBetter("the kernel is wrong for some windows or lengths")
+    return "its results are right"
+
+
+def _with_trials(model: SpanModel, *trials: Trial) -> SpanModel:
+    return model.with_strategy(model.strategy.after(*trials))
 
 
 def _agrees(model: SpanModel, inputs: torch.Tensor, expected: torch.Tensor, longer: int = 0) -> bool:
     """Whether the outputs of the schedule are what is expected."""
     # Relative to what the blocks add, not to what goes through them: small weights would hide a wrong attention.
-    error_T = (_run_schedule(model, longer)[1] - expected).norm(dim=1) / (expected - inputs).norm(dim=1)
+    error_T = (run_schedule(model, longer)[1] - expected).norm(dim=1) / (expected - inputs).norm(dim=1)
     return bool((error_T < LAYOUT_TOLERANCE[model.dtype]).float().mean() >= MIN_AGREEING_SHARE)
 
 
@@ -136,9 +164,29 @@ def choose_forward(
     best = _try_traced_forwards(plain, compile_in)
     if recorder is None and model.device.type == "cuda":
         recorder = CudaGraphRecorder(model.device)
-    if recorder is None or best.strategy.paging is None:
+    if best.strategy.paging is None:
         return best
-    return _attempt("Recording decode steps", partial(_try_graphs, best, recorder)) or best
+    if recorder is not None:
+        best = _better_of(best, "graph of decode steps", partial(_try_graphs, best, recorder))
+    return _unless_contiguous_is_faster(best) if model.device.type == "cuda" else best
+
+
+def _unless_contiguous_is_faster(paged: SpanModel) -> SpanModel:
+    """The model, or one with a contiguous cache: pages are for GPUs, but not every card is faster with them."""
+    contiguous = paged.with_strategy(replace(paged.strategy, layout="contiguous", paging=None, graph_recorder=None))
+    timing = _decodes_faster(paged, contiguous, PAGED_SESSIONS, PAGED_POSITIONS)
+    trial = Trial(f"pages for {PAGED_SESSIONS} sessions", bool(timing), f"{timing} with a contiguous cache")
+    return _with_trials(paged if timing else contiguous, trial)
+
+
+def _better_of(
+    best: SpanModel, way: str, trial: Callable[[], tuple[SpanModel, str]], level: int = logging.DEBUG
+) -> SpanModel:
+    """The model that the trial makes, or the best so far; either says what came of the trial."""
+    made, why_not = _attempt(f"A {way}", trial, level)
+    if made is None:
+        return _with_trials(best, Trial(way, False, why_not))
+    return _with_trials(made[0], Trial(way, True, made[1]))
 
 
 def choose_exit_forwards(model: SpanModel, compile_in: Path | None = None) -> None:
@@ -151,7 +199,8 @@ def choose_exit_forwards(model: SpanModel, compile_in: Path | None = None) -> No
         if piece is not model:
             compiled = compile_in is not None
             chosen = choose_forward(piece, compile_in, model.strategy.graph_recorder) if compiled else piece
-            model.use_part(_attempt("A traced fill", partial(_try_traced_fill, chosen)) or chosen)
+            filling, _ = _attempt("A traced fill", partial(_try_traced_fill, chosen))
+            model.use_part(filling or chosen)
 
 
 def _try_traced_fill(model: SpanModel) -> SpanModel | None:
@@ -177,9 +226,9 @@ def _behind_a_fill(model: SpanModel) -> torch.Tensor:
     return step.output.float()
 
 
-def _fills_faster(model: SpanModel, other: SpanModel) -> bool:
+def _fills_faster(model: SpanModel, other: SpanModel) -> Timing:
     """Whether filling for a token takes less time in `model` than in `other`."""
-    steps = _decode_step(model, SKIPS_ALL), _decode_step(other, SKIPS_ALL)
+    steps = decode_step(model, SKIPS_ALL), decode_step(other, SKIPS_ALL)
     return is_faster(*steps, clock=time.perf_counter) if model.device.type == "cuda" else is_faster(*steps)
 
 
@@ -188,130 +237,80 @@ def _try_traced_forwards(plain: SpanModel, compile_in: Path | None) -> SpanModel
     small = plain.weight_bytes < MAX_FLAT_BLOCK_BYTES * plain.span.length
     if not small and compile_in is None:
         return plain
-    _, expected = _run_schedule(plain)
+    _, expected = run_schedule(plain)
     example = torch.randn(2, 1, plain.hidden_size).to(plain.device, plain.dtype)
-    traced = _attempt("Tracing", partial(TracedForward, plain.module, plain.run_modules, example))
+    traced, why_not = _attempt("Tracing", partial(TracedForward, plain.module, plain.run_modules, example))
     if traced is None:
         logger.info("The forward of this family cannot be traced; its modules run as they are")
-        return plain
+        return _with_trials(plain, Trial("traced forward", False, why_not))
     makers: dict[ForwardKind, Callable[[], TokenForward]] = {"flat": partial(traced.flat, plain.layers)}
     if compile_in is not None:
         makers["compiled"] = partial(traced.compiled, compile_in)
     best = plain
     for kind, make in makers.items():
         trial = partial(_try_traced_forward, best, kind, make, expected)
-        best = _attempt(f"A {kind} forward", trial, logging.WARNING) or best
+        best = _better_of(best, f"{kind} forward", trial, logging.WARNING)
     return best
 
 
 def _try_traced_forward(
     best: SpanModel, kind: ForwardKind, make: Callable[[], TokenForward], expected: torch.Tensor
-) -> SpanModel | None:
-    """A model with that forward, if it is right and faster than the best so far."""
+) -> tuple[SpanModel, str]:
+    """A model with that forward, and why it is used. Raises `NotBetter` than the best so far."""
     forward = make()
     flat = forward if isinstance(forward, FlatForward) else best.strategy.flat
     candidate = best.with_strategy(replace(best.strategy, forward=kind, traced=forward, flat=flat))
-    error = _relative_error(candidate, expected)
-    if error < FORWARD_TOLERANCE[best.dtype] and _decodes_faster(candidate, best):
-        return candidate
-    logger.debug("A %s forward is not better: relative error %.1e", kind, error)
-    return None
+    return candidate, _right_and_faster(candidate, best, expected)
 
 
-def _try_graphs(best: SpanModel, recorder: GraphRecorder) -> SpanModel | None:
-    """A model with recorded decode steps, if they can be recorded, and are right and faster."""
-    _, expected = _run_schedule(best)
+def _try_graphs(best: SpanModel, recorder: GraphRecorder) -> tuple[SpanModel, str]:
+    """A model with recorded decode steps, and why it is used. Raises `NotBetter` than the best so far."""
+    _, expected = run_schedule(best)
     candidate = best.with_strategy(replace(best.strategy, graph_recorder=recorder))
     graphs = candidate.graphs
     assert graphs is not None
-    error = _relative_error(candidate, expected)
-    right = graphs.works and error < FORWARD_TOLERANCE[best.dtype]
-    if right and _decodes_faster(candidate, best) and graphs.works:
-        return candidate
-    logger.debug("Recorded decode steps are not better: relative error %.1e", error)
-    return None
+    reason = _right_and_faster(candidate, best, expected)
+    if not graphs.works:
+        raise NotBetter(f"recording failed: {graphs.failure}")
+    return candidate, reason
 
 
-def _attempt(what: str, trial: Callable[[], T | None], level: int = logging.DEBUG) -> T | None:
-    """The result of a trial; None if it fails.
+def _right_and_faster(candidate: SpanModel, best: SpanModel, expected: torch.Tensor) -> str:
+    """Why a candidate is used. Raises `NotBetter` than the best so far."""
+    error, tolerance = _relative_error(candidate, expected), FORWARD_TOLERANCE[best.dtype]
+    if not error < tolerance:  # also if it is not a number
+        raise NotBetter(f"its results are wrong: relative error {error:.1e}, and {tolerance:.0e} is allowed")
+    if candidate.graphs is not None and not candidate.graphs.works:
+        raise NotBetter(f"recording failed: {candidate.graphs.failure}")
+    timing = _decodes_faster(candidate, best)
+    if not timing:
+        raise NotBetter(f"right, but not faster: {timing}")
+    return f"right and faster: {timing}"
+
+
+def _attempt(what: str, trial: Callable[[], T], level: int = logging.DEBUG) -> tuple[T | None, str]:
+    """The result of a trial, or None and why there is none.
 
     The one place where every error is expected: a trial runs a family's own code, torch's tracer and compiler, or a
     kernel on something that they may not support, and each of them has errors of its own.
     """
     try:
-        return trial()
+        return trial(), ""
+    except NotBetter as refusal:
+        logger.debug("%s is not better: %s", what, refusal)
+        return None, str(refusal)
     except Exception as error:
         logger.log(level, "%s is not possible here: %r", what, error)
-        return None
+        return None, f"it fails: {(str(error).splitlines() or [type(error).__name__])[0]}"
 
 
 def _relative_error(model: SpanModel, expected: torch.Tensor) -> float:
     """How far the outputs of the schedule are from what is expected."""
-    return float((_run_schedule(model)[1] - expected).norm() / expected.norm())
+    return float((run_schedule(model)[1] - expected).norm() / expected.norm())
 
 
-def _decodes_faster(model: SpanModel, other: SpanModel) -> bool:
+def _decodes_faster(model: SpanModel, other: SpanModel, sessions: int = 1, positions: int = 16) -> Timing:
     """Whether a decode step takes less time in `model` than in `other`."""
-    steps = _decode_step(model), _decode_step(other)
+    steps = decode_step(model, None, sessions, positions), decode_step(other, None, sessions, positions)
     # A GPU computes while this thread does nothing, so the thread's time is not a measure there.
     return is_faster(*steps, clock=time.perf_counter) if model.device.type == "cuda" else is_faster(*steps)
-
-
-def is_faster(
-    function: Callable[[], object],
-    other: Callable[[], object],
-    rounds: int = 15,
-    clock: Callable[[], float] = time.thread_time,
-) -> bool:
-    """Whether `function` takes less of this thread's time, or of another clock's, than `other`: medians of turns."""
-    times: tuple[list[float], list[float]] = ([], [])
-    for _ in range(rounds):
-        for one, seconds in zip((function, other), times, strict=True):
-            began = clock()
-            one()
-            seconds.append(clock() - began)
-    return statistics.median(times[0]) < statistics.median(times[1])
-
-
-def _decode_step(model: SpanModel, exits: StepExits | None = None) -> Callable[[], object]:
-    """A step of one token, again and again at the same position."""
-    cache = SessionCache(model)
-    cache.step(torch.randn(16, model.hidden_size).to(model.device, model.dtype), StepLayout((0,), (16,)))
-    hidden = torch.randn(1, model.hidden_size).to(model.device, model.dtype)
-
-    def step() -> None:
-        work = cache.start_step(hidden, StepLayout((16,), (1,)), exits)
-        advance_steps([(work, 1)])
-        work.commit()
-        if model.device.type == "cuda":
-            torch.cuda.synchronize(model.device)
-
-    return step
-
-
-def _run_schedule(model: SpanModel, longer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and outputs of a short schedule of two sessions, each `[tokens, hidden]`.
-
-    Args:
-        longer: tokens that one of the sequences has beyond a few.
-    """
-    generator = torch.Generator().manual_seed(0)
-    inputs: list[torch.Tensor] = []
-
-    def hidden(tokens: int) -> torch.Tensor:
-        inputs.append(torch.randn(tokens, model.hidden_size, generator=generator).to(model.device, model.dtype))
-        return inputs[-1]
-
-    first, second = SessionCache(model), SessionCache(model)
-    outputs = [
-        first.step(hidden(10), StepLayout((0, 0), (5, 5))),
-        second.step(hidden(9 + longer), StepLayout((0,), (9 + longer,))),
-        second.step(hidden(3), StepLayout((9 + longer,), (3,))),
-    ]
-    steps = [
-        first.start_step(hidden(2), StepLayout((5, 5), (1, 1))),
-        second.start_step(hidden(1), StepLayout((12 + longer,), (1,))),
-    ]
-    advance_steps([(step, step.tokens_left) for step in steps])
-    outputs += [step.output for step in steps]
-    return torch.cat(inputs).float(), torch.cat(outputs).float()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import cache
+from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
@@ -100,7 +101,14 @@ def quantize(layers: nn.Module, form: str, device: torch.device) -> None:
 
 def require_available(form: str, device: torch.device) -> None:
     """Raise `InvalidOption` if this machine cannot compute with weights in `form`."""
-    if form == NONE or device.type == "cuda":
+    if form == NONE:
+        return
+    if device.type == "cuda":
+        if find_spec("bitsandbytes") is None:
+            raise InvalidOption(
+                f"--quant {form}: on a GPU the package bitsandbytes does that, and it is not installed; "
+                "pip install bitsandbytes, or use none"
+            )
         return
     if device.type != "cpu":
         raise InvalidOption(f"--quant: weights are quantized on CPUs and CUDA devices, not on {device.type}; use none")

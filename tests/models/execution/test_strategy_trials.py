@@ -82,7 +82,7 @@ def test_without_a_kernel_sequences_are_contiguous(model, monkeypatch):
 )
 def test_by_itself_a_model_is_in_pages_on_a_gpu_in_16_bits(model, monkeypatch, device, dtype, paged):
     tried = []
-    monkeypatch.setattr(strategy_trials, "_run_schedule", lambda model, longer=0: (torch.zeros(1, 1), torch.ones(1, 1)))
+    monkeypatch.setattr(strategy_trials, "run_schedule", lambda model, longer=0: (torch.zeros(1, 1), torch.ones(1, 1)))
     monkeypatch.setattr(strategy_trials, "_try_pages", tried.append)
     model.device, model.dtype = torch.device(device), dtype
     choose_layout(model)
@@ -92,9 +92,9 @@ def test_by_itself_a_model_is_in_pages_on_a_gpu_in_16_bits(model, monkeypatch, d
 def test_trials_stay_within_a_models_table_of_positions(model, monkeypatch):
     """A position beyond a table would end a GPU's process."""
     tried = []
-    schedule = strategy_trials._run_schedule
+    schedule = strategy_trials.run_schedule
     monkeypatch.setattr(
-        strategy_trials, "_run_schedule", lambda model, longer=0: (tried.append(longer), schedule(model, longer))[1]
+        strategy_trials, "run_schedule", lambda model, longer=0: (tried.append(longer), schedule(model, longer))[1]
     )
     choose_layout(model, "paged")
     assert max(tried) == PAGE_POSITIONS

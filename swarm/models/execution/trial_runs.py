@@ -1,0 +1,94 @@
+"""What trials of strategies run: a short schedule, whose outputs are compared, and decode steps, which are timed."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from swarm.data_structures import StepLayout
+from swarm.models.execution.early_exit import StepExits
+from swarm.models.execution.session_cache import SessionCache, advance_steps
+from swarm.models.execution.span_model import SpanModel
+
+
+class Timing(NamedTuple):
+    """Median seconds of a step of a candidate, and of what it would replace. True if the candidate is faster."""
+
+    candidate: float
+    other: float
+
+    def __bool__(self) -> bool:
+        return self.candidate < self.other
+
+    def __str__(self) -> str:
+        return f"{self.candidate * 1e3:.2f} ms a step instead of {self.other * 1e3:.2f}"
+
+
+def is_faster(
+    function: Callable[[], object],
+    other: Callable[[], object],
+    rounds: int = 15,
+    clock: Callable[[], float] = time.thread_time,
+) -> Timing:
+    """Whether `function` takes less of this thread's time, or of another clock's, than `other`: medians of turns."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(rounds):
+        for one, seconds in zip((function, other), times, strict=True):
+            began = clock()
+            one()
+            seconds.append(clock() - began)
+    return Timing(statistics.median(times[0]), statistics.median(times[1]))
+
+
+def decode_step(
+    model: SpanModel, exits: StepExits | None = None, sessions: int = 1, positions: int = 16
+) -> Callable[[], object]:
+    """A step of one token of each session, again and again at the same position."""
+    positions = min(positions, (model.positions or positions + 1) - 1)
+    caches = [SessionCache(model) for _ in range(sessions)]
+    for cache in caches:
+        past = torch.randn(positions, model.hidden_size).to(model.device, model.dtype)
+        cache.step(past, StepLayout((0,), (positions,)))
+    hidden = torch.randn(1, model.hidden_size).to(model.device, model.dtype)
+
+    def step() -> None:
+        works = [cache.start_step(hidden, StepLayout((positions,), (1,)), exits) for cache in caches]
+        advance_steps([(work, 1) for work in works])
+        for work in works:
+            work.commit()
+        if model.device.type == "cuda":
+            torch.cuda.synchronize(model.device)
+
+    return step
+
+
+def run_schedule(model: SpanModel, longer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and outputs of a short schedule of two sessions, each `[tokens, hidden]`.
+
+    Args:
+        longer: tokens that one of the sequences has beyond a few.
+    """
+    generator = torch.Generator().manual_seed(0)
+    inputs: list[torch.Tensor] = []
+
+    def hidden(tokens: int) -> torch.Tensor:
+        inputs.append(torch.randn(tokens, model.hidden_size, generator=generator).to(model.device, model.dtype))
+        return inputs[-1]
+
+    first, second = SessionCache(model), SessionCache(model)
+    outputs = [
+        first.step(hidden(10), StepLayout((0, 0), (5, 5))),
+        second.step(hidden(9 + longer), StepLayout((0,), (9 + longer,))),
+        second.step(hidden(3), StepLayout((9 + longer,), (3,))),
+    ]
+    steps = [
+        first.start_step(hidden(2), StepLayout((5, 5), (1, 1))),
+        second.start_step(hidden(1), StepLayout((12 + longer,), (1,))),
+    ]
+    advance_steps([(step, step.tokens_left) for step in steps])
+    outputs += [step.output for step in steps]
+    return torch.cat(inputs).float(), torch.cat(outputs).float()

@@ -1,0 +1,218 @@
+"""The steps on what stands in for a card: whole, and with each thing broken that can break."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu import runner, spans
+from benchmarks.gpu.bench import Bench, Case, NotHere, Step, WrongResult
+from benchmarks.gpu.breaking import broken
+from benchmarks.gpu.child import run_step
+from benchmarks.gpu.records import Goal, Journal, Measured, Record
+from benchmarks.gpu.stand_in.card import CARD, card
+from benchmarks.gpu.steps import STEPS
+from swarm.models.execution import strategy_trials
+from swarm.models.execution.trial_runs import Timing
+
+ROOT = Path(__file__).resolve().parents[3]
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+@pytest.fixture
+def bench(tmp_path):
+    with card():
+        yield Bench(CARD, False, Journal(tmp_path / "records.jsonl"), time.monotonic() + 300)
+
+
+def records_of(bench: Bench, step: Step, fault: str | None = None) -> dict[str, Record]:
+    with broken(fault) as before:
+        run_step(bench, step, before)
+    return {record.case: record for record in bench.journal.records(step.name)}
+
+
+def some(step: str, *cases: str) -> Step:
+    """A step with those cases only whose names begin so."""
+    whole = STEPS[step]
+    return replace(whole, cases=lambda bench: [case for case in whole.cases(bench) if case.name.startswith(cases)])
+
+
+def raises(error: Exception) -> Case:
+    def run(bench: Bench) -> Measured:
+        raise error
+
+    return Case(type(error).__name__, run)
+
+
+def test_what_becomes_of_cases(bench):
+    good = Case("good", lambda bench: Measured({"ratio": 2.0}, Goal("ratio", 1.5)))
+    cases = [
+        good,
+        raises(WrongResult("off by 3")),
+        raises(NotHere("no such thing")),
+        raises(torch.OutOfMemoryError("CUDA out of memory")),
+        raises(ValueError("no\nand more")),
+        Case("long", good.run, seconds=1e6),
+    ]
+    found = records_of(bench, Step("decode", "", 1.0, lambda bench: cases))
+    assert {name: (one.status, one.note.partition(":")[0]) for name, one in found.items()} == {
+        "good": ("ok", ""),  # goals are for cards
+        "WrongResult": ("wrong", "off by 3"),
+        "NotHere": ("skipped", "no such thing"),
+        "OutOfMemoryError": ("no memory", "OutOfMemoryError"),
+        "ValueError": ("failed", "ValueError"),
+        "long": ("skipped", "no time"),
+    }
+    real = Bench(CARD, True, Journal(bench.journal.path.with_name("real.jsonl")), time.monotonic() + 10)
+    (judged,) = records_of(real, Step("decode", "", 1.0, lambda bench: [good])).values()
+    assert (judged.status, judged.goal) == ("missed", "ratio <= 1.5")
+
+
+def test_a_case_that_loses_the_context_ends_the_process_and_is_not_tried_again(bench):
+    lost = raises(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    step = Step("decode", "", 1.0, lambda bench: [lost, Case("next", lambda bench: Measured())])
+    assert not run_step(bench, step, lambda number: None)
+    assert [one.status for one in bench.journal.records()] == ["failed"]
+    assert run_step(bench, step, lambda number: None)
+    assert [one.status for one in bench.journal.records()] == ["failed", "ok"]
+
+
+def test_a_wrong_kernel_is_found(bench):
+    found = records_of(bench, some("pages", "kernel bf16"), "kernel")
+    assert {one.status for one in found.values()} == {"wrong"}
+    assert "varlen_attn: wrong results" in next(iter(found.values())).note
+
+
+def test_graphs_are_right_whatever_happens_in_between(bench):
+    found = records_of(bench, some("graphs", "a ", "no memory", "LoRA"))
+    assert len(found) == 6
+    assert {one.status for one in found.values()} == {"ok"}, found
+
+
+def test_a_capture_that_fails_is_found(bench):
+    found = records_of(bench, some("graphs", "decode steps, llama bf16", "a pool that moved"), "capture")
+    assert {one.status for one in found.values()} == {"wrong"}
+
+
+def faster(monkeypatch, *, graphs: bool = True, pages: bool = True) -> None:
+    """Trials find what they are told about speed."""
+
+    def decodes_faster(candidate, other, *sizes) -> Timing:
+        wanted = pages if other.strategy.layout == "contiguous" else graphs
+        return Timing(1.0, 2.0) if wanted else Timing(2.0, 1.0)
+
+    monkeypatch.setattr(strategy_trials, "_decodes_faster", decodes_faster)
+
+
+@pytest.mark.parametrize(
+    ("fault", "layout", "recorded", "reason"),
+    [
+        (None, "paged", True, "graph of decode steps: used, right and faster: 1000.00 ms a step instead of 2000.00"),
+        ("kernel", "contiguous", False, "pages by varlen_attn: not used, its results are wrong for these blocks"),
+        ("memory", "contiguous", False, "pages by varlen_attn: not used, it fails: CUDA out of memory"),
+        ("capture", "paged", False, "graph of decode steps: not used, recording failed: CUDA error: operation not"),
+    ],
+)
+def test_the_product_falls_back_and_says_why(bench, monkeypatch, fault, layout, recorded, reason):
+    faster(monkeypatch)
+    with broken(fault):
+        strategy = spans.load(bench, "7B").strategy
+    assert (strategy.layout, strategy.graph_recorder is not None) == (layout, recorded)
+    assert any(str(trial).startswith(reason) for trial in strategy.trials), strategy.trials
+
+
+def test_what_is_not_faster_is_not_used(bench, monkeypatch):
+    faster(monkeypatch, graphs=False)
+    strategy = spans.load(bench, "7B").strategy
+    assert (strategy.layout, strategy.graph_recorder) == ("paged", None)
+    faster(monkeypatch, pages=False)
+    strategy = spans.load(bench, "7B").strategy
+    assert (strategy.layout, strategy.graph_recorder) == ("contiguous", None)
+    assert str(strategy.trials[-1]).startswith("pages for 4 sessions: not used, 2000.00 ms a step instead of 1000.00")
+
+
+def test_decoding_goes_on_without_pages(bench, monkeypatch):
+    faster(monkeypatch)
+    found = records_of(bench, some("decode", "7B bf16, batch 1, context 128"), "memory")
+    statuses = {name.rpartition(", ")[2]: one.status for name, one in found.items()}
+    assert statuses == {"graphed": "skipped", "paged": "skipped", "plain": "ok"}
+    notes = [one.note for one in found.values() if one.status == "skipped"]
+    assert all("CUDA out of memory" in note for note in notes)
+
+
+@contextmanager
+def command(tmp_path: Path, *arguments: str):
+    """The command's exit code, its output, and its report."""
+    line = [sys.executable, "-m", "benchmarks.gpu", "--stand-in", "--out", str(tmp_path), *arguments]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=580)
+    report = json.loads((tmp_path / "report.json").read_text())
+    yield done, [Record(**one) for one in report["records"]]
+
+
+def test_wrong_arguments_are_refused(tmp_path):
+    for arguments in (("--steps", "nothing"), ("--break", "nothing=kernel"), ("--break", "pages=nothing")):
+        line = [sys.executable, "-m", "benchmarks.gpu", "--out", str(tmp_path), *arguments]
+        done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 2
+        assert "nothing" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_the_whole_command_runs_to_its_end(tmp_path):
+    with command(tmp_path) as (done, records):
+        assert done.returncode == 0, done.stdout
+    assert done.stdout.startswith("There was no GPU.")
+    assert "There was no GPU" in (tmp_path / "report.md").read_text()
+    assert {one.step for one in records} == set(STEPS)
+    assert {one.status for one in records} <= {"ok", "skipped"}
+
+
+FAULTS = {
+    "card": "crash", "pages": "kernel", "graphs": "capture", "families": "error", "training": "crash",
+    "quantization": "error", "decode": "memory", "generate": "error", "prefill": "kernel", "engine": "capture",
+    "profile": "error",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_each_step_fails_on_purpose_and_the_rest_goes_on(tmp_path):
+    assert set(FAULTS) == set(STEPS)
+    with command(tmp_path, *(f"--break={step}={fault}" for step, fault in FAULTS.items())) as (done, records):
+        assert done.returncode == 1, done.stdout
+    found: dict[str, set[str]] = {step: {one.status for one in records if one.step == step} for step in STEPS}
+    for step, fault in FAULTS.items():
+        expected = {"crash": "died", "error": "failed", "kernel": "wrong", "capture": "wrong"}.get(fault)
+        if step == "prefill":  # falls back, and says so
+            assert found[step] == {"ok"}
+            assert {one.note for one in records if one.step == step} == {"plain cache"}
+        elif step == "decode":
+            assert found[step] == {"ok", "skipped"}
+        elif step == "engine":
+            assert "skipped" in found[step]
+        else:
+            assert expected in found[step], (step, found)
+    several = {"card", "pages", "graphs", "families", "training", "quantization", "decode", "engine", "prefill"}
+    for step in several - {"pages"}:
+        assert "ok" in found[step], (step, found)
+    report = (tmp_path / "report.md").read_text()
+    assert "## What failed" in report
+    assert "its process ended with exit code 139" in report
+    assert "an illegal memory access was encountered" in report
+
+
+@pytest.mark.slow
+def test_a_case_that_never_ends_is_ended_and_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "GRACE_S", 1.0)
+    journal = Journal(tmp_path / "records.jsonl")
+    runner.run_step(STEPS["card"], journal, tmp_path / "log", 30.0, True, "hang")
+    statuses = {one.case: one.status for one in journal.records()}
+    assert statuses == {"what there is": "ok", "memory": "died", "the rest": "skipped"}
