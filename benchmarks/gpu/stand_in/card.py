@@ -121,6 +121,20 @@ def _kernel(calls: Calls) -> Callable[..., torch.Tensor]:
 
 
 @contextmanager
+def _without(package: str) -> Iterator[None]:
+    """A context in which a package is not installed. Other modules that are imported meanwhile stay."""
+    before = sys.modules.get(package)
+    sys.modules[package] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if before is None:
+            del sys.modules[package]
+        else:
+            sys.modules[package] = before
+
+
+@contextmanager
 def card(check_capture: Callable[[], None] = _nothing) -> Iterator[Calls]:
     """A context in which torch has a card, in this thread and in those that start meanwhile."""
     calls = Calls()
@@ -143,7 +157,7 @@ def card(check_capture: Callable[[], None] = _nothing) -> Iterator[Calls]:
 
     with (
         mock.patch.multiple(torch.cuda, **_functions(calls, captures)),
-        mock.patch.dict(sys.modules, {"bitsandbytes": None}),  # a real card's library
+        _without("bitsandbytes"),  # it talks to a real card
         mock.patch.object(varlen, "varlen_attn", _kernel(calls)),
         mock.patch.object(fake_tensor, "init_gpu_context", _nothing),
         mock.patch.object(threading.Thread, "run", run_with_card),
