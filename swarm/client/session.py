@@ -25,7 +25,7 @@ from swarm.client.wire.adapter_upload import pack_adapter
 from swarm.client.wire.packed_hidden import MAX_REQUEST_TOKENS
 from swarm.client.wire.padding import pack_hidden, position_offsets, split_step, unpack_chunks, unpack_hidden
 from swarm.data_structures import HopTiming, Route, Span, StepLayout
-from swarm.errors import InvalidSpan, SessionClosed, TooLong, UsageError
+from swarm.errors import SessionClosed, TooLong, UsageError
 from swarm.models.placeholder_cache import PlaceholderCache
 from swarm.protocol.messages import ExitTerms
 
@@ -75,12 +75,7 @@ class InferenceSession:
             InvalidSpan: a boundary is not inside the blocks that servers compute.
             UsageError: the session was opened otherwise, and has computed tokens.
         """
-        blocks = self._connection.span
-        if outside := [block for block in options.boundaries if not blocks.start < block < blocks.end]:
-            raise InvalidSpan(
-                f"early_exit: boundaries={outside} are not inside blocks {blocks}, which servers compute; use blocks "
-                f"from {blocks.start + 1} to {blocks.end - 1}"
-            )
+        options.require_boundaries_in(self._connection.span)
         early_exits = self._early_exits or options.fill == "project"
         boundaries = tuple(sorted({*self._boundaries, *options.boundaries}))
         if (early_exits, boundaries) == (self._early_exits, self._boundaries):

@@ -75,6 +75,11 @@ logger = logging.getLogger("swarm.gateway")
     help="What --early-exit compares.",
 )
 @click.option(
+    "--exit-boundaries",
+    metavar="BLOCKS",
+    help="With --early-exit: blocks such as 4,8 in front of which tokens may leave also inside servers' spans.",
+)
+@click.option(
     "--exits-from",
     "exits",
     multiple=True,
@@ -109,6 +114,7 @@ def main(
     exact: bool,
     early_exit: float | None,
     exit_confidence: ExitConfidence,
+    exit_boundaries: str | None,
     exits: tuple[Path, ...],
     approximate_exits: bool,
     cache_dir: Path | None,
@@ -123,6 +129,9 @@ def main(
         max_request_bytes = ByteSize.parse(max_request)
     except ValueError as error:
         raise InvalidOption(f"--max-request {max_request}: {error}") from None
+    boundaries = _parse_boundaries(exit_boundaries)
+    if boundaries and early_exit is None:
+        raise InvalidOption("--exit-boundaries has no effect without --early-exit; give both")
     console.configure_logging(log_format)
 
     import torch
@@ -143,7 +152,7 @@ def main(
         max_concurrent_texts=concurrent,
         max_waiting=queue,
         public_status=public_status,
-        early_exit=None if early_exit is None else EarlyExit(exit_confidence, early_exit),
+        early_exit=None if early_exit is None else EarlyExit(exit_confidence, early_exit, boundaries=boundaries),
         approximate_exits=approximate_exits,
     )
     network = NetworkOptions(wait_for_blocks=wait_for_blocks, exact=exact)
@@ -152,6 +161,14 @@ def main(
     if peers:
         options["initial_peers"] = peers
     serve_gateway(models or (None,), options, settings, keys, ListenAddress(host, port), monitor, exits)
+
+
+def _parse_boundaries(text: str | None) -> tuple[int, ...]:
+    """Blocks such as "4,8"."""
+    try:
+        return tuple(int(block) for block in text.split(",")) if text is not None else ()
+    except ValueError:
+        raise InvalidOption(f"--exit-boundaries {text}: use numbers of blocks, such as 4,8") from None
 
 
 if __name__ == "__main__":

@@ -67,6 +67,7 @@ def serve_gateway(
         AddressUnavailable: the address is taken or does not exist.
         UsageError: a model cannot be loaded, or no initial peer answers, see `from_pretrained`; or early exit needs
             classifiers that are not given.
+        InvalidSpan: a boundary of early exit is outside a model.
         AdapterMismatch, AdapterError: exits are for none of the models, or cannot be read.
     """
     keys = KeyFile.read(key_file) if key_file is not None else None
@@ -76,6 +77,9 @@ def serve_gateway(
         for folder in exits:
             _load_exits(models, folder)
         _require_classifiers(models, settings)
+        for served in models:
+            if settings.early_exit is not None:
+                settings.early_exit.require_boundaries_in(served.model.swarm.span)
         gateway = GatewayState(models, settings, keys, new_registry())
         stack.callback(gateway.close)
         poller = SwarmPoller(models[0].model.swarm.config.initial_peers) if with_monitor else None

@@ -36,7 +36,7 @@ OPTIONS = {
     "gateway": {
         "models", "--initial-peers", "--host", "--port", "--keys", "--concurrent", "--queue", "--max-request",
         "--default-max-tokens", "--cors", "--monitor", "--public-status", "--wire", "--wait-for-blocks", "--exact",
-        "--early-exit", "--exit-confidence", "--exits-from", "--approximate-exits", "--cache-dir",
+        "--early-exit", "--exit-boundaries", "--exit-confidence", "--exits-from", "--approximate-exits", "--cache-dir",
         "--threads", "--log-format", "--help",
     },
     "demo": {"--prompt", "--tokens", "--temperature", "--seed", "--help"},

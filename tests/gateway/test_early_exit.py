@@ -99,6 +99,14 @@ def test_verified_answers_are_those_without_exits(client, settings, exit_options
     assert early.usage == plain.usage
 
 
+def test_tokens_leave_inside_spans_where_a_request_asks(client):
+    settings = {"temperature": 1.0, "seed": 4, "extra_headers": {"X-Swarm-Details": "1"}}
+    early = ask(client, {**ALWAYS, "boundaries": [2, 5]}, **settings)
+    assert early.choices[0].message.content == ask(client, **settings).choices[0].message.content
+    (route,) = [detail for detail in early.swarm if detail["kind"] == "route"]
+    assert {"2", "5"} <= {hop["blocks"].split(":")[0] for hop in route["hops"]}
+
+
 def test_streams_are_the_same_too(client):
     chunks = ask(client, ALWAYS, stream=True, temperature=1.0, seed=3)
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, get_args
 
-from swarm.data_structures import ExitBatchRule, ExitConfidence
-from swarm.errors import UsageError
+from swarm.data_structures import ExitBatchRule, ExitConfidence, Span
+from swarm.errors import InvalidSpan, UsageError
 from swarm.protocol.messages import MAX_EXITS
 
 ExitFill = Literal["exact", "project"]
@@ -107,6 +107,14 @@ class EarlyExit:
             raise UsageError(
                 f"{said}: threshold, min_block and max_block let no token leave in front of {pointless}; leave these "
                 "blocks out"
+            )
+
+    def require_boundaries_in(self, blocks: Span) -> None:
+        """Raise `InvalidSpan` unless all boundaries are inside the blocks that servers compute."""
+        if outside := [block for block in self.boundaries if not blocks.start < block < blocks.end]:
+            raise InvalidSpan(
+                f"boundaries={outside} are not inside blocks {blocks}, which servers compute; use blocks from "
+                f"{blocks.start + 1} to {blocks.end - 1}"
             )
 
     @property

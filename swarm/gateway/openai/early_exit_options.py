@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, structs
 
 from swarm.client.early_exit.options import EarlyExit
 from swarm.data_structures import ExitConfidence
-from swarm.errors import UsageError
+from swarm.errors import InvalidSpan, UsageError
 from swarm.gateway.openai.api_errors import BadRequest
 from swarm.gateway.settings import GatewaySettings
 from swarm.generation.served_model import ServedModel
@@ -17,9 +17,13 @@ from swarm.generation.served_model import ServedModel
 MAX_BLOCKS = 4096
 """More than any model has."""
 
+MAX_BOUNDARIES = 16
+"""Of a request: each one costs a session, and a copy of every token."""
+
 Block = Annotated[int, Meta(ge=1, le=MAX_BLOCKS)]
 Threshold = Annotated[float, Meta(ge=0, le=1)]
 ThresholdByBlock = Annotated[dict[Block, Threshold], Meta(min_length=1, max_length=MAX_BLOCKS)]
+Boundaries = Annotated[list[Block], Meta(max_length=MAX_BOUNDARIES)]
 
 
 class EarlyExitRequest(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -35,6 +39,7 @@ class EarlyExitRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     fill: Literal["exact", "project"] | None = None
     min_block: Block | None = None
     max_block: Block | None = None
+    boundaries: Boundaries | None = None
     provisional: bool = False
 
 
@@ -58,9 +63,14 @@ def early_exit_options(
         given = {name: value for name, value in structs.asdict(asked).items() if value is not None}
         del given["provisional"]  # is about the response
         try:
-            options = replace(options, **given)
+            options = _with_given(options, given)
         except UsageError as error:
             raise BadRequest(f"early_exit: {error}", param="early_exit") from None
+    if options.boundaries:
+        try:
+            options.require_boundaries_in(served.model.swarm.span)
+        except InvalidSpan as error:
+            raise BadRequest(f"early_exit: {error}", param="early_exit.boundaries") from None
     if not options.verify and not settings.approximate_exits:
         raise BadRequest(
             "early_exit with verify=false gives approximate answers, which this gateway does not allow; leave verify "
@@ -73,4 +83,13 @@ def early_exit_options(
             f"early_exit: this gateway has no classifiers for {served.name}; use another confidence",
             param="early_exit",
         )
+    return options
+
+
+def _with_given(options: EarlyExit, given: dict[str, Any]) -> EarlyExit:
+    """The options with what a request has given. The operator's boundaries stay as far as they go together with it."""
+    operators = () if "boundaries" in given else options.boundaries
+    options = replace(options, **{"boundaries": (), **given})
+    if options.fill == "exact" and operators:
+        options = replace(options, boundaries=[one for one in operators if options.threshold_at(one) is not None])
     return options

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from swarm import EarlyExit
+from swarm.data_structures import Span
 from swarm.gateway.openai.api_errors import BadRequest
 from swarm.gateway.openai.early_exit_options import early_exit_options
 from swarm.gateway.openai.request_schema import parse_completion_request
@@ -23,7 +24,8 @@ def options(settings: GatewaySettings, *asked: Any, classifiers: bool = False) -
     """What becomes of the field's value; without one, the field is left out."""
     body = {"model": "m", "prompt": "Once", **({"early_exit": asked[0]} if asked else {})}
     request = parse_completion_request(json.dumps(body).encode())
-    served: Any = SimpleNamespace(name="m", has_exit_classifiers=classifiers)
+    model = SimpleNamespace(swarm=SimpleNamespace(span=Span(0, 12)))
+    served: Any = SimpleNamespace(name="m", has_exit_classifiers=classifiers, model=model)
     return early_exit_options(request.early_exit, settings, served)
 
 
@@ -53,6 +55,20 @@ def test_a_threshold_for_each_block():
     assert asked.threshold == {4: 0.5, 8: 0.25}
 
 
+def test_boundaries():
+    operators = GatewaySettings(early_exit=EarlyExit(boundaries=(2, 8)), approximate_exits=True)
+    assert options(PLAIN, {"boundaries": [4, 8]}) == EarlyExit(boundaries=(4, 8))
+    assert options(operators, {"threshold": 0.1}) == EarlyExit(threshold=0.1, boundaries=(2, 8))
+    assert options(operators, {"boundaries": []}) == EarlyExit()
+
+
+def test_the_operators_boundaries_stay_where_tokens_may_leave():
+    operators = GatewaySettings(early_exit=EarlyExit(boundaries=(2, 8)), approximate_exits=True)
+    assert options(operators, {"min_block": 3}) == EarlyExit(min_block=3, boundaries=(8,))
+    asked = options(operators, {"fill": "project", "verify": False})
+    assert asked == EarlyExit(fill="project", verify=False)
+
+
 @pytest.mark.parametrize(
     "asked",
     [
@@ -72,6 +88,13 @@ def test_a_threshold_for_each_block():
         {"batch": "all"},
         {"fill": "copy"},
         {"fill": "project"},
+        {"boundaries": 4},
+        {"boundaries": [0]},
+        {"boundaries": [8, 4]},
+        {"boundaries": [12]},
+        {"boundaries": [4], "min_block": 5},
+        {"boundaries": [4], "fill": "project", "verify": False},
+        {"boundaries": list(range(1, 12)) * 2},
     ],
 )
 def test_values_that_are_not_possible(asked):
