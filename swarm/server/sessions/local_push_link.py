@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 
 from swarm.errors import RemoteError
 from swarm.protocol import messages
 from swarm.server.compute.compute_request import Bytes
+from swarm.server.compute.step_gathering import StepGathering
 from swarm.server.sessions.step_merging import mergeable
 from swarm.server.sessions.unanswered_requests import UnansweredRequests
 
@@ -35,11 +38,12 @@ class LocalPushLink:
 
     Pushing only puts a step into a queue. A task of the link's own takes it out, so that the session that pushes never
     waits for the other one. The task takes all steps at once that can be computed as one: those that came while the one
-    before was computed, or had to let others go first.
+    before was computed, or for which those before them waited a little (see `StepGathering`).
 
     Args:
         client: peer id of both sessions' client.
         session_id: the session on the blocks behind.
+        block: the first of these blocks.
         deliver: computes and answers steps that can be computed as one. Raises `RemoteError` if this server may not
             push into that session.
         unanswered: counts the steps that the link holds.
@@ -54,16 +58,26 @@ class LocalPushLink:
         self,
         client: str,
         session_id: bytes,
+        block: int,
         deliver: Callable[[Sequence[Push]], Awaitable[None]],
         unanswered: UnansweredRequests,
     ) -> None:
         self._client = client
         self._session_id = session_id
+        self._block = block
         self._deliver = deliver
         self._unanswered = unanswered
         self._waiting: deque[Push] = deque()
+        self._gathering = StepGathering()
+        self._came = asyncio.Event()
+        self._computing = False
         self._task: asyncio.Task[None] | None = None
         self._closed = False
+
+    def note_step(self) -> None:
+        """The session that pushes has got a step."""
+        self._gathering.on_step(time.monotonic(), self._task is not None, self._computing)
+        self._came.set()
 
     async def push(self, step: messages.StepRequest, payload: Bytes) -> bool:
         """Queue a step for the other session. False if there is no room; the client has to deliver it then."""
@@ -74,6 +88,8 @@ class LocalPushLink:
         request = messages.PushRequest(self._client, self._session_id, step)
         self._waiting.append((request, bytes(payload)))  # the memory of a tensor has no hash
         self._unanswered.add()
+        self._gathering.on_push(time.monotonic(), step.epoch, step.starts)
+        self._came.set()
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._deliver_waiting())
         return True
@@ -83,16 +99,14 @@ class LocalPushLink:
         self._closed = True
         self._unanswered.remove(len(self._waiting))
         self._waiting.clear()
+        self._came.set()
 
     async def _deliver_waiting(self) -> None:
         try:
             while self._waiting:
-                count = mergeable([push.step for push, _ in self._waiting])
-                together = [self._waiting.popleft() for _ in range(count)]
-                try:
-                    await self._deliver(together)
-                finally:
-                    self._unanswered.remove(count)
+                await self._gather()
+                if together := self._take():
+                    await self._compute(together)
         except RemoteError as error:
             logger.debug("a session of …%s cannot be pushed into: %s", self._client[-6:], error)
             self.close()
@@ -100,3 +114,34 @@ class LocalPushLink:
             self._task = None
             if self._waiting:  # a fault of this server
                 self.close()
+
+    async def _gather(self) -> None:
+        """Wait as long as the steps that wait should wait for more."""
+        began = time.monotonic()
+        while self._waiting:
+            steps = [push.step for push, _ in self._waiting]
+            is_urgent = any(step.exit_block is None or self._block < step.exit_block for step in steps)
+            now = time.monotonic()
+            delay = self._gathering.delay(len(steps), now - began, now)
+            if is_urgent or mergeable(steps) < len(steps) or not delay:
+                return
+            self._came.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(delay):
+                    await self._came.wait()
+
+    def _take(self) -> list[Push]:
+        """Take the first steps out of the queue, those that can be computed as one."""
+        if not self._waiting:
+            return []
+        count = mergeable([push.step for push, _ in self._waiting])
+        return [self._waiting.popleft() for _ in range(count)]
+
+    async def _compute(self, together: Sequence[Push]) -> None:
+        began, self._computing = time.monotonic(), True
+        try:
+            await self._deliver(together)
+        finally:
+            self._computing = False
+            self._unanswered.remove(len(together))
+        self._gathering.on_computed(len(together), together[0][0].step.epoch, time.monotonic() - began)

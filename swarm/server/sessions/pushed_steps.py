@@ -12,7 +12,7 @@ from swarm.server.sessions.local_push_link import LocalPushLink, Push
 from swarm.server.sessions.push_link import PushLink
 from swarm.server.sessions.replies import Answer, Replies
 from swarm.server.sessions.session import Session
-from swarm.server.sessions.session_steps import SessionSteps
+from swarm.server.sessions.session_steps import SessionSteps, StepOutcome
 from swarm.server.sessions.session_table import SessionTable
 from swarm.server.sessions.unanswered_requests import UnansweredRequests
 from swarm.transport.stream import Network
@@ -48,8 +48,8 @@ class PushedSteps:
             return
         client = session.terms.peer_id
         if message.next_peer == self._network.peer_id:
-            link = LocalPushLink(client, message.next_session_id, self._answer_own, self._unanswered)
-            session.push_link = link
+            block, session_id = session.terms.span.end, message.next_session_id
+            session.push_link = LocalPushLink(client, session_id, block, self._answer_own, self._unanswered)
         else:
             session.push_link = PushLink(self._network, client, message.next_peer, message.next_session_id)
 
@@ -70,15 +70,23 @@ class PushedSteps:
             session = await self._sessions.find_for_push(self._network.peer_id, message.client, message.session_id)
             outcomes = await self._steps.run_merged(session, [(push.step, payload) for push, payload in pushes])
             if outcomes is not None:
-                for (push, _), (outcome, output) in zip(pushes, outcomes, strict=True):
-                    if isinstance(outcome, RemoteError):
-                        await self._send(session, (self._replies.refuse(outcome, push.step.step), b""))
-                    elif outcome is not None:
-                        reply = await self._steps.push_outputs(session, push.step, outcome, output)
-                        await self._send(session, (reply, output))
+                await self._push_and_answer(session, [push.step for push, _ in pushes], outcomes)
                 return
         for push, payload in pushes:
             await self.answer(self._network.peer_id, push, payload)
+
+    async def _push_and_answer(
+        self, session: Session, steps: Sequence[messages.StepRequest], outcomes: Sequence[StepOutcome]
+    ) -> None:
+        """Push the outputs of steps that were computed as one, so that they can stay together, then answer all."""
+        answers: list[Answer] = []
+        for step, (outcome, output) in zip(steps, outcomes, strict=True):
+            if isinstance(outcome, RemoteError):
+                answers.append((self._replies.refuse(outcome, step.step), b""))
+            elif outcome is not None:
+                answers.append((await self._steps.push_outputs(session, step, outcome, output), output))
+        for answer in answers:
+            await self._send(session, answer)
 
     async def _send(self, session: Session, answer: Answer) -> None:
         reply, output = answer

@@ -18,6 +18,7 @@ from swarm.protocol.compression import payload_bytes
 from swarm.server.compute import compute_request
 from swarm.server.compute.compute_request import Bytes, ComputeResult
 from swarm.server.compute.engine import Engine
+from swarm.server.sessions.local_push_link import LocalPushLink
 from swarm.server.sessions.request_validation import RequestValidator
 from swarm.server.sessions.session import Session, StepGivenUp
 from swarm.server.sessions.session_table import SessionTable
@@ -51,6 +52,8 @@ class SessionSteps:
         If the client asks again for the last step, it gets the reply that was kept.
         """
         fingerprint = _fingerprint(message, payload)
+        if isinstance(session.push_link, LocalPushLink):
+            session.push_link.note_step()
         async with session.lock:
             if session.last is not None and message.step == session.last[1].step and fingerprint == session.last[0]:
                 # The reply was lost, or both the client and the previous server have delivered the step.
