@@ -1,13 +1,19 @@
 """Attention over a pool of pages in one call for all sequences of a batch: torch's kernel and its reference.
 
 The kernel is `torch.nn.attention.varlen.varlen_attn` with a block table (Kwon et al. 2023, "Efficient memory management
-for large language model serving with PagedAttention"). The reference is the same function written out. A CPU has no
-such kernel and computes with the reference, and a kernel is only used if it agrees with it.
+for large language model serving with PagedAttention"), which torch has from 2.13 on, or one of our own in Triton. The
+reference is the same function written out. A CPU has no such kernel and computes with the reference. A kernel is only
+used if it agrees with the reference, and of several the fastest is.
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import statistics
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +24,10 @@ Window = tuple[int, int]
 
 MAX_RELATIVE_ERROR = {torch.bfloat16: 3e-2, torch.float16: 5e-3}
 """Error of a kernel's outputs relative to their norm."""
+
+
+TIMED_SEQUENCES, TIMED_PAGES, TIMED_RUNS = 8, 8, 5
+"""Sequences and pages of each in a step whose time is measured, and how often it runs."""
 
 
 class PagedKernel(Protocol):
@@ -57,10 +67,24 @@ class PagedKernel(Protocol):
 
 
 def candidate_kernels(device: torch.device) -> tuple[PagedKernel, ...]:
-    """Kernels that a device may have, to be tried in this order. Raises `ImportError` if this torch has none."""
+    """Kernels that a device may have. Raises `ImportError` if this torch has none for it."""
     if device.type != "cuda":
         return (reference_kernel,)
+    found = _kernels_of_torch()
+    if find_spec("triton") is not None:
+        from swarm.models.attention.triton_attention import triton_kernel  # late, for the same reason
+
+        found = (*found, triton_kernel)
+    if not found:
+        raise ImportError("torch before 2.13 reads no pages, and Triton is not installed")
+    return found
+
+
+def _kernels_of_torch() -> tuple[PagedKernel, ...]:
     from torch.nn.attention.varlen import varlen_attn  # late: it takes a second, and is not needed without a GPU
+
+    if "block_table" not in inspect.signature(varlen_attn).parameters:
+        return ()
 
     def with_bounds_of_keys(*args: Any, **kwargs: Any) -> Any:
         """FlashAttention 3 refuses `cu_seq_k` beside pages; FlashAttention 2 requires it, but uses `seqused_k`."""
@@ -142,6 +166,42 @@ def agrees_with_reference(kernel: PagedKernel, pages: torch.Tensor) -> bool:
             if not error < MAX_RELATIVE_ERROR.get(pages.dtype, 1e-4):  # also if it is not a number
                 return False
     return True
+
+
+def fastest_kernel(kernels: Sequence[PagedKernel], pages: torch.Tensor) -> PagedKernel:
+    """The kernel that takes the least time for a step of single tokens, over pages like these, on their device.
+
+    Args:
+        pages: `[pages, page, heads, dim]`, for the shape of a page only.
+    """
+    if len(kernels) == 1:
+        return kernels[0]
+    _, page, heads, dim = pages.shape
+    count = 1 + TIMED_SEQUENCES * TIMED_PAGES
+    keys, values = (pages.new_zeros(count, page, heads, dim) for _ in range(2))
+
+    def integers(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=pages.device)
+
+    query, bounds = pages.new_zeros(TIMED_SEQUENCES, heads, dim), integers(*range(TIMED_SEQUENCES + 1))
+    longest = TIMED_PAGES * page
+    lengths = integers(*[longest] * TIMED_SEQUENCES)
+    table = integers(*range(1, count)).view(TIMED_SEQUENCES, TIMED_PAGES)
+
+    def seconds(kernel: PagedKernel) -> float:
+        times = []
+        for _ in range(1 + TIMED_RUNS):
+            began = time.perf_counter()
+            kernel(
+                query, keys, values, bounds, None, 1, longest, scale=None, window_size=(-1, 0),
+                enable_gqa=False, seqused_k=lengths, block_table=table, num_splits=1,
+            )  # fmt: skip
+            if pages.device.type == "cuda":
+                torch.cuda.synchronize(pages.device)
+            times.append(time.perf_counter() - began)
+        return statistics.median(times[1:])
+
+    return min(kernels, key=seconds)
 
 
 def _attend_sequence(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,12 @@ import torch
 from swarm.data_structures import StepLayout
 from swarm.models.attention.page_pool import PAGE_POSITIONS, PagePool
 from swarm.models.attention.paged_attention import PagedAttention
-from swarm.models.attention.paged_kernels import agrees_with_reference, candidate_kernels
+from swarm.models.attention.paged_kernels import (
+    PagedKernel,
+    agrees_with_reference,
+    candidate_kernels,
+    fastest_kernel,
+)
 from swarm.models.cutting.families import POSITIONS_FROM_CACHE_LENGTH
 from swarm.models.execution.cuda_graphs import CudaGraphRecorder, GraphRecorder
 from swarm.models.execution.early_exit import StepExits
@@ -101,6 +106,7 @@ def _try_pages(contiguous: SpanModel) -> SpanModel:
     positions = contiguous.positions
     longer = PAGE_POSITIONS if positions is None or positions > 2 * PAGE_POSITIONS else 0
     trials: list[Trial] = []
+    usable: dict[PagedKernel, SpanModel] = {}
     try:
         inputs, expected = run_schedule(contiguous, longer)
         for kernel in candidate_kernels(contiguous.device):
@@ -108,15 +114,32 @@ def _try_pages(contiguous: SpanModel) -> SpanModel:
             paged = contiguous.with_strategy(ExecutionStrategy("paged", paging))
             trial = partial(_try_kernel, paged, inputs, expected, longer)
             reason, why_not = _attempt("A paged cache", trial)
-            way = f"pages by {getattr(kernel, '__name__', kernel)}"
-            trials.append(Trial(way, reason is not None, reason or why_not))
             if reason is not None:
-                return _with_trials(paged, *trials)
+                usable[kernel] = paged
+            else:
+                trials.append(Trial(_pages_by(kernel), False, why_not))
     except ImportError as error:
         logger.debug("This torch has no attention over pages: %r", error)
         trials.append(Trial("pages", False, "this torch has no attention over them"))
+    if usable:
+        return _with_fastest_pages(usable, trials)
     logger.info("The attention cache is not kept in pages: %s", "; ".join(map(str, trials)))
     return _with_trials(contiguous, *trials)
+
+
+def _with_fastest_pages(usable: Mapping[PagedKernel, SpanModel], trials: Sequence[Trial]) -> SpanModel:
+    """The one of several paged models that are right whose kernel is the fastest."""
+    first = next(iter(usable.values())).strategy.paging
+    assert first is not None
+    keys, _ = next(iter(first.pool.layers.values()))
+    fastest = fastest_kernel(list(usable), keys)
+    slower = [Trial(_pages_by(one), False, f"{_pages_by(fastest)} is faster") for one in usable if one is not fastest]
+    reason = "its results are right" + (", and it is the fastest" if slower else "")
+    return _with_trials(usable[fastest], *trials, *slower, Trial(_pages_by(fastest), True, reason))
+
+
+def _pages_by(kernel: PagedKernel) -> str:
+    return f"pages by {getattr(kernel, '__name__', kernel)}"
 
 
 def _try_kernel(paged: SpanModel, inputs: torch.Tensor, expected: torch.Tensor, longer: int) -> str:

@@ -185,9 +185,47 @@ def test_a_gpu_computes_with_torch_s_kernel_in_one_of_two_ways(monkeypatch):
         return reference_kernel(*args[:4], None, *args[5:], **kwargs)
 
     real = of_torch.varlen_attn
+    if "block_table" not in inspect.signature(real).parameters:
+        pytest.skip("torch reads pages from 2.13 on")
+    stands_in.__signature__ = inspect.signature(real)
+    monkeypatch.setattr(paged_kernels, "find_spec", lambda name: None)
     monkeypatch.setattr(of_torch, "varlen_attn", stands_in)
     for kernel in paged_kernels.candidate_kernels(torch.device("cuda")):
         asked.clear()
         assert agrees_with_reference(kernel, PAGES)
         assert len(set(map(type, asked))) == 1
     assert isinstance(asked[0], torch.Tensor)
+
+
+def varlen_without_pages(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+    """As torch had it before 2.13."""
+
+
+def test_a_gpu_whose_torch_reads_no_pages_needs_triton(monkeypatch):
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_without_pages)
+    monkeypatch.setattr(paged_kernels, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="Triton is not installed"):
+        paged_kernels.candidate_kernels(torch.device("cuda"))
+
+
+def test_the_fastest_kernel_is_taken(monkeypatch):
+    """By a clock that each kernel moves by what it takes."""
+    now = 0.0
+
+    def clock() -> float:
+        return now
+
+    def taking(first: float, then: float):
+        spent = iter([first])
+
+        def kernel(*args, **kwargs):
+            nonlocal now
+            now += next(spent, then)
+            return reference_kernel(*args, **kwargs)
+
+        return kernel
+
+    monkeypatch.setattr(paged_kernels.time, "perf_counter", clock)
+    slow, compiles_first, middling = taking(0.1, 3.0), taking(100.0, 1.0), taking(0.1, 2.0)
+    assert paged_kernels.fastest_kernel([slow, compiles_first, middling], PAGES) is compiles_first
+    assert paged_kernels.fastest_kernel([middling], PAGES) is middling
