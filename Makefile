@@ -70,6 +70,7 @@ bench: $(VENV)/dev
 	$(BIN)/python -m benchmarks.serving.gateway
 	$(BIN)/python -m benchmarks.serving.gateway --kill
 	$(BIN)/python -m benchmarks.decoding.heads
+	$(BIN)/python -m benchmarks.decoding.parts
 	$(BIN)/python -m benchmarks.flash
 
 # What a GPU has to prove, in eight minutes. Installs nothing where torch is there already, and needs no network then.
