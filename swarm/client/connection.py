@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
@@ -18,10 +19,13 @@ from swarm.client.routes.route_source import MissingBlocksWait
 from swarm.client.threads.network_thread import NetworkThread
 from swarm.client.wire.adapter_upload import AdapterUpload, PackedAdapter
 from swarm.client.wire.request_options import RequestOptions
+from swarm.common.warn_once import WarnOnce
 from swarm.data_structures import ServerInfo, Span
 from swarm.dht.validation import AnnouncementValidator
 from swarm.routing.batch_split import BatchShare
 from swarm.transport.p2p import P2PConfig, Peer
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -41,6 +45,7 @@ class SwarmConnection:
         identity: the model that servers have to offer.
         blocks: number of blocks of the whole model.
         span: the blocks that servers compute.
+        warn_once: for what all sessions may have the same reason to say.
         close: disconnects; also called at interpreter exit.
     """
 
@@ -50,6 +55,7 @@ class SwarmConnection:
         self.blocks = model.blocks
         self.local = local
         self.span = Span(local.span.end if local is not None else 0, model.blocks)
+        self.warn_once = WarnOnce(logger, f"{model.name}: ")
         self._listeners: list[EventListener] = []
         network = config.network
         self._options = RequestOptions(model.revision, config.wire, network.request_timeout, network.push)

@@ -235,6 +235,10 @@ class InferenceSession:
         """Tell the listeners of the session, which are called in this thread."""
         self._open_chain().report(event)
 
+    def warn_once(self, message: str) -> None:
+        """A line in the log, if no session of the model has written it lately."""
+        self._connection.warn_once(message)
+
     def settle(self, step: StepUnderWay) -> None:
         """The oldest step under way has come to its end, and stands."""
         self._open_chain().settle(step.number)

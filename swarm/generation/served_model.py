@@ -11,6 +11,7 @@ from typing import Any
 
 from swarm.client.model.auto_model import AutoDistributedModelForCausalLM
 from swarm.client.threads.compute_lock import ComputeLock
+from swarm.common.warn_once import WarnOnce
 from swarm.generation.response_format import GrammarCompiler
 from swarm.generation.tool_syntax import ToolSyntax, tool_syntax
 from swarm.models.checkpoints.chat_template import template_text
@@ -38,7 +39,9 @@ class ServedModel:
     tokenizer: Any
     compute_lock: ComputeLock = field(default_factory=ComputeLock)
     created: int = field(default_factory=lambda: int(time.time()))
-    _warnings: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._warn_once = WarnOnce(logger, f"{self.name}: ")
 
     @classmethod
     def load(cls, source: str | None, **options: Any) -> ServedModel:
@@ -95,9 +98,7 @@ class ServedModel:
 
     def warn_once(self, message: str) -> None:
         """A line in the log, if it is not there already: many requests may have the same reason for it."""
-        if message not in self._warnings:
-            self._warnings.add(message)
-            logger.warning("%s: %s", self.name, message)
+        self._warn_once(message)
 
     def missing_blocks(self) -> tuple[int, ...]:
         """Blocks that no server holds now. Asks the swarm, which may take seconds."""

@@ -134,7 +134,7 @@ class ExitDecoder:
         self._model, self._sampling, self._output = model, sampling, output
         self._blocks = exits.base.blocks
         self._reader = HiddenReader(options, exits, model.logits)
-        self._route_exits = RouteExits(options, self._blocks)
+        self._route_exits = RouteExits(options, self._blocks, session.warn_once)
         self._flights: deque[_Flight] = deque()
         self._looks = LookMeter()
         self._tokens_RT = torch.empty(0, 0, dtype=torch.long)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from swarm.client.early_exit.options import EarlyExit
 from swarm.data_structures import Route
 from swarm.models.exits.confidence import decayed_threshold
 from swarm.protocol.messages import MAX_EXITS, ExitTerms
-
-logger = logging.getLogger(__name__)
 
 
 def span_thresholds(options: EarlyExit, route: Route, blocks: int) -> dict[int, float]:
@@ -80,30 +77,31 @@ class RouteExits:
     Args:
         options: what the caller wants.
         blocks: of the model.
+        warn: writes a line to the log that need not be there again, although other calls have the same options.
     """
 
     options: EarlyExit
     blocks: int
+    warn: Callable[[str], None]
     _said: bool = False
 
     def terms(self, route: Route | None, position: int, length: int) -> ExitTerms | None:
         """What the servers are asked for one token, see `exit_terms`; None for nothing.
 
-        A route on which no token can leave is named once in the log.
+        A route on which no token can leave is named in the log.
         """
         if route is None:
             return None
         if self.options.fill == "exact":
             if not self._said and (reason := why_none_between(self.options, route)):
                 self._said = True
-                logger.warning("early_exit: no token can leave on this route, because %s.", reason)
+                self.warn(f"early_exit: no token can leave on this route, because {reason}.")
             return None
         thresholds = span_thresholds(self.options, route, self.blocks)
         if not thresholds and not self._said:
             self._said = True
-            logger.warning(
-                "early_exit with fill='project': no token can leave inside a server's span, because %s. Tokens leave "
-                "between servers only, and all caches are exact.",
-                why_no_exits(self.options, route),
+            self.warn(
+                "early_exit with fill='project': no token can leave inside a server's span, because "
+                f"{why_no_exits(self.options, route)}. Tokens leave between servers only, and all caches are exact."
             )
         return exit_terms(self.options, thresholds, position, length)

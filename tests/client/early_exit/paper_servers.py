@@ -17,6 +17,7 @@ class PaperServers:
         sent, positions: when each step was sent off, and the position of its token, by number.
         settled: numbers of the steps that were settled.
         events: that were reported.
+        warned: what the log was told.
     """
 
     now: int = field(default=0, kw_only=True)
@@ -24,6 +25,7 @@ class PaperServers:
     positions: dict[int, int] = field(default_factory=dict, kw_only=True)
     settled: list[int] = field(default_factory=list, kw_only=True)
     events: list[Any] = field(default_factory=list, kw_only=True)
+    warned: list[str] = field(default_factory=list, kw_only=True)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden[:, -1]
@@ -32,6 +34,9 @@ class PaperServers:
         while not ready():
             self.now += 1
             assert self.now < 1000
+
+    def warn_once(self, message: str) -> None:
+        self.warned.append(message)
 
     def settle(self, step: Any) -> None:
         self.settled.append(step.number)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 
 import pytest
@@ -90,16 +89,16 @@ def test_where_no_confidence_can_be_high_enough_servers_need_not_look():
         (project({3: 0.5}), ROUTE, "leave out all exits"),
     ],
 )
-def test_an_option_without_effect_is_named_once(caplog, options, route, why):
+def test_an_option_without_effect_is_named_once(options, route, why):
     assert span_thresholds(options, route, BLOCKS) == {}
-    exits = RouteExits(options, BLOCKS)
-    with caplog.at_level(logging.WARNING):
-        for position in range(3):
-            assert exits.terms(route, position, 10) is None
-    (record,) = caplog.records
-    assert record.getMessage().startswith("early_exit with fill='project': no token can leave inside a server's span")
+    warned: list[str] = []
+    exits = RouteExits(options, BLOCKS, warned.append)
+    for position in range(3):
+        assert exits.terms(route, position, 10) is None
+    (message,) = warned
+    assert message.startswith("early_exit with fill='project': no token can leave inside a server's span")
     assert re.search(why, why_no_exits(options, route))
-    assert why_no_exits(options, route) in record.getMessage()
+    assert why_no_exits(options, route) in message
 
 
 @pytest.mark.parametrize(
@@ -111,13 +110,13 @@ def test_an_option_without_effect_is_named_once(caplog, options, route, why):
         (EarlyExit(max_block=3, verify=False), ROUTE, "leave out all blocks"),
     ],
 )
-def test_a_route_on_which_nothing_can_leave_between_servers_is_named_once(caplog, options, route, why):
-    exits = RouteExits(options, BLOCKS)
-    with caplog.at_level(logging.WARNING):
-        for position in range(3):
-            assert exits.terms(route, position, 10) is None
-    (record,) = caplog.records
-    assert re.search(why, record.getMessage())
+def test_a_route_on_which_nothing_can_leave_between_servers_is_named_once(options, route, why):
+    warned: list[str] = []
+    exits = RouteExits(options, BLOCKS, warned.append)
+    for position in range(3):
+        assert exits.terms(route, position, 10) is None
+    (message,) = warned
+    assert re.search(why, message)
 
 
 def test_a_route_on_which_tokens_can_leave_between_servers_is_not_named():
@@ -125,16 +124,13 @@ def test_a_route_on_which_tokens_can_leave_between_servers_is_not_named():
     assert why_none_between(EarlyExit(threshold=1.0), ROUTE) is None  # never, as the caller says
 
 
-def test_nothing_is_asked_unless_the_caller_wants_it(caplog):
-    with caplog.at_level(logging.DEBUG):
-        assert RouteExits(EarlyExit(threshold=0.0), BLOCKS).terms(ROUTE, 0, 10) is None
-        assert RouteExits(EarlyExit(threshold=0.0, verify=False), BLOCKS).terms(ROUTE, 0, 10) is None
-        assert RouteExits(project(1.0), BLOCKS).terms(ROUTE, 0, 10) is None
-    assert not caplog.records
+def test_nothing_is_asked_unless_the_caller_wants_it():
+    for options in (EarlyExit(threshold=0.0), EarlyExit(threshold=0.0, verify=False), project(1.0)):
+        assert RouteExits(options, BLOCKS, pytest.fail).terms(ROUTE, 0, 10) is None
 
 
 def test_thresholds_fall_along_the_text():
-    exits = RouteExits(project(decay=2.0), BLOCKS)
+    exits = RouteExits(project(decay=2.0), BLOCKS, pytest.fail)
     seen = [exits.terms(ROUTE, position, 10).thresholds[0][1] for position in range(10)]
     assert seen == sorted(seen, reverse=True)
     assert seen[0] == 0.5
