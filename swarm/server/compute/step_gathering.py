@@ -27,6 +27,9 @@ KEPT_SHARE = 0.8
 LATE_FACTOR = 2.0
 """A step is late if it takes so many times as long as usual to come."""
 
+MIN_WAIT_S = 1e-4
+"""No wait is shorter: timers are not exact."""
+
 PRIOR_KEPT, PRIOR_MISSED = 4.0, 1.0
 """Guesses that count as if they had been verified before, and how many of them as wrong."""
 
@@ -117,7 +120,7 @@ class StepGathering:
         left = MAX_YIELD_S - waited
         if self._came_at is None:
             left = min(left, self._pushed_at + LATE_FACTOR * self.away - now)
-        return max(0.0, left)
+        return left if left >= MIN_WAIT_S else 0.0
 
 
 def _averaged(before: float | None, value: float) -> float:

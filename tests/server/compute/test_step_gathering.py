@@ -90,12 +90,22 @@ def test_how_often_guesses_stand_is_counted_in_tokens_between_wrong_ones():
     assert found.stands == pytest.approx(1 - 1 / 3, abs=0.01)
 
 
-@given(seconds, seconds, st.floats(0, 1), st.floats(0, 1))
-def test_better_guesses_and_a_dearer_later_part_never_make_fewer_steps(first, later, stands, more):
+times = st.integers(1, 1000).map(lambda milliseconds: milliseconds / 1000)
+shares = st.integers(0, 20).map(lambda twentieths: twentieths / 20)
+
+
+@given(times, times, shares, times, shares)
+def test_better_guesses_and_a_dearer_later_part_never_make_fewer_steps(first, later, stands, more, better):
     least = best_count(first, later, stands)
     assert 1 <= least <= MAX_SHORT_TOKENS
-    assert best_count(first, later, min(1.0, stands + more)) >= least
-    assert best_count(first, later + more, stands) >= least
+    for dearer, surer in ((later, min(1.0, stands + better)), (later + more, stands)):
+        count = best_count(first, dearer, surer)
+        # Where two counts are equally good, rounding decides.
+        assert count >= least or rate(count, first, dearer, surer) == pytest.approx(rate(least, first, dearer, surer))
+
+
+def rate(count: int, first: float, later: float, stands: float) -> float:
+    return sum(stands**number for number in range(count)) / (count * first + later)
 
 
 @given(
