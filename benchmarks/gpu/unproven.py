@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu.unproven
 
-prints the table of `docs/gpu.md`, found in the source: functions that name CUDA, bitsandbytes or torch's attention over
-pages. What stands in for a card on a processor reaches most of them; it does not reach those in `NOT_REACHED`.
+prints the table of `docs/gpu.md`, found in the source: functions that name CUDA, bitsandbytes, Triton or torch's attention
+over pages. What stands in for a card on a processor reaches most of them; it does not reach those in `NOT_REACHED`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from pathlib import Path
 from benchmarks.common.tables import table
 
 ROOT = Path(__file__).resolve().parents[2]
-WORDS = ("bitsandbytes", "cuda", "varlen_attn")
+WORDS = ("bitsandbytes", "cuda", "triton", "varlen_attn")
 
 NOT_REACHED = {
     "models.weights.quantization.BitsAndBytesLinear": "runs on a processor, through the same classes of bitsandbytes",
+    "models.attention.triton_attention": "Triton's interpreter, on a processor where Triton is installed",
     "models.execution.tracing": "tracing a card's tensors needs CUDA; the same code runs for a processor",
     "models.execution.strategy_trials._fills_faster": "nothing: exits inside a span are tried on processors",
     "cli.doctor.machine_checks._cuda_driver_version": "nothing: a CPU build of torch has no driver",
