@@ -2,8 +2,9 @@
 
     python -m benchmarks.gpu.unproven
 
-prints the table of `docs/gpu.md`, found in the source: functions that name CUDA, bitsandbytes, Triton or torch's attention
-over pages. What stands in for a card on a processor reaches most of them; it does not reach those in `NOT_REACHED`.
+prints the table of `docs/gpu.md`, found in the source: functions that name CUDA, bitsandbytes, Triton or torch's
+attention over pages. What stands in for a card on a processor reaches most of them; it does not reach those in
+`NOT_REACHED`.
 """
 
 from __future__ import annotations
