@@ -74,6 +74,8 @@ class CardMode(TorchFunctionMode):
             return CARD if is_on_card(args[0]) else func(*args)
         if func == _IS_CUDA:
             return is_on_card(args[0])
+        if func is torch.device:
+            return func(*args, **kwargs)
         name = getattr(func, "__name__", "").partition(".")[0]
         if name == "_parse_to":  # says where to, and moves nothing
             return func(*args, **kwargs)

@@ -104,6 +104,6 @@ def _launch(bench: Bench) -> Measured:
 def _doctor(bench: Bench) -> Measured:
     """What `swarm doctor` says of the card, and which way of computing it takes, and why."""
     found = [machine_checks.check_gpu("auto"), machine_checks.check_execution("auto")]
-    if any(one.verdict is Verdict.FAILURE for one in found):
+    if any(one.verdict is Verdict.FAILURE for one in found) or not machine_checks.computes_on_gpu("auto"):
         raise WrongResult("; ".join(one.found for one in found))
     return Measured({one.check: str(one.verdict) for one in found}, note="; ".join(one.found for one in found))

@@ -48,7 +48,8 @@ def _places(bench: Bench) -> list[Place]:
         for shape, form in itertools.product(spans.SHAPES, FORMS)
         for context, batch, way in itertools.product(contexts, batches, reversed(spans.WAYS))
     ]
-    return sorted(every, key=_importance)
+    few = [place for place in every if place[0] == "7B" or place[2:4] == (1, "128")]
+    return sorted(bench.sized(every, few), key=_importance)
 
 
 def _importance(place: Place) -> tuple[bool, str, int, bool]:

@@ -10,6 +10,7 @@ from torch import nn
 
 from benchmarks.gpu.stand_in.card import CARD, NAME, card
 from swarm.models.execution.cuda_graphs import CudaGraphRecorder
+from swarm.server.memory_budget import free_memory, resolve_device
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -31,6 +32,12 @@ def test_tensors_are_where_they_were_made_moved_or_computed(calls):
     assert there.device == CARD
     assert there.to(torch.bfloat16).device == CARD
     assert torch.empty(2, device="meta").device.type == "meta"
+
+
+def test_devices_are_named_as_ever(calls):
+    assert torch.device("cuda", 0) == torch.device("cuda:0") == CARD
+    assert resolve_device("auto").type == "cuda"
+    assert free_memory(CARD) <= torch.cuda.get_device_properties(CARD).total_memory
 
 
 def test_modules_move(calls):

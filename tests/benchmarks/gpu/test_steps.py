@@ -18,7 +18,7 @@ from benchmarks.gpu.bench import Bench, Case, NotHere, Step, WrongResult
 from benchmarks.gpu.breaking import broken
 from benchmarks.gpu.child import run_step
 from benchmarks.gpu.records import Goal, Journal, Measured, Record
-from benchmarks.gpu.stand_in.card import CARD, card
+from benchmarks.gpu.stand_in.card import CARD, NAME, card
 from benchmarks.gpu.steps import STEPS
 from swarm.models.execution import strategy_trials
 from swarm.models.execution.trial_runs import Timing
@@ -83,6 +83,14 @@ def test_a_case_that_loses_the_context_ends_the_process_and_is_not_tried_again(b
     assert [one.status for one in bench.journal.records()] == ["failed"]
     assert run_step(bench, step, lambda number: None)
     assert [one.status for one in bench.journal.records()] == ["failed", "ok"]
+
+
+def test_the_doctor_says_which_way_the_card_takes(bench):
+    (found,) = records_of(bench, some("card", "swarm doctor")).values()
+    assert found.status == "ok", found
+    assert NAME in found.note
+    assert "pages by varlen_attn: used, its results are right" in found.note
+    assert "graph of decode steps: " in found.note
 
 
 def test_a_wrong_kernel_is_found(bench):
@@ -151,8 +159,9 @@ def test_decoding_goes_on_without_pages(bench, monkeypatch):
 @contextmanager
 def command(tmp_path: Path, *arguments: str):
     """The command's exit code, its output, and its report."""
-    line = [sys.executable, "-m", "benchmarks.gpu", "--stand-in", "--out", str(tmp_path), *arguments]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=580)
+    line = [sys.executable, "-m", "benchmarks.gpu", "--stand-in", "--minutes", "25", "--out", str(tmp_path)]
+    line += arguments
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=1750)
     report = json.loads((tmp_path / "report.json").read_text())
     yield done, [Record(**one) for one in report["records"]]
 
@@ -167,6 +176,7 @@ def test_wrong_arguments_are_refused(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_the_whole_command_runs_to_its_end(tmp_path):
     with command(tmp_path) as (done, records):
         assert done.returncode == 0, done.stdout
@@ -184,6 +194,7 @@ FAULTS = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_each_step_fails_on_purpose_and_the_rest_goes_on(tmp_path):
     assert set(FAULTS) == set(STEPS)
     with command(tmp_path, *(f"--break={step}={fault}" for step, fault in FAULTS.items())) as (done, records):
