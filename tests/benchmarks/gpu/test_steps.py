@@ -89,7 +89,8 @@ def test_the_doctor_says_which_way_the_card_takes(bench):
     (found,) = records_of(bench, some("card", "swarm doctor")).values()
     assert found.status == "ok", found
     assert NAME in found.note
-    assert "pages by varlen_attn: used, its results are right" in found.note
+    assert "paged cache, " in found.note or "contiguous cache, " in found.note  # whichever is faster here
+    assert "pages by varlen_attn: " in found.note
     assert "graph of decode steps: " in found.note
 
 
