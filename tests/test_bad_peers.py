@@ -23,7 +23,6 @@ from swarm.protocol import messages
 from swarm.routing.peer_health import PeerFailure, PeerHealth
 from swarm.server.sessions.push_link import MIN_BYTES_PER_S, PUSH_TIMEOUT_S
 from swarm.server.sessions.request_validation import RequestLimits
-from swarm.server.sessions.session_table import MAX_PEER_SESSIONS
 from swarm.server.throughput.throughput_option import ThroughputOption
 from tests import bad_peers
 from tests.bad_peers import (
@@ -307,7 +306,7 @@ def test_a_client_that_opens_a_thousand_sessions(
         other.join()
         assert texts == [expected]
         assert answers.total() == 1000
-        assert answers["opened"] == min(MAX_PEER_SESSIONS, RequestLimits().streams)
+        assert answers["opened"] == min(messages.MAX_PEER_SESSIONS, RequestLimits().streams)
         assert set(answers) == {"opened", "cache_full"}
         assert write(bystander, prompt, NEW) == expected
     assert write(bystander, prompt, NEW) == expected

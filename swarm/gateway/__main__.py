@@ -32,7 +32,8 @@ logger = logging.getLogger("swarm.gateway")
     "--concurrent",
     type=click.IntRange(1, 256),
     default=64,
-    help="Answers generated at the same time. A server accepts 256 sessions of one client.",
+    help="Answers generated at the same time. A server accepts 256 sessions of one client; an answer needs one, and "
+    "one more for each of --exit-boundaries.",
 )
 @click.option(
     "--queue", type=click.IntRange(0, 65536), default=256, help="Requests that may wait. Further ones get status 429."

@@ -99,12 +99,21 @@ def test_verified_answers_are_those_without_exits(client, settings, exit_options
     assert early.usage == plain.usage
 
 
-def test_tokens_leave_inside_spans_where_a_request_asks(client):
+def test_tokens_leave_inside_spans_where_operator_and_request_agree(client, swarm):
     settings = {"temperature": 1.0, "seed": 4, "extra_headers": {"X-Swarm-Details": "1"}}
-    early = ask(client, {**ALWAYS, "boundaries": [2, 5]}, **settings)
+    allowed = GatewaySettings(early_exit=EarlyExit(threshold=0.0, boundaries=(2, 5, 7)))
+    with (
+        run_gateway(swarm, settings=allowed) as gateway,
+        openai.OpenAI(base_url=gateway.api, api_key="none", max_retries=0, timeout=300) as other,
+    ):
+        early = ask(other, {**ALWAYS, "boundaries": [2, 5]}, **settings)
+        with pytest.raises(openai.BadRequestError, match="does not let tokens leave in front of 3"):
+            ask(other, {"boundaries": [3]})
     assert early.choices[0].message.content == ask(client, **settings).choices[0].message.content
     (route,) = [detail for detail in early.swarm if detail["kind"] == "route"]
-    assert {"2", "5"} <= {hop["blocks"].split(":")[0] for hop in route["hops"]}
+    begins = {hop["blocks"].split(":")[0] for hop in route["hops"]}
+    assert {"2", "5"} <= begins
+    assert "7" not in begins
 
 
 def test_streams_are_the_same_too(client):

@@ -16,7 +16,7 @@ from swarm.protocol import messages
 from swarm.protocol.compression import encode_tensor
 from swarm.server.sessions.push_link import MIN_BYTES_PER_S, PUSH_TIMEOUT_S
 from swarm.server.sessions.request_validation import RequestLimits
-from swarm.server.sessions.session_table import EXPIRY_PERIOD_S, MAX_PEER_SESSIONS, RECONNECT_TIMEOUT_S
+from swarm.server.sessions.session_table import EXPIRY_PERIOD_S, RECONNECT_TIMEOUT_S
 from swarm.transport import memory
 from tests.server.conversations import (
     OPEN,
@@ -196,7 +196,7 @@ def test_a_thousand_sessions_at_once(model):
             opened += isinstance(reply, messages.SessionOpened)
             if isinstance(reply, messages.Refusal):
                 refusals.add(reply.code)
-        assert opened == min(RequestLimits().streams, MAX_PEER_SESSIONS, 2048 * 3 // 4 // 8)
+        assert opened == min(RequestLimits().streams, messages.MAX_PEER_SESSIONS, 2048 * 3 // 4 // 8)
         assert refusals == {"cache_full"}  # the server is well: whoever asks has too much of it
         assert len(server.sessions) == opened + 1
         assert sum(map(len, server.handler._streams.values())) <= RequestLimits().streams + 1
@@ -223,7 +223,7 @@ def test_a_thousand_sessions_one_after_the_other_none_of_them_closed(model, capa
             opened += isinstance(reply, messages.SessionOpened)
             assert isinstance(reply, messages.SessionOpened) or reply.code == "cache_full"
             client.stream.close()
-        assert opened == min(MAX_PEER_SESSIONS, capacity * 3 // 4 // 8)
+        assert opened == min(messages.MAX_PEER_SESSIONS, capacity * 3 // 4 // 8)
         await server.until(lambda: HOSTILE not in server.handler._streams)
         await (await server.client("a third one")).begin()
         server.now += RECONNECT_TIMEOUT_S + 1

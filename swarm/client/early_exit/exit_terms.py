@@ -62,7 +62,7 @@ def why_none_between(options: EarlyExit, route: Route) -> str | None:
     boundaries = [hop.span.start for hop in route.hops if hop.span.start]
     if not boundaries:
         return "one server has all blocks, and boundaries names none of them"
-    if any(options.threshold_at(block) is not None for block in boundaries):
+    if options.first_exit(boundaries) is not None:
         return None
     return (
         "threshold, min_block and max_block leave out all blocks at which its servers begin, which are "

@@ -101,9 +101,7 @@ class EarlyExit:
                 f"{said} does not go together with fill='project', with which servers let tokens leave at their own "
                 "exits; leave one of them out"
             )
-        # For similarity, a token is also looked at where it may not leave.
-        pointless = [block for block in blocks if self.threshold_at(block) is None]
-        if pointless and self.confidence != "similarity":
+        if pointless := [block for block in blocks if not self.may_need(block)]:
             raise UsageError(
                 f"{said}: threshold, min_block and max_block let no token leave in front of {pointless}; leave these "
                 "blocks out"
@@ -139,6 +137,16 @@ class EarlyExit:
         """Whether tokens may leave in front of `block`. No confidence is above 1, but a threshold of 1 may fall."""
         threshold = self.threshold_at(block)
         return threshold is not None and (threshold < 1 or self.decay > 0)
+
+    def may_need(self, block: int) -> bool:
+        """Whether it can help to look at tokens in front of `block`: they may leave there, or, for similarity, behind.
+
+        A hidden state is compared with that in front of the block before, so it does not matter where in between.
+        """
+        if self.confidence != "similarity":
+            return self.may_leave_at(block)
+        exits = self.threshold if isinstance(self.threshold, Mapping) else [max(block, self.min_block)]
+        return any(later >= block and self.may_leave_at(later) for later in exits)
 
     def first_exit(self, boundaries: Sequence[int]) -> int | None:
         """The first of these blocks in front of which a token may leave; None if it has to pass them all."""

@@ -9,27 +9,26 @@ from msgspec import Meta, Struct, structs
 
 from swarm.client.early_exit.options import EarlyExit
 from swarm.data_structures import ExitConfidence
-from swarm.errors import InvalidSpan, UsageError
+from swarm.errors import UsageError
 from swarm.gateway.openai.api_errors import BadRequest
 from swarm.gateway.settings import GatewaySettings
 from swarm.generation.served_model import ServedModel
+from swarm.protocol.messages import MAX_EXITS
 
 MAX_BLOCKS = 4096
 """More than any model has."""
 
-MAX_BOUNDARIES = 16
-"""Of a request: each one costs a session, and a copy of every token."""
-
 Block = Annotated[int, Meta(ge=1, le=MAX_BLOCKS)]
 Threshold = Annotated[float, Meta(ge=0, le=1)]
 ThresholdByBlock = Annotated[dict[Block, Threshold], Meta(min_length=1, max_length=MAX_BLOCKS)]
-Boundaries = Annotated[list[Block], Meta(max_length=MAX_BOUNDARIES)]
+Boundaries = Annotated[list[Block], Meta(max_length=MAX_EXITS)]
 
 
 class EarlyExitRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """The object in `early_exit`; see `swarm.EarlyExit`. What it leaves out is as the operator set it.
 
-    `provisional` asks for events with the text of tokens that are not verified yet.
+    `boundaries` chooses among the operator's: each one costs a session at a server, which accepts only some of one
+    client. `provisional` asks for events with the text of tokens that are not verified yet.
     """
 
     confidence: ExitConfidence | None = None
@@ -60,17 +59,13 @@ def early_exit_options(
         return None
     options = settings.early_exit or EarlyExit()
     if isinstance(asked, EarlyExitRequest):
+        _require_operators(asked.boundaries or [], settings)
         given = {name: value for name, value in structs.asdict(asked).items() if value is not None}
         del given["provisional"]  # is about the response
         try:
             options = _with_given(options, given)
         except UsageError as error:
             raise BadRequest(f"early_exit: {error}", param="early_exit") from None
-    if options.boundaries:
-        try:
-            options.require_boundaries_in(served.model.swarm.span)
-        except InvalidSpan as error:
-            raise BadRequest(f"early_exit: {error}", param="early_exit.boundaries") from None
     if not options.verify and not settings.approximate_exits:
         raise BadRequest(
             "early_exit with verify=false gives approximate answers, which this gateway does not allow; leave verify "
@@ -86,10 +81,22 @@ def early_exit_options(
     return options
 
 
+def _require_operators(boundaries: list[int], settings: GatewaySettings) -> None:
+    operators = settings.early_exit.boundaries if settings.early_exit is not None else ()
+    if others := sorted(set(boundaries).difference(operators)):
+        allowed = f"use some of {', '.join(map(str, operators))}" if operators else "leave it out"
+        raise BadRequest(
+            f"early_exit.boundaries: this gateway does not let tokens leave in front of {', '.join(map(str, others))}; "
+            f"{allowed}, or ask its operator for --exit-boundaries",
+            param="early_exit.boundaries",
+            code="boundary_not_allowed",
+        )
+
+
 def _with_given(options: EarlyExit, given: dict[str, Any]) -> EarlyExit:
     """The options with what a request has given. The operator's boundaries stay as far as they go together with it."""
     operators = () if "boundaries" in given else options.boundaries
     options = replace(options, **{"boundaries": (), **given})
     if options.fill == "exact" and operators:
-        options = replace(options, boundaries=[one for one in operators if options.threshold_at(one) is not None])
+        options = replace(options, boundaries=[one for one in operators if options.may_need(one)])
     return options

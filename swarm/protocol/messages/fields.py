@@ -18,6 +18,10 @@ MAX_PROBE_BYTES = 1 << 20
 MAX_EXITS = 256
 """Blocks in front of which the tokens of one step may leave."""
 
+MAX_PEER_SESSIONS = 256
+"""Sessions that a server accepts of one peer, and streams. A part of its span counts as much as all of it: what a
+session takes beside its cache (a stream, buffers, the last reply) does not depend on its blocks."""
+
 ADAPTER_DIGEST_BYTES = 16
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]

@@ -27,7 +27,7 @@ class RequestLimits:
 
     step_tokens: int = 16384
     backward_tokens: int = 4096
-    streams: int = 256
+    streams: int = messages.MAX_PEER_SESSIONS
 
 
 class RequestValidator:

@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 
 from swarm.errors import CacheFull, UnknownSession, WrongSpan
 from swarm.metrics.server import ServerObserver
+from swarm.protocol.messages import MAX_PEER_SESSIONS
 from swarm.server.sessions.cache_allocator import MAX_PEER_CACHE_SHARE, CacheAllocator
 from swarm.server.sessions.reply_stream import ReplyStream
 from swarm.server.sessions.session import Session, SessionTerms
@@ -24,10 +25,6 @@ IDLE_TIMEOUT_S = 1800.0
 
 EXPIRY_PERIOD_S = 1.0
 """Time between checks for expired sessions while another session waits for cache."""
-
-MAX_PEER_SESSIONS = 256
-"""Sessions that one peer may have. A part of the server's span counts as much as all of it: what a session takes beside
-its cache (a stream, buffers, the last reply) does not depend on its blocks."""
 
 
 class SessionTable:

@@ -121,7 +121,15 @@ def test_a_route_on_which_nothing_can_leave_between_servers_is_named_once(option
 
 def test_a_route_on_which_tokens_can_leave_between_servers_is_not_named():
     assert why_none_between(EarlyExit(threshold={8: 0.5}), ROUTE) is None
-    assert why_none_between(EarlyExit(threshold=1.0), ROUTE) is None  # never, as the caller says
+    assert why_none_between(EarlyExit(threshold=1.0, decay=2.0), ROUTE) is None
+
+
+def test_a_threshold_that_no_token_passes_is_named():
+    """No confidence is above 1."""
+    for threshold in (1.0, dict.fromkeys(range(1, BLOCKS), 1.0)):
+        assert "threshold, min_block and max_block leave out" in str(
+            why_none_between(EarlyExit(threshold=threshold), ROUTE)
+        )
 
 
 def test_nothing_is_asked_unless_the_caller_wants_it():

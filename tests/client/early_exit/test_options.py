@@ -41,6 +41,9 @@ def test_boundaries_may_be_any_sequence():
     assert EarlyExit(boundaries=[2, 4]) == EarlyExit(boundaries=(2, 4))
     similar = EarlyExit(confidence="similarity", min_block=4, boundaries=(3, 4))
     assert similar.boundaries == (3, 4), "the hidden states in front of both are compared"
+    similar = EarlyExit("similarity", {6: 0.5}, boundaries=[3])
+    assert similar.boundaries == (3,), "a server may begin at block 6"
+    assert EarlyExit(threshold=1.0, decay=2.0, boundaries=[3]).boundaries == (3,), "the threshold falls"
 
 
 def test_which_sequences_leave_by_themselves_and_where():
@@ -78,6 +81,13 @@ def test_which_sequences_leave_by_themselves_and_where():
         ({"boundaries": (4,), "fill": "project", "verify": False}, "does not go together with fill='project'"),
         ({"boundaries": (2, 4, 6), "min_block": 3, "max_block": 5}, r"let no token leave in front of \[2, 6\]"),
         ({"boundaries": (2, 4), "threshold": {4: 0.1}}, r"let no token leave in front of \[2\]"),
+        ({"boundaries": (4,), "threshold": 1.0}, r"let no token leave in front of \[4\]"),
+        ({"boundaries": (2, 4), "threshold": {2: 0.5, 4: 1.0}}, r"let no token leave in front of \[4\]"),
+        ({"boundaries": (4,), "threshold": 1.0, "confidence": "similarity"}, r"let no token leave in front of \[4\]"),
+        (
+            {"boundaries": (3, 7), "threshold": {6: 0.5}, "confidence": "similarity"},
+            r"let no token leave in front of \[7\]",
+        ),
     ],
 )
 def test_bad_values(values, message):
