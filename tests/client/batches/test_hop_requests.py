@@ -17,6 +17,7 @@ from swarm.errors import AdapterRefused, PeerLost, PeerTimeout, ProtocolViolatio
 from swarm.models.adapters.block_adapter import BlockAdapterWeights
 from swarm.protocol import messages
 from swarm.protocol.compression import decode_tensor, pack_gradients
+from swarm.transport.memory import MemoryNetwork
 from tests.client.chain.test_hop_session import cases, remote_errors
 from tests.client.fakes import (
     BAD_REPLIES,
@@ -200,8 +201,8 @@ def test_long_work_may_take_as_long_as_was_announced():
             await asyncio.sleep(30 if is_forward else 70)
             await stream.send(*(forward_reply() if is_forward else backward_reply()))
 
-        await swarm.network.serve(slow)
-        patient = hop("client", forward_throughput=3.0 * 10 / 300)
+        await MemoryNetwork(swarm.hub, "server").serve(slow)
+        patient = hop("server", forward_throughput=3.0 * 10 / 300)
         requester = HopRequester(swarm.network, RequestOptions("main", WireFormat.FLOAT16, 100.0))
         assert (await requester.forward(patient, INPUT, LAYOUT, NOTHING)).payload == OUTPUT
         assert (await requester.backward(patient, INPUT, GRADIENT, LAYOUT, NOTHING)).inputs.shape == (3, HIDDEN)
@@ -227,8 +228,8 @@ def test_few_requests_are_under_way_at_one_server_and_each_may_wait_for_those_be
                 under_way -= 1
                 await stream.send(*forward_reply())
 
-        await swarm.network.serve(one_by_one)
-        place = hop("client", forward_throughput=3.0 * 3 / 1.0, throughput=9.0)
+        await MemoryNetwork(swarm.hub, "server").serve(one_by_one)
+        place = hop("server", forward_throughput=3.0 * 3 / 1.0, throughput=9.0)
         requester = HopRequester(swarm.network, MANNER)
         work = [requester.forward(place, INPUT, LAYOUT, NOTHING) for _ in range(3 * MAX_REQUESTS_IN_FLIGHT)]
         assert len(await asyncio.gather(*work)) == 3 * MAX_REQUESTS_IN_FLIGHT

@@ -19,6 +19,7 @@ from swarm.errors import NotFinite, PeerLost, ProtocolViolation, UnknownAdapter
 from swarm.models.adapters.block_adapter import BlockAdapterWeights, LoraFactors
 from swarm.protocol import messages
 from swarm.protocol.adapter_encoding import unpack_adapters
+from swarm.transport.memory import MemoryNetwork
 from tests.client.fakes import (
     HIDDEN,
     INPUT,
@@ -142,8 +143,8 @@ def test_of_requests_that_come_together_one_brings_the_adapter():
                 server.requests.append((message, b""))
                 await stream.send(*(KEPT if type(message) is PUT else forward_reply()))
 
-        await swarm.network.serve(answer)
-        requester, place = HopRequester(swarm.network, MANNER), hop("client")
+        await MemoryNetwork(swarm.hub, "server").serve(answer)
+        requester, place = HopRequester(swarm.network, MANNER), hop()
         await asyncio.gather(*(requester.forward(place, INPUT, LAYOUT, ADAPTER) for _ in range(5)))
         assert sorted(kind.__name__ for kind in server.asked) == ["ForwardRequest"] * 5 + ["PutAdapters"]
 
