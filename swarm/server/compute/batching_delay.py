@@ -13,6 +13,9 @@ Where other programs compete for the same processors (other servers, the clients
 them, too: every active session, wherever it is, continues `T` sooner. Sessions that have met stay together, because
 they are answered at the same time. A server under contention therefore waits longer, up to `MAX_DELAY_ITERATIONS`.
 
+Only a session that could be part of the iteration counts. The parts of a span that one client uses one after the other
+do not wait for each other: their blocks have nothing in common.
+
 Requests that are not urgent lose nothing by waiting. An iteration of nothing else starts only if it ends before an
 urgent session is expected, which would have to wait for it. One of urgent requests does not wait for others.
 """
@@ -21,6 +24,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+
+from swarm.data_structures import Span
+from swarm.server.compute.scheduler import may_share_pass
 
 MAX_DELAY_S = 0.1
 """Longest delay. A slow server computes for seconds, and sessions expected that late may come much later."""
@@ -59,9 +65,13 @@ class _SessionTiming:
     Attributes:
         answered: time of its last answer; None while it waits for one.
         away: seconds between the last answer and the request after it; None until it has come twice.
-        urgent: whether its last request was.
+        span: the blocks that its last request needed.
+        joins_parts: whether that could share an iteration with requests for overlapping blocks.
+        urgent: whether it was.
     """
 
+    span: Span
+    joins_parts: bool
     answered: float | None = None
     away: float | None = None
     urgent: bool = True
@@ -83,16 +93,20 @@ class BatchingDelay:
         """Number of active sessions."""
         return len(self._sessions)
 
-    def on_request(self, session: Hashable, now: float, urgent: bool = True) -> None:
-        """A session has sent a request."""
-        known = self._sessions.setdefault(session, _SessionTiming())
-        known.urgent = urgent
+    def on_request(
+        self, session: Hashable, now: float, span: Span, joins_parts: bool = False, urgent: bool = True
+    ) -> None:
+        """A session has sent a request for these blocks."""
+        known = self._sessions.setdefault(session, _SessionTiming(span, joins_parts))
+        known.span, known.joins_parts, known.urgent = span, joins_parts, urgent
         if known.answered is not None:
             known.away, known.answered = now - known.answered, None
 
     def on_answer(self, session: Hashable, now: float) -> None:
         """A session's request has been answered or has failed."""
-        known = self._sessions.pop(session, None) or _SessionTiming()
+        known = self._sessions.pop(session, None)
+        if known is None:  # forgotten since
+            return
         known.answered = now
         self._sessions[session] = known  # at the end: those that were answered longest ago come first
         for inactive in [*self._inactive(now)]:
@@ -102,29 +116,55 @@ class BatchingDelay:
         """An iteration of short requests has taken this long."""
         self.iteration = seconds
 
-    def delay(self, waiting: int, waited: float, contention: float, now: float, yielding: int = 0) -> float:
+    def delay(
+        self,
+        waiting: int,
+        waited: float,
+        contention: float,
+        now: float,
+        span: Span,
+        joins_parts: bool = False,
+        yielding: int = 0,
+    ) -> float:
         """Seconds to wait for more sessions; 0 if it is better to start now.
 
         Args:
             waiting: number of sessions that wait, with urgent requests.
             waited: seconds by which this iteration has been delayed already.
             contention: how much other work the machine has, 0 to 1.
+            span: the blocks of the request that decides which blocks the iteration computes.
+            joins_parts: whether that request may share an iteration with requests for overlapping blocks.
             yielding: number of sessions that wait, with requests that are not urgent.
         """
         left = min(MAX_DELAY_S, self.iteration * (1 + contention * (MAX_DELAY_ITERATIONS - 1))) - waited
         if left <= 0:
             return 0.0
         elsewhere = contention * self.sessions
-        seconds = best_delay(waiting, sorted(self._arrivals(now, urgent_only=True)), self.iteration, elsewhere)
-        if not waiting:
-            seconds = max(seconds, best_delay(yielding, sorted(self._arrivals(now)), self.iteration, elsewhere))
-        return min(left, seconds)
+        expected = list(self._expected(now))
+        joining = [
+            (seconds, timing)
+            for seconds, timing in expected
+            if may_share_pass(span, joins_parts, timing.span, timing.joins_parts, widens=not waiting)
+        ]
+        if waiting:
+            arrivals = [seconds for seconds, timing in joining if timing.urgent]
+            return min(left, best_delay(waiting, sorted(arrivals), self.iteration, elsewhere))
+        held_up = sorted(seconds for seconds, timing in expected if timing.urgent)
+        like = sorted(seconds for seconds, _ in joining)
+        return min(
+            left,
+            max(
+                best_delay(0, held_up, self.iteration, elsewhere),
+                best_delay(yielding, like, self.iteration, elsewhere),
+            ),
+        )
 
-    def _arrivals(self, now: float, urgent_only: bool = False) -> Iterator[float]:
+    def _expected(self, now: float) -> Iterator[tuple[float, _SessionTiming]]:
+        """In how many seconds each session that is away is expected."""
         for timing in self._sessions.values():
-            if timing.answered is not None and timing.away is not None and (timing.urgent or not urgent_only):
+            if timing.answered is not None and timing.away is not None:
                 # A session that is late is expected to be late by as much again: nothing else is known about it.
-                yield max(MIN_DELAY_ITERATIONS * self.iteration, abs(timing.answered + timing.away - now))
+                yield max(MIN_DELAY_ITERATIONS * self.iteration, abs(timing.answered + timing.away - now)), timing
 
     def _inactive(self, now: float) -> Iterator[Hashable]:
         for session, timing in self._sessions.items():

@@ -97,7 +97,7 @@ class Engine:
         queued = QueuedRequest(next(self._numbers), request, loop.create_future(), loop, now, now)
         with self._lock:
             self._arrived.append(queued)
-            self._batching_delay.on_request(request.session, now, request.urgent)
+            self._batching_delay.on_request(request.session, now, request.span, request.joins_parts, request.urgent)
             self._lock.notify()
             start, self._running = not self._running, True
         if start and not self._try_compute_inline(queued):
@@ -186,9 +186,17 @@ class Engine:
         """Seconds that these requests should wait for more, having waited for `waited` seconds."""
         if self._batching_delay.sessions < 2:
             return 0.0
-        urgent = sum(queued.is_urgent for queued in waiting)
-        yielding, contention = len(waiting) - urgent, self._contention.level()
-        return self._batching_delay.delay(urgent, waited, contention, time.monotonic(), yielding)
+        urgent = [queued for queued in waiting if queued.is_urgent]
+        oldest = min(urgent or waiting, key=lambda queued: (queued.served_at, queued.number)).request
+        return self._batching_delay.delay(
+            len(urgent),
+            waited,
+            self._contention.level(),
+            time.monotonic(),
+            oldest.span,
+            oldest.joins_parts,
+            len(waiting) - len(urgent),
+        )
 
     def _waiting(self) -> list[QueuedRequest]:
         """The requests that are still wanted. The caller holds the lock."""

@@ -2,8 +2,9 @@
 
 Every iteration merges tokens of many requests into one forward. The rules:
 
-- Only requests for the same blocks go together, or for blocks that overlap, if one pass can serve them: each joins it
-  in front of its first block and leaves it behind its last one. The request that has waited longest decides which.
+- The request that has waited longest decides which blocks the iteration computes. Those that need the same blocks, or
+  some of them if one pass can serve both, go with it: each joins it in front of its first block. All get their outputs
+  when the pass ends. So a pass is made longer, for requests whose blocks overlap, only if no client waits for any.
 - Inference goes before training, which still gets an iteration now and then.
 - Short requests (decoding: a few tokens for each sequence) go into every iteration. Long ones (prompts) are cut into
   chunks, which take what is left of the token budget, and at least a share of it.
@@ -151,7 +152,7 @@ def next_batch(waiting: Sequence[QueuedTokens], shares: FairShares, budget: int)
     yielding = _yielding(candidates)
     first = [request for request in candidates if request.number not in yielding]
     oldest = max(first, key=lambda request: (_effective_age(request), -request.number))
-    together = _in_one_pass(oldest, first, candidates)
+    together = _in_one_pass(oldest, candidates)
     queue = sorted(together, key=lambda request: (request.number in yielding, _sort_key(request, shares)))
     if queue[0].whole:
         return [TokenSlice(queue[0].number, queue[0].tokens)]
@@ -168,21 +169,34 @@ def next_batch(waiting: Sequence[QueuedTokens], shares: FairShares, budget: int)
     return batch + _fill_budget(last, min(tokens // TOKENS_PER_YIELDING, budget - tokens))
 
 
-def _in_one_pass(
-    oldest: QueuedTokens, first: Sequence[QueuedTokens], candidates: Sequence[QueuedTokens]
-) -> list[QueuedTokens]:
-    """The candidates that one pass can serve with the oldest. Those that let others go first do not widen it."""
+def may_share_pass(span: Span, joins_parts: bool, other: Span, other_joins: bool, widens: bool) -> bool:
+    """Whether a request for the blocks `other` may go into a pass over `span`.
+
+    Args:
+        joins_parts, other_joins: see `QueuedTokens`.
+        widens: whether the pass may be made longer for it.
+    """
+    if span == other:
+        return True
+    if not (joins_parts and other_joins):
+        return False
+    if widens:
+        return other.start < span.end and span.start < other.end
+    return span.start <= other.start and other.end <= span.end
+
+
+def _in_one_pass(oldest: QueuedTokens, candidates: Sequence[QueuedTokens]) -> list[QueuedTokens]:
+    """The candidates that one pass can serve with the oldest. It is made longer only if none of them is urgent."""
     reach, before = oldest.span, None
-    while oldest.joins_parts and reach != before:
+    while reach != before and not any(one.urgent for one in candidates):
         before = reach
-        for one in first:
-            if one.joins_parts and one.span.start < reach.end and reach.start < one.span.end:
+        for one in candidates:
+            if may_share_pass(reach, oldest.joins_parts, one.span, one.joins_parts, widens=True):
                 reach = Span(min(reach.start, one.span.start), max(reach.end, one.span.end))
     return [
         one
         for one in candidates
-        if one.span == oldest.span
-        or (one.joins_parts and oldest.joins_parts and reach.start <= one.span.start and one.span.end <= reach.end)
+        if one.span == oldest.span or may_share_pass(reach, oldest.joins_parts, one.span, one.joins_parts, widens=False)
     ]
 
 

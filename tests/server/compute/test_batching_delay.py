@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarm.data_structures import Span
 from swarm.server.compute.batching_delay import (
     MAX_DELAY_ITERATIONS,
     MAX_DELAY_S,
@@ -14,6 +17,8 @@ from swarm.server.compute.batching_delay import (
 
 T = 0.02
 """Seconds of an iteration."""
+
+HERE = Span(0, 8)
 
 
 def lost(wait: float, waiting: int, coming: list[float]) -> float:
@@ -59,7 +64,7 @@ def cycles(sessions: dict[str, float], count: int = 3) -> tuple[BatchingDelay, f
     one, now = BatchingDelay(iteration=T), 100.0
     for _ in range(count):
         for session, away in sessions.items():
-            one.on_request(session, now + away)
+            one.on_request(session, now + away, HERE)
         now += max(sessions.values()) + T
         for session in sessions:
             one.on_answer(session, now)
@@ -68,81 +73,81 @@ def cycles(sessions: dict[str, float], count: int = 3) -> tuple[BatchingDelay, f
 
 def test_sessions_that_travel_together_are_waited_for():
     one, now = cycles({"a": 3 * T, "b": 3.2 * T, "c": 3.4 * T})
-    one.on_request("a", now + 3 * T)
-    assert one.delay(1, 0.0, 0.0, now + 3 * T) == pytest.approx(0.4 * T)
-    one.on_request("b", now + 3.2 * T)
-    assert one.delay(2, 0.2 * T, 0.0, now + 3.2 * T) == pytest.approx(0.2 * T)
-    one.on_request("c", now + 3.4 * T)
-    assert one.delay(3, 0.4 * T, 0.0, now + 3.4 * T) == 0
+    one.on_request("a", now + 3 * T, HERE)
+    assert one.delay(1, 0.0, 0.0, now + 3 * T, HERE) == pytest.approx(0.4 * T)
+    one.on_request("b", now + 3.2 * T, HERE)
+    assert one.delay(2, 0.2 * T, 0.0, now + 3.2 * T, HERE) == pytest.approx(0.2 * T)
+    one.on_request("c", now + 3.4 * T, HERE)
+    assert one.delay(3, 0.4 * T, 0.0, now + 3.4 * T, HERE) == 0
 
 
 def test_a_session_alone_and_lanes_that_take_turns_wait_for_nobody():
     alone, now = cycles({"a": 3 * T})
-    alone.on_request("a", now + 3 * T)
-    assert alone.delay(1, 0.0, 1.0, now + 3 * T) == 0
+    alone.on_request("a", now + 3 * T, HERE)
+    assert alone.delay(1, 0.0, 1.0, now + 3 * T, HERE) == 0
     lanes, now = cycles({"a": 3 * T, "b": 4 * T})
-    lanes.on_request("a", now + 3 * T)
-    assert lanes.delay(1, 0.0, 0.0, now + 3 * T) == 0
+    lanes.on_request("a", now + 3 * T, HERE)
+    assert lanes.delay(1, 0.0, 0.0, now + 3 * T, HERE) == 0
 
 
 def test_what_is_not_urgent_waits_for_an_urgent_session_that_would_have_to_wait_for_it():
     for away, expected in ((3.3 * T, 0.3 * T), (3.9 * T, 0.9 * T), (4.1 * T, 0.0)):
         one, now = cycles({"lazy": 3 * T, "urgent": away})
-        one.on_request("lazy", now + 3 * T, urgent=False)
-        assert one.delay(0, 0.0, 0.0, now + 3 * T, yielding=1) == pytest.approx(expected)
+        one.on_request("lazy", now + 3 * T, HERE, urgent=False)
+        assert one.delay(0, 0.0, 0.0, now + 3 * T, HERE, yielding=1) == pytest.approx(expected)
     one, now = cycles({"lazy": 3 * T, "urgent": 3.3 * T})
-    one.on_request("lazy", now + 3 * T, urgent=False)
-    assert one.delay(0, T, 0.0, now + 4 * T, yielding=1) == 0, "one iteration at most"
+    one.on_request("lazy", now + 3 * T, HERE, urgent=False)
+    assert one.delay(0, T, 0.0, now + 4 * T, HERE, yielding=1) == 0, "one iteration at most"
 
 
 def test_what_is_not_urgent_waits_for_its_like_as_any_other_would():
     for away, expected in ((3.3 * T, 0.3 * T), (3.7 * T, 0.0)):
         one, now = cycles({"lazy": 3 * T, "other": away})
-        one.on_request("other", now, urgent=False)
+        one.on_request("other", now, HERE, urgent=False)
         one.on_answer("other", now)
-        one.on_request("other", now + away, urgent=False)
+        one.on_request("other", now + away, HERE, urgent=False)
         one.on_answer("other", now + away)
-        one.on_request("lazy", now + away + 3 * T, urgent=False)
+        one.on_request("lazy", now + away + 3 * T, HERE, urgent=False)
         at = now + 2 * away - (away - 3 * T)
-        assert one.delay(0, 0.0, 0.0, at, yielding=1) == pytest.approx(expected)
+        assert one.delay(0, 0.0, 0.0, at, HERE, yielding=1) == pytest.approx(expected)
 
 
 def test_nothing_urgent_waits_for_what_is_not():
     one, now = cycles({"a": 3 * T, "b": 3.2 * T})
-    one.on_request("b", now + 3 * T, urgent=False)
+    one.on_request("b", now + 3 * T, HERE, urgent=False)
     one.on_answer("b", now + 3 * T)
-    one.on_request("a", now + 5.9 * T)
-    assert one.delay(1, 0.0, 0.0, now + 5.9 * T) == 0
+    one.on_request("a", now + 5.9 * T, HERE)
+    assert one.delay(1, 0.0, 0.0, now + 5.9 * T, HERE) == 0
 
 
 def test_one_that_does_not_come_is_given_up():
     one, now = cycles({"a": 3 * T, "b": 3.2 * T})
-    one.on_request("a", now + 3 * T)
+    one.on_request("a", now + 3 * T, HERE)
     clock, waited = now + 3 * T, 0.0
-    while delay := one.delay(1, waited, 0.0, clock):
+    while delay := one.delay(1, waited, 0.0, clock, HERE):
         clock, waited = clock + delay, waited + delay
     assert 0.2 * T < waited <= T
 
 
 def test_where_others_want_the_processors_it_waits_longer():
     one, now = cycles({"a": 3 * T, "b": 4.2 * T})
-    one.on_request("a", now + 3 * T)
-    assert one.delay(1, 0.0, 0.0, now + 3 * T) == 0
-    assert one.delay(1, 0.0, 1.0, now + 3 * T) == pytest.approx(1.2 * T)
-    assert one.delay(1, MAX_DELAY_ITERATIONS * T, 1.0, now + 3 * T) == 0
+    one.on_request("a", now + 3 * T, HERE)
+    assert one.delay(1, 0.0, 0.0, now + 3 * T, HERE) == 0
+    assert one.delay(1, 0.0, 1.0, now + 3 * T, HERE) == pytest.approx(1.2 * T)
+    assert one.delay(1, MAX_DELAY_ITERATIONS * T, 1.0, now + 3 * T, HERE) == 0
 
 
 def test_slow_blocks_wait_no_longer_than_it_can_be_of_use():
     one, now = cycles({"a": 3.0, "b": 3.2})
     one.on_iteration(1.0)
-    one.on_request("a", now + 3.0)
-    assert one.delay(1, 0.0, 0.0, now + 3.0) == MAX_DELAY_S
+    one.on_request("a", now + 3.0, HERE)
+    assert one.delay(1, 0.0, 0.0, now + 3.0, HERE) == MAX_DELAY_S
 
 
 def test_who_has_not_come_for_long_is_not_expected():
     one, now = cycles(dict.fromkeys("abcdefgh", 3 * T))
     assert one.sessions == 8
-    one.on_request("a", now + SESSION_EXPECTED_S + 0.1)
+    one.on_request("a", now + SESSION_EXPECTED_S + 0.1, HERE)
     one.on_answer("a", now + SESSION_EXPECTED_S + 0.1 + T)
     assert one.sessions == 1
 
@@ -151,7 +156,7 @@ def test_what_is_remembered_is_bounded_by_what_came_lately():
     one, now = BatchingDelay(iteration=T), 0.0
     for number in range(10_000):
         now += 0.01
-        one.on_request(number, now)
+        one.on_request(number, now, HERE)
         one.on_answer(number, now + 0.005)
     assert one.sessions <= SESSION_EXPECTED_S / 0.01 + 2
 
@@ -159,5 +164,53 @@ def test_what_is_remembered_is_bounded_by_what_came_lately():
 def test_the_first_iteration_of_all_waits_for_nothing():
     one = BatchingDelay()
     for session in "abcdefgh":
-        one.on_request(session, 0.0)
-    assert one.delay(1, 0.0, 1.0, 0.0) == 0
+        one.on_request(session, 0.0, HERE)
+    assert one.delay(1, 0.0, 1.0, 0.0, HERE) == 0
+
+
+@given(
+    st.lists(st.integers(1, 7), min_size=1, max_size=3, unique=True),
+    st.floats(0.01, 2),
+    st.floats(0.01, 4),
+    st.floats(0, 1),
+)
+def test_the_parts_of_one_client_do_not_wait_for_each_other(boundaries, handing_on, client, contention):
+    """Each comes when the one before is answered, so none can come while another waits."""
+    cuts = [0, *sorted(boundaries), 8]
+    parts = [Span(start, end) for start, end in pairwise(cuts)]
+    one, now = BatchingDelay(iteration=T), 100.0
+    for _ in range(5):
+        for part in parts:
+            one.on_request(part, now, part, joins_parts=True)
+            assert one.delay(1, 0.0, contention, now, part, joins_parts=True) == 0
+            now += T
+            one.on_answer(part, now)
+            now += handing_on * T
+        now += client * T
+
+
+@pytest.mark.parametrize(
+    ("other", "joins_parts", "waits"),
+    [
+        (HERE, False, True),
+        (HERE, True, True),
+        (Span(2, 4), True, True),
+        (Span(2, 4), False, False),
+        (Span(4, 9), True, False),
+        (Span(8, 9), True, False),
+    ],
+)
+def test_only_a_session_that_could_be_in_the_iteration_is_waited_for(other, joins_parts, waits):
+    def delay(session: str, **waiting: int) -> float:
+        one = BatchingDelay(iteration=T)
+        for now in (100.0, 100.0 + 4 * T):
+            one.on_request("other", now, other, joins_parts, urgent=session == "other")
+            one.on_answer("other", now + T)
+            one.on_request("first", now, HERE, joins_parts)
+        return one.delay(now=100.0 + 7.8 * T, waited=0.0, contention=0.0, span=HERE, joins_parts=joins_parts, **waiting)
+
+    assert (delay("other", waiting=1) > 0) == waits
+    # What no client waits for goes with all that overlaps.
+    overlaps = joins_parts and other.start < HERE.end
+    assert (delay("none", waiting=0, yielding=1) > 0) == (waits or overlaps)
+    assert delay("other", waiting=0, yielding=1) > 0, "an urgent one would have to wait for it"

@@ -127,11 +127,8 @@ class Schedule:
         assert bool(chosen) == bool(self.waiting)
         assert len({one.training for one, _ in chosen}) <= 1
         if chosen:
-            like = chosen[0][0]
-            together = self._in_one_pass(like)
+            together = self._in_one_pass(self._oldest(chosen[0][0].training))
             assert all(one in together for one, _ in chosen)
-            if self.joins_parts and any(one.whole and one.training == like.training for one in self.waiting):
-                return chosen  # a backward may have been the oldest, which others do not join
             # No room stays empty while a request for these blocks could use it, unless it lets others go first.
             behind = {one.number for one in together if self._may_yield(one)}
             used = sum(tokens for one, tokens in chosen if one.number not in behind)
@@ -142,18 +139,28 @@ class Schedule:
             )
         return chosen
 
-    def _in_one_pass(self, like: Request) -> list[Request]:
-        """The requests that may be computed together with this one."""
-        others = [one for one in self.waiting if one.training == like.training and not one.whole]
-        if not self.joins_parts:
-            return [one for one in others if one.span == like.span]
+    def _oldest(self, training: bool) -> Request:
+        """The request that decides which blocks are computed."""
+        ages = {one.number: one.waited if one.waited >= OVERDUE_AFTER_S else one.idle for one in self.seen()}
+        first = [one for one in self.waiting if one.training == training and not self._may_yield(one)]
+        return max(first, key=lambda one: (ages[one.number], -one.number))
+
+    def _in_one_pass(self, oldest: Request) -> list[Request]:
+        """The requests that may be computed together with the oldest."""
+        others = [one for one in self.waiting if one.training == oldest.training and not one.whole]
+        if not self.joins_parts or oldest.whole:
+            return [one for one in others if one.span == oldest.span]
         blocks: set[int] = set()
-        more = set(range(like.span.start, like.span.end))
+        more = set(range(oldest.span.start, oldest.span.end))
         while more - blocks:
             blocks |= more
-            meeting = [one for one in others if not self._may_yield(one) and any(block in one.span for block in blocks)]
-            more = {block for one in meeting for block in range(one.span.start, one.span.end)}
+            meeting = [one for one in others if any(block in one.span for block in blocks)]
+            if not self._any_urgent(oldest.training):
+                more = {block for one in meeting for block in range(one.span.start, one.span.end)}
         return [one for one in others if blocks.issuperset(range(one.span.start, one.span.end))]
+
+    def _any_urgent(self, training: bool) -> bool:
+        return any(one.urgent for one in self.waiting if one.training == training)
 
     def _may_yield(self, one: Request) -> bool:
         others = any(other.short and other.urgent and other.training == one.training for other in self.waiting)
@@ -465,11 +472,49 @@ def test_requests_for_overlapping_blocks_share_an_iteration():
     head, tail = Request("head", 1, short=True, span=Span(0, 2)), Request("tail", 1, short=True, span=Span(2, 4))
     whole, behind = Request("whole", 1, short=True, span=HERE), Request("behind", 1, short=True, span=Span(4, 6))
     assert first_iteration(head, tail) == {"head"}
-    assert first_iteration(head, tail, whole, behind) == {"head", "tail", "whole"}
+    assert first_iteration(whole, head, tail, behind) == {"head", "tail", "whole"}
     # What is not urgent goes along where blocks are computed anyway, and nowhere else.
     lazy = replace(tail, session="lazy", urgent=False)
-    assert first_iteration(head, whole, lazy) == {"head", "whole", "lazy"}
+    assert first_iteration(whole, head, lazy) == {"head", "whole", "lazy"}
     assert first_iteration(head, replace(head, session="other"), lazy) == {"head", "other"}
+
+
+ANY_PART = SHORT.flatmap(
+    lambda one: st.builds(
+        lambda start, length: replace(one, span=Span(start, start + length)), st.integers(0, 8), st.integers(1, 8)
+    )
+)
+
+
+@given(ANY_PART, st.lists(ANY_PART, max_size=10))
+def test_an_urgent_step_waits_for_no_blocks_that_it_does_not_need(first, others):
+    """Where it decides, the pass is over its blocks; those that need just these, or some of them, are in it."""
+    schedule = Schedule(10_000, joins_parts=True)
+    schedule.add(replace(first, urgent=True))
+    schedule.now += MAX_YIELD_S / 10
+    schedule.add(*(replace(one) for one in others))
+    inside = [one for one in schedule.waiting if first.span.start <= one.span.start and one.span.end <= first.span.end]
+    chosen = [one for one, _ in schedule.iterate()]
+    assert all(one in inside for one in chosen)
+    assert all(one in chosen for one in inside if one.urgent)
+
+
+@given(ANY_PART, st.lists(ANY_PART, max_size=10))
+def test_one_pass_serves_all_that_overlap_if_nothing_waits_for_them(first, others):
+    schedule = Schedule(10_000, joins_parts=True)
+    schedule.add(*(replace(one, urgent=False) for one in (first, *others)))
+    chosen = {one.number for one, _ in schedule.iterate()}
+    start = max(block for block in range(first.span.start + 1) if not _passes(block, others))
+    end = min(block for block in range(first.span.end, 20) if not _passes(block, others))
+    expected = {
+        number for number, one in enumerate((first, *others)) if start <= one.span.start and one.span.end <= end
+    }
+    assert chosen == expected
+
+
+def _passes(block: int, requests: Sequence[Request]) -> bool:
+    """Whether one of them needs the blocks on both sides of a boundary."""
+    return any(one.span.start < block < one.span.end for one in requests)
 
 
 @given(st.integers(17, 200), st.integers(17, 200), st.integers(20, 100))
