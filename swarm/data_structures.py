@@ -183,10 +183,21 @@ class Route:
     hops: tuple[Hop, ...] = field(default_factory=tuple)
 
     @property
+    def runs(self) -> tuple[range, ...]:
+        """The successive hops at each server, which are lost and replaced together: ranges of indices, in order."""
+        found = itertools.groupby(range(len(self.hops)), key=lambda index: self.hops[index].server.peer_id)
+        runs = [list(run) for _, run in found]
+        return tuple(range(run[0], run[-1] + 1) for run in runs)
+
+    @property
     def servers(self) -> tuple[ServerInfo, ...]:
         """The servers in order, each once for all of its successive hops."""
-        runs = itertools.groupby((hop.server for hop in self.hops), key=lambda server: server.peer_id)
-        return tuple(next(run) for _, run in runs)
+        return tuple(self.hops[run.start].server for run in self.runs)
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """The blocks at which a hop begins, in order, but for block 0."""
+        return tuple(hop.span.start for hop in self.hops if hop.span.start)
 
     def __str__(self) -> str:
         return "route: " + " → ".join(f"{hop.span} {hop.server.short_id}" for hop in self.hops)

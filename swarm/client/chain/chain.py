@@ -168,7 +168,7 @@ class Chain:
     @property
     def boundaries(self) -> tuple[int, ...]:
         """The blocks in front of which a step can be looked at, in order: where a server begins, but for block 0."""
-        return self._hops.boundaries
+        return self.route.boundaries
 
     def settle(self, number: int) -> None:
         """The steps up to `number` are answered, and stand: they will not be given up any more."""
@@ -240,7 +240,14 @@ class Chain:
         while not ready():
             self._changed.clear()
             progress = [hop.progress for hop in self._hops]
-            action = next_action(progress, list(self._under_way.steps), time.perf_counter(), self._window, everywhere)
+            action = next_action(
+                progress,
+                list(self._under_way.steps),
+                time.perf_counter(),
+                self._window,
+                everywhere=everywhere,
+                runs=self.route.runs,
+            )
             match action:
                 case Finished():
                     return

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from swarm.client.chain.hop_progress import NO_STEP
 from swarm.client.chain.hop_session import HopSession
 from swarm.client.chain.input_history import InputHistory
-from swarm.client.chain.route_cutting import cut_route, hops_at_server
+from swarm.client.chain.route_cutting import cut_route
 from swarm.client.chain.session_constants import SessionContext
 from swarm.client.routes.events import HopLost, Recovered, Replayed, RouteTaken
 from swarm.client.routes.route_source import MIN_ROUTES_TRIED, MissingBlocksWait
@@ -109,7 +109,7 @@ class Failover:
         alone = range(index, index + 1)
         if await self._try_same_server(hops[index], contents(alone)):
             return alone, [hops[index]]
-        which = hops_at_server([hop.peer_id for hop in hops], index)
+        which = next(run for run in _route(hops).runs if index in run)
         error = hops[index].progress.error
         await self._report_lost(hops[index], hops[which.start : which.stop])
         wanted = contents(which)
@@ -138,7 +138,7 @@ class Failover:
             await hops[index].link(before, after)
 
     def _report_route(self, hops: Sequence[HopSession]) -> Route:
-        route = Route(tuple(hop.hop for hop in hops))
+        route = _route(hops)
         self._routes.report_route(route)
         self._context.emit(RouteTaken(route))
         return route
@@ -278,6 +278,10 @@ class Failover:
         if not isinstance(error, AdapterRefused):
             self._routes.report_failure(hop.peer_id, error)
         return error
+
+
+def _route(hops: Sequence[HopSession]) -> Route:
+    return Route(tuple(hop.hop for hop in hops))
 
 
 def _joined_span(hops: Sequence[HopSession]) -> Span:

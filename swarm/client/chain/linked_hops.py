@@ -61,11 +61,6 @@ class LinkedHops:
         return tuple(timing for timing in timings if timing is not None)
 
     @property
-    def boundaries(self) -> tuple[int, ...]:
-        """The blocks at which a hop begins, in order, but for block 0."""
-        return tuple(hop.hop.span.start for hop in self._hops if hop.hop.span.start)
-
-    @property
     def are_unlinked(self) -> bool:
         """Whether some server does not push until the steps that are under way have come to their end."""
         return self._unlinked

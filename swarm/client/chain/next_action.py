@@ -69,7 +69,12 @@ Action = Finished | WaitUntil | Deliver | Repair
 
 
 def next_action(
-    hops: Sequence[HopState], numbers: Sequence[int], now: float, window: int = 1, everywhere: bool = False
+    hops: Sequence[HopState],
+    numbers: Sequence[int],
+    now: float,
+    window: int = 1,
+    everywhere: bool = False,
+    runs: Sequence[range] | None = None,
 ) -> Action:
     """The next action towards the answer to the last step of `numbers`.
 
@@ -80,6 +85,7 @@ def next_action(
         window: steps that a hop may have been handed without having answered. More than one only if each step just
             continues the one before, so that a server that misses one refuses the next.
         everywhere: every hop has to answer, also those for whose outputs the caller does not wait.
+        runs: the successive hops at each server, see `Route.runs`; None if each is at a server of its own.
     """
     if not numbers or min((hop.replied for hop in hops) if everywhere else [hops[-1].replied]) >= numbers[-1]:
         return Finished()
@@ -87,8 +93,9 @@ def next_action(
         if hop.error is not None or hop.stale:
             return Repair(index)
     until = NO_DEADLINE
+    departures = _departures(hops, numbers, runs or [range(index, index + 1) for index in range(len(hops))])
     for index, hop in reversed(list(enumerate(hops))):  # the step nearest to its end goes first
-        action = _next_at(index, hop, numbers, now, window)
+        action = _next_at(index, hop, numbers, now, window, departures.get(index))
         if index == 0 and window == 1 and isinstance(action, Deliver) and _is_behind(hops, numbers, action.number):
             continue
         if not isinstance(action, WaitUntil):
@@ -106,19 +113,54 @@ def _is_behind(hops: Sequence[HopState], numbers: Sequence[int], number: int) ->
     return any(hop.replied < min(hop.catch_up_to, before) for hop in hops[1:])
 
 
-def _next_at(index: int, hop: HopState, numbers: Sequence[int], now: float, window: int) -> Action:
+@dataclass(frozen=True, slots=True)
+class _Departure:
+    """A server is going to leave: it answers what it has begun, at all of its successive hops, and gets nothing more.
+
+    Attributes:
+        index: the hop at which it has said so.
+        last: number of the last step that its first hop was handed.
+        is_due: whether all of its hops have answered that.
+    """
+
+    index: int
+    last: int
+    is_due: bool
+
+
+def _departures(hops: Sequence[HopState], numbers: Sequence[int], runs: Sequence[range]) -> dict[int, _Departure]:
+    """The departures of the servers that are going to leave, by hop."""
+    found: dict[int, _Departure] = {}
+    for run in runs:
+        announced = next((index for index in run if hops[index].leaving is not None), None)
+        if announced is not None:
+            last = _handed(hops[run.start])
+            begun = [number for number in numbers if number <= last]
+            is_due = all(hops[index].replied >= number for index in run for number in begun)
+            found |= dict.fromkeys(run, _Departure(announced, last, is_due))
+    return found
+
+
+def _handed(hop: HopState) -> int:
+    """The last step that a hop was handed."""
+    return max(hop.replied, hop.delivered, hop.pushed)
+
+
+def _next_at(
+    index: int, hop: HopState, numbers: Sequence[int], now: float, window: int, departure: _Departure | None
+) -> Action:
     """The next action at one hop that works."""
-    handed = max(hop.delivered, hop.pushed)
+    handed = _handed(hop)
     under_way = [number for number in numbers if hop.replied < number <= handed]
-    upcoming = next((number for number in numbers if number > max(hop.replied, handed)), None)
+    upcoming = next((number for number in numbers if number > handed), None)
     if under_way and now >= hop.deadline:
         # A push may have been lost, so deliver the step: the server recognizes a step that it has seen.
         first = under_way[0]
         return Deliver(index, first) if hop.delivered < first <= hop.received else Repair(index, overdue=True)
     if upcoming is not None:
-        if hop.leaving is not None:
-            if not under_way:  # between two steps; what it was handed it still answers
-                return Repair(index)
+        if departure is not None and upcoming > departure.last:
+            if departure.is_due:
+                return Repair(departure.index)
         elif upcoming <= hop.received and len(under_way) < window:
             return Deliver(index, upcoming)
     return WaitUntil(hop.deadline if under_way else NO_DEADLINE)

@@ -1,4 +1,4 @@
-"""Cutting a server's span into successive hops at the same server, and finding them again. Pure.
+"""Cutting a server's span into successive hops at the same server. Pure.
 
 What goes into a hop comes to this client. So a client that wants to see what tokens are in front of a block inside a
 server's span opens the span as two sessions, one up to that block and one from there on.
@@ -6,7 +6,7 @@ server's span opens the span as two sessions, one up to that block and one from 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from itertools import pairwise
 
 from swarm.data_structures import Hop, Route, Span
@@ -20,17 +20,3 @@ def cut_route(route: Route, boundaries: Collection[int]) -> Route:
         edges = sorted({hop.span.start, *inside, hop.span.end})
         hops += [Hop(hop.server, Span(start, end)) for start, end in pairwise(edges)]
     return Route(tuple(hops))
-
-
-def hops_at_server(peers: Sequence[str], index: int) -> range:
-    """The hops around `index` that are at the same server, which are lost and replaced together.
-
-    Args:
-        peers: the server of each hop.
-    """
-    first = last = index
-    while first > 0 and peers[first - 1] == peers[index]:
-        first -= 1
-    while last + 1 < len(peers) and peers[last + 1] == peers[index]:
-        last += 1
-    return range(first, last + 1)

@@ -59,7 +59,7 @@ def why_no_exits(options: EarlyExit, route: Route) -> str:
 
 def why_none_between(options: EarlyExit, route: Route) -> str | None:
     """Why no token can leave between the hops of a route; None if tokens can."""
-    boundaries = [hop.span.start for hop in route.hops if hop.span.start]
+    boundaries = list(route.boundaries)
     if not boundaries:
         return "one server has all blocks, and boundaries names none of them"
     if options.first_exit(boundaries) is not None:

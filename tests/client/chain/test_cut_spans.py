@@ -172,6 +172,25 @@ def test_a_server_that_leaves_is_left_once(span_model, amid):
     run(span_model, TWO, act)
 
 
+@pytest.mark.parametrize("push", [True, False])
+@pytest.mark.parametrize("boundaries", [(), (3,), (1, 2, 3, 4, 5)])
+def test_a_server_that_leaves_ends_the_step_that_it_has_begun_in_all_its_parts(span_model, boundaries, push):
+    async def act(swarm, talk):
+        leaving, other = swarm.servers["a"], swarm.servers["b"]
+        leaving.handler.closing = True
+        step = asyncio.ensure_future(talk.append(1, 1))
+        await asyncio.sleep(0.1)
+        await leaving.handler.hand_over()
+        await step
+        assert other.heard == []
+        assert failed(swarm) == []
+        await talk.append(1, 1)
+        assert failed(swarm) == [("a", ServerClosing)]
+        assert other.count(messages.OpenSession) == len(boundaries) + 1
+
+    run(span_model, TWO, act, boundaries, seconds=0.5, push=push)
+
+
 def test_a_server_that_cannot_be_opened_is_reported_once(span_model):
     async def scenario() -> None:
         swarm = Swarm(span_model, TWO)

@@ -7,7 +7,7 @@ from itertools import groupby, pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.client.chain.route_cutting import cut_route, hops_at_server
+from swarm.client.chain.route_cutting import cut_route
 from swarm.data_structures import Hop, Route, Span
 from tests.infos import server_info
 
@@ -56,10 +56,9 @@ def test_cutting_adds_no_servers(route, boundaries):
     assert names == [name for name, _ in groupby(hop.server.peer_id for hop in route.hops)]
 
 
-@given(peers=st.lists(st.sampled_from("ab"), min_size=1, max_size=12), index=st.integers(0, 11))
-def test_successive_hops_at_one_server(peers, index):
+@given(route=routes())
+def test_successive_hops_at_one_server(route):
     runs, place = [], 0
-    for _, run in groupby(peers):
+    for _, run in groupby(hop.server.peer_id for hop in route.hops):
         runs.append(range(place, place := place + len(list(run))))
-    index %= len(peers)
-    assert hops_at_server(peers, index) == next(run for run in runs if index in run)
+    assert route.runs == tuple(runs)
