@@ -9,6 +9,8 @@ one of these states at a server:
     replied              ANSWERED     ANSWERED                   -           -
     refused (as pushed)  EXPECTED     EXPECTED: the client       -           -
                                       delivers its own copy
+    pushes stopped       -            EXPECTED if it was     -           -
+                                      pushed
     refused (as sent)    the hop has FAILED
     given up             VOID         VOID                       -           -
     refilled up to n     EXPECTED if the number is above n, else ANSWERED    -
@@ -312,8 +314,9 @@ class HopProgress:
         self.pushes_onward = pushes_onward
 
     def on_pushes_stopped(self) -> None:
-        """The server before no longer pushes, because that failed."""
+        """The server before no longer pushes, because that failed; what it has pushed may be lost as well."""
         self.push_refused = False
+        self.pushed = min(self.pushed, max(self.delivered, self.replied))
 
     def _on_reply_missed(self, number: int) -> None:
         """An answer before that to `number` was lost, and the server remembers only the newest: refill its cache."""

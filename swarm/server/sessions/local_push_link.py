@@ -29,6 +29,9 @@ MAX_WAITING_STEPS = 64
 MAX_WAITING_BYTES = 16 << 20
 """Bytes that a link holds, unless it is a single step."""
 
+ROOM_TIMEOUT_S = 30.0
+"""How long a step may wait for room in a link. Those before it are being computed meanwhile."""
+
 Push = tuple[messages.PushRequest, Bytes]
 """A step for another session, and its payload."""
 
@@ -42,6 +45,7 @@ class LocalPushLink:
 
     Args:
         client: peer id of both sessions' client.
+        peer_id: this server.
         session_id: the session on the blocks behind.
         block: the first of these blocks.
         deliver: computes and answers steps that can be computed as one. Raises `RemoteError` if this server may not
@@ -57,12 +61,14 @@ class LocalPushLink:
     def __init__(
         self,
         client: str,
+        peer_id: str,
         session_id: bytes,
         block: int,
         deliver: Callable[[Sequence[Push]], Awaitable[None]],
         unanswered: UnansweredRequests,
     ) -> None:
         self._client = client
+        self._peer_id = peer_id
         self._session_id = session_id
         self._block = block
         self._deliver = deliver
@@ -70,9 +76,15 @@ class LocalPushLink:
         self._waiting: deque[Push] = deque()
         self._gathering = StepGathering()
         self._came = asyncio.Event()
+        self._left = asyncio.Event()
+        self._entering = asyncio.Lock()
         self._computing = False
         self._task: asyncio.Task[None] | None = None
         self._closed = False
+
+    def leads_to(self, peer_id: str, session_id: bytes) -> bool:
+        """Whether it leads to this session at this server, and works."""
+        return not self._closed and (peer_id, session_id) == (self._peer_id, self._session_id)
 
     def note_step(self) -> None:
         """The session that pushes has got a step."""
@@ -80,10 +92,22 @@ class LocalPushLink:
         self._came.set()
 
     async def push(self, step: messages.StepRequest, payload: Bytes) -> bool:
-        """Queue a step for the other session. False if there is no room; the client has to deliver it then."""
-        waiting_bytes = sum(len(waiting) for _, waiting in self._waiting)
-        is_full = len(self._waiting) >= MAX_WAITING_STEPS or waiting_bytes + len(payload) > MAX_WAITING_BYTES
-        if self._closed or (self._waiting and is_full):
+        """Queue a step for the other session, as soon as there is room. False if there is none for a long time.
+
+        The session that pushes computes no further step meanwhile. If the client had to deliver this step instead, it
+        would come before those that wait, and be refused.
+        """
+        async with self._entering:  # steps keep their order
+            try:
+                async with asyncio.timeout(ROOM_TIMEOUT_S):
+                    while not self._closed and not self._has_room(payload):
+                        self._left.clear()
+                        self._came.set()
+                        await self._left.wait()
+            except TimeoutError:
+                logger.warning("a session of …%s takes no steps any more: its link is closed", self._client[-6:])
+                self.close()
+        if self._closed:
             return False
         request = messages.PushRequest(self._client, self._session_id, step)
         self._waiting.append((request, bytes(payload)))  # the memory of a tensor has no hash
@@ -100,6 +124,12 @@ class LocalPushLink:
         self._unanswered.remove(len(self._waiting))
         self._waiting.clear()
         self._came.set()
+        self._left.set()
+
+    def _has_room(self, payload: Bytes) -> bool:
+        waiting_bytes = sum(len(waiting) for _, waiting in self._waiting)
+        is_full = len(self._waiting) >= MAX_WAITING_STEPS or waiting_bytes + len(payload) > MAX_WAITING_BYTES
+        return not (self._waiting and is_full)
 
     async def _deliver_waiting(self) -> None:
         try:
@@ -120,7 +150,9 @@ class LocalPushLink:
         began = time.monotonic()
         while self._waiting:
             steps = [push.step for push, _ in self._waiting]
-            is_urgent = any(step.exit_block is None or self._block < step.exit_block for step in steps)
+            is_urgent = self._entering.locked() or any(
+                step.exit_block is None or self._block < step.exit_block for step in steps
+            )
             now = time.monotonic()
             delay = self._gathering.delay(len(steps), now - began, now)
             if is_urgent or mergeable(steps) < len(steps) or not delay:
@@ -135,6 +167,7 @@ class LocalPushLink:
         if not self._waiting:
             return []
         count = mergeable([push.step for push, _ in self._waiting])
+        self._left.set()
         return [self._waiting.popleft() for _ in range(count)]
 
     async def _compute(self, together: Sequence[Push]) -> None:

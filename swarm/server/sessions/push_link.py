@@ -52,6 +52,13 @@ class PushLink:
         self._connected = asyncio.Event()
         self._task = asyncio.get_running_loop().create_task(self._watch(network))
 
+    def leads_to(self, peer_id: str, session_id: bytes) -> bool:
+        """Whether it leads to this session at this server, and works."""
+        return not self._broken and (peer_id, session_id) == (self._peer_id, self._session_id)
+
+    def note_step(self) -> None:
+        """The session that pushes has got a step. Nothing waits for more of them."""
+
     async def push(self, step: messages.StepRequest, payload: bytes | memoryview) -> bool:
         """Send a step to the next server. False if that failed; True does not guarantee that it arrives."""
         if self._broken:  # possibly before it was connected

@@ -40,18 +40,24 @@ class PushedSteps:
         self._unanswered = unanswered
 
     def set_neighbors(self, session: Session, message: messages.SetNeighbors) -> None:
-        """Who may push into the session, and where its outputs go. Raises `UnknownSession` if it is not open."""
+        """Who may push into the session, and where its outputs go. Raises `UnknownSession` if it is not open.
+
+        A link that leads there already stays, with the steps in it: the client counts them as pushed.
+        """
         self._sessions.require_open(session)  # nothing would ever close the link of a session that is forgotten
-        session.close_push_link()
         session.allow_push_from(message.previous_peer)
-        if message.next_peer is None or message.next_session_id is None:
-            return
-        client = session.terms.peer_id
-        if message.next_peer == self._network.peer_id:
-            block, session_id = session.terms.span.end, message.next_session_id
-            session.push_link = LocalPushLink(client, session_id, block, self._answer_own, self._unanswered)
-        else:
-            session.push_link = PushLink(self._network, client, message.next_peer, message.next_session_id)
+        peer_id, session_id, client = message.next_peer, message.next_session_id, session.terms.peer_id
+        if peer_id is None or session_id is None:
+            session.close_push_link()
+        elif session.push_link is None or not session.push_link.leads_to(peer_id, session_id):
+            session.close_push_link()
+            if peer_id == self._network.peer_id:
+                block = session.terms.span.end
+                session.push_link = LocalPushLink(
+                    client, peer_id, session_id, block, self._answer_own, self._unanswered
+                )
+            else:
+                session.push_link = PushLink(self._network, client, peer_id, session_id)
 
     async def answer(self, peer_id: str, message: messages.PushRequest, payload: Bytes) -> None:
         """A step from the previous server. Its reply or refusal goes to the client, not to the server that pushed.

@@ -12,6 +12,7 @@ from swarm.client.routes.events import HopLost, Recovered, RouteTaken
 from swarm.data_structures import Span, StepLayout
 from swarm.errors import CacheFull, MissingBlocks, PeerLost, ServerClosing
 from swarm.protocol import messages
+from swarm.server.sessions import local_push_link
 from tests import virtual_time
 from tests.client.chains import BLOCKS, CLIENT, Conversation, Server, Swarm
 
@@ -290,3 +291,72 @@ def test_a_step_that_is_not_settled_is_computed_once_more_if_a_server_is_lost(sp
         talk.chain.settle(number)
 
     run(span_model, TWO, act)
+
+
+def run_ahead(
+    span_model: Any,
+    servers: dict[str, tuple[int, int]],
+    act: Callable[[Swarm, Conversation], None],
+    boundaries: tuple[int, ...],
+    count: int = 6,
+) -> tuple[Swarm, list[float]]:
+    """Steps that wait in front of the last part, which is busy, while `act` disturbs the session; the swarm, and when
+    the steps are answered, in seconds from then on."""
+    answered: list[float] = []
+    swarm = Swarm(span_model, servers)
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        await swarm.start()
+        talk = await swarm.chain(boundaries=boundaries)
+        await talk.append(3)
+        busy = find_session(swarm.servers[talk.chain._hops[-1].peer_id], talk, -1)
+        await busy.lock.acquire()
+        begun = []
+        for position in range(3, 3 + count):
+            layout = StepLayout((position,), (1,))
+            begun.append((await talk.begin_step(layout), layout, list(talk.histories)))
+            await asyncio.sleep(0.05)
+        began = loop.time()
+        act(swarm, talk)
+        loop.call_later(0.3, busy.lock.release)
+        for number, layout, histories in begun:
+            await talk.chain.wait(lambda number=number: talk.chain.outputs(number, BLOCKS) is not None)
+            talk.check(layout, talk.chain.outputs(number, BLOCKS), histories)
+            answered.append(loop.time() - began)
+            talk.chain.settle(number)
+        await talk.chain.close()
+
+    virtual_time.run(scenario)
+    return swarm, answered
+
+
+def test_steps_that_wait_at_a_later_part_are_not_lost_with_a_server_in_front_of_it(span_model):
+    servers = {"a": (0, 2), "b": (2, 6), "a2": (0, 2)}
+    swarm, answered = run_ahead(span_model, servers, lambda swarm, talk: swarm.kill("a"), (4,))
+    assert failed(swarm) == [("a", PeerLost)]
+    assert swarm.planner.routes[-1] == "0:2@a2 2:4@b 4:6@b"
+    assert max(answered) < 1  # and not after a timeout
+    assert swarm.servers["b"].count(messages.ReplayRequest) == 0
+
+
+def test_steps_that_a_link_has_lost_cost_one_timeout_in_all(span_model):
+    def lose(swarm: Swarm, talk: Conversation) -> None:
+        find_session(swarm.servers["a"], talk, 0).close_push_link()
+
+    swarm, answered = run_ahead(span_model, {"a": (0, 6)}, lose, (4,))
+    assert failed(swarm) == []
+    lost = answered[1:]  # the first one had begun
+    assert max(lost) - min(lost) < 1
+
+
+@pytest.mark.parametrize("bound", ["steps", "bytes"])
+def test_a_client_that_runs_ahead_of_a_full_link_loses_nothing(span_model, monkeypatch, bound):
+    if bound == "steps":
+        monkeypatch.setattr(local_push_link, "MAX_WAITING_STEPS", 3)
+    else:
+        monkeypatch.setattr(local_push_link, "MAX_WAITING_BYTES", 1)
+    swarm, answered = run_ahead(span_model, {"a": (0, 6)}, lambda swarm, talk: None, (3,), count=8)
+    assert failed(swarm) == []
+    assert max(answered) < 1
+    assert swarm.servers["a"].count(messages.ReplayRequest) == 0

@@ -168,6 +168,29 @@ def test_the_clients_own_error_leaves_the_hop_working():
     assert progress.error is None
 
 
+def test_when_pushes_stop_the_client_delivers_what_was_pushed_and_not_answered():
+    progress = hop(0, 1, 2, 3, 4)
+    deliver(progress, 0, 1)
+    for number in (2, 3, 4):
+        progress.on_pushed(number, True, 0.0)
+    assert answer(progress, 0)
+    progress.on_pushes_stopped()
+    assert [progress.is_handed(number) for number in range(5)] == [True, True, False, False, False]
+    assert progress.awaited() == [1, 2, 3, 4]
+    deliver(progress, 2, 3, 4)
+    assert all(answer(progress, number) for number in (1, 2, 3, 4))
+
+
+def test_when_pushes_stop_nothing_that_was_answered_is_delivered_again():
+    progress = hop(0, 1, 2)
+    for number in (0, 1):
+        progress.on_pushed(number, True, 0.0)
+    assert answer(progress, 0)
+    assert answer(progress, 1)
+    progress.on_pushes_stopped()
+    assert [progress.is_handed(number) for number in range(3)] == [True, True, False]
+
+
 def test_an_unreliable_push_is_not_waited_for():
     progress = hop(0, 1)
     progress.on_pushed(0, False, 0.0)

@@ -16,6 +16,7 @@ from swarm.protocol import messages
 from swarm.protocol.compression import decode_tensor, encode_tensor
 from swarm.server.compute import engine as engine_module
 from swarm.server.sessions import local_push_link
+from swarm.server.sessions.local_push_link import ROOM_TIMEOUT_S
 from tests.server.conversations import (
     CPU,
     HIDDEN,
@@ -204,31 +205,59 @@ def test_sessions_in_a_circle_compute_each_step_once(model, length):
     on_virtual_time(model, act)
 
 
+def bound_to(steps: int, monkeypatch: pytest.MonkeyPatch, bound: str) -> None:
+    """Links have room for so many steps of one token."""
+    if bound == "steps":
+        monkeypatch.setattr(local_push_link, "MAX_WAITING_STEPS", steps)
+    else:
+        monkeypatch.setattr(local_push_link, "MAX_WAITING_BYTES", steps * 4 * HIDDEN)
+
+
 @pytest.mark.parametrize("bound", ["steps", "bytes"])
-def test_what_a_link_has_no_room_for_is_left_to_the_client(model, monkeypatch, bound):
+def test_what_a_link_has_no_room_for_waits_and_all_steps_arrive_in_order(model, monkeypatch, bound):
     async def act(server):
         cut = await CutClient.begin(server)
         await cut.step(step(0, 0, 2), random(2))
-        if bound == "steps":
-            monkeypatch.setattr(local_push_link, "MAX_WAITING_STEPS", 2)
-        else:
-            monkeypatch.setattr(local_push_link, "MAX_WAITING_BYTES", 2 * 4 * HIDDEN)
-        (first, later), outputs = parts_of(server), []
+        bound_to(2, monkeypatch, bound)
+        first, later = parts_of(server)
         async with later.lock:  # as if it were busy
-            for number, pushed in enumerate([True, True, True, False, False], 1):  # the first one waits for the lock
+            for number in range(1, 7):
                 await cut.send(step(number, number + 1), random(1, number))
-                reply, output = await answer(cut.streams[0])
-                assert reply.pushed == pushed
-                outputs.append(output)
-        for number in (1, 2, 3):
+            for number in (1, 2, 3):  # the first one waits for the lock
+                assert (await answer(cut.streams[0]))[0].pushed
+            await cut.streams[0].hears_nothing(1)
+            assert first.next_step == 5  # the step without room is computed, and no further one
+        for number in range(1, 7):
             assert (await answer(cut.streams[1]))[0].step == number
-        for number in (4, 5):
-            reply, _ = await cut.streams[1].ask(
-                step(number, number + 1), encode_tensor(outputs[number - 1], WireFormat.NONE)
-            )
-            assert isinstance(reply, messages.StepReply)
-        await cut.step(step(6, 7), random(1, 6))
-        assert first.next_step == later.next_step == 7
+        for number in (4, 5, 6):
+            reply, _ = await answer(cut.streams[0])
+            assert (reply.step, reply.pushed) == (number, True)
+        await cut.step(step(7, 8), random(1, 7))
+        assert first.next_step == later.next_step == 8
+
+    on_virtual_time(model, act)
+
+
+@pytest.mark.parametrize("end", ["of the time", "of the link"])
+def test_a_step_does_not_wait_for_room_for_ever(model, monkeypatch, end):
+    async def act(server):
+        cut = await CutClient.begin(server)
+        await cut.step(step(0, 0, 2), random(2))
+        bound_to(1, monkeypatch, "steps")
+        first, later = parts_of(server)
+        async with later.lock:
+            for number in (1, 2, 3):
+                await cut.send(step(number, number + 1), random(1, number))
+            assert [(await answer(cut.streams[0]))[0].pushed for _ in range(2)] == [True, True]
+            began = asyncio.get_running_loop().time()
+            if end == "of the link":
+                first.close_push_link()
+            assert not (await answer(cut.streams[0]))[0].pushed
+            waited = asyncio.get_running_loop().time() - began
+            assert waited == pytest.approx(ROOM_TIMEOUT_S if end == "of the time" else 0)
+        assert (await answer(cut.streams[1]))[0].step == 1  # which had begun
+        await cut.link(0)
+        await server.handler.idle()
 
     on_virtual_time(model, act)
 
@@ -252,7 +281,7 @@ def test_steps_on_their_way_to_a_session_that_ends_are_dropped(model, end):
             case "the first part":
                 await cut.streams[0].stream.send(messages.CloseSession())
             case "another link" | "no link":
-                where = (SERVER, session_id(PARTS[1])) if end == "another link" else (None, None)
+                where = (SERVER, b"another session ") if end == "another link" else (None, None)
                 await cut.streams[0].stream.send(messages.SetNeighbors(None, *where))
             case "hang up":
                 server.handler.hang_up()
@@ -267,6 +296,36 @@ def test_steps_on_their_way_to_a_session_that_ends_are_dropped(model, end):
             await cut.streams[1].hears_nothing(LONG)
         else:
             assert later.next_step == 1
+
+    on_virtual_time(model, act)
+
+
+def test_a_link_that_is_set_again_keeps_the_steps_that_wait(model):
+    """A client sets it again if the hop before is replaced; what waits it counts as pushed."""
+
+    async def act(server):
+        cut = await CutClient.begin(server)
+        await cut.step(step(0, 0, 2), random(2))
+        later = parts_of(server)[1]
+        async with later.lock:
+            for number in (1, 2, 3):
+                await cut.send(step(number, number + 1), random(1, number))
+                assert (await answer(cut.streams[0]))[0].pushed
+            await cut.link(0)
+        for number in (1, 2, 3):
+            assert (await answer(cut.streams[1]))[0].step == number
+        await cut.step(step(4, 5), random(1, 4))
+
+    on_virtual_time(model, act)
+
+
+def test_a_link_that_was_closed_is_made_anew_when_it_is_set_again(model):
+    async def act(server):
+        cut = await CutClient.begin(server)
+        first, _ = parts_of(server)
+        first.push_link.close()
+        await cut.link(0)
+        await cut.step(step(0, 0, 2), random(2))
 
     on_virtual_time(model, act)
 
