@@ -161,11 +161,13 @@ def merged_work(
         rows: for each step, where its packed tokens lie among those of `layout`.
     """
     model = cache.model
-    indices = [torch.tensor(one, dtype=torch.long, device=model.device) for one in rows]
+
+    def indices() -> list[torch.Tensor]:  # a copy to the device, for which only the compute thread may wait
+        return [torch.tensor(one, dtype=torch.long, device=model.device) for one in rows]
 
     def decode() -> torch.Tensor:
         inputs_NH: torch.Tensor | None = None
-        for payload, index_T in zip(payloads, indices, strict=True):
+        for payload, index_T in zip(payloads, indices(), strict=True):
             step_TH = decode_tensor(payload, len(index_T), model.hidden_size, wire, dtype, model.device)
             if inputs_NH is None:
                 inputs_NH = step_TH.new_empty(layout.tokens, model.hidden_size)
@@ -174,7 +176,7 @@ def merged_work(
         return inputs_NH
 
     def encode(output_NH: torch.Tensor) -> Bytes:
-        return b"".join(encode_tensor(output_NH[index_T], reply_wire) for index_T in indices)
+        return b"".join(encode_tensor(output_NH[index_T], reply_wire) for index_T in indices())
 
     return ForwardWork(peer, (peer, session_id), cache, layout, decode, encode, urgent=urgent)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Sequence
 
 import msgspec
@@ -18,11 +19,12 @@ from swarm.protocol.compression import payload_bytes
 from swarm.server.compute import compute_request
 from swarm.server.compute.compute_request import Bytes, ComputeResult
 from swarm.server.compute.engine import Engine
-from swarm.server.sessions.local_push_link import LocalPushLink
 from swarm.server.sessions.request_validation import RequestValidator
 from swarm.server.sessions.session import Session, StepGivenUp
 from swarm.server.sessions.session_table import SessionTable
-from swarm.server.sessions.step_merging import MergedSteps
+from swarm.server.sessions.step_merging import MergedSteps, is_urgent
+
+logger = logging.getLogger(__name__)
 
 StepOutcome = tuple[messages.StepReply | WrongPosition | None, Bytes]
 """What comes of a step: its reply and outputs, why it is refused, or None if it is dropped without an answer."""
@@ -52,7 +54,7 @@ class SessionSteps:
         If the client asks again for the last step, it gets the reply that was kept.
         """
         fingerprint = _fingerprint(message, payload)
-        if isinstance(session.push_link, LocalPushLink):
+        if session.push_link is not None:
             session.push_link.note_step()
         async with session.lock:
             if session.last is not None and message.step == session.last[1].step and fingerprint == session.last[0]:
@@ -186,7 +188,7 @@ class SessionSteps:
             message.dtype,
             reply_format,
             exits,
-            urgent=not isinstance(message, messages.StepRequest) or _is_urgent(session, message),
+            urgent=not isinstance(message, messages.StepRequest) or is_urgent(message, session.terms.span.start),
         )
         computing = self._engine.submit(work)
         session.computing = (range(number, number + 1), computing) if number is not None else None
@@ -232,7 +234,7 @@ class SessionSteps:
             first.format,
             first.dtype,
             session.terms.reply_format,
-            urgent=any(_is_urgent(session, message) for message, _ in steps),
+            urgent=any(is_urgent(message, session.terms.span.start) for message, _ in steps),
         )
         computing = self._engine.submit(work)
         session.computing = range(first.step, last.step + 1), computing
@@ -240,7 +242,12 @@ class SessionSteps:
             await asyncio.wait([computing])
         finally:
             session.computing = None
-        return computing.result() if computing.exception() is None else None
+        error = computing.exception()
+        if error is None:
+            return computing.result()
+        if not isinstance(error, StepGivenUp):
+            logger.warning("computing %d steps as one failed; they are computed one by one", len(steps), exc_info=error)
+        return None
 
     def _split(self, session: Session, merged: MergedSteps, result: ComputeResult) -> list[memoryview]:
         """The payloads of steps that were computed as one."""
@@ -268,11 +275,6 @@ def _note_computed(
     session.last = fingerprint, reply, output
     session.next_step, session.epoch = message.step + 1, message.epoch
     return reply
-
-
-def _is_urgent(session: Session, message: messages.StepRequest) -> bool:
-    """Whether the client waits for the outputs: its token cannot leave in front of the session's blocks."""
-    return message.exit_block is None or session.terms.span.start < message.exit_block
 
 
 def _exits(session: Session, message: messages.StepRequest) -> StepExits | None:

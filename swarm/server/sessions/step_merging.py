@@ -1,4 +1,4 @@
-"""Which successive steps of a session can be computed as one, and how their tokens lie then. Pure.
+"""Which successive steps of a session can wait and be computed as one, and how their tokens lie then. Pure.
 
 Steps that just continue each other (the tokens of a text, one after the other) are what a prompt's chunk is: several
 tokens for each sequence. Where reading the weights takes most of the time, computing them together costs little more
@@ -17,6 +17,11 @@ from swarm.server.compute.scheduler import MAX_SHORT_TOKENS
 
 MAX_MERGED_TOKENS = 64
 """Tokens of steps that are computed as one: those of a short iteration. More would not be cheaper each."""
+
+
+def is_urgent(step: StepRequest, block: int) -> bool:
+    """Whether the client waits for the outputs of the blocks from `block` on: its token cannot leave before them."""
+    return step.exit_block is None or block < step.exit_block
 
 
 def mergeable(steps: Sequence[StepRequest]) -> int:

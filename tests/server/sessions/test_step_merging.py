@@ -25,7 +25,7 @@ from swarm.server.sessions.request_validation import RequestLimits, RequestValid
 from swarm.server.sessions.session import Session, SessionTerms
 from swarm.server.sessions.session_steps import SessionSteps
 from swarm.server.sessions.session_table import SessionTable
-from swarm.server.sessions.step_merging import MAX_MERGED_TOKENS, MergedSteps, mergeable
+from swarm.server.sessions.step_merging import MAX_MERGED_TOKENS, MergedSteps, is_urgent, mergeable
 from tests.server.conversations import CPU, HIDDEN, REVISION, SPAN, changed, make_model
 
 POISON = 7.0
@@ -78,6 +78,11 @@ def test_steps_that_do_more_than_continue_are_not_merged(changes):
     assert mergeable([first, changed(second, **changes)]) == 1
     if "sources" in changes or "left" in changes or "exits" in changes:
         assert mergeable([changed(first, **changes), second]) == 1
+
+
+def test_a_step_is_urgent_where_its_token_cannot_have_left():
+    assert is_urgent(step(), 4)
+    assert [is_urgent(step(exit_block=4), block) for block in (3, 4, 5)] == [True, False, False]
 
 
 @given(st.integers(1, 5).flatmap(lambda n: st.lists(st.lists(st.integers(0, 3), min_size=n, max_size=n), min_size=1)))
@@ -136,6 +141,8 @@ class Link:
     async def push(self, request: messages.StepRequest, payload: Any) -> bool:
         self.taken.append(request)
         return request.step % 3 > 0
+
+    def note_step(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -288,6 +295,18 @@ def test_what_can_be_merged_is(model):
     part = Part(model, {0: range(0, 5)})
     assert [kind for kind, _, _ in asyncio.run(part.run(pushes, 2, merge=True))] == ["dropped"] * 5
     assert part.engine.tokens == []
+
+
+@pytest.mark.parametrize("cause", ["a fault", "given up"])
+def test_why_steps_could_not_be_computed_as_one_is_logged(model, caplog, cause):
+    """If only merged steps fail, each costs twice as much from then on."""
+    hidden = torch.full((1, HIDDEN), POISON if cause == "a fault" else 1.0)
+    pushes = [(step(number, [number], [1], 0), bytes(encode_tensor(hidden, WireFormat.NONE))) for number in range(3)]
+    part = Part(model, {} if cause == "a fault" else {0: range(0, 3)})
+    asyncio.run(part.run(pushes, 1, merge=True))
+    logged = [(record.getMessage(), str(record.exc_info and record.exc_info[1])) for record in caplog.records]
+    expected = [("computing 3 steps as one failed; they are computed one by one", "poison")]
+    assert logged == (expected if cause == "a fault" else [])
 
 
 @pytest.mark.parametrize("wire", [WireFormat.NONE, WireFormat.FLOAT16, WireFormat.BLOCKWISE8])
