@@ -211,7 +211,11 @@ def _make_session_table(config: ResolvedConfig, model: SpanModel, observer: Serv
     paging, now = model.strategy.paging, time.monotonic
     if paging is not None:  # a page has room in all blocks, whichever of them a session uses
         return SessionTable(config.cache_tokens, now, page=paging.pool.page_size, observer=observer)
-    return SessionTable(config.cache_tokens, now, blocks=model.span.length, observer=observer)
+    # A session may keep a token's hidden states twice: in its last reply, and in a step that waits for its next part.
+    buffer_blocks = -(-2 * model.hidden_size // max(1, config.checkpoint.structure.cached_values_per_token))
+    return SessionTable(
+        config.cache_tokens, now, blocks=model.span.length, buffer_blocks=buffer_blocks, observer=observer
+    )
 
 
 def _make_engine(

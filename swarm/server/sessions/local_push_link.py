@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
@@ -18,7 +18,7 @@ from swarm.errors import RemoteError
 from swarm.protocol import messages
 from swarm.server.compute.compute_request import Bytes
 from swarm.server.compute.step_gathering import StepGathering
-from swarm.server.sessions.step_merging import mergeable
+from swarm.server.sessions.step_merging import is_urgent, mergeable
 from swarm.server.sessions.unanswered_requests import UnansweredRequests
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,8 @@ MAX_WAITING_STEPS = 64
 """Steps that a link holds. A client has fewer of one session under way."""
 
 MAX_WAITING_BYTES = 16 << 20
-"""Bytes that a link holds, unless it is a single step."""
+"""Bytes that all links of a client hold. A link that holds nothing takes a step of any size, for which the session has
+reserved memory (see `SessionTable`); otherwise links that wait for each other would wait for ever."""
 
 ROOM_TIMEOUT_S = 30.0
 """How long a step may wait for room in a link. Those before it are being computed meanwhile."""
@@ -51,6 +52,7 @@ class LocalPushLink:
         deliver: computes and answers steps that can be computed as one. Raises `RemoteError` if this server may not
             push into that session.
         unanswered: counts the steps that the link holds.
+        waiting_bytes: for each client, bytes that its links hold.
 
     Attributes:
         reply_delay_s: the client's copy need not wait, because it delays no push.
@@ -66,6 +68,7 @@ class LocalPushLink:
         block: int,
         deliver: Callable[[Sequence[Push]], Awaitable[None]],
         unanswered: UnansweredRequests,
+        waiting_bytes: Counter[str],
     ) -> None:
         self._client = client
         self._peer_id = peer_id
@@ -73,6 +76,7 @@ class LocalPushLink:
         self._block = block
         self._deliver = deliver
         self._unanswered = unanswered
+        self._waiting_bytes = waiting_bytes
         self._waiting: deque[Push] = deque()
         self._gathering = StepGathering()
         self._came = asyncio.Event()
@@ -112,24 +116,33 @@ class LocalPushLink:
         request = messages.PushRequest(self._client, self._session_id, step)
         self._waiting.append((request, bytes(payload)))  # the memory of a tensor has no hash
         self._unanswered.add()
+        self._waiting_bytes[self._client] += len(payload)
         self._gathering.on_push(time.monotonic(), step.epoch, step.starts)
         self._came.set()
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._deliver_waiting())
+            self._task.add_done_callback(self._log_fault)
         return True
 
     def close(self) -> None:
         """Take no more steps and drop those that wait. Those that are being computed are answered."""
         self._closed = True
-        self._unanswered.remove(len(self._waiting))
-        self._waiting.clear()
+        self._unanswered.remove(len(self._remove(len(self._waiting))))
         self._came.set()
-        self._left.set()
 
     def _has_room(self, payload: Bytes) -> bool:
-        waiting_bytes = sum(len(waiting) for _, waiting in self._waiting)
-        is_full = len(self._waiting) >= MAX_WAITING_STEPS or waiting_bytes + len(payload) > MAX_WAITING_BYTES
+        waiting_bytes = self._waiting_bytes[self._client] + len(payload)
+        is_full = len(self._waiting) >= MAX_WAITING_STEPS or waiting_bytes > MAX_WAITING_BYTES
         return not (self._waiting and is_full)
+
+    def _remove(self, count: int) -> list[Push]:
+        """Take the first steps out of the queue."""
+        removed = [self._waiting.popleft() for _ in range(count)]
+        self._waiting_bytes[self._client] -= sum(len(payload) for _, payload in removed)
+        if not self._waiting_bytes[self._client]:
+            del self._waiting_bytes[self._client]
+        self._left.set()
+        return removed
 
     async def _deliver_waiting(self) -> None:
         try:
@@ -145,17 +158,20 @@ class LocalPushLink:
             if self._waiting:  # a fault of this server
                 self.close()
 
+    def _log_fault(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            logger.error("handing steps of …%s on inside this server failed", self._client[-6:], exc_info=error)
+
     async def _gather(self) -> None:
         """Wait as long as the steps that wait should wait for more."""
         began = time.monotonic()
         while self._waiting:
             steps = [push.step for push, _ in self._waiting]
-            is_urgent = self._entering.locked() or any(
-                step.exit_block is None or self._block < step.exit_block for step in steps
-            )
+            urgent = self._entering.locked() or any(is_urgent(step, self._block) for step in steps)
             now = time.monotonic()
             delay = self._gathering.delay(len(steps), now - began, now)
-            if is_urgent or mergeable(steps) < len(steps) or not delay:
+            if urgent or mergeable(steps) < len(steps) or not delay:
                 return
             self._came.clear()
             with suppress(TimeoutError):
@@ -164,11 +180,7 @@ class LocalPushLink:
 
     def _take(self) -> list[Push]:
         """Take the first steps out of the queue, those that can be computed as one."""
-        if not self._waiting:
-            return []
-        count = mergeable([push.step for push, _ in self._waiting])
-        self._left.set()
-        return [self._waiting.popleft() for _ in range(count)]
+        return self._remove(mergeable([push.step for push, _ in self._waiting])) if self._waiting else []
 
     async def _compute(self, together: Sequence[Push]) -> None:
         began, self._computing = time.monotonic(), True

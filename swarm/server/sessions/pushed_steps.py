@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -38,6 +39,7 @@ class PushedSteps:
         self._steps = steps
         self._replies = replies
         self._unanswered = unanswered
+        self._waiting_bytes: Counter[str] = Counter()
 
     def set_neighbors(self, session: Session, message: messages.SetNeighbors) -> None:
         """Who may push into the session, and where its outputs go. Raises `UnknownSession` if it is not open.
@@ -54,7 +56,7 @@ class PushedSteps:
             if peer_id == self._network.peer_id:
                 block = session.terms.span.end
                 session.push_link = LocalPushLink(
-                    client, peer_id, session_id, block, self._answer_own, self._unanswered
+                    client, peer_id, session_id, block, self._answer_own, self._unanswered, self._waiting_bytes
                 )
             else:
                 session.push_link = PushLink(self._network, client, peer_id, session_id)

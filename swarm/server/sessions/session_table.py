@@ -1,8 +1,9 @@
 """The sessions that a server keeps.
 
 A session reserves `sequences x max_length` tokens of cache when it is opened, and more when it first brings more
-sequences. A token is one position in all blocks of the server, so a session on a part of them reserves its share. It
-frees them when it is closed, when its connection has been gone for `RECONNECT_TIMEOUT_S` seconds (so that
+sequences. A token is one position in all blocks of the server, so a session on a part of them reserves its share, and
+what its last reply and a step in its push link take as well: their size does not depend on the blocks. It frees them
+when it is closed, when its connection has been gone for `RECONNECT_TIMEOUT_S` seconds (so that
 a client may reconnect and ask for a lost reply again), or when nothing has arrived for it for `IDLE_TIMEOUT_S` seconds.
 A session belongs to the peer that opened it.
 """
@@ -38,6 +39,8 @@ class SessionTable:
         page: tokens of the smallest piece in which cache is given out.
         blocks: number of blocks among which a token's cache is divided; None if a session on some of the server's
             blocks takes as much cache as one on all of them.
+        buffer_blocks: cache of how many blocks takes as much memory as the hidden states that a session keeps of each
+            token, whatever its blocks. Of use only with `blocks`.
         observer: is told of sessions that open and close.
     """
 
@@ -49,11 +52,13 @@ class SessionTable:
         peer_sessions: int = MAX_PEER_SESSIONS,
         page: int = 1,
         blocks: int | None = None,
+        buffer_blocks: int = 0,
         observer: ServerObserver | None = None,
     ) -> None:
         self.capacity = capacity // page * page
         self._page = page
         self._blocks = blocks
+        self._buffer_blocks = buffer_blocks
         self._allocator = CacheAllocator(self.capacity, peer_share)
         self._peer_sessions = peer_sessions
         self._now = now
@@ -158,9 +163,13 @@ class SessionTable:
         session.last_seen = self._now()
 
     def tokens_reserved(self, terms: SessionTerms, sequences: int = 1) -> int:
-        """Tokens of cache that these sequences take: whole pages, and of those the share of the session's blocks."""
+        """Tokens of cache that these sequences take: whole pages, and of those the share of the session's blocks and
+        buffers."""
         tokens = sequences * -(-terms.max_length // self._page) * self._page
-        return tokens if self._blocks is None else -(-tokens * terms.span.length // self._blocks)
+        if self._blocks is None:
+            return tokens
+        own, whole = terms.span.length + self._buffer_blocks, self._blocks + self._buffer_blocks
+        return -(-tokens * own // whole)
 
     def refuse_waiting(self) -> None:
         """From now on no session waits for cache."""

@@ -223,7 +223,7 @@ def test_what_a_link_has_no_room_for_waits_and_all_steps_arrive_in_order(model, 
         async with later.lock:  # as if it were busy
             for number in range(1, 7):
                 await cut.send(step(number, number + 1), random(1, number))
-            for number in (1, 2, 3):  # the first one waits for the lock
+            for _ in range(3):  # the first one waits for the lock
                 assert (await answer(cut.streams[0]))[0].pushed
             await cut.streams[0].hears_nothing(1)
             assert first.next_step == 5  # the step without room is computed, and no further one
@@ -234,6 +234,46 @@ def test_what_a_link_has_no_room_for_waits_and_all_steps_arrive_in_order(model, 
             assert (reply.step, reply.pushed) == (number, True)
         await cut.step(step(7, 8), random(1, 7))
         assert first.next_step == later.next_step == 8
+
+    on_virtual_time(model, act)
+
+
+def test_links_of_one_client_share_the_room_for_bytes(model, monkeypatch):
+    async def act(server):
+        parts = (Span(1, 2), Span(2, 3), Span(3, 4))
+        cut = await CutClient.begin(server, parts)
+        await cut.step(step(0, 0, 2), random(2))
+        monkeypatch.setattr(local_push_link, "MAX_WAITING_BYTES", 3 * 4 * HIDDEN)
+        first, middle, later = parts_of(server)
+        async with later.lock:
+            for number in range(1, 11):
+                await cut.send(step(number, number + 1), random(1, number))
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(1)
+            waiting = [len(one.push_link._waiting) for one in (first, middle)]
+            assert waiting == [1, 3]  # one step is taken in any case
+            assert server.handler._pushed._waiting_bytes == {"hostile": 4 * 4 * HIDDEN}
+        for stream in cut.streams:
+            for number in range(1, 11):
+                assert (await answer(stream))[0].step == number
+        assert not server.handler._pushed._waiting_bytes
+
+    on_virtual_time(model, act)
+
+
+def test_a_fault_of_a_link_is_logged(model, monkeypatch, caplog):
+    async def act(server):
+        async def fail(*arguments):
+            raise RuntimeError("a bug")
+
+        cut = await CutClient.begin(server)
+        monkeypatch.setattr(server.handler._pushed, "answer", fail)
+        await cut.send(step(0, 0, 2), random(2))
+        assert (await answer(cut.streams[0], 2))[0].pushed
+        await server.handler.idle()
+        await asyncio.sleep(1)
+        assert "handing steps of …ostile on inside this server failed" in caplog.text
+        assert "a bug" in caplog.text
 
     on_virtual_time(model, act)
 

@@ -104,6 +104,36 @@ def test_the_parts_of_a_span_together_reserve_what_the_whole_span_does(blocks, c
         assert whole <= sum(sessions.tokens_reserved(one.terms, sequences) for one in parts) < whole + len(parts)
 
 
+@given(
+    blocks=st.integers(1, 40),
+    buffer_blocks=st.integers(0, 20),
+    length=st.integers(1, 40),
+    max_length=st.integers(1, 5000),
+    rows=st.integers(0, 20),
+)
+def test_a_session_on_few_blocks_reserves_its_buffers_too(blocks, buffer_blocks, length, max_length, rows):
+    sessions = SessionTable(CAPACITY, Clock(), blocks=blocks, buffer_blocks=buffer_blocks)
+    part = sessions.tokens_reserved(session(0, max_length=max_length, span=Span(0, min(blocks, length))).terms, rows)
+    whole = sessions.tokens_reserved(session(0, max_length=max_length, span=Span(0, blocks)).terms, rows)
+    assert whole == rows * max_length  # the same as if buffers were not counted
+    # In units of the memory that a token takes in one block, of which the server has `CAPACITY * blocks` for cache:
+    assert part * (blocks + buffer_blocks) >= rows * max_length * (min(blocks, length) + buffer_blocks)
+    assert part <= whole
+
+
+def test_one_peers_buffers_take_at_most_the_memory_of_the_cache():
+    """Sessions on one block each, as many as the cache has room for."""
+    blocks, buffer_blocks = 80, 8
+    sessions = SessionTable(65536, Clock(), blocks=blocks, buffer_blocks=buffer_blocks)
+    count = 65536 * 3 // 4 // sessions.tokens_reserved(session(0, max_length=16384, span=Span(0, 1)).terms)
+    for number in range(count):
+        opened(sessions, session(number, max_length=16384, span=Span(0, 1)))
+    with pytest.raises(CacheFull):
+        opened(sessions, session(count, max_length=16384, span=Span(0, 1)))
+    assert count == 29
+    assert count * 16384 * buffer_blocks <= 65536 * blocks
+
+
 def test_where_pages_hold_all_blocks_a_part_takes_whole_pages():
     sessions = SessionTable(CAPACITY, Clock(), peer_share=1.0, page=16)
     opened(sessions, session(1, max_length=17, span=Span(1, 2)))
