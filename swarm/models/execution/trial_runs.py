@@ -66,8 +66,25 @@ def decode_step(
     return step
 
 
-def run_schedule(model: SpanModel, longer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and outputs of a short schedule of two sessions, each `[tokens, hidden]`.
+DECODE_ROUNDS = 4
+"""Rounds of single tokens in the schedule."""
+
+
+class ScheduleRun(NamedTuple):
+    """What went into a schedule and what came out.
+
+    Attributes:
+        inputs, outputs: `[tokens, hidden]`, fp32.
+        has_past: `[tokens]` bool, whether a token continues what earlier steps have put into the cache.
+    """
+
+    inputs: torch.Tensor
+    outputs: torch.Tensor
+    has_past: torch.Tensor
+
+
+def run_schedule(model: SpanModel, longer: int = 0) -> ScheduleRun:
+    """Run a short schedule of two sessions: prompts, three tokens at once, and rounds of single tokens.
 
     Args:
         longer: tokens that one of the sequences has beyond a few.
@@ -80,15 +97,21 @@ def run_schedule(model: SpanModel, longer: int = 0) -> tuple[torch.Tensor, torch
         return inputs[-1]
 
     first, second = SessionCache(model), SessionCache(model)
+    prompts = 10 + 9 + longer
     outputs = [
         first.step(hidden(10), StepLayout((0, 0), (5, 5))),
         second.step(hidden(9 + longer), StepLayout((0,), (9 + longer,))),
         second.step(hidden(3), StepLayout((9 + longer,), (3,))),
     ]
-    steps = [
-        first.start_step(hidden(2), StepLayout((5, 5), (1, 1))),
-        second.start_step(hidden(1), StepLayout((12 + longer,), (1,))),
-    ]
-    advance_steps([(step, step.tokens_left) for step in steps])
-    outputs += [step.output for step in steps]
-    return torch.cat(inputs).float(), torch.cat(outputs).float()
+    for number in range(DECODE_ROUNDS):
+        steps = [
+            first.start_step(hidden(2), StepLayout((5 + number,) * 2, (1, 1))),
+            second.start_step(hidden(1), StepLayout((12 + longer + number,), (1,))),
+        ]
+        advance_steps([(step, step.tokens_left) for step in steps])
+        for step in steps:
+            step.commit()
+            outputs.append(step.output)
+    all_inputs = torch.cat(inputs).float()
+    has_past = torch.arange(len(all_inputs), device=all_inputs.device) >= prompts
+    return ScheduleRun(all_inputs, torch.cat(outputs).float(), has_past)

@@ -11,6 +11,7 @@ from swarm.models.execution import strategy_trials
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy import ExecutionStrategy
 from swarm.models.execution.strategy_trials import choose_layout
+from swarm.models.execution.trial_runs import ScheduleRun
 from tests.models.execution.test_session_cache import load
 
 
@@ -57,6 +58,30 @@ def forgets(*args, **kwargs):
     return reference_kernel(*args, **kwargs) if (lengths == kwargs["seqused_k"]).all() else torch.zeros_like(args[0])
 
 
+def wrong_for_single_tokens(*args, **kwargs):
+    output = reference_kernel(*args, **kwargs)
+    return 100 * torch.randn_like(output) if args[5] == 1 else output  # max_q
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "paged"])
+def test_a_cache_whose_single_tokens_are_wrong_is_not_used(model, layout, monkeypatch):
+    """Although most tokens of the schedule are of its prompts."""
+    right = model.with_strategy(choose_layout(model, layout).strategy)
+    assert right.strategy.layout == layout
+    compute = SpanModel.run_packed
+
+    def wrong(self, hidden, *args, **kwargs):
+        output = compute(self, hidden, *args, **kwargs)
+        return 100 * torch.randn_like(output) if len(hidden) <= 3 else output
+
+    monkeypatch.setattr(SpanModel, "run_packed", wrong)
+    assert choose_layout(model, layout).strategy.layout == "padded"
+    monkeypatch.undo()
+    monkeypatch.setattr(strategy_trials, "agrees_with_reference", lambda kernel, pages: True)
+    monkeypatch.setattr(strategy_trials, "candidate_kernels", lambda device: (wrong_for_single_tokens,))
+    assert choose_layout(model, "paged").strategy.layout == "contiguous"
+
+
 @pytest.mark.parametrize("kernel", [refuses, ignores_windows, forgets])
 def test_a_kernel_that_does_not_do_what_it_should_is_not_used(model, kernel, monkeypatch):
     """Also where this model is computed right with it, until one with a window, or a longer sequence, comes."""
@@ -82,7 +107,8 @@ def test_without_a_kernel_sequences_are_contiguous(model, monkeypatch):
 )
 def test_by_itself_a_model_is_in_pages_on_a_gpu_in_16_bits(model, monkeypatch, device, dtype, paged):
     tried = []
-    monkeypatch.setattr(strategy_trials, "run_schedule", lambda model, longer=0: (torch.zeros(1, 1), torch.ones(1, 1)))
+    run = ScheduleRun(torch.zeros(2, 1), torch.ones(2, 1), torch.tensor([False, True]))
+    monkeypatch.setattr(strategy_trials, "run_schedule", lambda model, longer=0: run)
     monkeypatch.setattr(strategy_trials, "_try_pages", tried.append)
     model.device, model.dtype = torch.device(device), dtype
     choose_layout(model)
