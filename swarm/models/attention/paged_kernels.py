@@ -12,7 +12,6 @@ import inspect
 import itertools
 import statistics
 import time
-from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any, Protocol
 
@@ -70,21 +69,31 @@ def candidate_kernels(device: torch.device) -> tuple[PagedKernel, ...]:
     """Kernels that a device may have. Raises `ImportError` if this torch has none for it."""
     if device.type != "cuda":
         return (reference_kernel,)
-    found = _kernels_of_torch()
-    if find_spec("triton") is not None:
-        from swarm.models.attention.triton_attention import triton_kernel  # late, for the same reason
-
-        found = (*found, triton_kernel)
+    found: list[PagedKernel] = []
+    missing: list[str] = []
+    for source in (_kernels_of_torch, _kernels_of_triton):
+        try:
+            found += source()
+        except ImportError as error:
+            missing.append(str(error))
     if not found:
-        raise ImportError("torch before 2.13 reads no pages, and Triton is not installed")
-    return found
+        raise ImportError("; ".join(missing))
+    return tuple(found)
+
+
+def _kernels_of_triton() -> tuple[PagedKernel, ...]:
+    if find_spec("triton") is None:
+        raise ImportError("Triton is not installed")
+    from swarm.models.attention.triton_attention import triton_kernel  # late: it takes a second, and needs a GPU
+
+    return (triton_kernel,)
 
 
 def _kernels_of_torch() -> tuple[PagedKernel, ...]:
-    from torch.nn.attention.varlen import varlen_attn  # late: it takes a second, and is not needed without a GPU
+    from torch.nn.attention.varlen import varlen_attn  # late, for the same reason; torch 2.8 has no such module
 
     if "block_table" not in inspect.signature(varlen_attn).parameters:
-        return ()
+        raise ImportError("torch before 2.13 reads no pages")
 
     def with_bounds_of_keys(*args: Any, **kwargs: Any) -> Any:
         """FlashAttention 3 refuses `cu_seq_k` beside pages; FlashAttention 2 requires it, but uses `seqused_k`."""
@@ -168,14 +177,13 @@ def agrees_with_reference(kernel: PagedKernel, pages: torch.Tensor) -> bool:
     return True
 
 
-def fastest_kernel(kernels: Sequence[PagedKernel], pages: torch.Tensor) -> PagedKernel:
-    """The kernel that takes the least time for a step of single tokens, over pages like these, on their device.
+def step_seconds(kernel: PagedKernel, pages: torch.Tensor, query_heads: int) -> float:
+    """Seconds of a step of single tokens, over pages like these, on their device.
 
     Args:
         pages: `[pages, page, heads, dim]`, for the shape of a page only.
+        query_heads: a multiple of the heads of a page.
     """
-    if len(kernels) == 1:
-        return kernels[0]
     _, page, heads, dim = pages.shape
     count = 1 + TIMED_SEQUENCES * TIMED_PAGES
     keys, values = (pages.new_zeros(count, page, heads, dim) for _ in range(2))
@@ -183,25 +191,22 @@ def fastest_kernel(kernels: Sequence[PagedKernel], pages: torch.Tensor) -> Paged
     def integers(*values: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=pages.device)
 
-    query, bounds = pages.new_zeros(TIMED_SEQUENCES, heads, dim), integers(*range(TIMED_SEQUENCES + 1))
+    query, bounds = pages.new_zeros(TIMED_SEQUENCES, query_heads, dim), integers(*range(TIMED_SEQUENCES + 1))
     longest = TIMED_PAGES * page
     lengths = integers(*[longest] * TIMED_SEQUENCES)
     table = integers(*range(1, count)).view(TIMED_SEQUENCES, TIMED_PAGES)
 
-    def seconds(kernel: PagedKernel) -> float:
-        times = []
-        for _ in range(1 + TIMED_RUNS):
-            began = time.perf_counter()
-            kernel(
-                query, keys, values, bounds, None, 1, longest, scale=None, window_size=(-1, 0),
-                enable_gqa=False, seqused_k=lengths, block_table=table, num_splits=1,
-            )  # fmt: skip
-            if pages.device.type == "cuda":
-                torch.cuda.synchronize(pages.device)
-            times.append(time.perf_counter() - began)
-        return statistics.median(times[1:])
-
-    return min(kernels, key=seconds)
+    times = []
+    for _ in range(1 + TIMED_RUNS):
+        began = time.perf_counter()
+        kernel(
+            query, keys, values, bounds, None, 1, longest, scale=None, window_size=(-1, 0),
+            enable_gqa=query_heads != heads, seqused_k=lengths, block_table=table, num_splits=1,
+        )  # fmt: skip
+        if pages.device.type == "cuda":
+            torch.cuda.synchronize(pages.device)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[1:])
 
 
 def _attend_sequence(

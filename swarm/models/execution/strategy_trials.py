@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 
@@ -27,7 +27,7 @@ from swarm.models.attention.paged_kernels import (
     PagedKernel,
     agrees_with_reference,
     candidate_kernels,
-    fastest_kernel,
+    step_seconds,
 )
 from swarm.models.cutting.families import POSITIONS_FROM_CACHE_LENGTH
 from swarm.models.execution.cuda_graphs import CudaGraphRecorder, GraphRecorder
@@ -38,7 +38,15 @@ from swarm.models.execution.strategy import PADDED, CacheLayout, ExecutionStrate
 from swarm.models.execution.tracing.flat_forward import FlatForward
 from swarm.models.execution.tracing.traced_fill import traced_fill
 from swarm.models.execution.tracing.traced_forward import TokenForward, TracedForward
-from swarm.models.execution.trial_runs import ScheduleRun, Timing, decode_step, is_faster, run_schedule
+from swarm.models.execution.trial_runs import (
+    NotBetter,
+    ScheduleRun,
+    Timing,
+    attempt,
+    decode_step,
+    is_faster,
+    run_schedule,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -66,14 +74,9 @@ SKIPS_ALL = StepExits(None, (1,))
 
 HALF_PRECISION = frozenset({torch.bfloat16, torch.float16})
 
-PAGED_SESSIONS, PAGED_POSITIONS = 4, 64
-"""Sessions whose decode steps tell whether pages are faster, and how long they are."""
-
-T = TypeVar("T")
-
-
-class NotBetter(Exception):
-    """A candidate is not used; the message says why."""
+PAGED_SESSIONS, PAGED_POSITIONS = 16, 500
+"""Sessions whose decode steps tell whether pages are faster, and how long they are: two pages each. With few short ones
+a call of attention for each session costs least, and servers have many longer ones."""
 
 
 def choose_layout(model: SpanModel, requested: LayoutRequest = "auto") -> SpanModel:
@@ -90,7 +93,7 @@ def _choose_layout(model: SpanModel, requested: LayoutRequest) -> SpanModel:
     if requested == "padded" or model.family in POSITIONS_FROM_CACHE_LENGTH:
         return padded
     contiguous = model.with_strategy(ExecutionStrategy("contiguous"))
-    agrees, why = _attempt("A contiguous cache", partial(_agrees, contiguous, run_schedule(padded)))
+    agrees, why = attempt("A contiguous cache", partial(_agrees, contiguous, run_schedule(padded)))
     if not agrees:
         logger.info("These blocks compute one session at a time: their attention cannot be shared between sessions")
         return _with_trials(padded, Trial("contiguous cache", False, why or "its results are wrong"))
@@ -113,7 +116,7 @@ def _try_pages(contiguous: SpanModel) -> SpanModel:
             paging = PagedAttention(PagePool(), kernel)
             paged = contiguous.with_strategy(ExecutionStrategy("paged", paging))
             trial = partial(_try_kernel, paged, expected, longer)
-            reason, why_not = _attempt("A paged cache", trial)
+            reason, why_not = attempt("A paged cache", trial)
             if reason is not None:
                 usable[kernel] = paged
             else:
@@ -128,14 +131,26 @@ def _try_pages(contiguous: SpanModel) -> SpanModel:
 
 
 def _with_fastest_pages(usable: Mapping[PagedKernel, SpanModel], trials: Sequence[Trial]) -> SpanModel:
-    """The one of several paged models that are right whose kernel is the fastest."""
-    first = next(iter(usable.values())).strategy.paging
-    assert first is not None
-    keys, _ = next(iter(first.pool.layers.values()))
-    fastest = fastest_kernel(list(usable), keys)
-    slower = [Trial(_pages_by(one), False, f"{_pages_by(fastest)} is faster") for one in usable if one is not fastest]
-    reason = "its results are right" + (", and it is the fastest" if slower else "")
+    """The one of several paged models that are right whose kernel is the fastest; the first if none can be timed."""
+    first, model = next(iter(usable.items()))
+    if len(usable) == 1:
+        return _with_trials(model, *trials, Trial(_pages_by(first), True, "its results are right"))
+    assert model.strategy.paging is not None
+    keys, _ = next(iter(model.strategy.paging.pool.layers.values()))
+    timed = {one: attempt("Timing a kernel", partial(step_seconds, one, keys, _query_heads(model, keys.shape[2])))
+             for one in usable}  # fmt: skip
+    seconds = {one: found for one, (found, _) in timed.items() if found is not None}
+    fastest = min(seconds, key=seconds.__getitem__) if seconds else first
+    faster = f"{_pages_by(fastest)} is faster"
+    slower = [Trial(_pages_by(one), False, timed[one][1] or faster) for one in usable if one is not fastest]
+    reason = "its results are right" + (", and it is the fastest" if seconds else ", and none could be timed")
     return _with_trials(usable[fastest], *trials, *slower, Trial(_pages_by(fastest), True, reason))
+
+
+def _query_heads(model: SpanModel, key_heads: int) -> int:
+    """Heads of queries that share `key_heads`; as many where the config does not say."""
+    heads = getattr(model.module.config, "num_attention_heads", None)
+    return heads if isinstance(heads, int) and heads and heads % key_heads == 0 else key_heads
 
 
 def _pages_by(kernel: PagedKernel) -> str:
@@ -174,15 +189,19 @@ def _kernel_agrees(paging: PagedAttention) -> bool:
 
 
 def choose_forward(
-    model: SpanModel, compile_in: Path | None = None, recorder: GraphRecorder | None = None
+    model: SpanModel,
+    compile_in: Path | None = None,
+    recorder: GraphRecorder | None = None,
+    requested: LayoutRequest = "auto",
 ) -> SpanModel:
-    """A model of the same blocks and layout that runs packed tokens in the fastest way with the same results.
+    """A model of the same blocks that runs packed tokens in the fastest way with the same results.
 
     Takes a second or two for small models, and half a minute more where it compiles.
 
     Args:
         compile_in: folder of compiled code; None not to compile.
         recorder: records decode steps; None for CUDA graphs on a GPU, and for no recording elsewhere.
+        requested: what `choose_layout` was asked for. If "auto", a GPU leaves pages where it is not faster with them.
     """
     plain = model.with_strategy(model.strategy.plain())
     if not plain.strategy.packed or plain.flash is not None:  # what is traced or recorded reads nothing from flash
@@ -194,22 +213,25 @@ def choose_forward(
         return best
     if recorder is not None:
         best = _better_of(best, "graph of decode steps", partial(_try_graphs, best, recorder))
-    return _unless_contiguous_is_faster(best) if model.device.type == "cuda" else best
+    return _unless_contiguous_is_faster(best) if model.device.type == "cuda" and requested == "auto" else best
 
 
 def _unless_contiguous_is_faster(paged: SpanModel) -> SpanModel:
     """The model, or one with a contiguous cache: pages are for GPUs, but not every card is faster with them."""
     contiguous = paged.with_strategy(replace(paged.strategy, layout="contiguous", paging=None, graph_recorder=None))
-    timing = _decodes_faster(paged, contiguous, PAGED_SESSIONS, PAGED_POSITIONS)
-    trial = Trial(f"pages for {PAGED_SESSIONS} sessions", bool(timing), f"{timing} with a contiguous cache")
-    return _with_trials(paged if timing else contiguous, trial)
+    way = f"pages for {PAGED_SESSIONS} sessions"
+    trial = partial(_decodes_faster, paged, contiguous, PAGED_SESSIONS, PAGED_POSITIONS)
+    timing, why_not = attempt(f"Timing {way}", trial)
+    if timing is None:
+        return _with_trials(paged, Trial(way, True, f"not compared with a contiguous cache: {why_not}"))
+    return _with_trials(paged if timing else contiguous, Trial(way, bool(timing), f"{timing} with a contiguous cache"))
 
 
 def _better_of(
     best: SpanModel, way: str, trial: Callable[[], tuple[SpanModel, str]], level: int = logging.DEBUG
 ) -> SpanModel:
     """The model that the trial makes, or the best so far; either says what came of the trial."""
-    made, why_not = _attempt(f"A {way}", trial, level)
+    made, why_not = attempt(f"A {way}", trial, level)
     if made is None:
         return _with_trials(best, Trial(way, False, why_not))
     return _with_trials(made[0], Trial(way, True, made[1]))
@@ -221,11 +243,12 @@ def choose_exit_forwards(model: SpanModel, compile_in: Path | None = None) -> No
     Args:
         compile_in: see `choose_forward`; each piece takes as long as a span. Without, each is a part as all others.
     """
+    recorder = model.strategy.graph_recorder
     for piece in model.pieces():
         if piece is not model:
             compiled = compile_in is not None
-            chosen = choose_forward(piece, compile_in, model.strategy.graph_recorder) if compiled else piece
-            filling, _ = _attempt("A traced fill", partial(_try_traced_fill, chosen))
+            chosen = choose_forward(piece, compile_in, recorder, model.strategy.layout) if compiled else piece
+            filling, _ = attempt("A traced fill", partial(_try_traced_fill, chosen))
             model.use_part(filling or chosen)
 
 
@@ -265,7 +288,7 @@ def _try_traced_forwards(plain: SpanModel, compile_in: Path | None) -> SpanModel
         return plain
     expected = run_schedule(plain).outputs
     example = torch.randn(2, 1, plain.hidden_size).to(plain.device, plain.dtype)
-    traced, why_not = _attempt("Tracing", partial(TracedForward, plain.module, plain.run_modules, example))
+    traced, why_not = attempt("Tracing", partial(TracedForward, plain.module, plain.run_modules, example))
     if traced is None:
         logger.info("The forward of this family cannot be traced; its modules run as they are")
         return _with_trials(plain, Trial("traced forward", False, why_not))
@@ -312,22 +335,6 @@ def _right_and_faster(candidate: SpanModel, best: SpanModel, expected: torch.Ten
     if not timing:
         raise NotBetter(f"right, but not faster: {timing}")
     return f"right and faster: {timing}"
-
-
-def _attempt(what: str, trial: Callable[[], T], level: int = logging.DEBUG) -> tuple[T | None, str]:
-    """The result of a trial, or None and why there is none.
-
-    The one place where every error is expected: a trial runs a family's own code, torch's tracer and compiler, or a
-    kernel on something that they may not support, and each of them has errors of its own.
-    """
-    try:
-        return trial(), ""
-    except NotBetter as refusal:
-        logger.debug("%s is not better: %s", what, refusal)
-        return None, str(refusal)
-    except Exception as error:
-        logger.log(level, "%s is not possible here: %r", what, error)
-        return None, f"it fails: {(str(error).splitlines() or [type(error).__name__])[0]}"
 
 
 def _relative_error(model: SpanModel, expected: torch.Tensor) -> float:

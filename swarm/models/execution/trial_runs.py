@@ -1,11 +1,15 @@
-"""What trials of strategies run: a short schedule, whose outputs are compared, and decode steps, which are timed."""
+"""What trials of strategies run: a short schedule, whose outputs are compared, and decode steps, which are timed.
+
+A trial may fail in any way (`attempt`).
+"""
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -13,6 +17,14 @@ from swarm.data_structures import StepLayout
 from swarm.models.execution.early_exit import StepExits
 from swarm.models.execution.session_cache import SessionCache, advance_steps
 from swarm.models.execution.span_model import SpanModel
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class NotBetter(Exception):
+    """A candidate is not used; the message says why."""
 
 
 class Timing(NamedTuple):
@@ -115,3 +127,19 @@ def run_schedule(model: SpanModel, longer: int = 0) -> ScheduleRun:
     all_inputs = torch.cat(inputs).float()
     has_past = torch.arange(len(all_inputs), device=all_inputs.device) >= prompts
     return ScheduleRun(all_inputs, torch.cat(outputs).float(), has_past)
+
+
+def attempt(what: str, trial: Callable[[], T], level: int = logging.DEBUG) -> tuple[T | None, str]:
+    """The result of a trial, or None and why there is none.
+
+    The one place where every error is expected: a trial runs a family's own code, torch's tracer and compiler, or a
+    kernel on something that they may not support, and each of them has errors of its own.
+    """
+    try:
+        return trial(), ""
+    except NotBetter as refusal:
+        logger.debug("%s is not better: %s", what, refusal)
+        return None, str(refusal)
+    except Exception as error:
+        logger.log(level, "%s is not possible here: %r", what, error)
+        return None, f"it fails: {(str(error).splitlines() or [type(error).__name__])[0]}"

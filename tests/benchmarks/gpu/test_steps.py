@@ -21,6 +21,7 @@ from benchmarks.gpu.records import Goal, Journal, Measured, Record
 from benchmarks.gpu.stand_in.card import CARD, NAME, card
 from benchmarks.gpu.steps import STEPS
 from swarm.models.execution import strategy_trials
+from swarm.models.execution.strategy_trials import choose_forward
 from swarm.models.execution.trial_runs import Timing
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -145,7 +146,25 @@ def test_what_is_not_faster_is_not_used(bench, monkeypatch):
     faster(monkeypatch, pages=False)
     strategy = spans.load(bench, "7B").strategy
     assert (strategy.layout, strategy.graph_recorder) == ("contiguous", None)
-    assert str(strategy.trials[-1]).startswith("pages for 4 sessions: not used, 2000.00 ms a step instead of 1000.00")
+    assert str(strategy.trials[-1]).startswith("pages for 16 sessions: not used, 2000.00 ms a step instead of 1000.00")
+
+
+def test_pages_stay_where_they_were_asked_for_or_cannot_be_compared(bench, monkeypatch):
+    faster(monkeypatch)
+    model = spans.load(bench, "7B")
+    faster(monkeypatch, pages=False)
+    assert choose_forward(model).strategy.layout == "contiguous"
+    assert choose_forward(model, requested="paged").strategy.layout == "paged"
+
+    def no_memory(candidate, other, *sizes) -> Timing:
+        if other.strategy.layout == "contiguous":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return Timing(1.0, 2.0)
+
+    monkeypatch.setattr(strategy_trials, "_decodes_faster", no_memory)
+    found = choose_forward(model).strategy
+    assert found.layout == "paged"
+    assert "not compared with a contiguous cache: it fails: CUDA out of memory" in str(found.trials[-1])
 
 
 def test_decoding_goes_on_without_pages(bench, monkeypatch):

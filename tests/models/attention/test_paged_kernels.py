@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -227,5 +229,33 @@ def test_the_fastest_kernel_is_taken(monkeypatch):
 
     monkeypatch.setattr(paged_kernels.time, "perf_counter", clock)
     slow, compiles_first, middling = taking(0.1, 3.0), taking(100.0, 1.0), taking(0.1, 2.0)
-    assert paged_kernels.fastest_kernel([slow, compiles_first, middling], PAGES) is compiles_first
-    assert paged_kernels.fastest_kernel([middling], PAGES) is middling
+    assert [paged_kernels.step_seconds(one, PAGES, 2) for one in (slow, compiles_first, middling)] == [3.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize(("heads", "shared"), [(2, False), (8, True)])
+def test_a_kernel_is_timed_with_the_heads_of_the_model(heads, shared):
+    asked = set()
+
+    def kernel(query, *args, **kwargs):
+        asked.add((query.shape[1], kwargs["enable_gqa"]))
+        return reference_kernel(query, *args, **kwargs)
+
+    paged_kernels.step_seconds(kernel, PAGES, heads)
+    assert asked == {(heads, shared)}
+
+
+def test_without_torch_s_module_triton_s_kernel_is_there_and_the_other_way_round(monkeypatch):
+    """torch 2.8 has no such module; a Triton may be installed and broken."""
+    varlen = ModuleType("torch.nn.attention.varlen")
+    triton = ModuleType("swarm.models.attention.triton_attention")
+    varlen.varlen_attn = lambda query, key, *, block_table: None
+    triton.triton_kernel = reference_kernel
+    monkeypatch.setattr(paged_kernels, "find_spec", lambda name: name)
+    for of_torch, of_triton, kernels in ((None, triton, 1), (varlen, None, 2), (varlen, triton, 3)):
+        monkeypatch.setitem(sys.modules, varlen.__name__, of_torch)
+        monkeypatch.setitem(sys.modules, triton.__name__, of_triton)
+        assert len(paged_kernels.candidate_kernels(torch.device("cuda"))) == kernels
+    monkeypatch.setitem(sys.modules, varlen.__name__, None)
+    monkeypatch.setitem(sys.modules, triton.__name__, None)
+    with pytest.raises(ImportError, match=r"varlen.*; .*triton"):
+        paged_kernels.candidate_kernels(torch.device("cuda"))

@@ -134,12 +134,20 @@ def test_attention_that_is_wrong_is_found_out_before_it_is_used(tmp_path_factory
     model = load("llama", tmp_path_factory)
     attend = SpanModel.forward_tokens
 
+    forgotten = [3]
+
     def forgets_the_past(self, hidden, positions, batch):
         outputs = attend(self, hidden, positions, batch)
-        return outputs if len(hidden) > 3 else outputs + 0.01 * outputs.norm()
+        if len(hidden) > 3 or not forgotten:
+            return outputs
+        forgotten.pop()
+        return outputs + 0.01 * outputs.norm()
 
     monkeypatch.setattr(SpanModel, "forward_tokens", forgets_the_past)
     assert choose_layout(model).strategy.packed  # three tokens of many: a mixture of experts may differ as much
+    assert not forgotten
+    forgotten = [3] * 100
+    assert not choose_layout(model).strategy.packed  # every token with a past
 
     def forgets_everything(self, hidden, positions, batch):
         return attend(self, hidden, [0] * len(positions), batch)

@@ -93,6 +93,45 @@ def test_a_kernel_that_does_not_do_what_it_should_is_not_used(model, kernel, mon
     assert paging.kernel is reference_kernel
 
 
+def same(*args, **kwargs):
+    return reference_kernel(*args, **kwargs)
+
+
+def out_of_memory(kernel, keys, query_heads):
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def only_others(kernel, keys, query_heads):
+    if kernel is same:
+        raise RuntimeError("not for this shape")
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "taken", "said"),
+    [
+        (out_of_memory, same, "its results are right, and none could be timed"),
+        (only_others, reference_kernel, "its results are right, and it is the fastest"),
+    ],
+)
+def test_kernels_that_cannot_be_timed_do_not_end_the_loading(model, monkeypatch, seconds, taken, said):
+    monkeypatch.setattr(strategy_trials, "candidate_kernels", lambda device: (same, reference_kernel))
+    monkeypatch.setattr(strategy_trials, "step_seconds", seconds)
+    strategy = choose_layout(model, "paged").strategy
+    assert strategy.paging.kernel is taken
+    assert (strategy.trials[-1].used, strategy.trials[-1].reason) == (True, said)
+    if taken is reference_kernel:
+        assert str(strategy.trials[-2]) == "pages by same: not used, it fails: not for this shape"
+
+
+def test_kernels_are_timed_with_the_model_s_heads(model, monkeypatch):
+    asked = []
+    monkeypatch.setattr(strategy_trials, "candidate_kernels", lambda device: (same, reference_kernel))
+    monkeypatch.setattr(strategy_trials, "step_seconds", lambda *args: asked.append(args[2]) or 1.0)
+    choose_layout(model, "paged")
+    assert asked == [model.module.config.num_attention_heads] * 2
+
+
 def test_without_a_kernel_sequences_are_contiguous(model, monkeypatch):
     def missing(device):
         raise ImportError("no module named torch.nn.attention.varlen")
