@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import math
 import os
 import re
 import sys
@@ -187,11 +188,31 @@ _RECORD_ATTRIBUTES = frozenset(logging.makeLogRecord({}).__dict__) | {"asctime",
 """What every log record has; all else was passed as `extra`."""
 
 
+MAX_LOGGED_DEPTH = 8
+"""Levels of containers in a log line; what lies deeper, a cycle for instance, becomes text."""
+
+
+def _as_json(value: object, depth: int = 0) -> object:
+    """A value as JSON has it: what JSON has no word for, such as numbers that are not finite, becomes text."""
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if depth < MAX_LOGGED_DEPTH:
+        if isinstance(value, dict):
+            return {str(name): _as_json(one, depth + 1) for name, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [_as_json(one, depth + 1) for one in value]
+    return str(value)
+
+
 class _JsonLineFormatter(logging.Formatter):
     """Formats each log record as one line of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
-        line = {
+        own: dict[str, object] = {
             # RFC 3339, UTC
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")[:-6] + "Z",
             # hivemind renames the level WARNING for the whole process.
@@ -199,10 +220,13 @@ class _JsonLineFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        line |= {name: value for name, value in record.__dict__.items() if name not in _RECORD_ATTRIBUTES}
         if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False, default=str)
+            own["exception"] = self.formatException(record.exc_info)
+        if record.stack_info:
+            own["stack"] = self.formatStack(record.stack_info)
+        extra = {name: value for name, value in record.__dict__.items() if name not in _RECORD_ATTRIBUTES}
+        line = own | {name: _as_json(value) for name, value in extra.items()} | own
+        return json.dumps(line, ensure_ascii=False, allow_nan=False)
 
 
 def configure_logging(log_format: str = "plain") -> None:
@@ -210,8 +234,8 @@ def configure_logging(log_format: str = "plain") -> None:
 
     Args:
         log_format: "plain" writes only the message. "json" writes one object per line with `time` (RFC 3339, UTC),
-            `level`, `logger`, `message`, the fields that the code passes as `extra`, and `exception` if there is one.
-            It also covers Python's warnings and what other packages send to the root logger.
+            `level`, `logger`, `message`, `exception` and `stack` if there are any, and the fields that the code passes
+            as `extra` under other names. It also covers Python's warnings and what other packages send to the root logger.
     """
     handler = _RedactingHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s"))

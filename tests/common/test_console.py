@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import math
 import os
 import pty
 import subprocess
@@ -14,6 +15,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -201,6 +203,48 @@ def test_json_has_an_exception_as_one_field(capsys):
     assert (line["level"], line["message"]) == ("ERROR", "it failed")
     assert line["exception"].startswith("Traceback")
     assert line["exception"].endswith("ValueError: of the test")
+
+
+@pytest.mark.usefixtures("own_logging")
+def test_extra_fields_do_not_replace_a_line_s_own(capsys):
+    console.configure_logging("json")
+    own = {"time": "never", "level": "none", "logger": "other", "exception": "of a peer", "stack": "none"}
+    try:
+        raise ValueError("of the test")
+    except ValueError:
+        logging.getLogger("swarm.test").exception("it failed", extra=own, stack_info=True)
+    [line] = objects(capsys)
+    assert (line["level"], line["logger"], line["message"]) == ("ERROR", "swarm.test", "it failed")
+    assert line["time"].endswith("Z")
+    assert line["exception"].endswith("ValueError: of the test")
+    assert line["stack"].startswith("Stack (most recent call last)")
+    assert "test_extra_fields_do_not_replace" in line["stack"]
+
+
+def no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+@pytest.mark.usefixtures("own_logging")
+def test_any_value_becomes_json(capsys):
+    """A line that cannot be written is lost."""
+    console.configure_logging("json")
+    cycle: dict[str, Any] = {"here": 1}
+    cycle["again"] = [cycle]
+    values = {
+        "numbers": [math.nan, math.inf, -math.inf, 1.5, 2, True, None],
+        "keys": {(1, 2): "a", 3: {"b": (4,)}},
+        "cycle": cycle,
+        "path": Path("/somewhere"),
+    }
+    logging.getLogger("swarm.test").info("said", extra=values)
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    line = json.loads(captured.out, parse_constant=no_constant)
+    assert line["numbers"] == ["nan", "inf", "-inf", 1.5, 2, True, None]
+    assert line["keys"] == {"(1, 2)": "a", "3": {"b": [4]}}
+    assert line["cycle"]["again"][0]["here"] == 1
+    assert line["path"] == "/somewhere"
 
 
 @pytest.mark.usefixtures("own_logging")

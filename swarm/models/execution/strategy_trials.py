@@ -60,7 +60,8 @@ LAYOUT_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 2e
 """Error of a token's output, relative to the norm of what the blocks add to the token."""
 
 MIN_AGREEING_SHARE = 0.75
-"""Share of tokens that have to agree, of those with a past and of those without. A mixture of experts may send a token elsewhere because of a rounding error."""
+"""Share of the tokens with a past, and of those without, that have to agree. A mixture of experts may send a token
+elsewhere because of a rounding error."""
 
 FORWARD_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 """Error of all outputs together, relative to their norm."""

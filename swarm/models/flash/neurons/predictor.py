@@ -6,6 +6,7 @@ before their weights are read. Its input is that of the layer itself, after atte
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +26,8 @@ _METADATA_KEY = "predictor"
 _MAX_SHARES = 64
 _MAX_COUNT = 1 << 31
 _MAX_LOSS = 1e3
+_DTYPES = frozenset({"BF16", "F16", "F32"})
+"""What predictors are made in, as safetensors names it."""
 
 
 class NeuronPredictor(Protocol):
@@ -120,12 +123,12 @@ class CalibratedPredictor:
 
 
 def encode_predictor(calibrated: CalibratedPredictor, digest: str) -> bytes:
-    """A predictor as the content of a safetensors file.
+    """A predictor as the content of a safetensors file. A loss that is not finite counts as not measured.
 
     Args:
         digest: of the block that it was made for, see `swarm.models.checkpoints.block_digest`.
     """
-    predictor, sparsity = calibrated.predictor, calibrated.sparsity
+    predictor, sparsity, loss = calibrated.predictor, calibrated.sparsity, calibrated.perplexity_loss
     metadata = {
         "format": _FORMAT,
         "block_digest": digest,
@@ -134,7 +137,7 @@ def encode_predictor(calibrated: CalibratedPredictor, digest: str) -> bytes:
         "tokens": list(sparsity.tokens),
         "sessions": [list(item) for item in sorted(sparsity.sessions.items())],
         "reads": [[count, list(points)] for count, points in sorted(sparsity.reads.items())],
-        "perplexity_loss": calibrated.perplexity_loss,
+        "perplexity_loss": loss if loss is not None and math.isfinite(loss) else None,
     }
     tensors = {"first": predictor.first, "second": predictor.second, "bias": predictor.bias}
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -159,6 +162,8 @@ def load_predictor(path: Path, digest: str, hidden: int, neurons: int) -> Calibr
             expected = {"first": (rank, hidden), "second": (neurons, rank), "bias": (neurons,)}
             if shapes != expected or not 0 < rank <= hidden:
                 raise _refusal(path, f"it holds {shapes}, and no predictor for a layer of {neurons} neurons")
+            if {file.get_slice(name).get_dtype() for name in expected} - _DTYPES:
+                raise _refusal(path, f"its values are of none of the types {', '.join(sorted(_DTYPES))}")
             first, second, bias = (file.get_tensor(name) for name in ("first", "second", "bias"))
     except (OSError, SafetensorError) as error:
         raise _refusal(path, str(error)) from error
