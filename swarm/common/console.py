@@ -235,7 +235,8 @@ def configure_logging(log_format: str = "plain") -> None:
     Args:
         log_format: "plain" writes only the message. "json" writes one object per line with `time` (RFC 3339, UTC),
             `level`, `logger`, `message`, `exception` and `stack` if there are any, and the fields that the code passes
-            as `extra` under other names. It also covers Python's warnings and what other packages send to the root logger.
+            as `extra` under other names. It also covers Python's warnings and what other packages send to the root
+            logger.
     """
     handler = _RedactingHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s"))
