@@ -14,7 +14,7 @@ from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy import PADDED
 from swarm.protocol import messages
 from swarm.protocol.compression import encode_tensor
-from swarm.server.sessions.push_link import MIN_BYTES_PER_S, PUSH_TIMEOUT_S
+from swarm.server.sessions.pushing.push_link import MIN_BYTES_PER_S, PUSH_TIMEOUT_S
 from swarm.server.sessions.request_validation import RequestLimits
 from swarm.server.sessions.session_table import EXPIRY_PERIOD_S, RECONNECT_TIMEOUT_S
 from swarm.transport import memory

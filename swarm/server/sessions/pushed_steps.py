@@ -9,8 +9,8 @@ from contextlib import suppress
 from swarm.errors import PeerLost, RemoteError
 from swarm.protocol import messages
 from swarm.server.compute.compute_request import Bytes
-from swarm.server.sessions.local_push_link import LocalPushLink, Push
-from swarm.server.sessions.push_link import PushLink
+from swarm.server.sessions.pushing.local_push_link import LocalPushLink, Push
+from swarm.server.sessions.pushing.push_link import PushLink
 from swarm.server.sessions.replies import Answer, Replies
 from swarm.server.sessions.session import Session
 from swarm.server.sessions.session_steps import SessionSteps, StepOutcome

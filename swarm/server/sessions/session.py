@@ -10,8 +10,8 @@ from swarm.data_structures import Span, WireFormat
 from swarm.models.execution.session_cache import SessionCache
 from swarm.protocol.messages import StepReply
 from swarm.server.compute.compute_request import ComputeResult
-from swarm.server.sessions.local_push_link import LocalPushLink
-from swarm.server.sessions.push_link import PushLink
+from swarm.server.sessions.pushing.local_push_link import LocalPushLink
+from swarm.server.sessions.pushing.push_link import PushLink
 from swarm.server.sessions.reply_stream import ReplyStream
 
 LINK_TIMEOUT_S = 2.0

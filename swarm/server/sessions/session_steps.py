@@ -19,10 +19,10 @@ from swarm.protocol.compression import payload_bytes
 from swarm.server.compute import compute_request
 from swarm.server.compute.compute_request import Bytes, ComputeResult
 from swarm.server.compute.engine import Engine
+from swarm.server.sessions.pushing.step_merging import MergedSteps, is_urgent
 from swarm.server.sessions.request_validation import RequestValidator
 from swarm.server.sessions.session import Session, StepGivenUp
 from swarm.server.sessions.session_table import SessionTable
-from swarm.server.sessions.step_merging import MergedSteps, is_urgent
 
 logger = logging.getLogger(__name__)
 

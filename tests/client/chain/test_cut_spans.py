@@ -12,7 +12,7 @@ from swarm.client.routes.events import HopLost, Recovered, RouteTaken
 from swarm.data_structures import Span, StepLayout
 from swarm.errors import CacheFull, MissingBlocks, PeerLost, ServerClosing
 from swarm.protocol import messages
-from swarm.server.sessions import local_push_link
+from swarm.server.sessions.pushing import local_push_link
 from tests import virtual_time
 from tests.client.chains import BLOCKS, CLIENT, Conversation, Server, Swarm
 

@@ -6,7 +6,7 @@ import pytest
 
 from swarm.errors import PeerLost, PeerTimeout
 from swarm.protocol.messages import ProbeReply, ProbeRequest, decode_client
-from swarm.server.sessions.push_link import PUSH_TIMEOUT_S
+from swarm.server.sessions.pushing.push_link import PUSH_TIMEOUT_S
 from swarm.server.sessions.reply_stream import DISCARD_TIMEOUT_S, ReplyStream
 from swarm.transport import memory
 from swarm.transport.memory import MemoryHub, stream_pair

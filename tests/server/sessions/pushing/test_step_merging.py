@@ -21,11 +21,11 @@ from swarm.protocol import messages
 from swarm.protocol.compression import decode_tensor, encode_tensor
 from swarm.server.compute.compute_request import ComputeResult, ForwardWork
 from swarm.server.compute.scheduler import MAX_SHORT_TOKENS
+from swarm.server.sessions.pushing.step_merging import MAX_MERGED_TOKENS, MergedSteps, is_urgent, mergeable
 from swarm.server.sessions.request_validation import RequestLimits, RequestValidator
 from swarm.server.sessions.session import Session, SessionTerms
 from swarm.server.sessions.session_steps import SessionSteps
 from swarm.server.sessions.session_table import SessionTable
-from swarm.server.sessions.step_merging import MAX_MERGED_TOKENS, MergedSteps, is_urgent, mergeable
 from tests.server.conversations import CPU, HIDDEN, REVISION, SPAN, changed, make_model
 
 POISON = 7.0

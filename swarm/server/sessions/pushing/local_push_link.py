@@ -18,7 +18,7 @@ from swarm.errors import RemoteError
 from swarm.protocol import messages
 from swarm.server.compute.compute_request import Bytes
 from swarm.server.compute.step_gathering import StepGathering
-from swarm.server.sessions.step_merging import is_urgent, mergeable
+from swarm.server.sessions.pushing.step_merging import is_urgent, mergeable
 from swarm.server.sessions.unanswered_requests import UnansweredRequests
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from swarm.errors import PeerLost
 from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
 from swarm.protocol.compression import encode_tensor
-from swarm.server.sessions.push_link import (
+from swarm.server.sessions.pushing.push_link import (
     MIN_BYTES_PER_S,
     PUSH_CONNECT_TIMEOUT_S,
     PUSH_TIMEOUT_S,

@@ -15,8 +15,8 @@ from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
 from swarm.protocol.compression import decode_tensor, encode_tensor
 from swarm.server.compute import engine as engine_module
-from swarm.server.sessions import local_push_link
-from swarm.server.sessions.local_push_link import ROOM_TIMEOUT_S
+from swarm.server.sessions.pushing import local_push_link
+from swarm.server.sessions.pushing.local_push_link import ROOM_TIMEOUT_S
 from tests.server.conversations import (
     CPU,
     HIDDEN,
