@@ -93,11 +93,12 @@ class PushedSteps:
                 answers.append((self._replies.refuse(outcome, step.step), b""))
             elif outcome is not None:
                 answers.append((await self._steps.push_outputs(session, step, outcome, output), output))
-        for answer in answers:
-            await self._send(session, answer)
+        for number, answer in enumerate(answers):
+            await self._send(session, answer, delayed=not number)  # the others wait for the first one anyway
 
-    async def _send(self, session: Session, answer: Answer) -> None:
+    async def _send(self, session: Session, answer: Answer, *, delayed: bool = True) -> None:
+        """Send an answer to the session's client. The copy of outputs that were pushed is `delayed` a little."""
         reply, output = answer
         if reply is not None and session.client is not None:
             with suppress(PeerLost):  # a client that is away may ask again
-                await self._replies.send(session.client, reply, output, session)
+                await self._replies.send(session.client, reply, output, session if delayed else None)

@@ -60,7 +60,7 @@ class Replies:
         """Send an answer. The copy of outputs that were pushed waits until the push is under way.
 
         Args:
-            session: that of the answer.
+            session: that of the answer; None if it need not wait.
         """
         link = session.push_link if session is not None else None
         if isinstance(reply, messages.StepReply) and reply.pushed and link is not None and link.reply_delay_s:

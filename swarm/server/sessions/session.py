@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from swarm.data_structures import Span, WireFormat
 from swarm.models.execution.session_cache import SessionCache
@@ -20,6 +21,14 @@ LINK_TIMEOUT_S = 2.0
 
 class StepGivenUp(Exception):
     """The client does not want the step any more that it waited for."""
+
+
+class KeptReply(NamedTuple):
+    """A reply that is kept so that it can be sent again, and the fingerprint of its request."""
+
+    fingerprint: int
+    reply: StepReply
+    payload: bytes | memoryview
 
 
 @dataclass(frozen=True)
@@ -57,7 +66,7 @@ class Session:
         next_step: the smallest number that the next step may have. (A step that its client gave up leaves a gap.)
         epoch: the epoch of the step before (see `StepRequest`).
         given_up: numbers of steps that need not be computed.
-        last: the step before, kept so that its reply can be sent again: fingerprint of the request, reply, payload.
+        last: replies to the step before, or to the steps that were computed as one, by number.
         sequences: number of sequences for which cache is reserved.
         attached: number of open connections that use the session.
         client: the newest of them, to which replies to pushed steps go.
@@ -77,7 +86,7 @@ class Session:
         self.next_step = 0
         self.epoch = 0
         self.given_up = range(0)
-        self.last: tuple[int, StepReply, bytes | memoryview] | None = None
+        self.last: dict[int, KeptReply] = {}
         self.sequences = 0
         self.attached = 0
         self.client: ReplyStream | None = None

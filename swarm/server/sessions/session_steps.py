@@ -21,7 +21,7 @@ from swarm.server.compute.compute_request import Bytes, ComputeResult
 from swarm.server.compute.engine import Engine
 from swarm.server.sessions.pushing.step_merging import MergedSteps, is_urgent
 from swarm.server.sessions.request_validation import RequestValidator
-from swarm.server.sessions.session import Session, StepGivenUp
+from swarm.server.sessions.session import KeptReply, Session, StepGivenUp
 from swarm.server.sessions.session_table import SessionTable
 
 logger = logging.getLogger(__name__)
@@ -51,15 +51,17 @@ class SessionSteps:
     ) -> tuple[messages.StepReply | None, Bytes]:
         """Compute a step, push its outputs to the next server, and return the reply for the client.
 
-        If the client asks again for the last step, it gets the reply that was kept.
+        If the client asks again for the last step, or for one of those computed as one, it gets the reply that was
+        kept.
         """
         fingerprint = _fingerprint(message, payload)
         if session.push_link is not None:
             session.push_link.note_step()
         async with session.lock:
-            if session.last is not None and message.step == session.last[1].step and fingerprint == session.last[0]:
+            kept = session.last.get(message.step)
+            if kept is not None and fingerprint == kept.fingerprint:
                 # The reply was lost, or both the client and the previous server have delivered the step.
-                return session.last[1:] if asked_by_client else (None, b"")
+                return (kept.reply, kept.payload) if asked_by_client else (None, b"")
             if message.step < session.next_step and not asked_by_client:
                 return None, b""  # a push that the client has overtaken
             if message.step in session.given_up:
@@ -78,6 +80,7 @@ class SessionSteps:
             except StepGivenUp:
                 return None, b""
             self._observer.tokens_left(block for block in result.left if block > session.terms.span.start)
+            session.last = {}
             reply = _note_computed(session, message, fingerprint, result, result.payload)
         return await self.push_outputs(session, message, reply, result.payload), result.payload
 
@@ -98,6 +101,8 @@ class SessionSteps:
             if result is None:
                 is_given_up = first in session.given_up and last in session.given_up
                 return [(None, b"")] * len(steps) if is_given_up else None
+            if first not in session.given_up:
+                session.last = {}
             outcomes: list[StepOutcome] = []
             missing: int | None = None
             for (message, payload), output in zip(steps, self._split(session, merged, result), strict=True):
@@ -123,7 +128,7 @@ class SessionSteps:
             result = await self._extend_cache(
                 session, message, layout, payload, reply_format if message.return_outputs else None
             )
-            session.last = None
+            session.last = {}
             session.next_step, session.epoch = message.next_step, message.epoch
             session.given_up = range(0)
             return messages.ReplayReply(reply_format, _dtype(session), result.milliseconds), result.payload
@@ -272,7 +277,7 @@ def _note_computed(
     left = list(result.left) if any(result.left) else None
     reply_format = session.terms.reply_format
     reply = messages.StepReply(message.step, reply_format, _dtype(session), result.milliseconds, left=left)
-    session.last = fingerprint, reply, output
+    session.last[message.step] = KeptReply(fingerprint, reply, output)
     session.next_step, session.epoch = message.step + 1, message.epoch
     return reply
 

@@ -409,6 +409,34 @@ def test_steps_that_waited_for_the_one_before_are_computed_as_one(model, compute
     scenario(model, act)
 
 
+def test_copies_of_steps_that_were_computed_as_one_are_delayed_once(model):
+    class LinkToAnotherServer:
+        reply_delay_s = 1.0
+
+        def note_step(self) -> None: ...
+
+        def close(self) -> None: ...
+
+        async def push(self, request: messages.StepRequest, payload: Any) -> bool:
+            return True
+
+    async def act(server):
+        cut = await CutClient.begin(server)
+        await cut.step(step(0, 0, 2), random(2))
+        later = parts_of(server)[1]
+        later.push_link = LinkToAnotherServer()
+        async with later.lock:
+            for number in range(1, 6):
+                await cut.send(step(number, number + 1), random(1, number))
+                assert (await answer(cut.streams[0]))[0].pushed
+            began = asyncio.get_running_loop().time()
+        for number in range(1, 6):
+            assert (await answer(cut.streams[1]))[0].step == number
+        assert asyncio.get_running_loop().time() - began == pytest.approx(2)  # the first step, and the other four
+
+    on_virtual_time(model, act)
+
+
 def test_what_is_given_up_in_a_part_is_dropped_there_and_the_rest_goes_on(model):
     async def act(server):
         cut = await CutClient.begin(server)

@@ -266,7 +266,8 @@ def test_merged_steps_give_what_they_give_one_by_one(model, queue, data):
         assert (merged.session.next_step, merged.session.epoch) == (single.session.next_step, single.session.epoch)
         if not given_up:
             assert merged.session.cache.lengths == single.session.cache.lengths
-        assert (merged.session.last is None) == (single.session.last is None)
+        assert bool(merged.session.last) == bool(single.session.last)
+        assert merged.session.last.keys() >= single.session.last.keys()
         again = [await part.run_one(*pushes[-1], asked=True) for part in (single, merged)]
         assert_same(again[1:], again[:1])
 
@@ -295,6 +296,34 @@ def test_what_can_be_merged_is(model):
     part = Part(model, {0: range(0, 5)})
     assert [kind for kind, _, _ in asyncio.run(part.run(pushes, 2, merge=True))] == ["dropped"] * 5
     assert part.engine.tokens == []
+
+
+def test_each_of_the_merged_steps_can_be_asked_for_again(model):
+    """Until the next step: the answer may have been lost, or the client may have delivered the step as well."""
+    pushes = [
+        (step(number, [number], [1], 0), bytes(encode_tensor(torch.full((1, HIDDEN), 1.0 + number), WireFormat.NONE)))
+        for number in range(5)
+    ]
+
+    async def act() -> None:
+        part = Part(model, {})
+        answers = await part.run(pushes[:4], 1, merge=True)
+        assert part.engine.tokens == [4]
+        assert_same([await part.run_one(*one, asked=True) for one in pushes[:4]], [unpushed(one) for one in answers])
+        assert {(await part.run_one(*one))[0] for one in pushes[:4]} == {"dropped"}
+        other = pushes[1][0], pushes[2][1]
+        assert (await part.run_one(*other, asked=True))[0] == "wrong_position"
+        assert part.engine.tokens == [4]
+        await part.run_one(*pushes[4])
+        assert (await part.run_one(*pushes[3], asked=True))[0] == "wrong_position"
+
+    asyncio.run(act())
+
+
+def unpushed(outcome: Outcome) -> Outcome:
+    """The outcome as it is kept: before its output goes on."""
+    kind, reply, output = outcome
+    return kind, changed(reply, pushed=False), output
 
 
 @pytest.mark.parametrize("cause", ["a fault", "given up"])
