@@ -6,6 +6,7 @@
 # Those that can make environments: Debian, for one, has venv in a package of its own.
 PYTHONS := python3.13 python3.12 python3.11
 works = $(shell $(1) -c 'import ensurepip, venv' 2>/dev/null && echo $(1))
+GPU_PYTHONS = $(if $(filter file undefined,$(origin PYTHON)),$(BIN)/python $(PYTHON),$(PYTHON) $(BIN)/python) python3
 PYTHON ?= $(firstword $(foreach one,$(PYTHONS),$(call works,$(one))))
 VENV := .venv
 BIN := $(VENV)/bin
@@ -73,13 +74,14 @@ bench: $(VENV)/dev
 	$(BIN)/python -m benchmarks.decoding.parts
 	$(BIN)/python -m benchmarks.flash
 
-# What a GPU has to prove, in eight minutes. Installs nothing where torch is there already, and needs no network then.
+# What a GPU has to prove, in eight minutes. Installs nothing where torch is there already, and needs no network then:
+# takes the environment, PYTHON or python3, whichever has torch first; a PYTHON that was named comes before the others.
 gpu:
-	@if test -x $(BIN)/python; then python=$(BIN)/python; \
-	elif python3 -c 'import importlib.util as u; exit(not (u.find_spec("torch") and u.find_spec("transformers")))'; \
-	then python=python3; \
-	else $(MAKE) $(VENV)/runtime && python=$(BIN)/python || exit 1; fi; \
-	$$python -m benchmarks.gpu $(GPU_ARGS)
+	@for python in $(GPU_PYTHONS); do \
+	    if $$python -c 'import importlib.util as u; exit(not (u.find_spec("torch") and u.find_spec("transformers")))' \
+	    2>/dev/null; then exec $$python -m benchmarks.gpu $(GPU_ARGS); fi; \
+	done; \
+	$(MAKE) $(VENV)/runtime && exec $(BIN)/python -m benchmarks.gpu $(GPU_ARGS)
 
 format: $(VENV)/dev
 	$(BIN)/ruff format .

@@ -66,6 +66,29 @@ def test_the_gpu_command_installs_nothing_where_torch_is(run):
     assert "pip" not in done.stdout
 
 
+def in_environment(tmp_path: Path, script: str) -> None:
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "python").write_text(script)
+    (tmp_path / ".venv" / "bin" / "python").chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("environment", "pythons", "arguments", "taken"),
+    [
+        (WORKS, {"python3": WORKS}, [], "python"),
+        (NO_VENV, {"python3": WORKS}, [], "python3"),  # pip failed in it
+        (NO_VENV, {"python3.12": WORKS, "python3": WORKS}, [], "python3.12"),
+        (WORKS, {"python3": WORKS, "mine": WORKS}, ["PYTHON=mine"], "mine"),
+        (WORKS, {"python3": WORKS, "mine": NO_VENV}, ["PYTHON=mine"], "python"),
+    ],
+)
+def test_the_gpu_command_takes_a_python_that_has_torch(run, tmp_path, environment, pythons, arguments, taken):
+    in_environment(tmp_path, environment)
+    done = run(pythons, "gpu", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].strip() == f"{taken} -m benchmarks.gpu"
+
+
 def test_the_gpu_command_makes_an_environment_where_torch_is_not(run, tmp_path):
     """The interpreter here makes an environment whose Python says that it was called."""
     script = NO_VENV.replace('echo "', f'mkdir -p .venv/bin; cp {tmp_path}/programs/works .venv/bin/python\necho "')

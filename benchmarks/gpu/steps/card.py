@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from functools import partial
 
 import torch
 
@@ -24,7 +25,7 @@ def _cases(bench: Bench) -> list[Case]:
     return [
         Case("what there is", _what_there_is, 1.0),
         Case("memory", _memory, 3.0),
-        *(Case(f"matrix {name}", lambda bench, name=name: _matrix(bench, name), 2.0) for name in DTYPES),  # type: ignore[misc]
+        *(Case(f"matrix {name}", partial(_matrix, name=name), 2.0) for name in DTYPES),
         Case("a launch", _launch, 1.0),
         Case("swarm doctor", _doctor, 3.0),
     ]

@@ -61,7 +61,7 @@ def determine_throughput(
     """The throughput to announce for the loaded span: as given, as remembered, or measured now.
 
     A number that was given counts for both rates: what computes single tokens so fast computes batches no slower.
-    Runs in the compute thread, whose number of threads is part of the circumstances.
+    Runs in the compute thread, whose number of threads is part of the conditions.
 
     Args:
         option: see `ThroughputOption`.
@@ -72,14 +72,14 @@ def determine_throughput(
     """
     if option.rate is not None:
         return _reported(Throughput(option.rate, option.rate), model, "as given")
-    circumstances = _circumstances(model.span, model.device, model.dtype, name, revision, quantization)
+    conditions = _conditions(model.span, model.device, model.dtype, name, revision, quantization)
     if cache is not None and not option.remeasure:
-        known = throughput_cache.lookup(cache, circumstances, time.time())
+        known = throughput_cache.lookup(cache, conditions, time.time())
         if known is not None:
             return _reported(known, model, "measured before; --throughput measure does it again")
     found = measure_throughput(model, progress)
     if cache is not None:
-        throughput_cache.remember(cache, circumstances, found, time.time())
+        throughput_cache.remember(cache, conditions, found, time.time())
     return _reported(found, model, "measured")
 
 
@@ -95,8 +95,8 @@ def remembered_throughput(
     """What was measured for these blocks before they are loaded now; None if nothing was."""
     if cache is None:
         return None
-    circumstances = _circumstances(span, device, dtype, name, revision, quantization)
-    return throughput_cache.lookup(cache, circumstances, time.time())
+    conditions = _conditions(span, device, dtype, name, revision, quantization)
+    return throughput_cache.lookup(cache, conditions, time.time())
 
 
 def measure_throughput(model: SpanModel, progress: bool = False) -> Throughput:
@@ -193,7 +193,7 @@ def _reported(found: Throughput, model: SpanModel, source: str) -> Throughput:
     return found
 
 
-def _circumstances(
+def _conditions(
     span: Span, device: torch.device, dtype: torch.dtype, name: str, revision: str, quantization: str
 ) -> MeasurementConditions:
     packages = ("torch", "transformers")

@@ -58,7 +58,7 @@ class Throughput:
 
 @dataclass(frozen=True)
 class MeasurementConditions:
-    """All that a measurement depends on; two measurements under the same circumstances can stand for each other.
+    """All that a measurement depends on; two measurements under the same conditions can stand for each other.
 
     Attributes:
         hardware: processor and threads, or name of the GPU.
@@ -79,7 +79,7 @@ class MeasurementConditions:
 
 @dataclass(frozen=True)
 class _CachedThroughput:
-    circumstances: MeasurementConditions
+    conditions: MeasurementConditions
     decode: float
     forward: float
     measured: float
@@ -96,24 +96,24 @@ def default_path() -> Path | None:
     return folder / "swarm" / "throughput.json"
 
 
-def lookup(path: Path, circumstances: MeasurementConditions, now: float) -> Throughput | None:
-    """The newest result under the same circumstances, if there is one that is not too old at the Unix time `now`."""
+def lookup(path: Path, conditions: MeasurementConditions, now: float) -> Throughput | None:
+    """The newest result under the same conditions, if there is one that is not too old at the Unix time `now`."""
     for entry in reversed(_valid(_read(path), now)):
-        if entry.circumstances == circumstances:
+        if entry.conditions == conditions:
             return Throughput(entry.decode, entry.forward)
     return None
 
 
-def remember(path: Path, circumstances: MeasurementConditions, throughput: Throughput, now: float) -> None:
-    """Add a result measured at the Unix time `now`, in the place of an older one under the same circumstances."""
+def remember(path: Path, conditions: MeasurementConditions, throughput: Throughput, now: float) -> None:
+    """Add a result measured at the Unix time `now`, in the place of an older one under the same conditions."""
     rates = (throughput.decode, throughput.forward)
     if not all(math.isfinite(rate) and 0 < rate <= MAX_RATE for rate in rates):
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path.with_suffix(".lock")):
-            others = [entry for entry in _valid(_read(path), now) if entry.circumstances != circumstances]
-            entries = [*others, _CachedThroughput(circumstances, *rates, now)]
+            others = [entry for entry in _valid(_read(path), now) if entry.conditions != conditions]
+            entries = [*others, _CachedThroughput(conditions, *rates, now)]
             _replace(path, to_json({"entries": [asdict(entry) for entry in entries[-MAX_ENTRIES:]]}, indent=2))
     except (OSError, UnicodeError) as error:
         logger.debug("the measured throughput was not kept: %s", error)
@@ -143,9 +143,7 @@ def _entries(value: object) -> list[_CachedThroughput]:
 
 
 def _entry(value: object) -> _CachedThroughput:
-    conditions, decode, forward, measured = fields(
-        value, ("circumstances", "decode", "forward", "measured"), closed=False
-    )
+    conditions, decode, forward, measured = fields(value, ("conditions", "decode", "forward", "measured"), closed=False)
     names = tuple(field.name for field in dataclass_fields(MeasurementConditions))
     texts = (text(one, MAX_TEXT_LENGTH) for one in fields(conditions, names, closed=False))
     return _CachedThroughput(MeasurementConditions(*texts), _rate(decode), _rate(forward), number(measured, 0))

@@ -161,7 +161,7 @@ def test_what_was_measured_once_is_not_measured_again_unless_asked_for(model, me
     assert len(measured) == 2
 
 
-def test_under_other_circumstances_it_is_measured(model, measured, tmp_path, monkeypatch):
+def test_under_other_conditions_it_is_measured(model, measured, tmp_path, monkeypatch):
     cache = tmp_path / "throughput.json"
 
     def ask(span=model, name="model", revision="main", **options):

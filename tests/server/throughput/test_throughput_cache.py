@@ -98,7 +98,7 @@ def test_no_throughput_is_not_kept(path, rate):
 
 
 GOOD = {
-    "circumstances": {name: getattr(HERE, name) for name in CONDITIONS},
+    "conditions": {name: getattr(HERE, name) for name in CONDITIONS},
     "decode": 100.0,
     "forward": 5000.0,
     "measured": NOW,
@@ -133,8 +133,8 @@ BROKEN = [
     written(forward=None),
     written(measured=None),
     written(measured=10**400),
-    written(circumstances={}),
-    written(circumstances="here"),
+    written(conditions={}),
+    written(conditions="here"),
     written() + b" " * MAX_FILE_BYTES,
 ]
 
