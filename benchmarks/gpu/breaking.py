@@ -17,11 +17,12 @@ from unittest import mock
 
 import torch
 
-Fault = Literal["kernel", "capture", "memory", "error", "crash", "hang"]
+Fault = Literal["kernel", "decode", "capture", "memory", "error", "crash", "hang"]
 FAULTS: tuple[str, ...] = get_args(Fault)
 """What can be broken.
 
 kernel: attention over pages returns values that are a tenth too large.
+decode: attention over pages returns noise for steps of single tokens only.
 capture: CUDA refuses to capture a graph.
 memory: the pool of pages finds no memory when it grows.
 error: the first case meets an illegal memory access, after which the card's context is lost.
@@ -50,6 +51,8 @@ def broken(fault: str | None) -> Iterator[Callable[[int], None]]:
     with contextlib.ExitStack() as stack:
         if fault == "kernel":
             stack.enter_context(_wrong_kernel())
+        if fault == "decode":
+            stack.enter_context(_wrong_for_single_tokens())
         if fault == "capture":
             stack.enter_context(mock.patch.object(torch.cuda, "graph", _no_capture))
         if fault == "memory":
@@ -77,6 +80,19 @@ def _wrong_kernel() -> Any:
     @functools.wraps(right)
     def wrong(*args: Any, **kwargs: Any) -> Any:
         return right(*args, **kwargs) * 1.1
+
+    return mock.patch.object(varlen, "varlen_attn", wrong)
+
+
+def _wrong_for_single_tokens() -> Any:
+    from torch.nn.attention import varlen
+
+    right = varlen.varlen_attn
+
+    @functools.wraps(right)
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        output, most_new = right(*args, **kwargs), args[5]
+        return torch.randn_like(output) * 100 if most_new == 1 else output
 
     return mock.patch.object(varlen, "varlen_attn", wrong)
 

@@ -35,8 +35,8 @@ def _family(bench: Bench, family: str) -> Measured:
     for name, dtype in DTYPES.items():
         rounded = exact if dtype is torch.float32 else tiny.load(checkpoint, dtype, tiny.CPU)
         on_card = tiny.load(checkpoint, dtype, bench.device)
-        of_processor = schedules.error(*schedules.play(rounded, schedule), expected)
-        values[f"{name} error"] = found = schedules.error(*schedules.play(on_card, schedule), expected)
+        of_processor = schedules.error(schedule, *schedules.play(rounded, schedule), expected)
+        values[f"{name} error"] = found = schedules.error(schedule, *schedules.play(on_card, schedule), expected)
         values[f"{name} of a processor"] = of_processor
         values[f"{name} cache"] = on_card.strategy.layout
         schedules.require_close(found, of_processor, dtype, f"{name}, {on_card.strategy}")

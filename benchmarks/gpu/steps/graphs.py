@@ -42,7 +42,7 @@ class _Pair:
     def play(self, schedule: Schedule, what: str) -> float:
         """Play both; the error. Raises `WrongResult` if it is too large."""
         (inputs, found), (_, expected) = (player.play(schedule) for player in self.players)
-        off = schedules.error(inputs, found, expected)
+        off = schedules.error(schedule, inputs, found, expected)
         if not off <= SAME[self.recorded.dtype]:
             raise WrongResult(f"{what}: relative error {off:.2e} of recorded steps")
         return off

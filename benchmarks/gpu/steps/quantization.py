@@ -48,7 +48,7 @@ def _span(bench: Bench, form: str) -> Measured:
         model = tiny.load(checkpoint, torch.bfloat16, bench.device, quant=held)
     except (ImportError, InvalidOption) as error:
         raise NotHere(str(error)) from error
-    found = schedules.error(*schedules.play(model, schedule), expected)
+    found = schedules.error(schedule, *schedules.play(model, schedule), expected)
     if not found <= MAX_ERROR[form]:
         raise WrongResult(f"relative error {found:.2e}, and {MAX_ERROR[form]:.0e} is allowed")
     return Measured({"error": found}, note=f"{held}, {model.strategy}")

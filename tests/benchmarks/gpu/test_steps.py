@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import runner, spans
+from benchmarks.gpu import runner, schedules, spans
 from benchmarks.gpu.bench import Bench, Case, NotHere, Step, WrongResult
 from benchmarks.gpu.breaking import broken
 from benchmarks.gpu.child import run_step
@@ -21,7 +21,7 @@ from benchmarks.gpu.records import Goal, Journal, Measured, Record
 from benchmarks.gpu.stand_in.card import CARD, NAME, card
 from benchmarks.gpu.steps import STEPS
 from swarm.models.execution import strategy_trials
-from swarm.models.execution.strategy_trials import choose_forward
+from swarm.models.execution.strategy_trials import choose_forward, choose_layout
 from swarm.models.execution.trial_runs import Timing
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -99,6 +99,26 @@ def test_a_wrong_kernel_is_found(bench):
     found = records_of(bench, some("pages", "kernel bf16"), "kernel")
     assert {one.status for one in found.values()} == {"wrong"}
     assert "varlen_attn: wrong results" in next(iter(found.values())).note
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", [0, 1, 2])
+def test_one_kind_of_wrong_tokens_is_an_error(seed, kind):
+    """Even if it is a few of thousands, as single tokens are beside prompts."""
+    for schedule in (schedules.random_schedule(seed, (255, 256, 257)), schedules.decode_schedule(seed, 6, 256)):
+        kinds = schedules._kinds(schedule)
+        inputs, expected = torch.zeros(len(kinds), 4), torch.ones(len(kinds), 4)
+        assert schedules.error(schedule, inputs, expected, expected) == 0
+        outputs = expected.clone()
+        outputs[kinds == kind] = 100.0
+        assert (schedules.error(schedule, inputs, outputs, expected) > 1) == bool((kinds == kind).any())
+
+
+def test_a_kernel_that_is_wrong_for_single_tokens_alone_is_not_chosen(bench):
+    with broken("decode"):
+        strategy = choose_layout(spans.load(bench, "7B"), "paged").strategy
+    assert strategy.layout == "contiguous"
+    assert "pages by varlen_attn: not used, its results are wrong for these blocks" in map(str, strategy.trials)
 
 
 def test_graphs_are_right_whatever_happens_in_between(bench):
