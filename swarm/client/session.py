@@ -16,6 +16,7 @@ import torch
 from swarm.client.chain.chain import Chain
 from swarm.client.chain.prompt_chunks import chunk_slots
 from swarm.client.connection import SwarmConnection
+from swarm.client.early_exit.exit_terms import boundaries_for
 from swarm.client.early_exit.options import EarlyExit
 from swarm.client.local_blocks import LocalSession
 from swarm.client.routes.events import EventListener, SessionEvent
@@ -73,13 +74,19 @@ class InferenceSession:
 
         Raises:
             InvalidSpan: a boundary is not inside the blocks that servers compute.
-            UsageError: the session was opened otherwise, and has computed tokens.
+            UsageError: the session was opened otherwise, and has computed tokens; or spans are to be cut, and servers
+                are to let tokens leave inside them.
         """
         options.require_boundaries_in(self._connection.span)
         early_exits = self._early_exits or options.fill == "project"
         boundaries = tuple(sorted({*self._boundaries, *options.boundaries}))
         if (early_exits, boundaries) == (self._early_exits, self._boundaries):
             return
+        if early_exits and boundaries:
+            raise UsageError(
+                f"this session has boundaries={boundaries}, which do not go together with early_exit with "
+                "fill='project'; use another session"
+            )
         if self._chain is not None and self._chain.is_open:
             if self.position:
                 raise UsageError(
@@ -203,10 +210,9 @@ class InferenceSession:
         self.cache.commit(sequences, new, real, tokens, is_exact=exits is None)
         return StepUnderWay(number, before, hidden, real)
 
-    @property
-    def boundaries(self) -> tuple[int, ...]:
-        """Blocks in front of which a step under way can be looked at: where another hop begins."""
-        return self._open_chain().boundaries
+    def boundaries_for(self, options: EarlyExit) -> tuple[int, ...]:
+        """Blocks in front of which a call with these options can look at a step under way."""
+        return boundaries_for(options, self._open_chain().route)
 
     def wait(self, ready: Callable[[], bool]) -> None:
         """Keep the steps under way going until `ready`, which is asked in the network thread too, or until all servers

@@ -171,8 +171,11 @@ class ExitDecoder:
     def _send(self, tokens_RT: torch.Tensor, open_R: torch.Tensor) -> None:
         looks = not self._options.verify or self._looks.is_worth_looking()
         exits = self._route_exits.terms(self._session.route, *self._place(tokens_RT))
-        exit_block = self._options.first_exit(self._session.boundaries) if looks else None
+        exit_block = self._options.first_exit(self._boundaries()) if looks else None
         self._flights.append(_Flight(self._model.send(tokens_RT, exits, exit_block), tokens_RT, open_R, looks))
+
+    def _boundaries(self) -> tuple[int, ...]:
+        return self._session.boundaries_for(self._options)
 
     def _may_follow(self, newest: _Flight, guess: _Guess) -> bool:
         """Whether a token that left may send its successor off."""
@@ -182,7 +185,7 @@ class ExitDecoder:
 
     def _wait(self, newest: _Flight) -> None:
         """Wait for the last server's answer to the oldest token, or for a look at one that is on its way."""
-        oldest, boundaries = self._flights[0], self._options.looked_at(self._session.boundaries)
+        oldest, boundaries = self._flights[0], self._options.looked_at(self._boundaries())
 
         def is_answered() -> bool:
             return self._session.has_outputs(oldest.step, self._blocks)

@@ -57,9 +57,18 @@ def why_no_exits(options: EarlyExit, route: Route) -> str:
     return f"threshold, min_block and max_block leave out all exits of its servers, which are at blocks {blocks}"
 
 
+def boundaries_for(options: EarlyExit, route: Route) -> tuple[int, ...]:
+    """The blocks in front of which one call can look at tokens, ascending: where servers begin, and its own boundaries.
+
+    Spans may be cut at other blocks as well, for other calls of the same session.
+    """
+    begins = {route.hops[run.start].span.start for run in route.runs}
+    return tuple(block for block in route.boundaries if block in begins or block in options.boundaries)
+
+
 def why_none_between(options: EarlyExit, route: Route) -> str | None:
     """Why no token can leave between the hops of a route; None if tokens can."""
-    boundaries = list(route.boundaries)
+    boundaries = list(boundaries_for(options, route))
     if not boundaries:
         return "one server has all blocks, and boundaries names none of them"
     if options.first_exit(boundaries) is not None:

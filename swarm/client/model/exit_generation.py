@@ -66,7 +66,7 @@ def sample_with_exits(
     )
     exits = (model.exits or TrainedExits(base_model(model))).to(tokens_RT.device)
     if options.confidence == "classifier" and options.fill == "exact":
-        _require_classifiers(exits, session.boundaries)
+        _require_classifiers(exits, session.boundaries_for(options))
     forward = ModelForward(model, arguments, tokens_RT.shape[1] + 1)
     output = TokenOutput(streamer)
     decoder = ExitDecoder(options, exits, session, forward, sampling, output)

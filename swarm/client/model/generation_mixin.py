@@ -223,6 +223,8 @@ class DistributedGenerationMixin(ExitsMixin, DistributedModelMixin):
             return generate_in_lanes(self, lanes, {**named, **settings}, generate)
         if session is not None and kwargs.get("past_key_values") is None:
             tokens = inputs if inputs is not None else kwargs.get("input_ids")
+            if early_exit is not None:
+                session.prepare_for(early_exit)
             _continue_session(session, tokens, kwargs.get("attention_mask"), early_exit)
             kwargs["past_key_values"] = session.cache
         return self._generate({"inputs": inputs, **kwargs}, None, *args, early_exit=early_exit)

@@ -73,10 +73,10 @@ def test_padded_batches(client, local, batch):
 
 @pytest.mark.parametrize("boundaries", [(1, 4), (1, 4, 5)])
 def test_servers_of_a_route_are_cut_as_well(swarm, model, local, boundaries):
-    with model.inference_session(max_length=64, early_exit=leaves(boundaries)) as session:
+    with model.inference_session(max_length=64, early_exit=(exits := leaves(boundaries))) as session:
         assert greedy(model, prompt()).equal(greedy(local, prompt()))
         assert spans(session)[:3] == ["0:1", "1:2", "2:3"]
-        assert session.boundaries == tuple(sorted({*boundaries, 2, 3}))
+        assert session.boundaries_for(exits) == tuple(sorted({*boundaries, 2, 3}))
 
 
 def test_without_verification_tokens_stand_and_the_text_goes_on_from_exact_caches(client, local):
@@ -126,11 +126,39 @@ def test_a_session_that_has_computed_cannot_be_cut_any_more(client, local):
     with client.inference_session(max_length=64) as session:
         session.open()
         text = greedy(client, prompt(), 4, early_exit=leaves(TWO_PARTS))
+        before = session.position
         assert spans(session) == ["0:3", "3:6"]
         longer = torch.cat([text, prompt(3, seed=5)], dim=1)
         with pytest.raises(UsageError, match="pass early_exit to inference_session as well"):
             greedy(client, longer, 4, early_exit=leaves((2,)))
+        with pytest.raises(UsageError, match="use another session"):
+            greedy(client, prompt(), 4, early_exit=leaves((2,)))
+        assert session.position == before, "what is refused changes nothing"
         assert greedy(client, longer, 4, early_exit=leaves(TWO_PARTS)).equal(greedy(local, longer, 4))
+
+
+def test_a_call_looks_only_where_it_says(client):
+    """The session is cut at two blocks, for another call."""
+    events: list[Any] = []
+    with client.inference_session(max_length=64, listener=events.append, early_exit=leaves((1, 4))) as session:
+        greedy(client, prompt(), 8, early_exit=leaves((4,), verify=False))
+        assert spans(session) == ["0:1", "1:4", "4:6"]
+        assert {event.block for event in events if isinstance(event, ExitTaken)} == {4}
+        assert session.boundaries_for(leaves((1,))) == (1,)
+        assert session.boundaries_for(EarlyExit()) == ()
+
+
+def test_servers_let_no_tokens_leave_inside_spans_that_are_cut(client):
+    project = EarlyExit(threshold=0.0, verify=False, fill="project")
+    with client.inference_session(max_length=64, early_exit=leaves(TWO_PARTS)) as session:
+        with pytest.raises(UsageError, match=r"boundaries=\(3,\), which do not go together with .* fill='project'"):
+            greedy(client, prompt(), 4, early_exit=project)
+        assert session.position == 0
+    with (
+        client.inference_session(max_length=64, early_exit=project),
+        pytest.raises(UsageError, match="use another session"),
+    ):
+        greedy(client, prompt(), 4, early_exit=leaves(TWO_PARTS))
 
 
 def test_boundaries_outside_the_model_are_named(client):

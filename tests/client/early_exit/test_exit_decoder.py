@@ -51,6 +51,9 @@ class World(PaperServers):
     boundaries = tuple(range(1, SERVERS))
     route = None
 
+    def boundaries_for(self, options: Any) -> tuple[int, ...]:
+        return self.boundaries
+
     def send(self, tokens: torch.Tensor, exits: Any, exit_block: int | None) -> Any:
         assert exits is None
         number = len(self.sent)

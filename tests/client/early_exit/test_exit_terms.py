@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm import EarlyExit
-from swarm.client.early_exit.exit_terms import RouteExits, exit_terms, span_thresholds, why_no_exits, why_none_between
+from swarm.client.early_exit.exit_terms import (
+    RouteExits,
+    boundaries_for,
+    exit_terms,
+    span_thresholds,
+    why_no_exits,
+    why_none_between,
+)
 from swarm.data_structures import Hop, Route, Span
 from swarm.models.exits.confidence import FLOOR_SHARE
 from swarm.protocol.messages import MAX_EXITS, ExitTerms
@@ -122,6 +129,19 @@ def test_a_route_on_which_nothing_can_leave_between_servers_is_named_once(option
 def test_a_route_on_which_tokens_can_leave_between_servers_is_not_named():
     assert why_none_between(EarlyExit(threshold={8: 0.5}), ROUTE) is None
     assert why_none_between(EarlyExit(threshold=1.0, decay=2.0), ROUTE) is None
+
+
+def test_boundaries_for_a_call():
+    """The second server's span is cut twice."""
+    first, second = server(0, 4), server(4, 12)
+    parts = [Hop(second.server, Span(start, end)) for start, end in ((4, 6), (6, 9), (9, 12))]
+    route = Route((first, *parts))
+    assert boundaries_for(EarlyExit(), route) == (4,)
+    assert boundaries_for(EarlyExit(boundaries=(2, 9)), route) == (4, 9)
+    assert boundaries_for(EarlyExit(boundaries=(6, 9)), route) == (4, 6, 9)
+    alone = Route((Hop(first.server, Span(0, 2)), Hop(first.server, Span(2, 4))))
+    assert "one server has all blocks" in str(why_none_between(EarlyExit(), alone))
+    assert why_none_between(EarlyExit(boundaries=(2,)), alone) is None
 
 
 def test_a_threshold_that_no_token_passes_is_named():

@@ -44,6 +44,9 @@ class World(PaperServers):
 
     boundaries = (3, 6)
 
+    def boundaries_for(self, options: EarlyExit) -> tuple[int, ...]:
+        return self.boundaries
+
     @property
     def route(self) -> Route:
         infos = [
