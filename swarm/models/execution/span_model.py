@@ -112,14 +112,14 @@ class SpanModel:
     def narrowed(self, span: Span) -> SpanModel:
         """Part of this span as a span of its own, sharing the weights. Raises `InvalidSpan` if it is not a part.
 
-        For any thread. Parts are as quick as the whole, where that runs a flat forward.
+        For any thread. Parts are as quick as the whole, where that runs a flat forward. They record no decode steps.
         """
+        if not self.span.start <= span.start < span.end <= self.span.end:
+            raise InvalidSpan(f"blocks {span} are not a part of the span {self.span}")
         if span == self.span:
             return self
         if span in self._whole._chosen_parts:
             return self._whole._chosen_parts[span]
-        if not self.span.start <= span.start < span.end <= self.span.end:
-            raise InvalidSpan(f"blocks {span} are not a part of the span {self.span}")
         whole = self._whole
         with whole._parts_lock:
             part = whole._parts.pop(span, None) or whole._part(span)
@@ -160,9 +160,9 @@ class SpanModel:
     def joins_parts(self) -> bool:
         """Whether steps of different parts of the span can be computed in one pass.
 
-        Not with recorded decode steps: a pass is cut wherever a part begins or ends, and each piece would be recorded.
+        Not with recorded decode steps: a pass is cut wherever a part begins or ends, and only the whole is recorded.
         """
-        return self.strategy.packed and self.flash is None and self.strategy.graph_recorder is None
+        return self.strategy.packed and self.flash is None and self._whole.strategy.graph_recorder is None
 
     def token_cost(self, terms: ExitThresholds | None = None) -> float:
         """What a token costs at most, in blocks: those that it passes, and the head's share where it may leave."""

@@ -84,11 +84,15 @@ class ExecutionStrategy:
         return replace(self, trials=(*self.trials, *trials))
 
     def narrowed(self, start: int, end: int) -> ExecutionStrategy:
-        """The same for the blocks [start, end) of those that it is for. What is compiled computes just all of them."""
+        """The same for the blocks [start, end) of those that it is for.
+
+        What is compiled computes just all of them. Nor are decode steps of a part recorded: clients choose the parts, and
+        recordings take memory and time.
+        """
         if self.flat is None:
-            return replace(self, forward="plain", traced=None, traced_fill=None)
+            return replace(self, forward="plain", traced=None, traced_fill=None, graph_recorder=None)
         flat = self.flat.narrowed(start, end)
-        return replace(self, forward="flat", traced=flat, flat=flat, traced_fill=None)
+        return replace(self, forward="flat", traced=flat, flat=flat, traced_fill=None, graph_recorder=None)
 
     def __str__(self) -> str:
         graphs = ", recorded decode steps" if self.graph_recorder is not None else ""

@@ -247,8 +247,10 @@ def choose_exit_forwards(model: SpanModel, compile_in: Path | None = None) -> No
     recorder = model.strategy.graph_recorder
     for piece in model.pieces():
         if piece is not model:
-            compiled = compile_in is not None
-            chosen = choose_forward(piece, compile_in, recorder, model.strategy.layout) if compiled else piece
+            if compile_in is not None:
+                chosen = choose_forward(piece, compile_in, recorder, model.strategy.layout)
+            else:
+                chosen = piece.with_strategy(replace(piece.strategy, graph_recorder=recorder))
             filling, _ = attempt("A traced fill", partial(_try_traced_fill, chosen))
             model.use_part(filling or chosen)
 

@@ -316,6 +316,7 @@ def test_a_traced_fill_is_what_the_modules_store(family, tmp_path_factory):
 def test_pieces_whose_decode_steps_are_recorded(tmp_path_factory):
     model = load_as("paged", "llama", tmp_path_factory)
     model = with_exits(model.with_strategy(replace(model.strategy, graph_recorder=lambda function: function)))
+    choose_exit_forwards(model)
     assert all(piece.graphs is not None for piece in model.pieces())
 
     check_decode_steps(model, examples=10)

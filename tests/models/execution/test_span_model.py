@@ -6,17 +6,20 @@ import gc
 import itertools
 import threading
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 
 from swarm.data_structures import ExitThresholds, Span, StepLayout
 from swarm.errors import InvalidSpan
+from swarm.models.cutting import cut_layers
 from swarm.models.execution import span_model
 from swarm.models.execution.session_cache import SessionCache
 from swarm.models.execution.span_model import SpanModel
+from swarm.models.execution.strategy import PADDED
 from swarm.models.exits.span_exits import SpanExits
-from tests.models.execution.test_session_cache import HIDDEN, close, load
+from tests.models.execution.test_session_cache import HIDDEN, close, load, load_as
 
 PARTS = [Span(start, end) for start, end in itertools.combinations(range(1, 5), 2) if end - start < 3]
 
@@ -40,6 +43,54 @@ def test_parts_share_weights_and_belong_to_one_whole(model):
     for other in (Span(0, 2), Span(3, 5)):
         with pytest.raises(InvalidSpan, match="not a part of the span 1:4"):
             model.narrowed(other)
+
+
+def test_a_part_that_does_not_hold_the_blocks_refuses_them_also_where_a_piece_was_chosen_for_them(tmp_path_factory):
+    whole = load("llama", tmp_path_factory)
+    whole.use_part(whole.with_strategy(whole.strategy).narrowed(Span(3, 4)))
+    assert whole.narrowed(Span(2, 4)).narrowed(Span(3, 4)) is whole.narrowed(Span(3, 4))
+    with pytest.raises(InvalidSpan, match="not a part of the span 1:3"):
+        whole.narrowed(Span(1, 3)).narrowed(Span(3, 4))
+
+
+def test_parts_that_a_client_asks_for_record_nothing(tmp_path_factory):
+    """Recordings take memory and stop the compute thread: only the whole has them, and pieces chosen for speed."""
+    whole = load_as("paged", "llama", tmp_path_factory)
+    whole = whole.with_strategy(replace(whole.strategy, graph_recorder=lambda function: function))
+    assert whole.graphs is not None
+    for part in PARTS:
+        assert whole.narrowed(part).graphs is None
+        assert not whole.narrowed(part).joins_parts
+    chosen = whole.narrowed(Span(1, 2)).with_strategy(whole.strategy)
+    whole.use_part(chosen)
+    assert whole.narrowed(Span(1, 2)).graphs is not None
+    part = whole.narrowed(Span(2, 4))
+    close(
+        SessionCache(part).step(hidden := torch.randn(2, HIDDEN), StepLayout((0,), (2,))),
+        SessionCache(whole.with_strategy(PADDED).narrowed(part.span)).step(hidden, StepLayout((0,), (2,))),
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_part_that_is_made_while_the_attention_is_switched_uses_the_right_one(family, tmp_path_factory, monkeypatch):
+    """Its config is copied first, and switched with the others from then on; in between is the other thread."""
+    whole = load(family, tmp_path_factory)
+    padded = whole.with_strategy(PADDED)
+    hidden, layout = torch.randn(2, HIDDEN), StepLayout((0,), (2,))
+    for copied_as, used_as in ((padded, whole), (whole, padded)):
+        SessionCache(copied_as).step(hidden, layout)
+        copied = cut_layers.slice_model
+
+        def switched(*args, model=used_as, copied=copied):
+            made = copied(*args)
+            SessionCache(model).step(hidden, layout)
+            return made
+
+        with monkeypatch.context() as patch:
+            patch.setattr(cut_layers, "slice_model", switched)
+            part = used_as.with_strategy(used_as.strategy).narrowed(Span(2, 4))
+        found = SessionCache(part).step(hidden, layout)
+        close(found, SessionCache(copied_as.narrowed(Span(2, 4))).step(hidden, layout))
 
 
 def test_parts_that_were_used_longest_ago_are_forgotten_and_leave_nothing(model, monkeypatch):
