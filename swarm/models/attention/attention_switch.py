@@ -15,8 +15,8 @@ from swarm.models.attention.multi_session_attention import PACKED_IMPLEMENTATION
 class AttentionSwitch:
     """Sets the attention implementation in the configs of a model and its layers, where transformers looks it up.
 
-    The parts of a span share their layers, so they share the switch. It does not keep their configs alive. Parts are made
-    in the network loop while the compute thread switches.
+    The parts of a span share their layers, so they share the switch. It does not keep their configs alive. The
+    network loop makes parts while the compute thread switches.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -1,12 +1,14 @@
 """One pass over a span for steps that need different blocks of it.
 
 The span is computed piece by piece. A step of a part of the span joins the pass in front of its first block, and leaves
-it behind its last one. So what takes time, reading the weights, is done once for all of them.
+it behind its last one. So what takes time, reading the weights, is done once for all of them. Their outputs are there
+when the pass ends.
 
 A step may also let its tokens leave early, after "An Efficient Inference Framework for Early-exit LLMs", sections 2 and
 3. Behind each piece, tokens that are sure leave: their hidden states stay as they are, and in the blocks that follow
 they only get keys and values, projected from these hidden states. The others go on, together with the tokens of steps
-that let none leave.
+that let none leave. However other steps cut the pass, keys and values are stored by whole pieces between exits, which
+were chosen for speed: nothing in the pass waits for them.
 """
 
 from __future__ import annotations
@@ -43,13 +45,15 @@ class _PartUnderWay:
 
     Attributes:
         span: the blocks that the step needs.
+        pieces: these blocks, cut only where its own tokens may leave.
         hidden_TH: the hidden states of its tokens.
         before_TH: those in front of the piece before, for the tokens that passed it.
         left: see `StepExits`; None for a step whose tokens all stay.
     """
 
-    def __init__(self, part: StepPart, exits: StepExits | None) -> None:
+    def __init__(self, part: StepPart, exits: StepExits | None, offered: SpanExits | None) -> None:
         self.span = part.span
+        self.pieces = offered.pieces(part.span) if offered is not None else [part.span]
         self._part = part
         self.hidden_TH = self.before_TH = part.inputs
         self.left = list(exits.left) if exits is not None else None
@@ -113,12 +117,13 @@ def compute_in_pieces(
         the outputs of each part, `[tokens, hidden]`; those of a token that left are its hidden states in front of the
         block where it did. And for each part with exits, where its tokens have left now.
     """
-    under_way = [_PartUnderWay(part, one) for part, one in zip(parts, exits, strict=True)]
+    offered = whole.exits if any(one is not None for one in exits) else None
+    under_way = [_PartUnderWay(part, one, offered) for part, one in zip(parts, exits, strict=True)]
     if whole.can_fill:
-        offered = whole.exits if any(one is not None for one in exits) else None
         for piece in pass_pieces([part.span for part in parts], offered):
             here = [one for one in under_way if one.span.start <= piece.start and piece.end <= one.span.end]
-            _pass_piece(whole.narrowed(piece), here)
+            _fill_pieces(whole, piece.start, here)
+            _compute_piece(whole.narrowed(piece), here)
             if offered is not None:
                 _let_leave(offered, piece.end, here)
     else:
@@ -144,12 +149,22 @@ def pass_pieces(spans: Collection[Span], exits: SpanExits | None) -> list[Span]:
     return [one for one in bounds if any(span.start <= one.start and one.end <= span.end for span in spans)]
 
 
-def _pass_piece(piece: SpanModel, under_way: Sequence[_PartUnderWay]) -> None:
-    """Compute one piece for tokens that have not left, and fill it for those that have."""
+def _fill_pieces(whole: SpanModel, block: int, under_way: Sequence[_PartUnderWay]) -> None:
+    """Fill each step's own piece that begins with this block, for tokens that have left."""
+    gone: dict[Span, list[StepPart]] = {}
+    for one in under_way:
+        part = one.chosen_part(left=True)
+        if part is not None:
+            for piece in one.pieces:
+                if piece.start == block:
+                    gone.setdefault(piece, []).append(part)
+    for piece, parts in gone.items():
+        fill_parts(whole.narrowed(piece), parts)
+
+
+def _compute_piece(piece: SpanModel, under_way: Sequence[_PartUnderWay]) -> None:
+    """Compute one piece for tokens that have not left."""
     going = [(one, part) for one in under_way if (part := one.chosen_part(left=False)) is not None]
-    gone = [part for one in under_way if (part := one.chosen_part(left=True)) is not None]
-    if gone:
-        fill_parts(piece, gone)
     if going:
         outputs = compute_parts(piece, [part for _, part in going])
         for (one, _), output in zip(going, outputs, strict=True):

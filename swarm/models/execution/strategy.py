@@ -86,8 +86,8 @@ class ExecutionStrategy:
     def narrowed(self, start: int, end: int) -> ExecutionStrategy:
         """The same for the blocks [start, end) of those that it is for.
 
-        What is compiled computes just all of them. Nor are decode steps of a part recorded: clients choose the parts, and
-        recordings take memory and time.
+        What is compiled computes just all of them. Decode steps of a part are not recorded either: clients choose the
+        parts, and recordings take memory and time.
         """
         if self.flat is None:
             return replace(self, forward="plain", traced=None, traced_fill=None, graph_recorder=None)

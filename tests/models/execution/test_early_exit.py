@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from swarm.data_structures import ExitBatchRule, ExitConfidence, ExitThresholds, Span, StepLayout
 from swarm.models.execution import early_exit
 from swarm.models.execution.early_exit import StepExits, pass_pieces
-from swarm.models.execution.part_computation import compute_parts
+from swarm.models.execution.part_computation import compute_parts, fill_parts
 from swarm.models.execution.session_cache import SessionCache, StepComputation, advance_steps
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy import PADDED
@@ -203,6 +203,35 @@ def test_steps_of_different_parts_share_a_pass(tmp_path_factory, monkeypatch):
     for pair, work in zip(pairs, works, strict=True):
         pair.finish(work)
     assert computed == [(Span(1, 2), 2), (Span(2, 4), 2)]
+
+
+@pytest.mark.parametrize("layout", ["paged", "contiguous"])
+def test_a_step_that_cuts_a_pass_does_not_cut_what_is_filled(layout, tmp_path_factory, monkeypatch):
+    """A piece between two exits was chosen for speed. A step of a part of it changes nothing for tokens that left."""
+    model = load_as(layout, "llama", tmp_path_factory).with_exits(FakeExits({2: [1.0]}))
+    filled = []
+
+    def watched(piece, parts):
+        filled.append((piece.span, len(parts)))
+        return fill_parts(piece, parts)
+
+    monkeypatch.setattr(early_exit, "fill_parts", watched)
+    expected = SessionCache(model.with_strategy(model.strategy).with_exits(FakeExits({2: [1.0]})))
+    leaving, cutting = SessionCache(model), SessionCache(model.narrowed(Span(1, 3)))
+    terms, random = ExitThresholds("similarity", ((2, 0.5),)), torch.Generator().manual_seed(0)
+    for position in range(3):
+        hidden, layout = torch.randn(1, HIDDEN, generator=random), StepLayout((position,), (1,))
+        exits = StepExits(terms, (0,)) if position == 1 else None
+        alone = expected.start_step(hidden, layout, exits)
+        advance_steps([(alone, 1)])
+        alone.commit()
+        filled.clear()
+        steps = [leaving.start_step(hidden, layout, exits), cutting.start_step(hidden, layout)]
+        advance_steps([(step, 1) for step in steps])
+        for step in steps:
+            step.commit()
+        close(steps[0].output, alone.output)
+        assert filled == ([(Span(2, 4), 1)] if position == 1 else [])
 
 
 @pytest.mark.parametrize("layout", ["paged", "contiguous"])
