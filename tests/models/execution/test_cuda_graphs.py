@@ -217,8 +217,12 @@ def test_a_replay_that_fails_harms_no_session(model, recorder):
     assert model.strategy.paging.pool.in_use == 0
 
 
-def test_parts_of_a_span_have_recordings_of_their_own(model, recorder):
+def test_a_part_that_was_chosen_for_speed_has_recordings_of_its_own(model, recorder):
     part = model.narrowed(type(model.span)(2, 4))
+    assert part.graphs is None
+    part = part.with_strategy(replace(part.strategy, graph_recorder=recorder))
+    model.use_part(part)
+    assert model.narrowed(part.span) is part
     assert part.graphs is not None
     assert part.graphs is not model.graphs
     one, other = decode(part, 2, 3), SessionCache(part)
