@@ -36,7 +36,7 @@ from scripts.exit_loss import read_hidden, states_behind
 from swarm.client.early_exit.exit_training import KEPT_TOKENS, LensFit, fit_classifier
 from swarm.data_structures import ExitBatchRule, ExitConfidence, ExitThresholds, Span, StepLayout
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER, open_checkpoint
-from swarm.models.execution.early_exit import StepExits
+from swarm.models.execution.span_pass import StepExits
 from swarm.models.execution.session_cache import SessionCache, advance_steps
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy_trials import choose_exit_forwards, choose_forward

@@ -31,7 +31,7 @@ from swarm.models.attention.paged_kernels import (
 )
 from swarm.models.cutting.families import POSITIONS_FROM_CACHE_LENGTH
 from swarm.models.execution.cuda_graphs import CudaGraphRecorder, GraphRecorder
-from swarm.models.execution.early_exit import StepExits
+from swarm.models.execution.span_pass import StepExits
 from swarm.models.execution.session_cache import SessionCache, advance_steps
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy import PADDED, CacheLayout, ExecutionStrategy, ForwardKind, Trial
@@ -247,10 +247,9 @@ def choose_exit_forwards(model: SpanModel, compile_in: Path | None = None) -> No
     recorder = model.strategy.graph_recorder
     for piece in model.pieces():
         if piece is not model:
+            chosen = piece.with_strategy(replace(piece.strategy, graph_recorder=recorder))
             if compile_in is not None:
                 chosen = choose_forward(piece, compile_in, recorder, model.strategy.layout)
-            else:
-                chosen = piece.with_strategy(replace(piece.strategy, graph_recorder=recorder))
             filling, _ = attempt("A traced fill", partial(_try_traced_fill, chosen))
             model.use_part(filling or chosen)
 

@@ -10,7 +10,7 @@ import torch
 
 from swarm.data_structures import Span, StepLayout, WireFormat
 from swarm.models.adapters.adapter_batch import AdapterWeights
-from swarm.models.execution.early_exit import StepExits
+from swarm.models.execution.span_pass import StepExits
 from swarm.models.execution.gradients import SpanGradients
 from swarm.models.execution.session_cache import SessionCache
 from swarm.models.execution.span_model import SpanModel

@@ -13,7 +13,7 @@ from swarm.common.dtypes import dtype_name
 from swarm.data_structures import ExitThresholds, StepLayout, WireFormat
 from swarm.errors import CacheFull, RemoteError, ServerClosing, WrongPosition
 from swarm.metrics.server import ServerObserver
-from swarm.models.execution.early_exit import StepExits
+from swarm.models.execution.span_pass import StepExits
 from swarm.protocol import messages
 from swarm.protocol.compression import payload_bytes
 from swarm.server.compute import compute_request

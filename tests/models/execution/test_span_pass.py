@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.data_structures import ExitBatchRule, ExitConfidence, ExitThresholds, Span, StepLayout
-from swarm.models.execution import early_exit
-from swarm.models.execution.early_exit import StepExits, pass_pieces
+from swarm.models.execution import span_pass
+from swarm.models.execution.span_pass import StepExits, pass_pieces
 from swarm.models.execution.part_computation import compute_parts, fill_parts
 from swarm.models.execution.session_cache import SessionCache, StepComputation, advance_steps
 from swarm.models.execution.span_model import SpanModel
@@ -196,7 +196,7 @@ def test_steps_of_different_parts_share_a_pass(tmp_path_factory, monkeypatch):
         computed.append((piece.span, len(parts)))
         return compute_parts(piece, parts)
 
-    monkeypatch.setattr(early_exit, "compute_parts", watched)
+    monkeypatch.setattr(span_pass, "compute_parts", watched)
     pairs = [Pair(model.narrowed(span), seed) for seed, span in enumerate((Span(1, 4), Span(1, 2), Span(2, 4)))]
     works = [pair.start(StepLayout((0,), (2,))) for pair in pairs]
     advance_steps([(work, 2) for work in works])
@@ -215,7 +215,7 @@ def test_a_step_that_cuts_a_pass_does_not_cut_what_is_filled(layout, tmp_path_fa
         filled.append((piece.span, len(parts)))
         return fill_parts(piece, parts)
 
-    monkeypatch.setattr(early_exit, "fill_parts", watched)
+    monkeypatch.setattr(span_pass, "fill_parts", watched)
     expected = SessionCache(model.with_strategy(model.strategy).with_exits(FakeExits({2: [1.0]})))
     leaving, cutting = SessionCache(model), SessionCache(model.narrowed(Span(1, 3)))
     terms, random = ExitThresholds("similarity", ((2, 0.5),)), torch.Generator().manual_seed(0)
