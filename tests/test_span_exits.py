@@ -10,8 +10,8 @@ from swarm import EarlyExit
 from swarm.client.routes.events import ExitTaken
 from swarm.data_structures import ExitConfidence, Span, StepLayout
 from swarm.models.checkpoints.checkpoint import open_checkpoint
-from swarm.models.execution.span_pass import StepExits
 from swarm.models.execution.session_cache import SessionCache, advance_steps
+from swarm.models.execution.span_pass import StepExits
 from swarm.models.exits.model_head import ModelHead
 from swarm.models.exits.span_exits import SpanExits
 from swarm.models.loading.span_loading import load_span

@@ -36,9 +36,9 @@ from scripts.exit_loss import read_hidden, states_behind
 from swarm.client.early_exit.exit_training import KEPT_TOKENS, LensFit, fit_classifier
 from swarm.data_structures import ExitBatchRule, ExitConfidence, ExitThresholds, Span, StepLayout
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER, open_checkpoint
-from swarm.models.execution.span_pass import StepExits
 from swarm.models.execution.session_cache import SessionCache, advance_steps
 from swarm.models.execution.span_model import SpanModel
+from swarm.models.execution.span_pass import StepExits
 from swarm.models.execution.strategy_trials import choose_exit_forwards, choose_forward
 from swarm.models.exits.confidence import softmax_response, state_similarity
 from swarm.models.exits.model_head import ModelHead

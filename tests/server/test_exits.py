@@ -6,9 +6,9 @@ import pytest
 
 from swarm.data_structures import Span, StepLayout, WireFormat
 from swarm.errors import InvalidOption
-from swarm.models.execution.span_pass import StepExits
 from swarm.models.execution.session_cache import SessionCache, advance_steps
 from swarm.models.execution.span_model import SpanModel
+from swarm.models.execution.span_pass import StepExits
 from swarm.models.exits.span_exits import SpanExits
 from swarm.protocol import messages
 from swarm.protocol.compression import decode_tensor, encode_tensor

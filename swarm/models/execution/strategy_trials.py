@@ -31,9 +31,9 @@ from swarm.models.attention.paged_kernels import (
 )
 from swarm.models.cutting.families import POSITIONS_FROM_CACHE_LENGTH
 from swarm.models.execution.cuda_graphs import CudaGraphRecorder, GraphRecorder
-from swarm.models.execution.span_pass import StepExits
 from swarm.models.execution.session_cache import SessionCache, advance_steps
 from swarm.models.execution.span_model import SpanModel
+from swarm.models.execution.span_pass import StepExits
 from swarm.models.execution.strategy import PADDED, CacheLayout, ExecutionStrategy, ForwardKind, Trial
 from swarm.models.execution.tracing.flat_forward import FlatForward
 from swarm.models.execution.tracing.traced_fill import traced_fill

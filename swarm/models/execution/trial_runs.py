@@ -14,9 +14,9 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from swarm.data_structures import StepLayout
-from swarm.models.execution.span_pass import StepExits
 from swarm.models.execution.session_cache import SessionCache, advance_steps
 from swarm.models.execution.span_model import SpanModel
+from swarm.models.execution.span_pass import StepExits
 
 logger = logging.getLogger(__name__)
 

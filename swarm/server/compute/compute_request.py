@@ -10,10 +10,10 @@ import torch
 
 from swarm.data_structures import Span, StepLayout, WireFormat
 from swarm.models.adapters.adapter_batch import AdapterWeights
-from swarm.models.execution.span_pass import StepExits
 from swarm.models.execution.gradients import SpanGradients
 from swarm.models.execution.session_cache import SessionCache
 from swarm.models.execution.span_model import SpanModel
+from swarm.models.execution.span_pass import StepExits
 from swarm.protocol.compression import decode_tensor, encode_tensor, pack_gradients, payload_bytes
 from swarm.server.compute.scheduler import MAX_SHORT_TOKENS
 

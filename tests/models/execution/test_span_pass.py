@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from swarm.data_structures import ExitBatchRule, ExitConfidence, ExitThresholds, Span, StepLayout
 from swarm.models.execution import span_pass
-from swarm.models.execution.span_pass import StepExits, pass_pieces
 from swarm.models.execution.part_computation import compute_parts, fill_parts
 from swarm.models.execution.session_cache import SessionCache, StepComputation, advance_steps
 from swarm.models.execution.span_model import SpanModel
+from swarm.models.execution.span_pass import StepExits, pass_pieces
 from swarm.models.execution.strategy import PADDED
 from swarm.models.execution.strategy_trials import choose_exit_forwards
 from swarm.models.execution.tracing.traced_fill import traced_fill
