@@ -54,9 +54,8 @@ class PushedSteps:
         elif session.push_link is None or not session.push_link.leads_to(peer_id, session_id):
             session.close_push_link()
             if peer_id == self._network.peer_id:
-                block = session.terms.span.end
                 session.push_link = LocalPushLink(
-                    client, peer_id, session_id, block, self._answer_own, self._unanswered, self._waiting_bytes
+                    client, peer_id, session_id, self._answer_own, self._unanswered, self._waiting_bytes
                 )
             else:
                 session.push_link = PushLink(self._network, client, peer_id, session_id)

@@ -55,8 +55,6 @@ class SessionSteps:
         kept.
         """
         fingerprint = _fingerprint(message, payload)
-        if session.push_link is not None:
-            session.push_link.note_step()
         async with session.lock:
             kept = session.last.get(message.step)
             if kept is not None and fingerprint == kept.fingerprint:

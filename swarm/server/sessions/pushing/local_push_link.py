@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 
 from swarm.errors import RemoteError
 from swarm.protocol import messages
 from swarm.server.compute.compute_request import Bytes
-from swarm.server.compute.step_gathering import StepGathering
-from swarm.server.sessions.pushing.step_merging import is_urgent, mergeable
+from swarm.server.sessions.pushing.step_merging import mergeable
 from swarm.server.sessions.unanswered_requests import UnansweredRequests
 
 logger = logging.getLogger(__name__)
@@ -42,13 +39,12 @@ class LocalPushLink:
 
     Pushing only puts a step into a queue. A task of the link's own takes it out, so that the session that pushes never
     waits for the other one. The task takes all steps at once that can be computed as one: those that came while the one
-    before was computed, or for which those before them waited a little (see `StepGathering`).
+    before was computed, or had to let others go first.
 
     Args:
         client: peer id of both sessions' client.
         peer_id: this server.
         session_id: the session on the blocks behind.
-        block: the first of these blocks.
         deliver: computes and answers steps that can be computed as one. Raises `RemoteError` if this server may not
             push into that session.
         unanswered: counts the steps that the link holds.
@@ -65,7 +61,6 @@ class LocalPushLink:
         client: str,
         peer_id: str,
         session_id: bytes,
-        block: int,
         deliver: Callable[[Sequence[Push]], Awaitable[None]],
         unanswered: UnansweredRequests,
         waiting_bytes: Counter[str],
@@ -73,27 +68,18 @@ class LocalPushLink:
         self._client = client
         self._peer_id = peer_id
         self._session_id = session_id
-        self._block = block
         self._deliver = deliver
         self._unanswered = unanswered
         self._waiting_bytes = waiting_bytes
         self._waiting: deque[Push] = deque()
-        self._gathering = StepGathering()
-        self._came = asyncio.Event()
         self._left = asyncio.Event()
         self._entering = asyncio.Lock()
-        self._computing = False
         self._task: asyncio.Task[None] | None = None
         self._closed = False
 
     def leads_to(self, peer_id: str, session_id: bytes) -> bool:
         """Whether it leads to this session at this server, and works."""
         return not self._closed and (peer_id, session_id) == (self._peer_id, self._session_id)
-
-    def note_step(self) -> None:
-        """The session that pushes has got a step."""
-        self._gathering.on_step(time.monotonic(), self._task is not None, self._computing)
-        self._came.set()
 
     async def push(self, step: messages.StepRequest, payload: Bytes) -> bool:
         """Queue a step for the other session, as soon as there is room. False if there is none for a long time.
@@ -106,7 +92,6 @@ class LocalPushLink:
                 async with asyncio.timeout(ROOM_TIMEOUT_S):
                     while not self._closed and not self._has_room(payload):
                         self._left.clear()
-                        self._came.set()
                         await self._left.wait()
             except TimeoutError:
                 logger.warning("a session of …%s takes no steps any more: its link is closed", self._client[-6:])
@@ -117,8 +102,6 @@ class LocalPushLink:
         self._waiting.append((request, bytes(payload)))  # the memory of a tensor has no hash
         self._unanswered.add()
         self._waiting_bytes[self._client] += len(payload)
-        self._gathering.on_push(time.monotonic(), step.epoch, step.starts)
-        self._came.set()
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._deliver_waiting())
             self._task.add_done_callback(self._log_fault)
@@ -128,7 +111,6 @@ class LocalPushLink:
         """Take no more steps and drop those that wait. Those that are being computed are answered."""
         self._closed = True
         self._unanswered.remove(len(self._remove(len(self._waiting))))
-        self._came.set()
 
     def _has_room(self, payload: Bytes) -> bool:
         waiting_bytes = self._waiting_bytes[self._client] + len(payload)
@@ -147,9 +129,11 @@ class LocalPushLink:
     async def _deliver_waiting(self) -> None:
         try:
             while self._waiting:
-                await self._gather()
-                if together := self._take():
-                    await self._compute(together)
+                together = self._remove(mergeable([push.step for push, _ in self._waiting]))
+                try:
+                    await self._deliver(together)
+                finally:
+                    self._unanswered.remove(len(together))
         except RemoteError as error:
             logger.debug("a session of …%s cannot be pushed into: %s", self._client[-6:], error)
             self.close()
@@ -162,31 +146,3 @@ class LocalPushLink:
         error = None if task.cancelled() else task.exception()
         if error is not None:
             logger.error("handing steps of …%s on inside this server failed", self._client[-6:], exc_info=error)
-
-    async def _gather(self) -> None:
-        """Wait as long as the steps that wait should wait for more."""
-        began = time.monotonic()
-        while self._waiting:
-            steps = [push.step for push, _ in self._waiting]
-            urgent = self._entering.locked() or any(is_urgent(step, self._block) for step in steps)
-            now = time.monotonic()
-            delay = self._gathering.delay(len(steps), now - began, now)
-            if urgent or mergeable(steps) < len(steps) or not delay:
-                return
-            self._came.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(delay):
-                    await self._came.wait()
-
-    def _take(self) -> list[Push]:
-        """Take the first steps out of the queue, those that can be computed as one."""
-        return self._remove(mergeable([push.step for push, _ in self._waiting])) if self._waiting else []
-
-    async def _compute(self, together: Sequence[Push]) -> None:
-        began, self._computing = time.monotonic(), True
-        try:
-            await self._deliver(together)
-        finally:
-            self._computing = False
-            self._unanswered.remove(len(together))
-        self._gathering.on_computed(len(together), together[0][0].step.epoch, time.monotonic() - began)

@@ -56,9 +56,6 @@ class PushLink:
         """Whether it leads to this session at this server, and works."""
         return not self._broken and (peer_id, session_id) == (self._peer_id, self._session_id)
 
-    def note_step(self) -> None:
-        """The session that pushes has got a step. Nothing waits for more of them."""
-
     async def push(self, step: messages.StepRequest, payload: bytes | memoryview) -> bool:
         """Send a step to the next server. False if that failed; True does not guarantee that it arrives."""
         if self._broken:  # possibly before it was connected

@@ -413,8 +413,6 @@ def test_copies_of_steps_that_were_computed_as_one_are_delayed_once(model):
     class LinkToAnotherServer:
         reply_delay_s = 1.0
 
-        def note_step(self) -> None: ...
-
         def close(self) -> None: ...
 
         async def push(self, request: messages.StepRequest, payload: Any) -> bool:
@@ -461,40 +459,3 @@ def test_what_is_given_up_in_a_part_is_dropped_there_and_the_rest_goes_on(model)
         assert_close(output, model.forward(expected.unsqueeze(0))[0, -1:])
 
     alone(model, act)
-
-
-def test_steps_that_nothing_waits_for_wait_for_more_while_the_client_runs_ahead(model, computed):
-    """And all of them go on at once when it waits for one."""
-
-    async def act(server):
-        cut = await CutClient.begin(server)
-        await cut.step(step(0, 0, 2), random(2))
-        for number in range(1, 12):
-            ahead = step(number, number + 1, exit_block=PARTS[1].start if number < 11 else None)
-            await cut.send(ahead, random(1, number))
-            await answer(cut.streams[0])
-            await asyncio.sleep(0.001)
-        for number in range(1, 12):
-            assert (await answer(cut.streams[1]))[0].step == number
-        later = [tokens for part, tokens in computed if part == PARTS[1]]
-        assert sum(later) == 2 + 11
-        assert max(later[1:]) >= 3
-        assert later[-1] >= 2  # the urgent one, with those that waited
-
-    on_virtual_time(model, act, seconds=0.01)
-
-
-def test_an_urgent_step_never_waits_for_more(model):
-    async def act(server):
-        cut = await CutClient.begin(server)
-        await cut.step(step(0, 0, 2), random(2))
-        for number in range(1, 8):
-            await cut.send(step(number, number + 1, exit_block=PARTS[1].start), random(1, number))
-            await answer(cut.streams[0])
-        for _ in range(1, 8):
-            await answer(cut.streams[1])
-        began = asyncio.get_running_loop().time()
-        await cut.step(step(8, 9), random(1, 8))
-        assert asyncio.get_running_loop().time() - began == pytest.approx(2 * 0.01)
-
-    on_virtual_time(model, act, seconds=0.01)

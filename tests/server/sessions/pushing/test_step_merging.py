@@ -142,8 +142,6 @@ class Link:
         self.taken.append(request)
         return request.step % 3 > 0
 
-    def note_step(self) -> None: ...
-
     def close(self) -> None: ...
 
 
