@@ -53,8 +53,7 @@ logger = logging.getLogger(__name__)
 LayoutRequest = CacheLayout | Literal["auto"]
 """Which layout to use. One that the family or the device cannot compute with is replaced by the next of paged,
 contiguous, padded. "auto" is paged on a GPU in 16 bits, for which kernels exist, and contiguous elsewhere. On a CPU
-(hidden 256, 8 blocks, fp32 and one thread) pages took 1.05 times as long for sequences of 64 positions; for 1,024, 1.5
-times (1 session) and 2.3 times (8 sessions)."""
+(hidden 256, 8 blocks, fp32, one thread) pages took 1.05 times as long for 64 positions; for 1,024, 1.5 to 2.3 times."""
 
 LAYOUT_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 2e-2}
 """Error of a token's output, relative to the norm of what the blocks add to the token."""
