@@ -17,6 +17,7 @@ from swarm.data_structures import StepLayout
 from swarm.models.execution.session_cache import SessionCache, advance_steps
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.span_pass import StepExits
+from swarm.models.weights.frozen_linear import FrozenLinear
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +128,12 @@ def run_schedule(model: SpanModel, longer: int = 0) -> ScheduleRun:
     all_inputs = torch.cat(inputs).float()
     has_past = torch.arange(len(all_inputs), device=all_inputs.device) >= prompts
     return ScheduleRun(all_inputs, torch.cat(outputs).float(), has_past)
+
+
+def rounding_dtype(model: SpanModel) -> torch.dtype:
+    """The dtype whose rounding errors outputs may have: not fp32 where products of quantized weights round inputs."""
+    rounds = any(isinstance(module, FrozenLinear) and module.rounds_inputs for module in model.module.modules())
+    return torch.float16 if rounds and model.dtype == torch.float32 else model.dtype
 
 
 def attempt(what: str, trial: Callable[[], T], level: int = logging.DEBUG) -> tuple[T | None, str]:

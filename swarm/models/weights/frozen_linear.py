@@ -34,8 +34,13 @@ class FrozenLinear(nn.Module):
 
     Subclasses implement the product (`product`) and restore the plain weight (`dense`).
 
+    Attributes:
+        rounds_inputs: whether the product rounds its inputs to fewer bits than they have.
+
     Shapes: any number of dimensions in front, `[..., in_features]` to `[..., out_features]`.
     """
+
+    rounds_inputs = False
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()

@@ -123,6 +123,7 @@ def require_available(form: str, device: torch.device) -> None:
 class _WeightOnlyLinear(FrozenLinear):
     """A linear layer on the CPU with packed weights: a kernel for few tokens, unpacking by parts for many."""
 
+    rounds_inputs = True
     MAX_KERNEL_TOKENS: int
     """The largest batch for which the kernel on packed weights is faster."""
 
@@ -312,6 +313,7 @@ class BitsAndBytesLinear(FrozenLinear):
             )
         inner.bias = linear.bias
         self.dtype, self.form = dtype, form
+        self.rounds_inputs = form == INT8
         self.bias: nn.Parameter | None = None  # the inner module adds it
         self.inner = inner.requires_grad_(False).to(device)
 
