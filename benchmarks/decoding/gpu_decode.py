@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 from benchmarks.common import machine
 from swarm.data_structures import Span, StepLayout
@@ -35,6 +35,7 @@ from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from swarm.models.execution.session_cache import SessionCache, advance_steps
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy_trials import choose_forward
+from swarm.models.loading.random_span import llama_config
 from swarm.models.loading.span_loading import load_span
 from swarm.models.weights.quantization import form_for_device
 
@@ -99,16 +100,7 @@ def _seconds(function: Callable[[], object], device: torch.device) -> float:
 def make_checkpoint(folder: Path, hidden: int, intermediate: int, heads: int, blocks: int) -> Checkpoint:
     """Save a model with random bfloat16 weights, the same in every run."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=blocks,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        vocab_size=256,
-        max_position_embeddings=4096,
-        dtype="bfloat16",
-    )
+    config = llama_config(hidden, intermediate, heads, heads, blocks, positions=4096)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     return open_checkpoint(folder)
 
