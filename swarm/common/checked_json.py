@@ -67,7 +67,7 @@ def text(value: object, max_length: int, pattern: str | None = None) -> str:
         raise ValueError(f"expected a text of at most {max_length} characters, got {_kind(value)}")
     if pattern is not None and re.fullmatch(pattern, value) is None:
         raise ValueError(f"{value[:64]!r} is not of the form {pattern}")
-    value.encode()  # half of a surrogate pair is no text
+    value.encode()  # refuses a lone surrogate, which is not valid Unicode
     return value
 
 
