@@ -93,6 +93,10 @@ class KeyFileError(UsageError):
     """A gateway's key file cannot be used, or cannot be changed as requested."""
 
 
+class MembershipError(UsageError):
+    """An invite or an authority's file cannot be used, or the swarm does not accept this peer as a member."""
+
+
 class MissingBlocks(SwarmError):
     """No usable server holds some of the blocks that are needed; a server for them has to be started.
 
@@ -214,6 +218,36 @@ class WrongSpan(RequestRefused):
     """The server does not hold the requested blocks, or no longer does."""
 
     code = "wrong_span"
+
+
+class NotAMember(RequestRefused):
+    """The swarm is private, and the peer did not show that it is a member. The subclass says what was wrong."""
+
+    code = "not_a_member"
+
+
+class UnknownAuthority(NotAMember):
+    """The peer's certificate is of another swarm's authority, or of nobody's."""
+
+    code = "unknown_authority"
+
+
+class MembershipExpired(NotAMember):
+    """The peer's certificate has expired: ask for a new invite."""
+
+    code = "membership_expired"
+
+
+class MembershipRevoked(NotAMember):
+    """The authority has revoked the peer's certificate."""
+
+    code = "membership_revoked"
+
+
+class MembershipNotProven(NotAMember):
+    """The peer's signature is not by the certificate's key, or was made for another exchange."""
+
+    code = "membership_not_proven"
 
 
 class ServerFault(RemoteError):

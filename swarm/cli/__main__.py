@@ -19,6 +19,7 @@ COMMANDS = {
     "simulate": "swarm.cli.simulate",
     "status": "swarm.cli.status",
     "monitor": "swarm.monitor.__main__",
+    "members": "swarm.cli.members",
     "keys": "swarm.cli.keys",
     "flash": "swarm.cli.flash",
 }

@@ -36,6 +36,7 @@ FILE_PATH = click.Path(dir_okay=False, path_type=Path)
 @click.option("--cache-tokens", type=click.IntRange(1, 2**40), help="Tokens in the attention cache.  [default: 16384]")
 @click.option("--cache-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder for files from the hub.")
 @console.initial_peers_option
+@console.membership_option
 @click.option("--write", type=FILE_PATH, help="Write the group's description as YAML, to edit and plan again.")
 @click.option("--json", "json_file", type=FILE_PATH, help="Write the plan as JSON.")
 @click.option("--plot", type=FILE_PATH, help="Write a chart of how busy each device is, as PNG.")
@@ -49,6 +50,7 @@ def main(
     cache_tokens: int | None,
     cache_dir: Path | None,
     initial_peers: tuple[str, ...],
+    membership: str | None,
     write: Path | None,
     json_file: Path | None,
     plot: Path | None,
@@ -66,7 +68,7 @@ def main(
         size = _model_size(description, cache_dir)
     elif peers:
         description, size = _describe_running_swarm(
-            peers, model, revision, dtype or "auto", quant, cache_tokens, cache_dir
+            peers, membership, model, revision, dtype or "auto", quant, cache_tokens, cache_dir
         )
     else:
         raise UsageError(
@@ -99,6 +101,7 @@ def _model_size(description: GroupDescription, cache_dir: Path | None) -> ModelS
 
 def _describe_running_swarm(
     peers: tuple[str, ...],
+    membership: str | None,
     model: str | None,
     revision: str | None,
     dtype: str,
@@ -108,12 +111,13 @@ def _describe_running_swarm(
 ) -> tuple[GroupDescription, ModelSize]:
     import uvloop
 
+    from swarm.membership.invite import read_invite
     from swarm.planning.live_swarm import fetch_compatible_servers, open_model
-    from swarm.transport.p2p import quiet_hivemind
+    from swarm.transport.p2p import P2PConfig, quiet_hivemind
 
     quiet_hivemind()
     checkpoint, _ = open_model(model, revision, dtype, cache_dir)
-    found = uvloop.run(fetch_compatible_servers(checkpoint, peers))
+    found = uvloop.run(fetch_compatible_servers(checkpoint, P2PConfig(peers, membership=read_invite(membership))))
     for peer, reason in found.excluded.items():
         click.echo(f"Left out of the plan: …{peer[-6:]}, {reason}", err=True)
     form = quant or announced_group.common_quantization(found.servers)

@@ -14,6 +14,7 @@ from swarm.common import console
 from swarm.errors import InvalidOption
 
 if TYPE_CHECKING:
+    from swarm.monitor.dht_source import DhtSource
     from swarm.monitor.swarm_view import SwarmView
 
 PERIOD_S = 10.0
@@ -23,10 +24,13 @@ CLEAR_SCREEN = "\x1b[H\x1b[2J\x1b[3J"
 @click.command(name="status", cls=console.MultiAddressCommand)
 @click.argument("models", metavar="[MODEL]...", nargs=-1)
 @console.initial_peers_option
+@console.membership_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, the same as the monitor's /api/v1/swarm.")
 @click.option("--watch", "repeat", is_flag=True, help=f"Refresh every {PERIOD_S:.0f} s, until Ctrl-C.")
 @console.errors_to_exit_codes
-def main(models: tuple[str, ...], initial_peers: tuple[str, ...], as_json: bool, repeat: bool) -> None:
+def main(
+    models: tuple[str, ...], initial_peers: tuple[str, ...], membership: str | None, as_json: bool, repeat: bool
+) -> None:
     """Show a swarm: its models, which servers hold which blocks, their throughput, and what is missing.
 
     Each character of the strip is one block: a higher bar is faster, half height is the median, and a red × is a
@@ -42,18 +46,19 @@ def main(models: tuple[str, ...], initial_peers: tuple[str, ...], as_json: bool,
         )
     import uvloop
 
+    from swarm.membership.invite import read_invite
+    from swarm.monitor.dht_source import DhtSource
     from swarm.transport.p2p import quiet_hivemind
 
     quiet_hivemind()
-    complete = uvloop.run(_show(peers, models, as_json, repeat))
+    source = DhtSource(peers, models, read_invite(membership))
+    complete = uvloop.run(_show(source, peers, as_json, repeat))
     sys.exit(0 if complete else 1)
 
 
-async def _show(peers: tuple[str, ...], models: tuple[str, ...], as_json: bool, repeat: bool) -> bool:
-    from swarm.monitor.dht_source import DhtSource
+async def _show(source: DhtSource, peers: tuple[str, ...], as_json: bool, repeat: bool) -> bool:
     from swarm.monitor.swarm_poller import poll_once
 
-    source = DhtSource(peers, models)
     try:
         while True:
             view = await poll_once(source, peers, PERIOD_S)

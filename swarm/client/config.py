@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from swarm.data_structures import Span, WireFormat
 from swarm.errors import InvalidOption
+from swarm.membership.invite import Invite
 from swarm.models.weights.quantization import QUANTIZATION_FORMS
 
 
@@ -60,6 +61,7 @@ class ClientConfig:
         local_blocks: first blocks that the client computes itself; None for none.
         show_route: print every route that a session takes.
         network: which servers are used, and how long to wait for them.
+        membership: this client's invite to a private swarm; None for an open swarm.
         refresh_period: seconds between reads of the swarm's announcements while the client is in use.
     """
 
@@ -68,6 +70,7 @@ class ClientConfig:
     local_blocks: Span | None = None
     show_route: bool = False
     network: NetworkOptions = field(default_factory=NetworkOptions)
+    membership: Invite | None = None
     refresh_period: float = 15.0
 
 

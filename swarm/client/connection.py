@@ -61,7 +61,8 @@ class SwarmConnection:
         self._options = RequestOptions(model.revision, config.wire, network.request_timeout, network.push)
 
         async def connect() -> tuple[Peer, RoutePlanner, HopRequester]:
-            peer = await Peer.create(P2PConfig(initial_peers=config.initial_peers), AnnouncementValidator())
+            joining = P2PConfig(initial_peers=config.initial_peers, membership=config.membership)
+            peer = await Peer.create(joining, AnnouncementValidator())
             planner = RoutePlanner(peer, config, model, broadcast(self._listeners))
             return peer, planner, HopRequester(peer, self._options)
 

@@ -29,6 +29,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
 INITIAL_PEERS_VARIABLE = "SWARM_INITIAL_PEERS"
+MEMBERSHIP_VARIABLE = "SWARM_MEMBERSHIP"
 LOG_FORMAT_VARIABLE = "SWARM_LOG_FORMAT"
 LOG_LEVEL_VARIABLE = "SWARM_LOGLEVEL"
 
@@ -44,6 +45,17 @@ def initial_peers_option(function: F) -> F:
         metavar="ADDRESS...",
         envvar=INITIAL_PEERS_VARIABLE,
         help=f"Addresses of peers of the swarm to join. Default: the value of {INITIAL_PEERS_VARIABLE}.",
+    )(function)
+
+
+def membership_option(function: F) -> F:
+    """Add `--membership INVITE|FILE`, for every command that joins a swarm; see `swarm.membership.invite`."""
+    return click.option(
+        "--membership",
+        metavar="INVITE|FILE",
+        envvar=MEMBERSHIP_VARIABLE,
+        help="For a private swarm: the line that `swarm members invite` printed, or a file that holds it. "
+        f"Default: the value of {MEMBERSHIP_VARIABLE}.",
     )(function)
 
 
@@ -163,8 +175,8 @@ def _print_error(error: SwarmError) -> None:
         click.echo(f"Error: {error}", err=True)
 
 
-SECRET_PATTERN = re.compile(r"\bsk-swarm-[\w-]+|\bhf_[A-Za-z0-9]{8,}|(?<=Bearer )[^\s\"\\]+")
-"""Matches gateway keys, model hub tokens, and anything else after `Bearer` in an Authorization header."""
+SECRET_PATTERN = re.compile(r"\bsk-swarm-[\w-]+|\bswarm-invite-[\w-]+|\bhf_[A-Za-z0-9]{8,}|(?<=Bearer )[^\s\"\\]+")
+"""Matches gateway keys, invites, model hub tokens, and anything else after `Bearer` in an Authorization header."""
 
 
 class _RedactingHandler(logging.StreamHandler[TextIO]):

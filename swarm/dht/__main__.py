@@ -23,30 +23,40 @@ logger = logging.getLogger("swarm.dht")
 
 @click.command(name="dht", cls=console.MultiAddressCommand, context_settings={"show_default": True})
 @console.initial_peers_option
+@console.membership_option
 @console.network_options(default_port=31337)
 @click.option(
     "--address-file",
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write this peer's address to this file as soon as other peers can join.",
 )
+@click.option(
+    "--relay",
+    is_flag=True,
+    help="In a private swarm, relay traffic for peers behind firewalls. Strangers who know the address can have theirs "
+    "relayed too. In an open swarm every reachable peer relays.",
+)
 @console.metrics_option
 @console.log_format_option
 @console.errors_to_exit_codes
 def main(
     initial_peers: tuple[str, ...],
+    membership: str | None,
     host_maddrs: tuple[str, ...],
     announce_maddrs: tuple[str, ...],
     identity_path: Path | None,
     address_file: Path | None,
+    relay: bool,
     metrics: str | None,
     log_format: str,
 ) -> None:
     """Run a bootstrap peer, whose address other peers use to join the swarm.
 
-    It also relays traffic for peers behind firewalls. Use --identity-path to keep its address.
+    In an open swarm it also relays traffic for peers behind firewalls. Use --identity-path to keep its address.
     """
     import uvloop
 
+    from swarm.membership.invite import read_invite
     from swarm.metrics.endpoint import MetricsAddress
     from swarm.transport.p2p import P2PConfig, quiet_hivemind
 
@@ -57,6 +67,8 @@ def main(
         host_maddrs=console.split_addresses(host_maddrs),
         announce_maddrs=console.split_addresses(announce_maddrs),
         identity_path=identity_path,
+        membership=read_invite(membership),
+        relay=relay,
     )
     uvloop.run(_serve(config, address_file, MetricsAddress.parse(metrics) if metrics is not None else None))
 

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 
 from hivemind.dht.crypto import RSASignatureValidator
-from hivemind.p2p import P2PDaemonError, PeerID
+from hivemind.p2p import P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.proto import dht_pb2
 from multiaddr import Multiaddr
@@ -20,7 +20,7 @@ from swarm.data_structures import ServerInfo, ServerState, Span
 from swarm.dht.directory import fetch_servers
 from swarm.dht.hivemind_errors import raise_dht_errors
 from swarm.dht.server_records import encode_announcement, model_key
-from swarm.errors import PeerLost
+from swarm.errors import NotAMember, PeerLost, sanitize_text
 from swarm.transport.p2p import Peer
 
 PROBE_EXCHANGES = 3
@@ -51,7 +51,8 @@ async def probe(peer: Peer, address: str, timeout_s: float) -> ProbeResult:
         timeout_s: time limit for all of it.
 
     Raises:
-        PeerLost: no peer answers at that address, or a different one does.
+        PeerLost: no peer answers at that address, or a different one does; or one of the two is not a member of the
+            other's swarm.
     """
     where, _, peer_id = address.rpartition("/p2p/")
     try:
@@ -64,6 +65,10 @@ async def probe(peer: Peer, address: str, timeout_s: float) -> ProbeResult:
             )
     except TimeoutError:
         raise PeerLost(f"no answer within {timeout_s:.0f} s") from None
+    except NotAMember as error:
+        raise PeerLost(str(error)) from None
+    except P2PHandlerError as error:
+        raise PeerLost(sanitize_text(str(error))) from None
     except (P2PDaemonError, ControlFailure, OSError, asyncio.IncompleteReadError, ValueError) as error:
         raise PeerLost(str(error) or type(error).__name__) from None
 

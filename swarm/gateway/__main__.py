@@ -21,6 +21,7 @@ logger = logging.getLogger("swarm.gateway")
 @click.command(name="gateway", cls=console.MultiAddressCommand, context_settings={"show_default": True})
 @click.argument("models", nargs=-1, metavar="[MODEL]...")
 @console.initial_peers_option
+@console.membership_option
 @click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 for all addresses of this machine.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, help="0 takes any free port.")
 @click.option(
@@ -100,6 +101,7 @@ logger = logging.getLogger("swarm.gateway")
 def main(
     models: tuple[str, ...],
     initial_peers: tuple[str, ...],
+    membership: str | None,
     host: str,
     port: int,
     keys: Path | None,
@@ -157,7 +159,7 @@ def main(
         approximate_exits=approximate_exits,
     )
     network = NetworkOptions(wait_for_blocks=wait_for_blocks, exact=exact)
-    options: dict[str, Any] = {"wire": wire, "network": network, "cache_dir": cache_dir}
+    options: dict[str, Any] = {"wire": wire, "network": network, "cache_dir": cache_dir, "membership": membership}
     peers = console.split_addresses(initial_peers)
     if peers:
         options["initial_peers"] = peers

@@ -82,7 +82,8 @@ def serve_gateway(
                 settings.early_exit.require_boundaries_in(served.model.swarm.span)
         gateway = GatewayState(models, settings, keys, new_registry())
         stack.callback(gateway.close)
-        poller = SwarmPoller(models[0].model.swarm.config.initial_peers) if with_monitor else None
+        joined = models[0].model.swarm.config
+        poller = SwarmPoller(joined.initial_peers, membership=joined.membership) if with_monitor else None
         check_host = keys is None and is_loopback(listening)
         if keys is None and not check_host:
             logger.warning("Everyone who can reach %s may use this gateway: give it --keys", address.host)

@@ -13,6 +13,7 @@ from swarm.errors import InvalidOption
 @click.command(name="monitor", cls=console.MultiAddressCommand, context_settings={"show_default": True})
 @click.argument("models", metavar="[MODEL]...", nargs=-1)
 @console.initial_peers_option
+@console.membership_option
 @click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 makes the page public.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8081, help="0 takes any free port.")
 @click.option("--period", type=click.FloatRange(1, 600), default=10.0, help="Seconds between two reads of the DHT.")
@@ -26,6 +27,7 @@ from swarm.errors import InvalidOption
 def main(
     models: tuple[str, ...],
     initial_peers: tuple[str, ...],
+    membership: str | None,
     host: str,
     port: int,
     period: float,
@@ -44,6 +46,7 @@ def main(
         )
     import uvloop
 
+    from swarm.membership.invite import read_invite
     from swarm.monitor.standalone_server import serve_monitor
     from swarm.monitor.swarm_poller import SwarmPoller
     from swarm.transport.addresses import parse_peers
@@ -52,7 +55,7 @@ def main(
 
     console.configure_logging(log_format)
     quiet_hivemind()
-    poller = SwarmPoller(parse_peers(peers), models, period, history)
+    poller = SwarmPoller(parse_peers(peers), models, period, history, membership=read_invite(membership))
     with listen(host, port) as listening:
         uvloop.run(serve_monitor(poller, listening))
 

@@ -14,6 +14,7 @@ from swarm.data_structures import ModelInfo, ServerState
 from swarm.dht.directory import fetch_models, fetch_servers
 from swarm.dht.validation import AnnouncementValidator
 from swarm.errors import PeerLost
+from swarm.membership.invite import Invite
 from swarm.monitor.swarm_view import AnnouncedModel
 from swarm.routing.round_trips import RoundTrips
 from swarm.transport.p2p import P2PConfig, Peer
@@ -95,14 +96,19 @@ class DhtSource:
 
     Args:
         initial_peers: addresses.
+        membership: this peer's invite to a private swarm; None for an open swarm.
         models: names of the models to read; empty for all.
         clock: a monotonic clock, in seconds.
     """
 
     def __init__(
-        self, initial_peers: tuple[str, ...], models: Sequence[str] = (), clock: Callable[[], float] = time.monotonic
+        self,
+        initial_peers: tuple[str, ...],
+        models: Sequence[str] = (),
+        membership: Invite | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._initial_peers = initial_peers
+        self._config = P2PConfig(initial_peers=initial_peers, membership=membership)
         self._models = tuple(models)
         self._clock = clock
         self._peer: Peer | None = None
@@ -117,7 +123,7 @@ class DhtSource:
         if self._peer is not None and self._lost is not None and self._lost.done():
             await self.close()  # its daemon has ended
         if self._peer is None:
-            self._peer = await Peer.create(P2PConfig(initial_peers=self._initial_peers), AnnouncementValidator())
+            self._peer = await Peer.create(self._config, AnnouncementValidator())
             self._lost = asyncio.create_task(self._peer.wait_until_cut_off())
             self._joined, self._empty = self._clock(), 0
 

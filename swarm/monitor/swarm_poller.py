@@ -14,6 +14,7 @@ import msgspec
 
 from swarm.data_structures import ModelInfo
 from swarm.errors import SwarmError
+from swarm.membership.invite import Invite
 from swarm.monitor.dht_source import DhtSource, PollResult, SwarmSource, peers_to_ping
 from swarm.monitor.history import SwarmHistory
 from swarm.monitor.swarm_view import VIEW_VERSION, SwarmView, build_model_view
@@ -53,6 +54,7 @@ class SwarmPoller:
         period: seconds between polls while clients are watching.
         history: file that keeps the history across restarts; None for no file.
         source: where to read the state; by default the swarm of the initial peers.
+        membership: this peer's invite to a private swarm; None for an open swarm.
         now: returns the Unix time in seconds.
     """
 
@@ -63,11 +65,12 @@ class SwarmPoller:
         period: float = PERIOD_S,
         history: Path | None = None,
         source: SwarmSource | None = None,
+        membership: Invite | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
         self.history = SwarmHistory.read(history, now()) if history is not None else SwarmHistory()
         self.latest: PublishedView | None = None
-        self._source = source or DhtSource(initial_peers, models)
+        self._source = source or DhtSource(initial_peers, models, membership)
         # A reader of the page may be on another machine, where loopback addresses are of no use.
         self._addresses = tuple(address for address in initial_peers if not is_loopback([address]))
         self._period = period

@@ -36,9 +36,9 @@ def open_model(
     return checkpoint, ModelSize(checkpoint.name, needs.block_bytes, needs.cache_bytes_per_token, hidden_bytes)
 
 
-async def fetch_compatible_servers(checkpoint: Checkpoint, initial_peers: tuple[str, ...]) -> CompatibleServers:
-    """Fetch the servers of a model that are online and hold the same weights. Raises `PeerUnreachable`."""
-    peer = await Peer.create(P2PConfig(initial_peers=initial_peers), AnnouncementValidator())
+async def fetch_compatible_servers(checkpoint: Checkpoint, config: P2PConfig) -> CompatibleServers:
+    """Fetch the servers of a model that are online and hold the same weights. Raises as `Peer.create`."""
+    peer = await Peer.create(config, AnnouncementValidator())
     try:
         return compatible_servers(
             await fetch_servers(peer.dht, checkpoint.name, checkpoint.blocks), checkpoint.revision

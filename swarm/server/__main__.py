@@ -41,6 +41,7 @@ OPTIONS_AS_GIVEN = (
     help="Which blocks to serve. auto: as many as fit, where the swarm is weakest.",
 )
 @console.initial_peers_option
+@console.membership_option
 @click.option("--new-swarm", is_flag=True, help="Start a new swarm instead of joining one.")
 @console.network_options(default_port=0)
 @click.option("--device", default="auto", help="Torch device such as cpu or cuda:0.")
@@ -148,6 +149,7 @@ def main(**options: Any) -> None:
 
 def _server_config(options: Mapping[str, Any], peers: tuple[str, ...]) -> ServerConfig:
     """The configuration that these command line options ask for. Raises `InvalidOption` or `InvalidSpan`."""
+    from swarm.membership.invite import read_invite
     from swarm.metrics.endpoint import MetricsAddress
     from swarm.models.flash.reading.record_reader import FlashIo
     from swarm.server.config import BlocksOption, ExitsOption, ServerConfig
@@ -168,6 +170,7 @@ def _server_config(options: Mapping[str, Any], peers: tuple[str, ...]) -> Server
             host_maddrs=console.split_addresses(options["host_maddrs"]),
             announce_maddrs=console.split_addresses(options["announce_maddrs"]),
             identity_path=options["identity_path"],
+            membership=read_invite(options["membership"]),
         ),
         throughput=ThroughputOption.parse(options["throughput"]),
         throughput_cache=throughput_cache,

@@ -9,28 +9,31 @@ import asyncio
 import logging
 import os
 import shutil
-import weakref
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.node import DHTNode
 from hivemind.dht.protocol import ValidationError
 from hivemind.dht.validation import CompositeValidator, RecordValidatorBase
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
-from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 
-from swarm.errors import PeerLost, PeerUnreachable, ProtocolViolation
-from swarm.protocol.messages import PROTOCOL_ID
+from swarm.errors import MembershipError, NotAMember, PeerLost, PeerUnreachable, ProtocolViolation
+from swarm.membership.invite import Invite
+from swarm.membership.membership import Membership
 from swarm.transport import addresses
 from swarm.transport.identity import Identity, load_or_create
+from swarm.transport.members.dht_lock import DhtLock
+from swarm.transport.members.gate import MemberGate
+from swarm.transport.members.greetings import Greetings, greet_all, require_welcome
+from swarm.transport.peer_streams import PeerStreams
 from swarm.transport.process_folder import ProcessFolder
-from swarm.transport.stream import FrameStream, Stream, StreamHandler
+from swarm.transport.stream import Stream, StreamHandler
 
 logger = logging.getLogger(__name__)
 
-DIAL_TIMEOUT_S = 15.0
 FLUSH_DELAY_S = 0.1
 """How long the daemon may take to send what was written to it, before it is shut down."""
 
@@ -45,13 +48,19 @@ class P2PConfig:
         initial_peers: multiaddresses of known peers; empty starts a new swarm.
         host_maddrs: addresses to listen on; empty for a client, which only dials.
         announce_maddrs: addresses that other peers should dial, if they differ from `host_maddrs`.
-        identity_path: file of the peer's key; None for a temporary identity.
+        identity_path: file of the peer's key; None for a temporary identity. The newest list of revocations is kept
+            beside it.
+        membership: this peer's invite to a private swarm; None for an open swarm.
+        relay: whether a peer of a private swarm relays traffic, see `swarm dht --relay`. In an open swarm every
+            reachable peer does.
     """
 
     initial_peers: tuple[str, ...] = ()
     host_maddrs: tuple[str, ...] = ()
     announce_maddrs: tuple[str, ...] = ()
     identity_path: Path | None = None
+    membership: Invite | None = None
+    relay: bool = False
 
     @property
     def is_client(self) -> bool:
@@ -61,14 +70,26 @@ class P2PConfig:
 class Peer:
     """A running peer of the libp2p network (`Network`). Start it with `Peer.create`, end it with `shutdown`."""
 
-    def __init__(self, p2p: P2P, dht: DHTNode, identity: Identity, folder: ProcessFolder) -> None:
+    def __init__(
+        self,
+        p2p: P2P,
+        dht: DHTNode,
+        identity: Identity,
+        folder: ProcessFolder,
+        streams: PeerStreams,
+        gate: MemberGate | None,
+    ) -> None:
         self.peer_id = identity.peer_id
         self.identity = identity
         self.dht = dht
         self._p2p = p2p
         self._folder = folder
-        self._serving: set[asyncio.Task[None]] = set()
-        self._opened: weakref.WeakSet[FrameStream] = weakref.WeakSet()
+        self._streams = streams
+        self._gate = gate
+        self._greeting: asyncio.Task[None] | None = None
+        if gate is not None:
+            greetings = Greetings(gate, streams.greet, self._neighbors)
+            self._greeting = asyncio.get_running_loop().create_task(greetings.run())
 
     @classmethod
     async def create(cls, config: P2PConfig, validator: RecordValidatorBase) -> Peer:
@@ -81,6 +102,8 @@ class Peer:
             AddressUnavailable: an address to listen on is taken.
             PeerUnreachable: no initial peer answered, or this machine's clock is wrong.
             IdentityError: the identity file cannot be used.
+            MembershipError: the initial peers do not take this peer as a member, or are of an open swarm; or the swarm
+                is private and this peer has no invite.
         """
         addresses.parse_peers(config.initial_peers)
         addresses.validate_listen_addresses(config.host_maddrs)
@@ -88,11 +111,24 @@ class Peer:
             folder = ProcessFolder()
             stack.callback(folder.remove)
             identity = load_or_create(config.identity_path or folder.path / "identity")
-            p2p = await cls._start_daemon(config, identity, str(folder.path))
+            gate = _make_gate(config, identity)
+            p2p = await cls._start_daemon(config, identity, str(folder.path), gate)
             stack.push_async_callback(p2p.shutdown)
-            dht = await cls._join_dht(config, p2p, identity, validator)
+            streams = PeerStreams(p2p, gate)
+            if not config.is_client:
+                await streams.listen()
+            if gate is not None:
+                require_welcome(await greet_all(_initial_peer_ids(config), streams.greet))
+            try:
+                dht = await cls._join_dht(config, p2p, identity, validator)
+            except PeerUnreachable:
+                if gate is None:
+                    await streams.require_open_swarm(_initial_peer_ids(config))
+                raise
             stack.pop_all()
-            return cls(p2p, dht, identity, folder)
+            if config.membership is not None and not config.is_client:
+                logger.info("Private swarm: this peer is a member as %s", config.membership.certificate.describe())
+            return cls(p2p, dht, identity, folder, streams, gate)
 
     @staticmethod
     async def _join_dht(config: P2PConfig, p2p: P2P, identity: Identity, validator: RecordValidatorBase) -> DHTNode:
@@ -117,7 +153,8 @@ class Peer:
             ) from error
 
     @staticmethod
-    async def _start_daemon(config: P2PConfig, identity: Identity, folder: str) -> P2P:
+    async def _start_daemon(config: P2PConfig, identity: Identity, folder: str, gate: MemberGate | None) -> P2P:
+        lock = DhtLock(gate.membership) if gate is not None else None
         local = config.is_client or addresses.is_loopback(config.host_maddrs)
         # hivemind leaves its sockets behind when a daemon fails to start; our folder is removed with them.
         started: list[P2P] = []
@@ -133,8 +170,19 @@ class Peer:
             def _make_process_args(*args: object, **kwargs: object) -> list[str]:
                 # In a session of its own: Ctrl-C in a terminal then reaches only this process, which ends the daemon.
                 setsid = shutil.which("setsid")
-                command: list[str] = P2P._make_process_args(*args, **kwargs)
+                relays = lock is None or config.relay
+                command: list[str] = P2P._make_process_args(*args, **kwargs, relayService=relays)
                 return [setsid, *command] if setsid is not None else command
+
+            async def add_protobuf_handler(self, name: str, handler: Any, *args: Any, **kwargs: Any) -> None:
+                guarded = handler if lock is None else lock.guard(handler)
+                await super().add_protobuf_handler(name, guarded, *args, **kwargs)
+
+            async def call_protobuf_handler(self, peer_id: PeerID, name: str, request: Any, kind: Any) -> Any:
+                call = super().call_protobuf_handler
+                if lock is None:
+                    return await call(peer_id, name, request, kind)
+                return await lock.call(lambda: call(peer_id, name, request, kind), request, self.peer_id, peer_id)
 
         try:
             return await Daemon.create(
@@ -165,33 +213,27 @@ class Peer:
 
     async def open_stream(self, peer_id: str) -> Stream:
         try:
-            target = PeerID.from_base58(peer_id)
-            # Not `wait_for`: before Python 3.12 it loses a cancellation that comes just when the stream opens.
-            async with asyncio.timeout(DIAL_TIMEOUT_S):
-                _, reader, writer = await self._p2p.call_binary_stream_handler(target, PROTOCOL_ID)
-        except (P2PDaemonError, OSError, TimeoutError, asyncio.IncompleteReadError, ValueError) as error:
-            raise PeerLost(f"peer …{peer_id[-6:]} cannot be reached: {error}") from None
-        stream = FrameStream(peer_id, reader, writer)
-        self._opened.add(stream)
-        return stream
+            return await self._streams.open(peer_id)
+        except (NotAMember, ProtocolViolation) as error:
+            # A peer with which no word can be exchanged, whoever of the two is to blame.
+            raise PeerLost(f"peer …{peer_id[-6:]} cannot be used: {error}") from error
 
     async def serve(self, handler: StreamHandler) -> None:
-        async def accept(info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            stream = FrameStream(info.peer_id.to_base58(), reader, writer)
-            task = asyncio.current_task()
-            assert task is not None
-            self._serving.add(task)
-            try:
-                await handler(stream)
-            except (PeerLost, ProtocolViolation) as error:
-                logger.debug("stream of …%s ended: %s", stream.peer_id[-6:], error)
-            except asyncio.CancelledError:  # asyncio would log it with a traceback
-                logger.debug("stream of …%s ended: this peer is shutting down", stream.peer_id[-6:])
-            finally:
-                self._serving.discard(task)
-                stream.close()
+        await self._streams.serve(handler)
 
-        await self._p2p.add_binary_stream_handler(PROTOCOL_ID, accept)
+    async def hand_out_revocations(self, newest: bytes) -> int:
+        """Give the peers that this one knows a list of revocations. Returns how many have it now.
+
+        Raises `ProtocolViolation` or `UnknownAuthority` if it is not a list of this swarm's authority.
+        """
+        assert self._gate is not None, "only in a private swarm"
+        self._gate.membership.learn(newest)
+        results = await greet_all(self._neighbors(), self._streams.greet)
+        return sum(error is None for error in results.values())
+
+    def _neighbors(self) -> list[str]:
+        """Ids of the peers in this peer's DHT routing table."""
+        return [peer.to_base58() for peer in self.dht.protocol.routing_table.uid_to_peer_id.values()]
 
     async def wait_until_cut_off(self) -> None:
         """Wait until the daemon has ended: this peer is then cut off from the network."""
@@ -200,17 +242,34 @@ class Peer:
     async def shutdown(self) -> None:
         """Close all streams and end the daemon, after a short time to send what was written last."""
         await asyncio.sleep(FLUSH_DELAY_S)
-        for stream in list(self._opened):
-            stream.close()
-        for task in self._serving:
-            task.cancel()
-        await asyncio.gather(*self._serving, return_exceptions=True)
+        tasks = self._streams.close()
+        if self._greeting is not None:
+            self._greeting.cancel()
+            tasks.append(self._greeting)
+        await asyncio.gather(*tasks, return_exceptions=True)
         try:
             with suppress(Exception):  # whatever hivemind raises when the daemon has died
                 await asyncio.wait_for(self.dht.shutdown(), DHT_SHUTDOWN_TIMEOUT_S)
         finally:
             await self._p2p.shutdown()
             self._folder.remove()
+
+
+def _make_gate(config: P2PConfig, identity: Identity) -> MemberGate | None:
+    """The gate of a private swarm's peer. Raises `MembershipError` if its own invite does not hold."""
+    if config.membership is None:
+        return None
+    path = config.identity_path
+    membership = Membership(config.membership, path.with_name(f"{path.name}.revocations") if path is not None else None)
+    try:
+        membership.require_own()
+    except NotAMember as error:
+        raise MembershipError(str(error)) from None
+    return MemberGate(membership, identity.peer_id)
+
+
+def _initial_peer_ids(config: P2PConfig) -> list[str]:
+    return [address.rpartition("/p2p/")[2] for address in config.initial_peers]
 
 
 def _unreachable(config: P2PConfig) -> PeerUnreachable:

@@ -21,6 +21,7 @@ KEY_VARIABLE = "SWARM_API_KEY"
 @click.command(name="chat", cls=console.MultiAddressCommand)
 @click.argument("model", required=False)
 @console.initial_peers_option
+@console.membership_option
 @click.option("--url", help="Use a gateway, such as http://127.0.0.1:8000/v1, instead of joining the swarm.")
 @click.option("--key", envvar=KEY_VARIABLE, help=f"API key for the gateway.  [default: ${KEY_VARIABLE}]")
 @click.option(
@@ -48,6 +49,7 @@ KEY_VARIABLE = "SWARM_API_KEY"
 def main(
     model: str | None,
     initial_peers: tuple[str, ...],
+    membership: str | None,
     url: str | None,
     key: str | None,
     exact: bool,
@@ -73,7 +75,8 @@ def main(
             if url is not None:
                 backend: ChatBackend = _gateway_backend(url, key, model)
             else:
-                backend = _swarm_backend(terminal.interactive, model, console.split_addresses(initial_peers), exact)
+                peers = console.split_addresses(initial_peers)
+                backend = _swarm_backend(terminal.interactive, model, peers, membership, exact)
         try:
             Dialogue(backend, terminal, AnswerOptions(temperature, max_tokens, seed, early_exit), system).run()
         finally:
@@ -86,7 +89,9 @@ def _gateway_backend(url: str, key: str | None, model: str | None) -> ChatBacken
     return GatewayBackend(url, key, model)
 
 
-def _swarm_backend(interactive: bool, model: str | None, peers: tuple[str, ...], exact: bool) -> ChatBackend:
+def _swarm_backend(
+    interactive: bool, model: str | None, peers: tuple[str, ...], membership: str | None, exact: bool
+) -> ChatBackend:
     if not peers:
         raise InvalidOption(
             "a swarm or a gateway is required: --initial-peers ADDRESS... of a swarm "
@@ -102,7 +107,7 @@ def _swarm_backend(interactive: bool, model: str | None, peers: tuple[str, ...],
     from swarm.transport.p2p import quiet_hivemind
 
     quiet_hivemind()
-    return SwarmBackend(model, initial_peers=peers, network=NetworkOptions(exact=exact))
+    return SwarmBackend(model, initial_peers=peers, membership=membership, network=NetworkOptions(exact=exact))
 
 
 def _exit_on_signal(number: int, frame: FrameType | None) -> None:

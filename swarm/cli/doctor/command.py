@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from swarm.errors import AddressUnavailable
 
 if TYPE_CHECKING:
     from swarm.cli.doctor.verdicts import Finding
+    from swarm.transport.p2p import P2PConfig
 
 CHECK_TIMEOUT_S = 60.0
 """Limit for each check of this machine: loading torch, or a request to the model hub, may take long."""
@@ -26,6 +28,7 @@ CHECK_TIMEOUT_S = 60.0
 @click.command(name="doctor", cls=console.MultiAddressCommand)
 @click.argument("model", required=False)
 @console.initial_peers_option
+@console.membership_option
 @click.option("--device", default="auto", show_default=True, help="Torch device such as cpu or cuda:0.")
 @click.option(
     "--host-maddrs",
@@ -41,6 +44,7 @@ CHECK_TIMEOUT_S = 60.0
 def main(
     model: str | None,
     initial_peers: tuple[str, ...],
+    membership: str | None,
     device: str,
     host_maddrs: tuple[str, ...],
     cache_dir: Path | None,
@@ -56,16 +60,19 @@ def main(
 
     from swarm.cli.doctor import report
     from swarm.cli.doctor.verdicts import exit_code
+    from swarm.membership.invite import read_invite
     from swarm.transport.addresses import parse_peers, validate_listen_addresses
+    from swarm.transport.p2p import P2PConfig
 
     peers = parse_peers(console.split_addresses(initial_peers))
+    joining = P2PConfig(peers, membership=read_invite(membership))
     listen = console.split_addresses(host_maddrs)
     with suppress(AddressUnavailable):  # reported as a finding; an invalid address is a usage error
         validate_listen_addresses(listen)
     findings: list[Finding] = []
 
     async def run_checks() -> None:
-        async for finding in _findings(model, peers, device, listen, cache_dir):
+        async for finding in _findings(model, joining, device, listen, cache_dir):
             findings.append(finding)
             if not as_json:
                 click.echo(_coloured_on_terminal(report.format_finding(finding)), color=True)
@@ -76,7 +83,7 @@ def main(
 
 
 async def _findings(
-    model: str | None, peers: tuple[str, ...], device: str, listen: tuple[str, ...], cache_dir: Path | None
+    model: str | None, joining: P2PConfig, device: str, listen: tuple[str, ...], cache_dir: Path | None
 ) -> AsyncIterator[Finding]:
     """Run all checks and yield their findings, one after the other."""
     from swarm.cli.doctor import machine_checks as machine
@@ -101,13 +108,13 @@ async def _findings(
     quiet_hivemind()
     for finding in await network.check_listening(listen):
         yield finding
-    peer_findings, answering = await network.check_peers(peers)
+    peer_findings, answering = await network.check_peers(joining)
     for finding in peer_findings:
         yield finding
     clock_is_right = all(
         finding.check != "Clock" or finding.verdict is not Verdict.FAILURE for finding in peer_findings
     )
-    yield await network.check_dht(answering, clock_is_right)
+    yield await network.check_dht(replace(joining, initial_peers=tuple(answering)), clock_is_right)
 
 
 async def _run_check(name: str, check: Callable[[], Finding]) -> Finding:

@@ -10,7 +10,8 @@ from swarm.cli.doctor import verdicts
 from swarm.cli.doctor.verdicts import Finding
 from swarm.dht.probe import ProbeResult, probe, read_record, write_record
 from swarm.dht.validation import AnnouncementValidator
-from swarm.errors import AddressUnavailable, PeerLost
+from swarm.errors import AddressUnavailable, MembershipError, PeerLost
+from swarm.membership.invite import Invite
 from swarm.transport.p2p import P2PConfig, Peer
 
 CHECK_TIMEOUT_S = 15.0
@@ -48,11 +49,12 @@ async def check_listening(host_maddrs: Sequence[str]) -> list[Finding]:
     return [found, verdicts.reachable(plain, [address for address in plain if verdicts.is_public(address)])]
 
 
-async def check_peers(addresses: Sequence[str]) -> tuple[list[Finding], list[str]]:
+async def check_peers(joining: P2PConfig) -> tuple[list[Finding], list[str]]:
     """Dial each initial peer and compare clocks. Returns the findings and the addresses that can be used to join."""
+    addresses = joining.initial_peers
     if not addresses:
         return [verdicts.unknown("Peers", NO_PEERS, NO_PEERS_REMEDY), verdicts.clock([])], []
-    replies = await asyncio.gather(*(_probe_peer(address) for address in addresses))
+    replies = await asyncio.gather(*(_probe_peer(address, joining.membership) for address in addresses))
     ahead = [reply.clock_ahead for reply in replies if isinstance(reply, ProbeResult)]
     findings, usable = [], []
     for address, reply in zip(addresses, replies, strict=True):
@@ -66,24 +68,30 @@ async def check_peers(addresses: Sequence[str]) -> tuple[list[Finding], list[str
     return [*findings, verdicts.clock(ahead)], usable
 
 
-async def _probe_peer(address: str) -> ProbeResult | PeerLost:
+async def _probe_peer(address: str, membership: Invite | None) -> ProbeResult | PeerLost:
     """Dial one address with a daemon of its own: a daemon that knows the peer would not try its other addresses."""
     try:
-        async with asyncio.timeout(2 * CHECK_TIMEOUT_S), _temporary_peer(P2PConfig()) as peer:
+        async with asyncio.timeout(2 * CHECK_TIMEOUT_S), _temporary_peer(P2PConfig(membership=membership)) as peer:
             return await probe(peer, address, CHECK_TIMEOUT_S)
     except PeerLost as error:
         return error
+    except MembershipError as error:
+        return PeerLost(str(error))
     except (TimeoutError, OSError) as error:
         return PeerLost(f"the libp2p daemon did not start: {error}")
 
 
-async def check_dht(addresses: Sequence[str], clock_is_right: bool) -> Finding:
-    """Write a signed record to the DHT and read it back; see `swarm.dht.probe.write_record`."""
+async def check_dht(joining: P2PConfig, clock_is_right: bool) -> Finding:
+    """Write a signed record to the DHT and read it back; see `swarm.dht.probe.write_record`.
+
+    Args:
+        joining: with those of the initial peers that answer.
+    """
     check = "DHT"
-    if not addresses or not clock_is_right:
+    if not joining.initial_peers or not clock_is_right:
         return verdicts.unknown(check, "not tried: " + ("no initial peer answers" if clock_is_right else "see Clock"))
     try:
-        async with asyncio.timeout(CHECK_TIMEOUT_S), _temporary_peer(P2PConfig(initial_peers=tuple(addresses))) as peer:
+        async with asyncio.timeout(CHECK_TIMEOUT_S), _temporary_peer(joining) as peer:
             return await _write_and_read(peer)
     except TimeoutError:
         found = f"no answer within {CHECK_TIMEOUT_S:.0f} s"

@@ -22,6 +22,7 @@ from swarm.client.tuning.options import TuningConfig, TuningOptions, resolve_tun
 from swarm.client.tuning.trained import TrainedParameters
 from swarm.data_structures import Span, WireFormat
 from swarm.errors import AdapterMismatch, InvalidOption
+from swarm.membership.invite import read_invite
 from swarm.models.adapters.adapter_files import StoredAdapter, read_adapter
 from swarm.models.blockless_model import Task, load_blockless_model
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
@@ -55,6 +56,7 @@ class _AutoDistributedModel:
         model: str | Path | None = None,
         *,
         initial_peers: Sequence[str] | None = None,
+        membership: str | Path | None = None,
         revision: str | None = None,
         dtype: str | torch.dtype = "auto",
         wire: str | WireFormat = AUTO_WIRE,
@@ -74,6 +76,8 @@ class _AutoDistributedModel:
         Args:
             model: local folder or hub id; None for the demo model.
             initial_peers: addresses of peers; None reads the environment variable SWARM_INITIAL_PEERS.
+            membership: for a private swarm, the line that `swarm members invite` printed, or the path of a file that
+                holds it; None reads the environment variable SWARM_MEMBERSHIP.
             revision: branch, tag or commit of a hub model.
             dtype: of the local part: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
             wire: format of hidden states on the wire: "none" (as computed), "float16", "bfloat16", "blockwise8", or
@@ -97,11 +101,12 @@ class _AutoDistributedModel:
         tuning_config = resolve_tuning(mode, adapter, tuning or TuningOptions())
         _validate_num_labels(cls.task, num_labels)
         peers, network = _resolve_initial_peers(initial_peers), network or NetworkOptions()
+        invite = read_invite(os.environ.get("SWARM_MEMBERSHIP") if membership is None else membership)
         checkpoint = open_checkpoint(model, revision=revision, cache_dir=cache_dir)
         request = _resolve_model(checkpoint, cls.task, dtype, num_labels, tuning_config, cache_dir)
         wire_format = wire_format or default_wire_format(checkpoint.config, tuning_config.is_training)
         local_span = parse_local_blocks(local_blocks, checkpoint.blocks)
-        return _load_model(ClientConfig(peers, wire_format, local_span, show_route, network), request)
+        return _load_model(ClientConfig(peers, wire_format, local_span, show_route, network, invite), request)
 
 
 class AutoDistributedModelForCausalLM(_AutoDistributedModel):

@@ -32,10 +32,27 @@ A conversation is one libp2p stream:
                        <-                InfoReply
     ProbeRequest + payload ->
                        <-                ProbeReply + payload
+
+In a private swarm each stream begins with an exchange of its own, by which both sides prove that they are members:
+
+    the peer that opens the stream       the peer that accepts it
+                       <-                MemberChallenge
+    MemberProof        ->
+                       <-                MemberProof + payload | Refusal
+    NewerRevocations + payload ->        (if it has seen a newer list)
 """
 
 from swarm.protocol.messages.adapters import AdaptersStored, BlockAdapterSpec, LoraShape, PutAdapters
-from swarm.protocol.messages.codec import ClientMessage, ServerMessage, decode_client, decode_server, encode, refusal
+from swarm.protocol.messages.codec import (
+    ClientMessage,
+    HandshakeMessage,
+    ServerMessage,
+    decode_client,
+    decode_handshake,
+    decode_server,
+    encode,
+    refusal,
+)
 from swarm.protocol.messages.fields import (
     ADAPTER_DIGEST_BYTES,
     MAX_BLOCKS_PER_REQUEST,
@@ -46,6 +63,7 @@ from swarm.protocol.messages.fields import (
     Message,
 )
 from swarm.protocol.messages.link import InfoReply, InfoRequest, ProbeReply, ProbeRequest, Refusal
+from swarm.protocol.messages.membership import MemberChallenge, MemberProof, NewerRevocations
 from swarm.protocol.messages.session import (
     CloseSession,
     ExitTerms,
@@ -68,6 +86,7 @@ __all__ = [
     "MAX_PEER_SESSIONS",
     "MAX_PROBE_BYTES",
     "MAX_SEQUENCES",
+    "MEMBERS_PROTOCOL_ID",
     "PROTOCOL_ID",
     "AdaptersStored",
     "BackwardReply",
@@ -79,10 +98,14 @@ __all__ = [
     "ForwardReply",
     "ForwardRequest",
     "GiveUp",
+    "HandshakeMessage",
     "InfoReply",
     "InfoRequest",
     "LoraShape",
+    "MemberChallenge",
+    "MemberProof",
     "Message",
+    "NewerRevocations",
     "OpenSession",
     "ProbeReply",
     "ProbeRequest",
@@ -97,6 +120,7 @@ __all__ = [
     "StepReply",
     "StepRequest",
     "decode_client",
+    "decode_handshake",
     "decode_server",
     "encode",
     "refusal",
@@ -104,3 +128,6 @@ __all__ = [
 
 PROTOCOL_ID = "/swarm/4"
 """Name of the libp2p protocol. Change the number with any change that older peers cannot read."""
+
+MEMBERS_PROTOCOL_ID = f"{PROTOCOL_ID}/members"
+"""The same protocol between members of a private swarm. Peers of one kind cannot mistake the other for a broken one."""

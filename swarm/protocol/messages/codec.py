@@ -10,6 +10,7 @@ from swarm.errors import ProtocolViolation, RemoteError
 from swarm.protocol.messages.adapters import AdaptersStored, PutAdapters
 from swarm.protocol.messages.fields import Message
 from swarm.protocol.messages.link import InfoReply, InfoRequest, ProbeReply, ProbeRequest, Refusal
+from swarm.protocol.messages.membership import MemberChallenge, MemberProof, NewerRevocations
 from swarm.protocol.messages.session import (
     CloseSession,
     GiveUp,
@@ -51,10 +52,12 @@ ServerMessage = (
     | ProbeReply
     | Refusal
 )
+HandshakeMessage = MemberChallenge | MemberProof | NewerRevocations | Refusal
 
 _encoder = msgspec.msgpack.Encoder()
 _client_decoder = msgspec.msgpack.Decoder(ClientMessage)
 _server_decoder = msgspec.msgpack.Decoder(ServerMessage)
+_handshake_decoder = msgspec.msgpack.Decoder(HandshakeMessage)
 
 
 def encode(message: Message) -> bytes:
@@ -76,6 +79,14 @@ def decode_server(header: bytes) -> ServerMessage:
         return cast(ServerMessage, _server_decoder.decode(header))
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ProtocolViolation(f"not a valid reply: {error}") from None
+
+
+def decode_handshake(header: bytes) -> HandshakeMessage:
+    """Decode a header of the exchange that begins a private swarm's streams. Raises `ProtocolViolation`."""
+    try:
+        return cast(HandshakeMessage, _handshake_decoder.decode(header))
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ProtocolViolation(f"not a message of the members' handshake: {error}") from None
 
 
 def refusal(error: RemoteError, step: int | None = None) -> Refusal:

@@ -1,0 +1,177 @@
+"""The streams of a peer: those that it opens, and those that others open and that a handler serves.
+
+In a private swarm, streams pass a `MemberGate` before anybody sees them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import weakref
+from collections.abc import Iterable
+from contextlib import suppress
+
+from hivemind.p2p import P2P, P2PDaemonError, PeerID
+from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
+
+from swarm.errors import MembershipError, NotAMember, PeerLost, ProtocolViolation, sanitize_text
+from swarm.protocol import messages
+from swarm.protocol.messages import MEMBERS_PROTOCOL_ID, PROTOCOL_ID
+from swarm.transport.members.gate import MemberGate
+from swarm.transport.stream import FrameStream, StreamHandler
+
+logger = logging.getLogger(__name__)
+
+DIAL_TIMEOUT_S = 15.0
+ANSWER_TIMEOUT_S = 5.0
+"""How long a peer that did not let this one join may take to say that its swarm is private."""
+
+START_TIME_S = 1.0
+"""How long a peer that has just started its daemon may take to serve the members' protocol."""
+
+NOT_SPOKEN = "protocols not supported"
+"""What libp2p says of a peer that is there, but does not serve a protocol."""
+
+
+class PeerStreams:
+    """Opens streams through the libp2p daemon, and serves those of others.
+
+    Args:
+        p2p: the daemon.
+        gate: None in an open swarm.
+    """
+
+    def __init__(self, p2p: P2P, gate: MemberGate | None) -> None:
+        self._p2p = p2p
+        self._gate = gate
+        self._handler: StreamHandler | None = None
+        self._serving: set[asyncio.Task[None]] = set()
+        self._opened: weakref.WeakSet[FrameStream] = weakref.WeakSet()
+
+    async def open(self, peer_id: str) -> FrameStream:
+        """A stream to another peer, which in a private swarm has proven that it is a member.
+
+        Raises `PeerLost` if it cannot be reached. In a private swarm also `NotAMember`, if it refused this peer or did
+        not prove its own membership, and `ProtocolViolation`.
+        """
+        if self._gate is None:
+            stream = await self._dial(peer_id, PROTOCOL_ID)
+        else:
+            stream = await self._dial_member(peer_id)
+            try:
+                await self._gate.enter(stream)
+            except BaseException:
+                stream.abort()
+                raise
+        self._opened.add(stream)
+        return stream
+
+    async def greet(self, peer_id: str) -> None:
+        """Open a stream and close it, so that both peers have each other's newest revocations. Raises as `open`."""
+        (await self.open(peer_id)).close()
+
+    async def require_open_swarm(self, peer_ids: Iterable[str]) -> None:
+        """Raise `MembershipError` if one of these peers belongs to a private swarm. Other troubles are ignored."""
+
+        async def ask(peer_id: str) -> None:
+            with suppress(PeerLost, ProtocolViolation, TimeoutError):
+                async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                    stream = await self.open(peer_id)
+                    try:
+                        reply = messages.decode_server((await stream.receive(0)).header)
+                    finally:
+                        stream.close()
+                    if isinstance(reply, messages.Refusal) and reply.code == NotAMember.code:
+                        raise MembershipError(sanitize_text(reply.message))
+
+        await asyncio.gather(*map(ask, peer_ids))
+
+    async def _dial_member(self, peer_id: str) -> FrameStream:
+        try:
+            return await self._dial(peer_id, MEMBERS_PROTOCOL_ID)
+        except PeerLost as error:
+            if NOT_SPOKEN not in str(error):
+                raise
+        await asyncio.sleep(START_TIME_S)
+        try:
+            return await self._dial(peer_id, MEMBERS_PROTOCOL_ID)
+        except PeerLost as error:
+            if NOT_SPOKEN not in str(error):
+                raise
+            raise NotAMember(
+                f"peer …{peer_id[-6:]} is not a member of a private swarm, or runs another version: leave the "
+                "membership out to join an open swarm"
+            ) from None
+
+    async def _dial(self, peer_id: str, protocol: str) -> FrameStream:
+        try:
+            target = PeerID.from_base58(peer_id)
+            # Not `wait_for`: before Python 3.12 it loses a cancellation that comes just when the stream opens.
+            async with asyncio.timeout(DIAL_TIMEOUT_S):
+                _, reader, writer = await self._p2p.call_binary_stream_handler(target, protocol)
+        except (P2PDaemonError, OSError, TimeoutError, asyncio.IncompleteReadError, ValueError) as error:
+            raise PeerLost(f"peer …{peer_id[-6:]} cannot be reached: {error}") from None
+        return FrameStream(peer_id, reader, writer)
+
+    async def listen(self) -> None:
+        """Be there for members from now on, and refuse strangers; what members ask for waits for `serve`.
+
+        Does nothing in an open swarm, where a peer without a handler has nothing to say.
+        """
+        if self._gate is not None:
+            await self._p2p.add_binary_stream_handler(MEMBERS_PROTOCOL_ID, self._accept_member)
+            await self._p2p.add_binary_stream_handler(PROTOCOL_ID, self._refuse_stranger)
+
+    async def serve(self, handler: StreamHandler) -> None:
+        """Call `handler` for every stream that another peer opens, and that may pass."""
+        self._handler = handler
+        if self._gate is None:
+            await self._p2p.add_binary_stream_handler(PROTOCOL_ID, self._accept)
+
+    def close(self) -> list[asyncio.Task[None]]:
+        """Close all streams. Returns the tasks of the handlers, which are cancelled."""
+        for stream in list(self._opened):
+            stream.close()
+        for task in self._serving:
+            task.cancel()
+        return list(self._serving)
+
+    async def _accept(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await self._run(info, reader, writer, self._serve)
+
+    async def _accept_member(
+        self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        await self._run(info, reader, writer, self._admit)
+
+    async def _refuse_stranger(
+        self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        assert self._gate is not None
+        await self._run(info, reader, writer, self._gate.refuse_stranger)
+
+    async def _serve(self, stream: FrameStream) -> None:
+        if self._handler is not None:
+            await self._handler(stream)
+
+    async def _admit(self, stream: FrameStream) -> None:
+        assert self._gate is not None
+        await self._gate.admit(stream)
+        await self._serve(stream)
+
+    async def _run(
+        self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, serve: StreamHandler
+    ) -> None:
+        stream = FrameStream(info.peer_id.to_base58(), reader, writer)
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.add(task)
+        try:
+            await serve(stream)
+        except (PeerLost, ProtocolViolation, NotAMember) as error:
+            logger.debug("stream of …%s ended: %s", stream.peer_id[-6:], error)
+        except asyncio.CancelledError:  # asyncio would log it with a traceback
+            logger.debug("stream of …%s ended: this peer is shutting down", stream.peer_id[-6:])
+        finally:
+            self._serving.discard(task)
+            stream.close()
