@@ -24,6 +24,7 @@ from swarm.client.config import NetworkOptions
 from swarm.client.model.auto_model import AutoDistributedModelForCausalLM
 from swarm.client.session import InferenceSession
 from swarm.client.tuning.options import TuningOptions
+from swarm.membership.invite import Invite
 from swarm.server.config import BlocksOption, ServerConfig
 from swarm.server.throughput.throughput_option import ThroughputOption
 from swarm.transport.p2p import P2PConfig
@@ -117,8 +118,9 @@ class TestSwarm:
 
     __test__ = False
 
-    def __init__(self, model: Path | str, folder: str) -> None:
+    def __init__(self, model: Path | str, folder: str, membership: Invite | None = None) -> None:
         self.model = str(model)
+        self.membership = membership
         self.servers: list[ServerProcess] = []
         self.folder = folder
 
@@ -164,7 +166,7 @@ class TestSwarm:
         config = ServerConfig(
             model=self.model,
             blocks=BlocksOption.parse(blocks),
-            p2p=P2PConfig(initial_peers=peers, host_maddrs=LOOPBACK),
+            p2p=P2PConfig(initial_peers=peers, host_maddrs=LOOPBACK, membership=self.membership),
             throughput=ThroughputOption(1000.0),
             throughput_cache=Path(self.folder) / "throughput.json",
             stay=True,
@@ -183,6 +185,8 @@ class TestSwarm:
     def client(self, **options: Any) -> Any:
         """A new client's model; what travels is exact unless said otherwise, so that texts can be compared."""
         options = {"wire": "none", **options}
+        if self.membership is not None:
+            options.setdefault("membership", self.membership.to_line())
         return AutoDistributedModelForCausalLM.from_pretrained(
             self.model, initial_peers=self.addresses, **group_options(options)
         )
@@ -196,10 +200,12 @@ class TestSwarm:
 
 
 @contextmanager
-def run_swarm(model: Path | str, blocks: Sequence[str], **options: Any) -> Iterator[TestSwarm]:
-    """A swarm with one server for each entry of `blocks`."""
+def run_swarm(
+    model: Path | str, blocks: Sequence[str], membership: Invite | None = None, **options: Any
+) -> Iterator[TestSwarm]:
+    """A swarm with one server for each entry of `blocks`; a private one if there is an invite, which all peers use."""
     folder = tempfile.mkdtemp(prefix="swt-", dir="/tmp")  # short: the daemon's sockets lie in it
-    swarm = TestSwarm(model, folder)
+    swarm = TestSwarm(model, folder, membership)
     try:
         swarm.start(blocks[0], **options).wait_ready()
         rest = [swarm.start(wanted, **options) for wanted in blocks[1:]]

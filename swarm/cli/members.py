@@ -20,7 +20,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 FILE_VARIABLE = "SWARM_MEMBERS_FILE"
 DEFAULT_FILE = Path("~/.config/swarm/members.json")
-MAX_DAYS = 3650
 
 
 def _file_option(function: F) -> F:
@@ -58,7 +57,7 @@ def init(path: Path) -> None:
 @_file_option
 @click.option(
     "--days",
-    type=click.FloatRange(0, MAX_DAYS, min_open=True),
+    type=float,
     default=30.0,
     show_default=True,
     help="How long the invite is valid.",

@@ -126,8 +126,10 @@ def read_authority(path: Path) -> Authority:
 def invite_member(path: Path, name: str, days: float, now: float) -> Invite:
     """Make an invite and note it in the file. A name may have several, one after the other or at the same time.
 
-    Raises `MembershipError`: the name is not valid, or the file cannot be used.
+    Raises `MembershipError`: the name or the number of days is not valid, or the file cannot be used.
     """
+    if not 0 < days <= MAX_DAYS:
+        raise MembershipError(f"an invite is valid for more than 0 and at most {MAX_DAYS} days, not for {days:g}")
     if not MEMBER_NAME.fullmatch(name):
         raise MembershipError(f"{name!r} is not a valid name: use up to 64 of the characters A-Z a-z 0-9 . _ -")
     with _changed(path) as authority:
@@ -160,7 +162,7 @@ def revoke_member(path: Path, name: str, now: float) -> int:
 def _new_invite(authority: Ed25519PrivateKey, serial: bytes, name: str, expires: int) -> Invite:
     key = Ed25519PrivateKey.generate()
     certificate = Certificate(public_bytes(authority), serial, name, public_bytes(key), expires)
-    return Invite(certificate.authority, sign_certificate(authority, certificate), certificate, key)
+    return Invite(certificate.authority, sign_certificate(authority, certificate), certificate, key.private_bytes_raw())
 
 
 @contextmanager

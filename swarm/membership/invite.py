@@ -33,17 +33,17 @@ class Invite:
         authority: public key of the authority.
         encoded_certificate: what the member shows to others.
         certificate: the same, decoded.
-        private_key: proves that the certificate is this member's.
+        private_key: raw; proves that the certificate is this member's.
     """
 
     authority: bytes
     encoded_certificate: bytes
     certificate: Certificate
-    private_key: Ed25519PrivateKey = field(repr=False, compare=False)
+    private_key: bytes = field(repr=False)
 
     def to_line(self) -> str:
         """The line that `parse_invite` reads: letters, digits, `-` and `_`."""
-        content = _InviteContent(self.authority, self.encoded_certificate, self.private_key.private_bytes_raw())
+        content = _InviteContent(self.authority, self.encoded_certificate, self.private_key)
         encoded = base64.urlsafe_b64encode(msgspec.msgpack.encode(content)).decode()
         return INVITE_PREFIX + encoded.rstrip("=")
 
@@ -62,10 +62,9 @@ def parse_invite(line: str) -> Invite:
         raise MembershipError(
             "the invite is damaged: copy the whole line, from the first character to the last"
         ) from None
-    key = Ed25519PrivateKey.from_private_bytes(content.private_key)
-    if public_bytes(key) != certificate.member_key:
+    if public_bytes(Ed25519PrivateKey.from_private_bytes(content.private_key)) != certificate.member_key:
         raise MembershipError("the invite is damaged: its key belongs to another certificate")
-    return Invite(content.authority, content.certificate, certificate, key)
+    return Invite(content.authority, content.certificate, certificate, content.private_key)
 
 
 def read_invite(text: str | os.PathLike[str] | None) -> Invite | None:

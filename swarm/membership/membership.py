@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarm.errors import MembershipNotProven, MembershipRevoked, ProtocolViolation, UnknownAuthority
 from swarm.membership.certificates import Certificate, open_certificate
@@ -60,6 +61,7 @@ class Membership:
         self.revocations = Revocations()
         self._store = store
         self._now = now
+        self._key = Ed25519PrivateKey.from_private_bytes(invite.private_key)
         self._known: dict[bytes, Certificate] = {}
         if store is not None:
             self.revocations = _read_store(store, invite.authority)
@@ -97,7 +99,7 @@ class Membership:
 
     def prove(self, purpose: Purpose, statement: Statement) -> bytes:
         """The signature of a statement of this peer."""
-        return sign(self.invite.private_key, purpose, msgspec.msgpack.encode(statement))
+        return sign(self._key, purpose, msgspec.msgpack.encode(statement))
 
     def verify(self, purpose: Purpose, statement: Statement, signature: bytes) -> Certificate:
         """The certificate of a peer that has proven its membership.

@@ -14,35 +14,41 @@ from swarm.common.version import VERSION
 
 OPTIONS = {
     "server": {
-        "model", "--revision", "--blocks", "--initial-peers", "--new-swarm", "--host-maddrs", "--announce-maddrs",
-        "--identity-path", "--device", "--dtype", "--quant", "--flash", "--flash-io",
+        "model", "--revision", "--blocks", "--initial-peers", "--membership", "--new-swarm", "--host-maddrs",
+        "--announce-maddrs", "--identity-path", "--device", "--dtype", "--quant", "--flash", "--flash-io",
         "--flash-exact", "--exits", "--exits-from", "--throughput", "--name", "--cache-tokens", "--cache-dir",
         "--update-period", "--adapters", "--adapter-memory", "--compile", "--threads", "--stay", "--metrics",
         "--log-format", "--help",
     },
     "dht": {
-        "--initial-peers", "--host-maddrs", "--announce-maddrs", "--identity-path", "--address-file", "--metrics",
-        "--log-format", "--help",
+        "--initial-peers", "--membership", "--host-maddrs", "--announce-maddrs", "--identity-path", "--address-file",
+        "--relay", "--metrics", "--log-format", "--help",
     },
     "chat": {
-        "model", "--initial-peers", "--url", "--key", "--exact", "--system", "--temperature", "--max-tokens", "--seed",
-        "--early-exit", "--help",
+        "model", "--initial-peers", "--membership", "--url", "--key", "--exact", "--system", "--temperature",
+        "--max-tokens", "--seed", "--early-exit", "--help",
     },
-    "doctor": {"model", "--initial-peers", "--device", "--host-maddrs", "--cache-dir", "--json", "--help"},
+    "doctor": {
+        "model", "--initial-peers", "--membership", "--device", "--host-maddrs", "--cache-dir", "--json", "--help",
+    },
     "plan": {
         "file", "--model", "--revision", "--dtype", "--quant", "--cache-tokens", "--cache-dir", "--initial-peers",
-        "--write", "--json", "--plot", "--help",
+        "--membership", "--write", "--json", "--plot", "--help",
     },
     "gateway": {
-        "models", "--initial-peers", "--host", "--port", "--keys", "--concurrent", "--queue", "--max-request",
-        "--default-max-tokens", "--cors", "--monitor", "--public-status", "--wire", "--wait-for-blocks", "--exact",
-        "--early-exit", "--exit-boundaries", "--exit-confidence", "--exits-from", "--approximate-exits", "--cache-dir",
-        "--threads", "--log-format", "--help",
+        "models", "--initial-peers", "--membership", "--host", "--port", "--keys", "--concurrent", "--queue",
+        "--max-request", "--default-max-tokens", "--cors", "--monitor", "--public-status", "--wire",
+        "--wait-for-blocks", "--exact", "--early-exit", "--exit-boundaries", "--exit-confidence", "--exits-from",
+        "--approximate-exits", "--cache-dir", "--threads", "--log-format", "--help",
     },
     "demo": {"--prompt", "--tokens", "--temperature", "--seed", "--help"},
-    "status": {"models", "--initial-peers", "--json", "--watch", "--help"},
-    "monitor": {"models", "--initial-peers", "--host", "--port", "--period", "--history", "--log-format", "--help"},
+    "status": {"models", "--initial-peers", "--membership", "--json", "--watch", "--help"},
+    "monitor": {
+        "models", "--initial-peers", "--membership", "--host", "--port", "--period", "--history", "--log-format",
+        "--help",
+    },
     "simulate": {"scenario", "--list", "--plot", "--json", "--seed", "--help"},
+    "members": {"--help"},
     "keys": {"--help"},
     "flash": {"--help"},
 }  # fmt: skip
