@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
@@ -18,7 +18,7 @@ from swarm.errors import MembershipError, NotAMember, PeerLost, ProtocolViolatio
 from swarm.protocol import messages
 from swarm.protocol.messages import MEMBERS_PROTOCOL_ID, PROTOCOL_ID
 from swarm.transport.members.gate import MemberGate
-from swarm.transport.stream import FrameStream, StreamHandler
+from swarm.transport.stream import FrameStream, Stream, StreamHandler
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ class PeerStreams:
         assert self._gate is not None
         await self._run(info, reader, writer, self._gate.refuse_stranger)
 
-    async def _serve(self, stream: FrameStream) -> None:
+    async def _serve(self, stream: Stream) -> None:
         if self._handler is not None:
             await self._handler(stream)
 
@@ -160,7 +160,11 @@ class PeerStreams:
         await self._serve(stream)
 
     async def _run(
-        self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, serve: StreamHandler
+        self,
+        info: StreamInfo,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        serve: Callable[[FrameStream], Awaitable[None]],
     ) -> None:
         stream = FrameStream(info.peer_id.to_base58(), reader, writer)
         task = asyncio.current_task()

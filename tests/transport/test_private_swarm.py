@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import uvloop
-from hivemind.p2p import PeerID
+from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from multiaddr import Multiaddr
 
 from swarm.dht.probe import probe, read_record, write_record
@@ -19,6 +19,7 @@ from swarm.errors import MembershipError, NotAMember, PeerLost, PeerUnreachable
 from swarm.membership.invite import Invite
 from swarm.protocol import messages
 from swarm.transport.p2p import P2PConfig, Peer
+from swarm.transport.peer_streams import NOT_SPOKEN
 from tests.members import TestAuthority
 
 # hivemind leaves connections to its own daemon to the garbage collector.
@@ -231,5 +232,41 @@ def test_revocations_are_kept_beside_the_identity(authority, tmp_path):
         again = await peers.start(authority.invite("first"), identity_path=tmp_path / "peer.key")
         with pytest.raises(MembershipError, match="membership of anna was revoked"):
             await peers.start(anna, again)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("private", "relay", "relays"),
+    [(False, False, True), (True, False, False), (True, True, True)],
+    ids=["open", "private", "private, and asked to relay"],
+)
+def test_who_relays(authority, monkeypatch, private, relay, relays):
+    """A libp2p peer offers to relay by a protocol, and only if it believes that the world can reach it."""
+    arguments = P2P._make_process_args
+
+    def reachable(*args, **kwargs):
+        return arguments(*args, **kwargs, forceReachabilityPublic=1)
+
+    monkeypatch.setattr(P2P, "_make_process_args", staticmethod(reachable))
+
+    async def offers(stranger: Peer, target: Peer) -> bool:
+        try:
+            relaying = "/libp2p/circuit/relay/0.2.0/hop"
+            _, _, writer = await stranger.dht.p2p.call_binary_stream_handler(
+                PeerID.from_base58(target.peer_id), relaying
+            )
+        except P2PDaemonError as error:
+            if NOT_SPOKEN not in str(error):
+                raise
+            return False
+        writer.close()
+        return True
+
+    async def scenario(peers):
+        target = await peers.start(authority.invite() if private else None, relay=relay)
+        stranger = await peers.start(None)
+        await visit(stranger, target)
+        assert await offers(stranger, target) == relays
 
     run(scenario)

@@ -76,8 +76,8 @@ class DhtLock:
     def open_request(self, request: Any, caller: str, called: str) -> bytes:
         """Verify a request and empty its `auth`. Returns its nonce. Raises `NotAMember`, or one of its subclasses."""
         auth = request.auth
-        certificate, nonce, signature = auth.client_access_token.public_key, auth.nonce, auth.signature
-        sent = auth.time
+        certificate, signature = auth.client_access_token.public_key, auth.signature
+        nonce, sent = bytes(auth.nonce), float(auth.time)
         self._require_proof(certificate, nonce, caller)
         if not abs(self._now() - sent) <= MAX_AGE_S:
             raise MembershipNotProven(

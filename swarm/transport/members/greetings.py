@@ -85,7 +85,7 @@ class Greetings:
                 self._warn_once(f"This peer is not a member of the swarm any more: {error}")
             known = self._neighbors()
             wanted = min(GREETED_WITH_NEWS if has_news else GREETED_EACH_PERIOD, len(known))
-            for error in (await greet_all(random.sample(known, wanted), self._greet)).values():
-                if isinstance(error, MembershipRevoked | MembershipExpired):
-                    self._warn_once(str(error))
+            for result in (await greet_all(random.sample(known, wanted), self._greet)).values():
+                if isinstance(result, MembershipRevoked | MembershipExpired):
+                    self._warn_once(str(result))
             self._gate.end_invalid_streams()
