@@ -262,6 +262,18 @@ class CacheFull(ServerFault):
     code = "cache_full"
 
 
+class MemoryFull(CacheFull):
+    """The server currently has no free memory for the request, or gives this peer no more of it."""
+
+    code = "memory_full"
+
+
+class CacheReclaimed(CacheFull):
+    """The server has closed the session, because others need its attention cache: go on elsewhere, or here later."""
+
+    code = "cache_reclaimed"
+
+
 class DriveFailed(ServerFault):
     """The server could not read weights from its drive, or not in time."""
 

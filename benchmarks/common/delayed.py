@@ -17,7 +17,7 @@ from swarm.protocol.messages import Message
 from swarm.server.__main__ import main
 from swarm.transport import joining
 from swarm.transport.p2p import Peer
-from swarm.transport.stream import PayloadLimit, Stream, StreamHandler
+from swarm.transport.stream import AdmitFrame, PayloadLimit, Stream, StreamHandler
 
 
 class DelayedStream:
@@ -34,8 +34,10 @@ class DelayedStream:
     async def send(self, message: Message, payload: bytes | memoryview = b"") -> None:
         await self._stream.send(message, payload)
 
-    async def receive(self, max_payload: PayloadLimit = MAX_PAYLOAD_BYTES) -> Frame:
-        """Receive the next frame. The limit is ignored because peers are not hostile here."""
+    async def receive(
+        self, max_payload: PayloadLimit = MAX_PAYLOAD_BYTES, admit: AdmitFrame | None = None
+    ) -> Frame:
+        """Receive the next frame. The limit is ignored because peers are not hostile here; frames are still admitted."""
         while not self._items:
             self._arrived.clear()
             await self._arrived.wait()
@@ -44,6 +46,8 @@ class DelayedStream:
         if isinstance(item, SwarmError):
             raise item
         self._items.popleft()
+        if admit is not None:
+            await admit(item.header, len(item.payload))
         return item
 
     async def discard_incoming(self) -> None:

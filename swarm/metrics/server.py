@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client import Counter, Gauge, Histogram, Info
 
@@ -12,6 +12,10 @@ from swarm.metrics.registry import Registry
 
 REQUEST_KINDS = ("prefill", "decode", "forward", "backward")
 """Kinds of requests: prompts (and replays), single tokens, and forward and backward passes without a session."""
+
+
+MEMORY_KINDS = ("streams", "received", "computing", "training")
+"""What memory for requests is charged for: open streams, payloads, what computing takes, and large graphs."""
 
 
 class ServerObserver:
@@ -55,13 +59,19 @@ class ServerObserver:
         """A session was opened."""
 
     def session_closed(self, reason: str) -> None:
-        """A session ended: "closed" by its client, "expired", or "ended" because the server leaves."""
+        """A session ended: "closed" by its client, "expired", "asked_to_leave", or "ended" as the server leaves."""
 
     def session_totals(self, count: int, cache_used: int, cache_capacity: int) -> None:
         """The number of sessions, or the cache tokens that they reserve, changed."""
 
     def adapter_totals(self, count: int, size: int) -> None:
         """The number or the total size of the stored parts of clients' adapters changed."""
+
+    def memory_totals(self, charged: Mapping[str, int], capacity: int) -> None:
+        """What requests on their way take of the bytes that there are for them, by `MEMORY_KINDS`."""
+
+    def memory_refused(self) -> None:
+        """A stream or a request found no memory."""
 
     def span_loaded(
         self, model: str, revision: str, dtype: str, quantization: str, span: Span, throughput: float
@@ -143,6 +153,12 @@ class ServerMetrics(ServerObserver):
         self._cache_capacity = _gauge("cache_capacity_tokens", "Tokens that the attention cache can hold.", registry)
         self._adapters = _gauge("adapters_kept", "Parts of clients' adapters that are kept, one a block.", registry)
         self._adapter_bytes = _gauge("adapter_bytes", "Bytes of clients' adapters.", registry)
+        memory = Gauge("swarm_server_memory_bytes", "Memory charged for requests.", ["kind"], registry=registry)
+        self._memory = {kind: memory.labels(kind) for kind in MEMORY_KINDS}
+        self._memory_capacity = _gauge("memory_capacity_bytes", "Memory that requests can have.", registry)
+        self._memory_refusals = Counter(
+            "swarm_server_memory_refusals_total", "Streams and requests without memory.", registry=registry
+        )
         self._start = _gauge("span_start_block", "First block that is held.", registry)
         self._end = _gauge("span_end_block", "Block behind the last one that is held.", registry)
         self._throughput = _gauge("throughput_blocks_per_second", "Blocks a second for one token, announced.", registry)
@@ -201,6 +217,14 @@ class ServerMetrics(ServerObserver):
     def adapter_totals(self, count: int, size: int) -> None:
         self._adapters.set(count)
         self._adapter_bytes.set(size)
+
+    def memory_totals(self, charged: Mapping[str, int], capacity: int) -> None:
+        for kind, size in charged.items():
+            self._memory[kind].set(size)
+        self._memory_capacity.set(capacity)
+
+    def memory_refused(self) -> None:
+        self._memory_refusals.inc()
 
     def span_loaded(
         self, model: str, revision: str, dtype: str, quantization: str, span: Span, throughput: float

@@ -26,7 +26,8 @@ logger = logging.getLogger("swarm.server")
 
 OPTIONS_AS_GIVEN = (
     *("model", "revision", "device", "dtype", "quant", "stay", "name"),
-    *("cache_tokens", "adapters", "cache_dir", "update_period", "threads", "flash_exact", "exits_from"),
+    *("cache_tokens", "new_peer_share", "adapters", "cache_dir", "update_period", "threads"),
+    *("flash_exact", "exits_from"),
 )
 """Options that go into `ServerConfig` as they are."""
 
@@ -105,6 +106,18 @@ OPTIONS_AS_GIVEN = (
     metavar="SIZE",
     help="Memory for clients' adapters, such as 2GB.  [default: a twentieth of the free memory, 1 GiB at most]",
 )
+@click.option(
+    "--request-memory",
+    metavar="SIZE",
+    help="Memory for requests on their way: what peers send, and what computing it takes beside blocks and cache.  "
+    "[default: a twentieth of the free memory, 64 MiB to 8 GiB]",
+)
+@click.option(
+    "--new-peer-share",
+    type=click.FloatRange(0, 1),
+    default=0.125,
+    help="Share of the attention cache that a new peer keeps if others want it. It grows within an hour of use.",
+)
 @click.option("--cache-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder for files from the hub.")
 @click.option("--update-period", type=click.FloatRange(1, 200), default=30.0, help="Seconds between announcements.")
 @click.option(
@@ -176,6 +189,7 @@ def _server_config(options: Mapping[str, Any], peers: tuple[str, ...]) -> Server
         throughput_cache=throughput_cache,
         compile_cache_dir=compile_cache_dir,
         adapter_memory=_size_option("--adapter-memory", options["adapter_memory"]),
+        request_memory=_size_option("--request-memory", options["request_memory"]),
         metrics=MetricsAddress.parse(options["metrics"]) if options["metrics"] is not None else None,
         flash=FlashOption.parse(options["flash"]),
         exits=ExitsOption.parse(options["exits"]) if options["exits"] is not None else None,

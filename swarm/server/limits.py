@@ -11,5 +11,14 @@ MAX_DEFAULT_ADAPTER_BYTES = 1 << 30
 DEFAULT_ADAPTER_SHARE = 0.05
 """Default memory for clients' adapters, as a share of the memory that is free before anything is loaded."""
 
+DEFAULT_REQUEST_BYTES = 1 << 30
+"""Bytes for requests on their way, where the memory of the machine was not asked."""
+
+DEFAULT_REQUEST_SHARE = 0.05
+"""Default memory for requests on their way, as a share of the memory that is free before anything is loaded."""
+
+MIN_REQUEST_BYTES, MAX_REQUEST_BYTES = 64 << 20, 8 << 30
+"""Bounds of this default, in bytes."""
+
 MAX_MEMORY_SHARE = 0.9
 """Share of the free memory that may be used. Activations, adapters and the allocator need the rest."""

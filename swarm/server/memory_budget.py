@@ -17,7 +17,14 @@ from swarm.errors import InvalidOption, NotEnoughMemory
 from swarm.models.checkpoints.checkpoint import Checkpoint
 from swarm.models.checkpoints.footprint import MemoryFootprint, memory_footprint
 from swarm.models.weights.quantization import INT8, NF4, NONE, form_for_device, require_available
-from swarm.server.limits import DEFAULT_ADAPTER_SHARE, MAX_DEFAULT_ADAPTER_BYTES, MAX_MEMORY_SHARE
+from swarm.server.limits import (
+    DEFAULT_ADAPTER_SHARE,
+    DEFAULT_REQUEST_SHARE,
+    MAX_DEFAULT_ADAPTER_BYTES,
+    MAX_MEMORY_SHARE,
+    MAX_REQUEST_BYTES,
+    MIN_REQUEST_BYTES,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -178,6 +185,13 @@ def _fitting_blocks(
 def adapter_memory(requested: int | None, free: int) -> int:
     """Bytes for clients' adapters, of `free` bytes before anything is loaded."""
     return requested if requested is not None else min(MAX_DEFAULT_ADAPTER_BYTES, int(free * DEFAULT_ADAPTER_SHARE))
+
+
+def request_memory(requested: int | None, free: int) -> int:
+    """Bytes for requests on their way, of `free` bytes before anything is loaded."""
+    if requested is not None:
+        return requested
+    return min(max(MIN_REQUEST_BYTES, int(free * DEFAULT_REQUEST_SHARE)), MAX_REQUEST_BYTES)
 
 
 def free_memory(device: torch.device) -> int:

@@ -24,7 +24,7 @@ from swarm.server import memory_budget
 from swarm.server.config import ServerConfig
 from swarm.server.flash_budget import FlashBudget, wants_flash
 from swarm.server.flash_gain import choose_flash
-from swarm.server.limits import DEFAULT_CACHE_TOKENS
+from swarm.server.limits import DEFAULT_CACHE_TOKENS, DEFAULT_REQUEST_BYTES
 from swarm.server.memory_budget import MemoryBudget
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,7 @@ class ResolvedConfig:
         adapter_memory: bytes for clients' adapters.
         budget: what memory holds of the blocks, whose weights are in memory or on flash.
         trained_exits: the file of lenses and classifiers for tokens that leave early; None if there is none.
+        request_memory: bytes for requests on their way.
     """
 
     options: ServerConfig
@@ -54,6 +55,7 @@ class ResolvedConfig:
     adapter_memory: int
     budget: MemoryBudget | FlashBudget
     trained_exits: StoredExits | None = None
+    request_memory: int = DEFAULT_REQUEST_BYTES
 
     @property
     def flash(self) -> FlashBudget | None:
@@ -83,7 +85,7 @@ def resolve_config(options: ServerConfig) -> ResolvedConfig:
     dtype = resolve_dtype(options.dtype, checkpoint.config)
     cache_tokens = options.cache_tokens or DEFAULT_CACHE_TOKENS
     trained_exits = _open_trained_exits(options, checkpoint)
-    reserved = options.adapter_memory or 0
+    reserved = (options.adapter_memory or 0) + (options.request_memory or 0)
     quantization = NONE  # a size for weights on flash decides what fits, so nothing has to be quantized
     if options.flash.memory is None or options.quant != "auto":
         quantization = memory_budget.resolve_quantization(
@@ -99,13 +101,24 @@ def resolve_config(options: ServerConfig) -> ResolvedConfig:
     budget = _resolve_budget(options, checkpoint, device, dtype, quantization, cache_tokens, reserved)
     if isinstance(budget, MemoryBudget):
         budget = _less_exits(budget, options, checkpoint, dtype, trained_exits)
-    adapter_memory = memory_budget.adapter_memory(options.adapter_memory, memory_budget.free_memory(device))
+    free = memory_budget.free_memory(device)
+    adapter_memory = memory_budget.adapter_memory(options.adapter_memory, free)
+    request_memory = memory_budget.request_memory(options.request_memory, free)
     logger.info("Model: %s, revision %s, %d blocks", checkpoint.name, checkpoint.revision, checkpoint.blocks)
     logger.info("Device: %s, computing in %s", device, dtype_name(dtype))
     if isinstance(budget, FlashBudget):
         quantization = NONE  # even if memory would have held a few more blocks in 8 bits
     return ResolvedConfig(
-        options, checkpoint, device, dtype, quantization, cache_tokens, adapter_memory, budget, trained_exits
+        options,
+        checkpoint,
+        device,
+        dtype,
+        quantization,
+        cache_tokens,
+        adapter_memory,
+        budget,
+        trained_exits,
+        request_memory,
     )
 
 

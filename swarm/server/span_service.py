@@ -31,9 +31,11 @@ from swarm.server.compute.engine import (
     Engine,
     token_budget,
 )
+from swarm.server.memory.peer_standing import PeerStanding
 from swarm.server.resolved_config import ResolvedConfig
 from swarm.server.sessions.adapter_store import AdapterLimits, AdapterStore
 from swarm.server.sessions.handler import MessageHandler
+from swarm.server.sessions.request_validation import RequestLimits
 from swarm.server.sessions.session_table import SessionTable
 from swarm.server.throughput.compute_measurement import determine_throughput
 from swarm.server.throughput.flash_calibration import FlashCalibration
@@ -108,13 +110,16 @@ class SpanService:
         compute_thread: ComputeThread,
         observer: ServerObserver | None = None,
         head: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        standing: PeerStanding | None = None,
     ) -> SpanService:
         """Read the blocks and get ready to serve. Raises what loading raises.
 
         Args:
             head: of the exits at blocks that were held before (`exits.head`); None to load it if there are exits.
+            standing: of peers, which outlives the blocks; None to begin anew.
         """
         checkpoint, observer = config.checkpoint, observer or ServerObserver()
+        standing = standing or PeerStanding(time.monotonic, config.options.new_peer_share)
         # First, because it is quick: an adapter that cannot be used is reported before the weights are read.
         public = [
             await compute_thread.run(read_block_weights, source, checkpoint, span, cache_dir=config.options.cache_dir)
@@ -135,9 +140,9 @@ class SpanService:
             observer.flash_predicted(measured.decode / span.length)
         else:
             measured = await _measure_throughput(config, model, compute_thread)
-        sessions = _make_session_table(config, model, observer)
+        sessions = _make_session_table(config, model, standing, observer)
         logger.info("Attention cache: room for %d tokens", sessions.capacity)
-        engine = _make_engine(model, measured, compute_thread, observer, calibration)
+        engine = _make_engine(model, measured, compute_thread, observer, calibration, standing)
         logger.info("Scheduler: up to %d tokens an iteration", engine.budget)
         adapters = AdapterStore(time.monotonic, AdapterLimits(memory=config.adapter_memory), observer)
         if public:
@@ -146,8 +151,11 @@ class SpanService:
             adapters.add_public(model.adapted.prepare(parts))
         dtype = dtype_name(config.dtype)
         observer.span_loaded(checkpoint.name, checkpoint.revision, dtype, config.quantization, span, measured.decode)
+        slot_bytes = checkpoint.structure.cached_values_per_token * config.dtype.itemsize
+        limits = RequestLimits(memory=config.request_memory, slot_bytes=slot_bytes)
+        logger.info("Requests: %s of memory for those on their way", format_bytes(config.request_memory))
         handler = MessageHandler(
-            network, model, checkpoint.revision, sessions, engine, adapters=adapters, observer=observer
+            network, model, checkpoint.revision, sessions, engine, limits, adapters=adapters, observer=observer
         )
         reporter = FlashReporter(model, observer, calibration)
         return cls(span, model, sessions, handler, engine, adapters, measured, calibration, load_seconds, reporter)
@@ -173,11 +181,14 @@ class SpanService:
         return self.model.exits or NO_EXITS
 
     def expire(self) -> None:
-        """Close sessions whose client is gone, drop adapters that have not been used for a while, and report how
-        blocks on flash do."""
+        """Close sessions whose client is gone, drop adapters that have not been used for a while, give pages back, and
+        report how blocks on flash do."""
         self.sessions.expire()
         self.adapters.expire()
+        if self.model.strategy.paging is not None:
+            self.engine.compute_thread.post(self.model.strategy.paging.pool.shrink)
         self.flash_reporter.report()
+        self.handler.report()
 
     async def drain(self, finish_s: float, hand_over_s: float = HAND_OVER_TIMEOUT_S) -> None:
         """Stop serving: give sessions `finish_s` to end, then `hand_over_s` to move to other servers.
@@ -206,15 +217,22 @@ class SpanService:
         return not len(self.sessions)
 
 
-def _make_session_table(config: ResolvedConfig, model: SpanModel, observer: ServerObserver) -> SessionTable:
+def _make_session_table(
+    config: ResolvedConfig, model: SpanModel, standing: PeerStanding, observer: ServerObserver
+) -> SessionTable:
     """A table that counts cache as the model's sequences take it."""
     paging, now = model.strategy.paging, time.monotonic
     if paging is not None:  # a page has room in all blocks, whichever of them a session uses
-        return SessionTable(config.cache_tokens, now, page=paging.pool.page_size, observer=observer)
+        return SessionTable(config.cache_tokens, now, standing=standing, page=paging.pool.page_size, observer=observer)
     # A session may keep a token's hidden states twice: in its last reply, and in a step that waits for its next part.
     buffer_blocks = -(-2 * model.hidden_size // max(1, config.checkpoint.structure.cached_values_per_token))
     return SessionTable(
-        config.cache_tokens, now, blocks=model.span.length, buffer_blocks=buffer_blocks, observer=observer
+        config.cache_tokens,
+        now,
+        standing=standing,
+        blocks=model.span.length,
+        buffer_blocks=buffer_blocks,
+        observer=observer,
     )
 
 
@@ -224,15 +242,18 @@ def _make_engine(
     compute_thread: ComputeThread,
     observer: ServerObserver,
     calibration: FlashCalibration | None,
+    standing: PeerStanding,
 ) -> Engine:
+    served = standing.note_served
     if model.flash is None:
-        return Engine(compute_thread, token_budget(throughput.forward / model.span.length), observer)
+        budget = token_budget(throughput.forward / model.span.length)
+        return Engine(compute_thread, budget, observer, on_served=served)
     tokens, on_iteration = FLASH_ITERATION_TOKENS, None
     if calibration is not None:
         tokens = max(MIN_ITERATION_TOKENS, calibration.costs.token_budget(MAX_ITERATION_S, MAX_ITERATION_TOKENS))
         on_iteration = calibration.on_iteration
     # The network loop never waits for a drive.
-    return Engine(compute_thread, tokens, observer, inline=False, on_iteration=on_iteration)
+    return Engine(compute_thread, tokens, observer, inline=False, on_iteration=on_iteration, on_served=served)
 
 
 async def _load_model(config: ResolvedConfig, span: Span, compute_thread: ComputeThread) -> SpanModel:

@@ -7,13 +7,22 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Protocol
 
-from swarm.errors import PeerLost
+from swarm.errors import PeerLost, PeerTimeout
 from swarm.protocol.framing import MAX_PAYLOAD_BYTES, PREFIX_BYTES, Frame, decode_prefix, encode_prefix
 from swarm.protocol.messages import Message, encode
 
 MAX_COALESCED_BYTES = 1 << 16
 """Payloads up to this size are sent in one write with their header. Two writes would wake every process on the way
 twice."""
+
+FRAME_TIMEOUT_S = 10.0
+MIN_RECEIVED_BYTES_PER_S = 1 << 14
+"""A frame that others wait to be admitted to has to come within `FRAME_TIMEOUT_S` seconds for its header, and as many
+and its length divided by this for its payload. An uplink of 0.5 Mbit/s, which is what slow homes have, brings four
+streams as much at a time; whoever sends less keeps memory that others could use."""
+
+AdmitFrame = Callable[[bytes, int], Awaitable[None]]
+"""Called with a frame's header and the length of its payload, before the payload is read."""
 
 PayloadLimit = int | Callable[[], int]
 """Largest payload in bytes. A function is called when the frame arrives, not when the waiting starts."""
@@ -27,8 +36,12 @@ class Stream(Protocol):
     async def send(self, message: Message, payload: bytes | memoryview = b"") -> None:
         """Send one frame. Raises `PeerLost`."""
 
-    async def receive(self, max_payload: PayloadLimit = MAX_PAYLOAD_BYTES) -> Frame:
-        """Wait for one frame. Raises `PeerLost` at the end of the stream, `ProtocolViolation` if it is too large."""
+    async def receive(self, max_payload: PayloadLimit = MAX_PAYLOAD_BYTES, admit: AdmitFrame | None = None) -> Frame:
+        """Wait for one frame. Raises `PeerLost` at the end of the stream, `ProtocolViolation` if it is too large.
+
+        With `admit`, the payload is read once that returns; what it raises ends the stream. Then a frame that has begun
+        also has to arrive in time (`MIN_RECEIVED_BYTES_PER_S`), else `PeerTimeout` is raised.
+        """
 
     async def discard_incoming(self) -> None:
         """Read and discard everything until the other side closes the stream."""
@@ -76,15 +89,33 @@ class FrameStream:
         except (OSError, RuntimeError) as error:  # uvloop raises RuntimeError on a closed transport
             raise PeerLost(f"the connection to peer …{self.peer_id[-6:]} broke: {error}") from None
 
-    async def receive(self, max_payload: PayloadLimit = MAX_PAYLOAD_BYTES) -> Frame:
+    async def receive(self, max_payload: PayloadLimit = MAX_PAYLOAD_BYTES, admit: AdmitFrame | None = None) -> Frame:
         try:
             prefix = await self._reader.readexactly(PREFIX_BYTES)
             limit = max_payload if isinstance(max_payload, int) else max_payload()
             header_length, payload_length = decode_prefix(prefix, limit)
+            if admit is not None:
+                return await self._receive_admitted(header_length, payload_length, admit)
             body = await self._reader.readexactly(header_length + payload_length)
         except (asyncio.IncompleteReadError, OSError) as error:
             raise PeerLost(f"peer …{self.peer_id[-6:]} closed the connection: {error}") from None
         return Frame(body[:header_length], memoryview(body)[header_length:])
+
+    async def _receive_admitted(self, header_length: int, payload_length: int, admit: AdmitFrame) -> Frame:
+        now = asyncio.get_running_loop().time
+        try:
+            async with asyncio.timeout(FRAME_TIMEOUT_S) as deadline:
+                header = await self._reader.readexactly(header_length)
+                deadline.reschedule(None)
+                await admit(header, payload_length)
+                deadline.reschedule(now() + FRAME_TIMEOUT_S + payload_length / MIN_RECEIVED_BYTES_PER_S)
+                return Frame(header, memoryview(await self._reader.readexactly(payload_length)))
+        except TimeoutError:
+            self.abort()
+            raise PeerTimeout(
+                f"peer …{self.peer_id[-6:]} sent less than {MIN_RECEIVED_BYTES_PER_S} bytes/s of a frame of "
+                f"{payload_length} bytes; it may try again over a quicker link, or send smaller ones"
+            ) from None
 
     async def discard_incoming(self) -> None:
         with suppress(OSError):

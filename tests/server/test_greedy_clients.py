@@ -390,7 +390,7 @@ def test_hanging_up_ends_streams_that_nobody_uses(model):
             async def send(self, message, payload=b""):
                 pass
 
-            async def receive(self, limit=0):
+            async def receive(self, limit=0, admit=None):
                 await asyncio.Event().wait()
 
             def close(self):

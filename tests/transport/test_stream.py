@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.errors import PeerLost, ProtocolViolation
+from swarm.errors import PeerLost, PeerTimeout, ProtocolViolation
 from swarm.protocol import messages
-from swarm.protocol.framing import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, encode_prefix
+from swarm.protocol.framing import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, PREFIX_BYTES, encode_prefix
 from swarm.transport.memory import stream_pair
-from swarm.transport.stream import FrameStream
+from swarm.transport.stream import FRAME_TIMEOUT_S, MIN_RECEIVED_BYTES_PER_S, FrameStream
+from tests import virtual_time
 
 HELLO = messages.Refusal("hello", "a message with a text")
 SOON = 60.0
@@ -156,3 +157,78 @@ def test_a_connection_that_resets_while_one_waits():
             await asyncio.wait_for(waiting, SOON)
 
     asyncio.run(scenario())
+
+
+def arriving(pace, payload: int = 20 * MIN_RECEIVED_BYTES_PER_S, admitted_after: float = 0.0) -> tuple[Any, float]:
+    """What comes of a frame whose bytes arrive as `pace(feed, header, payload)` has them, and when."""
+
+    outcome: list[tuple[Any, float]] = []
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        header = messages.encode(HELLO)
+        ours, theirs = stream_pair("us", "them")
+
+        async def admit(seen: bytes, length: int) -> None:
+            assert (seen, length) == (header, payload)
+            await asyncio.sleep(admitted_after)
+
+        def feed(data: bytes) -> None:
+            ours._writer.write(data)
+
+        feeding = asyncio.create_task(pace(feed, encode_prefix(len(header), payload) + header, bytes(payload)))
+        try:
+            found: Any = await theirs.receive(admit=admit)
+        except PeerLost as error:
+            found = error
+        outcome.append((found, loop.time()))
+        feeding.cancel()
+
+    virtual_time.run(scenario)
+    return outcome[0]
+
+
+async def at_rate(feed, head: bytes, payload: bytes, rate: float) -> None:
+    feed(head)
+    for first in range(0, len(payload), MIN_RECEIVED_BYTES_PER_S):
+        await asyncio.sleep(MIN_RECEIVED_BYTES_PER_S / rate)
+        feed(payload[first : first + MIN_RECEIVED_BYTES_PER_S])
+
+
+def test_a_slow_uplink_is_quick_enough():
+    """Half a megabit a second, shared by four streams."""
+    frame, ended = arriving(lambda *args: at_rate(*args, rate=0.5e6 / 8 / 3.8))
+    assert len(frame.payload) == 20 * MIN_RECEIVED_BYTES_PER_S
+    assert ended > 19
+
+
+def test_a_payload_that_drips_ends_the_stream():
+    error, ended = arriving(lambda *args: at_rate(*args, rate=0.5 * MIN_RECEIVED_BYTES_PER_S))
+    assert isinstance(error, PeerTimeout)
+    assert ended == FRAME_TIMEOUT_S + 20
+
+
+def test_a_header_that_never_comes_ends_the_stream():
+    async def only_the_prefix(feed, head: bytes, payload: bytes) -> None:
+        feed(head[: PREFIX_BYTES + 3])
+
+    error, ended = arriving(only_the_prefix)
+    assert isinstance(error, PeerTimeout)
+    assert ended == FRAME_TIMEOUT_S
+
+
+def test_a_stream_may_wait_for_its_next_frame_for_ever():
+    async def late(feed, head: bytes, payload: bytes) -> None:
+        await asyncio.sleep(3000.0)
+        feed(head + payload)
+
+    frame, ended = arriving(late)
+    assert (len(frame.payload), ended) == (20 * MIN_RECEIVED_BYTES_PER_S, 3000.0)
+
+
+def test_the_time_that_a_frame_waits_to_be_admitted_is_not_the_senders():
+    async def at_once(feed, head: bytes, payload: bytes) -> None:
+        feed(head + payload)
+
+    frame, ended = arriving(at_once, admitted_after=1000.0)
+    assert (len(frame.payload), ended) == (20 * MIN_RECEIVED_BYTES_PER_S, 1000.0)

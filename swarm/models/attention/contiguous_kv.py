@@ -1,7 +1,7 @@
 """Keys and values of some sequences, each one in a row of its own, from slot 0 on.
 
 Sequences may have any lengths; each one is written at its own end, in place. The storage grows ahead of need, so an
-ordinary step copies nothing.
+ordinary step copies nothing, but never beyond the length that room was reserved for.
 """
 
 from __future__ import annotations
@@ -17,12 +17,16 @@ MAX_GROWTH_POSITIONS = 512
 class ContiguousKV:
     """Keys and values of sequences, in one storage for each layer.
 
+    Args:
+        max_length: slots that no sequence will exceed; None if that is not known.
+
     Attributes:
         layers: number of a layer that has written to it -> keys, values `[sequences, heads, capacity, dim]`.
     """
 
-    def __init__(self, sequences: int) -> None:
+    def __init__(self, sequences: int, max_length: int | None = None) -> None:
         self.sequences = sequences
+        self.max_length = max_length
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._capacity = 0
 
@@ -43,7 +47,7 @@ class ContiguousKV:
 
     def select_sequences(self, sequences: Sequence[int], length: int) -> ContiguousKV:
         """A new store with copies of some sequences, of which the first `length` slots are used."""
-        result = ContiguousKV(len(sequences))
+        result = ContiguousKV(len(sequences), self.max_length)
         for number, (keys, values) in self.layers.items():
             capacity = result._grown_capacity(0, max(1, length))
             result.layers[number] = (
@@ -53,15 +57,16 @@ class ContiguousKV:
         return result
 
     def _grown_capacity(self, capacity: int, needed: int) -> int:
-        return max(grown_capacity(capacity, needed), self._capacity)
+        return max(grown_capacity(capacity, needed, self.max_length), self._capacity)
 
 
-def grown_capacity(capacity: int, needed: int) -> int:
+def grown_capacity(capacity: int, needed: int, max_length: int | None = None) -> int:
     """Slots for storage of `capacity` slots that needs more: twice as many at first, then a fixed number more.
 
-    So slots that are never used stay few beside those that are.
+    So slots that are never used stay few beside those that are. There are none beyond `max_length` that are not needed.
     """
-    return max(capacity + min(max(MIN_GROWTH_POSITIONS, capacity), MAX_GROWTH_POSITIONS), needed)
+    grown = capacity + min(max(MIN_GROWTH_POSITIONS, capacity), MAX_GROWTH_POSITIONS)
+    return max(grown if max_length is None else min(grown, max_length), needed)
 
 
 def _empty_like(tensor: torch.Tensor, sequences: int) -> torch.Tensor:

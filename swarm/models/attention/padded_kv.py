@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from swarm.models.attention.contiguous_kv import MIN_GROWTH_POSITIONS, grown_capacity
+from swarm.models.attention.contiguous_kv import grown_capacity
 
 
 class PaddedKVLayer(CacheLayerMixin):
@@ -23,9 +23,10 @@ class PaddedKVLayer(CacheLayerMixin):
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, length: int = 0) -> None:
+    def __init__(self, length: int = 0, max_length: int | None = None) -> None:
         super().__init__()
         self.length = length
+        self.max_length = max_length
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.keys = key_states.new_empty(*key_states.shape[:2], 0, key_states.shape[-1])
@@ -42,8 +43,9 @@ class PaddedKVLayer(CacheLayerMixin):
         assert self.values is not None
         end = self.length + key_states.shape[-2]
         if end > self.keys.shape[-2]:
-            self.keys = _grown(self.keys, self.length, end)
-            self.values = _grown(self.values, self.length, end)
+            capacity = grown_capacity(self.keys.shape[-2], end, self.max_length)
+            self.keys = _grown(self.keys, self.length, capacity)
+            self.values = _grown(self.values, self.length, capacity)
         self.keys[:, :, self.length : end] = key_states
         self.values[:, :, self.length : end] = value_states
         self.length = end
@@ -59,8 +61,7 @@ class PaddedKVLayer(CacheLayerMixin):
         return -1
 
 
-def _grown(storage: torch.Tensor, used: int, needed: int) -> torch.Tensor:
-    capacity = grown_capacity(storage.shape[-2], needed)
+def _grown(storage: torch.Tensor, used: int, capacity: int) -> torch.Tensor:
     # Zeros, not empty: slots under a left pad are never written but are multiplied by a weight of zero.
     larger = storage.new_zeros(*storage.shape[:2], capacity, storage.shape[-1])
     larger[:, :, :used] = storage[:, :, :used]
@@ -84,12 +85,15 @@ class PaddedKV(Cache):
         end: number of layers of the model, or of those up to the last one used.
         first: the first layer used. transformers asks layer 0 for the length, so the places before `first` hold the
             first used layer too.
+        length: slots that are used already.
+        max_length: slots that no sequence will exceed, beyond which no layer grows ahead of need; None if unknown.
     """
 
-    def __init__(self, end: int, first: int = 0, length: int = 0) -> None:
+    def __init__(self, end: int, first: int = 0, length: int = 0, max_length: int | None = None) -> None:
         self.length = length
         self.first = first
-        used = [PaddedKVLayer(length) for _ in range(first, end)]
+        self.max_length = max_length
+        used = [PaddedKVLayer(length, max_length) for _ in range(first, end)]
         super().__init__(layers=[used[0]] * first + used)
 
     @property
@@ -109,23 +113,22 @@ class PaddedKV(Cache):
         """A new rectangle of copies of sequences, aligned at their ends."""
         length = max(piece.length for piece in pieces)
         like = pieces[0].cache
-        result = cls(len(like.layers), like.first, length)
+        result = cls(len(like.layers), like.first, length, like.max_length)
         for number in range(like.first, len(like.layers)):
             layer = result.layers[number]
             sources: list[Any] = [piece.cache.layers[number] for piece in pieces]
             if not sources[0].is_initialized:
                 continue
-            layer.keys = _assembled([source.keys for source in sources], pieces, length)
-            layer.values = _assembled([source.values for source in sources], pieces, length)
+            capacity = max(grown_capacity(0, sources[0].keys.shape[2], like.max_length), length)
+            layer.keys = _assembled([source.keys for source in sources], pieces, length, capacity)
+            layer.values = _assembled([source.values for source in sources], pieces, length, capacity)
             layer.is_initialized = True
         return result
 
 
-def _assembled(sources: list[torch.Tensor], pieces: Sequence[PaddedSlice], length: int) -> torch.Tensor:
+def _assembled(sources: list[torch.Tensor], pieces: Sequence[PaddedSlice], length: int, capacity: int) -> torch.Tensor:
     first = sources[0]
-    result = first.new_zeros(
-        len(pieces), first.shape[1], max(MIN_GROWTH_POSITIONS, first.shape[2], length), first.shape[3]
-    )
+    result = first.new_zeros(len(pieces), first.shape[1], capacity, first.shape[3])
     same = all(
         source is first and piece.pad == pieces[0].pad and piece.length == length
         for source, piece in zip(sources, pieces, strict=True)

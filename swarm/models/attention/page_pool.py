@@ -4,12 +4,16 @@ A page holds `page_size` positions of one sequence, in every layer of the span. 
 pages, and holders of a page are counted. Page 0 is the scratch page: it takes what has to be written somewhere, but
 is never read.
 
+A pool that is mostly empty can shrink again. Free pages at its beginning are taken first, so that those at its end get
+free.
+
 Only the compute thread allocates pages. Any thread releases them, even the garbage collector in the middle of anything
 else. So a release only puts pages into a queue, which the next allocation empties.
 """
 
 from __future__ import annotations
 
+import heapq
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -21,6 +25,12 @@ PAGE_POSITIONS = 256
 
 MIN_GROWTH_PAGES = 4
 """Pages by which a pool grows at least."""
+
+SHRINK_BELOW = 0.5
+"""A pool shrinks to at most this part of its size, so that it is not worth it for little, and not undone at once."""
+
+SPARE_SHARE = 0.5
+"""Free pages that a pool keeps when it shrinks, for each page that is held."""
 
 SCRATCH_PAGE = 0
 """The page that does not belong to any sequence."""
@@ -42,7 +52,8 @@ class PagePool:
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.relocations = 0
         self._holders = [1]
-        self._free: list[int] = []
+        self._free: list[int] = []  # a heap
+        self._reserved = 1
         self._released: deque[tuple[int, ...]] = deque()
 
     @property
@@ -61,7 +72,32 @@ class PagePool:
 
         Raises `torch.OutOfMemoryError`, which leaves the pool as it was.
         """
-        self._grow(1 + -(-positions // self.page_size))
+        pages = 1 + -(-positions // self.page_size)
+        self._grow(pages)
+        self._reserved = max(self._reserved, pages)
+
+    def shrink(self) -> None:
+        """Give memory back if much less would do. Only for the compute thread, between forwards.
+
+        What was reserved stays, and so do pages that are held, and some to spare. If memory for the smaller storage of
+        a layer is short, that layer keeps its larger one.
+        """
+        self._collect_released()
+        last = max((page for page, holders in enumerate(self._holders) if holders), default=SCRATCH_PAGE)
+        spare = MIN_GROWTH_PAGES + int(self.in_use * SPARE_SHARE)
+        pages = max(self._reserved, last + 1, 1 + self.in_use + spare)
+        if pages > self.page_count * SHRINK_BELOW:
+            return
+        self._free = [page for page in self._free if page < pages]
+        heapq.heapify(self._free)
+        del self._holders[pages:]
+        self.page_count = pages
+        for number, (keys, values) in self.layers.items():
+            try:
+                self.layers[number] = _shrunk(keys, pages), _shrunk(values, pages)
+            except torch.OutOfMemoryError:
+                break
+            self.relocations += 1
 
     def allocate(self, count: int) -> list[int]:
         """Take free pages, which are held once from now on; the pool grows if there are too few.
@@ -71,7 +107,7 @@ class PagePool:
         self._collect_released()
         if count > len(self._free):
             self._grow_for(self.page_count + count - len(self._free))
-        taken = [self._free.pop() for _ in range(count)]
+        taken = [heapq.heappop(self._free) for _ in range(count)]
         for page in taken:
             self._holders[page] = 1
         return taken
@@ -124,7 +160,7 @@ class PagePool:
         for number in self.layers:
             self._grow_keys(number, pages)
             self._grow_values(number, pages)
-        self._free.extend(range(pages - 1, self.page_count - 1, -1))
+        self._free.extend(range(self.page_count, pages))  # larger than all others, so that it stays a heap
         self._holders.extend([0] * (pages - self.page_count))
         self.page_count = pages
 
@@ -143,7 +179,7 @@ class PagePool:
             for page in self._released.popleft():
                 self._holders[page] -= 1
                 if not self._holders[page]:
-                    self._free.append(page)
+                    heapq.heappush(self._free, page)
 
 
 class PageLease:
@@ -160,6 +196,11 @@ class PageLease:
         self.tables = tables
         held = tuple(page for table in tables for page in table)
         weakref.finalize(self, pool.release, held).atexit = False
+
+
+@torch.inference_mode()
+def _shrunk(storage: torch.Tensor, pages: int) -> torch.Tensor:
+    return storage[:pages].clone()
 
 
 @torch.inference_mode()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from swarm.data_structures import StepLayout
+from swarm.errors import WrongPosition
 from swarm.models.attention.contiguous_attention import ContiguousBatch, ContiguousSegment
 from swarm.models.attention.contiguous_kv import ContiguousKV
 from swarm.models.execution.span_model import SpanModel
@@ -27,6 +28,15 @@ class StagedContiguousSequences:
     starts: tuple[int, ...]
     lengths: tuple[int, ...]
 
+    @property
+    def stores(self) -> tuple[ContiguousKV, ...]:
+        """Stores that have the sequences in their rows, one after the other."""
+        return (self.store,)
+
+    def make_room(self, layout: StepLayout) -> int:
+        """The store grows by itself."""
+        return layout.tokens
+
     def commit(self) -> None:
         """Make them the session's sequences."""
         self.sequences.store, self.sequences.lengths = self.store, self.lengths
@@ -37,10 +47,13 @@ class ContiguousSequences:
 
     Attributes:
         lengths: positions of each sequence.
+
+    Args:
+        max_length: positions that no sequence will exceed; None if that is not known.
     """
 
-    def __init__(self) -> None:
-        self.store = ContiguousKV(0)
+    def __init__(self, max_length: int | None = None) -> None:
+        self.store = ContiguousKV(0, max_length)
         self.lengths: tuple[int, ...] = ()
 
     def stage(self, layout: StepLayout) -> StagedContiguousSequences:
@@ -59,14 +72,47 @@ class ContiguousSequences:
         if sources == tuple(range(known)):
             return self.store
         if not any(layout.starts):
-            return ContiguousKV(layout.sequences)
+            return ContiguousKV(layout.sequences, self.store.max_length)
         # A sequence that is new, or begins again, may be a copy of any other: what is in it is not looked at.
         copied = [source if source < known else 0 for source in sources]
         return self.store.select_sequences(copied, max(layout.starts))
 
 
+@dataclass(frozen=True)
+class StagedWholeSequences:
+    """Whole sequences, in a store for each run of equally long ones: no slot is left over."""
+
+    stores: tuple[ContiguousKV, ...]
+
+    def make_room(self, layout: StepLayout) -> int:
+        """The stores have it."""
+        return layout.tokens
+
+    def commit(self) -> None:
+        """Nothing is kept."""
+
+
+class WholeSequences:
+    """Sequences that one step brings from beginning to end, and of which nothing is kept.
+
+    In one store, a long sequence beside many short ones would take its own length for each of them.
+    """
+
+    lengths: tuple[int, ...] = ()
+
+    def stage(self, layout: StepLayout) -> StagedWholeSequences:
+        """Room for just the tokens of the step. Raises `WrongPosition` if it continues anything."""
+        if any(layout.starts) or layout.sources is not None:
+            raise WrongPosition("the sequences of a forward without a session begin at position 0")
+        runs = [(count, len(list(run))) for count, run in itertools.groupby(layout.counts)]
+        stores = [ContiguousKV(sequences, max_length=count) for count, sequences in runs]
+        for store, (count, _) in zip(stores, runs, strict=True):
+            store.reserve(count)
+        return StagedWholeSequences(tuple(stores))
+
+
 def compute_parts(model: SpanModel, parts: Sequence[StepPart]) -> list[torch.Tensor]:
-    """One forward for all parts, whose sequences are `StagedContiguousSequences`; the outputs of each part."""
+    """One forward for all parts, whose sequences are staged ones of this module; the outputs of each part."""
     hidden_NH, positions, batch = _packed(parts)
     with model.adapted.activate(adapter_segments(parts)):
         output_NH = model.forward_tokens(hidden_NH, positions, batch)
@@ -84,13 +130,25 @@ def _packed(parts: Sequence[StepPart]) -> tuple[torch.Tensor, list[int], Contigu
     segments: list[ContiguousSegment] = []
     positions: list[int] = []
     for part in parts:
-        for segment in _segments(part.staged.store, part.layout, len(positions)):
-            segments.append(segment)
-            for number, start in enumerate(segment.starts, segment.first):
-                offset = part.layout.offsets[number] if part.layout.offsets is not None else 0
-                positions.extend(range(start + offset, start + offset + segment.new))
+        first = 0
+        for store in part.staged.stores:
+            layout = _rows(part.layout, first, first + store.sequences)
+            first += store.sequences
+            for segment in _segments(store, layout, len(positions)):
+                segments.append(segment)
+                for number, start in enumerate(segment.starts, segment.first):
+                    offset = layout.offsets[number] if layout.offsets is not None else 0
+                    positions.extend(range(start + offset, start + offset + segment.new))
     inputs = [part.inputs for part in parts]
     return inputs[0] if len(inputs) == 1 else torch.cat(inputs), positions, ContiguousBatch(segments)
+
+
+def _rows(layout: StepLayout, first: int, end: int) -> StepLayout:
+    """The part of a layout that is about some of the sequences. What they are copies of has been seen to."""
+    if end - first == layout.sequences:
+        return layout
+    offsets = layout.offsets[first:end] if layout.offsets is not None else None
+    return StepLayout(layout.starts[first:end], layout.counts[first:end], None, offsets)
 
 
 def _segments(store: ContiguousKV, layout: StepLayout, token: int) -> Iterator[ContiguousSegment]:

@@ -137,6 +137,19 @@ def _graph_bytes(model: SpanModel, tokens: int) -> int:
     return tokens * model.span.length * GRAPH_HIDDEN_SIZES_PER_TOKEN * model.hidden_size * model.dtype.itemsize
 
 
+def graph_bytes(model: SpanModel, counts: Sequence[int]) -> int:
+    """Memory that the largest graph for gradients of such sequences keeps, which exists one at a time.
+
+    Args:
+        counts: tokens of each sequence.
+    """
+    longest = max(counts)
+    whole = _graph_bytes(model, longest)
+    if whole <= MAX_GRAPH_BYTES and model.flash is None:
+        return min(MAX_GRAPH_BYTES, _graph_bytes(model, 2 * sum(counts)))
+    return whole // model.span.length + longest * model.span.length * model.hidden_size * model.dtype.itemsize
+
+
 def _groups_within_memory(model: SpanModel, layout: StepLayout) -> Iterator[list[int]]:
     """Sequences that are computed as one rectangle, so few that their graph stays small enough."""
     for group in padded_groups(layout):

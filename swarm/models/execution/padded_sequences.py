@@ -44,15 +44,24 @@ class StagedPaddedSequences:
     session: PaddedSequences
     sequences: list[_PaddedSequence]
 
+    def make_room(self, layout: StepLayout) -> int:
+        """Rectangles grow by themselves."""
+        return layout.tokens
+
     def commit(self) -> None:
         """Make them the session's sequences."""
         self.session.sequences = _compacted(self.sequences)
 
 
 class PaddedSequences:
-    """The sequences of one session."""
+    """The sequences of one session.
 
-    def __init__(self) -> None:
+    Attributes:
+        max_length: positions that no sequence will exceed; None if that is not known.
+    """
+
+    def __init__(self, max_length: int | None = None) -> None:
+        self.max_length = max_length
         self.sequences: list[_PaddedSequence] = []
 
     @property
@@ -125,7 +134,7 @@ def _rectangle(model: SpanModel, staged: StagedPaddedSequences, group: Sequence[
     sequences = staged.sequences
     first = sequences[group[0]]
     if first.rectangle is None:
-        return model.new_padded_kv()
+        return model.new_padded_kv(staged.session.max_length)
     end = first.pad + first.length
     together = first.rectangle.sequences == len(group) and all(
         one.rectangle is first.rectangle and one.index == place and one.pad + one.length == end
@@ -172,16 +181,17 @@ def _copied(sequences: Sequence[_PaddedSequence]) -> PaddedKV:
 
 
 def _compacted(sequences: list[_PaddedSequence]) -> list[_PaddedSequence]:
-    """The sequences, moved out of rectangles of which they use at most half.
+    """The sequences, moved out of rectangles that have rows for others too.
 
-    Without this, sequences that end one after the other would each keep a rectangle of all of them alive.
+    Without this, sequences that end one after the other would each keep a rectangle of all of them alive. With it, all
+    rectangles together have one row for each sequence at most, which is what a session reserves.
     """
     holders: dict[PaddedKV, list[int]] = {}
     for place, one in enumerate(sequences):
         if one.rectangle is not None:
             holders.setdefault(one.rectangle, []).append(place)
     for rectangle, places in holders.items():
-        if 2 * len(places) <= rectangle.sequences:
+        if len({sequences[place].index for place in places}) < rectangle.sequences:
             copy = _copied([sequences[place] for place in places])
             for index, place in enumerate(places):
                 length = sequences[place].length

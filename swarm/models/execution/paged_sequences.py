@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from swarm.data_structures import StepLayout
+from swarm.errors import WrongPosition
 from swarm.models.adapters.adapter_batch import active_adapters
 from swarm.models.attention.page_pool import PageLease, PagePool
 from swarm.models.attention.paged_attention import BatchSequence, PagedBatch, build_index
@@ -17,6 +19,10 @@ from swarm.models.execution.step_part import StepPart, adapter_segments
 
 PageTables = tuple[tuple[int, ...], ...]
 """The pages of each sequence, in order."""
+
+
+MAX_FORWARD_PAGES = 64
+"""New pages for the tokens of a forward without a session that are computed at once: `DEFAULT_CACHE_TOKENS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +89,10 @@ class StagedPagedSequences:
     lease: PageLease
     lengths: tuple[int, ...]
 
+    def make_room(self, layout: StepLayout) -> int:
+        """The lease has it."""
+        return layout.tokens
+
     def commit(self) -> None:
         """Make them the session's sequences."""
         self.sequences.lease, self.sequences.lengths = self.lease, self.lengths
@@ -147,6 +157,64 @@ class PagedSequences:
             if one.overwrites:
                 left[source] = min(left[source], start)
         return tuple(left)
+
+
+class StagedWholePages:
+    """Whole sequences, of which only those have pages that are being computed.
+
+    Attributes:
+        lease: the pages of each sequence; none of those that are computed, or have not begun.
+    """
+
+    def __init__(self, pool: PagePool, sequences: int) -> None:
+        self.lease = PageLease(pool, ((),) * sequences)
+        self._pool = pool
+
+    def make_room(self, layout: StepLayout) -> int:
+        """Pages for the next tokens, as many as `MAX_FORWARD_PAGES` hold; the sequences before give theirs back.
+
+        Raises `torch.OutOfMemoryError` if the pool cannot grow.
+        """
+        tables: list[tuple[int, ...]] = []
+        kept: list[int] = []
+        fresh: list[int] = []
+        tokens, room = 0, MAX_FORWARD_PAGES
+        for table, start, count in zip(self.lease.tables, layout.starts, layout.counts, strict=True):
+            before = table if start and count else ()
+            new = min(-(-(start + count) // self._pool.page_size) - len(before), room) if count else 0
+            tables.append(before)
+            fresh.append(new)
+            room -= new
+            kept.extend(before)
+            tokens += max(0, min(count, (len(before) + new) * self._pool.page_size - start))
+        self._pool.retain(kept)
+        self.lease = PageLease(self._pool, tuple(tables))  # what is computed is given back first
+        taken = iter(self._pool.allocate(sum(fresh)))
+        self._pool.retain(kept)
+        held = [(*before, *itertools.islice(taken, new)) for before, new in zip(tables, fresh, strict=True)]
+        self.lease = PageLease(self._pool, tuple(held))
+        return tokens
+
+    def commit(self) -> None:
+        """Nothing is kept."""
+
+
+class WholePagedSequences:
+    """Sequences that one step brings from beginning to end, and of which nothing is kept.
+
+    With pages for all of them at once, many short ones would take a page each.
+    """
+
+    lengths: tuple[int, ...] = ()
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pool = pool
+
+    def stage(self, layout: StepLayout) -> StagedWholePages:
+        """No pages yet. Raises `WrongPosition` if the step continues anything."""
+        if any(layout.starts) or layout.sources is not None:
+            raise WrongPosition("the sequences of a forward without a session begin at position 0")
+        return StagedWholePages(self._pool, layout.sequences)
 
 
 def compute_parts(model: SpanModel, parts: Sequence[StepPart]) -> list[torch.Tensor]:

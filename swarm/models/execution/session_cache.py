@@ -28,9 +28,15 @@ from swarm.models.execution.span_pass import StepExits, compute_in_pieces
 from swarm.models.execution.step_part import StepPart
 from swarm.models.execution.strategy import ExecutionStrategy
 
+PADDED_FORWARD_SLOTS = 4
+"""Slots for each token of a forward in rectangles: half of a rectangle may be padding, and it may exist twice."""
+
 
 class StagedSequences(Protocol):
     """The sequences of a session as a step leaves them, while it is being computed."""
+
+    def make_room(self, layout: StepLayout) -> int:
+        """Make room for the step's next tokens; for how many of them there is room now, at least one."""
 
     def commit(self) -> None:
         """Make them the session's sequences."""
@@ -82,9 +88,12 @@ class StepComputation:
         return self.layout.tokens - self.tokens_done
 
     def next_part(self, tokens: int) -> StepPart:
-        """The next `tokens` packed tokens."""
-        inputs = self.inputs[self.tokens_done : self.tokens_done + tokens]
+        """The next `tokens` packed tokens, or those of them that there is room for at once."""
         layout = self.next_layout(tokens)
+        fitting = self.staged.make_room(layout)
+        if fitting < tokens:
+            tokens, layout = fitting, self.next_layout(fitting)
+        inputs = self.inputs[self.tokens_done : self.tokens_done + tokens]
         return StepPart(self.model.span, self.staged, layout, inputs, self.adapter, self.layout.tokens)
 
     def next_layout(self, tokens: int) -> StepLayout:
@@ -120,12 +129,14 @@ class SessionCache:
     Attributes:
         model: the blocks.
         adapter: what the session's client adds to them, which has been checked (`AdaptedLayers.validate`).
+        max_length: positions that no sequence will exceed, so that no room is made for more; None if that is not known.
     """
 
-    def __init__(self, model: SpanModel, adapter: AdapterWeights = NO_ADAPTER) -> None:
+    def __init__(self, model: SpanModel, adapter: AdapterWeights = NO_ADAPTER, max_length: int | None = None) -> None:
         self.model = model
         self.adapter = adapter
-        self._storage = _empty_storage(model.strategy)
+        self.max_length = max_length
+        self._storage = self._empty_storage()
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -137,7 +148,7 @@ class SessionCache:
 
         A step in progress goes on, and has no effect.
         """
-        self._storage = _empty_storage(self.model.strategy)
+        self._storage = self._empty_storage()
         self.adapter = NO_ADAPTER
 
     def validate_layout(self, layout: StepLayout) -> None:
@@ -172,15 +183,52 @@ class SessionCache:
     def step(self, packed_TH: torch.Tensor, layout: StepLayout) -> torch.Tensor:
         """Compute a whole step and append it to the cache; the outputs, packed alike."""
         step = self.start_step(packed_TH, layout)
-        advance_steps([(step, step.tokens_left)])
+        while step.tokens_left:
+            advance_steps([(step, step.tokens_left)])
         step.commit()
         return step.output
 
+    def _empty_storage(self) -> SequenceStorage:
+        strategy = self.model.strategy
+        if strategy.paging is not None:
+            return paged_sequences.PagedSequences(strategy.paging.pool)
+        if strategy.packed:
+            return contiguous_sequences.ContiguousSequences(self.max_length)
+        return padded_sequences.PaddedSequences(self.max_length)
 
-def _empty_storage(strategy: ExecutionStrategy) -> SequenceStorage:
+
+class ForwardCache(SessionCache):
+    """The sequences of one forward without a session: it brings all of them whole, and they are dropped with it.
+
+    They take the room of their tokens, however different their lengths are. In the padded layout, which computes
+    rectangles of sequences of similar lengths, it is twice that at most. In the paged layout, where each sequence takes
+    whole pages, only those have pages that are being computed, and they are few at a time.
+
+    Args:
+        layout: of the forward.
+    """
+
+    def __init__(self, model: SpanModel, layout: StepLayout, adapter: AdapterWeights = NO_ADAPTER) -> None:
+        super().__init__(model, adapter, max(layout.counts))
+
+    def _empty_storage(self) -> SequenceStorage:
+        strategy = self.model.strategy
+        if strategy.paging is not None:
+            return paged_sequences.WholePagedSequences(strategy.paging.pool)
+        return contiguous_sequences.WholeSequences() if strategy.packed else super()._empty_storage()
+
+
+def forward_slots(strategy: ExecutionStrategy, counts: Sequence[int]) -> int:
+    """Slots for keys and values, in each block, that a forward without a session takes at most at any moment.
+
+    Args:
+        counts: tokens of each sequence.
+    """
     if strategy.paging is not None:
-        return paged_sequences.PagedSequences(strategy.paging.pool)
-    return contiguous_sequences.ContiguousSequences() if strategy.packed else padded_sequences.PaddedSequences()
+        page_size = strategy.paging.pool.page_size
+        pages = [-(-count // page_size) for count in counts]
+        return min(sum(pages), max(pages) + paged_sequences.MAX_FORWARD_PAGES) * page_size
+    return sum(counts) if strategy.packed else PADDED_FORWARD_SLOTS * sum(counts)
 
 
 def advance_steps(portions: Sequence[tuple[StepComputation, int]]) -> None:
@@ -190,7 +238,8 @@ def advance_steps(portions: Sequence[tuple[StepComputation, int]]) -> None:
     each step joins in front of its first block and leaves behind its last one.
 
     Args:
-        portions: different steps, and how many packed tokens of each to compute, at most what is left.
+        portions: different steps, and how many packed tokens of each to compute, at most what is left. A forward of
+            short sequences computes fewer of them where each takes a page.
     """
     portions = [(step, tokens) for step, tokens in portions if tokens]
     if not portions:
@@ -216,4 +265,4 @@ def forward_without_cache(
     model: SpanModel, packed_TH: torch.Tensor, layout: StepLayout, adapter: AdapterWeights = NO_ADAPTER
 ) -> torch.Tensor:
     """Run whole sequences, packed as in `SessionCache.step`, and keep nothing."""
-    return SessionCache(model, adapter).step(packed_TH, layout)
+    return ForwardCache(model, layout, adapter).step(packed_TH, layout)

@@ -177,9 +177,9 @@ class SpanModel:
         """Whether keys and values can be stored without computing the blocks (`fill_tokens`)."""
         return self.strategy.packed and self.flash is None
 
-    def new_padded_kv(self) -> PaddedKV:
-        """An empty attention cache for the padded layout."""
-        return PaddedKV(self.cut.first + self.span.length, self.cut.first)
+    def new_padded_kv(self, max_length: int | None = None) -> PaddedKV:
+        """An empty attention cache for the padded layout, of sequences that have `max_length` slots at most."""
+        return PaddedKV(self.cut.first + self.span.length, self.cut.first, max_length=max_length)
 
     @torch.inference_mode()
     def forward(

@@ -150,6 +150,15 @@ class AdapterStore:
         named = {block: digest for block, digest in enumerate(digests, span.start) if digest}
         return {block: self._part(peer, block, digest) for block, digest in named.items()}
 
+    def value_count(self, peer: str, start: int, digests: Sequence[bytes] | None) -> int:
+        """Values of the parts that these digests name, of the blocks from `start` on; unknown ones have none."""
+        found = 0
+        for block, digest in enumerate(digests or (), start):
+            kept = self._kept.get((peer, block, digest))
+            part = self._public.get((block, digest)) or (kept.part if kept is not None else None)
+            found += sum(tensor.numel() for tensor in part.tensors) if part is not None else 0
+        return found
+
     def add_public(self, parts: AdapterWeights) -> None:
         """Keep validated parts for every peer, for as long as this server holds its blocks."""
         for block, part in parts.items():

@@ -19,6 +19,8 @@ from swarm.common.version import VERSION
 from swarm.data_structures import WireFormat
 from swarm.errors import (
     CacheFull,
+    CacheReclaimed,
+    MemoryFull,
     PeerLost,
     PeerTimeout,
     ProtocolViolation,
@@ -39,6 +41,7 @@ from swarm.server.sessions.adapter_store import AdapterStore
 from swarm.server.sessions.pushed_steps import PushedSteps
 from swarm.server.sessions.replies import Answer, Replies
 from swarm.server.sessions.reply_stream import ReplyStream
+from swarm.server.sessions.request_memory import Admission, RequestMemory
 from swarm.server.sessions.request_validation import RequestLimits, RequestValidator
 from swarm.server.sessions.session import Session, SessionTerms
 from swarm.server.sessions.session_steps import SessionSteps
@@ -84,6 +87,9 @@ class MessageHandler:
         self._unanswered = UnansweredRequests()
         self._pushed = PushedSteps(network, sessions, self._steps, self._replies, self._unanswered)
         self._stateless = StatelessRequests(model, self._validator, engine, store)
+        self._memory = RequestMemory(model, self._limits, store, sessions.standing, self._observer)
+        self._notices: set[asyncio.Task[None]] = set()
+        sessions.ask_to_leave = self._ask_to_leave
         self._streams: dict[str, set[ReplyStream]] = {}
 
     @property
@@ -112,14 +118,22 @@ class MessageHandler:
 
     async def hand_over(self) -> None:
         """Ask the clients of all sessions to use another server. Their sessions still work until `closed`."""
-        notice = messages.refusal(ServerClosing("this server is leaving; use another one"))
+        notice = ServerClosing("this server is leaving; use another one")
+        await asyncio.gather(*(_notify(client, notice) for client in self._sessions.clients()))
 
-        async def notify(client: Stream) -> None:
-            with suppress(PeerLost, TimeoutError):
-                async with asyncio.timeout(NOTICE_TIMEOUT_S):
-                    await client.send(notice)
+    def report(self) -> None:
+        """Tell the observer what memory requests take."""
+        self._memory.report()
 
-        await asyncio.gather(*map(notify, self._sessions.clients()))
+    def _ask_to_leave(self, session: Session) -> None:
+        """Tell a session's client that it is over."""
+        if session.client is not None:
+            notice = CacheReclaimed(
+                "others need the session's attention cache; go on at another server, or open it here again later"
+            )
+            task = asyncio.get_running_loop().create_task(_notify(session.client, notice))
+            self._notices.add(task)
+            task.add_done_callback(self._notices.discard)
 
     def hang_up(self) -> None:
         """Accept nothing more and close all streams, so that nothing keeps the blocks in memory."""
@@ -135,35 +149,47 @@ class MessageHandler:
         streams = self._streams.setdefault(stream.peer_id, set())
         streams.add(stream)
         state = _StreamState()
+        admission: Admission | None = None
         try:
             if len(streams) > self._limits.streams:
                 streams.discard(stream)  # it must not count while it is being refused
                 await self._reject(stream, CacheFull(f"a peer may open {self._limits.streams} streams"))
                 await stream.discard_incoming()
                 return
+            admission = self._memory.open_stream(stream, stream.peer_id)
             while not state.over:
-                frame = await stream.receive(self._stateless.max_payload)
+                frame = await stream.receive(self._stateless.max_payload, admission.admit)
                 self._unanswered.add()
                 try:
-                    await self._handle_frame(stream, frame, state)
+                    await self._handle_frame(stream, frame, admission.message, state)
                 finally:
                     self._unanswered.remove()
+                    admission.release()
         except ProtocolViolation as error:
+            if self._sessions.standing is not None:
+                self._sessions.standing.note_violation(stream.peer_id)
             await self._reject(stream, error)
+        except (MemoryFull, TooLong) as error:  # the payload was not read, so nothing after it can be
+            await self._reject(stream, error, admission.step if admission is not None else None)
+            await stream.discard_incoming()
         finally:
+            if admission is not None:
+                admission.release()
+                self._memory.close_stream(stream)
             streams.discard(stream)
             if not streams:
                 self._streams.pop(stream.peer_id, None)
             if state.session is not None:
                 self._sessions.detach(state.session, stream)
 
-    async def _reject(self, stream: ReplyStream, error: RemoteError) -> None:
+    async def _reject(self, stream: ReplyStream, error: RemoteError, step: int | None = None) -> None:
         """Say why the connection ends."""
         self._observer.request_refused(error.code)
-        await stream.send(messages.refusal(error))
+        await stream.send(messages.refusal(error, step))
 
-    async def _handle_frame(self, stream: ReplyStream, frame: Frame, state: _StreamState) -> None:
-        message = messages.decode_client(frame.header)
+    async def _handle_frame(
+        self, stream: ReplyStream, frame: Frame, message: messages.ClientMessage, state: _StreamState
+    ) -> None:
         self._observer.message_received(type(message).__name__, len(frame.payload))
         step = message.step if isinstance(message, messages.StepRequest) else None
         handling = self._handle_message(stream, message, frame.payload, state)
@@ -237,7 +263,7 @@ class MessageHandler:
                 f"a session of {message.max_length} tokens in blocks {span} is longer than this server's whole cache, "
                 f"which holds {self._sessions.capacity} tokens in all blocks; ask for a smaller max_length"
             )
-        session = Session(terms, SessionCache(self._model.narrowed(span), adapter))
+        session = Session(terms, SessionCache(self._model.narrowed(span), adapter, message.max_length))
         if message.reply_format is WireFormat.BLOCKWISE8:
             await self._engine.compute_thread.run(load_quantizer, self._model.device)
         try:
@@ -259,6 +285,12 @@ class MessageHandler:
     def _require_not_closing(self) -> None:
         if self.closing:
             raise ServerClosing("this server is leaving; use another one")
+
+
+async def _notify(client: Stream, notice: RemoteError) -> None:
+    with suppress(PeerLost, TimeoutError):
+        async with asyncio.timeout(NOTICE_TIMEOUT_S):
+            await client.send(messages.refusal(notice))
 
 
 @dataclass

@@ -12,7 +12,7 @@ from swarm.errors import PeerLost, PeerTimeout
 from swarm.protocol.framing import MAX_PAYLOAD_BYTES, Frame
 from swarm.protocol.messages import Message
 from swarm.server.sessions.pushing.push_link import MIN_BYTES_PER_S, PUSH_TIMEOUT_S
-from swarm.transport.stream import PayloadLimit, Stream
+from swarm.transport.stream import AdmitFrame, PayloadLimit, Stream
 
 DISCARD_TIMEOUT_S = 2.0
 """How long a peer gets to read why it is refused."""
@@ -45,12 +45,12 @@ class ReplyStream:
         self._later = asyncio.get_running_loop().create_task(self._send_after(delay, message, payload))
         self._later.add_done_callback(lambda _: self._sending.release())
 
-    async def receive(self, max_payload: PayloadLimit = MAX_PAYLOAD_BYTES) -> Frame:
-        """Wait for one frame. Raises `PeerLost` at the end of the stream, `ProtocolViolation` when it is too large."""
+    async def receive(self, max_payload: PayloadLimit = MAX_PAYLOAD_BYTES, admit: AdmitFrame | None = None) -> Frame:
+        """Wait for one frame; see `Stream.receive`."""
         self._require_open()
         self._receiving = True
         try:
-            return await self._stream.receive(max_payload)
+            return await self._stream.receive(max_payload, admit)
         finally:
             self._receiving = False
 

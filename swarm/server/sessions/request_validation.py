@@ -10,6 +10,7 @@ from swarm.errors import ExitRefused, NotFinite, TooLong, WrongShape, WrongSpan
 from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
 from swarm.protocol.compression import is_finite, payload_bytes
+from swarm.server.limits import DEFAULT_REQUEST_BYTES
 
 HiddenStatesRequest = messages.StepRequest | messages.ReplayRequest | messages.ForwardRequest | messages.BackwardRequest
 """Requests that carry hidden states of some sequences."""
@@ -23,11 +24,15 @@ class RequestLimits:
         step_tokens: tokens in one step or forward.
         backward_tokens: tokens in one backward, which needs more memory for each.
         streams: open connections of one peer. Another server needs one for each session that it pushes to.
+        memory: bytes that all requests on their way may take, see `request_memory`.
+        slot_bytes: bytes of a position's keys and values in one block.
     """
 
     step_tokens: int = 16384
     backward_tokens: int = 4096
     streams: int = messages.MAX_PEER_SESSIONS
+    memory: int = DEFAULT_REQUEST_BYTES
+    slot_bytes: int = 0
 
 
 class RequestValidator:

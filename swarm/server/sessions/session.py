@@ -76,6 +76,7 @@ class Session:
             still be computed, and its tokens be cached, after it has released the lock; the engine starts the next step
             after that, which sets them back.
         computing: numbers and result of that step, or of the steps that are computed as one, while the engine has it.
+            A replay has no number.
         reserving: held while cache is reserved, so that two connections never reserve the same sequences twice.
     """
 
@@ -111,9 +112,14 @@ class Session:
         continues = first <= self.given_up.stop
         self.given_up = range(min(first, self.given_up.start) if continues and self.given_up else first, end)
         if self.computing is not None:
-            numbers, computing = self.computing
-            if numbers[0] in self.given_up and numbers[-1] in self.given_up and not computing.done():
-                computing.set_exception(StepGivenUp())
+            numbers, _ = self.computing
+            if numbers and numbers[0] in self.given_up and numbers[-1] in self.given_up:
+                self.abandon_step()
+
+    def abandon_step(self) -> None:
+        """Have the engine drop what it computes for this session, after the iteration that runs."""
+        if self.computing is not None and not self.computing[1].done():
+            self.computing[1].set_exception(StepGivenUp())
 
     def allow_push_from(self, peer_id: str | None) -> None:
         """Accept pushed steps from this peer and from no other."""

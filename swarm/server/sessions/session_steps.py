@@ -123,9 +123,13 @@ class SessionSteps:
             self._require_not_closed()
             layout = self._validator.validate_layout(message)
             reply_format = session.terms.reply_format
-            result = await self._extend_cache(
-                session, message, layout, payload, reply_format if message.return_outputs else None
-            )
+            try:
+                result = await self._extend_cache(
+                    session, message, layout, payload, reply_format if message.return_outputs else None
+                )
+            except StepGivenUp:  # the session was closed meanwhile
+                self._sessions.require_open(session)
+                raise
             session.last = {}
             session.next_step, session.epoch = message.next_step, message.epoch
             session.given_up = range(0)
@@ -194,7 +198,7 @@ class SessionSteps:
             urgent=not isinstance(message, messages.StepRequest) or is_urgent(message, session.terms.span.start),
         )
         computing = self._engine.submit(work)
-        session.computing = (range(number, number + 1), computing) if number is not None else None
+        session.computing = range(number, number + 1) if number is not None else range(0), computing
         try:
             return await computing
         finally:

@@ -5,7 +5,8 @@ sequences. A token is one position in all blocks of the server, so a session on 
 what its last reply and a step in its push link take as well: their size does not depend on the blocks. It frees them
 when it is closed, when its connection has been gone for `RECONNECT_TIMEOUT_S` seconds (so that
 a client may reconnect and ask for a lost reply again), or when nothing has arrived for it for `IDLE_TIMEOUT_S` seconds.
-A session belongs to the peer that opened it.
+If another session needs its cache, it may be asked to leave before (`swarm.server.memory.leaving`). A session belongs
+to the peer that opened it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from contextlib import asynccontextmanager
 from swarm.errors import CacheFull, UnknownSession, WrongSpan
 from swarm.metrics.server import ServerObserver
 from swarm.protocol.messages import MAX_PEER_SESSIONS
-from swarm.server.sessions.cache_allocator import MAX_PEER_CACHE_SHARE, CacheAllocator
+from swarm.server.memory.leaving import HeldCache, choose_leaving
+from swarm.server.memory.peer_standing import PeerStanding
+from swarm.server.memory.pool import MAX_PEER_CACHE_SHARE, MemoryPool
 from swarm.server.sessions.reply_stream import ReplyStream
 from swarm.server.sessions.session import Session, SessionTerms
 
@@ -35,13 +38,16 @@ class SessionTable:
         capacity: tokens of cache that all sessions together may reserve.
         now: clock in seconds.
         peer_share: share of the cache that the sessions of one peer may reserve.
-        peer_sessions: number of sessions that one peer may have.
+        standing: of peers; None if all are alike.
         page: tokens of the smallest piece in which cache is given out.
         blocks: number of blocks among which a token's cache is divided; None if a session on some of the server's
             blocks takes as much cache as one on all of them.
         buffer_blocks: cache of how many blocks takes as much memory as the hidden states that a session keeps of each
             token, whatever its blocks. Of use only with `blocks`.
         observer: is told of sessions that open and close.
+
+    Attributes:
+        ask_to_leave: tells the client of a session that the session is over, because others need its cache.
     """
 
     def __init__(
@@ -49,7 +55,7 @@ class SessionTable:
         capacity: int,
         now: Callable[[], float],
         peer_share: float = MAX_PEER_CACHE_SHARE,
-        peer_sessions: int = MAX_PEER_SESSIONS,
+        standing: PeerStanding | None = None,
         page: int = 1,
         blocks: int | None = None,
         buffer_blocks: int = 0,
@@ -59,8 +65,10 @@ class SessionTable:
         self._page = page
         self._blocks = blocks
         self._buffer_blocks = buffer_blocks
-        self._allocator = CacheAllocator(self.capacity, peer_share)
-        self._peer_sessions = peer_sessions
+        self._peer_share = peer_share
+        self.standing = standing
+        self._allocator = MemoryPool(self.capacity, peer_share, standing=self._standing_of)
+        self.ask_to_leave: Callable[[Session], None] = lambda session: None
         self._now = now
         self._sessions: dict[tuple[str, bytes], Session] = {}
         self._observer = observer or ServerObserver()
@@ -97,9 +105,9 @@ class SessionTable:
             if known.terms.early_exits != terms.early_exits:
                 raise WrongSpan("the session is open with another early_exits; open another one")
             session = known
-        elif sum(one.terms.peer_id == terms.peer_id for one in self._sessions.values()) >= self._peer_sessions:
+        elif sum(one.terms.peer_id == terms.peer_id for one in self._sessions.values()) >= MAX_PEER_SESSIONS:
             raise CacheFull(
-                f"a peer may have {self._peer_sessions} sessions, also if each uses some blocks only; close some, or "
+                f"a peer may have {MAX_PEER_SESSIONS} sessions, also if each uses some blocks only; close some, or "
                 "ask another server"
             )
         self._sessions[session.key] = session
@@ -146,9 +154,8 @@ class SessionTable:
             self.require_open(session)
             more = self.tokens_reserved(terms, sequences) - self.tokens_reserved(terms, session.sequences)
             if more > 0:
-                self.expire()
                 try:
-                    async with self._expiring(terms.wait_timeout_s):
+                    async with self._making_room(session, more):
                         await self._allocator.allocate_or_wait(session, terms.peer_id, more, terms.wait_timeout_s)
                 except CacheFull:
                     self.require_open(session)  # it may have been closed meanwhile
@@ -176,20 +183,50 @@ class SessionTable:
         self._allocator.refuse_waiting()
 
     @asynccontextmanager
-    async def _expiring(self, wait_timeout_s: float) -> AsyncIterator[None]:
-        """While a session waits for cache: look often for sessions whose client is gone."""
+    async def _making_room(self, session: Session, tokens: int) -> AsyncIterator[None]:
+        """Close sessions whose client is gone, or that others may ask to leave: at once, and often while it waits."""
 
-        async def expire_regularly() -> None:
+        async def make_room_regularly() -> None:
             while True:
                 await asyncio.sleep(EXPIRY_PERIOD_S)
-                self.expire()
+                self._make_room(session, tokens)
 
-        task = asyncio.create_task(expire_regularly()) if wait_timeout_s > 0 else None
+        self._make_room(session, tokens)
+        task = asyncio.create_task(make_room_regularly()) if session.terms.wait_timeout_s > 0 else None
         try:
             yield
         finally:
             if task is not None:
                 task.cancel()
+
+    def _make_room(self, session: Session, tokens: int) -> None:
+        """Close what has expired and, if the session still cannot have so many tokens more, what gives way to it."""
+        self.expire()
+        peer, now = session.terms.peer_id, self._now()
+        needed, wanted = tokens - self.free, self._allocator.held_by_peer(peer) + tokens
+        if needed <= 0 or wanted > self._allocator.quota:
+            return
+        held = [
+            HeldCache(
+                one,
+                one.terms.peer_id,
+                self._allocator.held_by(one),
+                0.0 if one.lock.locked() else now - one.last_seen,
+            )
+            for one in self._sessions.values()
+            if one is not session
+        ]
+        for leaving in choose_leaving(held, peer, needed, wanted, self._kept_by, self._standing_of):
+            self.ask_to_leave(leaving)
+            self.close(leaving, "asked_to_leave")
+
+    def _standing_of(self, peer: str) -> float:
+        return self.standing(peer) if self.standing is not None else 1.0
+
+    def _kept_by(self, peer: str) -> float:
+        """Tokens that a peer keeps if others want them."""
+        share = self._peer_share if self.standing is None else self.standing.kept_share(peer, self._peer_share)
+        return self.capacity * share
 
     def detach(self, session: Session, client: ReplyStream | None = None) -> None:
         """A connection that used the session has ended."""
@@ -209,8 +246,10 @@ class SessionTable:
             return False
         del self._sessions[session.key]
         session.close_push_link()
-        self._allocator.release(session)
+        session.abandon_step()  # before others get its cache
         session.cache.clear()  # its connection may stay open and keep the session in memory
+        session.last.clear()
+        self._allocator.release(session)
         self._report()
         return True
 

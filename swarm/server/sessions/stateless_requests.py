@@ -10,7 +10,7 @@ from swarm.data_structures import Span, WireFormat
 from swarm.errors import WrongSpan
 from swarm.models.adapters.adapter_batch import AdapterWeights
 from swarm.models.adapters.block_adapter import BlockAdapterWeights
-from swarm.models.execution.session_cache import SessionCache
+from swarm.models.execution.session_cache import ForwardCache
 from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
 from swarm.protocol.adapter_encoding import unpack_adapters
@@ -55,7 +55,7 @@ class StatelessRequests:
         span = self._validator.validate_span(message.revision, message.start, message.end)
         layout = self._validator.validate_layout(message)
         self._validator.validate_payload(layout.tokens, message.format, message.dtype, payload)
-        cache = SessionCache(self._model.narrowed(span), self.find_adapter(peer, span, message.adapters))
+        cache = ForwardCache(self._model.narrowed(span), layout, self.find_adapter(peer, span, message.adapters))
         await self._warm_up(message.format, message.reply_format)
         result = await self._engine.compute(
             compute_request.forward_work(

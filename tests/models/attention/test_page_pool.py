@@ -46,8 +46,10 @@ def test_whatever_is_taken_shared_and_given_back_is_counted(data):
     held: list[list[int]] = []  # what each holder has
     values: dict[int, float] = {}
     for number in range(data.draw(st.integers(1, 25))):
-        action = data.draw(st.sampled_from(("take", "share", "give back", "copy")))
-        if action == "take":
+        action = data.draw(st.sampled_from(("take", "share", "give back", "copy", "shrink")))
+        if action == "shrink":
+            pool.shrink()
+        elif action == "take":
             pages = pool.allocate(data.draw(st.integers(0, 6)))
             assert not {SCRATCH_PAGE, *(page for one in held for page in one)} & set(pages), "a page was given to two"
             held.append(pages)
@@ -186,3 +188,80 @@ def test_pages_are_given_back_from_any_thread():
     for thread in threads:
         thread.join()
     assert pool.in_use == len({page for lease in held for page in lease.tables[0]}) == 200
+
+
+def held(pool: PagePool) -> set[int]:
+    return {page for page in range(pool.page_count) if pool.holder_count(page)} - {SCRATCH_PAGE}
+
+
+def test_a_pool_that_is_mostly_empty_gives_memory_back():
+    pool = written()
+    pages = pool.allocate(100)
+    for page in pages:
+        mark(pool, page, page)
+    pool.release(tuple(pages[10:]))
+    large, moves = pool.page_count, pool.relocations
+    pool.shrink()
+    assert held(pool) == set(pages[:10])
+    assert [marked(pool, page) for page in pages[:10]] == pages[:10]
+    assert all(len(storage) == pool.page_count for layer in pool.layers.values() for storage in layer)
+    assert pool.page_count <= large // 2
+    assert pool.relocations > moves  # recorded graphs have to notice
+    assert len(set(pool.allocate(50))) == 50
+
+
+def test_a_pool_does_not_shrink_to_grow_again_at_once():
+    pool = written()
+    pages = pool.allocate(100)
+    pool.release(tuple(pages[40:]))
+    size, moves = pool.page_count, pool.relocations
+    pool.shrink()
+    assert (pool.page_count, pool.relocations) == (size, moves)
+    pool.release(tuple(pages[10:40]))
+    pool.shrink()
+    moves = pool.relocations
+    pool.shrink()
+    pool.allocate(pool.in_use // 2)
+    assert pool.relocations == moves
+
+
+def test_what_was_reserved_stays():
+    pool = written()
+    pool.reserve(60 * PAGE)
+    pool.release(tuple(pool.allocate(200)))
+    pool.shrink()
+    assert pool.page_count == 61
+
+
+def test_a_page_at_the_end_keeps_the_pool_large():
+    pool = written()
+    pages = pool.allocate(100)
+    pool.release(tuple(pages[:-1]))
+    size = pool.page_count
+    pool.shrink()
+    assert pool.page_count == size
+    assert pool.allocate(1) == [min(pages)]  # so the end gets free
+
+
+def test_memory_that_runs_out_while_the_pool_shrinks_leaves_it_consistent(monkeypatch):
+    pool = written(3)
+    pages = pool.allocate(100)
+    mark(pool, pages[0], 7.0)
+    pool.release(tuple(pages[1:]))
+    shrunk, left = page_pool._shrunk, 3
+
+    def fails(storage: torch.Tensor, size: int) -> torch.Tensor:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise torch.OutOfMemoryError("no memory left")
+        return shrunk(storage, size)
+
+    monkeypatch.setattr(page_pool, "_shrunk", fails)
+    pool.shrink()
+    assert all(len(storage) >= pool.page_count for layer in pool.layers.values() for storage in layer)
+    assert marked(pool, pages[0]) == 7.0
+    more = pool.allocate(80)
+    for page in more:
+        mark(pool, page, page)
+    assert [marked(pool, page) for page in more] == more

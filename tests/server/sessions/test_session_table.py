@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from swarm.data_structures import Span, WireFormat
 from swarm.errors import CacheFull, UnknownSession, WrongSpan
+from swarm.server.sessions import session_table
 from swarm.server.sessions.session import LINK_TIMEOUT_S, Session, SessionTerms
 from swarm.server.sessions.session_table import (
     EXPIRY_PERIOD_S,
@@ -466,8 +467,9 @@ def test_a_connection_that_is_refused_takes_nothing_from_the_one_that_works(sess
     assert sessions.clients() == [working]
 
 
-def test_a_peer_has_a_bounded_number_of_sessions_and_a_part_of_the_cache(clock):
-    sessions = SessionTable(CAPACITY, clock, peer_share=0.5, peer_sessions=3)
+def test_a_peer_has_a_bounded_number_of_sessions_and_a_part_of_the_cache(clock, monkeypatch):
+    monkeypatch.setattr(session_table, "MAX_PEER_SESSIONS", 3)
+    sessions = SessionTable(CAPACITY, clock, peer_share=0.5)
     ours = [opened(sessions, session(number)) for number in range(3)]
     with pytest.raises(CacheFull, match="a peer may have 3 sessions"):
         opened(sessions, session(3))

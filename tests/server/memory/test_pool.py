@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.errors import CacheFull
-from swarm.server.sessions.cache_allocator import MAX_PEER_CACHE_SHARE, CacheAllocator
+from swarm.errors import CacheFull, MemoryFull
+from swarm.server.memory.pool import MAX_PEER_CACHE_SHARE, REQUEST_BYTES, MemoryPool
 from tests import virtual_time
 
 PATIENCE = 10.0
@@ -33,7 +33,7 @@ async def settled() -> None:
 class Line:
     """Waiters of one accountant, each of a peer of its own unless said otherwise, and the order of their grants."""
 
-    def __init__(self, accountant: CacheAllocator) -> None:
+    def __init__(self, accountant: MemoryPool) -> None:
         self.accountant = accountant
         self.granted: list[str] = []
         self.refused: list[str] = []
@@ -51,7 +51,7 @@ class Line:
 
 
 def test_what_is_granted_is_held_until_it_is_given_back():
-    books = CacheAllocator(100, peer_share=1.0)
+    books = MemoryPool(100, peer_share=1.0)
     books.allocate("a", "peer", 30)
     books.allocate("a", "peer", 20)
     books.allocate("b", "peer", 50)
@@ -63,7 +63,7 @@ def test_what_is_granted_is_held_until_it_is_given_back():
 
 
 def test_a_refusal_says_how_much_is_free_and_changes_nothing():
-    books = CacheAllocator(100, peer_share=0.75)
+    books = MemoryPool(100, peer_share=0.75)
     books.allocate("a", "one", 60)
     with pytest.raises(CacheFull, match=r"50 tokens .* 40 of 100 are free; this peer holds 0 of the 75"):
         books.allocate("b", "two", 50)
@@ -76,13 +76,13 @@ def test_a_refusal_says_how_much_is_free_and_changes_nothing():
 
 
 def test_without_any_room_nobody_gets_any():
-    books = CacheAllocator(0)
+    books = MemoryPool(0)
     with pytest.raises(CacheFull, match="0 of 0 are free"):
         books.allocate("a", "peer", 1)
 
 
 def test_a_peer_leaves_room_for_others_by_default():
-    books = CacheAllocator(1000)
+    books = MemoryPool(1000)
     with pytest.raises(CacheFull):
         books.allocate("a", "greedy", int(1000 * MAX_PEER_CACHE_SHARE) + 1)
     books.allocate("a", "greedy", int(1000 * MAX_PEER_CACHE_SHARE))
@@ -91,7 +91,7 @@ def test_a_peer_leaves_room_for_others_by_default():
 
 def test_who_comes_first_is_served_first():
     async def scenario():
-        books = CacheAllocator(100, peer_share=1.0)
+        books = MemoryPool(100, peer_share=1.0)
         books.allocate("all", "holder", 100)
         line = Line(books)
         for name in "abc":
@@ -107,7 +107,7 @@ def test_who_comes_first_is_served_first():
 
 def test_a_large_request_is_not_overtaken_by_smaller_ones():
     async def scenario():
-        books = CacheAllocator(100, peer_share=1.0)
+        books = MemoryPool(100, peer_share=1.0)
         for name in ("x", "y", "z"):
             books.allocate(name, name, 30)
         line = Line(books)
@@ -130,7 +130,7 @@ def test_a_large_request_is_not_overtaken_by_smaller_ones():
 
 def test_peers_that_hold_least_go_first():
     async def scenario():
-        books = CacheAllocator(100, peer_share=1.0)
+        books = MemoryPool(100, peer_share=1.0)
         books.allocate("all", "other", 70)
         books.allocate("mine", "rich", 30)
         line = Line(books)
@@ -153,7 +153,7 @@ def test_who_waits_for_its_own_quota_keeps_nobody_else_waiting(patience):
     """Else one peer that has taken all it may have could lock all others out of the rest."""
 
     async def scenario():
-        books = CacheAllocator(100, peer_share=0.75)
+        books = MemoryPool(100, peer_share=0.75)
         books.allocate("a", "greedy", 75)
         line = Line(books)
         line.join("b", 10, peer="greedy")
@@ -169,7 +169,7 @@ def test_who_waits_for_its_own_quota_keeps_nobody_else_waiting(patience):
 
 def test_who_holds_less_than_those_who_wait_need_not_wait_behind_them():
     async def scenario():
-        books = CacheAllocator(100, peer_share=1.0)
+        books = MemoryPool(100, peer_share=1.0)
         books.allocate("a", "rich", 40)
         line = Line(books)
         line.join("b", 60 + 1, peer="rich")  # never, as long as a holds what it has
@@ -187,7 +187,7 @@ def test_who_holds_less_than_those_who_wait_need_not_wait_behind_them():
 
 def test_patience_ends():
     async def scenario():
-        books = CacheAllocator(100, peer_share=1.0)
+        books = MemoryPool(100, peer_share=1.0)
         books.allocate("all", "holder", 80)
         line = Line(books)
         first = line.join("first", 50)
@@ -204,7 +204,7 @@ def test_patience_ends():
 @pytest.mark.parametrize("granted", [False, True], ids=["while it waits", "as it is granted"])
 def test_who_is_cancelled_holds_nothing(granted):
     async def scenario():
-        books = CacheAllocator(100, peer_share=1.0)
+        books = MemoryPool(100, peer_share=1.0)
         books.allocate("all", "holder", 100)
         books.allocate("cancelled", "cancelled", 0)
         line = Line(books)
@@ -231,7 +231,7 @@ def test_who_is_granted_once_its_task_is_cancelled_holds_nothing():
     """The cancellation has been asked for, but has not arrived, when the room becomes free."""
 
     async def scenario():
-        books = CacheAllocator(100, peer_share=1.0)
+        books = MemoryPool(100, peer_share=1.0)
         books.allocate("all", "holder", 100)
         line = Line(books)
         task = line.join("cancelled", 70)
@@ -247,7 +247,7 @@ def test_who_is_granted_once_its_task_is_cancelled_holds_nothing():
 
 def test_a_wait_in_addition_to_what_is_held_gives_back_only_itself():
     async def scenario():
-        books = CacheAllocator(100, peer_share=1.0)
+        books = MemoryPool(100, peer_share=1.0)
         books.allocate("mine", "peer", 20)
         books.allocate("other", "other", 80)
         task = Line(books).join("mine", 50, peer="peer")
@@ -264,7 +264,7 @@ def test_a_wait_in_addition_to_what_is_held_gives_back_only_itself():
 
 def test_who_gives_back_waits_no_more():
     async def scenario():
-        books = CacheAllocator(100, peer_share=1.0)
+        books = MemoryPool(100, peer_share=1.0)
         books.allocate("all", "holder", 80)
         books.allocate("mine", "mine", 10)
         line = Line(books)
@@ -281,7 +281,7 @@ def test_who_gives_back_waits_no_more():
 
 def test_closed_books_let_nobody_wait():
     async def scenario():
-        books = CacheAllocator(100, peer_share=1.0)
+        books = MemoryPool(100, peer_share=1.0)
         books.allocate("all", "holder", 80)
         line = Line(books)
         tasks = [line.join(name, 30) for name in "abc"]
@@ -312,7 +312,7 @@ def test_the_books_are_right_whatever_holders_do(acts, share):
     """Holders "a" to "f" belong to two peers. What each should hold is counted beside the books."""
 
     async def scenario():
-        books = CacheAllocator(100, peer_share=share)
+        books = MemoryPool(100, peer_share=share)
         expected: Counter[str] = Counter()
         numbers: Counter[str] = Counter()  # a holder that has given back is never seen again
         waits: dict[str, asyncio.Task[None]] = {}
@@ -371,3 +371,63 @@ def test_the_books_are_right_whatever_holders_do(acts, share):
         assert books.free == 100
 
     on_virtual_time(scenario)
+
+
+def test_new_peers_together_leave_room_for_those_of_standing():
+    books = MemoryPool(100, 0.5, standing=lambda peer: float(peer == "old"), new_peers_share=0.75)
+    books.allocate("a", "new", 50)
+    with pytest.raises(CacheFull):
+        books.allocate("b", "newer", 26)
+    books.allocate("b", "newer", 25)
+    with pytest.raises(CacheFull):
+        books.allocate("c", "newest", 1)
+    books.allocate("d", "old", 25)
+    assert books.free == 0
+    books.release("d")
+    books.release("a")
+    books.allocate("d", "old", 50)
+    books.allocate("c", "newest", 25)  # what those of standing hold counts for nobody else
+    assert books.free == 0
+
+
+def test_a_new_peer_waits_for_its_share_and_keeps_nobody_of_standing_waiting():
+    async def scenario():
+        books = MemoryPool(100, 1.0, standing=lambda peer: float(peer == "old"), new_peers_share=0.5)
+        books.allocate("a", "new", 50)
+        line = Line(books)
+        line.join("b", 10, peer="newer")
+        await settled()
+        line.join("c", 50, peer="old")
+        await settled()
+        assert line.granted == ["c"]
+        books.release("a")
+        await settled()
+        assert line.granted == ["c", "b"]
+
+    on_virtual_time(scenario)
+
+
+def test_standing_counts_in_the_queue():
+    """Whoever holds more, but has earned more, goes first."""
+
+    async def scenario():
+        books = MemoryPool(100, 1.0, standing=lambda peer: float(peer == "old"))
+        books.allocate("a", "old", 50)
+        books.allocate("b", "new", 10)
+        books.allocate("c", "other", 40)
+        line = Line(books)
+        line.join("second", 30, peer="new")
+        await settled()
+        line.join("first", 30, peer="old")
+        await settled()
+        books.release("c")
+        await settled()
+        assert line.granted == ["first"]
+
+    on_virtual_time(scenario)
+
+
+def test_refusals_of_bytes_say_how_many():
+    books = MemoryPool(10 << 20, 0.5, REQUEST_BYTES)
+    with pytest.raises(MemoryFull, match=r"of memory for requests are needed and .* are free; this peer holds"):
+        books.allocate("a", "peer", 6 << 20)

@@ -1,0 +1,1 @@
+"""What peers make a server allocate: charged before it is allocated, by peer and in all."""

@@ -1,0 +1,94 @@
+"""Which sessions are asked to leave when another one needs their cache. Pure.
+
+A client has all that it sent, and fills another server's cache with it, or this one's again. So a session that is asked
+to leave loses time, and nothing else. These are asked, in this order, and only if that makes enough room:
+
+1. Idle sessions, the idlest first. One of a peer with more standing than whoever asks may be idle for longer.
+2. If whoever asks keeps within its share of the cache: sessions of peers that hold more than theirs, the idlest first.
+   What a peer holds beyond its share, because nobody else wanted it, is on loan.
+3. If whoever asks has full standing: sessions of peers that have little, the idlest first.
+
+A peer's share grows with its standing. So a new peer may use an empty server like any other, but however many
+identities somebody makes, peers that have been served for long find room.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+S = TypeVar("S", bound=Hashable)
+
+IDLE_AFTER_S = 60.0
+"""Seconds without a step after which a session gives way to any other."""
+
+RESPECTED_IDLE_AFTER_S = 600.0
+"""The same, if its peer has more standing than whoever needs the cache."""
+
+LITTLE_STANDING = 0.25
+"""Peers with less give way to peers of full standing, whatever they hold."""
+
+
+@dataclass(frozen=True)
+class HeldCache(Generic[S]):
+    """Cache that a session has.
+
+    Attributes:
+        session: which one.
+        peer: its client.
+        tokens: what it holds.
+        idle_s: seconds since anything came for it; 0 while it is computed.
+    """
+
+    session: S
+    peer: str
+    tokens: int
+    idle_s: float
+
+
+def choose_leaving(
+    held: Sequence[HeldCache[S]],
+    peer: str,
+    needed: int,
+    wanted: int,
+    share: Callable[[str], float],
+    standing: Callable[[str], float],
+) -> list[S]:
+    """The sessions to ask, or none if that would not be enough.
+
+    Args:
+        held: what sessions hold, without the one that needs more.
+        needed: tokens to be made free.
+        wanted: tokens that the peer will hold then.
+        share: tokens that a peer keeps if others want them.
+    """
+    if needed <= 0:
+        return []
+    totals = Counter[str]()
+    for one in held:
+        totals[one.peer] += one.tokens
+    own_standing, within_share = standing(peer), wanted <= share(peer)
+    chosen: dict[S, None] = {}
+    by_idleness = sorted((one for one in held if one.tokens), key=lambda one: -one.idle_s)
+
+    def is_idle(one: HeldCache[S]) -> bool:
+        respected = standing(one.peer) > own_standing
+        return one.idle_s > (RESPECTED_IDLE_AFTER_S if respected else IDLE_AFTER_S)
+
+    def is_on_loan(one: HeldCache[S]) -> bool:
+        return within_share and one.peer != peer and totals[one.peer] > share(one.peer)
+
+    def gives_way(one: HeldCache[S]) -> bool:
+        return own_standing >= 1 and one.peer != peer and standing(one.peer) < LITTLE_STANDING
+
+    for may_be_asked in (is_idle, is_on_loan, gives_way):
+        for one in by_idleness:
+            if needed <= 0:
+                return list(chosen)
+            if one.session not in chosen and may_be_asked(one):
+                chosen[one.session] = None
+                totals[one.peer] -= one.tokens
+                needed -= one.tokens
+    return list(chosen) if needed <= 0 else []

@@ -1,0 +1,221 @@
+"""One kind of a server's memory, and who holds how much of it. What is allocated is held until it is released, used or
+not.
+
+- No allocation exceeds what is free, and no peer holds more than its share of the whole.
+- An allocation may wait. What becomes free goes to the peers that hold least for their standing, and among these to the
+  first in the queue. A large allocation at the head of the queue is not overtaken by smaller ones behind it.
+- Part of a pool can be kept for peers of standing, so that new ones never hold all of it, however many there are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+from swarm.common.units import format_bytes
+from swarm.errors import CacheFull, MemoryFull
+
+MAX_PEER_CACHE_SHARE = 0.75
+"""Share of the cache that one peer may hold, so that a client which takes all it can get leaves some for others."""
+
+MIN_WEIGHT = 0.1
+"""What a peer without any standing counts in the queue, where one of full standing counts 1."""
+
+
+@dataclass(frozen=True)
+class PoolKind:
+    """What a pool holds, as refusals say it.
+
+    Attributes:
+        error: what is raised if there is not enough.
+        amount: an amount as text.
+        name: of what is held.
+        advice: what a peer can do that is refused.
+    """
+
+    error: type[CacheFull]
+    amount: Callable[[int], str]
+    name: str
+    advice: str
+
+
+CACHE_TOKENS = PoolKind(
+    CacheFull,
+    lambda tokens: f"{tokens}",
+    "tokens of attention cache",
+    "Ask for a smaller max_length, fewer sequences, or another server",
+)
+
+REQUEST_BYTES = PoolKind(
+    MemoryFull, format_bytes, "of memory for requests", "Send smaller requests, fewer at once, or ask another server"
+)
+
+
+@dataclass(eq=False)
+class _WaitingAllocation:
+    """An allocation in the queue.
+
+    Attributes:
+        decided: done once it has left the queue, with its amount if `granted`.
+    """
+
+    holder: Hashable
+    peer: str
+    amount: int
+    decided: asyncio.Future[None]
+    granted: bool = False
+
+    def decide(self, granted: bool) -> None:
+        self.granted = granted
+        self.decided.set_result(None)
+
+
+class MemoryPool:
+    """Keeps track of what each holder has of one kind of memory.
+
+    Args:
+        capacity: what all holders together may have.
+        peer_share: share of the capacity that the holders of one peer may have.
+        kind: what is held.
+        standing: of a peer, 0 to 1 (see `peer_standing`).
+        new_peers_share: share of the capacity that peers of less than full standing may have together.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        peer_share: float = MAX_PEER_CACHE_SHARE,
+        kind: PoolKind = CACHE_TOKENS,
+        standing: Callable[[str], float] = lambda peer: 1.0,
+        new_peers_share: float = 1.0,
+    ) -> None:
+        self.capacity = capacity
+        self.quota = max(1, int(capacity * peer_share)) if capacity else 0
+        self._kind = kind
+        self._standing = standing
+        self._new_peers_quota = int(capacity * new_peers_share)
+        self._held: dict[Hashable, tuple[str, int]] = {}
+        self._peers: Counter[str] = Counter()
+        self._total = 0
+        self._queue: list[_WaitingAllocation] = []
+        self._closing = False
+
+    @property
+    def free(self) -> int:
+        """What is not held."""
+        return self.capacity - self._total
+
+    def held_by(self, holder: Hashable) -> int:
+        """What a holder has."""
+        return self._held.get(holder, ("", 0))[1]
+
+    def held_by_peer(self, peer: str) -> int:
+        """What the holders of a peer have."""
+        return self._peers[peer]
+
+    def allocate(self, holder: Hashable, peer: str, amount: int) -> None:
+        """Give a holder `amount` more. Raises `CacheFull`, and changes nothing, if that is not available now."""
+        first = self._next_in_queue() if self._queue else None
+        overtakes = first is not None and self._rank(first.peer) <= self._rank(peer)
+        if overtakes or amount > self.free or not self._within_quota(peer, amount):
+            raise self._full(peer, amount)
+        self._grant(holder, peer, amount)
+
+    async def allocate_or_wait(self, holder: Hashable, peer: str, amount: int, timeout_s: float) -> None:
+        """Like `allocate`, but wait up to `timeout_s` for what becomes free, unless there can never be enough.
+
+        Also raises `CacheFull` if the holder is released meanwhile. A call that is cancelled allocates nothing, even if
+        its amount was granted at that very moment.
+        """
+        if timeout_s <= 0 or self._closing or amount + self.held_by(holder) > self.quota:
+            return self.allocate(holder, peer, amount)
+        if not self._queue and amount <= self.free and self._within_quota(peer, amount):
+            return self._grant(holder, peer, amount)
+        waiter = _WaitingAllocation(holder, peer, amount, asyncio.get_running_loop().create_future())
+        self._queue.append(waiter)
+        self._grant_waiting()
+        try:
+            # Unlike `wait_for`, this does not cancel the decision: a grant and the timeout may come together.
+            await asyncio.wait([waiter.decided], timeout=timeout_s)
+        except BaseException:
+            if waiter.granted:
+                self._take_back(holder, amount)
+            raise
+        finally:
+            self._leave_queue(waiter)
+        if not waiter.granted:
+            raise self._full(peer, amount)
+
+    def release(self, holder: Hashable) -> None:
+        """Free all that a holder has, and end its waiting."""
+        for waiter in [waiter for waiter in self._queue if waiter.holder == holder]:
+            self._queue.remove(waiter)
+            waiter.decide(False)
+        self._take_back(holder, self.held_by(holder))
+
+    def refuse_waiting(self) -> None:
+        """From now on no allocation waits, and those that do fail with `CacheFull`."""
+        self._closing = True
+        for waiter in self._queue:
+            waiter.decide(False)
+        self._queue.clear()
+
+    def _rank(self, peer: str) -> float:
+        """What a peer holds, for its standing: the least goes first."""
+        held = self._peers[peer]
+        return held / max(MIN_WEIGHT, self._standing(peer)) if held else 0.0
+
+    def _within_quota(self, peer: str, amount: int) -> bool:
+        """Whether a peer may have so much more, if it is free."""
+        if self._peers[peer] + amount > self.quota:
+            return False
+        most = self._new_peers_quota
+        if self._total + amount <= most or self._standing(peer) >= 1:
+            return True
+        new = sum(held for other, held in self._peers.items() if self._standing(other) < 1)
+        return new + amount <= most
+
+    def _next_in_queue(self) -> _WaitingAllocation | None:
+        """The allocation to grant next. One that would exceed its peer's quota does not hold up the others."""
+        line = [one for one in self._queue if self._within_quota(one.peer, one.amount)]
+        return min(line, key=lambda one: self._rank(one.peer), default=None)
+
+    def _grant_waiting(self) -> None:
+        """Grant the waiting allocations that fit."""
+        while (first := self._next_in_queue()) is not None and first.amount <= self.free:
+            self._queue.remove(first)
+            self._grant(first.holder, first.peer, first.amount)
+            first.decide(True)
+
+    def _leave_queue(self, waiter: _WaitingAllocation) -> None:
+        if waiter in self._queue:
+            self._queue.remove(waiter)
+            self._grant_waiting()
+
+    def _grant(self, holder: Hashable, peer: str, amount: int) -> None:
+        self._held[holder] = peer, self.held_by(holder) + amount
+        self._peers[peer] += amount
+        self._total += amount
+
+    def _take_back(self, holder: Hashable, amount: int) -> None:
+        peer, held = self._held.pop(holder, ("", 0))
+        amount = min(amount, held)  # a holder that was granted something may have been released since
+        if held > amount:
+            self._held[holder] = peer, held - amount
+        self._peers[peer] -= amount
+        self._total -= amount
+        if not self._peers[peer]:
+            del self._peers[peer]
+        if self._queue:
+            self._grant_waiting()
+
+    def _full(self, peer: str, amount: int) -> CacheFull:
+        others = f", {len(self._queue)} others wait" if self._queue else ""
+        text = self._kind.amount
+        return self._kind.error(
+            f"{text(amount)} {self._kind.name} are needed and {text(max(0, self.free))} of {text(self.capacity)} are "
+            f"free{others}; this peer holds {text(self._peers[peer])} of the {text(self.quota)} that one peer may "
+            f"have. {self._kind.advice}"
+        )

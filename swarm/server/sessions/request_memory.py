@@ -1,0 +1,215 @@
+"""What a request takes of a server's memory, from its header's arrival until it is answered.
+
+A frame's header says what the whole request will take: its payload, its inputs and outputs, its reply, keys and values
+of sequences that no session reserved, graphs for gradients. All of that is charged to the peer that sends it before the
+payload is read, which waits until there is room, or is refused. So a request that was admitted never waits for memory
+that another one holds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import astuple, dataclass
+
+from swarm.common.dtypes import HIDDEN_DTYPES
+from swarm.errors import MemoryFull, TooLong
+from swarm.metrics.server import MEMORY_KINDS, ServerObserver
+from swarm.models.execution.gradients import MAX_GRAPH_BYTES, graph_bytes
+from swarm.models.execution.session_cache import forward_slots
+from swarm.models.execution.span_model import SpanModel
+from swarm.protocol import messages
+from swarm.protocol.adapter_encoding import count_values
+from swarm.server.memory.peer_standing import PeerStanding
+from swarm.server.memory.pool import REQUEST_BYTES, MemoryPool
+from swarm.server.sessions.adapter_store import AdapterStore
+from swarm.server.sessions.request_validation import RequestLimits
+
+PEER_SHARE = 0.5
+"""Share of the memory for requests that one peer may have."""
+
+NEW_PEERS_SHARE = 0.75
+"""Share that peers of less than full standing may have together."""
+
+ROOM_TIMEOUT_S = 10.0
+"""How long a frame waits, unread, for memory."""
+
+STREAM_BYTES = 1 << 17
+"""What a stream takes before a frame is admitted: what was received of it, and its header."""
+
+LARGE_BYTES = 1 << 16
+"""A payload beyond this exists twice for a moment, in the reader's buffer and as itself."""
+
+DECODED_BYTES = GRADIENT_BYTES = 4
+"""Bytes of a value that was just decoded, at most, and of an adapter's gradient."""
+
+
+@dataclass(frozen=True)
+class RequestNeeds:
+    """Bytes that a request takes.
+
+    Attributes:
+        received: its payload.
+        computing: inputs, outputs, reply, and what is cached for it alone.
+        training: what a graph takes beyond `MAX_GRAPH_BYTES`, which a server keeps for the one that it computes.
+    """
+
+    received: int = 0
+    computing: int = 0
+    training: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.received + self.computing + self.training
+
+
+class RequestMemory:
+    """The memory for requests of one server.
+
+    Args:
+        model: the span that it holds.
+        standing: of peers; None if all are alike.
+    """
+
+    def __init__(
+        self,
+        model: SpanModel,
+        limits: RequestLimits,
+        adapters: AdapterStore,
+        standing: PeerStanding | None,
+        observer: ServerObserver,
+    ) -> None:
+        self._model = model
+        self._limits = limits
+        self._adapters = adapters
+        self._observer = observer
+        self._kinds: Counter[str] = Counter()
+        if standing is None:
+            self.pool = MemoryPool(limits.memory, PEER_SHARE, REQUEST_BYTES)
+        else:
+            self.pool = MemoryPool(limits.memory, PEER_SHARE, REQUEST_BYTES, standing, NEW_PEERS_SHARE)
+        self.report()
+
+    def open_stream(self, stream: object, peer: str) -> Admission:
+        """Charge a stream, and admit its frames. Raises `MemoryFull`."""
+        try:
+            self.pool.allocate(stream, peer, STREAM_BYTES)
+        except MemoryFull:
+            self.note_refused()
+            raise
+        self._kinds["streams"] += STREAM_BYTES
+        return Admission(self, peer)
+
+    def close_stream(self, stream: object) -> None:
+        """The stream has ended."""
+        self._kinds["streams"] -= self.pool.held_by(stream)
+        self.pool.release(stream)
+
+    def report(self) -> None:
+        """Tell the observer what is charged."""
+        self._observer.memory_totals({kind: self._kinds[kind] for kind in MEMORY_KINDS}, self.pool.capacity)
+
+    def needs(self, peer: str, message: messages.ClientMessage, payload_length: int) -> RequestNeeds:
+        """What a peer's request takes with a payload of so many bytes. One that will be refused takes little more."""
+        received = payload_length if payload_length <= LARGE_BYTES else 2 * payload_length
+        match message:
+            case messages.StepRequest() | messages.ReplayRequest():
+                return RequestNeeds(received, self._tokens_bytes(sum(message.counts), self._limits.step_tokens))
+            case messages.PushRequest():
+                return RequestNeeds(received, self._tokens_bytes(sum(message.step.counts), self._limits.step_tokens))
+            case messages.ForwardRequest():
+                return RequestNeeds(received, self._forward_bytes(message))
+            case messages.BackwardRequest():
+                return self._backward_needs(peer, message, received)
+            case messages.PutAdapters():
+                return RequestNeeds(received, self._adapter_values_bytes(message))
+            case messages.ProbeRequest():
+                return RequestNeeds(received, message.reply_bytes)
+        return RequestNeeds(received)
+
+    def charge(self, needs: RequestNeeds, sign: int) -> None:
+        """Count what is charged, by kind."""
+        for kind, size in zip(("received", "computing", "training"), astuple(needs), strict=True):
+            self._kinds[kind] += sign * size
+
+    def note_refused(self) -> None:
+        """A stream or a frame found no room."""
+        self._observer.memory_refused()
+
+    def _tokens_bytes(self, tokens: int, limit: int) -> int:
+        """Inputs as decoded and as computed, outputs, and the reply, which is no larger than these."""
+        if tokens > limit:
+            return 0  # it is refused
+        itemsize = self._model.dtype.itemsize
+        return tokens * self._model.hidden_size * (DECODED_BYTES + 3 * itemsize)
+
+    def _forward_bytes(self, message: messages.ForwardRequest) -> int:
+        tokens, blocks = sum(message.counts), min(self._model.span.length, max(0, message.end - message.start))
+        if tokens > self._limits.step_tokens:
+            return 0
+        slots = forward_slots(self._model.strategy, message.counts) * self._limits.slot_bytes * blocks
+        return self._tokens_bytes(tokens, self._limits.step_tokens) + slots
+
+    def _backward_needs(self, peer: str, message: messages.BackwardRequest, received: int) -> RequestNeeds:
+        tokens, limit = sum(message.counts), self._limits.backward_tokens
+        if not 0 < tokens <= limit:
+            return RequestNeeds(received)
+        graph = max(0, graph_bytes(self._model, message.counts) - MAX_GRAPH_BYTES)
+        # Those of one group of sequences, of all, and in the reply.
+        gradients = 3 * GRADIENT_BYTES * self._adapters.value_count(peer, message.start, message.adapters)
+        return RequestNeeds(received, 2 * self._tokens_bytes(tokens, limit) + gradients, graph)
+
+    def _adapter_values_bytes(self, message: messages.PutAdapters) -> int:
+        """What the adapter takes when it is unpacked. Its limits are those of `AdapterStore`."""
+        width = HIDDEN_DTYPES[message.dtype].itemsize if message.dtype in HIDDEN_DTYPES else 1
+        values = sum(count_values(block, self._model.hidden_size) for block in message.blocks if block is not None)
+        return min(values * width, self._adapters.limits.peer_memory)
+
+
+class Admission:
+    """Admits the frames of one stream, one after the other.
+
+    Attributes:
+        message: that of the frame which was read last.
+    """
+
+    message: messages.ClientMessage
+
+    def __init__(self, memory: RequestMemory, peer: str) -> None:
+        self._memory = memory
+        self._peer = peer
+        self._charged: RequestNeeds | None = None
+
+    @property
+    def step(self) -> int | None:
+        """Number of the step that the message asks for, if it does."""
+        return self.message.step if isinstance(self.message, messages.StepRequest) else None
+
+    async def admit(self, header: bytes, payload_length: int) -> None:
+        """Charge a frame, before its payload is read.
+
+        Raises:
+            ProtocolViolation: the header is no message of a client.
+            TooLong: the request takes more memory than a peer may have here.
+            MemoryFull: there was not enough of it for `ROOM_TIMEOUT_S` seconds.
+        """
+        self.message = messages.decode_client(header)
+        needs, pool = self._memory.needs(self._peer, self.message, payload_length), self._memory.pool
+        if needs.total + STREAM_BYTES > pool.quota:
+            raise TooLong(
+                f"the request takes {needs.total} bytes of this server's memory, which gives one peer {pool.quota}; "
+                "send fewer tokens at once"
+            )
+        try:
+            await pool.allocate_or_wait(self, self._peer, needs.total, ROOM_TIMEOUT_S)
+        except MemoryFull:
+            self._memory.note_refused()
+            raise
+        self._charged = needs
+        self._memory.charge(needs, 1)
+
+    def release(self) -> None:
+        """The frame is answered, or lost."""
+        if self._charged is not None:
+            self._memory.charge(self._charged, -1)
+            self._charged = None
+        self._memory.pool.release(self)

@@ -1,0 +1,237 @@
+"""Peers that make a server allocate more than it has counted, beside one that works.
+
+Each test is an attack that succeeds at commit a254ca2; what it did there stands in its first lines. Sizes are small:
+what matters is how much is allocated for what was asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import weakref
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from swarm.data_structures import WireFormat
+from swarm.models.attention import contiguous_kv
+from swarm.models.execution.span_model import SpanModel
+from swarm.models.execution.strategy_trials import choose_layout
+from swarm.protocol import messages
+from swarm.protocol.compression import encode_tensor
+from swarm.protocol.framing import encode_prefix
+from swarm.server.config import ServerConfig
+from swarm.transport.p2p import Peer
+from tests import zoo
+from tests.bad_peers import run_peer
+from tests.server.conversations import (
+    FORWARD,
+    OPEN,
+    SPAN,
+    Server,
+    bytes_of,
+    changed,
+    make_model,
+    on_virtual_time,
+    random,
+    scenario,
+)
+from tests.swarms import run_client, run_swarm
+
+LAYERS = SPAN.length
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> SpanModel:
+    """Blocks that keep keys and values in contiguous stores, as servers on CPUs do."""
+    chosen = choose_layout(make_model(tmp_path_factory.mktemp("model")))
+    assert chosen.strategy.layout == "contiguous"
+    return chosen
+
+
+@dataclass
+class Slots:
+    """Slots for keys and values that are allocated in one block, a slot being a position of a sequence."""
+
+    now: int = 0
+    peak: int = 0
+
+    def count(self, storage: torch.Tensor) -> torch.Tensor:
+        slots = storage.shape[0] * storage.shape[2]
+        self.now += slots
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._forget, slots)
+        return storage
+
+    def _forget(self, slots: int) -> None:
+        self.now -= slots
+
+    def begin(self) -> None:
+        self.peak = self.now
+
+    @property
+    def most(self) -> int:
+        """At any moment since `begin`."""
+        return self.peak // (2 * LAYERS)
+
+
+@pytest.fixture
+def slots(monkeypatch) -> Slots:
+    found = Slots()
+    for name in ("_grown", "_selected"):
+        allocate = getattr(contiguous_kv, name)
+
+        def counted(*args, allocate=allocate):
+            return found.count(allocate(*args))
+
+        monkeypatch.setattr(contiguous_kv, name, counted)
+    return found
+
+
+def test_a_long_sequence_beside_many_short_ones(model, slots):
+    """At a254ca2, these 600 tokens took 50,500 slots: as many for each of the short sequences as for the long one."""
+    counts = [500, *[1] * 100]
+
+    async def act(server: Server) -> None:
+        client = await server.client()
+        slots.begin()
+        before = slots.most
+        reply, _ = await client.ask(changed(FORWARD, counts=counts), encode_tensor(random(600), WireFormat.NONE))
+        assert isinstance(reply, messages.ForwardReply), reply
+        assert slots.most - before <= sum(counts)
+
+    scenario(model, act, step_tokens=600)
+
+
+def test_many_sequences_that_may_have_one_token_each(model, slots):
+    """At a254ca2, 50 tokens were reserved and 3,200 slots allocated, 50 times the whole cache: 64 for each sequence."""
+
+    async def act(server: Server) -> None:
+        client = await server.client()
+        slots.begin()
+        before, free = slots.most, server.sessions.free
+        await client.ask(changed(OPEN, max_length=1, sequences=50))
+        step = messages.StepRequest(0, [0] * 50, [1] * 50, WireFormat.NONE, "float32")
+        reply, _ = await client.ask(step, encode_tensor(random(50), WireFormat.NONE))
+        assert isinstance(reply, messages.StepReply), reply
+        assert slots.most - before <= free - server.sessions.free == 50
+        await client.stream.send(messages.CloseSession())
+        await server.until(lambda: len(server.sessions) == 1)
+
+    scenario(model, act, step_tokens=50)
+
+
+def test_a_sequence_that_grows_takes_what_was_reserved(model, slots):
+    """At a254ca2, a session of up to 40 tokens had 64 slots from its first token on."""
+
+    async def act(server: Server) -> None:
+        client = await server.client()
+        slots.begin()
+        before = slots.most
+        await client.begin(changed(OPEN, max_length=40))
+        for _ in range(38):
+            await client.right_step()
+        assert slots.most - before <= 40 + 40 / LAYERS  # one block's storage exists twice while it grows
+
+    scenario(model, act)
+
+
+async def announce(stream: Any, size: int, sent: int = 0) -> None:
+    """Begin a frame, and send no more of it than that."""
+    header = messages.encode(messages.ProbeRequest(0))
+    stream._writer.write(encode_prefix(len(header), size) + header + bytes(sent))
+    await stream._writer.drain()
+
+
+def test_frames_that_drip(model):
+    """At a254ca2, frames of which a byte came now and then held their streams, and what they had sent, for ever."""
+
+    async def act(server: Server) -> None:
+        good = await (await server.client("good")).begin(changed(OPEN, session_id=b"a decent session"))
+        clients = [await server.client() for _ in range(10)]
+        for client in clients:
+            await announce(client.stream, 1 << 20)
+        for _ in range(200):
+            for client in clients:
+                with suppress(ConnectionError):
+                    client.stream._writer.write(b"x")
+            await asyncio.sleep(1)
+        assert "hostile" not in server.handler._streams
+        await good.right_step()
+
+    on_virtual_time(model, act)
+
+
+def test_two_identities_that_fill_the_cache(model):
+    """At a254ca2, two peers that sent a token every 29 minutes kept all others out."""
+
+    async def act(server: Server) -> None:
+        server.sessions._now = asyncio.get_running_loop().time
+        good = await (await server.client("good")).begin(changed(OPEN, session_id=b"a decent session"))
+        hostile = []
+        for name in ("one", "other"):
+            for number in range(3):
+                client = await server.client(name)
+                await client.begin(changed(OPEN, session_id=bytes([number]) * 16))
+                hostile.append(client)
+        assert server.sessions.free < OPEN.max_length
+        for _ in range(5):
+            await asyncio.sleep(50)
+            await good.right_step()
+        late = await (await server.client("late")).begin(changed(OPEN, session_id=b"another session!"))
+        refusal, _ = await hostile[0].hear()
+        assert isinstance(refusal, messages.Refusal)
+        assert refusal.code == "cache_reclaimed"
+        await hostile[0].refused("unknown_session", hostile[0].next_step(), bytes_of(1))
+        await late.right_step()
+        await good.right_step()
+
+    on_virtual_time(model, act, capacity=60, peer_share=0.75)
+
+
+BODY_BYTES, BODIES = 8 << 20, 40
+MEMORY_BYTES = 64 << 20
+CONSTANT_BYTES = 48 << 20
+"""What a server may take beside the memory that it accounts for: buffers of streams, and what an allocator keeps."""
+
+
+@pytest.mark.slow
+def test_many_large_frames_at_once(tmp_path_factory):
+    """At a254ca2, each of 40 bodies of 8 MB was read whatever had come before, 320 MB in all: 68 GB at the limits."""
+    folder = zoo.make_checkpoint("llama", tmp_path_factory.mktemp("model"))
+    limits = {"request_memory": MEMORY_BYTES} if "request_memory" in {one.name for one in fields(ServerConfig)} else {}
+    ids = torch.tensor([zoo.PROMPTS[0]])
+    expected = AutoModelForCausalLM.from_pretrained(folder).generate(ids, max_new_tokens=12, do_sample=False)
+    with run_swarm(folder, [f"0:{zoo.BLOCKS}"], dtype="float32", **limits) as swarm, run_client(swarm) as model:
+        (server,) = swarm.servers
+        assert torch.equal(model.generate(ids, max_new_tokens=12, do_sample=False), expected)
+        with run_peer(swarm) as (peer, background):
+            before = resident = psutil.Process(server.pid).memory_info().rss
+            sending = background.run(flood(peer, server.peer_id))
+            deadline = time.monotonic() + FLOOD_S
+            while time.monotonic() < deadline:
+                resident = max(resident, psutil.Process(server.pid).memory_info().rss)
+                time.sleep(0.05)
+            assert torch.equal(model.generate(ids, max_new_tokens=12, do_sample=False), expected)
+            assert resident - before <= MEMORY_BYTES + CONSTANT_BYTES
+            assert len(sending) == BODIES
+
+
+FLOOD_S = 15.0
+
+
+async def flood(peer: Peer, server: str) -> list[asyncio.Task[None]]:
+    """Begin to send all bodies at once, but for their last byte."""
+
+    async def send_one() -> None:
+        stream = await peer.open_stream(server)
+        with suppress(OSError, RuntimeError):
+            await announce(stream, BODY_BYTES, sent=BODY_BYTES - 1)
+            await asyncio.Event().wait()
+
+    return [asyncio.get_running_loop().create_task(send_one()) for _ in range(BODIES)]

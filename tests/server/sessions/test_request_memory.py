@@ -1,0 +1,166 @@
+"""What requests are charged for before they are read, and what happens when there is no memory for them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.data_structures import WireFormat
+from swarm.errors import MemoryFull, TooLong
+from swarm.metrics.server import MEMORY_KINDS, ServerObserver
+from swarm.models.execution import gradients
+from swarm.models.execution.span_model import SpanModel
+from swarm.protocol import messages
+from swarm.server.sessions.adapter_store import AdapterStore
+from swarm.server.sessions.request_memory import (
+    PEER_SHARE,
+    ROOM_TIMEOUT_S,
+    STREAM_BYTES,
+    RequestMemory,
+    RequestNeeds,
+)
+from swarm.server.sessions.request_validation import RequestLimits
+from tests import virtual_time
+from tests.server.conversations import ADAPTERS, FORWARD, HIDDEN, REVISION, SPAN, STEP, changed, make_model
+
+MEMORY = 4 << 20
+SLOT_BYTES = 64
+BACKWARD = messages.BackwardRequest(REVISION, SPAN.start, SPAN.end, [2, 1], WireFormat.NONE, "float32", WireFormat.NONE)
+
+
+class Told(ServerObserver):
+    def __init__(self) -> None:
+        self.charged: dict[str, int] = {}
+        self.capacity = self.refusals = 0
+
+    def memory_totals(self, charged: Any, capacity: int) -> None:
+        self.charged, self.capacity = dict(charged), capacity
+
+    def memory_refused(self) -> None:
+        self.refusals += 1
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> SpanModel:
+    return make_model(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture
+def told() -> Told:
+    return Told()
+
+
+@pytest.fixture
+def memory(model, told) -> RequestMemory:
+    limits = RequestLimits(step_tokens=1000, backward_tokens=500, memory=MEMORY, slot_bytes=SLOT_BYTES)
+    return RequestMemory(model, limits, AdapterStore(lambda: 0.0, ADAPTERS), None, told)
+
+
+COUNTS = st.lists(st.integers(0, 400), min_size=1, max_size=20).filter(any)
+
+
+@given(COUNTS)
+def test_a_forward_is_charged_for_what_it_brings_computes_and_caches(model, counts):
+    limits = RequestLimits(step_tokens=10_000, memory=MEMORY, slot_bytes=SLOT_BYTES)
+    memory = RequestMemory(model, limits, AdapterStore(lambda: 0.0, ADAPTERS), None, ServerObserver())
+    tokens = sum(counts)
+    payload = tokens * HIDDEN * 4
+    needs = memory.needs("peer", changed(FORWARD, counts=counts), payload)
+    assert needs.received >= payload
+    # Inputs, outputs and reply, and keys and values of each token in three blocks.
+    assert needs.computing >= 3 * payload + tokens * SLOT_BYTES * SPAN.length
+    assert needs.training == 0
+
+
+@given(COUNTS, COUNTS)
+def test_more_tokens_never_take_less(model, counts, more):
+    limits = RequestLimits(step_tokens=100_000, backward_tokens=100_000, memory=MEMORY, slot_bytes=SLOT_BYTES)
+    memory = RequestMemory(model, limits, AdapterStore(lambda: 0.0, ADAPTERS), None, ServerObserver())
+    for message in (FORWARD, BACKWARD, changed(STEP, starts=[0])):
+        few, many = (
+            memory.needs("peer", changed(message, counts=some), 0).total for some in (counts, [*counts, *more])
+        )
+        assert few <= many
+
+
+def test_a_request_that_will_be_refused_takes_its_payload(memory):
+    absurd = [2**31 - 1] * 4096
+    for message in (changed(FORWARD, counts=absurd), changed(BACKWARD, counts=absurd), changed(STEP, counts=absurd)):
+        assert memory.needs("peer", message, 100) == RequestNeeds(received=100)
+
+
+def test_a_large_payload_counts_twice_because_it_exists_twice(memory):
+    needs = memory.needs("peer", messages.InfoRequest(), 1 << 20)
+    assert needs.total == 2 << 20
+
+
+def test_a_graph_is_charged_beyond_what_the_server_keeps_for_one(model, memory, monkeypatch):
+    assert memory.needs("peer", BACKWARD, 0).training == 0
+    monkeypatch.setattr(gradients, "MAX_GRAPH_BYTES", 0)
+    monkeypatch.setattr("swarm.server.sessions.request_memory.MAX_GRAPH_BYTES", 0)
+    short, long = (memory.needs("peer", changed(BACKWARD, counts=[count]), 0).training for count in (10, 100))
+    assert 0 < 10 * short == long
+    many = memory.needs("peer", changed(BACKWARD, counts=[10] * 40), 0).training
+    assert many == short  # one after the other
+
+
+def header(message: Any) -> bytes:
+    return messages.encode(message)
+
+
+def test_a_frame_waits_for_memory_and_is_refused_in_the_end(memory, told):
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        streams = [object() for _ in range(4)]
+        first, second, third, other = (
+            memory.open_stream(stream, peer) for stream, peer in zip(streams, ["a", "a", "a", "b"], strict=True)
+        )
+        size = 400_000
+        for admission in (first, second):
+            await admission.admit(header(messages.InfoRequest()), size)
+        began = loop.time()
+        with pytest.raises(MemoryFull, match="of memory for requests are needed"):
+            await third.admit(header(messages.InfoRequest()), size)
+        assert (loop.time() - began, told.refusals) == (ROOM_TIMEOUT_S, 1)
+        await other.admit(header(messages.InfoRequest()), size)  # another peer has room meanwhile
+        waiting = asyncio.create_task(third.admit(header(messages.InfoRequest()), size))
+        await asyncio.sleep(1)
+        first.release()
+        await waiting
+        assert loop.time() == began + ROOM_TIMEOUT_S + 1
+        for admission in (second, third, other):
+            admission.release()
+        for stream in streams:
+            memory.close_stream(stream)
+        memory.report()
+        assert told.charged == dict.fromkeys(MEMORY_KINDS, 0)
+        assert memory.pool.free == told.capacity == MEMORY
+
+    virtual_time.run(scenario)
+
+
+def test_a_frame_that_can_never_fit_is_refused_at_once(memory):
+    async def scenario() -> None:
+        admission = memory.open_stream("stream", "a")
+        with pytest.raises(TooLong, match="send fewer tokens at once"):
+            await admission.admit(header(messages.InfoRequest()), int(MEMORY * PEER_SHARE))
+        admission.release()
+        assert memory.pool.held_by_peer("a") == STREAM_BYTES
+
+    virtual_time.run(scenario)
+
+
+def test_streams_are_charged_too(memory, told):
+    count = int(MEMORY * PEER_SHARE) // STREAM_BYTES
+    for number in range(count):
+        memory.open_stream(number, "a")
+    with pytest.raises(MemoryFull):
+        memory.open_stream(count, "a")
+    assert told.refusals == 1
+    memory.open_stream("another one's", "b")
+    memory.report()
+    assert told.charged["streams"] == (count + 1) * STREAM_BYTES
