@@ -54,7 +54,10 @@ def test_an_unknown_code_is_the_servers_fault(code):
                 errors.MembershipNotProven,
             },
         ),
-        (errors.ServerFault, {errors.CacheFull, errors.DriveFailed, errors.ServerClosing}),
+        (
+            errors.ServerFault,
+            {errors.CacheFull, errors.MemoryFull, errors.CacheReclaimed, errors.DriveFailed, errors.ServerClosing},
+        ),
         (errors.PeerLost, {errors.PeerTimeout}),
         (errors.ProtocolViolation, set()),
     ],

@@ -140,7 +140,7 @@ class SpanService:
             observer.flash_predicted(measured.decode / span.length)
         else:
             measured = await _measure_throughput(config, model, compute_thread)
-        sessions = _make_session_table(config, model, standing, observer)
+        sessions = _make_session_table(config, model, observer, standing)
         logger.info("Attention cache: room for %d tokens", sessions.capacity)
         engine = _make_engine(model, measured, compute_thread, observer, calibration, standing)
         logger.info("Scheduler: up to %d tokens an iteration", engine.budget)
@@ -218,7 +218,7 @@ class SpanService:
 
 
 def _make_session_table(
-    config: ResolvedConfig, model: SpanModel, standing: PeerStanding, observer: ServerObserver
+    config: ResolvedConfig, model: SpanModel, observer: ServerObserver, standing: PeerStanding | None = None
 ) -> SessionTable:
     """A table that counts cache as the model's sequences take it."""
     paging, now = model.strategy.paging, time.monotonic

@@ -79,8 +79,8 @@ class _Tapped:
         self._server = server
         self._stream = stream
 
-    async def receive(self, max_payload: Any = 0) -> Any:
-        frame = await self._stream.receive(max_payload)
+    async def receive(self, max_payload: Any = 0, admit: Any = None) -> Any:
+        frame = await self._stream.receive(max_payload, admit)
         with suppress(ProtocolViolation):  # a server hears refusals of what it has pushed, too
             self._server.heard.append((self.peer_id, messages.decode_client(frame.header)))
         return frame
