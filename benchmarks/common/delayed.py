@@ -37,7 +37,7 @@ class DelayedStream:
     async def receive(
         self, max_payload: PayloadLimit = MAX_PAYLOAD_BYTES, admit: AdmitFrame | None = None
     ) -> Frame:
-        """Receive the next frame. The limit is ignored because peers are not hostile here; frames are still admitted."""
+        """Receive the next frame. The limit is ignored because peers are not hostile here."""
         while not self._items:
             self._arrived.clear()
             await self._arrived.wait()

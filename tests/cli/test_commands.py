@@ -17,7 +17,8 @@ OPTIONS = {
         "model", "--revision", "--blocks", "--initial-peers", "--membership", "--new-swarm", "--host-maddrs",
         "--announce-maddrs", "--identity-path", "--device", "--dtype", "--quant", "--flash", "--flash-io",
         "--flash-exact", "--exits", "--exits-from", "--throughput", "--name", "--cache-tokens", "--cache-dir",
-        "--update-period", "--adapters", "--adapter-memory", "--request-memory", "--new-peer-share", "--compile", "--threads", "--stay", "--metrics",
+        "--update-period", "--adapters", "--adapter-memory", "--request-memory", "--new-peer-share",
+        "--compile", "--threads", "--stay", "--metrics",
         "--log-format", "--help",
     },
     "dht": {
