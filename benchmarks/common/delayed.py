@@ -34,9 +34,7 @@ class DelayedStream:
     async def send(self, message: Message, payload: bytes | memoryview = b"") -> None:
         await self._stream.send(message, payload)
 
-    async def receive(
-        self, max_payload: PayloadLimit = MAX_PAYLOAD_BYTES, admit: AdmitFrame | None = None
-    ) -> Frame:
+    async def receive(self, max_payload: PayloadLimit = MAX_PAYLOAD_BYTES, admit: AdmitFrame | None = None) -> Frame:
         """Receive the next frame. The limit is ignored because peers are not hostile here."""
         while not self._items:
             self._arrived.clear()
