@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +13,7 @@ from swarm.common.units import ByteSize
 from swarm.errors import InvalidOption
 
 if TYPE_CHECKING:
-    from swarm.data_structures import ExitConfidence
-
-logger = logging.getLogger("swarm.gateway")
+    from swarm.gateway.settings import GatewaySettings
 
 
 @click.command(name="gateway", cls=console.MultiAddressCommand, context_settings={"show_default": True})
@@ -98,72 +96,59 @@ logger = logging.getLogger("swarm.gateway")
 @click.option("--threads", type=click.IntRange(min=1), help="Torch threads.  [default: torch's choice]")
 @console.log_format_option
 @console.errors_to_exit_codes
-def main(
-    models: tuple[str, ...],
-    initial_peers: tuple[str, ...],
-    membership: str | None,
-    host: str,
-    port: int,
-    keys: Path | None,
-    concurrent: int,
-    queue: int,
-    max_request: str,
-    default_max_tokens: int,
-    cors: tuple[str, ...],
-    monitor: bool,
-    public_status: bool,
-    wire: str,
-    wait_for_blocks: float,
-    exact: bool,
-    early_exit: float | None,
-    exit_confidence: ExitConfidence,
-    exit_boundaries: str | None,
-    exits: tuple[Path, ...],
-    approximate_exits: bool,
-    cache_dir: Path | None,
-    threads: int | None,
-    log_format: str,
-) -> None:
+def main(**options: Any) -> None:
     """Serve MODELs of the swarm over OpenAI's HTTP interface, with a chat page for the browser.
 
     A MODEL is a local folder or a hub id, as for the server. The default is the demo model.
     """
-    try:
-        max_request_bytes = ByteSize.parse(max_request)
-    except ValueError as error:
-        raise InvalidOption(f"--max-request {max_request}: {error}") from None
-    boundaries = _parse_boundaries(exit_boundaries)
-    if boundaries and early_exit is None:
-        raise InvalidOption("--exit-boundaries has no effect without --early-exit; give both")
-    console.configure_logging(log_format)
+    console.configure_logging(options["log_format"])
+    settings = _gateway_settings(options)
 
     import torch
 
     from swarm.client.config import NetworkOptions
-    from swarm.client.early_exit.options import EarlyExit
     from swarm.gateway.lifecycle import ListenAddress, serve_gateway
-    from swarm.gateway.settings import GatewaySettings
     from swarm.transport.p2p import quiet_hivemind
 
     quiet_hivemind()
-    if threads is not None:
-        torch.set_num_threads(threads)
-    settings = GatewaySettings(
-        default_max_tokens=default_max_tokens,
-        max_request_bytes=max_request_bytes,
-        cors_origins=cors,
-        max_concurrent_texts=concurrent,
-        max_waiting=queue,
-        public_status=public_status,
-        early_exit=None if early_exit is None else EarlyExit(exit_confidence, early_exit, boundaries=boundaries),
-        approximate_exits=approximate_exits,
-    )
-    network = NetworkOptions(wait_for_blocks=wait_for_blocks, exact=exact)
-    options: dict[str, Any] = {"wire": wire, "network": network, "cache_dir": cache_dir, "membership": membership}
-    peers = console.split_addresses(initial_peers)
+    if options["threads"] is not None:
+        torch.set_num_threads(options["threads"])
+    network = NetworkOptions(wait_for_blocks=options["wait_for_blocks"], exact=options["exact"])
+    client = {"network": network, **{name: options[name] for name in ("wire", "cache_dir", "membership")}}
+    peers = console.split_addresses(options["initial_peers"])
     if peers:
-        options["initial_peers"] = peers
-    serve_gateway(models or (None,), options, settings, keys, ListenAddress(host, port), monitor, exits)
+        client["initial_peers"] = peers
+    address = ListenAddress(options["host"], options["port"])
+    models = options["models"] or (None,)
+    serve_gateway(models, client, settings, options["keys"], address, options["monitor"], options["exits"])
+
+
+def _gateway_settings(options: Mapping[str, Any]) -> GatewaySettings:
+    """The settings that these command line options ask for. Raises `InvalidOption` or `UsageError`."""
+    try:
+        max_request_bytes = ByteSize.parse(options["max_request"])
+    except ValueError as error:
+        raise InvalidOption(f"--max-request {options['max_request']}: {error}") from None
+    boundaries = _parse_boundaries(options["exit_boundaries"])
+    threshold = options["early_exit"]
+    if boundaries and threshold is None:
+        raise InvalidOption("--exit-boundaries has no effect without --early-exit; give both")
+
+    from swarm.client.early_exit.options import EarlyExit
+    from swarm.gateway.settings import GatewaySettings
+
+    return GatewaySettings(
+        default_max_tokens=options["default_max_tokens"],
+        max_request_bytes=max_request_bytes,
+        cors_origins=options["cors"],
+        max_concurrent_texts=options["concurrent"],
+        max_waiting=options["queue"],
+        public_status=options["public_status"],
+        early_exit=None
+        if threshold is None
+        else EarlyExit(options["exit_confidence"], threshold, boundaries=boundaries),
+        approximate_exits=options["approximate_exits"],
+    )
 
 
 def _parse_boundaries(text: str | None) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import uvloop
 from starlette.middleware import Middleware
 from starlette.routing import Mount
 
+from swarm.client.early_exit.options import EarlyExit
 from swarm.errors import AdapterMismatch, UsageError
 from swarm.gateway.access.authentication import RequireApiKey
 from swarm.gateway.access.host_check import is_loopback
@@ -73,13 +75,7 @@ def serve_gateway(
     keys = KeyFile.read(key_file) if key_file is not None else None
     with ExitStack() as stack:
         listening = stack.enter_context(listen(address.host, address.port))
-        models = [_load_model(stack, source, options) for source in sources]
-        for folder in exits:
-            _load_exits(models, folder)
-        _require_classifiers(models, settings)
-        for served in models:
-            if settings.early_exit is not None:
-                settings.early_exit.require_boundaries_in(served.model.swarm.span)
+        models = _load_models(stack, sources, options, exits, settings)
         gateway = GatewayState(models, settings, keys, new_registry())
         stack.callback(gateway.close)
         joined = models[0].model.swarm.config
@@ -87,31 +83,38 @@ def serve_gateway(
         check_host = keys is None and is_loopback(listening)
         if keys is None and not check_host:
             logger.warning("Everyone who can reach %s may use this gateway: give it --keys", address.host)
-
-        async def serve() -> None:
-            url = url_of(listening)
-            routes = [_monitor_routes(gateway, poller)] if poller is not None else []
-            if poller is not None:
-                await poller.start()
-            readiness = asyncio.create_task(_log_readiness(gateway))
-            try:
-                logger.info("Gateway: %s", url)
-                logger.info("OpenAI's interface: %sv1", url)
-                on_ready(url)
-                app = make_app(gateway, routes, check_host)
-                await serve_until_signal(app, listening, MAX_CONNECTIONS, before_shutdown)
-            finally:
-                readiness.cancel()
-                if poller is not None:
-                    await poller.stop()
-
-        def before_shutdown() -> None:
-            gateway.abort_requests()
-            if poller is not None:
-                poller.end_streams()
-
-        uvloop.run(serve())
+        uvloop.run(_serve(gateway, poller, listening, check_host, on_ready))
         logger.info("Leaving the swarm")
+
+
+async def _serve(
+    gateway: GatewayState,
+    poller: SwarmPoller | None,
+    listening: socket.socket,
+    check_host: bool,
+    on_ready: Callable[[str], None],
+) -> None:
+    """Answer requests until SIGINT or SIGTERM."""
+
+    def before_shutdown() -> None:
+        gateway.abort_requests()
+        if poller is not None:
+            poller.end_streams()
+
+    url = url_of(listening)
+    routes = [_monitor_routes(gateway, poller)] if poller is not None else []
+    if poller is not None:
+        await poller.start()
+    readiness = asyncio.create_task(_log_readiness(gateway))
+    try:
+        logger.info("Gateway: %s", url)
+        logger.info("OpenAI's interface: %sv1", url)
+        on_ready(url)
+        await serve_until_signal(make_app(gateway, routes, check_host), listening, MAX_CONNECTIONS, before_shutdown)
+    finally:
+        readiness.cancel()
+        if poller is not None:
+            await poller.stop()
 
 
 def _monitor_routes(gateway: GatewayState, poller: SwarmPoller) -> Mount:
@@ -125,6 +128,24 @@ async def _log_readiness(gateway: GatewayState) -> None:
         logger.info("Ready: servers hold every block")
     except ServiceUnavailable as error:
         logger.warning("%s; requests wait for them", error)
+
+
+def _load_models(
+    stack: ExitStack,
+    sources: Sequence[str | None],
+    options: Mapping[str, Any],
+    exits: Sequence[Path],
+    settings: GatewaySettings,
+) -> list[ServedModel]:
+    """The models with their exits, ready for what the settings say of early exit. `stack` closes them."""
+    models = [_load_model(stack, source, options) for source in sources]
+    for folder in exits:
+        _load_exits(models, folder)
+    if settings.early_exit is not None:
+        _require_classifiers(models, settings.early_exit)
+        for served in models:
+            settings.early_exit.require_boundaries_in(served.model.swarm.span)
+    return models
 
 
 def _load_model(stack: ExitStack, source: str | None, options: Mapping[str, Any]) -> ServedModel:
@@ -149,8 +170,8 @@ def _load_exits(models: Sequence[ServedModel], folder: Path) -> None:
     raise mismatches[-1]
 
 
-def _require_classifiers(models: Sequence[ServedModel], settings: GatewaySettings) -> None:
-    if settings.early_exit is None or settings.early_exit.confidence != "classifier":
+def _require_classifiers(models: Sequence[ServedModel], early_exit: EarlyExit) -> None:
+    if early_exit.confidence != "classifier":
         return
     without = [served.name for served in models if not served.has_exit_classifiers]
     if without:
