@@ -73,13 +73,14 @@ class InferenceSession:
         That is when servers are told that tokens may leave inside their spans, and when spans are cut.
 
         Raises:
-            InvalidSpan: a boundary is not inside the blocks that servers compute.
+            InvalidSpan: a boundary is not among the blocks that servers compute.
             UsageError: the session was opened otherwise, and has computed tokens; or spans are to be cut, and servers
                 are to let tokens leave inside them.
         """
         options.require_boundaries_in(self._connection.span)
         early_exits = self._early_exits or options.fill == "project"
-        boundaries = tuple(sorted({*self._boundaries, *options.boundaries}))
+        inside = (block for block in options.boundaries if block > self._connection.span.start)
+        boundaries = tuple(sorted({*self._boundaries, *inside}))
         if (early_exits, boundaries) == (self._early_exits, self._boundaries):
             return
         if early_exits and boundaries:

@@ -134,12 +134,22 @@ def test_a_session_is_cut_at_the_boundaries_of_all_its_calls():
     assert [chain.is_open for chain in connection.chains] == [False, True]
 
 
-@pytest.mark.parametrize("boundary", [2, 4, 9])
-def test_boundaries_lie_inside_the_blocks_of_servers(boundary):
+@pytest.mark.parametrize("boundary", [1, 4, 9])
+def test_boundaries_lie_among_the_blocks_of_servers(boundary):
     """The client computes blocks 0:2 itself."""
     connection = Connection()
     connection.span = Span(2, 4)
     session = InferenceSession(MODEL, connection, 8)
     session.prepare_for(EarlyExit(boundaries=(3,)))
-    with pytest.raises(InvalidSpan, match=rf"boundaries=\[{boundary}\] are not inside blocks 2:4"):
+    with pytest.raises(InvalidSpan, match=rf"boundaries=\[{boundary}\] are not among blocks 2:4.* use blocks from 2 to 3"):
         session.prepare_for(EarlyExit(boundaries=(boundary,)))
+
+
+def test_nothing_is_cut_behind_the_clients_own_blocks():
+    connection = Connection("open")
+    connection.span = Span(2, 4)
+    session = InferenceSession(MODEL, connection, 8)
+    session.open()
+    session.cache.commit(1, 3, None, None)
+    session.prepare_for(EarlyExit(boundaries=(2,)))
+    assert [chain.is_open for chain in connection.chains] == [True]

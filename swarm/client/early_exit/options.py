@@ -39,7 +39,8 @@ class EarlyExit:
             `verify=False`.
         min_block, max_block: blocks that a token passes at least, and behind which it does not leave any more.
         boundaries: blocks in front of which this client looks at tokens also inside servers' spans, ascending. It opens
-            such a span in parts, each of which sends it a copy. Not with `fill="project"`, where servers look.
+            such a span in parts, each of which sends it a copy. Not with `fill="project"`, where servers look. Where a
+            server begins, also behind blocks that the client computes itself, it looks anyway.
 
     Raises:
         UsageError: a value is not possible.
@@ -108,11 +109,12 @@ class EarlyExit:
             )
 
     def require_boundaries_in(self, blocks: Span) -> None:
-        """Raise `InvalidSpan` unless all boundaries are inside the blocks that servers compute."""
-        if outside := [block for block in self.boundaries if not blocks.start < block < blocks.end]:
+        """Raise `InvalidSpan` unless this client sees tokens in front of all boundaries: servers compute `blocks`."""
+        first = max(1, blocks.start)
+        if outside := [block for block in self.boundaries if not first <= block < blocks.end]:
             raise InvalidSpan(
-                f"boundaries={outside} are not inside blocks {blocks}, which servers compute; use blocks from "
-                f"{blocks.start + 1} to {blocks.end - 1}"
+                f"boundaries={outside} are not among blocks {blocks}, which servers compute; use blocks from {first} "
+                f"to {blocks.end - 1}"
             )
 
     @property

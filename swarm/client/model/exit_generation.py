@@ -39,7 +39,7 @@ def sample_with_exits(
     Raises:
         UsageError: the call asks for something that tokens which leave early do not have, or that its session was not
             opened for.
-        InvalidSpan: a boundary is not inside the blocks that servers compute.
+        InvalidSpan: a boundary is not among the blocks that servers compute.
         ProcessorsWithState: it asks for logits processors that do not work with them; nothing was computed.
         NoExitClassifiers: no token could leave on this route; the session holds the prompt.
     """

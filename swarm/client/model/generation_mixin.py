@@ -95,7 +95,7 @@ class DistributedModelMixin:
                 is opened for that: spans are cut at its boundaries.
 
         Raises:
-            InvalidSpan: a boundary of `early_exit` is not inside the blocks that servers compute.
+            InvalidSpan: a boundary of `early_exit` is not among the blocks that servers compute.
         """
         count = 0 if self.prompts is None else len(self.prompts)
         session = InferenceSession(self, self.swarm, max_length + count, listener)
@@ -204,7 +204,7 @@ class DistributedGenerationMixin(ExitsMixin, DistributedModelMixin):
         Raises:
             UsageError: the arguments cannot be divided among lanes, or tokens cannot leave early in this mode or
                 session.
-            InvalidSpan: a boundary of `early_exit` is not inside the blocks that servers compute.
+            InvalidSpan: a boundary of `early_exit` is not among the blocks that servers compute.
         """
         session = session or self._active.entered
         if early_exit == "session":

@@ -169,10 +169,15 @@ def test_boundaries_outside_the_model_are_named(client):
         client.inference_session(max_length=8, early_exit=leaves((6,)))
 
 
-def test_blocks_of_the_client_itself_are_no_boundaries(alone, local):
+def test_a_client_looks_behind_its_own_blocks_but_not_inside_them(alone, local):
+    """What leaves there has not travelled anywhere."""
+    events: list[Any] = []
     with run_client(alone, dtype="float32", local_blocks="0:2") as model:
-        assert greedy(model, prompt(), early_exit=leaves((3,))).equal(greedy(local, prompt()))
-        with pytest.raises(InvalidSpan, match=r"boundaries=\[1, 2\] are not inside blocks 2:6"):
+        with model.inference_session(max_length=64, listener=events.append):
+            assert greedy(model, prompt(), early_exit=leaves((2, 4))).equal(greedy(local, prompt()))
+        assert 2 in {event.block for event in events if isinstance(event, ExitTaken)}
+        assert greedy(model, prompt(), early_exit=leaves((4,), min_block=3)).equal(greedy(local, prompt()))
+        with pytest.raises(InvalidSpan, match=r"boundaries=\[1\] are not among blocks 2:6.* use blocks from 2 to 5"):
             greedy(model, prompt(), early_exit=leaves((1, 2, 3)))
 
 

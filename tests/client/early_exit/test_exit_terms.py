@@ -142,6 +142,9 @@ def test_boundaries_for_a_call():
     alone = Route((Hop(first.server, Span(0, 2)), Hop(first.server, Span(2, 4))))
     assert "one server has all blocks" in str(why_none_between(EarlyExit(), alone))
     assert why_none_between(EarlyExit(boundaries=(2,)), alone) is None
+    behind_own_blocks = Route((second,))
+    for options in (EarlyExit(), EarlyExit(boundaries=(4,))):
+        assert boundaries_for(options, behind_own_blocks) == (4,)
 
 
 def test_a_threshold_that_no_token_passes_is_named():
