@@ -11,6 +11,7 @@ states other than those with which it was made.
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -24,8 +25,9 @@ logger = logging.getLogger(__name__)
 Reading = Callable[[torch.Tensor], torch.Tensor]
 """Hidden states behind the last block, or as if they were, to logits, in inference."""
 
-MAX_RECORDINGS = 16
-"""One for each shape of hidden states. What has more shapes reads the others with the whole forward."""
+MAX_RECORDINGS = 64
+"""One for each shape of hidden states, that is for each number of rows; those that were used last are kept. A recording
+is a list of calls and no copy of weights, and to make one takes as long as a few forwards."""
 
 
 class DirectReading:
@@ -40,7 +42,7 @@ class DirectReading:
 
     def __init__(self, whole: Reading, alone: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
         self._whole, self._alone = whole, alone
-        self._readings: dict[tuple[torch.Size, torch.dtype, torch.device], Reading] = {}
+        self._readings: OrderedDict[tuple[torch.Size, torch.dtype, torch.device], Reading] = OrderedDict()
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         reading = self.prepare(hidden)
@@ -52,9 +54,10 @@ class DirectReading:
         key = (hidden.shape, hidden.dtype, hidden.device)
         reading = self._readings.get(key)
         if reading is None:
-            if len(self._readings) >= MAX_RECORDINGS:
-                return self._whole
             reading = self._readings[key] = self._chosen(hidden)
+            if len(self._readings) > MAX_RECORDINGS:
+                self._readings.popitem(last=False)
+        self._readings.move_to_end(key)
         return reading
 
     @torch.no_grad()
