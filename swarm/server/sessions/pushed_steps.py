@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 
 from swarm.errors import PeerLost, RemoteError
 from swarm.protocol import messages
 from swarm.server.compute.compute_request import Bytes
 from swarm.server.sessions.pushing.local_push_link import LocalPushLink, Push
 from swarm.server.sessions.pushing.push_link import PushLink
+from swarm.server.sessions.pushing.unread_replies import UnreadReplies
 from swarm.server.sessions.replies import Answer, Replies
 from swarm.server.sessions.session import Session
 from swarm.server.sessions.session_steps import SessionSteps, StepOutcome
@@ -40,6 +42,7 @@ class PushedSteps:
         self._replies = replies
         self._unanswered = unanswered
         self._waiting_bytes: Counter[str] = Counter()
+        self._unread = UnreadReplies(unanswered)
 
     def set_neighbors(self, session: Session, message: messages.SetNeighbors) -> None:
         """Who may push into the session, and where its outputs go. Raises `UnknownSession` if it is not open.
@@ -65,13 +68,20 @@ class PushedSteps:
 
         Raises `UnknownSession` if that server may not push there.
         """
-        session = await self._sessions.find_for_push(peer_id, message.client, message.session_id)
-        handling = self._steps.run_step(session, message.step, payload, asked_by_client=False)
-        answer = await self._replies.answer_or_refuse(handling, message, message.client, message.step.step)
+        session, answer = await self._compute(peer_id, message, payload)
         await self._send(session, answer)
 
+    async def _compute(self, peer_id: str, message: messages.PushRequest, payload: Bytes) -> tuple[Session, Answer]:
+        """The session of a pushed step, and what to say to its client."""
+        session = await self._sessions.find_for_push(peer_id, message.client, message.session_id)
+        handling = self._steps.run_step(session, message.step, payload, asked_by_client=False)
+        return session, await self._replies.answer_or_refuse(handling, message, message.client, message.step.step)
+
     async def _answer_own(self, pushes: Sequence[Push]) -> None:
-        """Successive steps from a session of this server to another one of the same client."""
+        """Successive steps from a session of this server to another one of the same client.
+
+        Those behind them do not wait until the client has read the answers.
+        """
         if len(pushes) > 1:
             message = pushes[0][0]
             session = await self._sessions.find_for_push(self._network.peer_id, message.client, message.session_id)
@@ -80,7 +90,7 @@ class PushedSteps:
                 await self._push_and_answer(session, [push.step for push, _ in pushes], outcomes)
                 return
         for push, payload in pushes:
-            await self.answer(self._network.peer_id, push, payload)
+            await self._send_soon(*await self._compute(self._network.peer_id, push, payload))
 
     async def _push_and_answer(
         self, session: Session, steps: Sequence[messages.StepRequest], outcomes: Sequence[StepOutcome]
@@ -93,7 +103,14 @@ class PushedSteps:
             elif outcome is not None:
                 answers.append((await self._steps.push_outputs(session, step, outcome, output), output))
         for number, answer in enumerate(answers):
-            await self._send(session, answer, delayed=not number)  # the others wait for the first one anyway
+            await self._send_soon(session, answer, delayed=not number)  # the others wait for the first one anyway
+
+    async def _send_soon(self, session: Session, answer: Answer, *, delayed: bool = True) -> None:
+        """Begin to send an answer, see `_send`."""
+        reply, output = answer
+        if reply is not None:
+            send = partial(self._send, session, answer, delayed=delayed)
+            await self._unread.send(session.terms.peer_id, len(output), send)
 
     async def _send(self, session: Session, answer: Answer, *, delayed: bool = True) -> None:
         """Send an answer to the session's client. The copy of outputs that were pushed is `delayed` a little."""

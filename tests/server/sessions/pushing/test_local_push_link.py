@@ -261,13 +261,33 @@ def test_links_of_one_client_share_the_room_for_bytes(model, monkeypatch):
     on_virtual_time(model, act)
 
 
+def test_later_parts_compute_on_while_their_answers_are_not_read(model):
+    async def act(server):
+        cut = await CutClient.begin(server)
+        await cut.step(step(0, 0, 2), random(2))
+        later = parts_of(server)[1]
+        async with later.client._sending:  # a frame on its way to a client that does not read
+            for number in (1, 2, 3):
+                await cut.send(step(number, number + 1), random(1, number))
+                assert (await answer(cut.streams[0]))[0].pushed
+            idle = asyncio.create_task(server.handler.idle())
+            await asyncio.sleep(0.1)
+            assert later.next_step == 4
+            assert not idle.done(), "what is not sent is not answered"
+        for number in (1, 2, 3):
+            assert (await answer(cut.streams[1]))[0].step == number
+        await idle
+
+    on_virtual_time(model, act)
+
+
 def test_a_fault_of_a_link_is_logged(model, monkeypatch, caplog):
     async def act(server):
         async def fail(*arguments):
             raise RuntimeError("a bug")
 
         cut = await CutClient.begin(server)
-        monkeypatch.setattr(server.handler._pushed, "answer", fail)
+        monkeypatch.setattr(server.handler._pushed, "_compute", fail)
         await cut.send(step(0, 0, 2), random(2))
         assert (await answer(cut.streams[0], 2))[0].pushed
         await server.handler.idle()
