@@ -23,8 +23,8 @@ class WarnOnce:
         self._said: OrderedDict[str, None] = OrderedDict()
         self._lock = threading.Lock()
 
-    def __call__(self, message: str) -> None:
-        """Write a warning, unless it is in the log already."""
+    def __call__(self, message: str, error: BaseException | None = None) -> None:
+        """Write a warning, with the traceback of an error, unless the message is in the log already."""
         with self._lock:
             is_new = message not in self._said
             self._said[message] = None
@@ -32,4 +32,4 @@ class WarnOnce:
             if len(self._said) > MAX_REMEMBERED:
                 self._said.popitem(last=False)
         if is_new:
-            self._logger.warning("%s%s", self._prefix, message)
+            self._logger.warning("%s%s", self._prefix, message, exc_info=error)

@@ -19,6 +19,15 @@ def test_each_is_written_once(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages[2:] == ["one"]
 
 
+def test_an_error_is_written_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    warn = WarnOnce(logging.getLogger("swarm.test"))
+    for number in range(2):
+        warn("it failed", RuntimeError(f"reason {number}"))
+    assert [(record.getMessage(), str((record.exc_info or [None, None])[1])) for record in caplog.records] == [
+        ("it failed", "reason 0")
+    ]
+
+
 def test_it_remembers_the_latest(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warn_once, "MAX_REMEMBERED", 2)
     warn = WarnOnce(logging.getLogger("swarm.test"))

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from swarm.common.dtypes import dtype_name
+from swarm.common.warn_once import WarnOnce
 from swarm.data_structures import ExitThresholds, StepLayout, WireFormat
 from swarm.errors import CacheFull, RemoteError, ServerClosing, WrongPosition
 from swarm.metrics.server import ServerObserver
@@ -45,6 +46,7 @@ class SessionSteps:
         self._engine = engine
         self._validator = validator
         self._observer = observer
+        self._warn_once = WarnOnce(logger)
 
     async def run_step(
         self, session: Session, message: messages.StepRequest, payload: Bytes, *, asked_by_client: bool
@@ -253,7 +255,8 @@ class SessionSteps:
         if error is None:
             return computing.result()
         if not isinstance(error, StepGivenUp):
-            logger.warning("computing %d steps as one failed; they are computed one by one", len(steps), exc_info=error)
+            kind = type(error).__name__
+            self._warn_once(f"computing steps as one failed with {kind}; they are computed one by one", error)
         return None
 
     def _split(self, session: Session, merged: MergedSteps, result: ComputeResult) -> list[memoryview]:
