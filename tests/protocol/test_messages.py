@@ -41,6 +41,7 @@ steps = st.builds(
     sources=st.none() | sequences,
     offsets=st.none() | sequences,
     epoch=counts,
+    follows=st.none() | counts,
     exits=st.none() | exit_terms,
     left=st.none() | sequences,
 )

@@ -153,6 +153,7 @@ class HopSession:
             sources=_list(step.layout.sources),
             offsets=_list(step.layout.offsets),
             epoch=step.epoch,
+            follows=step.follows,
             exits=step.exits,
             left=_list(step.hidden.left),
             exit_block=step.exit_block,

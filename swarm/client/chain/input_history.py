@@ -32,7 +32,7 @@ class Step:
 
     Attributes:
         hidden: what goes into a hop.
-        epoch: see `StepRequest`.
+        epoch, follows: see `StepRequest`.
         exits: when its tokens may leave inside a span; None for never.
         exit_block: see `StepRequest`.
     """
@@ -41,6 +41,7 @@ class Step:
     layout: StepLayout
     hidden: PackedHidden
     epoch: int = 0
+    follows: int | None = None
     exits: ExitTerms | None = None
     exit_block: int | None = None
 

@@ -107,7 +107,7 @@ def next_action(
 def _is_behind(hops: Sequence[HopState], numbers: Sequence[int], number: int) -> bool:
     """Whether a server whose cache was refilled still lacks a step before `number`.
 
-    Then that step must not set out: it would be pushed there, and if it sets rows back it would not be refused.
+    Then that step must not set out: it would be pushed there and refused, and that ends the pushes to this server.
     """
     before = max((earlier for earlier in numbers if earlier < number), default=NO_STEP)
     return any(hop.replied < min(hop.catch_up_to, before) for hop in hops[1:])

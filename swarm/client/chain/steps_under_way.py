@@ -23,6 +23,8 @@ class StepsUnderWay:
         self.steps: dict[int, Step] = {}
         self.next_number = 0
         self.epoch = 0
+        self._forgotten: int | None = None
+        """The last step that stands of those that were forgotten; None if there is none."""
         self._lengths: tuple[int, ...] | None = ()
         """Of each sequence after the last step; None if that was given up, so that some servers may have more."""
 
@@ -42,14 +44,15 @@ class StepsUnderWay:
         Args:
             exits, exit_block: see `Step`.
         """
-        first, layout = self.next_number, parts[-1][1]
+        first, layout, follows = self.next_number, parts[-1][1], None
         if not self.appends(parts[0][1]):
-            self.epoch = first
+            self.epoch, follows = first, max(self.steps, default=self._forgotten)
         added = []
         for number, (hidden, one) in enumerate(parts, first):
             # A copy, because the caller may change a tensor that the payload is a view of.
             kept = PackedHidden(bytes(hidden.payload), hidden.tokens, hidden.hidden_size, hidden.wire, hidden.dtype)
-            added.append(Step(number, one, kept, self.epoch, exits, exit_block))
+            before = follows if number == first else None
+            added.append(Step(number, one, kept, self.epoch, before, exits, exit_block))
         self.steps.update((step.number, step) for step in added)
         self.next_number = first + len(parts)
         self._lengths = tuple(start + count for start, count in zip(layout.starts, layout.counts, strict=True))
@@ -69,3 +72,4 @@ class StepsUnderWay:
         """All servers have answered the steps up to number `done`."""
         for number in [number for number in self.steps if number <= done]:
             del self.steps[number]
+            self._forgotten = number

@@ -75,7 +75,9 @@ class StepRequest(Message, frozen=True):
 
     An epoch is a step that does not just continue the one before (it sets sequences back, or copies them), and all
     steps that continue it; `epoch` is the number of the first. A server that has missed that one refuses the others,
-    because they would build upon what was given up.
+    because they would build upon what was given up. The first itself says which step it `follows`: the last one before
+    it that stands (None for the first of a session). A server that has missed that one refuses it: a cache that was
+    filled again may lack it, and what is kept of the sequences could be wrong.
 
     With `exits`, the new token of each sequence (at most one) may leave inside the span. `left` says which have left
     before: for each sequence, the block in front of which its new token left, 0 if it did not. The hidden states of a
@@ -96,6 +98,7 @@ class StepRequest(Message, frozen=True):
     exits: ExitTerms | None = None
     left: PerSequence | None = None
     exit_block: Count | None = None
+    follows: Count | None = None
 
 
 class GiveUp(Message, frozen=True):

@@ -71,6 +71,8 @@ class SessionSteps:
                 raise WrongPosition(f"step {message.step} came where step {session.next_step} was expected")
             if message.epoch not in (message.step, session.epoch):
                 raise WrongPosition(f"step {message.step} continues step {message.epoch}, which has not come")
+            if message.follows is not None and message.follows >= session.next_step:
+                raise WrongPosition(f"step {message.step} follows step {message.follows}, which has not come")
             layout = self._validator.validate_layout(message)
             self._validator.validate_exits(message, session.terms.span, session.terms.early_exits)
             reply_format = session.terms.reply_format
@@ -153,6 +155,7 @@ class SessionSteps:
             sources=message.sources,
             offsets=message.offsets,
             epoch=message.epoch,
+            follows=message.follows,
             exits=message.exits,
             left=reply.left,
             exit_block=message.exit_block,
@@ -213,6 +216,7 @@ class SessionSteps:
         """
         first = steps[0][0]
         comes_next = first.step >= session.next_step and first.epoch in (first.step, session.epoch)
+        comes_next = comes_next and (first.follows is None or first.follows < session.next_step)
         if self.closed or not comes_next or any(message.step in session.given_up for message, _ in steps):
             return None
         try:

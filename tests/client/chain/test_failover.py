@@ -322,6 +322,30 @@ def test_spans_may_be_cut_differently(span_model, replacements, route, push):
     run(span_model, servers, act, push=push)
 
 
+def test_no_step_overtakes_what_a_new_server_still_lacks(span_model):
+    """The last server answers a step that copies rows; the one before it dies before it has said so. The next step,
+    which copies rows too, is on its way to the replacement before the client has handed that the first one."""
+    servers = {"a": (0, 1), "b": (1, 2), "c": (2, 4), "d": (4, 6), "c2": (2, 4)}
+
+    async def act(swarm, talk):
+        swarm.on_message = lambda source, target, message: source == "c" and isinstance(message, messages.StepReply)
+        await talk.step(StepLayout((4, 6), (1, 1), (1, 0)))
+        swarm.servers["b"].runtime._seconds = 0.5
+
+        def watch(source: str, target: str, message: messages.Message) -> bool:
+            if isinstance(message, messages.PushRequest) and target == "b":
+                swarm.kill("c")
+            elif isinstance(message, messages.StepRequest) and target == "c2":
+                swarm.hub.delay = lambda one, other: 1.0 if (one, other) == (CLIENT, "c2") else 0.01
+            return False
+
+        swarm.on_message = watch
+        await talk.step(StepLayout((4, 4), (1, 1), (1, 0)))
+        assert swarm.planner.routes[-1] == "0:1@a 1:2@b 2:4@c2 4:6@d"
+
+    run(span_model, servers, act)
+
+
 def tampering(act: Callable[[Any, Any], Any], kind: type = messages.StepReply) -> Callable[[Any, Any], Any]:
     return lambda message, payload: act(message, payload) if isinstance(message, kind) else (message, payload)
 

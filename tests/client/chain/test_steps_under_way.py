@@ -33,6 +33,22 @@ def test_what_follows_steps_that_were_given_up_is_an_epoch_of_its_own():
     assert [(one.number, one.epoch) for one in steps.add([part(4)])] == [(4, 4)]
 
 
+def test_the_first_step_of_an_epoch_names_the_one_before_it_that_stands():
+    steps = StepsUnderWay()
+    assert [one.follows for one in steps.add([part(0, 3), part(3)])] == [None, None]
+    assert [one.follows for one in steps.add([part(2), part(3)])] == [1, None]
+    assert [one.follows for one in steps.add([part(4)])] == [None]
+    steps.give_up_after(2)
+    steps.give_up_after(2)
+    assert [one.follows for one in steps.add([part(1)])] == [2]
+    steps.forget(5)
+    assert not steps.steps
+    steps.add([part(0)])
+    steps.give_up_after(5)
+    (last,) = steps.add([part(0)])
+    assert (last.number, last.follows) == (7, 5)
+
+
 def test_what_comes_next():
     steps = StepsUnderWay()
     assert steps.upcoming(-1) == (0, 0)

@@ -58,6 +58,25 @@ def test_a_step_that_continues_what_did_not_come_is_refused(model):
     scenario(model, act)
 
 
+def test_a_step_that_sets_sequences_back_is_refused_where_the_one_before_it_is_missing(model):
+    """What would be kept of them might not be what that one left."""
+
+    async def act(server):
+        client = await (await server.client()).begin()  # step 0, two tokens
+        back = step(3, 1, epoch=3)
+        said = await client.refused("wrong_position", changed(back, follows=1), PAYLOAD)
+        assert "follows step 1, which has not come" in said
+        reply, _ = await client.ask(changed(back, follows=0), PAYLOAD)
+        assert reply.step == 3
+        replay = messages.ReplayRequest(5, [0], [2], WireFormat.NONE, "float32", None, False)
+        await client.ask(replay, encode_tensor(random(2), WireFormat.NONE))
+        await client.refused("wrong_position", changed(step(6, 1, epoch=6), follows=5), PAYLOAD)
+        reply, _ = await client.ask(changed(step(6, 1, epoch=6), follows=4), PAYLOAD)
+        assert reply.step == 6
+
+    scenario(model, act)
+
+
 def test_steps_that_were_given_up_are_not_computed(model):
     async def act(server):
         client = await (await server.client()).begin()

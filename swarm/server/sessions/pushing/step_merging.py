@@ -52,7 +52,7 @@ def _continues(before: StepRequest, step: StepRequest) -> bool:
     """Whether a step goes on just where a plain one before it ends, in the same way."""
     return (
         _is_plain(step)
-        and (step.step, step.epoch) == (before.step + 1, before.epoch)
+        and (step.step, step.epoch, step.follows) == (before.step + 1, before.epoch, None)
         and (step.format, step.dtype, step.offsets) == (before.format, before.dtype, before.offsets)
         and step.starts == [*map(sum, zip(before.starts, before.counts, strict=True))]
     )

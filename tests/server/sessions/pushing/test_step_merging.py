@@ -60,6 +60,7 @@ def test_tokens_of_a_text_are_merged_up_to_a_short_request():
     [
         pytest.param({"step": 7}, id="a step between is missing"),
         pytest.param({"epoch": 6}, id="another epoch"),
+        pytest.param({"follows": 5}, id="begins an epoch"),
         pytest.param({"starts": [9, 4]}, id="not where the one before ends"),
         pytest.param({"starts": [10, 4, 0], "counts": [1, 1, 1]}, id="one more sequence"),
         pytest.param({"starts": [10]}, id="lists disagree"),
@@ -222,12 +223,13 @@ def queues(draw: st.DrawFn) -> tuple[int, list[Pushed]]:
         if kind == "back":
             number, starts = number + draw(st.integers(0, 2)), [draw(st.integers(0, start)) for start in starts]
             epoch = number
+        follows = number + draw(st.integers(-2, 0)) if kind == "back" and number > 1 else None
         hidden = torch.randn(sum(counts), HIDDEN, generator=torch.Generator().manual_seed(seed))
         if kind == "poison":
             hidden[0, 0] = POISON
         own = max(0, number - 1) if kind == "late" else number + (kind == "gap")
         at = [start + (kind == "ahead") for start in starts]
-        request = step(own, at, counts, epoch)
+        request = step(own, at, counts, epoch, follows=follows)
         pushes.append((request, bytes(encode_tensor(hidden, WireFormat.NONE))[(kind == "short") :]))
         number, starts = own + 1, [start + count for start, count in zip(starts, counts, strict=True)]
     return sequences, pushes
