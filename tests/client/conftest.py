@@ -1,7 +1,8 @@
-"""A tiny model for the tests of the client."""
+"""A tiny model for the tests of the client, and a swarm of it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,10 @@ from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.loading.span_loading import load_span
 from tests import zoo
+from tests.swarms import TestSwarm, run_client, run_swarm
+
+SPANS = ("0:2", "2:3", "3:6")
+"""Of the servers of `swarm`."""
 
 
 @pytest.fixture(scope="session")
@@ -32,3 +37,17 @@ def local(folder: Path) -> Any:
 def span_model(folder: Path) -> SpanModel:
     """All six blocks of it as a server has them."""
     return load_span(open_checkpoint(folder), Span(0, zoo.BLOCKS), dtype=torch.float32, device=torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def swarm(folder: Path) -> Iterator[TestSwarm]:
+    """Three servers of it."""
+    with run_swarm(folder, SPANS, dtype="float32") as swarm:
+        yield swarm
+
+
+@pytest.fixture(scope="module")
+def model(swarm: TestSwarm) -> Iterator[Any]:
+    """A client of them."""
+    with run_client(swarm, dtype="float32") as model:
+        yield model

@@ -141,7 +141,9 @@ def test_boundaries_lie_among_the_blocks_of_servers(boundary):
     connection.span = Span(2, 4)
     session = InferenceSession(MODEL, connection, 8)
     session.prepare_for(EarlyExit(boundaries=(3,)))
-    with pytest.raises(InvalidSpan, match=rf"boundaries=\[{boundary}\] are not among blocks 2:4.* use blocks from 2 to 3"):
+    with pytest.raises(
+        InvalidSpan, match=rf"boundaries=\[{boundary}\] are not among blocks 2:4.* use blocks from 2 to 3"
+    ):
         session.prepare_for(EarlyExit(boundaries=(boundary,)))
 
 

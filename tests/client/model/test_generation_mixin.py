@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +12,10 @@ from transformers import AutoModelForCausalLM, MaxLengthCriteria, StoppingCriter
 from transformers.generation.streamers import BaseStreamer
 
 from swarm.errors import InvalidSpan, SessionClosed, TooLong, UsageError
+from tests.client.conftest import SPANS
 from tests.client.prompts import PAD, greedy, padded_batch, prompt
 from tests.swarms import TestSwarm, run_client, run_swarm
 from tests.zoo import PROMPTS
-
-SPANS = ("0:2", "2:3", "3:6")
-
-
-@pytest.fixture(scope="module")
-def swarm(folder: Path) -> Iterator[TestSwarm]:
-    with run_swarm(folder, SPANS, dtype="float32") as swarm:
-        yield swarm
-
-
-@pytest.fixture(scope="module")
-def model(swarm: TestSwarm) -> Iterator[Any]:
-    with run_client(swarm, dtype="float32") as model:
-        yield model
 
 
 def test_figure_2_of_the_paper_as_written(model: Any, local: Any) -> None:

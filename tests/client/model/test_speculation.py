@@ -16,12 +16,12 @@ from swarm.client.chain.chain import Chain
 from swarm.client.model.speculation import bound_candidates, unseen_length, validate_speculation
 from swarm.data_structures import StepLayout
 from swarm.errors import UsageError
+from tests.client.conftest import SPANS
 from tests.client.prompts import prompt
 from tests.disturbances import Before, holder
 from tests.swarms import TestSwarm, run_client, run_swarm
 from tests.zoo import BLOCKS
 
-SPANS = ("0:2", "2:3", "3:6")
 NEW = 24
 LOOKUP = {"prompt_lookup_num_tokens": 4}
 

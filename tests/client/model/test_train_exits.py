@@ -6,7 +6,6 @@ import io
 import logging
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,16 +18,8 @@ from swarm.client.tuning.options import TuningOptions
 from swarm.common import console
 from swarm.errors import AdapterMismatch, NoExitClassifiers, UsageError
 from tests.client import prompts
-from tests.swarms import TestSwarm, run_client, run_swarm
+from tests.swarms import TestSwarm, run_client
 from tests.zoo import BLOCKS
-
-SPANS = ("0:2", "2:3", "3:6")
-
-
-@pytest.fixture(scope="module")
-def swarm(folder: Path) -> Iterator[TestSwarm]:
-    with run_swarm(folder, SPANS, dtype="float32") as swarm:
-        yield swarm
 
 
 @pytest.fixture

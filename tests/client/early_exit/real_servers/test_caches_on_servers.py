@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LogitsProcessorList, StoppingCrit
 from swarm import EarlyExit
 from swarm.client.routes.events import ExitTaken, ExitVerified
 from swarm.data_structures import Span
-from tests.client.early_exit.conftest import SPANS
+from tests.client.conftest import SPANS
 from tests.client.prompts import greedy, padded_batch, prompt
 from tests.disturbances import Before, holder
 from tests.server_caches import CachedSession, largest_difference
