@@ -8,10 +8,10 @@ from typing import Any
 
 from swarm.client.early_exit.options import EarlyExit
 from swarm.generation.errors import InvalidGenerationRequest
+from swarm.generation.formats.tool_calls import ToolCallParser, ToolOptions
 from swarm.generation.sampling import SamplingOptions
 from swarm.generation.sequence_generation import SequenceRequest
 from swarm.generation.served_model import ServedModel
-from swarm.generation.tool_calls import ToolCallParser, ToolOptions
 from swarm.models.checkpoints.chat_template import conversation_tokens, text_tokens
 
 DEFAULT_CHAT_TOKENS = 1024

@@ -32,11 +32,11 @@ from swarm.errors import NoExitClassifiers, ProcessorsWithState, SwarmError, Usa
 from swarm.generation.detokenizer import IncrementalDetokenizer
 from swarm.generation.errors import EXPECTED_ERRORS, GenerationCancelled, GenerationCrashed, InvalidGenerationRequest
 from swarm.generation.exit_counts import ExitCounts
+from swarm.generation.formats.tool_calls import ToolCall, ToolCallParser
 from swarm.generation.provisional_text import ProvisionalText
 from swarm.generation.sampling import SampledToken, Sampler, SamplingOptions, TokenConstraint
 from swarm.generation.served_model import ServedModel
 from swarm.generation.stop_sequences import StopSequenceFilter
-from swarm.generation.tool_calls import ToolCall, ToolCallParser
 
 logger = logging.getLogger(__name__)
 

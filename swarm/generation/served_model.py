@@ -12,8 +12,8 @@ from typing import Any
 from swarm.client.model.auto_model import AutoDistributedModelForCausalLM
 from swarm.client.threads.compute_lock import ComputeLock
 from swarm.common.warn_once import WarnOnce
-from swarm.generation.response_format import GrammarCompiler
-from swarm.generation.tool_syntax import ToolSyntax, tool_syntax
+from swarm.generation.formats.response_format import GrammarCompiler
+from swarm.generation.formats.tool_syntax import ToolSyntax, tool_syntax
 from swarm.models.checkpoints.chat_template import template_text
 from swarm.models.checkpoints.tokenizer import load_tokenizer
 

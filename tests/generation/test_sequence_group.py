@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from swarm.client.routes.events import BlocksMissing
+from swarm.generation.formats.tool_calls import ToolCall
 from swarm.generation.sampling import SampledToken
 from swarm.generation.sequence_generation import (
     SequenceDelta,
@@ -14,7 +15,6 @@ from swarm.generation.sequence_generation import (
     SequenceProvisional,
 )
 from swarm.generation.sequence_group import merge_deltas
-from swarm.generation.tool_calls import ToolCall
 from tests.generation.fake_generation import make_group
 
 __all__ = ["make_group"]

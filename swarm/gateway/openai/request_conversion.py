@@ -17,10 +17,10 @@ from swarm.gateway.openai.request_schema import (
     NamedToolChoice,
 )
 from swarm.gateway.settings import GatewaySettings
+from swarm.generation.formats.tool_calls import ToolFunction, ToolOptions
 from swarm.generation.prompts import GenerationOptions, chat_sequences, completion_sequences
 from swarm.generation.sequence_generation import SequenceRequest
 from swarm.generation.served_model import ServedModel
-from swarm.generation.tool_calls import ToolFunction, ToolOptions
 
 
 def chat_request_sequences(

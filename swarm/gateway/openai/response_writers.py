@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swarm.generation.detokenizer import token_text
+from swarm.generation.formats.tool_calls import ToolCall
 from swarm.generation.sampling import SampledToken
 from swarm.generation.sequence_generation import SequenceDelta
 from swarm.generation.served_model import ServedModel
-from swarm.generation.tool_calls import ToolCall
 
 MIN_LOGPROB = -9999.0
 """JSON has no infinity; OpenAI writes this for an impossible token."""

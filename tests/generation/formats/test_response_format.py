@@ -18,9 +18,9 @@ import swarm.models
 from swarm.gateway.openai.request_conversion import tool_options
 from swarm.gateway.openai.request_schema import ChatRequest, parse_chat_request
 from swarm.generation.errors import InvalidGenerationRequest
-from swarm.generation.response_format import GrammarCompiler
-from swarm.generation.tool_calls import ToolCallParser
-from swarm.generation.tool_syntax import TABLE
+from swarm.generation.formats.response_format import GrammarCompiler
+from swarm.generation.formats.tool_calls import ToolCallParser
+from swarm.generation.formats.tool_syntax import TABLE
 from tests.scripted import make_scripted
 
 DEMO = Path(swarm.models.__file__).parent / "demo"

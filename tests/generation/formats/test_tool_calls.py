@@ -8,9 +8,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from swarm.generation import tool_calls
-from swarm.generation.tool_calls import ToolCall, ToolCallParser, tool_syntax
-from swarm.generation.tool_syntax import TABLE
+from swarm.generation.formats import tool_calls
+from swarm.generation.formats.tool_calls import ToolCall, ToolCallParser, tool_syntax
+from swarm.generation.formats.tool_syntax import TABLE
 
 NAMES = frozenset({"weather", "add.numbers"})
 ARGUMENTS = '{"city": "Zürich {x} \\" \\\\", "days": [1, {"n": 2}]}'

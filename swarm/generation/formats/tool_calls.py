@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from swarm.generation.tool_syntax import ToolSyntax, tool_syntax
+from swarm.generation.formats.tool_syntax import ToolSyntax, tool_syntax
 
 __all__ = ["ToolCall", "ToolCallParser", "ToolFunction", "ToolOptions", "ToolSyntax", "tool_syntax"]
 
