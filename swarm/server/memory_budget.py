@@ -20,6 +20,7 @@ from swarm.models.weights.quantization import INT8, NF4, NONE, form_for_device, 
 from swarm.server.limits import (
     DEFAULT_ADAPTER_SHARE,
     DEFAULT_REQUEST_SHARE,
+    KEPT_HIDDEN_STATES,
     MAX_DEFAULT_ADAPTER_BYTES,
     MAX_MEMORY_SHARE,
     MAX_REQUEST_BYTES,
@@ -192,6 +193,15 @@ def request_memory(requested: int | None, free: int) -> int:
     if requested is not None:
         return requested
     return min(max(MIN_REQUEST_BYTES, int(free * DEFAULT_REQUEST_SHARE)), MAX_REQUEST_BYTES)
+
+
+def session_buffer_bytes(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, cache_tokens: int) -> int:
+    """Memory that sessions may take beside their cache, for hidden states of as many tokens as the cache holds.
+
+    A server on a GPU keeps them in other memory than blocks and cache.
+    """
+    hidden_size: int = checkpoint.config.get_text_config().hidden_size
+    return 0 if device.type == "cuda" else KEPT_HIDDEN_STATES * cache_tokens * hidden_size * dtype.itemsize
 
 
 def free_memory(device: torch.device) -> int:

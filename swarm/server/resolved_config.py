@@ -86,6 +86,7 @@ def resolve_config(options: ServerConfig) -> ResolvedConfig:
     cache_tokens = options.cache_tokens or DEFAULT_CACHE_TOKENS
     trained_exits = _open_trained_exits(options, checkpoint)
     reserved = (options.adapter_memory or 0) + (options.request_memory or 0)
+    reserved += memory_budget.session_buffer_bytes(checkpoint, device, dtype, cache_tokens)
     quantization = NONE  # a size for weights on flash decides what fits, so nothing has to be quantized
     if options.flash.memory is None or options.quant != "auto":
         quantization = memory_budget.resolve_quantization(

@@ -31,6 +31,7 @@ from swarm.server.compute.engine import (
     Engine,
     token_budget,
 )
+from swarm.server.limits import KEPT_HIDDEN_STATES
 from swarm.server.memory.peer_standing import PeerStanding
 from swarm.server.resolved_config import ResolvedConfig
 from swarm.server.sessions.adapter_store import AdapterLimits, AdapterStore
@@ -224,8 +225,8 @@ def _make_session_table(
     paging, now = model.strategy.paging, time.monotonic
     if paging is not None:  # a page has room in all blocks, whichever of them a session uses
         return SessionTable(config.cache_tokens, now, standing=standing, page=paging.pool.page_size, observer=observer)
-    # A session may keep a token's hidden states twice: in its last reply, and in a step that waits for its next part.
-    buffer_blocks = -(-2 * model.hidden_size // max(1, config.checkpoint.structure.cached_values_per_token))
+    kept, cached = KEPT_HIDDEN_STATES * model.hidden_size, config.checkpoint.structure.cached_values_per_token
+    buffer_blocks = -(-kept // max(1, cached))
     return SessionTable(
         config.cache_tokens,
         now,

@@ -26,6 +26,8 @@ from swarm.server.resolved_config import ResolvedConfig, resolve_config
 from tests import zoo
 
 CACHE_TOKENS = 16
+BUFFER_BYTES = 2 * CACHE_TOKENS * 32 * 4
+"""Hidden states of so many tokens, kept twice."""
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +194,7 @@ def test_exits_are_no_reason_for_flash(resolve, folder, weights):
     """With the head, memory would hold less than was asked for; flash, which holds more, has no exits."""
     head = head_bytes(open_checkpoint(folder), torch.float32)
     needed = resolve(2 * weights).budget.footprint.span_bytes(0, 6, CACHE_TOKENS)
-    free = int(needed / MAX_MEMORY_SHARE) + 2
+    free = int(needed / MAX_MEMORY_SHARE) + 2 + BUFFER_BYTES
     assert resolve(free, quant="none").flash is None
     assert resolve(free - 16, quant="none").flash is not None
     for quant in ("none", "auto"):
@@ -240,6 +242,17 @@ def test_lenses_of_a_model_whose_config_has_parts(folder, tmp_path):
     options = ServerConfig(model=str(folder), exits=ExitsOption((2,)), exits_from=tmp_path)
     found = resolved_config._open_trained_exits(options, checkpoint)
     assert found.weight_bytes(2) == 4 * (64 * 64 + 64)
+
+
+def test_what_sessions_keep_beside_their_cache_is_not_for_blocks(resolve, weights):
+    assert resolve(2 * weights).budget.free == 2 * weights - BUFFER_BYTES
+
+
+def test_on_a_gpu_they_are_in_other_memory(folder):
+    checkpoint = open_checkpoint(folder)
+    for device, expected in (("cpu", BUFFER_BYTES), ("cuda", 0)):
+        taken = memory_budget.session_buffer_bytes(checkpoint, torch.device(device), torch.float32, CACHE_TOKENS)
+        assert taken == expected
 
 
 def test_memory_that_is_promised_twice_holds_no_blocks(resolve, weights):

@@ -128,16 +128,18 @@ def check_memory(model: str | None, requested: str, cache_dir: Path | None) -> F
     from swarm.models.checkpoints.footprint import memory_footprint
     from swarm.models.checkpoints.partial_loading import resolve_dtype
     from swarm.server.limits import DEFAULT_CACHE_TOKENS
-    from swarm.server.memory_budget import blocks_that_fit, free_memory, resolve_device
+    from swarm.server.memory_budget import blocks_that_fit, free_memory, resolve_device, session_buffer_bytes
 
     try:
-        free = free_memory(resolve_device(requested))
-        checkpoint = open_checkpoint(model, cache_dir=cache_dir)
-        needs = memory_footprint(checkpoint, resolve_dtype("auto", checkpoint.config))
+        device = resolve_device(requested)
+        free, checkpoint = free_memory(device), open_checkpoint(model, cache_dir=cache_dir)
+        dtype = resolve_dtype("auto", checkpoint.config)
+        needs = memory_footprint(checkpoint, dtype)
+        buffers = session_buffer_bytes(checkpoint, device, dtype, DEFAULT_CACHE_TOKENS)
     except SwarmError as error:
         return verdicts.failure("Memory", str(error), "give another MODEL, or none for the demo model")
     try:
-        fitting = blocks_that_fit(needs, free, DEFAULT_CACHE_TOKENS)
+        fitting = blocks_that_fit(needs, max(0, free - buffers), DEFAULT_CACHE_TOKENS)
     except NotEnoughMemory:
         fitting = 0
     per_block = max(needs.block_bytes) + DEFAULT_CACHE_TOKENS * needs.cache_bytes_per_token
