@@ -16,6 +16,7 @@ import torch
 from swarm.client.chain.chain import Chain
 from swarm.client.chain.prompt_chunks import chunk_slots
 from swarm.client.connection import SwarmConnection
+from swarm.client.early_exit.exit_agreement import ExitAgreement
 from swarm.client.early_exit.exit_terms import boundaries_for
 from swarm.client.early_exit.options import EarlyExit
 from swarm.client.local_blocks import LocalSession
@@ -63,8 +64,7 @@ class InferenceSession:
         self._connection = connection
         self._chain: Chain | None = None
         self._local: LocalSession | None = None
-        self._early_exits = False
-        self._boundaries: tuple[int, ...] = ()
+        self._agreement = ExitAgreement()
         self._closed = False
 
     def prepare_for(self, options: EarlyExit) -> None:
@@ -77,17 +77,9 @@ class InferenceSession:
             UsageError: the session was opened otherwise, and has computed tokens; or spans are to be cut, and servers
                 are to let tokens leave inside them.
         """
-        options.require_boundaries_in(self._connection.span)
-        early_exits = self._early_exits or options.fill == "project"
-        inside = (block for block in options.boundaries if block > self._connection.span.start)
-        boundaries = tuple(sorted({*self._boundaries, *inside}))
-        if (early_exits, boundaries) == (self._early_exits, self._boundaries):
+        agreement = self._agreement.including(options, self._connection.span)
+        if agreement == self._agreement:
             return
-        if early_exits and boundaries:
-            raise UsageError(
-                f"this session has boundaries={boundaries}, which do not go together with early_exit with "
-                "fill='project'; use another session"
-            )
         if self._chain is not None and self._chain.is_open:
             if self.position:
                 raise UsageError(
@@ -96,7 +88,7 @@ class InferenceSession:
                     "use another session"
                 )
             self._close_chain()
-        self._early_exits, self._boundaries = early_exits, boundaries
+        self._agreement = agreement
 
     def step(self, hidden: torch.Tensor) -> torch.Tensor:
         """Run the next tokens through all blocks and the family's final norm.
@@ -324,9 +316,8 @@ class InferenceSession:
                 self._local = self._connection.local.session(detach_parts(parts))
             # Assigned before it is open: if Ctrl-C interrupts the opening, the chain still has to be closed.
             adapter = pack_adapter(remote_parts)
-            self._chain = self._connection.new_chain(
-                self.max_length, adapter, self._listener, self._early_exits, self._boundaries
-            )
+            agreed = self._agreement.early_exits, self._agreement.boundaries
+            self._chain = self._connection.new_chain(self.max_length, adapter, self._listener, *agreed)
             self._connection.run(self._chain.open())
         return self._chain
 
