@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from swarm.client.chain.hop_progress import NO_STEP
+from swarm.client.chain.awaited_steps import NO_STEP
 from swarm.client.chain.hop_session import HopSession
 from swarm.client.chain.linked_hops import LinkedHops
 from swarm.client.chain.next_action import Deliver, Finished, Repair, WaitUntil, next_action

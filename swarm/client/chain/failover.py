@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from swarm.client.chain.hop_progress import NO_STEP
+from swarm.client.chain.awaited_steps import NO_STEP
 from swarm.client.chain.hop_session import HopSession
 from swarm.client.chain.input_history import InputHistory
 from swarm.client.chain.route_cutting import cut_route

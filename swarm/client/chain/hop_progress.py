@@ -34,8 +34,7 @@ gets a new number. Nothing but the events of this class changes its attributes.
 
 from __future__ import annotations
 
-import enum
-
+from swarm.client.chain.awaited_steps import NO_STEP, AwaitedSteps
 from swarm.client.chain.hop_clock import HopClock
 from swarm.client.wire.reply_checks import OutputShape
 from swarm.client.wire.timeout_estimator import TimeoutEstimator
@@ -50,28 +49,15 @@ from swarm.errors import (
     WrongPosition,
 )
 
-NO_STEP = -1
-"""Stands for a step's number where there is no step."""
-
 MAX_RETRIES = 3
 """Repairs of one server that are tried before it has answered something new."""
-
-
-class ReplyKind(enum.Enum):
-    """What the reply to a step is, judged by the step's number."""
-
-    EXPECTED = "expected"
-    LATE = "late"
-    """The step was answered before or given up: the reply is ignored."""
-    UNKNOWN = "unknown"
-    """The server was never to get such a step."""
 
 
 class HopProgress:
     """Cursors and flags of one hop, changed by events only. Times are seconds on the clock of the caller.
 
     Attributes:
-        replied: number of the last step that the server answered; it has answered all before.
+        steps: which steps it still has to answer.
         delivered: number of the last step that this client handed to it.
         pushed: number of the last step that the server before says it has handed to it, none left out.
         rejected: number of the last step that it refused as it was pushed.
@@ -93,7 +79,8 @@ class HopProgress:
     """
 
     def __init__(self, server: str, timeouts: TimeoutEstimator) -> None:
-        self.replied = self.delivered = self.pushed = self.rejected = self.received = self.catch_up_to = NO_STEP
+        self.steps = AwaitedSteps()
+        self.delivered = self.pushed = self.rejected = self.received = self.catch_up_to = NO_STEP
         self.clock = HopClock(timeouts)
         self.error: Exception | None = None
         self.leaving: ServerClosing | None = None
@@ -101,56 +88,32 @@ class HopProgress:
         self.retries = 0
         self.push_refused = self.pushes_onward = self.last_was_pushed = False
         self._server = server
-        self._expected: dict[int, OutputShape] = {}
-        self._void: set[int] = set()
-        self._newest_reply = NO_STEP
-        """Number of the newest step that was ever answered; `replied` goes back where a refill begins earlier."""
         self._seen_pushes: set[int] = set()
         """Steps that were pushed, whatever became of that: a step that is refused may be one of those."""
         self._first_of_call = 0
 
     # What others ask
 
+    @property
+    def replied(self) -> int:
+        """Number of the last step that the server answered; it has answered all before."""
+        return self.steps.replied
+
     def is_handed(self, number: int) -> bool:
         """Whether the server has the step, or the step is on its way there."""
         return number <= max(self.replied, self.delivered, self.pushed)
 
-    def awaited(self) -> list[int]:
-        """Steps that the server still has to answer, ascending."""
-        return sorted(number for number in self._expected if not self._is_past(number))
-
-    def expected_outputs(self, number: int) -> OutputShape:
-        """How much the answer to a step has to hold."""
-        return self._expected[number]
-
-    def largest_reply(self) -> int:
-        """Values in the largest answer that may come now."""
-        return max((outputs.values for outputs in self._expected.values()), default=0)
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether the server may still answer something, wanted or not."""
-        return any(number > self.replied for number in self._expected)
-
-    def classify_reply(self, number: int) -> ReplyKind:
-        """What a reply to step `number` is."""
-        if self._is_past(number):
-            return ReplyKind.LATE
-        if number in self._expected:
-            return ReplyKind.EXPECTED
-        return ReplyKind.LATE if number <= self._newest_reply else ReplyKind.UNKNOWN
-
     def send_timeout(self, number: int) -> float:
         """Seconds that the server gets to read step `number`: it computes those before it first."""
-        tokens = sum(self._expected[earlier].tokens for earlier in self.awaited() if earlier < number)
-        return self.clock.timeout(tokens + self._expected[number].tokens)
+        before = (earlier for earlier in self.steps.numbers() if earlier < number)
+        return self.clock.timeout(self.steps.tokens([*before, number]))
 
     def can_answer(self, next_step: int) -> bool:
         """Whether a server that expects step `next_step` next can still answer all that it has not answered.
 
         A server keeps its newest reply only.
         """
-        computed = [number for number in self.awaited() if number < next_step]
+        computed = [number for number in self.steps.numbers() if number < next_step]
         return next_step > self.replied and len(computed) <= 1
 
     @property
@@ -171,7 +134,7 @@ class HopProgress:
 
     def on_expected(self, number: int, outputs: OutputShape, now: float) -> None:
         """A step is going to come to the server, from this client or from the server before."""
-        self._expected[number] = outputs
+        self.steps.expect(number, outputs)
         self.clock.on_expected(now)
 
     def on_input_received(self, number: int) -> None:
@@ -181,7 +144,7 @@ class HopProgress:
     def on_delivered(self, number: int, outputs: OutputShape, now: float) -> None:
         """This client hands a step over."""
         self.delivered = number
-        self._expected.setdefault(number, outputs)
+        self.steps.expect(number, outputs)
         self._start_clock(number, now)
 
     def on_pushed(self, number: int, reliable: bool, now: float) -> None:
@@ -199,20 +162,16 @@ class HopProgress:
         Args:
             full: the step's tokens have passed all blocks.
         """
-        if number > min(self.awaited()):
+        if number > min(self.steps.numbers()):
             self._on_reply_missed(number)
             return False
         continues = number > self._first_of_call
-        self.clock.on_reply(number, self._expected[number].tokens, compute_seconds, continues, now, full)
-        self.replied, self.last_was_pushed = number, was_pushed
-        if number > self._newest_reply:
-            self._newest_reply, self.retries = number, 0
-        # Steps of the newest call stay: what was asked for twice may be answered twice.
-        oldest = min(number, self._first_of_call)
-        self._expected = {step: outputs for step, outputs in self._expected.items() if step >= oldest}
-        self._void = {step for step in self._void if step > number}
+        self.clock.on_reply(number, self.steps.tokens([number]), compute_seconds, continues, now, full)
+        self.last_was_pushed = was_pushed
+        if self.steps.answer(number, self._first_of_call):
+            self.retries = 0
         self._seen_pushes = {step for step in self._seen_pushes if step > number}
-        for following in self.awaited()[:1]:
+        for following in self.steps.numbers()[:1]:
             self._start_clock(following, now)
         return True
 
@@ -222,21 +181,21 @@ class HopProgress:
         Args:
             copied_rows: whether one of them copied rows, which a later step cannot set back.
         """
-        self._void.update(range(after + 1, last + 1))
+        self.steps.give_up(range(after + 1, last + 1))
         self.stale = self.stale or copied_rows
 
     # What goes wrong
 
     def on_refused(self, error: RemoteError, number: int | None) -> None:
         """The server refuses a step; None if it does not say which."""
-        if number is not None and self._is_past(number):
+        if number is not None and self.steps.is_past(number):
             return
         if isinstance(error, ServerClosing) and number is None:
             self.leaving = error
         elif isinstance(error, RequestRefused) and not self._is_own(number, error):
             # What was pushed was not right (perhaps we have not heard of the push yet), or the server has missed a step
             # before. The server before may be to blame: this client's own copy will show.
-            first = min(self.awaited(), default=self.rejected)
+            first = min(self.steps.numbers(), default=self.rejected)
             self._seen_pushes.discard(number if number is not None else first)
             self.push_refused = True
             self.pushed = min(self.pushed, self.delivered)
@@ -284,7 +243,7 @@ class HopProgress:
     def on_refilled(self, done: int) -> None:
         """The cache is as it was after step `done`; later steps have to be handed over again."""
         self.stale = False
-        self.replied = self.delivered = self.pushed = done
+        self.steps.replied = self.delivered = self.pushed = done
         self.clock.stop()
 
     def on_repair_ended(self, failure: Exception | None) -> None:
@@ -325,25 +284,20 @@ class HopProgress:
         else:
             self.on_failed(ProtocolViolation(f"{self._server} answers step {number}, but never the one before"))
 
-    def _is_past(self, number: int) -> bool:
-        """Whether the step was answered (it was asked for twice) or given up."""
-        return number <= self.replied or number in self._void
-
     def _is_own(self, number: int | None, error: RemoteError) -> bool:
         """Whether the refusal of a step (None: of any) means what this client delivered, not what was pushed.
 
         If both have handed it over and the server had missed a step before, the first refusal is that of the push.
         """
         if number is None:
-            return self.delivered >= self.pushed and self.delivered > self.replied and self.delivered not in self._void
+            return self.delivered >= self.pushed and not self.steps.is_past(self.delivered)
         return number <= self.delivered and not (isinstance(error, WrongPosition) and number in self._seen_pushes)
 
     def _start_clock(self, number: int, now: float) -> None:
         """Step `number` is on its way to the server, or the next one there."""
-        under_way = [number for number in self.awaited() if self.is_handed(number)]
+        under_way = [number for number in self.steps.numbers() if self.is_handed(number)]
         if under_way:
-            tokens = sum(self._expected[step].tokens for step in under_way)
-            self.clock.on_handed(number, under_way[0], tokens, now)
+            self.clock.on_handed(number, under_way[0], self.steps.tokens(under_way), now)
 
     @property
     def deadline(self) -> float:

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from swarm.client.chain.hop_progress import HopProgress, ReplyKind
+from swarm.client.chain.awaited_steps import ReplyKind
+from swarm.client.chain.hop_progress import HopProgress
 from swarm.client.chain.hop_stream import CLOSE_TIMEOUT_S, HopStream
 from swarm.client.chain.input_history import InputHistory, Step
 from swarm.client.chain.session_constants import SessionContext
@@ -198,7 +199,9 @@ class HopSession:
     async def close(self) -> None:
         """Free the session at the server, if it can still be told."""
         failed = self.progress.error is not None
-        await self._stream.close(drain=not failed and (self.progress.is_busy or not self._stream.is_listening))
+        await self._stream.close(
+            drain=not failed and (self.progress.steps.may_be_answered or not self._stream.is_listening)
+        )
 
     async def _send(self, message: messages.Message, payload: bytes | memoryview, seconds: float) -> None:
         """Send a message. A server that does not read is as bad as one that does not answer."""
@@ -210,7 +213,7 @@ class HopSession:
     def _max_reply_bytes(self) -> int:
         """As many as the largest answer that may come now, at four bytes a value."""
         replay = self._replay_outputs.values if self._replay_outputs is not None else 0
-        return 4 * max(self.progress.largest_reply(), replay)
+        return 4 * max(self.progress.steps.largest_reply(), replay)
 
     def _on_message(self, reply: messages.ServerMessage, payload: bytes | memoryview) -> None:
         match reply:
@@ -227,12 +230,12 @@ class HopSession:
         self._on_change()
 
     def _on_step_reply(self, reply: messages.StepReply, payload: bytes | memoryview) -> None:
-        match self.progress.classify_reply(reply.step):
+        match self.progress.steps.classify_reply(reply.step):
             case ReplyKind.LATE:
                 return
             case ReplyKind.UNKNOWN:
                 raise unexpected_reply(self.hop, reply)
-        shape = self.progress.expected_outputs(reply.step)
+        shape = self.progress.steps.outputs(reply.step)
         left = validate_left(self.hop, self._context.span.start, shape.exits, reply.left)
         outputs = replace(validate_outputs(self.hop, shape, payload, reply), left=left)
         now, is_full = time.perf_counter(), not any(left or ())

@@ -110,7 +110,7 @@ class LinkedHops:
                     hop.expect(number, step.outputs)
         # Only now, because from now on steps may be pushed to them.
         neighbors = range(max(0, first - 1), min(len(self._hops), last + 1))
-        if first and (several or len(repaired[0].progress.awaited()) > 1):
+        if first and (several or len(repaired[0].progress.steps.numbers()) > 1):
             # It has to catch up first: it would refuse what the server before pushes meanwhile.
             self._unlinked = True
             await self._failover.link(self._hops, neighbors, silent=first - 1)

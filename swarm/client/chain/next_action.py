@@ -13,19 +13,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from swarm.client.chain.awaited_steps import NO_STEP
 from swarm.client.chain.hop_clock import NO_DEADLINE
-from swarm.client.chain.hop_progress import NO_STEP
 
 
 class HopState(Protocol):
     """What counts of a hop; see `swarm.client.chain.hop_progress.HopProgress` for the meaning of each attribute."""
 
-    replied: int
     received: int
     delivered: int
     pushed: int
     catch_up_to: int
     stale: bool
+
+    @property
+    def replied(self) -> int: ...
 
     @property
     def deadline(self) -> float: ...
