@@ -118,7 +118,7 @@ def test_each_peer_is_looked_at_by_itself(bootstrap: str):
 async def _peers(addresses: list[str], limit: float) -> tuple[list[Finding], list[str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(network, "CHECK_TIMEOUT_S", limit)
-        return await network.check_peers(addresses)
+        return await network.check_peers(P2PConfig(tuple(addresses)))
 
 
 @pytest.mark.parametrize("ahead", [3600.0, -3600.0])
@@ -133,11 +133,11 @@ def test_a_wrong_clock_is_found_where_joining_would_only_fail(
             return time.time() + ahead
 
     monkeypatch.setattr(probe, "time", Clock)
-    findings, answering = uvloop.run(network.check_peers([bootstrap]))
+    findings, answering = uvloop.run(network.check_peers(P2PConfig((bootstrap,))))
     assert answering == [bootstrap]
     assert verdict_of(findings, "Clock") == [Verdict.FAILURE]
     assert f"3600.00 s {'ahead of' if ahead > 0 else 'behind'} the peers'" in findings[-1].found
-    assert uvloop.run(network.check_dht(answering, clock_is_right=False)) == verdicts.unknown(
+    assert uvloop.run(network.check_dht(P2PConfig(tuple(answering)), clock_is_right=False)) == verdicts.unknown(
         "DHT", "not tried: see Clock"
     )
 
@@ -164,19 +164,19 @@ def test_a_dht_that_loses_what_it_is_given(bootstrap: str, monkeypatch: pytest.M
         return False
 
     monkeypatch.setattr(network, "read_record", no)
-    assert uvloop.run(network.check_dht([bootstrap], clock_is_right=True)).verdict is Verdict.FAILURE
+    assert uvloop.run(network.check_dht(P2PConfig((bootstrap,)), clock_is_right=True)).verdict is Verdict.FAILURE
     monkeypatch.setattr(network, "write_record", no)
-    assert "no peer stored" in uvloop.run(network.check_dht([bootstrap], clock_is_right=True)).found
+    assert "no peer stored" in uvloop.run(network.check_dht(P2PConfig((bootstrap,)), clock_is_right=True)).found
 
 
 def test_one_peer_with_a_wrong_clock_is_left_out(bootstrap: str, monkeypatch: pytest.MonkeyPatch):
     clocks = {"/a": 0.0, "/b": 0.1, "/c": 60.0}
 
-    async def echo(address: str) -> probe.ProbeResult:
+    async def echo(address: str, membership: object) -> probe.ProbeResult:
         return probe.ProbeResult(0.01, clocks[address])
 
     monkeypatch.setattr(network, "_probe_peer", echo)
-    findings, usable = uvloop.run(network.check_peers(list(clocks)))
+    findings, usable = uvloop.run(network.check_peers(P2PConfig(tuple(clocks))))
     assert usable == ["/a", "/b"]
     assert [finding.verdict for finding in findings] == [Verdict.OK, Verdict.OK, Verdict.WARNING, Verdict.OK]
 
@@ -186,15 +186,15 @@ def test_a_join_that_fails_in_ways_of_its_own(monkeypatch: pytest.MonkeyPatch):
         raise ValueError("local time must be within 3 seconds of others\n(more)")
 
     monkeypatch.setattr(Peer, "create", refuse)
-    finding = uvloop.run(network.check_dht(["/a"], clock_is_right=True))
+    finding = uvloop.run(network.check_dht(P2PConfig(("/a",)), clock_is_right=True))
     assert (finding.verdict, finding.found) == (Verdict.FAILURE, "local time must be within 3 seconds of others")
 
 
 def test_without_peers():
-    findings, answering = uvloop.run(network.check_peers([]))
+    findings, answering = uvloop.run(network.check_peers(P2PConfig()))
     assert [finding.verdict for finding in findings] == [Verdict.UNKNOWN] * 2
     assert answering == []
-    assert uvloop.run(network.check_dht([], clock_is_right=True)).verdict is Verdict.UNKNOWN
+    assert uvloop.run(network.check_dht(P2PConfig(), clock_is_right=True)).verdict is Verdict.UNKNOWN
 
 
 def test_a_daemon_that_does_not_start(monkeypatch: pytest.MonkeyPatch):
