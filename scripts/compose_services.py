@@ -141,7 +141,9 @@ def environment_of(service: dict[str, Any], place: Place, name: str) -> dict[str
     """What the image and the service set, and the place of this interpreter's own commands."""
     mounts = mounts_of(service, name, place)
     cache = mounts.get("/cache", place.folder)
-    given = {key: place.translated(str(value), name, mounts) for key, value in service.get("environment", {}).items()}
+    # Without a value, a variable is handed on as it is here.
+    stated = {key: value for key, value in service.get("environment", {}).items() if value is not None}
+    given = {key: place.translated(str(value), name, mounts) for key, value in stated.items()}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return {**os.environ, "PATH": path, "PYTHONUNBUFFERED": "1", "XDG_CACHE_HOME": str(cache), **given}
 

@@ -170,8 +170,9 @@ class Peer:
             def _make_process_args(*args: object, **kwargs: object) -> list[str]:
                 # In a session of its own: Ctrl-C in a terminal then reaches only this process, which ends the daemon.
                 setsid = shutil.which("setsid")
-                relays = lock is None or config.relay
-                command: list[str] = P2P._make_process_args(*args, **kwargs, relayService=relays)
+                # The daemon relays whatever -relay and -relayService say. Without a reservation nothing is relayed.
+                limits = {} if lock is None or config.relay else {"relayMaxReservations": 0, "relayMaxCircuits": 0}
+                command: list[str] = P2P._make_process_args(*args, **kwargs, **limits)
                 return [setsid, *command] if setsid is not None else command
 
             async def add_protobuf_handler(self, name: str, handler: Any, *args: Any, **kwargs: Any) -> None:

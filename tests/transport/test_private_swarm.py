@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import uvloop
-from hivemind.p2p import P2P, P2PDaemonError, PeerID
+from hivemind.p2p import P2P, PeerID
 from multiaddr import Multiaddr
 
 from swarm.dht.probe import probe, read_record, write_record
@@ -19,7 +19,6 @@ from swarm.errors import MembershipError, NotAMember, PeerLost, PeerUnreachable
 from swarm.membership.invite import Invite
 from swarm.protocol import messages
 from swarm.transport.p2p import P2PConfig, Peer
-from swarm.transport.peer_streams import NOT_SPOKEN
 from tests.members import TestAuthority
 
 # hivemind leaves connections to its own daemon to the garbage collector.
@@ -242,7 +241,7 @@ def test_revocations_are_kept_beside_the_identity(authority, tmp_path):
     ids=["open", "private", "private, and asked to relay"],
 )
 def test_who_relays(authority, monkeypatch, private, relay, relays):
-    """A libp2p peer offers to relay by a protocol, and only if it believes that the world can reach it."""
+    """A libp2p peer relays only for those to whom it has granted a reservation, and only if the world can reach it."""
     arguments = P2P._make_process_args
 
     def reachable(*args, **kwargs):
@@ -250,23 +249,20 @@ def test_who_relays(authority, monkeypatch, private, relay, relays):
 
     monkeypatch.setattr(P2P, "_make_process_args", staticmethod(reachable))
 
-    async def offers(stranger: Peer, target: Peer) -> bool:
-        try:
-            relaying = "/libp2p/circuit/relay/0.2.0/hop"
-            _, _, writer = await stranger.dht.p2p.call_binary_stream_handler(
-                PeerID.from_base58(target.peer_id), relaying
-            )
-        except P2PDaemonError as error:
-            if NOT_SPOKEN not in str(error):
-                raise
-            return False
+    async def grants_reservation(stranger: Peer, target: Peer) -> bool:
+        hop, reserve = "/libp2p/circuit/relay/0.2.0/hop", bytes([2, 0x08, 0])
+        _, reader, writer = await stranger.dht.p2p.call_binary_stream_handler(PeerID.from_base58(target.peer_id), hop)
+        writer.write(reserve)
+        answer = await reader.read(1000)
         writer.close()
-        return True
+        granted, refused = b"\x28\x64", b"\x28\xc8\x01"  # field 5 of a HopMessage: its status, 100 or 200
+        assert answer.endswith(granted) != answer.endswith(refused), answer
+        return answer.endswith(granted)
 
     async def scenario(peers):
         target = await peers.start(authority.invite() if private else None, relay=relay)
         stranger = await peers.start(None)
         await visit(stranger, target)
-        assert await offers(stranger, target) == relays
+        assert await grants_reservation(stranger, target) == relays
 
     run(scenario)
