@@ -141,6 +141,30 @@ def test_a_sequence_that_grows_takes_what_was_reserved(model, slots):
     scenario(model, act)
 
 
+def test_sessions_that_are_closed_while_they_compute(model, slots):
+    """At a254ca2, their cache was free for others at once, while their steps went on and kept it: 192 slots here."""
+
+    async def act(server: Server) -> None:
+        good = await (await server.client("good")).begin(changed(OPEN, session_id=b"a decent session"))
+        slots.begin()
+        before = slots.most
+        for number in range(3):
+            opening = changed(OPEN, session_id=bytes([number]) * 16, max_length=40)
+            client, other = await server.client(), await server.client()
+            await client.ask(opening)
+            step = messages.StepRequest(0, [0], [40], WireFormat.NONE, "float32")
+            await client.stream.send(step, encode_tensor(random(40), WireFormat.NONE))
+            await asyncio.sleep(3)
+            await other.ask(opening)
+            await other.stream.send(messages.CloseSession())
+            await server.until(lambda: len(server.sessions) == 1)
+        await asyncio.sleep(3)
+        assert slots.now // (2 * LAYERS) - before == 0
+        await good.right_step()
+
+    on_virtual_time(model, act, seconds=0.5, budget=1, step_tokens=40)
+
+
 async def announce(stream: Any, size: int, sent: int = 0) -> None:
     """Begin a frame, and send no more of it than that."""
     header = messages.encode(messages.ProbeRequest(0))

@@ -20,6 +20,9 @@ from swarm.errors import CacheFull, MemoryFull
 MAX_PEER_CACHE_SHARE = 0.75
 """Share of the cache that one peer may hold, so that a client which takes all it can get leaves some for others."""
 
+MAX_WAITING = 64
+"""Allocations of one peer that may wait at once: with each that waits, deciding who is next takes longer."""
+
 MIN_WEIGHT = 0.1
 """What a peer without any standing counts in the queue, where one of full standing counts 1."""
 
@@ -124,15 +127,18 @@ class MemoryPool:
         self._grant(holder, peer, amount)
 
     async def allocate_or_wait(self, holder: Hashable, peer: str, amount: int, timeout_s: float) -> None:
-        """Like `allocate`, but wait up to `timeout_s` for what becomes free, unless there can never be enough.
+        """Like `allocate`, but wait up to `timeout_s` for what becomes free, unless there can never be enough or
+        `MAX_WAITING` others of the peer wait.
 
         Also raises `CacheFull` if the holder is released meanwhile. A call that is cancelled allocates nothing, even if
         its amount was granted at that very moment.
         """
-        if timeout_s <= 0 or self._closing or amount + self.held_by(holder) > self.quota:
-            return self.allocate(holder, peer, amount)
         if not self._queue and amount <= self.free and self._within_quota(peer, amount):
             return self._grant(holder, peer, amount)
+        if timeout_s <= 0 or self._closing or amount + self.held_by(holder) > self.quota:
+            return self.allocate(holder, peer, amount)
+        if sum(one.peer == peer for one in self._queue) >= MAX_WAITING:
+            raise self._full(peer, amount)
         waiter = _WaitingAllocation(holder, peer, amount, asyncio.get_running_loop().create_future())
         self._queue.append(waiter)
         self._grant_waiting()
@@ -167,19 +173,26 @@ class MemoryPool:
         held = self._peers[peer]
         return held / max(MIN_WEIGHT, self._standing(peer)) if held else 0.0
 
-    def _within_quota(self, peer: str, amount: int) -> bool:
-        """Whether a peer may have so much more, if it is free."""
+    def _within_quota(self, peer: str, amount: int, new_peers_held: int | None = None) -> bool:
+        """Whether a peer may have so much more, if it is free.
+
+        Args:
+            new_peers_held: what all peers of less than full standing have; None if it has to be counted.
+        """
         if self._peers[peer] + amount > self.quota:
             return False
         most = self._new_peers_quota
         if self._total + amount <= most or self._standing(peer) >= 1:
             return True
-        new = sum(held for other, held in self._peers.items() if self._standing(other) < 1)
-        return new + amount <= most
+        return (self._new_peers_held() if new_peers_held is None else new_peers_held) + amount <= most
+
+    def _new_peers_held(self) -> int:
+        return sum(held for peer, held in self._peers.items() if self._standing(peer) < 1)
 
     def _next_in_queue(self) -> _WaitingAllocation | None:
         """The allocation to grant next. One that would exceed its peer's quota does not hold up the others."""
-        line = [one for one in self._queue if self._within_quota(one.peer, one.amount)]
+        held = self._new_peers_held() if self._queue and self._new_peers_quota < self.capacity else 0
+        line = [one for one in self._queue if self._within_quota(one.peer, one.amount, held)]
         return min(line, key=lambda one: self._rank(one.peer), default=None)
 
     def _grant_waiting(self) -> None:

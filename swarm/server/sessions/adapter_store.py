@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from swarm.common.dtypes import HIDDEN_DTYPES
 from swarm.common.units import format_bytes
 from swarm.data_structures import Span
-from swarm.errors import AdapterRefused, CacheFull, UnknownAdapter, WrongShape
+from swarm.errors import AdapterRefused, CacheFull, NotEnoughMemory, UnknownAdapter, WrongShape
 from swarm.metrics.server import ServerObserver
 from swarm.models.adapters.adapter_batch import NO_ADAPTER, AdapterWeights
 from swarm.models.adapters.block_adapter import BlockAdapterWeights
@@ -88,6 +88,7 @@ class AdapterStore:
     _dropped: dict[str, list[_Reference]] = field(default_factory=dict)
     """By peer: parts that were dropped but may still be in use."""
     _public: dict[tuple[int, bytes], BlockAdapterWeights] = field(default_factory=dict)
+    _public_bytes: int = 0
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -129,7 +130,8 @@ class AdapterStore:
                 f"{format_bytes(self.limits.peer_memory)} that a peer may have; close some, or ask another server"
             )
         others = [key for key in self._kept if key not in known]
-        if not self._drop_until(others, lambda: self.memory + needed <= self.limits.memory):
+        room = self.limits.memory - self._public_bytes
+        if not self._drop_until(others, lambda: self.memory + needed <= room):
             raise CacheFull("all memory for adapters is in use; ask another server, or try again later")
         self._kept.update(new)
         self._sizes[peer] += needed
@@ -160,7 +162,16 @@ class AdapterStore:
         return found
 
     def add_public(self, parts: AdapterWeights) -> None:
-        """Keep validated parts for every peer, for as long as this server holds its blocks."""
+        """Keep validated parts for every peer, for as long as this server holds its blocks.
+
+        Raises `NotEnoughMemory` if they take more than all adapters may.
+        """
+        self._public_bytes += sum(map(_bytes, parts.values()))
+        if self._public_bytes > self.limits.memory:
+            raise NotEnoughMemory(
+                f"the adapters of --adapters take {format_bytes(self._public_bytes)}, and all adapters together may "
+                f"take {format_bytes(self.limits.memory)}; give them more with --adapter-memory"
+            )
         for block, part in parts.items():
             dtypes = {tensor.dtype for tensor in part.tensors}
             assert len(dtypes) == 1, "a part travels in one dtype"
@@ -181,6 +192,7 @@ class AdapterStore:
         self._sizes.clear()
         self._dropped.clear()
         self._public.clear()
+        self._public_bytes = 0
         self._report()
 
     @property

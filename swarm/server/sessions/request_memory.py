@@ -112,10 +112,12 @@ class RequestMemory:
         """What a peer's request takes with a payload of so many bytes. One that will be refused takes little more."""
         received = payload_length if payload_length <= LARGE_BYTES else 2 * payload_length
         match message:
-            case messages.StepRequest() | messages.ReplayRequest():
-                return RequestNeeds(received, self._tokens_bytes(sum(message.counts), self._limits.step_tokens))
+            case messages.StepRequest():
+                return self._step_needs(message, received)
             case messages.PushRequest():
-                return RequestNeeds(received, self._tokens_bytes(sum(message.step.counts), self._limits.step_tokens))
+                return self._step_needs(message.step, received)
+            case messages.ReplayRequest():
+                return RequestNeeds(received, self._tokens_bytes(sum(message.counts), self._limits.step_tokens))
             case messages.ForwardRequest():
                 return RequestNeeds(received, self._forward_bytes(message))
             case messages.BackwardRequest():
@@ -134,6 +136,19 @@ class RequestMemory:
     def note_refused(self) -> None:
         """A stream or a frame found no room."""
         self._observer.memory_refused()
+
+    def _step_needs(self, step: messages.StepRequest, received: int) -> RequestNeeds:
+        """What a step takes beside its session's cache. Sequences that are copied exist twice until it is computed.
+
+        Their session has reserved as much. So they are never too large, but take what a peer may have at most.
+        """
+        computing = self._tokens_bytes(sum(step.counts), self._limits.step_tokens)
+        copied = 0
+        if step.sources is not None and self._model.strategy.paging is None:
+            slots = len(step.sources) * (max(step.starts, default=0) + max(step.counts))
+            room = self.pool.quota - STREAM_BYTES - received - computing
+            copied = max(0, min(slots * self._limits.slot_bytes * self._model.span.length, room))
+        return RequestNeeds(received, computing + copied)
 
     def _tokens_bytes(self, tokens: int, limit: int) -> int:
         """Inputs as decoded and as computed, outputs, and the reply, which is no larger than these."""

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.errors import CacheFull, MemoryFull
-from swarm.server.memory.pool import MAX_PEER_CACHE_SHARE, REQUEST_BYTES, MemoryPool
+from swarm.server.memory.pool import MAX_PEER_CACHE_SHARE, MAX_WAITING, REQUEST_BYTES, MemoryPool
 from tests import virtual_time
 
 PATIENCE = 10.0
@@ -306,13 +306,13 @@ ACTS = st.one_of(
 )
 
 
-@given(st.lists(ACTS, max_size=40), st.sampled_from([0.3, 0.5, 1.0]))
+@given(st.lists(ACTS, max_size=40), st.sampled_from([0.3, 0.5, 1.0]), st.sampled_from([0.4, 1.0]))
 @settings(max_examples=200)
-def test_the_books_are_right_whatever_holders_do(acts, share):
-    """Holders "a" to "f" belong to two peers. What each should hold is counted beside the books."""
+def test_the_books_are_right_whatever_holders_do(acts, share, new_share):
+    """Holders "a" to "f" belong to two peers, one of them new. What each should hold is counted beside the books."""
 
     async def scenario():
-        books = MemoryPool(100, peer_share=share)
+        books = MemoryPool(100, share, standing=lambda peer: float(peer == "even"), new_peers_share=new_share)
         expected: Counter[str] = Counter()
         numbers: Counter[str] = Counter()  # a holder that has given back is never seen again
         waits: dict[str, asyncio.Task[None]] = {}
@@ -362,6 +362,7 @@ def test_the_books_are_right_whatever_holders_do(acts, share):
             assert sum(tokens for _, tokens in held) == 100 - books.free
             for team in ("even", "odd"):
                 assert sum(tokens for each, tokens in held if peer(each) == team) <= books.quota
+            assert sum(tokens for each, tokens in held if peer(each) == "odd") <= 100 * new_share
         await asyncio.sleep(PATIENCE + 1)
         assert all(task.done() for task in waits.values())
         assert {one: books.held_by(one) for one in expected} == dict(expected)
@@ -431,3 +432,20 @@ def test_refusals_of_bytes_say_how_many():
     books = MemoryPool(10 << 20, 0.5, REQUEST_BYTES)
     with pytest.raises(MemoryFull, match=r"of memory for requests are needed and .* are free; this peer holds"):
         books.allocate("a", "peer", 6 << 20)
+
+
+def test_a_peer_may_have_a_bounded_number_waiting():
+    async def scenario():
+        books = MemoryPool(100, 1.0)
+        books.allocate("all", "other", 100)
+        line = Line(books)
+        for number in range(MAX_WAITING + 5):
+            line.join(f"{number}", 1, peer="flood")
+        line.join("modest", 1)
+        await settled()
+        assert (len(line.refused), now()) == (5, 0)
+        books.release("all")
+        await settled()
+        assert len(line.granted) == MAX_WAITING + 1
+
+    on_virtual_time(scenario)

@@ -15,6 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from swarm.data_structures import Span, WireFormat
 from swarm.errors import CacheFull, UnknownSession, WrongSpan
+from swarm.server.memory.leaving import IDLE_AFTER_S
+from swarm.server.memory.peer_standing import PeerStanding
 from swarm.server.sessions import session_table
 from swarm.server.sessions.session import LINK_TIMEOUT_S, Session, SessionTerms
 from swarm.server.sessions.session_table import (
@@ -244,6 +246,78 @@ def test_a_client_that_is_gone_has_a_while_to_come_back(sessions, clock):
     clock.now += RECONNECT_TIMEOUT_S + 1
     sessions.expire()
     assert len(sessions) == 1
+
+
+@pytest.fixture
+def asked(sessions) -> list[Session]:
+    """The sessions that were asked to leave."""
+    found: list[Session] = []
+    sessions.ask_to_leave = found.append
+    return found
+
+
+def test_an_idle_session_makes_room_for_another(sessions, clock, asked):
+    one, two = opened(sessions, session(1), 5), opened(sessions, session(2), 5)
+    clock.now += IDLE_AFTER_S
+    with pytest.raises(CacheFull):
+        opened(sessions, session(3, "other"))
+    clock.now += 1
+    reserve(sessions, two, 5)  # which is used now
+    opened(sessions, session(3, "other"))
+    assert asked == [one]
+    assert sessions.free == 40
+    assert one.cache.cleared == 1
+    with pytest.raises(UnknownSession):
+        reserve(sessions, one, 1)
+
+
+def test_no_idle_session_leaves_for_one_that_does_not_fit_even_so(sessions, clock, asked):
+    opened(sessions, session(1), 5)
+    clock.now += IDLE_AFTER_S + 1
+    opened(sessions, session(2), 5)
+    with pytest.raises(CacheFull):
+        opened(sessions, session(3, "other"), 6)
+    assert (asked, len(sessions)) == ([], 2)
+
+
+def test_a_session_that_is_computed_is_not_idle(sessions, clock, asked):
+    async def scenario():
+        one = opened(sessions, session(1), 10)
+        clock.now += 10 * IDLE_AFTER_S
+        async with one.lock:
+            with pytest.raises(CacheFull):
+                opened(sessions, session(2, "other"))
+        opened(sessions, session(2, "other"))
+        assert asked == [one]
+
+    asyncio.run(scenario())
+
+
+def test_whoever_waits_has_others_leave_once_they_are_idle():
+    async def scenario():
+        loop = asyncio.get_running_loop()
+        sessions = SessionTable(CAPACITY, loop.time, peer_share=1.0)
+        opened(sessions, session(1), 10)
+        await asyncio.sleep(IDLE_AFTER_S - 5)
+        await sessions.open_session(session(2, "other", wait_timeout_s=20.0))
+        assert IDLE_AFTER_S < loop.time() <= IDLE_AFTER_S + 2 * EXPIRY_PERIOD_S
+
+    virtual_time.run(scenario)
+
+
+def test_new_peers_share_what_others_want(clock):
+    """However much the first has taken, which works all the time."""
+    sessions = SessionTable(CAPACITY, clock, peer_share=0.75, standing=PeerStanding(clock, new_share=0.2))
+    for number in range(7):
+        opened(sessions, session(number, "greedy"))
+    opened(sessions, session(8, "modest"), 2)
+    opened(sessions, session(9, "third"), 2)
+    assert sessions.free == 0
+    with pytest.raises(CacheFull):
+        opened(sessions, session(10, "modest"))  # beyond its share, and nobody is idle
+    opened(sessions, session(11, "fourth"), 2)
+    assert len(sessions) == 7
+    opened(sessions, session(8, "modest"))  # what is within a share stays
 
 
 def test_after_the_grace_it_is_a_new_session(sessions, clock):
