@@ -75,6 +75,7 @@ class FrameStream:
         self.peer_id = peer_id
         self._reader = reader
         self._writer = writer
+        self._is_late = False
 
     async def send(self, message: Message, payload: bytes | memoryview = b"") -> None:
         header = encode(message)
@@ -102,20 +103,32 @@ class FrameStream:
         return Frame(body[:header_length], memoryview(body)[header_length:])
 
     async def _receive_admitted(self, header_length: int, payload_length: int, admit: AdmitFrame) -> Frame:
-        now = asyncio.get_running_loop().time
+        # Not `asyncio.timeout`, which takes 20 µs: as much as all the rest.
+        timer = self._abort_after(FRAME_TIMEOUT_S)
         try:
-            async with asyncio.timeout(FRAME_TIMEOUT_S) as deadline:
-                header = await self._reader.readexactly(header_length)
-                deadline.reschedule(None)
-                await admit(header, payload_length)
-                deadline.reschedule(now() + FRAME_TIMEOUT_S + payload_length / MIN_RECEIVED_BYTES_PER_S)
-                return Frame(header, memoryview(await self._reader.readexactly(payload_length)))
-        except TimeoutError:
-            self.abort()
+            header = await self._reader.readexactly(header_length)
+            timer.cancel()
+            await admit(header, payload_length)
+            timer = self._abort_after(FRAME_TIMEOUT_S + payload_length / MIN_RECEIVED_BYTES_PER_S)
+            return Frame(header, memoryview(await self._reader.readexactly(payload_length)))
+        except (asyncio.IncompleteReadError, OSError):
+            if not self._is_late:
+                raise
             raise PeerTimeout(
                 f"peer …{self.peer_id[-6:]} sent less than {MIN_RECEIVED_BYTES_PER_S} bytes/s of a frame of "
                 f"{payload_length} bytes; it may try again over a quicker link, or send smaller ones"
             ) from None
+        finally:
+            timer.cancel()
+
+    def _abort_after(self, seconds: float) -> asyncio.TimerHandle:
+        """Abort the stream unless the timer is canceled before; whoever reads it sees its end."""
+
+        def abort() -> None:
+            self._is_late = True
+            self.abort()
+
+        return asyncio.get_running_loop().call_later(seconds, abort)
 
     async def discard_incoming(self) -> None:
         with suppress(OSError):

@@ -9,7 +9,7 @@ that another one holds.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from swarm.common.dtypes import HIDDEN_DTYPES
 from swarm.errors import MemoryFull, TooLong
@@ -130,8 +130,10 @@ class RequestMemory:
 
     def charge(self, needs: RequestNeeds, sign: int) -> None:
         """Count what is charged, by kind."""
-        for kind, size in zip(("received", "computing", "training"), astuple(needs), strict=True):
-            self._kinds[kind] += sign * size
+        kinds = self._kinds
+        kinds["received"] += sign * needs.received
+        kinds["computing"] += sign * needs.computing
+        kinds["training"] += sign * needs.training
 
     def note_refused(self) -> None:
         """A stream or a frame found no room."""
