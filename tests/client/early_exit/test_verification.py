@@ -18,7 +18,7 @@ LOGITS = st.lists(st.sampled_from([-float("inf"), -2.0, 0.0, 1.0, 3.0]), min_siz
 def draw(guess: list[float], full: list[float], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Guesses, and what became of them."""
     generator = torch.Generator().manual_seed(seed)
-    guess_scores, scores = torch.tensor([guess] * DRAWS), torch.tensor([full] * DRAWS)
+    guess_scores, scores = (torch.tensor(one).expand(DRAWS, -1) for one in (guess, full))
     guesses = torch.multinomial(guess_scores.softmax(-1), 1, generator=generator).squeeze(1)
     return guesses, verify_sampled(guesses, guess_scores, scores, generator)
 
