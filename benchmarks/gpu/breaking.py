@@ -21,7 +21,7 @@ Fault = Literal["kernel", "decode", "capture", "memory", "error", "crash", "hang
 FAULTS: tuple[str, ...] = get_args(Fault)
 """What can be broken.
 
-kernel: attention over pages returns values that are a tenth too large.
+kernel: attention over pages, and kernels for packed weights, return values that are a tenth too large.
 decode: attention over pages returns noise for steps of single tokens only.
 capture: CUDA refuses to capture a graph.
 memory: the pool of pages finds no memory when it grows.
@@ -51,6 +51,7 @@ def broken(fault: str | None) -> Iterator[Callable[[int], None]]:
     with contextlib.ExitStack() as stack:
         if fault == "kernel":
             stack.enter_context(_wrong_kernel())
+            stack.enter_context(_wrong_products())
         if fault == "decode":
             stack.enter_context(_wrong_for_single_tokens())
         if fault == "capture":
@@ -82,6 +83,17 @@ def _wrong_kernel() -> Any:
         return right(*args, **kwargs) * 1.1
 
     return mock.patch.object(varlen, "varlen_attn", wrong)
+
+
+def _wrong_products() -> Any:
+    from swarm.models.weights import gpu_linears
+
+    right = gpu_linears._by_torch
+
+    def wrong(tokens: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, step: int = 0) -> torch.Tensor:
+        return right(tokens, values, scales) * 1.1
+
+    return mock.patch.multiple(gpu_linears, _by_torch=wrong, _by_triton=wrong)
 
 
 def _wrong_for_single_tokens() -> Any:

@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.unproven
 
 prints the table of `docs/gpu.md`, found in the source: functions that name CUDA, bitsandbytes, Triton or torch's
-attention over pages. What stands in for a card on a processor reaches most of them; it does not reach those in
+attention over pages, and of kernels in Triton every line. What stands in for a card on a processor reaches most of them; it does not reach those in
 `NOT_REACHED`.
 """
 
@@ -20,7 +20,9 @@ ROOT = Path(__file__).resolve().parents[2]
 WORDS = ("bitsandbytes", "cuda", "triton", "varlen_attn")
 
 NOT_REACHED = {
-    "models.weights.quantization.BitsAndBytesLinear": "runs on a processor, through the same classes of bitsandbytes",
+    "models.weights.bitsandbytes_linear": "runs on a processor, through the same classes of bitsandbytes",
+    "models.weights.triton_products": "Triton's interpreter, on a processor where Triton is installed",
+    "models.weights.gpu_linears._by_triton": "Triton's interpreter, on a processor where Triton is installed",
     "models.attention.triton_attention": "Triton's interpreter, on a processor where Triton is installed",
     "models.execution.tracing": "tracing a card's tensors needs CUDA; the same code runs for a processor",
     "models.execution.strategy_trials._fills_faster": "nothing: exits inside a span are tried on processors",
@@ -38,7 +40,7 @@ class OnlyForCards:
 
     Attributes:
         name: without the package's name.
-        lines: how many of its lines name CUDA.
+        lines: how many of its lines name CUDA; of a kernel, all.
     """
 
     name: str
@@ -61,7 +63,8 @@ def functions() -> list[OnlyForCards]:
         for name, node in _functions(ast.parse(text), module):
             docstring = ast.get_docstring(node, clean=False) or ""
             body = [line for line in lines[node.lineno - 1 : node.end_lineno] if line.strip() not in docstring]
-            count = sum(_names_a_card(line) for line in body)
+            kernel = any("triton" in ast.unparse(one) for one in node.decorator_list)
+            count = sum(bool(line.strip()) if kernel else _names_a_card(line) for line in body)
             if count:
                 found.append(OnlyForCards(name, count))
     return found

@@ -52,7 +52,7 @@ OPTIONS_AS_GIVEN = (
     type=click.Choice(["auto", "none", "int8", "nf4"]),
     default="auto",
     help="Hold the weights in 8 or 4 bits. auto: none if the blocks fit, else int8. "
-    "On a CPU, nf4 is held and announced as int4 (16 evenly spaced values for each group).",
+    "Without bitsandbytes on a GPU, nf4 is held and announced as int4 (16 evenly spaced values for each group).",
 )
 @click.option(
     "--flash",

@@ -99,7 +99,7 @@ class ServerConfig:
         stay: never move to other blocks.
         name: shown to others beside the peer id.
         compile_cache_dir: folder for compiled code; None to compile nothing.
-        quant: format of the weights: "none", "int8", "nf4" (held as int4 on a CPU), or "auto" for what fits.
+        quant: format of the weights: "none", "int8", "nf4" (int4 without a GPU and bitsandbytes), or "auto".
         cache_tokens: tokens that the attention cache can hold; None for the default.
         adapters: folders or hub ids of adapters that every client may use.
         adapter_memory: bytes for clients' adapters; None for the default.

@@ -125,7 +125,9 @@ def resolve_quantization(
     if requested != "auto":
         form = form_for_device(device, requested)
         require_available(form, device)
-        logger.info("Weights: %s, as asked for%s", form, " (on a CPU nf4 is int4)" if form != requested else "")
+        logger.info(
+            "Weights: %s, as asked for%s", form, " (nf4 needs a GPU and bitsandbytes)" if form != requested else ""
+        )
         return form
     needs = {form: memory_footprint(checkpoint, dtype, form) for form in _possible_forms(device)}
     form = choose_quantization(needs, requested_blocks, free_memory(device) - reserved, cache_tokens)

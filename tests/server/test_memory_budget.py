@@ -134,7 +134,7 @@ def test_the_form_is_said(caplog, monkeypatch):
         "int8",
         "Weights: int8, because not all requested blocks fit in float32; --quant says otherwise",
     )
-    assert resolved("nf4") == ("int4", "Weights: int4, as asked for (on a CPU nf4 is int4)")
+    assert resolved("nf4") == ("int4", "Weights: int4, as asked for (nf4 needs a GPU and bitsandbytes)")
     assert resolved("int8", 10) == ("int8", "Weights: int8, as asked for")
 
 

@@ -107,13 +107,13 @@ def _sessions(bench: Bench, family: str, name: str) -> Measured:
     for seed in range(played):
         schedule = schedules.random_schedule(seed, BORDERS)
         _, expected = schedules.play(exact, schedule)
-        found = schedules.error(schedule, *schedules.play(paged, schedule), expected)
-        other = schedules.error(schedule, *schedules.play(rounded, schedule), expected)
+        found = schedules.errors(schedule, *schedules.play(paged, schedule), expected)
+        other = schedules.errors(schedule, *schedules.play(rounded, schedule), expected)
         schedules.require_close(found, other, dtype, f"schedule {seed} in pages")
         plain = paged.with_strategy(ExecutionStrategy("contiguous"))
-        contiguous = schedules.error(schedule, *schedules.play(plain, schedule), expected)
+        contiguous = schedules.errors(schedule, *schedules.play(plain, schedule), expected)
         schedules.require_close(contiguous, other, dtype, f"schedule {seed} in contiguous caches")
-        worst = max(worst, found)
+        worst = max(worst, found.largest)
     assert paged.strategy.paging is not None
     left = paged.strategy.paging.pool.in_use
     if left:

@@ -14,13 +14,11 @@ Shapes: T tokens of N sequences, Hq heads that share Hkv keys, D wide, P pages o
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
 import torch
 import triton
 from triton import language as tl
 
+from swarm.common.gpu import multiprocessors
 from swarm.models.attention.paged_kernels import Window
 
 LOG2_E = 1.4426950408889634
@@ -31,6 +29,10 @@ ROWS_OF_A_TOKEN = 16
 ROWS_OF_A_PROMPT = 64
 STEP_POSITIONS = 64
 """Positions that a program reads at once. It divides the positions of a page."""
+
+WIDE_HEAD_BYTES = 512
+"""Keys of more bytes, such as 256 numbers in float32, are read and multiplied fewer at once: queries, keys and values
+of a program lie in a multiprocessor's shared memory, of which a program may have 163 KiB on an A100."""
 
 PROGRAMS_PER_PROCESSOR = 4
 """Programs to start for each of the GPU's multiprocessors, if there are enough positions."""
@@ -151,22 +153,22 @@ def triton_kernel(
     if right not in (-1, 0) or (right == -1 and left != -1) or page % STEP_POSITIONS or key.stride() != value.stride():
         raise ValueError(f"attention in Triton knows causal windows over pages of {STEP_POSITIONS} positions or more")
     group, sequences = heads // shared, len(seqused_k)
-    rows = ROWS_OF_A_TOKEN if max_q * group <= ROWS_OF_A_TOKEN else ROWS_OF_A_PROMPT
+    padded = max(16, triton.next_power_of_2(wide))
+    rows, step = tile_size(max_q * group, padded * key.element_size())
     tiles = triton.cdiv(max_q * group, rows)
-    parts = number_of_parts(tiles * sequences * shared, max_k, _processors(query.device))
+    parts = number_of_parts(tiles * sequences * shared, max_k, multiprocessors(query.device))
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     partial, log_sums = output, output
     if parts > 1:
         partial = output.new_empty((parts, *query.shape), dtype=torch.float32)
         log_sums = output.new_empty((parts, *query.shape[:2]), dtype=torch.float32)
-    padded = max(16, triton.next_power_of_2(wide))
     _attend[(tiles, sequences * shared, parts)](
         query, key, value, partial, log_sums, cu_seq_q, seqused_k, block_table,
         (scale if scale is not None else wide**-0.5) * LOG2_E, left,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), key.stride(2), block_table.stride(0),
         output.numel(), query.shape[0] * heads,
         HEADS=shared, GROUP=group, WIDE=wide, PADDED=padded,
-        PAGE=page, ROWS=rows, STEP=STEP_POSITIONS, PARTS=parts, CAUSAL=right == 0, WINDOWED=left >= 0,
+        PAGE=page, ROWS=rows, STEP=step, PARTS=parts, CAUSAL=right == 0, WINDOWED=left >= 0,
     )  # fmt: skip
     if parts > 1:
         _join[(query.shape[0] * heads,)](
@@ -176,13 +178,19 @@ def triton_kernel(
     return output
 
 
+def tile_size(rows: int, head_bytes: int) -> tuple[int, int]:
+    """How many rows a program computes, and how many positions it reads at once.
+
+    Args:
+        rows: of a sequence, tokens times heads that share keys.
+        head_bytes: of a head's key.
+    """
+    shrunk = max(1, head_bytes // WIDE_HEAD_BYTES)
+    few = rows <= ROWS_OF_A_TOKEN
+    return ROWS_OF_A_TOKEN if few else max(16, ROWS_OF_A_PROMPT // shrunk), max(16, STEP_POSITIONS // shrunk)
+
+
 def number_of_parts(programs: int, positions: int, processors: int) -> int:
     """Into how many parts to divide the positions: a power of two, so that few variants are compiled."""
     wanted = min(PROGRAMS_PER_PROCESSOR * processors // programs, positions // MIN_PART_POSITIONS, MAX_PARTS)
     return 1 << max(0, wanted.bit_length() - 1)
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    return int(properties.multi_processor_count) if properties is not None else 1

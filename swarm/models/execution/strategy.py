@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
+from swarm.common.trials import Trial
 from swarm.models.attention.paged_attention import PagedAttention
 from swarm.models.execution.cuda_graphs import GraphRecorder
 from swarm.models.execution.tracing.flat_forward import FlatForward
@@ -23,17 +24,6 @@ padded: sequences that grow together form a rectangle, padded on the left. Slow,
 
 ForwardKind = Literal["plain", "flat", "compiled"]
 """What runs packed tokens: the family's modules, its traced operations one after the other, or machine code."""
-
-
-class Trial(NamedTuple):
-    """A way of computing that was tried, whether it is used, and why or why not."""
-
-    way: str
-    used: bool
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.way}: {'used' if self.used else 'not used'}, {self.reason}"
 
 
 @dataclass(frozen=True)

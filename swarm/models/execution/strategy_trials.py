@@ -20,6 +20,7 @@ from typing import Literal
 
 import torch
 
+from swarm.common.trials import NotBetter, Timing, Trial, attempt, is_faster
 from swarm.data_structures import StepLayout
 from swarm.models.attention.page_pool import PAGE_POSITIONS, PagePool
 from swarm.models.attention.paged_attention import PagedAttention
@@ -34,20 +35,12 @@ from swarm.models.execution.cuda_graphs import CudaGraphRecorder, GraphRecorder
 from swarm.models.execution.session_cache import SessionCache, advance_steps
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.span_pass import StepExits
-from swarm.models.execution.strategy import PADDED, CacheLayout, ExecutionStrategy, ForwardKind, Trial
+from swarm.models.execution.strategy import PADDED, CacheLayout, ExecutionStrategy, ForwardKind
 from swarm.models.execution.tracing.flat_forward import FlatForward
 from swarm.models.execution.tracing.traced_fill import traced_fill
 from swarm.models.execution.tracing.traced_forward import TokenForward, TracedForward
-from swarm.models.execution.trial_runs import (
-    NotBetter,
-    ScheduleRun,
-    Timing,
-    attempt,
-    decode_step,
-    is_faster,
-    rounding_dtype,
-    run_schedule,
-)
+from swarm.models.execution.trial_runs import ScheduleRun, decode_step, rounding_dtype, run_schedule
+from swarm.models.weights.frozen_linear import FrozenLinear
 
 logger = logging.getLogger(__name__)
 
@@ -172,6 +165,13 @@ def _with_trials(model: SpanModel, *trials: Trial) -> SpanModel:
     return model.with_strategy(model.strategy.after(*trials))
 
 
+def _trials_of_products(model: SpanModel) -> list[Trial]:
+    """How products of quantized weights are computed, unless the strategy says so already."""
+    products = [one for one in model.module.modules() if isinstance(one, FrozenLinear)]
+    made = dict.fromkeys(trial for product in products for trial in product.trials)
+    return [trial for trial in made if trial not in model.strategy.trials]
+
+
 def _agrees(model: SpanModel, expected: ScheduleRun, longer: int = 0) -> bool:
     """Whether the outputs of the schedule are what is expected, for prompts and for what continues them."""
     # Relative to what the blocks add, not to what goes through them: small weights would hide a wrong attention.
@@ -203,7 +203,7 @@ def choose_forward(
         recorder: records decode steps; None for CUDA graphs on a GPU, and for no recording elsewhere.
         requested: what `choose_layout` was asked for. If "auto", a GPU leaves pages where it is not faster with them.
     """
-    plain = model.with_strategy(model.strategy.plain())
+    plain = _with_trials(model.with_strategy(model.strategy.plain()), *_trials_of_products(model))
     if not plain.strategy.packed or plain.flash is not None:  # what is traced or recorded reads nothing from flash
         return plain
     best = _try_traced_forwards(plain, compile_in)

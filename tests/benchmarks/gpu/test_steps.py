@@ -18,11 +18,14 @@ from benchmarks.gpu.bench import Bench, Case, NotHere, Step, WrongResult
 from benchmarks.gpu.breaking import broken
 from benchmarks.gpu.child import run_step
 from benchmarks.gpu.records import Goal, Journal, Measured, Record
+from benchmarks.gpu.schedules import Errors
 from benchmarks.gpu.stand_in.card import CARD, NAME, card
 from benchmarks.gpu.steps import STEPS
+from swarm.common.trials import Timing
 from swarm.models.execution import strategy_trials
 from swarm.models.execution.strategy_trials import choose_forward, choose_layout
-from swarm.models.execution.trial_runs import Timing
+from swarm.models.weights.gpu_linears import choose_kernel
+from tests import zoo
 
 ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -108,10 +111,35 @@ def test_one_kind_of_wrong_tokens_is_an_error(seed, kind):
     for schedule in (schedules.random_schedule(seed, (255, 256, 257)), schedules.decode_schedule(seed, 6, 256)):
         kinds = schedules._kinds(schedule)
         inputs, expected = torch.zeros(len(kinds), 4), torch.ones(len(kinds), 4)
-        assert schedules.error(schedule, inputs, expected, expected) == 0
+        assert schedules.errors(schedule, inputs, expected, expected) == Errors(0, 0, 0, 0)
         outputs = expected.clone()
         outputs[kinds == kind] = 100.0
-        assert (schedules.error(schedule, inputs, outputs, expected) > 1) == bool((kinds == kind).any())
+        found = schedules.errors(schedule, inputs, outputs, expected)
+        assert (found.median > 1) == (found.of_a_round > 1) == bool((kinds == kind).any())
+
+
+@pytest.mark.parametrize("number", range(7))
+def test_wrong_tokens_of_one_round_are_an_error(number):
+    """Of seven rounds of single tokens one is wrong, or only one of its tokens is: no median over all of them moves."""
+    schedule = schedules.decode_schedule(0, 7, 20)
+    of_round = schedules._rounds(schedule) == 1 + number
+    inputs, expected = torch.zeros(len(of_round), 4), torch.ones(len(of_round), 4)
+    for wrong in (of_round, of_round.nonzero()[:1, 0]):
+        outputs = expected.clone()
+        outputs[wrong] = 1.5
+        found = schedules.errors(schedule, inputs, outputs, expected)
+        assert (found.median, found.largest) == (0, 0.5)
+        assert found.of_a_round == (0.5 if wrong is of_round else 0)
+        exact = Errors(0, 0, 0, 0)
+        with pytest.raises(WrongResult, match="of_a_round" if wrong is of_round else "percentile_99|largest"):
+            schedules.require_close(found, exact, torch.bfloat16, "a round")
+        schedules.require_close(found, exact, torch.bfloat16, "a round", mixture=True)
+
+
+def test_mixtures_of_experts_are_known():
+    mixtures = {family for family in zoo.FAMILIES if schedules.is_mixture(zoo.config_of(family))}
+    assert {"mixtral", "deepseek_v3", "qwen2_moe", "gpt_oss", "olmoe"} <= mixtures
+    assert not {"llama", "gpt2", "gemma2", "bloom", "qwen3", "olmo3", "hunyuan_v1_dense", "ernie4_5"} & mixtures
 
 
 def test_a_kernel_that_is_wrong_for_single_tokens_alone_is_not_chosen(bench):
@@ -157,6 +185,17 @@ def test_the_product_falls_back_and_says_why(bench, monkeypatch, fault, layout, 
         strategy = spans.load(bench, "7B").strategy
     assert (strategy.layout, strategy.graph_recorder is not None) == (layout, recorded)
     assert any(str(trial).startswith(reason) for trial in strategy.trials), strategy.trials
+
+
+def test_a_wrong_kernel_for_packed_weights_is_not_used_and_named(bench):
+    choose_kernel.cache_clear()
+    found = records_of(bench, some("quantization", "a span in int8"), "kernel")
+    choose_kernel.cache_clear()
+    (one,) = found.values()
+    assert one.status == "ok", one
+    for way in ("Triton in steps of 128", "Triton in steps of 256", "torch"):
+        assert f"by {way}: not used, its results are wrong for 1 tokens" in one.note
+    assert "by unpacking: used, no kernel is right and faster" in one.note
 
 
 def test_what_is_not_faster_is_not_used(bench, monkeypatch):

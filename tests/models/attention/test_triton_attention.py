@@ -19,30 +19,17 @@ pytest.importorskip("triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 RUNS_HERE = DEVICE.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 
-from triton.runtime import interpreter  # noqa: E402
-
 from swarm.models.attention import triton_attention  # noqa: E402
 from swarm.models.attention.paged_kernels import agrees_with_reference, reference_kernel  # noqa: E402
-from swarm.models.attention.triton_attention import number_of_parts, triton_kernel  # noqa: E402
+from swarm.models.attention.triton_attention import number_of_parts, tile_size, triton_kernel  # noqa: E402
+from tests.models.triton_tools import COMPILED_FOR, compiled_shared_bytes, interpreter_of_today  # noqa: E402
 
 runs_kernels = pytest.mark.skipif(not RUNS_HERE, reason="runs in a process of its own, see test_interpreted")
 
+interpreter = pytest.fixture(autouse=True, scope="module")(interpreter_of_today)
+
 # The interpreter multiplies bfloat16 as integers.
 DTYPES = (torch.float32, torch.float16, *([torch.bfloat16] if DEVICE.type == "cuda" else []))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _interpreter_of_today():
-    """Triton 3.6 turns an array of one number into an index as numpy before 2.4 allowed."""
-    plain = interpreter._patch_lang_tensor
-
-    def patched(tensor, scope):
-        plain(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_lang_tensor", patched)
-        yield
 
 
 @st.composite
@@ -120,3 +107,44 @@ def test_parts_are_no_more_than_are_needed(programs, positions, processors):
     assert parts in {1 << power for power in range(7)}
     assert parts == 1 or parts * programs <= 4 * processors
     assert parts == 1 or positions // parts >= 256
+
+
+def test_wide_heads_have_smaller_tiles():
+    assert tile_size(16, 2 * 128) == tile_size(16, 2 * 256) == (16, 64)
+    assert tile_size(17, 2 * 128) == tile_size(17, 4 * 128) == (64, 64)
+    assert (tile_size(16, 4 * 256), tile_size(17, 4 * 256)) == ((16, 32), (32, 32))
+    assert tile_size(17, 4 * 2048) == (16, 16)
+
+
+@runs_kernels
+@pytest.mark.parametrize("news", [(1, 1), (9, 40)])
+def test_heads_of_256_in_fp32(news):
+    query, keys, values = (
+        torch.randn(*shape, device=DEVICE) for shape in ((sum(news), 2, 256), *[(3, 64, 1, 256)] * 2)
+    )
+
+    def integers(*values):
+        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+    arguments = (query, keys, values, integers(0, news[0], sum(news)), None, max(news), 100)
+    options = {"scale": None, "window_size": (-1, 0), "enable_gqa": True, "num_splits": 1}
+    options |= {"seqused_k": integers(40, 100), "block_table": integers((0, 0), (2, 1))}
+    found, expected = (kernel(*arguments, **options) for kernel in (triton_kernel, reference_kernel))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("capability", COMPILED_FOR)
+@pytest.mark.parametrize(("dtype", "size"), [("bf16", 2), ("fp32", 4)])
+@pytest.mark.parametrize("wide", [64, 128, 256])
+def test_it_compiles_for_cards(dtype, size, wide, capability):
+    """Every tile fits in a multiprocessor's shared memory."""
+    for most, parts in ((16, 8), (17, 1)):
+        rows, step = tile_size(most, size * wide)
+        types = dict.fromkeys(("query", "keys", "values"), f"*{dtype}")
+        types |= dict.fromkeys(("bounds", "lengths", "table"), "*i32")
+        types |= {"log_sums": "*fp32", "scale_log2": "fp32", "output": f"*{dtype}" if parts == 1 else "*fp32"}
+        constants = {"HEADS": 8, "GROUP": 4, "WIDE": wide, "PADDED": wide, "PAGE": 256, "ROWS": rows, "STEP": step}
+        constants |= {"PARTS": parts, "CAUSAL": True, "WINDOWED": True}
+        assert compiled_shared_bytes(triton_attention._attend, capability, types, constants) <= COMPILED_FOR[capability]

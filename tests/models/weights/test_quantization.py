@@ -21,16 +21,14 @@ from swarm.models.checkpoints.footprint import memory_footprint
 from swarm.models.execution.session_cache import SessionCache
 from swarm.models.loading.span_loading import load_span
 from swarm.models.weights import quantization
+from swarm.models.weights.bitsandbytes_linear import BitsAndBytesLinear
 from swarm.models.weights.frozen_linear import FrozenLinear
+from swarm.models.weights.gpu_linears import GpuInt4Linear, GpuInt8Linear
 from swarm.models.weights.quantization import (
     INT4,
-    INT4_GROUP_SIZE,
     INT8,
     NF4,
     NONE,
-    BitsAndBytesLinear,
-    Int4Linear,
-    Int8Linear,
     form_for_device,
     quantizable,
     quantize,
@@ -38,6 +36,7 @@ from swarm.models.weights.quantization import (
     require_available,
     weight_bytes,
 )
+from swarm.models.weights.weight_only import INT4_GROUP_SIZE, Int4Linear, Int8Linear
 from tests import zoo
 from tests.slow import slow_except
 
@@ -46,12 +45,15 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KINDS = {
     "int8": Int8Linear,
     "int4": Int4Linear,
+    "int8 of a GPU": GpuInt8Linear,
+    "int4 of a GPU": GpuInt4Linear,
     "LLM.int8": lambda linear: BitsAndBytesLinear(linear, INT8, CPU),
     "NF4": lambda linear: BitsAndBytesLinear(linear, NF4, CPU),
 }
 NEEDS_BITSANDBYTES = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
-ALL_KINDS = ["int8", "int4", *(pytest.param(kind, marks=NEEDS_BITSANDBYTES) for kind in ("LLM.int8", "NF4"))]
-ERROR = {"int8": 0.012, "int4": 0.11, "LLM.int8": 0.012, "NF4": 0.11}
+OURS = ["int8", "int4", "int8 of a GPU", "int4 of a GPU"]
+ALL_KINDS = [*OURS, *(pytest.param(kind, marks=NEEDS_BITSANDBYTES) for kind in ("LLM.int8", "NF4"))]
+ERROR = {kind: 0.012 if "int8" in kind else 0.11 for kind in KINDS}
 """Of products of normal weights, relative to their norm."""
 
 ROUNDING = 6e-3
@@ -113,27 +115,27 @@ def test_both_ways_of_multiplying_agree(kind, out, into, monkeypatch):
     """The kernel on packed weights, and unpacking by parts, also where the last part is a small one."""
     layer = KINDS[kind](make(out, into, bias=False, dtype=torch.bfloat16))
     inputs = torch.randn(9, into, dtype=torch.bfloat16)
-    monkeypatch.setattr(quantization, "UNPACKED_PART_WEIGHTS", 64 * into)
+    monkeypatch.setattr(type(layer), "PART_WEIGHTS", 64 * into)
     results = []
     for limit in (0, 100):
-        monkeypatch.setattr(type(layer), "MAX_KERNEL_TOKENS", limit)
+        monkeypatch.setattr(type(layer), "max_kernel_tokens", limit)
         results.append(layer(inputs))
     assert error(results[0], results[1]) <= ROUNDING
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("kind", OURS)
 def test_weights_on_the_grid_are_kept_exactly(kind):
-    levels = 127 if kind == "int8" else 7
+    levels = 127 if "int8" in kind else 7
     weight = torch.randint(
         -levels, levels + 1, (64, 2 * INT4_GROUP_SIZE), generator=torch.Generator().manual_seed(0)
     ).float()
-    weight[:, ::INT4_GROUP_SIZE], weight[:, 1::INT4_GROUP_SIZE] = levels, -levels - (kind == "int4")
+    weight[:, ::INT4_GROUP_SIZE], weight[:, 1::INT4_GROUP_SIZE] = levels, -levels - ("int4" in kind)
     linear = make(64, 2 * INT4_GROUP_SIZE)
     linear.weight.data = weight / 64
     assert torch.equal(KINDS[kind](linear).dense(), weight / 64)
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("kind", OURS)
 def test_rows_of_zeros_and_of_equal_weights(kind):
     linear = make(64, INT4_GROUP_SIZE)
     linear.weight.data[0], linear.weight.data[1] = 0.0, 0.25
@@ -164,7 +166,7 @@ def test_processors_with_other_instructions(capability):
     code = f"""
 import torch
 from torch import nn
-from swarm.models.weights.quantization import INT4_GROUP_SIZE as GROUP, Int4Linear, Int8Linear
+from swarm.models.weights.weight_only import INT4_GROUP_SIZE as GROUP, Int4Linear, Int8Linear
 for kind in (Int8Linear, Int4Linear):
     layer = kind(nn.Linear(GROUP, 176, bias=False, dtype=torch.bfloat16))
     eye = torch.eye(GROUP, dtype=torch.bfloat16)
@@ -177,7 +179,7 @@ for kind in (Int8Linear, Int4Linear):
 
 
 def test_an_unknown_packing_is_refused(monkeypatch):
-    monkeypatch.setattr(quantization, "_int4_layout", lambda: None)
+    monkeypatch.setattr(quantization, "int4_layout", lambda: None)
     with pytest.raises(InvalidOption, match="use int8 or none"):
         require_available(INT4, CPU)
     require_available(INT8, CPU)
@@ -191,7 +193,7 @@ def test_devices_without_kernels_are_refused():
 
 def test_nf4_is_called_what_it_is():
     assert form_for_device(CPU, NF4) == INT4
-    assert form_for_device(torch.device("cuda"), NF4) == NF4
+    assert form_for_device(torch.device("cuda"), NF4) == (NF4 if find_spec("bitsandbytes") is not None else INT4)
     assert form_for_device(CPU, INT8) == INT8
 
 
