@@ -3,8 +3,8 @@
     python -m benchmarks.gpu.unproven
 
 prints the table of `docs/gpu.md`, found in the source: functions that name CUDA, bitsandbytes, Triton or torch's
-attention over pages, and of kernels in Triton every line. What stands in for a card on a processor reaches most of them; it does not reach those in
-`NOT_REACHED`.
+attention over pages, and of kernels in Triton every line. What stands in for a card on a processor reaches most of
+them; it does not reach those in `NOT_REACHED`.
 """
 
 from __future__ import annotations
