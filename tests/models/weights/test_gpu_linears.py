@@ -31,11 +31,11 @@ def _nothing_is_remembered():
     choose_kernel.cache_clear()
 
 
-def linear(out: int = 96, into: int = 320, dtype: torch.dtype = torch.bfloat16) -> nn.Linear:
-    made = nn.Linear(into, out, dtype=torch.float32)
+def linear(out: int = 96, into: int = 320, bias: bool = False) -> nn.Linear:
+    made = nn.Linear(into, out, bias=bias, dtype=torch.float32)
     with torch.no_grad():
         made.weight.copy_(torch.randn(out, into, generator=torch.Generator().manual_seed(0)) / into**0.5)
-    return made.to(dtype).requires_grad_(False)
+    return made.to(torch.bfloat16).requires_grad_(False)
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -122,7 +122,7 @@ def test_a_kernel_is_used_for_as_many_tokens_as_it_is_faster_for(monkeypatch):
 def test_a_kernel_that_is_wrong_fails_or_is_slow_is_not_used(monkeypatch, kernel, limit, reason):
     use_kernels(monkeypatch, Kernel("bad", kernel))
     use_times(monkeypatch, limit)
-    layer = gpu_linears.gpu_linear(linear(), INT8, CPU)
+    layer = gpu_linears.gpu_linear(linear(bias=True), INT8, CPU)
     tried, fallback = layer.trials
     assert str(tried).startswith(f"int8, 96 x 320 by bad: not used, {reason}")
     assert str(fallback) == "int8, 96 x 320 by unpacking: used, no kernel is right and faster"
