@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
+from torch import nn, overrides
 
 from benchmarks.gpu.stand_in.devices import CARD, CardMode, is_on_card
 from benchmarks.gpu.stand_in.graphs import Captures, StandInGraph
@@ -120,6 +120,27 @@ def _kernel(calls: Calls) -> Callable[..., torch.Tensor]:
     return varlen_attn
 
 
+def _export(export: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.export.export`: traces tensors of the processor, which these are, and lets the trace name the card.
+
+    torch traces with tensors that hold nothing. Ones that say they are on a card ask CUDA for it, which is not here.
+    """
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        with overrides._pop_mode_temporarily():
+            program = export(*args, **kwargs)
+        for node in program.graph.nodes:
+            node.args = tuple(map(_on_card, node.args))
+            node.kwargs = {name: _on_card(value) for name, value in node.kwargs.items()}
+        return program
+
+    return traced
+
+
+def _on_card(value: Any) -> Any:
+    return CARD if isinstance(value, torch.device) else value
+
+
 @contextmanager
 def _without(package: str) -> Iterator[None]:
     """A context in which a package is not installed. Other modules that are imported meanwhile stay."""
@@ -152,14 +173,13 @@ def card(check_capture: Callable[[], None] = _nothing) -> Iterator[Calls]:
             made.data = data
         return made
 
-    from torch._subclasses import fake_tensor
     from torch.nn.attention import varlen
 
     with (
         mock.patch.multiple(torch.cuda, **_functions(calls, captures)),
         _without("bitsandbytes"),  # it talks to a real card
         mock.patch.object(varlen, "varlen_attn", _kernel(calls)),
-        mock.patch.object(fake_tensor, "init_gpu_context", _nothing),
+        mock.patch.object(torch.export, "export", _export(torch.export.export)),
         mock.patch.object(threading.Thread, "run", run_with_card),
         mock.patch.object(nn.Parameter, "__new__", new_parameter),
         mode,

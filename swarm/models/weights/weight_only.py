@@ -39,7 +39,7 @@ class WeightOnlyLinear(FrozenLinear):
 
     def product(self, inputs: torch.Tensor) -> torch.Tensor:
         tokens = inputs.reshape(-1, self.in_features).to(torch.bfloat16).contiguous()
-        kernel = len(tokens) <= self.max_kernel_tokens
+        kernel = 0 < len(tokens) <= self.max_kernel_tokens
         result = (self._multiply_packed(tokens) if kernel else self._multiply_by_parts(tokens)).to(inputs.dtype)
         if self.bias is not None:
             result += self.bias

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 from benchmarks.gpu.stand_in.card import CARD, NAME, card
+from swarm.data_structures import StepLayout
 from swarm.models.execution.cuda_graphs import CudaGraphRecorder
+from swarm.models.execution.session_cache import SessionCache
+from swarm.models.execution.strategy_trials import choose_layout
+from swarm.models.execution.tracing.traced_forward import TracedForward
+from swarm.models.loading.random_span import llama_config, make_random_span
 from swarm.server.memory_budget import free_memory, resolve_device
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -149,3 +155,15 @@ def test_the_kernel_refuses_what_the_card_s_kernel_refuses(calls):
     for dtype, width, page in ((torch.float32, 16, 256), (torch.float16, 12, 256), (torch.bfloat16, 16, 64)):
         with pytest.raises(RuntimeError):
             attend(dtype, width, page)
+
+
+def test_a_forward_is_traced_and_computed_on_the_card(calls):
+    config = llama_config(hidden=64, intermediate=128, heads=4, kv_heads=2, blocks=2)
+    model = choose_layout(make_random_span(config, dtype=torch.bfloat16, device=CARD), "contiguous")
+    hidden = torch.randn(2, 1, 64).to(CARD, torch.bfloat16)
+    flat = TracedForward(model.module, model.run_modules, hidden).flat(model.layers)
+    traced = model.with_strategy(replace(model.strategy, forward="flat", traced=flat, flat=flat))
+    inputs, layout = torch.randn(7, 64).to(CARD, torch.bfloat16), StepLayout((0, 0), (3, 4))
+    found, expected = (SessionCache(one).step(inputs, layout) for one in (traced, model))
+    assert found.device == CARD
+    torch.testing.assert_close(found.cpu(), expected.cpu())
