@@ -31,7 +31,8 @@ def compiled_shared_bytes(kernel: Any, capability: int, types: Mapping[str, str]
 
     Args:
         types: of the arguments that are no int32.
-        constants: values of those that are known when it is compiled.
+        constants: values of those that are known when it is compiled. All others are multiples of 16, as they nearly
+            always are, which lets Triton read ahead, and that takes the most memory.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -39,7 +40,12 @@ def compiled_shared_bytes(kernel: Any, capability: int, types: Mapping[str, str]
 
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=places)
+    attributes = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(kernel.arg_names)
+        if name not in constants and signature[name] != "fp32"
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=attributes)
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32))
     assert made.asm["cubin"]
     return int(made.metadata.shared)
