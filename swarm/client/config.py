@@ -23,7 +23,7 @@ class NetworkOptions:
         blocked_servers: peer ids of servers that are never used.
         push: let servers send their outputs directly to the next server instead of through this client.
         quant: use only servers whose weights have this form, or one of these forms: "none", "int8", "nf4" or "int4"
-            (the form of CPUs that corresponds to nf4). None allows all.
+            (4 bits without bitsandbytes on a GPU). None allows all.
         exact: use no server that computes with some neurons of its feed-forward layers only (`sparse`; docs/flash.md).
             By default no text depends on such a choice of neurons unless its user has agreed to it. Quantized weights
             are another question: the weights that a server announces are the ones with which it computes exactly.

@@ -23,7 +23,7 @@ def open_model(
     Args:
         model: local folder or hub id; None for the demo model.
         dtype: data type that the servers compute in; "auto" for the checkpoint's own.
-        quant: quantization of the servers' weights; "nf4" is counted as int4, which CPUs use and which is larger.
+        quant: quantization of the servers' weights; "nf4" is counted as int4, which is larger.
 
     Raises:
         ModelNotFound: there is no such model.
