@@ -36,7 +36,7 @@ def _cases(bench: Bench) -> list[Case]:
     ]
 
 
-STEP = Step("decode", "Decode steps", 120.0, _cases)
+STEP = Step("decode", "Decode steps", 115.0, _cases)
 
 
 def _places(bench: Bench) -> list[Place]:
