@@ -9,8 +9,6 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from scripts import calibrate_wire
-from scripts.wire_damage import Damage
 from swarm.data_structures import WireFormat
 from swarm.models.wire_defaults import (
     BLOCKWISE8_FAMILIES,
@@ -19,6 +17,11 @@ from swarm.models.wire_defaults import (
     OUTLIER_FACTOR,
     default_wire_format,
 )
+
+pytest.importorskip("matplotlib")  # scripts of this checkout draw with it; what computes does without
+
+from scripts import calibrate_wire
+from scripts.wire_damage import Damage
 
 PAGE = (Path(__file__).parents[2] / "docs" / "wire.md").read_text("utf-8")
 FIGURE = re.compile(r"([+-]\d+\.\d+) ± (\d+\.\d+)")
