@@ -18,6 +18,7 @@ from swarm.client.chain.prompt_chunks import chunk_slots
 from swarm.client.connection import SwarmConnection
 from swarm.client.early_exit.exit_agreement import ExitAgreement
 from swarm.client.early_exit.exit_terms import boundaries_for
+from swarm.client.early_exit.group_size import GroupMeter
 from swarm.client.early_exit.options import EarlyExit
 from swarm.client.local_blocks import LocalSession
 from swarm.client.routes.events import EventListener, SessionEvent
@@ -36,9 +37,8 @@ class InferenceSession:
     """One generation. Servers hold its keys and values; the client holds its position and a history of its inputs.
 
     The history refills the caches of a server that replaces a lost one. What the model's adapter adds to the blocks is
-    fixed when the route is found, at the first step.
-
-    A session is used by one thread at a time. `generate` inside its `with` block uses it.
+    fixed when the route is found, at the first step. A session is used by one thread at a time, and by `generate`
+    inside its `with` block.
 
     Args:
         model: the distributed model.
@@ -49,6 +49,7 @@ class InferenceSession:
     Attributes:
         cache: the session as transformers sees it.
         early_exit: when tokens leave early in `generate` calls that do not say; None for never.
+        groups: what early exit has measured in it.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class InferenceSession:
         self.max_length = max_length
         self.cache = PlaceholderCache(self)
         self.early_exit: EarlyExit | None = None
+        self.groups = GroupMeter()
         self._listener = listener
         self._model = model
         self._connection = connection
@@ -207,11 +209,12 @@ class InferenceSession:
         """Blocks in front of which a call with these options can look at a step under way."""
         return boundaries_for(options, self._open_chain().route)
 
-    def wait(self, ready: Callable[[], bool]) -> None:
+    def wait(self, ready: Callable[[], bool], awaited: tuple[int, int] | None = None) -> None:
         """Keep the steps under way going until `ready`, which is asked in the network thread too, or until all servers
-        have answered all of them. Raises as `compute` does; then those that are not settled have to be given up."""
+        have answered all of them; for `awaited` see `Chain.wait`. Raises as `compute` does; then those that are not
+        settled have to be given up."""
         if not ready():
-            self._connection.run(self._open_chain().wait(ready))
+            self._connection.run(self._open_chain().wait(ready, awaited))
 
     def has_outputs(self, step: StepUnderWay, block: int) -> bool:
         """Whether it is known what a step under way is in front of `block`, or behind the last one."""
@@ -225,8 +228,7 @@ class InferenceSession:
         return unpack_hidden(packed, step.hidden, step.real)
 
     def left(self, step: StepUnderWay, block: int) -> tuple[int, ...]:
-        """For each sequence, the block in front of which its token left a server's span before `block`; 0 if it has
-        passed all blocks. The token's `outputs` are its hidden states there."""
+        """For each sequence, the block in front of which its token left a span before `block`; 0 if it did not."""
         packed = self._open_chain().outputs(step.number, block)
         return packed.left if packed is not None and packed.left is not None else (0,) * len(step.hidden)
 

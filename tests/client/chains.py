@@ -273,12 +273,12 @@ class Conversation:
             self.check(layout, result)
         self.caps = self.lengths
 
-    async def begin_step(self, layout: StepLayout) -> int:
+    async def begin_step(self, layout: StepLayout, exit_block: int | None = None) -> int:
         """Send a step off, which is taken as if it stood; its number."""
         hidden = torch.randn(layout.tokens, HIDDEN, generator=self.random)
         self.histories = _after(self.histories, hidden, layout)
         self.caps = self.lengths
-        return await self.chain.begin(_packed(hidden), layout)
+        return await self.chain.begin(_packed(hidden), layout, exit_block=exit_block)
 
     async def stream(self, chance: random.Random, turns: int) -> None:
         """Steps that are sent before the last server has answered those before; some of them are given up.
@@ -321,7 +321,8 @@ class Conversation:
         one = _UnderWay(-1, layout, _after(before, hidden, layout))
         under_way.append(one)  # also if it fails: servers may have got it
         one.number = self.chain.next_number
-        assert await self.chain.begin(_packed(hidden), layout, self.exits) == one.number
+        exit_block = chance.choice([None, *self.chain.boundaries])
+        assert await self.chain.begin(_packed(hidden), layout, self.exits, exit_block) == one.number
         return [len(history) for history in one.histories]
 
     async def _settle(self, under_way: list[_UnderWay]) -> None:
@@ -333,7 +334,8 @@ class Conversation:
 
     async def _look_at(self, one: _UnderWay, block: int) -> None:
         """What a step is in front of a block; nothing if the servers change meanwhile, and none ends there any more."""
-        await self.chain.wait(lambda: self.chain.outputs(one.number, block) is not None)
+        awaited = (one.number, block) if one.number % 2 else None  # without it, servers may take their time
+        await self.chain.wait(lambda: self.chain.outputs(one.number, block) is not None, awaited)
         found = self.chain.outputs(one.number, block)
         assert found is not None or block != BLOCKS
         if found is None:

@@ -148,11 +148,19 @@ class Chain:
             raise
         return number
 
-    async def wait(self, ready: Callable[[], bool]) -> None:
+    async def wait(self, ready: Callable[[], bool], awaited: tuple[int, int] | None = None) -> None:
         """Keep the steps that are under way going until `ready`, or until all servers have answered all of them.
+
+        Args:
+            awaited: the number of a step, and in front of which block (or behind the last one) its outputs are waited
+                for, although its token could have left before. The servers there are told.
 
         Raises as `steps` does. Then those that are not settled have to be given up.
         """
+        if awaited is not None:
+            number, block = awaited
+            hops = (hop for hop in self._hops if hop.hop.span.start < block)
+            await asyncio.gather(*(hop.expedite(number) for hop in hops if self._is_not_urgent_at(hop, number)))
         await self._advance(ready, everywhere=True)
 
     def outputs(self, number: int, block: int) -> PackedHidden | None:
@@ -267,6 +275,14 @@ class Chain:
                     with suppress(TimeoutError):
                         async with asyncio.timeout(until - time.perf_counter() if until < math.inf else None):
                             await self._changed.wait()
+
+    def _is_not_urgent_at(self, hop: HopSession, number: int) -> bool:
+        """Whether a hop has not answered a step, and may let others go before it, or before an earlier one."""
+        return any(
+            step.exit_block is not None and step.exit_block <= hop.hop.span.start
+            for step in self._under_way.steps.values()
+            if hop.progress.replied < step.number <= number
+        )
 
     async def _repair(self, index: int) -> None:
         await self._hops.repair(index, self._foldable, self._window > 1)

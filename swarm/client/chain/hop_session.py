@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from swarm.client.chain.awaited_steps import ReplyKind
-from swarm.client.chain.hop_progress import HopProgress
+from swarm.client.chain.hop_progress import NO_STEP, HopProgress
 from swarm.client.chain.hop_stream import CLOSE_TIMEOUT_S, HopStream
 from swarm.client.chain.input_history import InputHistory, Step
 from swarm.client.chain.session_constants import SessionContext
@@ -72,6 +72,7 @@ class HopSession:
         self._on_reply = on_reply
         self._on_change = on_change
         self._stream = HopStream(context.network, hop, self._on_message, self._on_lost, self._max_reply_bytes)
+        self._expedited = NO_STEP
         self._replay_reply: _ReplayReply | None = None
         self._replay_outputs: OutputShape | None = None
         self._unanswered_replays = 0
@@ -138,6 +139,12 @@ class HopSession:
     async def announce_given_up(self, first: int, end: int) -> None:
         """Tell the server that the steps from number `first` up to, but without, `end` need not be computed."""
         await self._send(messages.GiveUp(first, end), b"", CLOSE_TIMEOUT_S)
+
+    async def expedite(self, number: int) -> None:
+        """Tell the server that this client waits for the steps up to this one."""
+        if number > self._expedited:
+            self._expedited = number
+            await self._send(messages.Expedite(number), b"", CLOSE_TIMEOUT_S)
 
     async def deliver(self, step: Step) -> None:
         """Hand the server a step; its answer comes through `on_reply`.

@@ -12,6 +12,7 @@ A conversation is one libp2p stream:
     StepRequest + payload ->
                        <-                StepReply + payload | Refusal
     GiveUp             ->                (queued steps that need not be computed)
+    Expedite           ->                (steps that the client waits for after all)
     ReplayRequest + payload ->           (fills the cache with past inputs)
                        <-                ReplayReply + payload | Refusal
                        <-                Refusal "server_closing" at any time: find another server
@@ -67,6 +68,7 @@ from swarm.protocol.messages.membership import MemberChallenge, MemberProof, New
 from swarm.protocol.messages.session import (
     CloseSession,
     ExitTerms,
+    Expedite,
     GiveUp,
     OpenSession,
     PushRequest,
@@ -95,6 +97,7 @@ __all__ = [
     "ClientMessage",
     "CloseSession",
     "ExitTerms",
+    "Expedite",
     "ForwardReply",
     "ForwardRequest",
     "GiveUp",

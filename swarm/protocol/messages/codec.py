@@ -13,6 +13,7 @@ from swarm.protocol.messages.link import InfoReply, InfoRequest, ProbeReply, Pro
 from swarm.protocol.messages.membership import MemberChallenge, MemberProof, NewerRevocations
 from swarm.protocol.messages.session import (
     CloseSession,
+    Expedite,
     GiveUp,
     OpenSession,
     PushRequest,
@@ -33,6 +34,7 @@ ClientMessage = (
     | StepRequest
     | PushRequest
     | GiveUp
+    | Expedite
     | ReplayRequest
     | CloseSession
     | ForwardRequest

@@ -219,7 +219,10 @@ class MessageHandler:
                 self._pushed.set_neighbors(state.require_session(), message)
                 return None, b""
             case messages.GiveUp():
-                state.require_session().give_up(message.first, message.end)
+                self._pushed.give_up(state.require_session(), message)
+                return None, b""
+            case messages.Expedite():
+                self._pushed.expedite(state.require_session(), message)
                 return None, b""
             case messages.CloseSession():
                 if state.session is not None:

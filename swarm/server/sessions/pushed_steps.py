@@ -57,11 +57,39 @@ class PushedSteps:
         elif session.push_link is None or not session.push_link.leads_to(peer_id, session_id):
             session.close_push_link()
             if peer_id == self._network.peer_id:
-                session.push_link = LocalPushLink(
-                    client, peer_id, session_id, self._answer_own, self._unanswered, self._waiting_bytes
-                )
+                session.push_link = self._local_link(client, session_id)
             else:
                 session.push_link = PushLink(self._network, client, peer_id, session_id)
+
+    def give_up(self, session: Session, message: messages.GiveUp) -> None:
+        """The session's client does not want these steps any more."""
+        session.give_up(message.first, message.end)
+        if session.fed_by is not None:
+            session.fed_by.deliver_due()
+
+    def expedite(self, session: Session, message: messages.Expedite) -> None:
+        """The session's client waits for the steps up to this one."""
+        self._steps.expedite(session, message.last)
+        if session.fed_by is not None:
+            session.fed_by.deliver_due()
+
+    def _local_link(self, client: str, session_id: bytes) -> LocalPushLink:
+        """A link to another session of the same client at this server. It holds steps back only if that is open."""
+        target = self._sessions.find(client, session_id)
+        link = LocalPushLink(
+            client,
+            self._network.peer_id,
+            session_id,
+            self._answer_own,
+            target.holds_back if target is not None else lambda steps: False,
+            self._unanswered,
+            self._waiting_bytes,
+        )
+        if target is not None:
+            if target.fed_by is not None:  # only one link is told when steps become urgent
+                target.fed_by.hold_no_more()
+            target.fed_by = link
+        return link
 
     async def answer(self, peer_id: str, message: messages.PushRequest, payload: Bytes) -> None:
         """A step from the previous server. Its reply or refusal goes to the client, not to the server that pushed.

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from swarm.data_structures import Span, WireFormat
 from swarm.models.execution.session_cache import SessionCache
-from swarm.protocol.messages import StepReply
+from swarm.protocol.messages import StepReply, StepRequest
 from swarm.server.compute.compute_request import ComputeResult
 from swarm.server.sessions.pushing.local_push_link import LocalPushLink
 from swarm.server.sessions.pushing.push_link import PushLink
+from swarm.server.sessions.pushing.step_merging import is_urgent, may_wait
 from swarm.server.sessions.reply_stream import ReplyStream
 
 LINK_TIMEOUT_S = 2.0
@@ -66,12 +68,14 @@ class Session:
         next_step: the smallest number that the next step may have. (A step that its client gave up leaves a gap.)
         epoch: the epoch of the step before (see `StepRequest`).
         given_up: numbers of steps that need not be computed.
+        awaited: number of the last step for which the client has said that it waits (see `Expedite`); -1 if none.
         last: replies to the step before, or to the steps that were computed as one, by number.
         sequences: number of sequences for which cache is reserved.
         attached: number of open connections that use the session.
         client: the newest of them, to which replies to pushed steps go.
         previous_peer: the peer that may push steps into the session, besides the client itself.
         push_link: the link to the next server.
+        fed_by: the link from the session before, if that is at this server: the one that may hold steps.
         lock: held by the step that is being answered, or the steps that are computed as one. One that was given up may
             still be computed, and its tokens be cached, after it has released the lock; the engine starts the next step
             after that, which sets them back.
@@ -87,12 +91,14 @@ class Session:
         self.next_step = 0
         self.epoch = 0
         self.given_up = range(0)
+        self.awaited = -1
         self.last: dict[int, KeptReply] = {}
         self.sequences = 0
         self.attached = 0
         self.client: ReplyStream | None = None
         self.previous_peer: str | None = None
         self.push_link: PushLink | LocalPushLink | None = None
+        self.fed_by: LocalPushLink | None = None
         self.lock = asyncio.Lock()
         self.computing: tuple[range, asyncio.Future[ComputeResult]] | None = None
         self.reserving = asyncio.Lock()
@@ -120,6 +126,15 @@ class Session:
         """Have the engine drop what it computes for this session, after the iteration that runs."""
         if self.computing is not None and not self.computing[1].done():
             self.computing[1].set_exception(StepGivenUp())
+
+    def is_urgent(self, step: StepRequest) -> bool:
+        """Whether the client waits for what these blocks make of a step."""
+        return is_urgent(step, self.terms.span.start) or step.step <= self.awaited
+
+    def holds_back(self, steps: Sequence[StepRequest]) -> bool:
+        """Whether steps of the session can wait for others, to be computed with them as one."""
+        is_wanted = not any(step.step in self.given_up for step in steps)
+        return is_wanted and may_wait(steps, self.terms.span.start, self.awaited)
 
     def allow_push_from(self, peer_id: str | None) -> None:
         """Accept pushed steps from this peer and from no other."""

@@ -20,7 +20,7 @@ from swarm.protocol.compression import payload_bytes
 from swarm.server.compute import compute_request
 from swarm.server.compute.compute_request import Bytes, ComputeResult
 from swarm.server.compute.engine import Engine
-from swarm.server.sessions.pushing.step_merging import MergedSteps, is_urgent
+from swarm.server.sessions.pushing.step_merging import MergedSteps
 from swarm.server.sessions.request_validation import RequestValidator
 from swarm.server.sessions.session import KeptReply, Session, StepGivenUp
 from swarm.server.sessions.session_table import SessionTable
@@ -139,6 +139,14 @@ class SessionSteps:
             session.given_up = range(0)
             return messages.ReplayReply(reply_format, _dtype(session), result.milliseconds), result.payload
 
+    def expedite(self, session: Session, last: int) -> None:
+        """The client waits for the steps up to number `last` now: also for those that are in the engine already."""
+        session.awaited = max(session.awaited, last)
+        if session.computing is not None:
+            numbers, computing = session.computing
+            if numbers.start <= last:
+                self._engine.expedite(computing)
+
     async def push_outputs(
         self, session: Session, message: messages.StepRequest, reply: messages.StepReply, output: Bytes
     ) -> messages.StepReply:
@@ -200,7 +208,7 @@ class SessionSteps:
             message.dtype,
             reply_format,
             exits,
-            urgent=not isinstance(message, messages.StepRequest) or is_urgent(message, session.terms.span.start),
+            urgent=not isinstance(message, messages.StepRequest) or session.is_urgent(message),
         )
         computing = self._engine.submit(work)
         session.computing = range(number, number + 1) if number is not None else range(0), computing
@@ -247,7 +255,7 @@ class SessionSteps:
             first.format,
             first.dtype,
             session.terms.reply_format,
-            urgent=any(is_urgent(message, session.terms.span.start) for message, _ in steps),
+            urgent=any(session.is_urgent(message) for message, _ in steps),
         )
         computing = self._engine.submit(work)
         session.computing = range(first.step, last.step + 1), computing

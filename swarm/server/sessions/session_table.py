@@ -125,12 +125,16 @@ class SessionTable:
         session.client = client  # a connection that was refused does not replace one that works
         return session
 
+    def find(self, client: str, session_id: bytes) -> Session | None:
+        """The session that a client has under this id."""
+        return self._sessions.get((client, session_id))
+
     async def find_for_push(self, previous_peer: str, client: str, session_id: bytes) -> Session:
         """The session of `client` into which `previous_peer` may push.
 
         Raises `UnknownSession`, also if the session exists but the peer may not push: it learns nothing about it.
         """
-        session = self._sessions.get((client, session_id))
+        session = self.find(client, session_id)
         if session is None or not await session.may_push(previous_peer):
             raise UnknownSession("there is no session here into which this peer may push")
         return session

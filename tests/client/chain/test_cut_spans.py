@@ -72,6 +72,38 @@ def test_what_goes_into_each_part_of_a_span_comes_by(span_model, push, older):
     run(span_model, TWO, act, push=push, older=older)
 
 
+def test_servers_are_told_once_that_a_step_is_waited_for_which_might_have_left(span_model):
+    async def act(swarm, talk):
+        def told() -> list[int]:
+            return [message.last for _, message in swarm.servers["a"].heard if isinstance(message, messages.Expedite)]
+
+        async def wait(number: int, block: int) -> float:
+            began = time()
+            await talk.chain.wait(lambda: talk.chain.outputs(number, block) is not None, (number, block))
+            return time() - began
+
+        time = asyncio.get_running_loop().time
+        first, second, third = [await talk.begin_step(StepLayout((6 + n, 4 + n), (1, 1)), 2) for n in range(3)]
+        assert await wait(second, 2) < local_push_link.MAX_HOLD_S
+        assert told() == [], "what is in front of the exit block is urgent anyway"
+        assert await wait(third, 4) < local_push_link.MAX_HOLD_S
+        assert told() == [third]
+        assert await wait(second, BLOCKS) < local_push_link.MAX_HOLD_S
+        assert told() in ([third], [third, second]), "the last part may have answered already"
+        await wait(third, BLOCKS)
+        asked = len(told())
+        await wait(third, BLOCKS)
+        await asyncio.sleep(1)
+        assert len(told()) == asked
+        urgent = await talk.begin_step(StepLayout((9, 7), (1, 1)))
+        await wait(urgent, BLOCKS)
+        assert len(told()) == asked
+        for number in (first, second, third, urgent):
+            talk.chain.settle(number)
+
+    run(span_model, TWO, act)
+
+
 def test_only_what_lies_inside_a_span_is_cut(span_model):
     async def act(swarm, talk):
         assert swarm.planner.routes == ["0:2@a 2:3@b 3:6@b"]

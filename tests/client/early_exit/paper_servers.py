@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from swarm.client.early_exit.group_size import GroupMeter
+
 
 @dataclass
 class PaperServers:
@@ -18,6 +20,7 @@ class PaperServers:
         settled: numbers of the steps that were settled.
         events: that were reported.
         warned: what the log was told.
+        groups: what the session has measured.
     """
 
     now: int = field(default=0, kw_only=True)
@@ -26,11 +29,12 @@ class PaperServers:
     settled: list[int] = field(default_factory=list, kw_only=True)
     events: list[Any] = field(default_factory=list, kw_only=True)
     warned: list[str] = field(default_factory=list, kw_only=True)
+    groups: GroupMeter = field(default_factory=GroupMeter, kw_only=True)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden[:, -1]
 
-    def wait(self, ready: Any) -> None:
+    def wait(self, ready: Any, awaited: Any = None) -> None:
         while not ready():
             self.now += 1
             assert self.now < 1000

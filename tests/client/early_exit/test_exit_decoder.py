@@ -16,8 +16,10 @@ from swarm.client.early_exit.exit_decoder import ExitDecoder, Sampling
 from swarm.client.early_exit.options import EarlyExit
 from swarm.client.early_exit.token_output import TokenOutput
 from swarm.client.routes.events import ExitTaken
+from swarm.data_structures import Hop, Route
 from swarm.models.exits.trained_exits import BaseModel, TrainedExits
 from tests.client.early_exit.paper_servers import PaperServers
+from tests.infos import server_info
 
 pytestmark = pytest.mark.usefixtures("always_look")
 
@@ -49,7 +51,7 @@ class World(PaperServers):
     exit_blocks: list[int | None] = field(default_factory=list)
 
     boundaries = tuple(range(1, SERVERS))
-    route = None
+    route = Route(tuple(Hop(info, info.span) for info in (server_info(n, n + 1, f"p{n}") for n in range(SERVERS))))
 
     def boundaries_for(self, options: Any) -> tuple[int, ...]:
         return self.boundaries

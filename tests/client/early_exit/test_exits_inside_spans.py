@@ -53,6 +53,7 @@ class World(PaperServers):
             server_info(
                 span.start,
                 span.end,
+                f"p{span.start}",
                 exit_blocks=(blocks := tuple(block for block in self.exits if span.start < block <= span.end)),
                 exit_confidences=("classifier",) if blocks else (),
             )

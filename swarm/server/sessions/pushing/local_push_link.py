@@ -30,6 +30,9 @@ reserved memory (see `SessionTable`); otherwise links that wait for each other w
 ROOM_TIMEOUT_S = 30.0
 """How long a step may wait for room in a link. Those before it are being computed meanwhile."""
 
+MAX_HOLD_S = 1.0
+"""How long steps are held after the newest of them, if their client says nothing. It is the client that loses by it."""
+
 Push = tuple[messages.PushRequest, Bytes]
 """A step for another session, and its payload."""
 
@@ -39,7 +42,7 @@ class LocalPushLink:
 
     Pushing only puts a step into a queue. A task of the link's own takes it out, so that the session that pushes never
     waits for the other one. The task takes all steps at once that can be computed as one: those that came while the one
-    before was computed, or had to let others go first.
+    before was computed, or had to let others go first. Steps for which no client waits are held back for others.
 
     Args:
         client: peer id of both sessions' client.
@@ -47,6 +50,7 @@ class LocalPushLink:
         session_id: the session on the blocks behind.
         deliver: computes and answers steps that can be computed as one. Raises `RemoteError` if this server may not
             push into that session.
+        may_hold: whether steps that wait can wait for others, to be computed with them as one.
         unanswered: counts the steps that the link holds.
         waiting_bytes: for each client, bytes that its links hold.
 
@@ -62,6 +66,7 @@ class LocalPushLink:
         peer_id: str,
         session_id: bytes,
         deliver: Callable[[Sequence[Push]], Awaitable[None]],
+        may_hold: Callable[[Sequence[messages.StepRequest]], bool],
         unanswered: UnansweredRequests,
         waiting_bytes: Counter[str],
     ) -> None:
@@ -69,12 +74,14 @@ class LocalPushLink:
         self._peer_id = peer_id
         self._session_id = session_id
         self._deliver = deliver
+        self._may_hold = may_hold
         self._unanswered = unanswered
         self._waiting_bytes = waiting_bytes
         self._waiting: deque[Push] = deque()
         self._left = asyncio.Event()
         self._entering = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
+        self._hold_end: asyncio.TimerHandle | None = None
         self._closed = False
 
     def leads_to(self, peer_id: str, session_id: bytes) -> bool:
@@ -91,6 +98,7 @@ class LocalPushLink:
             try:
                 async with asyncio.timeout(ROOM_TIMEOUT_S):
                     while not self._closed and not self._has_room(payload):
+                        self._deliver_all()
                         self._left.clear()
                         await self._left.wait()
             except TimeoutError:
@@ -102,14 +110,29 @@ class LocalPushLink:
         self._waiting.append((request, bytes(payload)))  # the memory of a tensor has no hash
         self._unanswered.add()
         self._waiting_bytes[self._client] += len(payload)
-        if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._deliver_waiting())
-            self._task.add_done_callback(self._log_fault)
+        self.deliver_due()
         return True
+
+    def deliver_due(self) -> None:
+        """Hand the steps over that wait, unless they are to be held."""
+        if self._hold_end is not None:
+            self._hold_end.cancel()
+            self._hold_end = None
+        if not self._holds():
+            self._deliver_all()
+        elif self._waiting:
+            self._hold_end = asyncio.get_running_loop().call_later(MAX_HOLD_S, self._deliver_all)
+
+    def hold_no_more(self) -> None:
+        """Another link leads to the same session now, and is told which steps are urgent."""
+        self._may_hold = lambda steps: False
+        self.deliver_due()
 
     def close(self) -> None:
         """Take no more steps and drop those that wait. Those that are being computed are answered."""
         self._closed = True
+        if self._hold_end is not None:
+            self._hold_end.cancel()
         self._unanswered.remove(len(self._remove(len(self._waiting))))
 
     def _has_room(self, payload: Bytes) -> bool:
@@ -126,7 +149,17 @@ class LocalPushLink:
         self._left.set()
         return removed
 
+    def _holds(self) -> bool:
+        return self._may_hold([push.step for push, _ in self._waiting]) if self._waiting else False
+
+    def _deliver_all(self) -> None:
+        if self._waiting and self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._deliver_waiting())
+            self._task.add_done_callback(self._log_fault)
+
     async def _deliver_waiting(self) -> None:
+        """Hand over the first steps that wait, and those behind, up to where they are to be held."""
+        works = False
         try:
             while self._waiting:
                 together = self._remove(mergeable([push.step for push, _ in self._waiting]))
@@ -134,12 +167,16 @@ class LocalPushLink:
                     await self._deliver(together)
                 finally:
                     self._unanswered.remove(len(together))
+                if self._holds():
+                    break
+            works = True
         except RemoteError as error:
             logger.debug("a session of …%s cannot be pushed into: %s", self._client[-6:], error)
-            self.close()
         finally:
             self._task = None
-            if self._waiting:  # a fault of this server
+            if works:
+                self.deliver_due()
+            else:
                 self.close()
 
     def _log_fault(self, task: asyncio.Task[None]) -> None:

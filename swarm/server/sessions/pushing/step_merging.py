@@ -24,6 +24,22 @@ def is_urgent(step: StepRequest, block: int) -> bool:
     return step.exit_block is None or block < step.exit_block
 
 
+def may_wait(steps: Sequence[StepRequest], block: int, awaited: int) -> bool:
+    """Whether steps that wait in front of `block` can wait for others, to be computed with them as one.
+
+    Args:
+        steps: that wait there, in order.
+        awaited: number of the last step for which the client has said that it waits.
+    """
+    if any(step.exit_block != block or step.step <= awaited for step in steps):
+        return False
+    if not _is_plain(steps[0]) or mergeable(steps) < len(steps):
+        return False
+    longest = max(map(sum, zip(*(step.counts for step in steps), strict=True)))
+    tokens = sum(sum(step.counts) for step in steps)
+    return longest < MAX_SHORT_TOKENS and tokens + sum(steps[-1].counts) <= MAX_MERGED_TOKENS
+
+
 def mergeable(steps: Sequence[StepRequest]) -> int:
     """How many of these steps, from the first on, can be computed as one if the first is right; at least 1.
 
