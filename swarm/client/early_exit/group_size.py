@@ -11,7 +11,7 @@ Pure: times are handed in.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 MAX_GROUP = 16
 """Most steps of a group: those that a server computes as one."""
@@ -19,105 +19,103 @@ MAX_GROUP = 16
 MIN_GAIN = 1.05
 """By how much groups have to be quicker than single steps."""
 
-KEPT_SHARE = 0.8
-"""What the next observation leaves of the average of those before."""
+NEWEST_SHARE = 0.2
+"""Of the newest observation in an average, once there are more than its inverse."""
 
 TRIED_EVERY = 24
 """One in so many groups is of two steps where single steps are quicker, and the other way round: that may change."""
 
 ASSUMED = 0.5
-"""Probability that a token leaves, and that its successor stands, before any did."""
+"""Probability that a token leaves, and that its successor stands, which counts like one observation."""
 
-FIRST_SIZES = (2, 1, 2, 1)
+FIRST_SIZES = (1, 2, 1, 2)
 """Sizes of the first groups, from which the times follow."""
 
 
 @dataclass(frozen=True)
-class StepTimes:
-    """Average seconds from sending a step off until the next one of the text is sent off.
+class GroupTimes:
+    """Seconds from the first step of a group to the first one of the next.
 
     Attributes:
-        left: of a step that is held at the boundary, where its token leaves.
-        stayed: of one that is held, whose token then does not leave: its group is verified at once.
-        alone: of one that is not held, and the only one of its group.
-        last: of one that is not held, and the last one of its group.
+        single: of a group of one.
+        further: more for each further step.
+        recall: more where the last step was held, because its token does not leave: the server is told.
     """
 
-    left: float
-    stayed: float
-    alone: float
-    last: float
+    single: float
+    further: float
+    recall: float
 
 
-def tokens_per_second(size: int, leaves: float, stands: float, times: StepTimes) -> float:
+def tokens_per_second(size: int, leaves: float, stands: float, times: GroupTimes) -> float:
     """What groups of up to `size` steps give.
 
     Args:
         leaves: probability that a token leaves where it may.
         stands: probability that the successor of a token that left stands.
     """
-    if size == 1:
-        return 1 / times.alone
-    tokens = seconds = 0.0
-    for number in range(size):
-        sent = leaves**number  # the probability that the group becomes so long
-        tokens += sent * stands**number
-        is_last = number == size - 1
-        seconds += sent * (times.last if is_last else leaves * times.left + (1 - leaves) * times.stayed)
-    return tokens / seconds
+    tokens = sum((leaves * stands) ** number for number in range(size))
+    further = sum(leaves**number for number in range(1, size))
+    recalled = 1 - leaves ** (size - 1)
+    return tokens / (times.single + further * times.further + recalled * times.recall)
 
 
-def best_group_size(leaves: float, stands: float, times: StepTimes) -> int:
+def best_group_size(leaves: float, stands: float, times: GroupTimes) -> int:
     """The quickest size of groups; 1 if none is quicker by `MIN_GAIN` than sending no token off early."""
-    best = max(range(1, MAX_GROUP + 1), key=lambda size: tokens_per_second(size, leaves, stands, times))
-    gain = tokens_per_second(best, leaves, stands, times) * times.alone
-    return best if gain >= MIN_GAIN else 1
+    rates = [tokens_per_second(size, leaves, stands, times) for size in range(1, MAX_GROUP + 1)]
+    best = max(range(MAX_GROUP), key=rates.__getitem__)
+    return best + 1 if rates[best] >= MIN_GAIN * rates[0] else 1
 
 
+@dataclass
+class _Average:
+    """The mean of the first observations, in which later ones then fade."""
+
+    value: float = 0.0
+    count: int = 0
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        self.value += max(NEWEST_SHARE, 1 / self.count) * (value - self.value)
+
+
+@dataclass
 class GroupMeter:
     """Averages of one session, and what follows from them for its next group."""
 
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-        self._leaves = self._stands = ASSUMED
-        self._groups = 0
-        self._since_tried = 0
+    _leaves: _Average = field(default_factory=lambda: _Average(ASSUMED, 1))
+    _stands: _Average = field(default_factory=lambda: _Average(ASSUMED, 1))
+    _single: _Average = field(default_factory=_Average)
+    _further: _Average = field(default_factory=_Average)
+    _recall: _Average = field(default_factory=_Average)
+    _groups: int = 0
 
-    def on_held(self, seconds: float, left: bool) -> None:
-        """The next step was sent off so long after one that was held, and whose token left, or did not."""
-        self._leaves = _averaged(self._leaves, float(left))
-        self._observe("left" if left else "stayed", seconds)
-
-    def on_last(self, seconds: float, size: int) -> None:
-        """The next step was sent off so long after the last one of a group of `size`, which was not held."""
-        self._observe("alone" if size == 1 else "last", seconds)
+    def on_look(self, leaves: bool) -> None:
+        """A token that may leave does, or does not."""
+        self._leaves.add(float(leaves))
 
     def on_verified(self, stands: bool) -> None:
         """The successor of a token that left stands, or does not."""
-        self._stands = _averaged(self._stands, float(stands))
+        self._stands.add(float(stands))
+
+    def on_group(self, size: int, seconds: float, recalled: bool) -> None:
+        """A group of `size` steps has taken so long; `recalled` if the last one was held."""
+        more = seconds - self._single.value
+        if recalled:
+            if self._single.count:
+                self._recall.add(max(0.0, more - (size - 1) * self._further.value))
+        elif size == 1:
+            self._single.add(seconds)
+        elif self._single.count:
+            self._further.add(max(0.0, more / (size - 1)))
 
     def next_size(self) -> int:
         """How many steps the next group should have at most. Where that is 1, no token leaves."""
         self._groups += 1
         if self._groups <= len(FIRST_SIZES):
             return FIRST_SIZES[self._groups - 1]
-        best = best_group_size(self._leaves, self._stands, self._times())
-        self._since_tried = (self._since_tried + 1) % TRIED_EVERY
-        if self._since_tried == 0:
+        times = GroupTimes(self._single.value, self._further.value, self._recall.value)
+        best = best_group_size(self._leaves.value, self._stands.value, times)
+        if self._groups % TRIED_EVERY == 0:
             return 2 if best == 1 else 1
         return best
-
-    def _times(self) -> StepTimes:
-        """What was measured; what was not, as long as a single step if that is all that is known."""
-        alone = self._seconds.get("alone", max(self._seconds.values(), default=1.0))
-        left = self._seconds.get("left", alone)
-        last = self._seconds.get("last", alone)
-        return StepTimes(left, self._seconds.get("stayed", left + last), alone, last)
-
-    def _observe(self, kind: str, seconds: float) -> None:
-        before = self._seconds.get(kind)
-        self._seconds[kind] = seconds if before is None else _averaged(before, seconds)
-
-
-def _averaged(before: float, value: float) -> float:
-    return KEPT_SHARE * before + (1 - KEPT_SHARE) * value

@@ -26,13 +26,23 @@ class Pace:
     exit_block: int | None
 
 
-@dataclass(frozen=True)
-class _Sent:
-    """The step before: when it was sent off, its number in its group, and whether the server holds it."""
+@dataclass
+class _Group:
+    """The steps that were sent off since `began`, to be verified together.
 
-    at: float
-    number: int
-    is_held: bool
+    Attributes:
+        size: how many there may be.
+        sent: how many there are.
+    """
+
+    began: float
+    size: int
+    sent: int = 0
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the server holds the newest step for further ones."""
+        return self.sent < self.size
 
 
 class Pacing:
@@ -51,8 +61,7 @@ class Pacing:
     def __init__(self, options: EarlyExit, groups: GroupMeter, now: Callable[[], float] = time.perf_counter) -> None:
         self._options, self._groups, self._now = options, groups, now
         self._looks = LookMeter()
-        self._before: _Sent | None = None
-        self._left_in_group = 0
+        self._group: _Group | None = None
 
     def next(self, route: Route, boundaries: Sequence[int], follows: bool) -> Pace:
         """The pace of the step that is sent off now.
@@ -65,9 +74,10 @@ class Pacing:
         if first is None or not is_computed_by_one_server(route, first):
             looks = not self._options.verify or self._looks.is_worth_looking()
             return Pace(looks, next_server(route, first) if looks and first is not None else None)
-        number = self._next_in_group(follows)
-        is_held = self._left_in_group > 0
-        self._before = _Sent(self._now(), number, is_held)
+        if self._group is None or not self._continue(self._group, follows):
+            self._group = _Group(self._now(), self._groups.next_size())
+        self._group.sent += 1
+        is_held = self._group.is_held
         return Pace(is_held or not self._options.verify, first if is_held else None)
 
     def on_look(self, seconds: float) -> None:
@@ -82,19 +92,13 @@ class Pacing:
         """The successor of a token that left stands, or does not."""
         self._groups.on_verified(stands)
 
-    def _next_in_group(self, follows: bool) -> int:
-        """The number, from 1 on, in its group."""
-        before = self._before
-        if before is not None:
-            seconds = self._now() - before.at
-            if not before.is_held:
-                self._groups.on_last(seconds, before.number)
-            else:
-                self._groups.on_held(seconds, left=follows)
-                if follows and not self._options.verify:
+    def _continue(self, group: _Group, follows: bool) -> bool:
+        """Whether the next step goes on with the group; if not, note what became of it."""
+        if group.is_held:
+            self._groups.on_look(follows)
+            if follows:
+                if not self._options.verify:
                     self._groups.on_verified(True)
-        if before is None or not before.is_held or not follows:
-            self._left_in_group = self._groups.next_size() - 1
-            return 1
-        self._left_in_group -= 1
-        return before.number + 1
+                return True
+        self._groups.on_group(group.sent, self._now() - group.began, recalled=group.is_held)
+        return False

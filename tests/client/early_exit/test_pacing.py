@@ -46,11 +46,11 @@ class FixedGroups(GroupMeter):
     def next_size(self) -> int:
         return self.size
 
-    def on_held(self, seconds: float, left: bool) -> None:
-        self.observed.append(("held", left))
+    def on_look(self, leaves: bool) -> None:
+        self.observed.append(("leaves", leaves))
 
-    def on_last(self, seconds: float, size: int) -> None:
-        self.observed.append(("last", size))
+    def on_group(self, size: int, seconds: float, recalled: bool) -> None:
+        self.observed.append((size, recalled))
 
 
 def right(position: int) -> int:
@@ -184,9 +184,9 @@ def test_unverified_texts_do_not_depend_on_groups(early, size):
 def test_the_meter_learns_what_became_of_each_step(sure):
     early = {position: (right(position), sure) for position in range(2, 1 + NEW)}
     _, world = generate(early, 3)
-    one = [("held", True), ("held", True), ("last", 3)] if sure else [("held", False)]
+    one = [("leaves", True), ("leaves", True), (3, False)] if sure else [("leaves", False), (1, True)]
+    assert len(world.groups.observed) >= NEW - 2, "nothing is known of the last step"
     assert world.groups.observed == (one * NEW)[: len(world.groups.observed)]
-    assert len(world.groups.observed) == NEW - 2, "nothing is known of the last step"
 
 
 def test_between_servers_there_are_no_groups():
