@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from swarm.client.chain.awaited_steps import ReplyKind
-from swarm.client.chain.hop_progress import NO_STEP, HopProgress
+from swarm.client.chain.awaited_steps import NO_STEP, ReplyKind
+from swarm.client.chain.hop_progress import HopProgress
 from swarm.client.chain.hop_stream import CLOSE_TIMEOUT_S, HopStream
 from swarm.client.chain.input_history import InputHistory, Step
 from swarm.client.chain.session_constants import SessionContext
