@@ -144,10 +144,11 @@ class Session:
 
     async def may_push(self, peer_id: str) -> bool:
         """Whether the peer is allowed to push, now or within `LINK_TIMEOUT_S`."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(LINK_TIMEOUT_S):
-                while self.previous_peer != peer_id:
-                    await self._push_allowed.wait()
+        if self.previous_peer != peer_id:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LINK_TIMEOUT_S):
+                    while self.previous_peer != peer_id:
+                        await self._push_allowed.wait()
         return self.previous_peer == peer_id
 
     def close_push_link(self) -> None:

@@ -95,15 +95,8 @@ class LocalPushLink:
         would come before those that wait, and be refused.
         """
         async with self._entering:  # steps keep their order
-            try:
-                async with asyncio.timeout(ROOM_TIMEOUT_S):
-                    while not self._closed and not self._has_room(payload):
-                        self._deliver_all()
-                        self._left.clear()
-                        await self._left.wait()
-            except TimeoutError:
-                logger.warning("a session of …%s takes no steps any more: its link is closed", self._client[-6:])
-                self.close()
+            if not self._has_room(payload):
+                await self._wait_for_room(payload)
         if self._closed:
             return False
         request = messages.PushRequest(self._client, self._session_id, step)
@@ -134,6 +127,18 @@ class LocalPushLink:
         if self._hold_end is not None:
             self._hold_end.cancel()
         self._unanswered.remove(len(self._remove(len(self._waiting))))
+
+    async def _wait_for_room(self, payload: Bytes) -> None:
+        """Return once there is room, or the link is closed: by this, if that takes long."""
+        try:
+            async with asyncio.timeout(ROOM_TIMEOUT_S):
+                while not self._closed and not self._has_room(payload):
+                    self._deliver_all()
+                    self._left.clear()
+                    await self._left.wait()
+        except TimeoutError:
+            logger.warning("a session of …%s takes no steps any more: its link is closed", self._client[-6:])
+            self.close()
 
     def _has_room(self, payload: Bytes) -> bool:
         waiting_bytes = self._waiting_bytes[self._client] + len(payload)
