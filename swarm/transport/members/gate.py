@@ -23,7 +23,10 @@ HANDSHAKE_TIMEOUT_S = 10.0
 
 MAX_UNPROVEN = 256
 MAX_UNPROVEN_OF_PEER = 8
-"""Streams that may be in their first exchange at the same time, in all and of one peer."""
+"""Streams that may be in their first exchange at the same time: of all peers that never proved anything, and of one."""
+
+MAX_PROVEN_PEERS = 1024
+"""Peers that are remembered to have proven their membership, so that a crowd of strangers cannot shut them out."""
 
 REFUSAL_TIMEOUT_S = 2.0
 """How long a stranger's stream stays open after the refusal, so that it can be read."""
@@ -45,6 +48,7 @@ class MemberGate:
         """Set when a newer list of revocations has been learnt."""
         self._own_id = own_id
         self._unproven: Counter[str] = Counter()
+        self._proven: dict[str, None] = {}
         self._streams: WeakKeyDictionary[FrameStream, Certificate] = WeakKeyDictionary()
 
     async def enter(self, stream: FrameStream) -> None:
@@ -77,6 +81,7 @@ class MemberGate:
                 await _let_read(stream)
                 raise
         self._streams[stream] = certificate
+        self._remember(stream.peer_id)
 
     async def refuse_stranger(self, stream: FrameStream) -> None:
         """Answer a stream of the open protocol with a refusal, whatever it asks. Raises `PeerLost`."""
@@ -97,7 +102,8 @@ class MemberGate:
     @contextmanager
     def _counted(self, peer: str) -> Iterator[None]:
         """While a stream has not passed. Raises `PeerLost` if there are too many of them."""
-        if self._unproven[peer] >= MAX_UNPROVEN_OF_PEER or self._unproven.total() >= MAX_UNPROVEN:
+        strangers = self._unproven.total() if peer not in self._proven else 0
+        if self._unproven[peer] >= MAX_UNPROVEN_OF_PEER or strangers >= MAX_UNPROVEN:
             raise PeerLost(f"too many streams without a proof of membership; one of …{peer[-6:]} is closed")
         self._unproven[peer] += 1
         try:
@@ -106,6 +112,13 @@ class MemberGate:
             self._unproven[peer] -= 1
             if not self._unproven[peer]:
                 del self._unproven[peer]
+
+    def _remember(self, peer: str) -> None:
+        """A peer has proven its membership. If there are too many, the one whose proof is oldest is forgotten."""
+        self._proven.pop(peer, None)
+        self._proven[peer] = None
+        if len(self._proven) > MAX_PROVEN_PEERS:
+            del self._proven[next(iter(self._proven))]
 
     @contextmanager
     def _watch_for_news(self) -> Iterator[None]:

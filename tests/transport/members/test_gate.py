@@ -132,6 +132,26 @@ def test_streams_without_a_proof_are_few(authority):
     run(scenario())
 
 
+def test_a_crowd_of_strangers_does_not_shut_out_who_has_proven_before(authority, monkeypatch):
+    monkeypatch.setattr(module, "MAX_UNPROVEN", 3)
+
+    async def scenario():
+        left, right = gates(authority)
+        await passed(left, right)
+        crowd = [stream_pair(f"stranger {number}", "right") for number in range(3)]
+        waiting = [asyncio.ensure_future(right.admit(theirs)) for _, theirs in crowd]
+        for ours, _ in crowd:
+            await ours.receive()
+        with pytest.raises(PeerLost, match="too many streams"):
+            await right.admit(stream_pair("stranger 4", "right")[1])
+        await passed(left, right)
+        for ours, _ in crowd:
+            ours.close()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    run(scenario())
+
+
 def test_a_stranger_of_the_open_protocol_is_told_that_the_swarm_is_private(authority):
     async def scenario():
         _, right = gates(authority)
