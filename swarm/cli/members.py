@@ -148,7 +148,8 @@ def _publish(authority: Authority, initial_peers: tuple[str, ...]) -> None:
     reached = uvloop.run(hand_out())
     if not reached:
         raise MembershipError("no peer took the list of revocations: try again, or with another --initial-peers")
-    click.echo(f"{reached} peer{'s' if reached > 1 else ''} know it, and tell the others.", err=True)
+    told = "1 peer, which tells" if reached == 1 else f"{reached} peers, which tell"
+    click.echo(f"Told {told} the others.", err=True)
 
 
 if __name__ == "__main__":

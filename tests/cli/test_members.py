@@ -6,6 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from swarm.cli.__main__ import main
+from swarm.cli.local_swarm import LOOPBACK, PeerProcess
 from swarm.membership.authority import read_authority
 from swarm.membership.invite import INVITE_PREFIX, parse_invite
 
@@ -101,3 +102,33 @@ def test_nothing_to_publish_and_nobody_to_tell(path):
     run("invite", "anna", "--file", path)
     run("revoke", "anna", "--file", path)
     assert "give --initial-peers" in run("publish", "--file", path).stderr
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning", "ignore:loop is closed:ResourceWarning")
+def test_a_swarm_is_locked_with_these_commands(path, tmp_path):
+    run("init", "--file", path)
+    invites = {name: run("invite", name, "--file", path).stdout.strip() for name in ("owner", "anna", "berta")}
+    owner = tmp_path / "owner.invite"
+    owner.write_text(invites["owner"] + "\n")
+    peer = PeerProcess(("-m", "swarm.dht", "--host-maddrs", LOOPBACK, "--membership", str(owner)))
+
+    def status(invite: str) -> str:
+        """What `swarm status` says: it finds an empty swarm, or is told why not."""
+        environment = {"SWARM_INITIAL_PEERS": peer.address(), "SWARM_MEMBERSHIP": invite}
+        result = CliRunner(env=environment).invoke(main, ["status"])
+        assert invite == "" or invite not in result.output
+        return result.output if result.exit_code == 2 else f"found, {result.exit_code}"
+
+    try:
+        assert status(invites["anna"]) == status(invites["berta"]) == "found, 1"
+        assert "this swarm is private: ask" in status("")
+        result = run("revoke", "anna", "--file", path, "--initial-peers", peer.address())
+        assert result.exit_code == 0, result.output
+        assert "Told 1 peer, which tells the others" in result.stderr
+        assert "membership of anna was revoked" in status(invites["anna"])
+        assert status(invites["berta"]) == "found, 1"
+        assert run("publish", "--file", path, "--initial-peers", peer.address()).exit_code == 0
+        assert not [line for line in peer.lines if "swarm-invite" in line]
+    finally:
+        peer.stop()
