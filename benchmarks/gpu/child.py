@@ -6,6 +6,7 @@ Exit code 75 says that the card's context is lost: the rest of the cases needs a
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 import traceback
@@ -109,7 +110,8 @@ def main() -> None:
         bench = Bench(device, not arguments.stand_in, Journal(arguments.journal), deadline)
         whole = run_step(bench, step, before)
     sys.stdout.flush()
-    sys.exit(0 if whole else CONTEXT_LOST)
+    sys.stderr.flush()
+    os._exit(0 if whole else CONTEXT_LOST)  # at once: to tear a card's context down may take long, or never end
 
 
 if __name__ == "__main__":
