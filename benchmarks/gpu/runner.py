@@ -18,6 +18,9 @@ MIN_STEP_S = 5.0
 MAX_PROCESSES = 6
 """Processes of one step: a case that ends its process is left out, and the others go on in the next one."""
 
+STAND_IN_FACTOR = 4
+"""How much longer than on a card a step may take where there is none: a processor may have others to serve."""
+
 GRACE_S = 5.0
 """How long a process may take beyond its step's time before it is ended."""
 
@@ -31,7 +34,7 @@ def run(
         left = deadline - time.monotonic()
         # What later steps were promised is kept for them, as far as it goes.
         later = sum(one.seconds for one in steps[number + 1 :])
-        budget = min(left, max(step.seconds, left - later))
+        budget = min(left, max(step.seconds, left - later) * (STAND_IN_FACTOR if stand_in else 1))
         print(f"\n# {step.title}: at most {budget:.0f} s", flush=True)
         run_step(step, journal, logs / f"{step.name}.log", budget, stand_in, faults.get(step.name))
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.gpu.bench import NotHere, WrongResult
+from swarm.common.trials import attempt
 from swarm.data_structures import Span
 from swarm.models.attention.page_pool import PagePool
 from swarm.models.attention.paged_attention import PagedAttention
@@ -61,12 +63,10 @@ def right_kernel(device: torch.device, dtype: torch.dtype, width: int = 8, heads
     said = []
     for kernel in candidate_kernels(device):
         pages = torch.zeros(1, 256, heads, width, dtype=dtype, device=device)
-        try:
-            if agrees_with_reference(kernel, pages):
-                return _name(kernel), kernel
-            said.append(f"{_name(kernel)}: wrong results")
-        except (RuntimeError, ValueError, TypeError) as error:
-            said.append(f"{_name(kernel)}: {str(error).splitlines()[0]}")
+        agrees, why_not = attempt(_name(kernel), partial(agrees_with_reference, kernel, pages))
+        if agrees:
+            return _name(kernel), kernel
+        said.append(f"{_name(kernel)}: {why_not or 'wrong results'}")
     raise WrongResult("; ".join(said))
 
 

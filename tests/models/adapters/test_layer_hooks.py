@@ -28,7 +28,7 @@ from swarm.models.execution.session_cache import SessionCache, advance_steps, fo
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy_trials import choose_forward
 from swarm.models.loading.span_loading import load_span
-from swarm.models.weights import quantization
+from swarm.models.weights.frozen_linear import FrozenLinear
 from tests import zoo
 from tests.models.execution.test_session_cache import close, load, load_as, slow
 
@@ -205,9 +205,9 @@ def test_quantized_blocks(quant, tmp_path_factory):
     """An adapter adds the same to a quantized block: what it adds is not quantized."""
     folder = zoo.make_checkpoint("opt_projected", tmp_path_factory.mktemp("wide"))  # hidden 64, a group of int4
     model = load_span(open_checkpoint(folder), SPAN, dtype=torch.float32, device=torch.device("cpu"), quant=quant)
-    assert any(isinstance(module, quantization.FrozenLinear) for module in model.module.modules())
+    assert any(isinstance(module, FrozenLinear) for module in model.module.modules())
     layer = model.adapted._layers[2]
-    name = next(name for name, module in layer.named_modules() if isinstance(module, quantization.FrozenLinear))
+    name = next(name for name, module in layer.named_modules() if isinstance(module, FrozenLinear))
     module = layer.get_submodule(name)
     factors = LoraFactors(name, torch.randn(2, module.in_features), torch.randn(module.out_features, 2))
     adapter = {2: BlockAdapterWeights(None, (factors,))}
