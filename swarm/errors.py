@@ -116,6 +116,10 @@ class DhtError(SwarmError):
     """The DHT could not be read or written: the network is down, or this peer's libp2p daemon has ended. Try again."""
 
 
+class ClockDiffers(DhtError):
+    """A node of the DHT answered, but its clock differs from this machine's, or it cannot reach this machine."""
+
+
 class SessionClosed(SwarmError):
     """The caller used an inference session after closing it."""
 

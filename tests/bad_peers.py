@@ -13,13 +13,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
-from hivemind.dht.crypto import RSASignatureValidator
-from hivemind.dht.routing import DHTID
-from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.p2p import PeerID
 from hivemind.utils import MSGPackSerializer
 from hivemind.utils.crypto import RSAPrivateKey
@@ -32,6 +30,7 @@ from swarm.protocol import messages
 from swarm.server.config import ServerConfig
 from swarm.server.lifecycle import Server
 from swarm.server.throughput.throughput_option import ThroughputOption
+from swarm.transport.dht.records import Record, sign, subkey_of
 from swarm.transport.p2p import P2PConfig, Peer
 from swarm.transport.stream import Stream
 from tests.swarms import LOOPBACK, ServerProcess, TestSwarm
@@ -168,11 +167,11 @@ def start_bad_server(
     return swarm.start(blocks, make=make, dtype="float32", throughput=throughput).wait_ready()
 
 
-class Anything(RecordValidatorBase):
-    """Lets everything pass."""
+class Anything:
+    """Rules of a DHT that lets everything pass."""
 
-    def validate(self, record: DHTRecord) -> bool:
-        return True
+    def check(self, key: bytes, owner: str, payload: bytes) -> None:
+        return None
 
 
 @dataclass(frozen=True)
@@ -191,13 +190,31 @@ class Stored:
     signer: RSAPrivateKey | None
     lifetime: float = 20.0
 
+    def record(self, name: str) -> Record:
+        """The record under the key `name`."""
+        expires = time.time() + self.lifetime
+        signed = sign(name, self.value, expires, self.signer or RSAPrivateKey.process_wide())
+        subkey = subkey_of(self.owner) if self.owner is not None else b"anybody"
+        value = signed.value
+        if self.signer is None:
+            value = msgspec.msgpack.encode(self.value)
+        elif self.signer is not self.owner:  # its signature, over the owner's subkey
+            signature = self.signer.sign(
+                MSGPackSerializer.dumps(
+                    (signed.key, msgspec.msgpack.encode(subkey), msgspec.msgpack.encode(self.value), expires)
+                )
+            )
+            value = msgspec.msgpack.encode(self.value) + b"[signature:" + signature + b"]"
+        return replace(signed, subkey=subkey, value=value)
+
 
 class Forger:
     """A peer of the DHT that holds forged records itself, answers with them, and stores them at all others it can."""
 
-    def __init__(self, peer: Peer, background: NetworkThread) -> None:
+    def __init__(self, peer: Peer, background: NetworkThread, model: str) -> None:
         self.peer_id = peer.peer_id
         self.key = peer.identity.private_key
+        self._model = model
         self._peer = peer
         self._background = background
 
@@ -207,28 +224,19 @@ class Forger:
 
     def own(self, info: ServerInfo) -> Stored:
         """As an honest server would store it."""
-        return Stored(encode_announcement(info), self.key, self.key)
+        return Stored(encode_announcement(self._model, info), self.key, self.key)
 
     def store(self, model: str, block: int, stored: Stored, peers: list[str]) -> list[bool]:
         """Put the record under the key of the block; which of the peers took it."""
-        return self._background.run(self._store(DHTID.generate(model_key(model, block)), stored, peers))
+        return self._background.run(self._store(model_key(model, block), stored, peers))
 
-    async def _store(self, key: DHTID, stored: Stored, peers: list[str]) -> list[bool]:
-        subkey = b"anybody"
-        if stored.owner is not None:
-            subkey = RSASignatureValidator(stored.owner).local_public_key
-        expires = time.time() + stored.lifetime
-        value = MSGPackSerializer.dumps(stored.value)
-        if stored.signer is not None:
-            record = DHTRecord(key.to_bytes(), MSGPackSerializer.dumps(subkey), value, expires)
-            signature = stored.signer.sign(RSASignatureValidator(stored.signer)._serialize_record(record))
-            value += RSASignatureValidator.SIGNATURE_FORMAT.replace(b"_value_", signature)
+    async def _store(self, name: str, stored: Stored, peers: list[str]) -> list[bool]:
+        record = stored.record(name)
         protocol = self._peer.dht.protocol
-        protocol.storage.store(key, value, expires, subkey=subkey)
+        protocol.store.store(record, self.peer_id, time.time())
         taken = []
         for peer in peers:
-            answer = await protocol.call_store(PeerID.from_base58(peer), [key], [value], expires, [subkey])
-            taken.append(bool(answer and answer[0]))
+            taken += await protocol.call_store(PeerID.from_base58(peer), [record])
         return taken
 
 
@@ -250,7 +258,7 @@ def run_peer(swarm: TestSwarm) -> Iterator[tuple[Peer, NetworkThread]]:
 def run_forger(swarm: TestSwarm) -> Iterator[Forger]:
     """A forger that has joined the swarm."""
     with run_peer(swarm) as (peer, background):
-        yield Forger(peer, background)
+        yield Forger(peer, background, Path(swarm.model).name)
 
 
 class GreedyClient:

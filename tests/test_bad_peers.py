@@ -17,7 +17,6 @@ from hivemind.utils.crypto import RSAPrivateKey
 
 from swarm.client.session import InferenceSession
 from swarm.data_structures import ServerInfo, ServerState, Span
-from swarm.dht.server_records import encode_announcement
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
 from swarm.protocol import messages
 from swarm.routing.peer_health import PeerFailure, PeerHealth
@@ -215,22 +214,17 @@ FORGERIES: dict[str, Forgery] = {
     "infinite network throughput": like(network_throughput=math.inf),
     "a negative queue": like(queue_delay=-5.0),
     "garbage": lambda forger, honest: Stored(b"\x93garbage" * 10, forger.key, forger.key),
-    "no signature": lambda forger, honest: Stored(encode_announcement(forger.info(honest)), forger.key, None),
-    "no owner": lambda forger, honest: Stored(encode_announcement(forger.info(honest)), None, None),
+    "no signature": lambda forger, honest: Stored(forger.own(forger.info(honest)).value, forger.key, None),
+    "no owner": lambda forger, honest: Stored(forger.own(forger.info(honest)).value, None, None),
     "another peer's signature": lambda forger, honest: Stored(
-        encode_announcement(forger.info(honest)), forger.key, STRANGER
+        forger.own(forger.info(honest)).value, forger.key, STRANGER
     ),
     "another peer's name": lambda forger, honest: forger.own(replace(honest, throughput=bad_peers.ATTRACTIVE)),
     "another peer's farewell": lambda forger, honest: forger.own(replace(honest, state=ServerState.OFFLINE)),
     "expired long ago": lambda forger, honest: replace(forger.own(forger.info(honest)), lifetime=-60.0),
     "valid for years": lambda forger, honest: replace(forger.own(forger.info(honest)), lifetime=1e8),
 }
-BELIEVED_BY_NODES = {
-    "a span that ends outside the model",
-    "a span far outside the model",
-    "a span under another block's key",
-    "digests of other weights",
-}
+BELIEVED_BY_NODES = {"a span that ends outside the model", "digests of other weights"}
 """What only who knows the model can see through."""
 
 

@@ -116,12 +116,14 @@ def _export_metrics(peer: Peer, registry: Registry) -> None:
     from swarm.metrics.dht import BootstrapMetrics
 
     protocol = peer.dht.protocol
-    # Only lengths are read, which is safe from any thread.
-    BootstrapMetrics(
+    # Only numbers are read, which is safe from any thread.
+    metrics = BootstrapMetrics(
         registry,
-        peers=lambda: len(protocol.routing_table.uid_to_peer_id),
-        records=lambda: len(protocol.storage.data),
+        peers=lambda: len(protocol.table),
+        records=lambda: len(protocol.store),
+        record_bytes=lambda: protocol.store.size_bytes,
     )
+    protocol.observe_refusal = lambda refusal: metrics.record_refused(refusal.value)
 
 
 if __name__ == "__main__":

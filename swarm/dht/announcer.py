@@ -14,14 +14,13 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from hivemind.dht.crypto import RSASignatureValidator
-
 from swarm.data_structures import ModelInfo, ServerInfo, ServerState
 from swarm.dht import model_records
-from swarm.dht.hivemind_errors import raise_dht_errors
 from swarm.dht.reachability import is_relayed
-from swarm.dht.server_records import MAX_ADAPTERS, MAX_LIFETIME_S, encode_announcement, model_key
+from swarm.dht.server_records import MAX_ADAPTERS, encode_announcement, model_key
 from swarm.errors import DhtError
+from swarm.transport.dht.hivemind_errors import raise_dht_errors
+from swarm.transport.dht.records import MAX_LIFETIME_S
 from swarm.transport.p2p import Peer
 
 logger = logging.getLogger(__name__)
@@ -55,7 +54,6 @@ class Announcer:
         self._model = model
         self._describe = describe
         self._period = period
-        self._subkey = RSASignatureValidator(peer.identity.private_key).local_public_key
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -66,19 +64,14 @@ class Announcer:
         """Store the current announcement. False if no peer of the DHT accepted it. Raises `DhtError`."""
         with raise_dht_errors("announcing"):
             info = replace(self._describe(), relayed=is_relayed(await self._peer.visible_addresses()))
-            lifetime = self._period * LIFETIME_PERIODS
-            keys = [model_key(self._model.name, info.span.start)]
-            values, expiration_times = [encode_announcement(info)], [time.time() + lifetime]
+            now, lifetime = time.time(), self._period * LIFETIME_PERIODS
+            announcement = encode_announcement(self._model.name, info)
+            records = [(model_key(self._model.name, info.span.start), announcement, now + lifetime)]
             if info.state is not ServerState.OFFLINE:
-                keys.append(model_records.list_key(info.peer_id))
-                values.append(model_records.encode_model(info.peer_id, self._model))
-                expiration_times.append(
-                    time.time()
-                    + min(max(model_records.MODEL_RECORD_LIFETIME_S, lifetime), MAX_LIFETIME_S - MAX_CLOCK_SKEW_S)
-                )
-            subkeys = [self._subkey] * len(keys)
-            stored = await self._peer.dht.store_many(keys, values, expiration_times, subkeys)
-            return bool(stored[keys[0], self._subkey])
+                listed = min(max(model_records.MODEL_RECORD_LIFETIME_S, lifetime), MAX_LIFETIME_S - MAX_CLOCK_SKEW_S)
+                model = model_records.encode_model(info.peer_id, self._model)
+                records.append((model_records.list_key(info.peer_id), model, now + listed))
+            return (await self._peer.dht.store(records))[0]
 
     async def stop(self) -> None:
         """Stop renewing. The last announcement stays until it expires."""

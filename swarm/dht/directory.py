@@ -3,72 +3,75 @@
 from __future__ import annotations
 
 import time
-
-from hivemind.dht.node import DHTNode
+from collections.abc import Sequence
 
 from swarm.data_structures import ModelInfo, ServerInfo
 from swarm.dht import model_records
-from swarm.dht.hivemind_errors import raise_dht_errors
 from swarm.dht.server_records import decode_announcement, model_key
 from swarm.errors import ProtocolViolation
+from swarm.transport.dht.node import DhtNode
+
+MAX_HOLDERS = 128
+"""Servers of a block that a reader's picture of a swarm keeps, unless some of them are needed for other blocks."""
 
 
-async def fetch_models(dht: DHTNode) -> list[ModelInfo]:
+async def fetch_models(dht: DhtNode) -> list[ModelInfo]:
     """The models that peers of the swarm claim to serve, those named by most peers first.
 
     Any peer can name any model, so the caller should use only as many as it is ready to look at. Raises `DhtError`.
     """
-    with raise_dht_errors("reading the list of models"):
-        found = await dht.get_many(model_records.list_keys(), sufficient_expiration_time=float("inf"))
+    found = await dht.find(model_records.list_keys())
     records = []
-    for entry in found.values():
-        if entry is None or not isinstance(entry.value, dict):
-            continue
-        for value, expires in entry.value.values():
-            record = _decode_model(value)
-            if record is not None and expires >= time.time():
-                records.append(record)
+    for entries in found.values():
+        for entry in entries:
+            try:
+                records.append(model_records.decode_model(entry.payload))
+            except ProtocolViolation:
+                continue
     return model_records.agreed_models(records)
 
 
-async def fetch_servers(dht: DHTNode, model: str, blocks: int) -> list[ServerInfo]:
-    """All servers that announce blocks of `model`, in any state, ordered by span and peer.
+async def fetch_servers(dht: DhtNode, model: str, blocks: int) -> list[ServerInfo]:
+    """The servers that announce blocks of `model`, in any state, ordered by span and peer.
 
-    Records that do not fit a model of `blocks` blocks are left out, and so are those that the validators reject.
+    Records that do not fit a model of `blocks` blocks are left out, and so are those that break the rules. Of very many
+    servers, those are kept that have served this peer or have long been there; see `bounded_picture`.
+
     Raises `DhtError`.
     """
-    keys = [model_key(model, block) for block in range(blocks)]
-    with raise_dht_errors("reading the announcements"):
-        found = await dht.get_many(keys, sufficient_expiration_time=float("inf"))
+    found = await dht.find([model_key(model, block) for block in range(blocks)])
     servers: dict[str, tuple[float, ServerInfo]] = {}
-    for block, key in enumerate(keys):
-        entry = found.get(key)
-        if entry is None or not isinstance(entry.value, dict):
-            continue
-        for value, expires in entry.value.values():
-            info = _decode(value)
-            if info is None or info.span.start != block or info.span.end > blocks or expires < time.time():
+    for entries in found.values():
+        for entry in entries:
+            try:
+                _, info = decode_announcement(entry.payload)
+            except ProtocolViolation:
+                continue
+            if info.span.end > blocks:
                 continue
             # A server that moved has records under two keys; the one that expires later is the newer one.
             known = servers.get(info.peer_id)
-            if known is None or known[0] < expires:
-                servers[info.peer_id] = (expires, info)
-    return sorted((info for _, info in servers.values()), key=lambda info: (info.span, info.peer_id))
+            if known is None or known[0] < entry.expires:
+                servers[info.peer_id] = (entry.expires, info)
+    best_first = dht.standing.select(servers, len(servers), time.time())
+    kept = bounded_picture([servers[peer_id][1] for peer_id in best_first], blocks)
+    return sorted(kept, key=lambda info: (info.span, info.peer_id))
 
 
-def _decode(value: object) -> ServerInfo | None:
-    if not isinstance(value, bytes):
-        return None
-    try:
-        return decode_announcement(value)
-    except ProtocolViolation:
-        return None
+def bounded_picture(best_first: Sequence[ServerInfo], blocks: int, limit: int = MAX_HOLDERS) -> list[ServerInfo]:
+    """The servers that a reader keeps: each one that is among the first `limit` holders of at least one of its blocks.
 
+    So at most `limit` x `blocks` are kept, and no number of servers at the end of the list displaces one at its front.
 
-def _decode_model(value: object) -> tuple[str, ModelInfo] | None:
-    if not isinstance(value, bytes):
-        return None
-    try:
-        return model_records.decode_model(value)
-    except ProtocolViolation:
-        return None
+    Args:
+        best_first: servers of a model of `blocks` blocks, those to keep rather first; see `Standing.select`.
+    """
+    holders = [0] * blocks
+    kept = []
+    for info in best_first:
+        held = range(info.span.start, info.span.end)
+        if any(holders[block] < limit for block in held):
+            kept.append(info)
+            for block in held:
+                holders[block] += 1
+    return kept

@@ -1,8 +1,8 @@
 """The list of models that the swarm runs, as stored in the DHT.
 
 A server also stores one short record that names its model, so that a peer that knows only an initial peer can find out
-which models the swarm runs. The list is spread over several keys: a reply of the DHT holds at most 2 MiB, which the
-records of about two thousand servers under one key would fill.
+which models the swarm runs. The list is spread over several keys, because a node keeps a limited number of records
+under each.
 
 A record is believed if most of the others agree with it: see `agreed_models`.
 """
@@ -42,7 +42,7 @@ _decoder = msgspec.msgpack.Decoder(ModelRecord)
 
 def list_keys() -> tuple[str, ...]:
     """DHT keys of the whole list. They differ from the keys of servers (`server_records.model_key`)."""
-    return tuple(f"swarm2-models/{shard}" for shard in range(LIST_SHARDS))
+    return tuple(f"swarm3-models/{shard}" for shard in range(LIST_SHARDS))
 
 
 def list_key(peer_id: str) -> str:

@@ -9,7 +9,6 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.p2p import P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.proto import dht_pb2
@@ -18,7 +17,6 @@ from multiaddr import Multiaddr
 from swarm.common.version import VERSION
 from swarm.data_structures import ServerInfo, ServerState, Span
 from swarm.dht.directory import fetch_servers
-from swarm.dht.hivemind_errors import raise_dht_errors
 from swarm.dht.server_records import encode_announcement, model_key
 from swarm.errors import NotAMember, PeerLost, sanitize_text
 from swarm.transport.p2p import Peer
@@ -74,7 +72,7 @@ async def probe(peer: Peer, address: str, timeout_s: float) -> ProbeResult:
 
 
 async def _exchange(peer: Peer, target: PeerID) -> ProbeResult:
-    """Exchange one ping of hivemind's DHT; the answer contains the peer's time."""
+    """Exchange one ping of the DHT; the answer contains the peer's time."""
     stub = peer.dht.protocol.get_stub(target)
     sent, began = time.time(), time.perf_counter()
     answer = await stub.rpc_ping(dht_pb2.PingRequest(peer=peer.dht.protocol.node_info, validate=False))
@@ -89,6 +87,9 @@ async def write_record(peer: Peer) -> bool:
 
     Args:
         peer: this peer; a client, so that it does not store the record itself.
+
+    Raises:
+        DhtError: no peer answered.
     """
     info = ServerInfo(
         peer_id=peer.peer_id,
@@ -102,15 +103,13 @@ async def write_record(peer: Peer) -> bool:
         quantization="none",
         version=VERSION,
     )
-    subkey = RSASignatureValidator(peer.identity.private_key).local_public_key
-    expires = time.time() + TRIAL_RECORD_LIFETIME_S
-    key = model_key(_trial_model(peer), 0)
-    with raise_dht_errors("writing a record"):
-        return bool(await peer.dht.store(key, encode_announcement(info), expires, subkey))
+    model, expires = _trial_model(peer), time.time() + TRIAL_RECORD_LIFETIME_S
+    [is_stored] = await peer.dht.store([(model_key(model, 0), encode_announcement(model, info), expires)])
+    return is_stored
 
 
 async def read_record(peer: Peer) -> bool:
-    """Whether other peers return the record of `write_record`."""
+    """Whether other peers return the record of `write_record`. Raises `DhtError`."""
     found = await fetch_servers(peer.dht, _trial_model(peer), blocks=1)
     return [one.peer_id for one in found] == [peer.peer_id]
 

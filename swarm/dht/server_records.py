@@ -1,10 +1,10 @@
 """The announcement of a server, as stored in the DHT.
 
-A server stores exactly one record, under the key of its first block: `swarm2/<model>/<first block>`, a DHT dictionary
-with one subkey per owner. A reader of the whole model requests the keys of all blocks at once. (Petals stores a copy
-under every block of the span; one copy carries the same information.)
+A server stores exactly one record, under the key of its first block: `swarm3/<model>/<first block>`, where each owner
+has one record. A reader of the whole model requests the keys of all blocks at once. (Petals stores a copy under every
+block of the span; one copy carries the same information.)
 
-The subkey contains the owner's public key, so hivemind's signature validator accepts changes only from the owner.
+The record names its model, so that it can be told whether it lies under the key of its own model and block.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ from typing import Annotated, get_args
 import msgspec
 
 from swarm.data_structures import ExitConfidence, Mobility, ServerInfo, ServerState, Span
-from swarm.errors import ProtocolViolation, SwarmError
+from swarm.errors import InvalidSpan, ProtocolViolation, SwarmError
+from swarm.transport.dht.records import MAX_PAYLOAD_BYTES
 
 MAX_MODEL_BLOCKS = 2048
-MAX_RECORD_BYTES = 64 * 1024
-MAX_LIFETIME_S = 600.0
-"""An announcement may be valid for at most this long."""
 
 MAX_ROUND_TRIPS = 16
 """Neighbors whose round trips one announcement may list."""
@@ -41,6 +39,7 @@ class ServerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     Fields with their default value are left out, so that older peers that do not know a field can read most records.
     """
 
+    model: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
     peer_id: Name
     start: Block
     end: Block
@@ -71,45 +70,64 @@ _decoder = msgspec.msgpack.Decoder(ServerRecord)
 
 def model_key(model: str, block: int) -> str:
     """DHT key of the servers of `model` whose span starts at `block`."""
-    return f"swarm2/{model}/{block}"
+    return f"swarm3/{model}/{block}"
 
 
-def encode_announcement(info: ServerInfo) -> bytes:
-    """Encode an announcement."""
-    return msgspec.msgpack.encode(
-        ServerRecord(
-            peer_id=info.peer_id,
-            start=info.span.start,
-            end=info.span.end,
-            state=info.state,
-            throughput=info.throughput,
-            cache_tokens_free=info.cache_tokens_free,
-            revision=info.revision,
-            digests=list(info.digests),
-            compute_dtype=info.compute_dtype,
-            quantization=info.quantization,
-            version=info.version,
-            name=info.name,
-            forward_throughput=info.forward_throughput,
-            network_throughput=info.network_throughput,
-            queue_delay=info.queue_delay,
-            round_trips=list(info.round_trips),
-            mobility=info.mobility,
-            relayed=info.relayed,
-            adapters=list(info.adapters),
-            sparse=info.sparse,
-            perplexity_loss=info.perplexity_loss,
-            exit_blocks=list(info.exit_blocks),
-            exit_confidences=list(info.exit_confidences),
+def encode_announcement(model: str, info: ServerInfo) -> bytes:
+    """Encode an announcement of a server of `model`. If it is too long, adapters and then round trips are left out.
+
+    Raises `InvalidSpan` if it is still too long: the digests of so many blocks do not fit.
+    """
+    record = _record(model, info)
+    encoded = msgspec.msgpack.encode(record)
+    while len(encoded) > MAX_PAYLOAD_BYTES and (record.adapters or record.round_trips):
+        if record.adapters:
+            record = msgspec.structs.replace(record, adapters=record.adapters[:-1])
+        else:
+            record = msgspec.structs.replace(record, round_trips=record.round_trips[:-1])
+        encoded = msgspec.msgpack.encode(record)
+    if len(encoded) > MAX_PAYLOAD_BYTES:
+        raise InvalidSpan(
+            f"the announcement of blocks {info.span} takes {len(encoded)} bytes, and a record may have "
+            f"{MAX_PAYLOAD_BYTES}; hold fewer blocks with --blocks"
         )
+    return encoded
+
+
+def _record(model: str, info: ServerInfo) -> ServerRecord:
+    return ServerRecord(
+        model=model,
+        peer_id=info.peer_id,
+        start=info.span.start,
+        end=info.span.end,
+        state=info.state,
+        throughput=info.throughput,
+        cache_tokens_free=info.cache_tokens_free,
+        revision=info.revision,
+        digests=list(info.digests),
+        compute_dtype=info.compute_dtype,
+        quantization=info.quantization,
+        version=info.version,
+        name=info.name,
+        forward_throughput=info.forward_throughput,
+        network_throughput=info.network_throughput,
+        queue_delay=info.queue_delay,
+        round_trips=list(info.round_trips),
+        mobility=info.mobility,
+        relayed=info.relayed,
+        adapters=list(info.adapters),
+        sparse=info.sparse,
+        perplexity_loss=info.perplexity_loss,
+        exit_blocks=list(info.exit_blocks),
+        exit_confidences=list(info.exit_confidences),
     )
 
 
-def decode_announcement(data: bytes) -> ServerInfo:
-    """Decode and validate an announcement. Raises `ProtocolViolation`."""
-    if len(data) > MAX_RECORD_BYTES:
+def decode_announcement(data: bytes) -> tuple[str, ServerInfo]:
+    """Decode and validate an announcement: the model's name, and the server. Raises `ProtocolViolation`."""
+    if len(data) > MAX_PAYLOAD_BYTES:
         raise ProtocolViolation(
-            f"an announcement of {len(data)} bytes is too large; at most {MAX_RECORD_BYTES} are allowed"
+            f"an announcement of {len(data)} bytes is too large; at most {MAX_PAYLOAD_BYTES} are allowed"
         )
     try:
         record = _decoder.decode(data)
@@ -122,7 +140,7 @@ def decode_announcement(data: bytes) -> ServerInfo:
     if record.perplexity_loss is not None and not record.sparse:
         raise ProtocolViolation("an announcement has a loss of perplexity, but is not sparse")
     _require_valid_exits(record)
-    return ServerInfo(
+    return record.model, ServerInfo(
         peer_id=record.peer_id,
         span=span,
         state=record.state,

@@ -1,64 +1,39 @@
-"""Which DHT records a peer stores for others and believes: signed announcements and model records, nothing else.
+"""What the records of a swarm's DHT mean: announcements of servers and model records, nothing else.
 
-hivemind's signature validator runs first, because it has the higher priority. This validator checks that the record
-matches one of the two schemas, and that the peer it describes owns the key that signed it.
+Every peer stores and believes only records whose signature is right (`swarm.transport.dht.records`). These rules add
+that a record matches one of the two schemas, describes the peer that signed it, and lies under the key that follows
+from its content.
 """
 
 from __future__ import annotations
 
-import re
-import time
-from collections.abc import Callable
 from contextlib import suppress
 
-from hivemind.dht.crypto import RSASignatureValidator
-from hivemind.dht.validation import DHTRecord, RecordValidatorBase
-from hivemind.utils import MSGPackSerializer
-
 from swarm.dht import model_records
-from swarm.dht.server_records import MAX_LIFETIME_S, MAX_RECORD_BYTES, decode_announcement
+from swarm.dht.server_records import decode_announcement, model_key
 from swarm.errors import ProtocolViolation
-from swarm.transport.identity import peer_id_of
-
-_OWNER = re.compile(re.escape(RSASignatureValidator.PUBLIC_KEY_FORMAT).replace(b"_key_", rb"(ssh-rsa [^\]]+)"))
+from swarm.transport.dht.records import Refusal, key_bytes
 
 
-def owner_of(subkey: bytes) -> str | None:
-    """The id of the peer whose key a subkey contains, or None if it does not contain exactly one RSA key."""
-    match = _OWNER.fullmatch(subkey)
-    try:
-        return peer_id_of(match[1]) if match else None
-    except ValueError:
-        return None
+class AnnouncementValidator:
+    """The rules of a swarm's records; see `RecordRules`."""
+
+    def check(self, key: bytes, owner: str, payload: bytes) -> Refusal | None:
+        described = _describe(payload)
+        if described is None:
+            return Refusal.MALFORMED
+        peer_id, name = described
+        if peer_id != owner:
+            return Refusal.WRONG_OWNER
+        return None if key_bytes(name) == key else Refusal.WRONG_KEY
 
 
-class AnnouncementValidator(RecordValidatorBase):
-    """Accepts records that are well formed, signed by their owner, and do not live too long."""
-
-    def __init__(self, now: Callable[[], float] = time.time) -> None:
-        self._now = now
-
-    def validate(self, record: DHTRecord) -> bool:
-        if len(record.value) > MAX_RECORD_BYTES or record.expiration_time > self._now() + MAX_LIFETIME_S:
-            return False
-        try:
-            subkey = MSGPackSerializer.loads(record.subkey)
-            value = MSGPackSerializer.loads(record.value)
-        except Exception:  # msgpack and its extensions raise many types on garbage
-            return False
-        if not isinstance(subkey, bytes) or not isinstance(value, bytes):
-            return False
-        described = _described_peer(value)
-        return described is not None and described == owner_of(subkey)
-
-    def merge_with(self, other: RecordValidatorBase) -> bool:
-        return isinstance(other, AnnouncementValidator)
-
-
-def _described_peer(value: bytes) -> str | None:
-    """The id of the peer that a record of either kind describes, or None if the record is invalid."""
+def _describe(payload: bytes) -> tuple[str, str] | None:
+    """The peer that a record of either kind describes, and the name of its key; None if the record is invalid."""
     with suppress(ProtocolViolation):
-        return decode_announcement(value).peer_id
+        model, info = decode_announcement(payload)
+        return info.peer_id, model_key(model, info.span.start)
     with suppress(ProtocolViolation):
-        return model_records.decode_model(value)[0]
+        peer_id, _ = model_records.decode_model(payload)
+        return peer_id, model_records.list_key(peer_id)
     return None

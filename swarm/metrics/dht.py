@@ -4,22 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from prometheus_client import Gauge
+from prometheus_client import Counter, Gauge
 
 from swarm.metrics.registry import Registry
 
 
 class BootstrapMetrics:
-    """Gauges of one bootstrap peer.
+    """Gauges of one bootstrap peer, and the records that it refuses.
 
     Args:
         registry: where they are registered.
         peers: counts the peers in its routing table. Called from any thread.
         records: counts the records that it stores for others. Called from any thread.
+        record_bytes: their size. Called from any thread.
     """
 
-    def __init__(self, registry: Registry, peers: Callable[[], int], records: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        peers: Callable[[], int],
+        records: Callable[[], int],
+        record_bytes: Callable[[], int],
+    ) -> None:
         known = Gauge("swarm_dht_known_peers", "Peers in the routing table.", registry=registry)
         known.set_function(peers)
         stored = Gauge("swarm_dht_records", "Records stored for the swarm, expired ones included.", registry=registry)
         stored.set_function(records)
+        size = Gauge("swarm_dht_record_bytes", "Size of these records.", registry=registry)
+        size.set_function(record_bytes)
+        self._refused = Counter(
+            "swarm_dht_refused_records", "Records that were not stored or not believed.", ["reason"], registry=registry
+        )
+
+    def record_refused(self, reason: str) -> None:
+        """A record was refused, for one of the reasons of `swarm.transport.dht.records.Refusal`."""
+        self._refused.labels(reason).inc()

@@ -109,6 +109,7 @@ class Server:
             UsageError: the options, the model, the network or the memory do not allow it. The subclass says which:
                 `InvalidOption`, `InvalidSpan`, `ModelNotFound`, `CheckpointError`, `UnsupportedModel`,
                 `NotEnoughMemory`, `AdapterError`, `PeerUnreachable`, `AddressUnavailable`, `IdentityError`.
+            DhtError: the DHT, which says where blocks are needed, did not answer.
         """
         try:
             await self._start()

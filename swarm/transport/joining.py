@@ -8,11 +8,10 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 
-from hivemind.dht.protocol import ValidationError
-from hivemind.dht.validation import RecordValidatorBase
 from multiaddr import Multiaddr
 
-from swarm.errors import PeerUnreachable
+from swarm.errors import ClockDiffers, PeerUnreachable
+from swarm.transport.dht.records import RecordRules
 from swarm.transport.p2p import P2PConfig, Peer
 
 logger = logging.getLogger(__name__)
@@ -27,7 +26,7 @@ CONNECT_TIMEOUT_S = 5.0
 """How long an initial peer's machine may take to accept a plain TCP connection."""
 
 
-async def join_network(config: P2PConfig, validator: RecordValidatorBase, timeout_s: float | None = None) -> Peer:
+async def join_network(config: P2PConfig, rules: RecordRules, timeout_s: float | None = None) -> Peer:
     """`Peer.create`, repeated for `timeout_s` (`JOIN_TIMEOUT_S` if None) while the initial peers are alive but slow.
 
     If nothing accepts connections at any of the addresses, the first attempt is the last one: a wrong address fails at
@@ -41,9 +40,9 @@ async def join_network(config: P2PConfig, validator: RecordValidatorBase, timeou
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            return await Peer.create(config, validator)
+            return await Peer.create(config, rules)
         except PeerUnreachable as error:
-            if isinstance(error.__cause__, ValidationError):  # they did answer: this machine's clock is wrong
+            if isinstance(error.__cause__, ClockDiffers):  # they did answer: this machine's clock is wrong
                 raise
             if not await _any_accepts_connections(config.initial_peers):
                 raise

@@ -14,16 +14,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hivemind.dht.crypto import RSASignatureValidator
-from hivemind.dht.node import DHTNode
-from hivemind.dht.protocol import ValidationError
-from hivemind.dht.validation import CompositeValidator, RecordValidatorBase
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
 
-from swarm.errors import MembershipError, NotAMember, PeerLost, PeerUnreachable, ProtocolViolation
+from swarm.errors import (
+    ClockDiffers,
+    DhtError,
+    MembershipError,
+    NotAMember,
+    PeerLost,
+    PeerUnreachable,
+    ProtocolViolation,
+)
 from swarm.membership.invite import Invite
 from swarm.membership.membership import Membership
 from swarm.transport import addresses
+from swarm.transport.dht.node import DhtNode
+from swarm.transport.dht.records import RecordRules
 from swarm.transport.identity import Identity, load_or_create
 from swarm.transport.members.dht_lock import DhtLock
 from swarm.transport.members.gate import MemberGate
@@ -73,7 +79,7 @@ class Peer:
     def __init__(
         self,
         p2p: P2P,
-        dht: DHTNode,
+        dht: DhtNode,
         identity: Identity,
         folder: ProcessFolder,
         streams: PeerStreams,
@@ -92,11 +98,11 @@ class Peer:
             self._greeting = asyncio.get_running_loop().create_task(greetings.run())
 
     @classmethod
-    async def create(cls, config: P2PConfig, validator: RecordValidatorBase) -> Peer:
+    async def create(cls, config: P2PConfig, rules: RecordRules) -> Peer:
         """Start the daemon and join the DHT.
 
         Args:
-            validator: decides which DHT records this peer stores and believes, after their signature was checked.
+            rules: what the records of the DHT mean: those that break them are neither stored nor believed.
 
         Raises:
             AddressUnavailable: an address to listen on is taken.
@@ -120,7 +126,7 @@ class Peer:
             if gate is not None:
                 require_welcome(await greet_all(_initial_peer_ids(config), streams.greet))
             try:
-                dht = await cls._join_dht(config, p2p, identity, validator)
+                dht = await cls._join_dht(config, p2p, identity, rules)
             except PeerUnreachable:
                 if gate is None:
                     await streams.require_open_swarm(_initial_peer_ids(config))
@@ -131,26 +137,19 @@ class Peer:
             return cls(p2p, dht, identity, folder, streams, gate)
 
     @staticmethod
-    async def _join_dht(config: P2PConfig, p2p: P2P, identity: Identity, validator: RecordValidatorBase) -> DHTNode:
+    async def _join_dht(config: P2PConfig, p2p: P2P, identity: Identity, rules: RecordRules) -> DhtNode:
+        initial_peers = map(PeerID.from_base58, _initial_peer_ids(config))
+        node = DhtNode(p2p, identity, rules, tuple(dict.fromkeys(initial_peers)), config.is_client)
         try:
-            return await DHTNode.create(
-                p2p=p2p,
-                initial_peers=list(config.initial_peers) or None,
-                client_mode=config.is_client,
-                # The owner's key signs its records. Records without a valid signature are dropped.
-                record_validator=CompositeValidator([RSASignatureValidator(identity.private_key), validator]),
-                # A view of the swarm must be fresh, so nothing is cached besides what this node stores for others.
-                cache_locally=False,
-                cache_on_store=False,
-                cache_nearest=0,
-            )
-        except RuntimeError as error:
-            raise _unreachable(config) from error
-        except ValidationError as error:
+            await node.join()
+        except ClockDiffers as error:
             raise PeerUnreachable(
                 f"the initial peers answered, but rejected this peer: {error}. Check this machine's clock and "
                 "firewall; swarm doctor --initial-peers ... tells more"
             ) from error
+        except DhtError as error:
+            raise _unreachable(config) from error
+        return node
 
     @staticmethod
     async def _start_daemon(config: P2PConfig, identity: Identity, folder: str, gate: MemberGate | None) -> P2P:
@@ -234,7 +233,7 @@ class Peer:
 
     def _neighbors(self) -> list[str]:
         """Ids of the peers in this peer's DHT routing table."""
-        return [peer.to_base58() for peer in self.dht.protocol.routing_table.uid_to_peer_id.values()]
+        return self.dht.known_peers
 
     async def wait_until_cut_off(self) -> None:
         """Wait until the daemon has ended: this peer is then cut off from the network."""

@@ -10,8 +10,6 @@ from contextlib import AsyncExitStack
 
 import pytest
 import uvloop
-from hivemind.dht.crypto import RSASignatureValidator
-from hivemind.dht.validation import RecordValidatorBase
 
 from swarm.data_structures import ModelInfo, ServerInfo, ServerState, Span
 from swarm.dht import model_records
@@ -19,7 +17,9 @@ from swarm.dht.announcer import LIFETIME_PERIODS, Announcer, adapter_names
 from swarm.dht.directory import fetch_models, fetch_servers
 from swarm.dht.server_records import encode_announcement, model_key
 from swarm.dht.validation import AnnouncementValidator
+from swarm.transport.dht.records import RecordRules, sign
 from swarm.transport.p2p import P2PConfig, Peer
+from tests.bad_peers import Anything
 
 # hivemind leaves connections to its own daemon to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning", "ignore:loop is closed:ResourceWarning")
@@ -28,13 +28,6 @@ MODEL, BLOCKS = "model", 6
 INFO = ModelInfo(MODEL, BLOCKS, "main")
 LONG = 60.0
 PATIENCE = 60.0
-
-
-class Anything(RecordValidatorBase):
-    """The validator of a peer that wants to cheat: it lets its own forgeries pass."""
-
-    def validate(self, record: object) -> bool:
-        return True
 
 
 @pytest.fixture(autouse=True)
@@ -66,14 +59,23 @@ def announcer(peer: Peer, span: Span, period: float = LONG, **changes: object) -
 class Peers(AsyncExitStack):
     """Peers of one swarm, shut down at the end; the first is the one that the others join by."""
 
-    async def add(self, validator: RecordValidatorBase | None = None, listen: bool = True) -> Peer:
+    async def add(self, rules: RecordRules | None = None, listen: bool = True) -> Peer:
         hosts = ("/ip4/127.0.0.1/tcp/0",) if listen else ()
         known = getattr(self, "known", ())
-        peer = await Peer.create(P2PConfig(known, hosts), validator or AnnouncementValidator())
+        peer = await Peer.create(P2PConfig(known, hosts), rules or AnnouncementValidator())
         self.push_async_callback(peer.shutdown)
         if not known:
             self.known = await peer.visible_addresses()
         return peer
+
+
+async def store_at_others(peer: Peer, name: str, payload: bytes) -> bool:
+    """Sign and store a record as it is; whether all other nodes keep it."""
+    protocol = peer.dht.protocol
+    record = sign(name, payload, time.time() + LONG, peer.identity.private_key)
+    others = protocol.table.nearest(record.key, 100)
+    assert others
+    return all([(await protocol.call_store(other, [record]))[0] for other in others])
 
 
 async def until(condition) -> None:
@@ -103,19 +105,13 @@ def test_servers_are_found_and_forgers_are_not():
 
             # The other ways to lie are in test_validation; this one shows that the nodes ask the validator.
             async def forge(info: ServerInfo, block: int) -> bool:
-                subkey = RSASignatureValidator(cheat.identity.private_key).local_public_key
-                return await cheat.dht.store(
-                    key=model_key(MODEL, block),
-                    subkey=subkey,
-                    value=encode_announcement(info),
-                    expiration_time=time.time() + LONG,
-                    exclude_self=True,
-                )
+                return await store_at_others(cheat, model_key(MODEL, block), encode_announcement(MODEL, info))
 
             assert not await forge(info_of(one, Span(1, 3)), 1)
             assert await forge(info_of(cheat, Span(1, 3)), 1)
-            # Well signed, but under another block's key than its own, or beyond the end of the model.
-            assert await forge(info_of(cheat, Span(3, 4)), 5)
+            # Well signed, but under another block's key than its own.
+            assert not await forge(info_of(cheat, Span(3, 4)), 5)
+            # Beyond the end of the model, which nodes do not know.
             assert await forge(info_of(cheat, Span(4, BLOCKS + 1)), 4)
             assert await found() == [expected[0], info_of(cheat, Span(1, 3)), expected[1]]
 
@@ -136,13 +132,8 @@ def test_the_models_of_a_swarm_are_listed_while_somebody_serves_them():
             assert await fetch_models(client.dht) == [INFO, other]
 
             async def claim(name: str, owner: str) -> bool:
-                return await cheat.dht.store(
-                    key=model_records.list_key(owner),
-                    subkey=RSASignatureValidator(cheat.identity.private_key).local_public_key,
-                    value=model_records.encode_model(owner, ModelInfo(name, 2000, "main")),
-                    expiration_time=time.time() + LONG,
-                    exclude_self=True,
-                )
+                payload = model_records.encode_model(owner, ModelInfo(name, 2000, "main"))
+                return await store_at_others(cheat, model_records.list_key(owner), payload)
 
             assert not await claim(MODEL, one.peer_id)
             assert await claim(MODEL, cheat.peer_id)
@@ -170,7 +161,7 @@ def test_a_server_that_moves_is_found_once():
                 assert await announcer(server, span).announce()
             # All three records live on.
             keys = [model_key(MODEL, block) for block in (0, 3, 1)]
-            assert all((await server.dht.get_many(keys)).values())
+            assert all((await server.dht.find(keys)).values())
             assert await fetch_servers(server.dht, MODEL, BLOCKS) == [info_of(server, Span(1, 2))]
 
     uvloop.run(scenario())

@@ -14,16 +14,18 @@ from swarm.data_structures import ExitConfidence, ServerInfo, ServerState, Span
 from swarm.dht.server_records import (
     MAX_ADAPTERS,
     MAX_MODEL_BLOCKS,
-    MAX_RECORD_BYTES,
     MAX_ROUND_TRIPS,
     decode_announcement,
     encode_announcement,
     model_key,
 )
-from swarm.errors import ProtocolViolation
+from swarm.errors import InvalidSpan, ProtocolViolation
+from swarm.transport.dht.records import MAX_PAYLOAD_BYTES
+from tests.infos import server_info
 
 DIGEST = "0123456789ab"
 RECORD = {
+    "model": "org/model",
     "peer_id": "QmPeer",
     "start": 2,
     "end": 4,
@@ -100,15 +102,16 @@ def without(field: str) -> bytes:
 @given(servers())
 @settings(deadline=None)
 def test_what_a_server_announces_is_what_is_read(info):
-    assert decode_announcement(encode_announcement(info)) == info
+    assert decode_announcement(encode_announcement("model", info)) == ("model", info)
 
 
 def test_the_sample_is_right_before_it_is_spoiled():
-    info = decode_announcement(packed())
+    model, info = decode_announcement(packed())
+    assert model == "org/model"
     assert (info.span, info.state, info.digests) == (Span(2, 4), ServerState.ONLINE, (DIGEST, DIGEST))
     assert (info.forward_throughput, info.network_throughput, info.queue_delay) == (200.0, 300.0, 0.5)
     assert info.round_trips == (("QmNext", 0.1), ("QmOther", 0.0))
-    assert decode_announcement(packed(throughput=3)).throughput == 3.0
+    assert decode_announcement(packed(throughput=3))[1].throughput == 3.0
 
 
 @pytest.mark.parametrize(
@@ -219,17 +222,17 @@ def test_what_may_not_be_missing(field):
     ("field", "default"), list(zip(OPTIONAL, ("", 0.0, 0.0, 0.0, (), False, (), None), strict=True))
 )
 def test_what_a_server_may_leave_out(field, default):
-    assert getattr(decode_announcement(without(field)), field) == default
+    assert getattr(decode_announcement(without(field))[1], field) == default
 
 
 def test_peers_of_the_former_version_read_what_has_nothing_new():
-    info = decode_announcement(without("relayed"))
-    fields = msgspec.msgpack.decode(encode_announcement(dataclasses.replace(info, adapters=())))
+    _, info = decode_announcement(without("relayed"))
+    fields = msgspec.msgpack.decode(encode_announcement("model", dataclasses.replace(info, adapters=())))
     assert not {"relayed", "adapters", "mobility"} & set(fields)
 
 
 def test_a_joining_server_has_no_digests_yet():
-    assert decode_announcement(packed(state=1, digests=[])).digests == ()
+    assert decode_announcement(packed(state=1, digests=[]))[1].digests == ()
 
 
 @pytest.mark.parametrize(
@@ -268,23 +271,38 @@ def test_no_record_at_all(data):
 
 def test_an_oversized_record_is_not_even_parsed():
     with pytest.raises(ProtocolViolation, match="too large"):
-        decode_announcement(b"\x00" * (MAX_RECORD_BYTES + 1))
+        decode_announcement(b"\x00" * (MAX_PAYLOAD_BYTES + 1))
 
 
-def test_the_largest_honest_record_fits():
-    round_trips = [["ü" * 256, 0.1]] * MAX_ROUND_TRIPS
-    digests, name = [DIGEST] * MAX_MODEL_BLOCKS, "ü" * 256
-    lists = {"digests": digests, "round_trips": round_trips, "adapters": [name] * MAX_ADAPTERS}
-    info = decode_announcement(packed(start=0, end=MAX_MODEL_BLOCKS, name=name, **lists))
-    assert len(encode_announcement(info)) <= MAX_RECORD_BYTES
-    assert decode_announcement(encode_announcement(info)) == info
+def test_the_span_of_a_large_model_fits_with_all_neighbors():
+    peers = tuple((f"Qm{number:044}", 0.1) for number in range(MAX_ROUND_TRIPS))
+    info = server_info(0, 256, "Qm" + "x" * 44, digests=(DIGEST,) * 256, round_trips=peers)
+    assert decode_announcement(encode_announcement("org/model", info)) == ("org/model", info)
+
+
+def test_of_a_record_that_is_too_long_adapters_are_left_out_and_then_round_trips():
+    name = "\u00fc" * 256
+    info = server_info(0, 200, name, digests=(DIGEST,) * 200, adapters=(name,) * MAX_ADAPTERS)
+    _, read = decode_announcement(encode_announcement(name, info))
+    assert 0 < len(read.adapters) < MAX_ADAPTERS
+    assert dataclasses.replace(read, adapters=info.adapters) == info
+    info = dataclasses.replace(info, round_trips=((name, 0.1),) * MAX_ROUND_TRIPS)
+    _, read = decode_announcement(encode_announcement(name, info))
+    assert read.adapters == ()
+    assert 0 < len(read.round_trips) < MAX_ROUND_TRIPS
+
+
+def test_a_span_whose_digests_do_not_fit():
+    info = server_info(0, MAX_MODEL_BLOCKS, digests=(DIGEST,) * MAX_MODEL_BLOCKS)
+    with pytest.raises(InvalidSpan, match="hold fewer blocks"):
+        encode_announcement("model", info)
 
 
 @given(st.binary(max_size=300))
 @settings(deadline=None)
 def test_garbage_never_raises_anything_else(data):
     with contextlib.suppress(ProtocolViolation):
-        assert isinstance(decode_announcement(data), ServerInfo)
+        assert isinstance(decode_announcement(data)[1], ServerInfo)
 
 
 @given(st.data())
@@ -294,7 +312,7 @@ def test_a_damaged_record_never_raises_anything_else(data):
     for _ in range(data.draw(st.integers(1, 3))):
         record[data.draw(st.integers(0, len(record) - 1))] = data.draw(st.integers(0, 255))
     with contextlib.suppress(ProtocolViolation):
-        assert isinstance(decode_announcement(bytes(record)), ServerInfo)
+        assert isinstance(decode_announcement(bytes(record))[1], ServerInfo)
 
 
 def test_every_first_block_has_a_key_of_its_own():

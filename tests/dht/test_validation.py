@@ -1,180 +1,62 @@
+"""What a record of the swarm may say, and under which key. Signatures are in tests/transport/dht/test_records."""
+
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
-from hivemind.dht.crypto import RSASignatureValidator
-from hivemind.dht.validation import CompositeValidator, DHTRecord
-from hivemind.utils import MSGPackSerializer
-from hivemind.utils.crypto import RSAPrivateKey
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.data_structures import ModelInfo, ServerInfo, ServerState, Span
+from swarm.data_structures import ModelInfo, ServerInfo
 from swarm.dht import model_records
-from swarm.dht.server_records import MAX_LIFETIME_S, MAX_RECORD_BYTES, encode_announcement
-from swarm.dht.validation import AnnouncementValidator, owner_of
-from swarm.transport.identity import peer_id_of
+from swarm.dht.server_records import encode_announcement, model_key
+from swarm.dht.validation import AnnouncementValidator
+from swarm.transport.dht.records import Refusal, key_bytes
+from tests.infos import server_info
 
-NOW = 1_000_000.0
-KEY = b"key of the DHT"
-
-
-@dataclasses.dataclass(frozen=True)
-class Person:
-    """A peer with the validators of a real one."""
-
-    peer_id: str
-    subkey: bytes
-    validator: CompositeValidator
-
-    def info(self, **changes: object) -> ServerInfo:
-        info = ServerInfo(
-            peer_id=self.peer_id,
-            span=Span(0, 1),
-            state=ServerState.ONLINE,
-            throughput=1.0,
-            cache_tokens_free=0,
-            revision="main",
-            digests=("0123456789ab",),
-            compute_dtype="float32",
-            quantization="none",
-            version="1",
-        )
-        return dataclasses.replace(info, **changes)
-
-    def record(self, value: object = None, subkey: object = None, expires: float = NOW + 60) -> DHTRecord:
-        """What this person stores, signed by it if the subkey carries its key."""
-        value = encode_announcement(self.info()) if value is None else value
-        subkey = self.subkey if subkey is None else subkey
-        record = DHTRecord(KEY, MSGPackSerializer.dumps(subkey), MSGPackSerializer.dumps(value), expires)
-        return dataclasses.replace(record, value=self.validator.sign_value(record))
+RULES = AnnouncementValidator()
+ALICE, MALLORY = "QmAlice", "QmMallory"
+INFO: ServerInfo = server_info(2, 4, ALICE)
+KEY = key_bytes(model_key("model", 2))
+NAMED = model_records.encode_model(ALICE, ModelInfo("model", 12, "main"))
 
 
-def person() -> Person:
-    key = RSAPrivateKey()
-    signatures = RSASignatureValidator(key)
-    validator = CompositeValidator([signatures, AnnouncementValidator(now=lambda: NOW)])
-    return Person(peer_id_of(key.get_public_key().to_bytes()), signatures.local_public_key, validator)
+def test_an_announcement_lies_under_the_key_of_its_model_and_first_block():
+    payload = encode_announcement("model", INFO)
+    assert RULES.check(KEY, ALICE, payload) is None
+    for name in (model_key("model", 3), model_key("model", 0), model_key("another", 2), model_records.list_key(ALICE)):
+        assert RULES.check(key_bytes(name), ALICE, payload) is Refusal.WRONG_KEY
+    assert RULES.check(b"", ALICE, payload) is Refusal.WRONG_KEY
 
 
-ALICE, MALLORY, READER = person(), person(), person()
+def test_a_model_record_lies_under_the_key_of_its_owner():
+    assert RULES.check(key_bytes(model_records.list_key(ALICE)), ALICE, NAMED) is None
+    others = set(model_records.list_keys()) - {model_records.list_key(ALICE)}
+    for name in (*others, model_key("model", 2)):
+        assert RULES.check(key_bytes(name), ALICE, NAMED) is Refusal.WRONG_KEY
 
 
-def accepted(record: DHTRecord) -> bool:
-    return READER.validator.validate(record)
+def test_nobody_speaks_in_another_peers_name():
+    assert RULES.check(KEY, MALLORY, encode_announcement("model", INFO)) is Refusal.WRONG_OWNER
+    assert RULES.check(key_bytes(model_records.list_key(ALICE)), MALLORY, NAMED) is Refusal.WRONG_OWNER
 
 
-def test_an_announcement_of_its_owner_is_accepted_by_everybody():
-    record = ALICE.record()
-    assert accepted(record)
-    assert ALICE.validator.validate(record)
-    assert MSGPackSerializer.loads(READER.validator.strip_value(record)) == encode_announcement(ALICE.info())
+@pytest.mark.parametrize("payload", [b"", b"garbage", b"\xc0", b"\x91" * 3000, b"\xdd\xff\xff\xff\xff"], ids=repr)
+def test_a_payload_that_is_neither(payload):
+    assert RULES.check(KEY, ALICE, payload) is Refusal.MALFORMED
 
 
-def test_nobody_announces_in_another_peers_name():
-    assert accepted(MALLORY.record(encode_announcement(MALLORY.info())))
-    assert not accepted(MALLORY.record(encode_announcement(ALICE.info())))
-
-
-def test_nobody_writes_under_another_peers_key():
-    assert not accepted(MALLORY.record(encode_announcement(ALICE.info()), subkey=ALICE.subkey))
-
-
-def test_an_unsigned_announcement():
-    signed = ALICE.record()
-    unsigned = MSGPackSerializer.dumps(encode_announcement(ALICE.info()))
-    assert signed.value.startswith(unsigned)
-    assert not accepted(dataclasses.replace(signed, value=unsigned))
-
-
-@pytest.mark.parametrize("subkey", ["Alice", b"", b"no key at all", 7])
-def test_a_subkey_without_a_key(subkey):
-    assert not accepted(MALLORY.record(subkey=subkey))
-
-
-def test_a_record_without_a_subkey():
-    """hivemind marks plain values by an empty subkey."""
-    assert not accepted(DHTRecord(KEY, b"", MSGPackSerializer.dumps(encode_announcement(ALICE.info())), NOW + 60))
-
-
-def test_a_changed_value_key_or_lifetime_breaks_the_signature():
-    record = ALICE.record()
-    other = ALICE.record(encode_announcement(ALICE.info(span=Span(1, 2))))
-    signature = record.value[len(MSGPackSerializer.dumps(encode_announcement(ALICE.info()))) :]
-    forged = MSGPackSerializer.dumps(encode_announcement(ALICE.info(throughput=1e6))) + signature
-    assert accepted(other)
-    for changes in ({"value": forged}, {"value": other.value[:-10]}, {"key": b"other"}, {"expiration_time": NOW + 61}):
-        assert not accepted(dataclasses.replace(record, **changes)), changes
-
-
-@pytest.mark.parametrize(
-    ("ahead", "expected"), [(1, True), (MAX_LIFETIME_S - 1, True), (MAX_LIFETIME_S + 1, False), (float("inf"), False)]
-)
-def test_an_announcement_may_not_live_for_ever(ahead, expected):
-    assert accepted(ALICE.record(expires=NOW + ahead)) is expected
-
-
-@pytest.mark.parametrize(
-    "value",
-    [b"", b"garbage", "text", 7, [1, 2], {"peer_id": "somebody"}, 1.5],
-    ids=str,
-)
-def test_a_signed_value_that_is_no_announcement(value):
-    assert not accepted(ALICE.record(value))
-
-
-def test_a_model_is_named_by_its_owner():
-    model = ModelInfo("model", 12, "main")
-    assert accepted(ALICE.record(model_records.encode_model(ALICE.peer_id, model)))
-    assert not accepted(MALLORY.record(model_records.encode_model(ALICE.peer_id, model)))
-    assert not accepted(MALLORY.record(model_records.encode_model(ALICE.peer_id, model), subkey=ALICE.subkey))
-    assert not accepted(
-        ALICE.record(model_records.encode_model(ALICE.peer_id, model), expires=NOW + MAX_LIFETIME_S + 1)
-    )
-    assert not accepted(ALICE.record(model_records.encode_model(ALICE.peer_id, ModelInfo("", 12, "main"))))
-
-
-def test_a_signed_value_that_is_not_even_msgpack():
-    for raw in (b"", b"\xc1", b"\xdd\xff\xff\xff\xff", b"\x91" * 2000, b"\xc7\x01\x05\x00", b"\xc8\xff\xff\x53"):
-        record = DHTRecord(KEY, MSGPackSerializer.dumps(ALICE.subkey), raw, NOW + 60)
-        record = dataclasses.replace(record, value=ALICE.validator.sign_value(record))
-        assert not accepted(record), raw[:10]
-
-
-def test_an_oversized_record():
-    assert not accepted(ALICE.record(b"x" * (MAX_RECORD_BYTES + 1)))
-
-
-@given(st.binary(max_size=60), st.binary(max_size=60))
+@given(st.binary(max_size=200), st.binary(max_size=24), st.text(max_size=5))
 @settings(deadline=None)
-def test_garbage_from_the_network_is_refused_without_an_exception(subkey, value):
-    assert not AnnouncementValidator(now=lambda: NOW).validate(DHTRecord(KEY, subkey, value, NOW))
+def test_garbage_is_refused_without_an_exception(payload, key, owner):
+    assert isinstance(RULES.check(key, owner, payload), Refusal)
 
 
-def test_the_owner_is_the_peer_of_exactly_one_key():
-    assert owner_of(ALICE.subkey) == ALICE.peer_id
-    for subkey in (
-        b"",
-        b"[owner:]",
-        b"[owner:ssh-rsa ]",
-        b"[owner:ssh-rsa AAAA]",
-        b"[owner:ssh-ed25519 AAAA]",
-        ALICE.subkey[:-1],
-        ALICE.subkey + b" ",
-        b"x" + ALICE.subkey,
-        ALICE.subkey + MALLORY.subkey,
-        ALICE.subkey[:-2] + b"]",
-    ):
-        assert owner_of(subkey) is None, subkey
-
-
-@given(st.binary(max_size=80))
+@given(st.data())
 @settings(deadline=None)
-def test_garbage_belongs_to_nobody(garbage):
-    assert owner_of(b"[owner:ssh-rsa " + garbage + b"]") is None
-
-
-def test_two_validators_of_one_node_are_merged():
-    assert AnnouncementValidator().merge_with(AnnouncementValidator())
-    assert not AnnouncementValidator().merge_with(RSASignatureValidator(RSAPrivateKey()))
+def test_a_damaged_announcement_is_refused_or_lies_under_its_own_key(data):
+    payload = bytearray(encode_announcement("model", INFO))
+    for _ in range(data.draw(st.integers(1, 3))):
+        payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
+    keys = (KEY, key_bytes(model_key("model", 3)))
+    verdicts = [RULES.check(key, ALICE, bytes(payload)) for key in keys]
+    assert any(isinstance(verdict, Refusal) for verdict in verdicts)  # it cannot lie under both

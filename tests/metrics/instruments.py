@@ -37,7 +37,7 @@ def declared() -> list[Instrument]:
     ServerMetrics(registry)
     ClientMetrics(registry)
     GatewayMetrics(registry)
-    BootstrapMetrics(registry, lambda: 0, lambda: 0)
+    BootstrapMetrics(registry, lambda: 0, lambda: 0, lambda: 0)
     found = []
     for collector in registry._collector_to_names:
         if not hasattr(collector, "_labelnames"):  # the collector of process metrics

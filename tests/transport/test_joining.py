@@ -10,10 +10,9 @@ from contextlib import closing, suppress
 
 import pytest
 import uvloop
-from hivemind.dht.protocol import ValidationError
 
 from swarm.dht.validation import AnnouncementValidator
-from swarm.errors import PeerUnreachable
+from swarm.errors import ClockDiffers, PeerUnreachable
 from swarm.transport import joining
 from swarm.transport.joining import join_network
 from swarm.transport.p2p import P2PConfig, Peer
@@ -94,7 +93,7 @@ def test_a_wrong_address_fails_at_once(monkeypatch, unused_port):
 
 def test_a_machine_whose_clock_is_wrong_hears_of_it_at_once(monkeypatch, listening_port):
     error = PeerUnreachable("check this machine's clock")
-    error.__cause__ = ValidationError("local time must be within 3 seconds")
+    error.__cause__ = ClockDiffers("local time must be within 3 seconds")
     attempts = Attempts(error, repeat=True)
     with pytest.raises(PeerUnreachable, match="clock"):
         join(monkeypatch, attempts, address(listening_port))

@@ -17,12 +17,12 @@ from pathlib import Path
 import psutil
 import pytest
 import uvloop
-from hivemind.dht import protocol
 
 from swarm.dht.validation import AnnouncementValidator
 from swarm.errors import AddressUnavailable, CacheFull, IdentityError, InvalidOption, PeerLost, PeerUnreachable
 from swarm.protocol import messages
 from swarm.server.sessions.reply_stream import ReplyStream
+from swarm.transport.dht.protocol import DhtProtocol
 from swarm.transport.identity import load_or_create
 from swarm.transport.p2p import P2PConfig, Peer
 
@@ -122,11 +122,11 @@ def test_ctrl_c_at_a_terminal_is_not_for_the_daemon(folder):
 
 
 def test_a_machine_with_a_wrong_clock_is_told_so(folder, monkeypatch):
-    true, answered = protocol.get_dht_time, protocol.DHTProtocol.rpc_ping
+    answered = DhtProtocol.rpc_ping
 
     async def at_another_time(self, request, context):
         response = await answered(self, request, context)
-        response.dht_time = true() + 60
+        response.dht_time += 60
         return response
 
     async def scenario():
@@ -138,7 +138,8 @@ def test_a_machine_with_a_wrong_clock_is_told_so(folder, monkeypatch):
         finally:
             await server.shutdown()
 
-    monkeypatch.setattr(protocol.DHTProtocol, "rpc_ping", at_another_time)
+    at_another_time.__annotations__ = answered.__annotations__  # by which the message's type is known
+    monkeypatch.setattr(DhtProtocol, "rpc_ping", at_another_time)
     run(scenario())
     nothing_is_left(folder)
 

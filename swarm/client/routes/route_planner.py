@@ -20,6 +20,7 @@ from swarm.data_structures import Route, ServerInfo, Span
 from swarm.dht.directory import fetch_servers
 from swarm.errors import (
     CacheFull,
+    DhtError,
     MissingBlocks,
     PeerLost,
     PeerTimeout,
@@ -43,7 +44,7 @@ FIRST_PING_TIMEOUT_S = 1.0
 """Seconds that the first route waits for pings, because a session keeps its route."""
 
 REFRESH_TIMEOUT_S = 15.0
-"""Seconds to wait for a refresh."""
+"""Seconds after which a refresh is given up; the DHT has a shorter limit of its own."""
 
 STALE_REFRESH_TIMEOUT_S = 2.0
 """Seconds to wait for a refresh while there is an old snapshot, which may still be right."""
@@ -126,7 +127,7 @@ class RoutePlanner:
         A refresh that fails or takes too long leaves the snapshot as it is.
         """
         task = self._start_refresh()
-        await asyncio.wait({task}, timeout=REFRESH_TIMEOUT_S)
+        await asyncio.wait({task})
         if task.done() and not task.cancelled() and (error := task.exception()) is not None:
             logger.warning("reading the swarm's announcements failed: %r", error)
 
@@ -136,6 +137,8 @@ class RoutePlanner:
         now, health = time.monotonic(), self.router.health
         is_known = health.is_banned(peer_id, now) and reason in health.reasons(peer_id)
         until = health.record_failure(peer_id, reason, now)
+        if reason.counts_as_strike:
+            self._peer.dht.standing.note_failed(peer_id)
         logger.debug("…%s %s; avoided for %.0f s: %s", peer_id[-6:], reason.value, until - now, error)
         if not is_known:  # else another session has reported it already
             self._emit(PeerAvoided(peer_id, reason.value, until - now))
@@ -143,6 +146,7 @@ class RoutePlanner:
     def report_success(self, peer_id: str) -> None:
         """The server works."""
         self.router.health.record_success(peer_id, time.monotonic())
+        self._peer.dht.standing.note_served(peer_id, time.time())
 
     def timeout_factor(self, peer_id: str) -> float:
         """2 to the power of the recent timeouts of the server: it may be slow, not dead."""
@@ -183,7 +187,11 @@ class RoutePlanner:
 
     async def _refresh_snapshot(self) -> None:
         model, network = self._model, self._config.network
-        announced = await fetch_servers(self._peer.dht, model.name, model.blocks)
+        try:
+            async with asyncio.timeout(REFRESH_TIMEOUT_S):
+                announced = await fetch_servers(self._peer.dht, model.name, model.blocks)
+        except TimeoutError:
+            raise DhtError(f"no answer within {REFRESH_TIMEOUT_S:.0f} s; the servers known before are used") from None
         found = compatible_servers(announced, model.revision, model.digests, network.weight_forms, network.exact)
         self.router.update(found.servers, found.excluded)
         _ = self.router.snapshot.links  # computed now, so that no failover has to wait for it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from swarm.client.routes import route_planner as module
 from swarm.client.routes.route_planner import (
     FIRST_PING_TIMEOUT_S,
     IDLE_TIMEOUT_S,
+    REFRESH_TIMEOUT_S,
     STALE_REFRESH_TIMEOUT_S,
     RoutePlanner,
 )
@@ -31,6 +33,7 @@ from swarm.errors import (
     WrongSpan,
 )
 from swarm.routing.peer_health import PeerFailure
+from swarm.transport.dht.standing import Standing
 from tests import virtual_time
 from tests.infos import server_info
 from tests.swarms import group_options
@@ -55,9 +58,10 @@ class World:
         self.ping_takes = 0.2
         self.round_trips: dict[str, float] = {}
         self.told: list[Any] = []
+        self.dht: Any = SimpleNamespace(standing=Standing(b"salt"))
 
     async def fetch(self, dht: Any, model: str, blocks: int) -> list[ServerInfo]:
-        assert (dht, model, blocks) == ("the dht", "the model", 6)
+        assert (dht, model, blocks) == (self.dht, "the model", 6)
         self.looks.append(now())
         await asyncio.sleep(self.look_takes)
         if self.error is not None:
@@ -82,7 +86,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(module, "ping_many", world.ping)
 
         async def scenario() -> None:
-            peer: Any = SimpleNamespace(dht="the dht")
+            peer: Any = SimpleNamespace(dht=world.dht)
             config = ClientConfig(("somebody",), **group_options(options))
             planner = RoutePlanner(peer, config, ModelIdentity("the model", "main", 6), world.told.append)
             try:
@@ -230,6 +234,41 @@ def test_a_slow_look_is_not_waited_for_where_there_is_an_old_picture(play):
         assert now() <= began + STALE_REFRESH_TIMEOUT_S
 
     play(act, refresh_period=15.0)
+
+
+def test_a_look_that_hangs_is_given_up_and_the_next_one_does_not_wait_for_it(play, caplog):
+    async def act(world, planner):
+        await route(planner)
+        world.look_takes = float("1e9")
+        began = now()
+        await asyncio.gather(*(planner.refresh() for _ in range(3)))
+        assert now() == pytest.approx(began + REFRESH_TIMEOUT_S)
+        assert "the servers known before are used" in caplog.text
+        assert await route(planner) == "0:3a 3:6b"
+        world.look_takes = 0.1
+        world.servers = world.servers[1:]
+        began = now()
+        await planner.refresh()
+        assert now() == pytest.approx(began + 0.1)
+        assert await route(planner) == "0:3c 3:6b"
+
+    play(act, refresh_period=1000.0)
+
+
+def test_who_served_this_client_keeps_its_place_in_a_flood(play):
+    async def act(world, planner):
+        standing, flood = world.dht.standing, [f"stranger {number}" for number in range(1000)]
+        for peer_id in ["a", "b", *flood]:
+            standing.note_seen(peer_id, time.time())
+        planner.report_success("a")
+        assert standing.select(["a", "b", *flood], 10, time.time())[0] == "a"
+        planner.report_failure("a", CacheFull("x"))  # no fault of its own
+        assert standing.select(["a", "b", *flood], 10, time.time())[0] == "a"
+        planner.report_failure("a", ProtocolViolation("x"))
+        planner.report_success("b")
+        assert standing.select(["a", "b", *flood], 1, time.time()) == ["b"]
+
+    play(act)
 
 
 def test_missing_blocks_are_looked_for_once(play):

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from swarm.dht.hivemind_errors import raise_dht_errors
 from swarm.errors import DhtError, ProtocolViolation
+from swarm.transport.dht.hivemind_errors import raise_dht_errors
 
 
 def test_what_the_dht_raises_becomes_a_typed_error():

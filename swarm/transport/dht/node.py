@@ -1,0 +1,277 @@
+"""This peer's node of the DHT: joins by initial peers, finds records, and stores its own.
+
+A look-up is bounded in time and belongs to its caller alone: one that hangs holds up nobody else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from hivemind.p2p import P2P, PeerID
+from hivemind.utils.auth import AuthorizerBase
+
+from swarm.errors import ClockDiffers, DhtError, ProtocolViolation
+from swarm.transport.dht.protocol import REQUEST_TIMEOUT_S, DhtProtocol
+from swarm.transport.dht.records import Accepted, Record, RecordRules, key_bytes, sign
+from swarm.transport.dht.routing_table import BUCKET_NODES, node_id_of
+from swarm.transport.dht.search import Request, Search
+from swarm.transport.dht.standing import Standing
+from swarm.transport.identity import Identity
+
+logger = logging.getLogger(__name__)
+
+LOOKUP_TIMEOUT_S = 10.0
+"""A look-up takes at most so long; what it has found by then is its result."""
+
+REPLICAS = 8
+"""Nodes that are asked to keep a record."""
+
+FIND_BREADTH = 16
+"""Nodes that are asked for a key, besides those that are found on the way to them."""
+
+CONCURRENCY = 8
+"""Requests of one look-up that are under way at a time."""
+
+KEYS_PER_SEARCH = 128
+"""Keys that are searched together. Choosing whom to ask next takes time in proportion to them."""
+
+MIN_SEARCH_S = 0.1
+"""What is left to the last keys where the first ones took all of a look-up's time."""
+
+MAX_FOUND = 512
+"""Records under one key that a reader keeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundRecord:
+    """A record that may be believed.
+
+    Attributes:
+        owner: peer id of who says it.
+        payload: what it says.
+        expires: Unix time.
+    """
+
+    owner: str
+    payload: bytes
+    expires: float
+
+
+class DhtNode:
+    """A node of the DHT. Start it with `create`, end it with `shutdown`.
+
+    Attributes:
+        p2p: the libp2p daemon.
+        protocol: the exchanges with other nodes.
+        standing: what this peer remembers of the owners of records.
+    """
+
+    def __init__(
+        self,
+        p2p: P2P,
+        identity: Identity,
+        rules: RecordRules,
+        initial_peers: Sequence[PeerID] = (),
+        is_client: bool = False,
+        authorizer: AuthorizerBase | None = None,
+    ) -> None:
+        self.p2p = p2p
+        self.standing = Standing(secrets.token_bytes(16))
+        self.protocol = DhtProtocol(p2p, rules, self.standing, is_client, authorizer)
+        self._identity = identity
+        self._initial_peers = tuple(initial_peers)
+        self._own: PeerID = p2p.peer_id
+
+    async def join(self) -> None:
+        """Answer other nodes unless this is a client, and get to know those near the initial peers.
+
+        Raises:
+            ClockDiffers: they answered, but clocks differ, or they cannot reach this node.
+            DhtError: no initial peer answered.
+        """
+        if not self.protocol.is_client:
+            await self.protocol.serve()
+        if not self._initial_peers:
+            return
+        pings = (self.protocol.call_ping(peer, validate=True) for peer in self._initial_peers)
+        results = await asyncio.gather(*pings, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, ClockDiffers):
+                raise result
+        if True not in results:
+            raise next((one for one in results if isinstance(one, ClockDiffers)), None) or DhtError(
+                "none of the initial peers answered a ping; check that one of them is running"
+            )
+        await self._nearest_nodes([node_id_of(self._own)], REQUEST_TIMEOUT_S)
+
+    async def shutdown(self) -> None:
+        """Answer no more. Whatever hivemind raises if the daemon has ended."""
+        await self.protocol.close()
+
+    async def find(self, names: Collection[str], timeout_s: float = LOOKUP_TIMEOUT_S) -> dict[str, list[FoundRecord]]:
+        """The records under each key, at most one for an owner.
+
+        Args:
+            names: of keys.
+            timeout_s: after it, what was found is returned.
+
+        Raises:
+            DhtError: this peer knows other nodes, and none of them answered.
+        """
+        keys = {key_bytes(name): name for name in names}
+        found: dict[bytes, dict[str, Record]] = {key: {} for key in keys}
+        now = time.time()
+        for key in keys:
+            self._collect(found[key], self._own_records(key, now))
+
+        async def ask(request: Request) -> dict[bytes, list[PeerID]]:
+            answer = await self.protocol.call_find(request.peer, request.targets)
+            for key, records in answer.records.items():
+                self._collect(found[key], records)
+            return answer.neighbors
+
+        deadline, wanted = time.monotonic() + timeout_s, list(keys)
+        for first in range(0, len(wanted), KEYS_PER_SEARCH):
+            left_s = max(deadline - time.monotonic(), MIN_SEARCH_S)
+            await self._search(wanted[first : first + KEYS_PER_SEARCH], FIND_BREADTH, ask, left_s)
+        return {name: self._kept(found[key]) for key, name in keys.items()}
+
+    async def store(
+        self, records: Sequence[tuple[str, bytes, float]], timeout_s: float = LOOKUP_TIMEOUT_S
+    ) -> list[bool]:
+        """Sign records and store them at the nodes nearest to their keys; whether each is kept anywhere.
+
+        Args:
+            records: name of the key, payload, and when it expires (Unix time).
+
+        Raises:
+            DhtError: this peer keeps no records itself, and no node that it knows answered.
+        """
+        signed = [sign(name, payload, expires, self._identity.private_key) for name, payload, expires in records]
+        holders: list[list[PeerID]] = [[] for _ in signed]
+        try:
+            holders = await self._nearest_nodes([_beside(record.key) for record in signed], timeout_s)
+        except DhtError as error:
+            if self.protocol.is_client:
+                raise
+            logger.debug("stored here only: %s", error)
+        kept = [False] * len(signed)
+        wanted: dict[PeerID, list[int]] = {}
+        for number, (record, near) in enumerate(zip(signed, holders, strict=True)):
+            if not self.protocol.is_client and self._is_among_nearest(record.key, near):
+                kept[number] = self._store_here(record)
+            for peer in near[:REPLICAS]:
+                wanted.setdefault(peer, []).append(number)
+
+        async def store_at(peer: PeerID, numbers: list[int]) -> None:
+            try:
+                stored = await self.protocol.call_store(peer, [signed[number] for number in numbers])
+            except (DhtError, ProtocolViolation) as error:
+                logger.debug("…%s keeps no record: %s", str(peer)[-6:], error)
+                return
+            for number, is_stored in zip(numbers, stored, strict=True):
+                kept[number] = kept[number] or is_stored
+
+        await asyncio.gather(*(store_at(peer, numbers) for peer, numbers in wanted.items()))
+        return kept
+
+    def _own_records(self, key: bytes, now: float) -> list[tuple[str, Record]]:
+        verdicts = ((self.protocol.checker.check(record), record) for record in self.protocol.store.find(key, now))
+        return [(verdict.owner, record) for verdict, record in verdicts if isinstance(verdict, Accepted)]
+
+    def _store_here(self, record: Record) -> bool:
+        verdict = self.protocol.checker.check(record)
+        return isinstance(verdict, Accepted) and self.protocol.store.store(record, verdict.owner, time.time())
+
+    def _is_among_nearest(self, key: bytes, others: Sequence[PeerID]) -> bool:
+        return len(others) < REPLICAS or _distance(self._own, key) < _distance(others[REPLICAS - 1], key)
+
+    def _collect(self, known: dict[str, Record], records: Sequence[tuple[str, Record]]) -> None:
+        """Add records to those of a key; of two of one owner the one that expires later is the newer one."""
+        for owner, record in records:
+            if owner not in known or known[owner].expires < record.expires:
+                known[owner] = record
+        if len(known) > MAX_FOUND:
+            kept = set(self.standing.select(known, MAX_FOUND, time.time()))
+            for owner in list(known):
+                if owner not in kept:
+                    del known[owner]
+
+    def _kept(self, known: dict[str, Record]) -> list[FoundRecord]:
+        now = time.time()
+        for owner in known:
+            self.standing.note_seen(owner, now)
+        verdicts = ((self.protocol.checker.check(record), record.expires) for record in known.values())
+        return [
+            FoundRecord(verdict.owner, verdict.payload, expires)
+            for verdict, expires in verdicts
+            if isinstance(verdict, Accepted)
+        ]
+
+    async def _nearest_nodes(self, keys: Sequence[bytes], timeout_s: float) -> list[list[PeerID]]:
+        async def ask(request: Request) -> dict[bytes, list[PeerID]]:
+            return (await self.protocol.call_find(request.peer, request.targets)).neighbors
+
+        search = await self._search(keys, REPLICAS, ask, timeout_s)
+        return [search.nearest(key, REPLICAS) for key in keys]
+
+    async def _search(
+        self,
+        keys: Sequence[bytes],
+        breadth: int,
+        ask: Callable[[Request], Awaitable[dict[bytes, list[PeerID]]]],
+        timeout_s: float,
+    ) -> Search:
+        """Ask the nodes near the keys, until all have answered or failed, or time is up. Raises `DhtError`."""
+        known = self._known_nodes(keys)
+        search = Search(keys, known, breadth, self._own)
+        running: dict[asyncio.Task[dict[bytes, list[PeerID]]], Request] = {}
+        deadline = time.monotonic() + timeout_s
+        try:
+            while (left_s := deadline - time.monotonic()) > 0:
+                while len(running) < CONCURRENCY and (request := search.next_request()) is not None:
+                    running[asyncio.ensure_future(ask(request))] = request
+                if not running:
+                    break
+                done, _ = await asyncio.wait(running, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    _take_answer(search, running.pop(task), task)
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+        if known and not search.any_answered:
+            raise DhtError(
+                f"none of the {len(known)} known nodes of the DHT answered; check this machine's network and the "
+                "initial peers, and try again"
+            )
+        return search
+
+    def _known_nodes(self, keys: Sequence[bytes]) -> list[PeerID]:
+        """The nodes that a search begins with: those nearest to the keys, and the initial peers."""
+        now, table = time.monotonic(), self.protocol.table
+        nearest = (peer for key in keys for peer in table.nearest(key, BUCKET_NODES))
+        known = list(dict.fromkeys([*nearest, *self._initial_peers]))
+        return [peer for peer in known if not table.is_silent(peer, now)] or known
+
+
+def _take_answer(search: Search, request: Request, task: asyncio.Task[dict[bytes, list[PeerID]]]) -> None:
+    try:
+        search.answered(request, task.result())
+    except (DhtError, ProtocolViolation) as error:
+        logger.debug("…%s did not answer: %s", str(request.peer)[-6:], error)
+        search.failed(request)
+
+
+def _beside(key: bytes) -> bytes:
+    """A key at which nothing lies, as near to `key` as can be: its nodes are found without reading what they keep."""
+    return key[:-1] + bytes([key[-1] ^ 1])
+
+
+def _distance(peer: PeerID, key: bytes) -> int:
+    return int.from_bytes(node_id_of(peer), "big") ^ int.from_bytes(key, "big")

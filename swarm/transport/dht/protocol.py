@@ -1,0 +1,317 @@
+"""What nodes of the DHT do for each other: ping, store and find. Requests and answers are hivemind's protobuf messages.
+
+A node stores a record only for its owner, who must be the peer that sends it. A request is refused before it is read if
+it is too long, or if its sender asks too much. Nothing that a peer sends ends anything but its own request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hivemind.p2p import P2P, PeerID, ServicerBase
+from hivemind.p2p.p2p_daemon import P2PContext
+from hivemind.proto import dht_pb2
+from hivemind.utils.auth import AuthorizerBase, AuthRole, AuthRPCWrapper
+
+from swarm.errors import ClockDiffers, DhtError, ProtocolViolation, RequestRefused
+from swarm.protocol.messages import PROTOCOL_ID
+from swarm.transport.dht import messages
+from swarm.transport.dht.hivemind_errors import raise_dht_errors
+from swarm.transport.dht.peer_networks import PeerNetworks
+from swarm.transport.dht.record_store import RecordStore
+from swarm.transport.dht.records import Accepted, Record, RecordChecker, RecordRules, Refusal
+from swarm.transport.dht.request_limits import RequestLimits
+from swarm.transport.dht.routing_table import BUCKET_NODES, MAX_SILENT_S, RoutingTable, node_id_of
+from swarm.transport.dht.standing import Standing
+
+logger = logging.getLogger(__name__)
+
+REQUEST_TIMEOUT_S = 3.0
+"""How long a node may take to answer."""
+
+MAX_CLOCK_DIFFERENCE_S = 3.0
+MAX_BAD_RECORDS = 8
+"""Records of one answer that may be invalid (clocks differ a little), before the rest of it is not looked at."""
+
+CHECKED_AT_ONCE = 16
+"""Records that are checked before other tasks have their turn."""
+
+MAX_PINGS_BACK = 256
+"""Pings that are under way because other peers asked for them, one for each."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one node answered.
+
+    Attributes:
+        records: key -> its records that may be believed, each with its owner.
+        neighbors: key -> nodes that it names, not checked.
+    """
+
+    records: dict[bytes, list[tuple[str, Record]]]
+    neighbors: dict[bytes, list[PeerID]]
+
+
+def _ignore(refusal: Refusal) -> None:
+    pass
+
+
+class DhtProtocol(ServicerBase):  # type: ignore[misc]
+    """One node's side of the exchanges.
+
+    Args:
+        p2p: the libp2p daemon.
+        rules: what the records of the swarm mean.
+        is_client: whether this node only asks.
+        authorizer: proves membership in each exchange, where the swarm is private.
+
+    Attributes:
+        observe_refusal: called for each record that is refused.
+    """
+
+    def __init__(
+        self,
+        p2p: P2P,
+        rules: RecordRules,
+        standing: Standing,
+        is_client: bool,
+        authorizer: AuthorizerBase | None = None,
+    ) -> None:
+        super().__init__()
+        self.table = RoutingTable(p2p.peer_id)
+        self.store = RecordStore(standing)
+        self.checker = RecordChecker(rules)
+        self.observe_refusal: Callable[[Refusal], None] = _ignore
+        node_id = b"" if is_client else node_id_of(p2p.peer_id)
+        self.node_info = dht_pb2.NodeInfo(node_id=node_id)
+        self.is_client = is_client
+        self._p2p = p2p
+        self._authorizer = authorizer
+        self._networks = PeerNetworks(p2p)
+        self._limits = RequestLimits()
+        self._pinging_back: set[PeerID] = set()
+        self._background: set[asyncio.Task[Any]] = set()
+
+    async def serve(self) -> None:
+        """Answer other peers from now on."""
+        self._collect_rpc_handlers()
+        servicer = AuthRPCWrapper(self, AuthRole.SERVICER, self._authorizer)
+        for handler in self._rpc_handlers:
+            name = handler.method_name
+            answer = functools.partial(self._answer, name, handler.request_type, getattr(servicer, name))
+            await self._p2p._client.add_unary_handler(self._get_handle_name(None, name), answer)
+
+    async def close(self) -> None:
+        """End what runs in the background. Raises nothing while the daemon lives."""
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        if not self.is_client:
+            await self.remove_p2p_handlers(self._p2p)
+
+    @classmethod
+    def _get_handle_name(cls, namespace: str | None, method_name: str) -> str:
+        return f"{PROTOCOL_ID}/dht/{method_name}"
+
+    def get_stub(self, peer: PeerID) -> AuthRPCWrapper:
+        """Calls the methods of another node."""
+        return AuthRPCWrapper(super().get_stub(self._p2p, peer), AuthRole.CLIENT, self._authorizer)
+
+    # What other peers call.
+
+    async def _answer(
+        self, name: str, request_type: Any, method: Callable[..., Awaitable[Any]], data: bytes, remote: PeerID
+    ) -> bytes:
+        sender = remote.to_bytes()
+        if len(data) > messages.MAX_REQUEST_BYTES[name]:
+            raise RequestRefused(f"a request of {len(data)} bytes is too long for {name}")
+        if not self._limits.allows(sender, time.monotonic()):
+            raise RequestRefused("too many requests to the DHT; wait a few seconds")
+        context = P2PContext(handle_name=name, local_id=self._p2p.peer_id, remote_id=remote)
+        response = await method(request_type.FromString(data), context)
+        if response is None:
+            raise RequestRefused("this swarm is private, and the request does not prove membership")
+        encoded: bytes = response.SerializeToString()
+        self._limits.charge_answer(sender, len(encoded), time.monotonic())
+        return encoded
+
+    async def rpc_ping(self, request: dht_pb2.PingRequest, context: P2PContext) -> dht_pb2.PingResponse:
+        """Tell this node's id and time, and whether it can reach the other one if that wants to know."""
+        response = dht_pb2.PingResponse(peer=self.node_info, dht_time=time.time(), available=False)
+        if request.validate and request.peer.node_id:
+            response.available = await self._ping_back(context.remote_id)
+        self._meet(request.peer, context.remote_id)
+        return response
+
+    async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
+        """Keep the sender's own records."""
+        records = messages.stored_records(request)
+        self._meet(request.peer, context.remote_id)
+        sender = context.remote_id.to_base58()
+        network = await self._networks.network_of(sender)
+        response = dht_pb2.StoreResponse(peer=self.node_info)
+        for record, in_cache in zip(records, request.in_cache, strict=True):
+            refusal = Refusal.CACHED if in_cache else self._store(record, sender, network)
+            if refusal is not None:
+                self.observe_refusal(refusal)
+            response.store_ok.append(refusal is None)
+        return response
+
+    async def rpc_find(self, request: dht_pb2.FindRequest, context: P2PContext) -> dht_pb2.FindResponse:
+        """Tell the records under each key, and the nodes near it."""
+        keys = messages.sought_keys(request)
+        self._meet(request.peer, context.remote_id)
+        now = time.time()
+        results = messages.found_results([self.store.find(key, now) for key in keys])
+        for key, result in zip(keys, results, strict=True):
+            messages.add_neighbors(result, self.table.nearest(key, BUCKET_NODES, exclude=context.remote_id))
+        return dht_pb2.FindResponse(results=results, peer=self.node_info)
+
+    def _store(self, record: Record | None, sender: str, network: str) -> Refusal | None:
+        if record is None:
+            return Refusal.MALFORMED
+        verdict = self.checker.check(record)
+        if isinstance(verdict, Refusal):
+            return verdict
+        if verdict.owner != sender:
+            return Refusal.WRONG_OWNER
+        return None if self.store.store(record, sender, time.time(), network) else Refusal.NO_ROOM
+
+    # What this node asks others.
+
+    async def call_ping(self, peer: PeerID, validate: bool = False) -> bool:
+        """Whether the peer answers as a node of the DHT.
+
+        Args:
+            validate: also compare clocks, and ask it whether it can reach this node.
+
+        Raises:
+            ClockDiffers: it answers, but clocks differ, or it cannot reach this node.
+        """
+        asked_at = time.time()
+        request = dht_pb2.PingRequest(peer=self.node_info, validate=validate)
+        try:
+            with raise_dht_errors("a ping"):
+                response = await self.get_stub(peer).rpc_ping(request, timeout=REQUEST_TIMEOUT_S)
+        except DhtError as error:
+            logger.debug("%s: %s", peer, error)
+            self.table.failed(peer, time.monotonic())
+            return False
+        if response is None:
+            return False
+        if validate:
+            _require_same_clock(response.dht_time, asked_at, time.time())
+            if not self.is_client and not response.available:
+                raise ClockDiffers(f"peer …{str(peer)[-6:]} cannot reach this node: a firewall may be in the way")
+        self._heard_from(peer, response.peer)
+        return bool(response.peer.node_id == node_id_of(peer))
+
+    async def call_store(self, peer: PeerID, records: Sequence[Record]) -> list[bool]:
+        """Which of this peer's own records the other one keeps now. Raises `DhtError`."""
+        request = messages.store_request(records, self.node_info)
+        with self._blaming(peer), raise_dht_errors("storing a record"):
+            response = await self.get_stub(peer).rpc_store(request, timeout=REQUEST_TIMEOUT_S)
+            if response is None or len(response.store_ok) != len(records):
+                raise ProtocolViolation("an answer of the DHT does not say which records were stored")
+            self._heard_from(peer, response.peer)
+            return list(response.store_ok)
+
+    async def call_find(self, peer: PeerID, keys: Sequence[bytes]) -> Found:
+        """What the peer knows about the keys. Invalid records are left out. Raises `DhtError`, `ProtocolViolation`."""
+        request = messages.find_request(keys, self.node_info)
+        with self._blaming(peer), raise_dht_errors("asking the DHT"):
+            response = await self.get_stub(peer).rpc_find(request, timeout=REQUEST_TIMEOUT_S)
+            if response is None or len(response.results) != len(keys):
+                raise ProtocolViolation("an answer of the DHT is not one for each key")
+            found, neighbors = {}, {}
+            for key, result in zip(keys, response.results, strict=True):
+                neighbors[key] = messages.neighbors_named(result)
+                found[key] = messages.records_found(key, result)
+            believed = await self._believed(found)
+            self._heard_from(peer, response.peer)
+            return Found(believed, neighbors)
+
+    async def _believed(self, found: dict[bytes, list[Record]]) -> dict[bytes, list[tuple[str, Record]]]:
+        believed: dict[bytes, list[tuple[str, Record]]] = {key: [] for key in found}
+        bad = 0
+        for number, (key, record) in enumerate((key, record) for key, records in found.items() for record in records):
+            verdict = self.checker.check(record)
+            if isinstance(verdict, Accepted):
+                believed[key].append((verdict.owner, record))
+            else:
+                self.observe_refusal(verdict)
+                bad += 1
+                if bad > MAX_BAD_RECORDS:
+                    raise ProtocolViolation(f"an answer of the DHT has invalid records: {verdict}")
+            if number % CHECKED_AT_ONCE == CHECKED_AT_ONCE - 1:
+                await asyncio.sleep(0)
+        return believed
+
+    # Whom this node knows.
+
+    def _meet(self, node: dht_pb2.NodeInfo, peer: PeerID) -> None:
+        """A peer sent a request. If it says that it is a node, it may be asked from now on."""
+        if self.is_client or node.node_id != node_id_of(peer):
+            return
+        oldest = self.table.add(peer)
+        if oldest is not None:
+            self._run(self.call_ping(oldest))
+
+    def _heard_from(self, peer: PeerID, node: dht_pb2.NodeInfo) -> None:
+        """A peer answered this node."""
+        self.table.answered(peer)
+        if node.node_id == node_id_of(peer):
+            oldest = self.table.add(peer)
+            if oldest is not None:
+                self._run(self.call_ping(oldest))
+
+    def _blaming(self, peer: PeerID) -> _Blame:
+        return _Blame(self.table, peer)
+
+    async def _ping_back(self, peer: PeerID) -> bool:
+        if peer in self._pinging_back or len(self._pinging_back) >= MAX_PINGS_BACK:
+            return False
+        self._pinging_back.add(peer)
+        try:
+            return await self.call_ping(peer)
+        finally:
+            self._pinging_back.discard(peer)
+
+    def _run(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+
+class _Blame:
+    """A context in which an error is a peer's fault: it is not asked for a while, longer if it answered wrongly."""
+
+    def __init__(self, table: RoutingTable, peer: PeerID) -> None:
+        self._table = table
+        self._peer = peer
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        now = time.monotonic()
+        if isinstance(error, ProtocolViolation):
+            self._table.failed(self._peer, now, MAX_SILENT_S)
+        elif isinstance(error, DhtError):
+            self._table.failed(self._peer, now)
+
+
+def _require_same_clock(theirs: float, asked_at: float, answered_at: float) -> None:
+    """Raises `ClockDiffers`."""
+    if theirs and not asked_at - MAX_CLOCK_DIFFERENCE_S <= theirs <= answered_at + MAX_CLOCK_DIFFERENCE_S:
+        raise ClockDiffers(
+            f"local time must be within {MAX_CLOCK_DIFFERENCE_S:.0f} seconds of others "
+            f"(local: {answered_at:.1f}, peer: {theirs:.1f})"
+        )

@@ -1,0 +1,222 @@
+"""A signed record of the DHT, and whether a peer may believe it.
+
+A record lies under a key and belongs to an owner. Its subkey is `[owner:ssh-rsa ...]` with the owner's public key, and
+its value is a payload followed by `[signature:...]`, the format of hivemind's `RSASignatureValidator`. An owner has one
+subkey: the canonical encoding of its key, without a comment. So it has one record under a key.
+"""
+
+from __future__ import annotations
+
+import base64
+import enum
+import hashlib
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import msgspec
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.serialization import load_ssh_public_key
+from hivemind.dht.routing import DHTID
+from hivemind.utils import MSGPackSerializer
+from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
+
+from swarm.transport.identity import peer_id_of
+
+MAX_PAYLOAD_BYTES = 8 * 1024
+MAX_SUBKEY_BYTES = 1024
+MAX_SIGNATURE_BYTES = 700
+"""Base64 of the signature of a 4096-bit key, and the words around it."""
+
+MAX_VALUE_BYTES = MAX_PAYLOAD_BYTES + MAX_SIGNATURE_BYTES
+MAX_RECORD_BYTES = MAX_VALUE_BYTES + MAX_SUBKEY_BYTES
+
+MAX_LIFETIME_S = 600.0
+"""A record may be valid for at most this long."""
+
+KEY_BYTES = DHTID.HASH_NBYTES
+KEY_BITS = range(2048, 4096 + 1)
+"""Sizes of an owner's RSA key: libp2p takes none below, and larger ones only cost those who verify."""
+
+MAX_VERIFIED = 16384
+"""Records whose signature was right that a peer remembers, so that it verifies no copy of them again."""
+
+_OWNER = (b"[owner:", b"]")
+_SIGNATURE = (b"[signature:", b"]")
+_payload_decoder = msgspec.msgpack.Decoder(bytes)
+
+
+class Refusal(enum.StrEnum):
+    """Why a record is neither stored nor believed."""
+
+    MALFORMED = "malformed"
+    LIFETIME = "lifetime"
+    """It has expired, or would live too long."""
+    WRONG_KEY = "wrong_key"
+    """It lies under another key than its content names."""
+    WRONG_OWNER = "wrong_owner"
+    """It describes, or comes from, another peer than its owner."""
+    SIGNATURE = "signature"
+    CACHED = "cached"
+    """It was to be cached for others, which nobody does here."""
+    NO_ROOM = "no_room"
+
+
+class RecordRules(Protocol):
+    """What the records of a swarm mean."""
+
+    def check(self, key: bytes, owner: str, payload: bytes) -> Refusal | None:
+        """Why a payload of `owner` (a peer id) may not lie under `key`; None if it may. Raises nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record as it travels.
+
+    Attributes:
+        key: digest of the key's name, `KEY_BYTES` long.
+        subkey: names the owner.
+        value: payload and signature.
+        expires: Unix time.
+    """
+
+    key: bytes
+    subkey: bytes
+    value: bytes
+    expires: float
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.subkey) + len(self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A record that may be believed: its owner's peer id and what the owner said."""
+
+    owner: str
+    payload: bytes
+
+
+def key_bytes(name: str) -> bytes:
+    """The key under which records named `name` lie."""
+    return bytes(DHTID.generate(source=name).to_bytes())
+
+
+def subkey_of(key: RSAPrivateKey) -> bytes:
+    """The only subkey of the owner of this key."""
+    encoded: bytes = key.get_public_key().to_bytes()
+    return _OWNER[0] + encoded + _OWNER[1]
+
+
+def owner_of(subkey: bytes) -> str | None:
+    """The peer id of the owner that a subkey names, or None if it is not the canonical subkey of an RSA key."""
+    if len(subkey) > MAX_SUBKEY_BYTES:
+        return None
+    parsed = _parse_subkey(subkey)
+    return parsed[0] if parsed is not None else None
+
+
+@lru_cache(maxsize=4096)
+def _parse_subkey(subkey: bytes) -> tuple[str, RSAPublicKey] | None:
+    begin, end = _OWNER
+    if not subkey.startswith(begin) or not subkey.endswith(end):
+        return None
+    encoded = subkey[len(begin) : -len(end)]
+    try:
+        owner, key = peer_id_of(encoded), load_ssh_public_key(encoded)
+    except (ValueError, UnsupportedAlgorithm):
+        return None
+    if not isinstance(key, rsa.RSAPublicKey):
+        return None
+    public, numbers = RSAPublicKey(key), key.public_numbers()
+    if public.to_bytes() != encoded or numbers.n.bit_length() not in KEY_BITS or numbers.e != 65537:
+        return None
+    return owner, public
+
+
+def sign(name: str, payload: bytes, expires: float, key: RSAPrivateKey) -> Record:
+    """The record by which the owner of `key` says `payload` under the key `name` until `expires`."""
+    record = Record(key_bytes(name), subkey_of(key), msgspec.msgpack.encode(payload), expires)
+    signature: bytes = key.sign(_signed_bytes(record, record.value))
+    return Record(record.key, record.subkey, record.value + _SIGNATURE[0] + signature + _SIGNATURE[1], expires)
+
+
+def _signed_bytes(record: Record, value: bytes) -> bytes:
+    fields = (record.key, msgspec.msgpack.encode(record.subkey), value, record.expires)
+    return bytes(MSGPackSerializer.dumps(fields))
+
+
+class RecordChecker:
+    """Decides which records a peer may believe; the cheap reasons against one come first.
+
+    Args:
+        rules: what the records of the swarm mean.
+        now: Unix time.
+    """
+
+    def __init__(self, rules: RecordRules, now: Callable[[], float] = time.time) -> None:
+        self._rules = rules
+        self._now = now
+        self._verified: OrderedDict[bytes, Accepted] = OrderedDict()
+
+    def check(self, record: Record) -> Accepted | Refusal:
+        """The record's owner and payload, or why it is refused. Raises nothing."""
+        if len(record.key) != KEY_BYTES or len(record.value) > MAX_VALUE_BYTES:
+            return Refusal.MALFORMED
+        now = self._now()
+        if not now <= record.expires <= now + MAX_LIFETIME_S:  # also refuses NaN
+            return Refusal.LIFETIME
+        digest = _digest(record)
+        known = self._verified.get(digest)
+        if known is not None:
+            self._verified.move_to_end(digest)
+            return known
+        verdict = self._examine(record)
+        if isinstance(verdict, Accepted):
+            self._verified[digest] = verdict
+            if len(self._verified) > MAX_VERIFIED:
+                self._verified.popitem(last=False)
+        return verdict
+
+    def _examine(self, record: Record) -> Accepted | Refusal:
+        split = _split_value(record.value)
+        parsed = _parse_subkey(record.subkey) if len(record.subkey) <= MAX_SUBKEY_BYTES else None
+        if split is None or parsed is None:
+            return Refusal.MALFORMED
+        (encoded, payload, signature), (owner, key) = split, parsed
+        if (problem := self._rules.check(record.key, owner, payload)) is not None:
+            return problem
+        if not key.verify(_signed_bytes(record, encoded), signature):
+            return Refusal.SIGNATURE
+        return Accepted(owner, payload)
+
+
+def _digest(record: Record) -> bytes:
+    return hashlib.blake2b(msgspec.msgpack.encode(record), digest_size=16).digest()
+
+
+def _split_value(value: bytes) -> tuple[bytes, bytes, bytes] | None:
+    """The encoded payload, the payload and the signature of a value; None if it has none, or not in canonical form."""
+    encoded, begin, rest = value.rpartition(_SIGNATURE[0])
+    signature = rest[: -len(_SIGNATURE[1])]
+    if not begin or not rest.endswith(_SIGNATURE[1]) or len(signature) > MAX_SIGNATURE_BYTES:
+        return None
+    try:
+        payload = _payload_decoder.decode(encoded)
+        canonical = base64.b64encode(base64.b64decode(signature, validate=True)) == signature
+    except (msgspec.MsgspecError, ValueError):
+        return None
+    if not canonical or len(payload) > MAX_PAYLOAD_BYTES or msgspec.msgpack.encode(payload) != encoded:
+        return None
+    return encoded, payload, signature
+
+
+def is_expired(expires: float, now: float) -> bool:
+    """Whether a record is over. What is not a number always is."""
+    return not (math.isfinite(expires) and now <= expires)

@@ -1,0 +1,141 @@
+"""Which node of the DHT a search asks next. Pure: it sends nothing and knows no clock.
+
+A search asks, for each target, the nodes nearest to it (as Kademlia does), and learns of nearer ones from the answers.
+An answer may lie. So the nodes that this peer knew by itself are always asked, whatever others say; a node names only a
+few others for each target; and of a node that named several which did not answer, nothing more is believed. Otherwise
+one liar could fill the neighborhood of every target with nodes that are not there.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hivemind.p2p import PeerID
+
+from swarm.transport.dht.routing_table import BUCKET_NODES, node_id_of, position
+
+MAX_TARGETS = 16
+"""Targets of one request."""
+
+MAX_NODES = 1024
+"""Nodes that one search learns of."""
+
+MAX_FALSE_NAMES = 5
+"""A node may name so many others that do not answer, before it is not believed any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to ask one node for."""
+
+    peer: PeerID
+    targets: tuple[bytes, ...]
+
+
+@dataclass(slots=True)
+class _Node:
+    own: bool
+    named_by: set[PeerID] = field(default_factory=set)
+    failed: bool = False
+    answered: bool = False
+    busy: bool = False
+    asked: set[bytes] = field(default_factory=set)
+
+
+class Search:
+    """One search for several targets.
+
+    Args:
+        targets: what is looked for.
+        known: nodes that this peer knows by itself.
+        breadth: for each target, so many of the nearest nodes are asked.
+        own: this peer, which is never asked.
+    """
+
+    def __init__(self, targets: Collection[bytes], known: Iterable[PeerID], breadth: int, own: PeerID) -> None:
+        self._breadth = breadth
+        self._own = own
+        self._nodes: dict[PeerID, _Node] = {}
+        self._false_names: Counter[PeerID] = Counter()
+        self._nearest: dict[bytes, list[tuple[int, PeerID]]] = {target: [] for target in targets}
+        """For each target, the known nodes by their distance."""
+        for peer in known:
+            self._learn(peer, None)
+
+    def next_request(self) -> Request | None:
+        """The request to send next; None if there is none until another one is answered, or at all."""
+        wanted: dict[PeerID, list[bytes]] = {}
+        for target in self._nearest:
+            for peer in self._wanted(target):
+                wanted.setdefault(peer, []).append(target)
+        if not wanted:
+            return None
+        peer = max(wanted, key=lambda peer: (self._nodes[peer].own, len(wanted[peer])))
+        node, targets = self._nodes[peer], tuple(wanted[peer][:MAX_TARGETS])
+        node.busy = True
+        node.asked.update(targets)
+        return Request(peer, targets)
+
+    def answered(self, request: Request, neighbors: Mapping[bytes, Sequence[PeerID]]) -> None:
+        """A node answered, and named other nodes for some of the targets."""
+        node = self._nodes[request.peer]
+        node.busy, node.answered = False, True
+        for target in request.targets:
+            for peer in list(neighbors.get(target, ()))[:BUCKET_NODES]:
+                self._learn(peer, request.peer)
+
+    def failed(self, request: Request) -> None:
+        """A node did not answer, or wrongly."""
+        node = self._nodes[request.peer]
+        node.busy, node.failed = False, True
+        if not node.own:
+            self._false_names.update(node.named_by)
+
+    def nearest(self, target: bytes, count: int) -> list[PeerID]:
+        """The nodes nearest to `target` that answered, nearest first."""
+        found = (
+            peer for _, peer in self._nearest[target] if self._nodes[peer].answered and not self._nodes[peer].failed
+        )
+        return [peer for _, peer in zip(range(count), found, strict=False)]
+
+    @property
+    def any_answered(self) -> bool:
+        return any(node.answered for node in self._nodes.values())
+
+    def _wanted(self, target: bytes) -> list[PeerID]:
+        """The nodes that should be asked for the target now: of the nearest ones, and of the nearest of our own."""
+        found = []
+        places = own_places = self._breadth
+        for _, peer in self._nearest[target]:
+            node = self._nodes[peer]
+            if node.failed or not self._is_credible(node):
+                continue
+            if places <= 0 and not (node.own and own_places > 0):
+                if own_places <= 0:
+                    break
+                continue
+            places -= 1
+            own_places -= node.own
+            if not node.busy and target not in node.asked:
+                found.append(peer)
+        return found
+
+    def _is_credible(self, node: _Node) -> bool:
+        return node.own or node.answered or any(self._false_names[one] < MAX_FALSE_NAMES for one in node.named_by)
+
+    def _learn(self, peer: PeerID, named_by: PeerID | None) -> None:
+        if peer == self._own:
+            return
+        node = self._nodes.get(peer)
+        if node is None:
+            if len(self._nodes) >= MAX_NODES:
+                return
+            node = self._nodes[peer] = _Node(own=named_by is None)
+            place = position(node_id_of(peer))
+            for target, order in self._nearest.items():
+                bisect.insort(order, (place ^ position(target), peer), key=lambda pair: pair[0])
+        if named_by is not None:
+            node.named_by.add(named_by)

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarm.transport.dht.record_store import RecordStore, StoreLimits, share_room
+from swarm.transport.dht.records import MAX_RECORD_BYTES, key_bytes
+from swarm.transport.dht.standing import ESTABLISHED_AFTER_S, Standing
+from tests.transport.dht.hostile import NOW, unsigned
+
+KEY, OTHER = key_bytes("key"), key_bytes("other")
+SMALL = StoreLimits(owner_records=3, key_records=8, records=20)
+
+
+def store(limits: StoreLimits | None = None) -> RecordStore:
+    return RecordStore(Standing(b"salt"), limits)
+
+
+def put(node: RecordStore, owner: str, key: bytes = KEY, expires: float = NOW + 60, now: float = NOW, **more) -> bool:
+    return node.store(unsigned(owner, key, expires=expires, **more), owner, now)
+
+
+def owners(node: RecordStore, key: bytes = KEY, now: float = NOW) -> set[str]:
+    return {record.subkey[len(b"[owner:") : -1].decode() for record in node.find(key, now)}
+
+
+def test_what_is_stored_is_found_until_it_is_over():
+    node = store()
+    assert put(node, "a")
+    assert put(node, "b", expires=NOW + 30)
+    assert put(node, "a", OTHER)
+    assert owners(node) == {"a", "b"}
+    assert owners(node, OTHER) == {"a"}
+    assert owners(node, key_bytes("nothing")) == set()
+    assert len(node) == 3
+    assert owners(node, now=NOW + 31) == {"a"}
+    assert len(node) == 2
+    node.remove_expired(NOW + 61)
+    assert (len(node), node.size_bytes) == (0, 0)
+
+
+def test_of_two_records_of_an_owner_the_one_that_expires_later_stays():
+    node = store()
+    assert put(node, "a", expires=NOW + 50, size=10)
+    assert not put(node, "a", expires=NOW + 50, size=20)
+    assert not put(node, "a", expires=NOW + 40, size=20)
+    assert [len(record.value) for record in node.find(KEY, NOW)] == [10]
+    assert put(node, "a", expires=NOW + 51, size=20)
+    assert [len(record.value) for record in node.find(KEY, NOW)] == [20]
+    assert (len(node), node.size_bytes) == (1, 20 + len(b"[owner:a]"))
+
+
+@pytest.mark.parametrize("expires", [NOW - 1, float("nan"), float("-inf"), float("inf")])
+def test_what_is_over_is_not_stored(expires):
+    assert not put(store(), "a", expires=expires)
+
+
+def test_what_is_too_large_is_not_stored():
+    assert not put(store(), "a", size=MAX_RECORD_BYTES)
+
+
+def test_of_an_owner_with_too_many_records_the_first_to_expire_gives_way():
+    node = store(SMALL)
+    keys = [key_bytes(str(number)) for number in range(5)]
+    for number, key in enumerate(keys):
+        assert put(node, "a", key, expires=NOW + 100 - number)
+    # The newest stays though it expires first.
+    assert [len(node.find(key, NOW)) for key in keys] == [1, 1, 0, 0, 1]
+    assert put(node, "b", keys[0])
+
+
+def test_room_for_honest_records_is_made_of_expired_ones_first():
+    node = store(SMALL)
+    for number in range(SMALL.key_records):
+        assert put(node, f"brief {number}", expires=NOW + 1)
+    for number in range(SMALL.key_records):
+        assert put(node, f"new {number}", now=NOW + 2)
+    assert owners(node, now=NOW + 2) == {f"new {number}" for number in range(SMALL.key_records)}
+
+
+def honest_and_flood(honest_group: str, flood_group: str) -> set[str]:
+    node = store(SMALL)
+    for number in range(200):
+        record = unsigned(f"stranger {number}", KEY)
+        node.store(record, f"stranger {number}", NOW, flood_group)
+    node.store(unsigned("honest", KEY), "honest", NOW, honest_group)
+    for number in range(200, 400):
+        node.store(unsigned(f"stranger {number}", KEY), f"stranger {number}", NOW, flood_group)
+    return owners(node)
+
+
+def test_a_newcomer_from_another_network_is_kept_in_a_flood():
+    assert "honest" in honest_and_flood("192.0.2.0/24", "10.0.0.0/24")
+    assert len(honest_and_flood("", "")) == SMALL.key_records
+
+
+hostile = st.tuples(
+    st.sampled_from(["key", "other", "third"]),
+    st.integers(0, 60),  # identity
+    st.floats(-10, 700) | st.sampled_from([float("nan"), float("inf")]),  # lifetime
+    st.integers(0, MAX_RECORD_BYTES + 5),
+    st.floats(0, 3),  # seconds until then
+)
+
+
+@given(st.lists(hostile, max_size=150))
+@settings(deadline=None)
+def test_no_sequence_of_stores_hides_who_has_long_been_there_or_exceeds_a_limit(attacks):
+    node = store(SMALL)
+    honest = ["ann", "ben", "cem"]
+    for when in (NOW - ESTABLISHED_AFTER_S - 1, NOW - 300, NOW):
+        for owner in honest:
+            for name in ("key", "other"):
+                assert put(node, owner, key_bytes(name), expires=when + 400, now=when)
+    now = NOW
+    for name, number, lifetime, size, later in attacks:
+        now = min(now + later, NOW + 390)
+        owner = f"stranger {number}"
+        kept = put(node, owner, key_bytes(name), expires=now + lifetime, now=now, size=size)
+        assert not kept or owner in owners(node, key_bytes(name), now)
+        assert len(node) <= SMALL.records
+        assert node.size_bytes <= SMALL.records * MAX_RECORD_BYTES
+        for one in ("key", "other", "third"):
+            assert len(node.find(key_bytes(one), now)) <= SMALL.key_records
+        assert sum(owner in owners(node, key_bytes(one), now) for one in ("key", "other", "third")) <= 3
+        for one in honest:
+            assert one in owners(node, now=now)
+            assert one in owners(node, OTHER, now=now)
+    assert node.size_bytes == sum(one.record.size_bytes for kept in node._by_key.values() for one in kept.values())
+    node.remove_expired(NOW + 10_000)
+    assert (len(node), node.size_bytes, node._by_owner) == (0, 0, {})
+
+
+def test_a_flood_under_many_keys_does_not_reach_who_has_long_been_there():
+    node = store(SMALL)
+    assert put(node, "ann", now=NOW - ESTABLISHED_AFTER_S - 1, expires=NOW + 100)
+    for number in range(300):
+        put(node, f"stranger {number}", key_bytes(f"key {number}"))
+        assert len(node) <= SMALL.records
+    assert owners(node) == {"ann"}
+
+
+def test_who_has_long_been_there_is_read_first():
+    node = store()
+    put(node, "ann", now=NOW - ESTABLISHED_AFTER_S - 1)
+    for number in range(20):
+        put(node, f"stranger {number}")
+    assert b"ann" in node.find(KEY, NOW)[0].subkey
+
+
+@given(st.lists(st.integers(0, 1000), max_size=20), st.integers(0, 3000))
+def test_room_is_shared_fairly(sizes, room):
+    shares = share_room(sizes, room)
+    assert sum(shares) <= room
+    assert all(share <= size for share, size in zip(shares, sizes, strict=True))
+    if sum(sizes) <= room:
+        assert shares == sizes
+    # Who got less than it needs got no less than anybody else, but for what does not divide.
+    cut = [share for share, size in zip(shares, sizes, strict=True) if share < size]
+    assert not cut or min(cut) >= max(shares) - 1 - len(sizes)

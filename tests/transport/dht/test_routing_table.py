@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import hashlib
+
+from hivemind.p2p import PeerID
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarm.transport.dht.routing_table import (
+    BUCKET_NODES,
+    MAX_SILENT_NODES,
+    MAX_SILENT_S,
+    SILENT_S,
+    RoutingTable,
+    node_id_of,
+    position,
+)
+
+
+def peer(number: int) -> PeerID:
+    return PeerID(b"\x12\x20" + hashlib.sha256(str(number).encode()).digest())
+
+
+PEERS = [peer(number) for number in range(400)]
+OWN = peer(-1)
+
+
+def far_half(count: int) -> list[PeerID]:
+    """Peers that share no bit of the id's beginning with ours: they have one bucket."""
+    own = position(node_id_of(OWN)) >> 159
+    return [one for one in PEERS if position(node_id_of(one)) >> 159 != own][:count]
+
+
+def test_known_nodes_by_distance():
+    table = RoutingTable(OWN)
+    for one in PEERS[:30]:
+        table.add(one)
+    assert len(table) == 30
+    for key in (b"a" * 20, b"z" * 20, node_id_of(PEERS[3])):
+        expected = sorted(PEERS[:30], key=lambda one: position(node_id_of(one)) ^ position(key))
+        assert table.nearest(key, 7) == expected[:7]
+        assert table.nearest(key, 7, exclude=expected[0]) == expected[1:8]
+    assert PEERS[0] in table
+    assert PEERS[31] not in table
+
+
+def test_a_node_does_not_know_itself():
+    table = RoutingTable(OWN)
+    assert table.add(OWN) is None
+    assert len(table) == 0
+
+
+def test_who_has_long_been_known_keeps_its_place_while_it_answers():
+    table = RoutingTable(OWN)
+    old, new, newer = far_half(BUCKET_NODES), *far_half(BUCKET_NODES + 2)[-2:]
+    for one in old:
+        assert table.add(one) is None
+    assert table.add(new) == old[0]
+    assert table.add(newer) is None  # one waits already
+    table.answered(old[0])
+    assert new not in table
+    assert table.add(new) == old[1]
+    table.failed(old[1], 0.0)
+    assert old[1] not in table
+    assert new in table
+    assert newer not in table
+    assert all(one in table for one in (old[0], *old[2:]))
+
+
+def test_an_answer_that_comes_after_other_news_still_ends_the_wait():
+    table = RoutingTable(OWN)
+    old, new = far_half(BUCKET_NODES), far_half(BUCKET_NODES + 1)[-1]
+    for one in old:
+        table.add(one)
+    assert table.add(new) == old[0]
+    table.add(old[0])  # it asked us something meanwhile
+    table.answered(old[0])
+    assert table.add(new) == old[1]
+
+
+def test_who_does_not_answer_is_left_alone_for_a_while():
+    table = RoutingTable(OWN)
+    one = PEERS[0]
+    table.add(one)
+    assert not table.is_silent(one, 0.0)
+    table.failed(one, 0.0)
+    assert table.is_silent(one, SILENT_S - 0.1)
+    assert not table.is_silent(one, SILENT_S)
+    table.failed(one, SILENT_S)
+    assert table.is_silent(one, 3 * SILENT_S - 0.1)
+    for _ in range(30):
+        table.failed(one, 100.0)
+    assert not table.is_silent(one, 100.0 + MAX_SILENT_S)
+    table.answered(one)
+    assert not table.is_silent(one, 100.0)
+
+
+def test_who_answered_wrongly_is_left_alone_for_longer():
+    table = RoutingTable(OWN)
+    table.failed(PEERS[0], 0.0, MAX_SILENT_S)
+    assert table.is_silent(PEERS[0], MAX_SILENT_S - 1)
+
+
+def test_memory_is_bounded():
+    table = RoutingTable(OWN)
+    for number in range(MAX_SILENT_NODES + 10):
+        table.failed(peer(number), 0.0)
+        table.add(peer(number))
+    assert len(table._silent) == MAX_SILENT_NODES
+    assert len(table) <= BUCKET_NODES * 20  # a bucket for each bit that a thousand random ids share with ours
+
+
+@given(st.lists(st.tuples(st.sampled_from(["add", "answered", "failed"]), st.integers(0, 99)), max_size=300))
+@settings(deadline=None)
+def test_strangers_never_displace_a_node_that_answers(events):
+    table = RoutingTable(OWN)
+    honest = far_half(5)
+    for one in honest:
+        table.add(one)
+    strangers = [one for one in PEERS if one not in honest]
+    for kind, number in events:
+        if kind == "add":
+            asked = table.add(strangers[number])
+            if asked in honest:
+                table.answered(asked)
+        elif kind == "answered":
+            table.answered(strangers[number])
+        else:
+            table.failed(strangers[number], 0.0)
+        assert all(one in table for one in honest)
+        assert all(len(bucket.nodes) <= BUCKET_NODES for bucket in table._buckets.values())
