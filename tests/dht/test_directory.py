@@ -6,20 +6,27 @@ import asyncio
 import dataclasses
 import gc
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from typing import Any
 
 import pytest
 import uvloop
+from hypothesis import given
+from hypothesis import strategies as st
 
 from swarm.data_structures import ModelInfo, ServerInfo, ServerState, Span
 from swarm.dht import model_records
 from swarm.dht.announcer import LIFETIME_PERIODS, Announcer, adapter_names
-from swarm.dht.directory import fetch_models, fetch_servers
+from swarm.dht.directory import MAX_HOLDERS, bounded_picture, fetch_models, fetch_servers
 from swarm.dht.server_records import encode_announcement, model_key
 from swarm.dht.validation import AnnouncementValidator
+from swarm.transport.dht.node import FoundRecord
 from swarm.transport.dht.records import RecordRules, sign
+from swarm.transport.dht.standing import Standing
 from swarm.transport.p2p import P2PConfig, Peer
 from tests.bad_peers import Anything
+from tests.infos import server_info
 
 # hivemind leaves connections to its own daemon to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning", "ignore:loop is closed:ResourceWarning")
@@ -220,3 +227,51 @@ def test_a_failing_announcement_is_tried_again(caplog):
 
     uvloop.run(scenario())
     assert "announcing failed" in caplog.text
+
+
+def at(number: int, start: int, end: int) -> ServerInfo:
+    return server_info(start, end, f"peer {number}")
+
+
+spans = st.tuples(st.integers(0, 5), st.integers(1, 6)).map(lambda pair: (pair[0], min(6, pair[0] + pair[1])))
+
+
+@given(st.lists(spans, max_size=30), st.lists(spans, max_size=100), st.integers(1, 5))
+def test_no_flood_pushes_out_who_is_kept_without_it(known, flood, limit):
+    honest = [at(number, *span) for number, span in enumerate(known)]
+    kept = bounded_picture(honest, 6, limit)
+    strangers = [at(1000 + number, *span) for number, span in enumerate(flood)]
+    with_flood = bounded_picture([*honest, *strangers], 6, limit)
+    assert with_flood[: len(kept)] == kept
+    assert len(with_flood) <= 6 * limit
+    # No block has fewer holders than it could have, up to the limit.
+    for block in range(6):
+        holders = [info for info in with_flood if block in info.span]
+        all_of_them = [info for info in (*honest, *strangers) if block in info.span]
+        assert len(holders) >= min(limit, len(all_of_them))
+
+
+def test_a_reader_keeps_who_served_it_in_a_flood_of_new_identities():
+    """Four hundred identities announce every block; the honest servers came later than all of them."""
+
+    class Dht:
+        standing = Standing(b"salt")
+
+        def __init__(self, infos: list[ServerInfo]) -> None:
+            self.infos = infos
+
+        async def find(self, names: Sequence[str]) -> dict[str, list[FoundRecord]]:
+            expires = time.time() + LONG
+            records = [FoundRecord(one.peer_id, encode_announcement(MODEL, one), expires) for one in self.infos]
+            return {name: records if name == model_key(MODEL, 0) else [] for name in names}
+
+    flood = [at(number, 0, BLOCKS) for number in range(400)]
+    honest = [server_info(0, BLOCKS, f"honest {number}") for number in range(3)]
+    dht: Any = Dht([*flood, *honest])
+    for info in (*flood, *honest):
+        dht.standing.note_seen(info.peer_id, time.time())
+    for info in honest:
+        dht.standing.note_served(info.peer_id, time.time())
+    found = asyncio.run(fetch_servers(dht, MODEL, BLOCKS))
+    assert len(found) == MAX_HOLDERS
+    assert {info.peer_id for info in honest} <= {info.peer_id for info in found}

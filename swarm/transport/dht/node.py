@@ -13,9 +13,8 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from hivemind.p2p import P2P, PeerID
-from hivemind.utils.auth import AuthorizerBase
 
-from swarm.errors import ClockDiffers, DhtError, ProtocolViolation
+from swarm.errors import ClockDiffers, DhtError, SwarmError
 from swarm.transport.dht.protocol import REQUEST_TIMEOUT_S, DhtProtocol
 from swarm.transport.dht.records import Accepted, Record, RecordRules, key_bytes, sign
 from swarm.transport.dht.routing_table import BUCKET_NODES, node_id_of
@@ -78,11 +77,10 @@ class DhtNode:
         rules: RecordRules,
         initial_peers: Sequence[PeerID] = (),
         is_client: bool = False,
-        authorizer: AuthorizerBase | None = None,
     ) -> None:
         self.p2p = p2p
         self.standing = Standing(secrets.token_bytes(16))
-        self.protocol = DhtProtocol(p2p, rules, self.standing, is_client, authorizer)
+        self.protocol = DhtProtocol(p2p, rules, self.standing, is_client)
         self._identity = identity
         self._initial_peers = tuple(initial_peers)
         self._own: PeerID = p2p.peer_id
@@ -108,6 +106,11 @@ class DhtNode:
                 "none of the initial peers answered a ping; check that one of them is running"
             )
         await self._nearest_nodes([node_id_of(self._own)], REQUEST_TIMEOUT_S)
+
+    @property
+    def known_peers(self) -> list[str]:
+        """Ids of the other nodes that this one knows."""
+        return self.protocol.table.peer_ids()
 
     async def shutdown(self) -> None:
         """Answer no more. Whatever hivemind raises if the daemon has ended."""
@@ -171,7 +174,7 @@ class DhtNode:
         async def store_at(peer: PeerID, numbers: list[int]) -> None:
             try:
                 stored = await self.protocol.call_store(peer, [signed[number] for number in numbers])
-            except (DhtError, ProtocolViolation) as error:
+            except SwarmError as error:
                 logger.debug("…%s keeps no record: %s", str(peer)[-6:], error)
                 return
             for number, is_stored in zip(numbers, stored, strict=True):
@@ -228,8 +231,8 @@ class DhtNode:
         timeout_s: float,
     ) -> Search:
         """Ask the nodes near the keys, until all have answered or failed, or time is up. Raises `DhtError`."""
-        known = self._known_nodes(keys)
-        search = Search(keys, known, breadth, self._own)
+        known, table = self._known_nodes(keys), self.protocol.table
+        search = Search(keys, known, breadth, self._own, lambda peer: table.is_silent(peer, time.monotonic()))
         running: dict[asyncio.Task[dict[bytes, list[PeerID]]], Request] = {}
         deadline = time.monotonic() + timeout_s
         try:
@@ -263,7 +266,7 @@ class DhtNode:
 def _take_answer(search: Search, request: Request, task: asyncio.Task[dict[bytes, list[PeerID]]]) -> None:
     try:
         search.answered(request, task.result())
-    except (DhtError, ProtocolViolation) as error:
+    except SwarmError as error:
         logger.debug("…%s did not answer: %s", str(request.peer)[-6:], error)
         search.failed(request)
 

@@ -17,15 +17,14 @@ from typing import Any
 from hivemind.p2p import P2P, PeerID, ServicerBase
 from hivemind.p2p.p2p_daemon import P2PContext
 from hivemind.proto import dht_pb2
-from hivemind.utils.auth import AuthorizerBase, AuthRole, AuthRPCWrapper
 
-from swarm.errors import ClockDiffers, DhtError, ProtocolViolation, RequestRefused
+from swarm.errors import ClockDiffers, ProtocolViolation, RequestRefused, SwarmError
 from swarm.protocol.messages import PROTOCOL_ID
 from swarm.transport.dht import messages
 from swarm.transport.dht.hivemind_errors import raise_dht_errors
 from swarm.transport.dht.peer_networks import PeerNetworks
 from swarm.transport.dht.record_store import RecordStore
-from swarm.transport.dht.records import Accepted, Record, RecordChecker, RecordRules, Refusal
+from swarm.transport.dht.records import Accepted, Record, RecordChecker, RecordRules, Refusal, owner_of
 from swarm.transport.dht.request_limits import RequestLimits
 from swarm.transport.dht.routing_table import BUCKET_NODES, MAX_SILENT_S, RoutingTable, node_id_of
 from swarm.transport.dht.standing import Standing
@@ -70,7 +69,6 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
         p2p: the libp2p daemon.
         rules: what the records of the swarm mean.
         is_client: whether this node only asks.
-        authorizer: proves membership in each exchange, where the swarm is private.
 
     Attributes:
         observe_refusal: called for each record that is refused.
@@ -82,7 +80,6 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
         rules: RecordRules,
         standing: Standing,
         is_client: bool,
-        authorizer: AuthorizerBase | None = None,
     ) -> None:
         super().__init__()
         self.table = RoutingTable(p2p.peer_id)
@@ -93,7 +90,6 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
         self.node_info = dht_pb2.NodeInfo(node_id=node_id)
         self.is_client = is_client
         self._p2p = p2p
-        self._authorizer = authorizer
         self._networks = PeerNetworks(p2p)
         self._limits = RequestLimits()
         self._pinging_back: set[PeerID] = set()
@@ -102,11 +98,11 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
     async def serve(self) -> None:
         """Answer other peers from now on."""
         self._collect_rpc_handlers()
-        servicer = AuthRPCWrapper(self, AuthRole.SERVICER, self._authorizer)
         for handler in self._rpc_handlers:
             name = handler.method_name
-            answer = functools.partial(self._answer, name, handler.request_type, getattr(servicer, name))
-            await self._p2p._client.add_unary_handler(self._get_handle_name(None, name), answer)
+            answer = functools.partial(self._answer, getattr(self, name))
+            request_type = _BoundedType(handler.request_type, messages.MAX_REQUEST_BYTES[name])
+            await self._p2p.add_protobuf_handler(self._get_handle_name(None, name), answer, request_type)
 
     async def close(self) -> None:
         """End what runs in the background. Raises nothing while the daemon lives."""
@@ -120,27 +116,19 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
     def _get_handle_name(cls, namespace: str | None, method_name: str) -> str:
         return f"{PROTOCOL_ID}/dht/{method_name}"
 
-    def get_stub(self, peer: PeerID) -> AuthRPCWrapper:
+    def get_stub(self, peer: PeerID) -> Any:
         """Calls the methods of another node."""
-        return AuthRPCWrapper(super().get_stub(self._p2p, peer), AuthRole.CLIENT, self._authorizer)
+        return super().get_stub(self._p2p, peer)
 
     # What other peers call.
 
-    async def _answer(
-        self, name: str, request_type: Any, method: Callable[..., Awaitable[Any]], data: bytes, remote: PeerID
-    ) -> bytes:
-        sender = remote.to_bytes()
-        if len(data) > messages.MAX_REQUEST_BYTES[name]:
-            raise RequestRefused(f"a request of {len(data)} bytes is too long for {name}")
+    async def _answer(self, method: Callable[..., Awaitable[Any]], request: Any, context: P2PContext) -> Any:
+        sender = context.remote_id.to_bytes()
         if not self._limits.allows(sender, time.monotonic()):
             raise RequestRefused("too many requests to the DHT; wait a few seconds")
-        context = P2PContext(handle_name=name, local_id=self._p2p.peer_id, remote_id=remote)
-        response = await method(request_type.FromString(data), context)
-        if response is None:
-            raise RequestRefused("this swarm is private, and the request does not prove membership")
-        encoded: bytes = response.SerializeToString()
-        self._limits.charge_answer(sender, len(encoded), time.monotonic())
-        return encoded
+        response = await method(request, context)
+        self._limits.charge_answer(sender, response.ByteSize(), time.monotonic())
+        return response
 
     async def rpc_ping(self, request: dht_pb2.PingRequest, context: P2PContext) -> dht_pb2.PingResponse:
         """Tell this node's id and time, and whether it can reach the other one if that wants to know."""
@@ -177,14 +165,14 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
     def _store(self, record: Record | None, sender: str, network: str) -> Refusal | None:
         if record is None:
             return Refusal.MALFORMED
+        if owner_of(record.subkey) != sender:
+            return Refusal.WRONG_OWNER
         verdict = self.checker.check(record)
         if isinstance(verdict, Refusal):
             return verdict
-        if verdict.owner != sender:
-            return Refusal.WRONG_OWNER
         return None if self.store.store(record, sender, time.time(), network) else Refusal.NO_ROOM
 
-    # What this node asks others.
+    # What this node asks others. Where the swarm is private, errors of membership come from here too.
 
     async def call_ping(self, peer: PeerID, validate: bool = False) -> bool:
         """Whether the peer answers as a node of the DHT.
@@ -200,11 +188,9 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
         try:
             with raise_dht_errors("a ping"):
                 response = await self.get_stub(peer).rpc_ping(request, timeout=REQUEST_TIMEOUT_S)
-        except DhtError as error:
+        except SwarmError as error:
             logger.debug("%s: %s", peer, error)
             self.table.failed(peer, time.monotonic())
-            return False
-        if response is None:
             return False
         if validate:
             _require_same_clock(response.dht_time, asked_at, time.time())
@@ -214,11 +200,11 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
         return bool(response.peer.node_id == node_id_of(peer))
 
     async def call_store(self, peer: PeerID, records: Sequence[Record]) -> list[bool]:
-        """Which of this peer's own records the other one keeps now. Raises `DhtError`."""
+        """Which of this peer's own records the other one keeps now. Raises `DhtError`, `ProtocolViolation`."""
         request = messages.store_request(records, self.node_info)
         with self._blaming(peer), raise_dht_errors("storing a record"):
             response = await self.get_stub(peer).rpc_store(request, timeout=REQUEST_TIMEOUT_S)
-            if response is None or len(response.store_ok) != len(records):
+            if len(response.store_ok) != len(records):
                 raise ProtocolViolation("an answer of the DHT does not say which records were stored")
             self._heard_from(peer, response.peer)
             return list(response.store_ok)
@@ -228,7 +214,7 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
         request = messages.find_request(keys, self.node_info)
         with self._blaming(peer), raise_dht_errors("asking the DHT"):
             response = await self.get_stub(peer).rpc_find(request, timeout=REQUEST_TIMEOUT_S)
-            if response is None or len(response.results) != len(keys):
+            if len(response.results) != len(keys):
                 raise ProtocolViolation("an answer of the DHT is not one for each key")
             found, neighbors = {}, {}
             for key, result in zip(keys, response.results, strict=True):
@@ -290,6 +276,20 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
         task.add_done_callback(self._background.discard)
 
 
+class _BoundedType:
+    """A type of request, of which a message that is too long is not even parsed."""
+
+    def __init__(self, request_type: Any, max_bytes: int) -> None:
+        self._request_type = request_type
+        self._max_bytes = max_bytes
+
+    def FromString(self, data: bytes) -> Any:
+        """As a protobuf type has it. Raises `RequestRefused`."""
+        if len(data) > self._max_bytes:
+            raise RequestRefused(f"a request of {len(data)} bytes is too long; at most {self._max_bytes} are allowed")
+        return self._request_type.FromString(data)
+
+
 class _Blame:
     """A context in which an error is a peer's fault: it is not asked for a while, longer if it answered wrongly."""
 
@@ -304,7 +304,7 @@ class _Blame:
         now = time.monotonic()
         if isinstance(error, ProtocolViolation):
             self._table.failed(self._peer, now, MAX_SILENT_S)
-        elif isinstance(error, DhtError):
+        elif isinstance(error, SwarmError):
             self._table.failed(self._peer, now)
 
 

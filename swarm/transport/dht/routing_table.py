@@ -70,6 +70,10 @@ class RoutingTable:
         bucket = self._buckets.get(self._bucket_of(position(node_id_of(peer))))
         return bucket is not None and peer in bucket.nodes
 
+    def peer_ids(self) -> list[str]:
+        """All known nodes."""
+        return [peer.to_base58() for bucket in self._buckets.values() for peer in bucket.nodes]
+
     def add(self, peer: PeerID) -> PeerID | None:
         """A node was heard of. If its bucket is full it waits, and the node to ask whether it still lives is returned.
 

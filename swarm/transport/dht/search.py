@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hivemind.p2p import PeerID
@@ -53,11 +53,20 @@ class Search:
         known: nodes that this peer knows by itself.
         breadth: for each target, so many of the nearest nodes are asked.
         own: this peer, which is never asked.
+        is_silent: whether a node has failed before and should not be asked, whoever names it.
     """
 
-    def __init__(self, targets: Collection[bytes], known: Iterable[PeerID], breadth: int, own: PeerID) -> None:
+    def __init__(
+        self,
+        targets: Collection[bytes],
+        known: Iterable[PeerID],
+        breadth: int,
+        own: PeerID,
+        is_silent: Callable[[PeerID], bool] = lambda peer: False,
+    ) -> None:
         self._breadth = breadth
         self._own = own
+        self._is_silent = is_silent
         self._nodes: dict[PeerID, _Node] = {}
         self._false_names: Counter[PeerID] = Counter()
         self._nearest: dict[bytes, list[tuple[int, PeerID]]] = {target: [] for target in targets}
@@ -131,7 +140,7 @@ class Search:
             return
         node = self._nodes.get(peer)
         if node is None:
-            if len(self._nodes) >= MAX_NODES:
+            if len(self._nodes) >= MAX_NODES or (named_by is not None and self._is_silent(peer)):
                 return
             node = self._nodes[peer] = _Node(own=named_by is None)
             place = position(node_id_of(peer))

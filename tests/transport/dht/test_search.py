@@ -68,6 +68,15 @@ def test_this_peer_and_who_is_asked_already_are_not_asked():
     assert search.next_request() is None
 
 
+def test_who_failed_before_is_not_asked_again_because_others_name_it():
+    network = {PEERS[0]: PEERS[:4]}
+    asked = play(Search(KEYS[:1], PEERS[:1], 8, OWN, is_silent=lambda one: one == PEERS[1]), network)
+    assert [request.peer for request in asked[:1]] == PEERS[:1]
+    assert {request.peer for request in asked} == {PEERS[0], PEERS[2], PEERS[3]}
+    asked = play(Search(KEYS[:1], PEERS[:2], 8, OWN, is_silent=lambda one: one == PEERS[1]), network)
+    assert PEERS[1] in {request.peer for request in asked}  # of those known, the caller has chosen
+
+
 def test_nobody_answers():
     search = Search(KEYS, PEERS[:3], 8, OWN)
     assert len(play(search, {})) == 3

@@ -1,0 +1,269 @@
+"""Nodes of the DHT over real libp2p daemons on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, suppress
+
+import pytest
+import uvloop
+from hivemind.p2p import P2PDaemonError, P2PHandlerError, PeerID
+from hivemind.proto import dht_pb2
+
+from swarm.errors import DhtError, ProtocolViolation
+from swarm.transport.dht import messages
+from swarm.transport.dht import node as module
+from swarm.transport.dht.node import FoundRecord
+from swarm.transport.dht.protocol import MAX_BAD_RECORDS, REQUEST_TIMEOUT_S
+from swarm.transport.dht.records import Refusal, key_bytes, sign
+from swarm.transport.p2p import P2PConfig, Peer
+from tests.transport.dht.hostile import Anywhere, dictionary, private_key
+from tests.transport.dht.test_search import liar
+
+# hivemind leaves connections to its own daemon to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning", "ignore:loop is closed:ResourceWarning")
+
+LONG_S = 100.0
+
+
+@pytest.fixture(autouse=True)
+def _collect():
+    yield
+    gc.collect()  # while this module's filter holds
+
+
+class Peers(AsyncExitStack):
+    """Peers of one DHT, shut down at the end; the first is the one that the others join by."""
+
+    known: tuple[str, ...] = ()
+
+    async def add(self, listen: bool = True, known: tuple[str, ...] = ()) -> Peer:
+        hosts = ("/ip4/127.0.0.1/tcp/0",) if listen else ()
+        peer = await Peer.create(P2PConfig(known or self.known, hosts), Anywhere())
+        self.push_async_callback(peer.shutdown)
+        if not self.known:
+            self.known = await peer.visible_addresses()
+        return peer
+
+
+def play(scenario: Callable[[Peers], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with Peers() as peers:
+            await scenario(peers)
+
+    uvloop.run(run())
+
+
+def answer_finds(peer: Peer, answer: Callable[[dht_pb2.FindRequest], Awaitable[dht_pb2.FindResponse]]) -> None:
+    """Let a peer answer all look-ups like this from now on."""
+
+    async def handle(request: bytes, sender: PeerID) -> bytes:
+        response = await answer(dht_pb2.FindRequest.FromString(request))
+        response.peer.CopyFrom(peer.dht.protocol.node_info)
+        return bytes(response.SerializeToString())
+
+    handlers = peer.dht.p2p._client.control.unary_handlers
+    [name] = [name for name in handlers if name.endswith("rpc_find")]
+    handlers[name] = handle
+
+
+def test_what_one_peer_stores_all_others_find():
+    async def scenario(peers):
+        first, one, two = [await peers.add() for _ in range(3)]
+        client = await peers.add(listen=False)
+        expires = time.time() + LONG_S
+        assert await one.dht.store([("a", b"one", expires), ("b", b"other", expires)]) == [True, True]
+        assert await client.dht.store([("a", b"two", expires)]) == [True]
+        for peer in (first, one, two, client):
+            found = await peer.dht.find(["a", "b", "c"])
+            assert sorted(record.payload for record in found["a"]) == [b"one", b"two"]
+            assert found["b"] == [FoundRecord(one.peer_id, b"other", expires)]
+            assert found["c"] == []
+        assert await one.dht.store([("a", b"newer", expires + 1)]) == [True]
+        assert b"newer" in {record.payload for record in (await client.dht.find(["a"]))["a"]}
+        assert len(client.dht.protocol.store) == 0  # who only asks keeps nothing
+        assert client.dht.protocol.table.nearest(key_bytes("a"), 9)
+        assert all(PeerID.from_base58(client.peer_id) not in peer.dht.protocol.table for peer in (first, one, two))
+
+    play(scenario)
+
+
+def test_a_lone_node_keeps_its_own_records():
+    async def scenario(peers):
+        alone = await peers.add()
+        assert await alone.dht.store([("a", b"x", time.time() + LONG_S)]) == [True]
+        assert [record.payload for record in (await alone.dht.find(["a"]))["a"]] == [b"x"]
+
+    play(scenario)
+
+
+def test_when_nobody_answers_the_error_says_so():
+    async def scenario(peers):
+        first = await peers.add()
+        client, server = await peers.add(listen=False), await peers.add()
+        assert await server.dht.store([("a", b"x", time.time() + LONG_S)]) == [True]
+        await first.shutdown()
+        await server.shutdown()
+        for _ in range(2):
+            with pytest.raises(DhtError, match="none of the 1 known nodes of the DHT answered; check"):
+                await asyncio.wait_for(client.dht.find(["a"]), 2 * module.LOOKUP_TIMEOUT_S)
+        with pytest.raises(DhtError, match="none of the"):
+            await client.dht.store([("a", b"x", time.time() + LONG_S)])
+
+    play(scenario)
+
+
+@pytest.mark.slow
+def test_a_node_that_hangs_costs_one_request_and_then_nothing():
+    async def scenario(peers):
+        await peers.add()
+        server, silent = await peers.add(), await peers.add()
+        assert await server.dht.store([("a", b"x", time.time() + LONG_S)]) == [True]
+
+        async def never(request):
+            await asyncio.Event().wait()
+
+        answer_finds(silent, never)
+        client = await peers.add(listen=False)  # which meets it while it joins
+        began = time.monotonic()
+        assert (await client.dht.find(["a"]))["a"]
+        assert time.monotonic() - began < module.LOOKUP_TIMEOUT_S
+        assert client.dht.protocol.table.is_silent(PeerID.from_base58(silent.peer_id), time.monotonic())
+
+    play(scenario)
+
+
+def test_a_look_up_ends_when_its_time_is_over(monkeypatch):
+    async def scenario(peers):
+        await peers.add()
+        client = await peers.add(listen=False)
+
+        async def never(peer, keys):
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(client.dht.protocol, "call_find", never)
+        began = time.monotonic()
+        with pytest.raises(DhtError, match="none of the"):
+            await client.dht.find([str(number) for number in range(300)], timeout_s=0.2)
+        assert time.monotonic() - began < REQUEST_TIMEOUT_S
+        monkeypatch.undo()
+        assert await client.dht.find(["a"]) == {"a": []}  # the next one is not held up
+
+    play(scenario)
+
+
+def found_in(value: bytes, **fields: object) -> Callable[[dht_pb2.FindRequest], Awaitable[dht_pb2.FindResponse]]:
+    async def answer(request: dht_pb2.FindRequest) -> dht_pb2.FindResponse:
+        result = dht_pb2.FindResult(type=dht_pb2.FOUND_DICTIONARY, value=value, **fields)
+        return dht_pb2.FindResponse(results=[result] * len(request.keys))
+
+    return answer
+
+
+async def too_few(request: dht_pb2.FindRequest) -> dht_pb2.FindResponse:
+    return dht_pb2.FindResponse(results=[])
+
+
+BAD_RECORDS = [[b"[owner:x]", b"x", time.time() + LONG_S + number] for number in range(2 * MAX_BAD_RECORDS)]
+WRONG = {
+    "no number": found_in(dictionary(maxsize="x")),
+    "no dictionary": found_in(b"garbage"),
+    "too few": too_few,
+    "too many nodes": found_in(dictionary(), nearest_peer_ids=[b"x"] * 21),
+    "invalid records": found_in(dictionary(items=BAD_RECORDS)),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_wrong_answer_is_its_senders_fault_alone(kind):
+    async def scenario(peers):
+        await peers.add()
+        server, bad = await peers.add(), await peers.add()
+        assert await server.dht.store([("a", b"x", time.time() + LONG_S)]) == [True]
+        client = await peers.add(listen=False)
+        answer_finds(bad, WRONG[kind])
+        target = PeerID.from_base58(bad.peer_id)
+        client.dht.protocol.table.add(target)
+        for _ in range(2):
+            assert [record.payload for record in (await client.dht.find(["a"]))["a"]] == [b"x"]
+        assert client.dht.protocol.table.is_silent(target, time.monotonic())
+        assert target not in client.dht.protocol.table
+        with pytest.raises(ProtocolViolation, match="an answer of the DHT"):
+            await client.dht.protocol.call_find(target, [key_bytes("a")])
+
+    play(scenario)
+
+
+def test_a_few_invalid_records_spoil_no_answer():
+    """Clocks differ a little, so a record may have expired at the reader and not yet at the node."""
+
+    async def scenario(peers):
+        first = await peers.add()
+        client = await peers.add(listen=False)
+        good = sign("a", b"x", time.time() + LONG_S, private_key(0))
+        old = sign("a", b"x", time.time() - 1, private_key(1))
+        items = [(record.subkey, record.value, record.expires) for record in (old, good)]
+        answer_finds(first, found_in(dictionary(items=items)))
+        refused = []
+        client.dht.protocol.observe_refusal = refused.append
+        assert [record.payload for record in (await client.dht.find(["a"]))["a"]] == [b"x"]
+        assert refused == [Refusal.LIFETIME]
+
+    play(scenario)
+
+
+def test_nodes_that_are_not_there_hide_no_others():
+    """A node names twenty nearer ones, which do not exist, for every key."""
+
+    async def scenario(peers):
+        first = await peers.add()
+        server, bad = await peers.add(), await peers.add()
+        assert await server.dht.store([("a", b"x", time.time() + LONG_S)]) == [True]
+
+        async def lie(request):
+            results = []
+            for key in request.keys:
+                results.append(dht_pb2.FindResult(type=dht_pb2.NOT_FOUND))
+                messages.add_neighbors(results[-1], liar(bytes(key)))
+            return dht_pb2.FindResponse(results=results)
+
+        answer_finds(bad, lie)
+        client = await peers.add(listen=False, known=(*peers.known, *await bad.visible_addresses()))
+        assert [record.payload for record in (await client.dht.find(["a"]))["a"]] == [b"x"]
+        assert PeerID.from_base58(first.peer_id) in client.dht.protocol.table
+
+    play(scenario)
+
+
+def test_nobody_is_known_under_an_id_that_it_chose():
+    async def scenario(peers):
+        first = await peers.add()
+        stranger = await peers.add(listen=False)
+        stub = stranger.dht.protocol.get_stub(PeerID.from_base58(first.peer_id))
+        for node_id in (b"n" * 20, b"", b"x" * 5000, key_bytes("a")):
+            node = dht_pb2.NodeInfo(node_id=node_id)
+            with suppress(P2PHandlerError, P2PDaemonError):
+                await stub.rpc_ping(dht_pb2.PingRequest(peer=node), timeout=REQUEST_TIMEOUT_S)
+                await stub.rpc_find(dht_pb2.FindRequest(keys=[], peer=node), timeout=REQUEST_TIMEOUT_S)
+        assert len(first.dht.protocol.table) == 0
+
+    play(scenario)
+
+
+def test_who_asks_too_much_is_refused_and_nobody_else():
+    async def scenario(peers):
+        first = await peers.add()
+        greedy, other = await peers.add(listen=False), await peers.add(listen=False)
+        stub = greedy.dht.protocol.get_stub(PeerID.from_base58(first.peer_id))
+        request = dht_pb2.FindRequest(keys=[key_bytes("a")])
+        asked = [stub.rpc_find(request, timeout=30) for _ in range(2000)]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        refused = [answer for answer in answers if isinstance(answer, P2PHandlerError)]
+        assert refused
+        assert all("too many requests" in str(answer) for answer in refused)
+        assert await other.dht.find(["a"]) == {"a": []}
+
+    play(scenario)
