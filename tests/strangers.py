@@ -6,22 +6,20 @@ import asyncio
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
-from hivemind.dht.crypto import RSASignatureValidator
-from hivemind.dht.routing import DHTID
-from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import PeerID
-from hivemind.utils import MSGPackSerializer
 from multiaddr import Multiaddr
 
 from swarm.data_structures import ServerInfo, ServerState, Span, WireFormat
 from swarm.dht.server_records import encode_announcement, model_key
 from swarm.dht.validation import AnnouncementValidator
-from swarm.errors import PeerLost, RemoteError, UsageError
+from swarm.errors import PeerLost, RemoteError, SwarmError, UsageError
 from swarm.protocol import messages
 from swarm.protocol.compression import encode_tensor
+from swarm.transport.dht.records import key_bytes, sign
 from swarm.transport.p2p import P2PConfig, Peer
 
 ANSWER_TIMEOUT_S = 20.0
@@ -81,10 +79,11 @@ async def ask_for_everything(served: Served, config: P2PConfig | None = None) ->
 async def _ask_dht(peer: Peer, served: Served) -> set[str]:
     protocol, target = peer.dht.protocol, PeerID.from_base58(served.peer_id)
     got = set()
-    if await protocol.call_ping(target) is not None:
+    if await protocol.call_ping(target):
         got.add("ping")
-    key = DHTID.generate(source=model_key(served.model, served.span.start))
-    if await protocol.call_find(target, [key]) is not None:
+    name = model_key(served.model, served.span.start)
+    with suppress(SwarmError):
+        await protocol.call_find(target, [key_bytes(name)])
         got.add("find")
     info = ServerInfo(
         peer_id=peer.peer_id,
@@ -98,19 +97,11 @@ async def _ask_dht(peer: Peer, served: Served) -> set[str]:
         quantization="none",
         version="1",
     )
-    signer = RSASignatureValidator(peer.identity.private_key)
-    expires = time.time() + 30
-    value = _signed(signer, key, encode_announcement(info), expires)
-    taken = await protocol.call_store(target, [key], [value], expires, [signer.local_public_key])
-    if taken and any(taken):
-        got.add("store")
+    payload = encode_announcement(served.model, info)
+    with suppress(SwarmError):
+        if any(await protocol.call_store(target, [sign(name, payload, time.time() + 30, peer.identity.private_key)])):
+            got.add("store")
     return got
-
-
-def _signed(signer: RSASignatureValidator, key: DHTID, value: bytes, expires: float) -> bytes:
-    subkey = MSGPackSerializer.dumps(signer.local_public_key)
-    record = DHTRecord(key.to_bytes(), subkey, MSGPackSerializer.dumps(value), expires)
-    return signer.sign_value(record)
 
 
 async def _ask_on_streams(peer: Peer, served: Served) -> set[str]:

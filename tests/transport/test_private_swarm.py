@@ -15,9 +15,10 @@ from multiaddr import Multiaddr
 
 from swarm.dht.probe import probe, read_record, write_record
 from swarm.dht.validation import AnnouncementValidator
-from swarm.errors import MembershipError, NotAMember, PeerLost, PeerUnreachable
+from swarm.errors import DhtError, MembershipError, NotAMember, PeerLost, PeerUnreachable
 from swarm.membership.invite import Invite
 from swarm.protocol import messages
+from swarm.transport.dht.records import sign
 from swarm.transport.p2p import P2PConfig, Peer
 from tests.members import TestAuthority
 
@@ -170,13 +171,15 @@ def test_a_stranger_who_is_connected_gets_nothing(authority):
             stranger = await peers.start(invite)
             await visit(stranger, first)
             target, protocol = PeerID.from_base58(first.peer_id), stranger.dht.protocol
-            assert await protocol.call_ping(target) is None
-            keys = list(first.dht.protocol.storage.data)
-            assert await protocol.call_find(target, keys) is None
-            records = len(keys)
-            assert await protocol.call_store(target, keys, [b"v"] * records, time.time() + 60, [b"s"] * records) is None
-            assert list(first.dht.protocol.storage.data) == keys
-            assert not first.dht.protocol.routing_table.peer_id_to_uid.get(stranger.dht.peer_id)
+            assert not await protocol.call_ping(target)
+            assert len(first.dht.protocol.store) == 1
+            with pytest.raises((DhtError, NotAMember)):
+                await protocol.call_find(target, [bytes(20)])
+            record = sign("key", b"payload", time.time() + 60, stranger.identity.private_key)
+            with pytest.raises((DhtError, NotAMember)):
+                await protocol.call_store(target, [record])
+            assert len(first.dht.protocol.store) == 1
+            assert stranger.peer_id not in first.dht.known_peers
             with pytest.raises(PeerLost, match="no other answer" if invite is None else "cannot be used"):
                 await ask_raw(stranger, first.peer_id)
             (address,) = await first.visible_addresses()

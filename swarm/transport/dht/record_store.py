@@ -28,7 +28,7 @@ class StoreLimits:
 
     owner_records: int = 8
     key_records: int = 256
-    records: int = 8192
+    records: int = 4096
 
 
 KEPT_WHEN_FULL = 0.9

@@ -41,7 +41,6 @@ class _Node:
     named_by: set[PeerID] = field(default_factory=set)
     failed: bool = False
     answered: bool = False
-    busy: bool = False
     asked: set[bytes] = field(default_factory=set)
 
 
@@ -69,6 +68,7 @@ class Search:
         self._is_silent = is_silent
         self._nodes: dict[PeerID, _Node] = {}
         self._false_names: Counter[PeerID] = Counter()
+        self._planned: list[Request] | None = None
         self._nearest: dict[bytes, list[tuple[int, PeerID]]] = {target: [] for target in targets}
         """For each target, the known nodes by their distance."""
         for peer in known:
@@ -76,22 +76,18 @@ class Search:
 
     def next_request(self) -> Request | None:
         """The request to send next; None if there is none until another one is answered, or at all."""
-        wanted: dict[PeerID, list[bytes]] = {}
-        for target in self._nearest:
-            for peer in self._wanted(target):
-                wanted.setdefault(peer, []).append(target)
-        if not wanted:
+        if self._planned is None:
+            self._planned = self._plan()
+        if not self._planned:
             return None
-        peer = max(wanted, key=lambda peer: (self._nodes[peer].own, len(wanted[peer])))
-        node, targets = self._nodes[peer], tuple(wanted[peer][:MAX_TARGETS])
-        node.busy = True
-        node.asked.update(targets)
-        return Request(peer, targets)
+        request = self._planned.pop()
+        self._nodes[request.peer].asked.update(request.targets)
+        return request
 
     def answered(self, request: Request, neighbors: Mapping[bytes, Sequence[PeerID]]) -> None:
         """A node answered, and named other nodes for some of the targets."""
         node = self._nodes[request.peer]
-        node.busy, node.answered = False, True
+        node.answered = True
         for target in request.targets:
             for peer in list(neighbors.get(target, ()))[:BUCKET_NODES]:
                 self._learn(peer, request.peer)
@@ -99,7 +95,8 @@ class Search:
     def failed(self, request: Request) -> None:
         """A node did not answer, or wrongly."""
         node = self._nodes[request.peer]
-        node.busy, node.failed = False, True
+        node.failed = True
+        self._planned = None
         if not node.own:
             self._false_names.update(node.named_by)
 
@@ -113,6 +110,18 @@ class Search:
     @property
     def any_answered(self) -> bool:
         return any(node.answered for node in self._nodes.values())
+
+    def _plan(self) -> list[Request]:
+        """What to ask if nothing new is learned, last first: nodes of our own, then those that may know most."""
+        wanted: dict[PeerID, list[bytes]] = {}
+        for target in self._nearest:
+            for peer in self._wanted(target):
+                wanted.setdefault(peer, []).append(target)
+        return [
+            Request(peer, tuple(wanted[peer][first : first + MAX_TARGETS]))
+            for peer in sorted(wanted, key=lambda peer: (self._nodes[peer].own, len(wanted[peer])))
+            for first in range(0, len(wanted[peer]), MAX_TARGETS)
+        ]
 
     def _wanted(self, target: bytes) -> list[PeerID]:
         """The nodes that should be asked for the target now: of the nearest ones, and of the nearest of our own."""
@@ -128,7 +137,7 @@ class Search:
                 continue
             places -= 1
             own_places -= node.own
-            if not node.busy and target not in node.asked:
+            if target not in node.asked:
                 found.append(peer)
         return found
 
@@ -143,6 +152,7 @@ class Search:
             if len(self._nodes) >= MAX_NODES or (named_by is not None and self._is_silent(peer)):
                 return
             node = self._nodes[peer] = _Node(own=named_by is None)
+            self._planned = None
             place = position(node_id_of(peer))
             for target, order in self._nearest.items():
                 bisect.insort(order, (place ^ position(target), peer), key=lambda pair: pair[0])

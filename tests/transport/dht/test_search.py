@@ -125,7 +125,7 @@ def test_whatever_liars_say_the_nodes_that_this_peer_knew_are_asked(seed, parall
             if one in own:
                 assert any(request.peer == one and key in request.targets for request in asked)
     assert len(search._nodes) <= MAX_NODES
-    assert len(asked) <= 5 * (len(honest) + len(liars)) + MAX_FALSE_NAMES * len(liars) + parallel
+    assert len(asked) <= 5 * (len(honest) + len(liars) + MAX_FALSE_NAMES * len(liars) + parallel)
     assert all(len(request.targets) == len(set(request.targets)) <= MAX_TARGETS for request in asked)
 
 
