@@ -11,6 +11,10 @@ from torch.nn import functional
 from swarm.models.attention.contiguous_kv import ContiguousKV
 from swarm.models.attention.multi_session_attention import AttentionExtras, ExpandKV, PackedBatch, PackedMask
 
+MAX_SCORES = 1 << 24
+"""Scores that exist at once where attention is written out: those of a long prompt over a long past would take more
+memory than all else."""
+
 
 @dataclass(frozen=True, slots=True)
 class ContiguousSegment:
@@ -172,18 +176,39 @@ def _attend_unfused(
     """Attention written out, for what the fused kernels do not support; `[sequences, new, heads, dim]`."""
     sequences, new, (_, shared, slots, dim) = segment.sequences, segment.new, keys_RKSD.shape
     query_RKGTD = query_NH1D.reshape(sequences, new, shared, -1, dim).permute(0, 2, 3, 1, 4)
+    if mask is None and new > 1:
+        mask = torch.ones(1, new, slots, dtype=torch.bool, device=query_NH1D.device).tril()
+    size = max(1, MAX_SCORES // (sequences * query_NH1D.shape[1] * slots))
+    pieces = []
+    for first in range(0, new, size):
+        seen = mask[:, first : first + size] if mask is not None else None
+        query_RKGtD = query_RKGTD[:, :, :, first : first + size]
+        pieces.append(_weigh_values(query_RKGtD, keys_RKSD, values_RKSD, seen, scale, extra))
+    output_RKGTD = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=3)
+    return output_RKGTD.permute(0, 3, 1, 2, 4)
+
+
+def _weigh_values(
+    query_RKGTD: torch.Tensor,
+    keys_RKSD: torch.Tensor,
+    values_RKSD: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None,
+    extra: AttentionExtras,
+) -> torch.Tensor:
+    """Attention of some new tokens, `[sequences, shared, group, new, dim]`."""
+    sequences, shared, _, new, dim = query_RKGTD.shape
+    slots = keys_RKSD.shape[2]
     scores_RKGTS = query_RKGTD @ keys_RKSD.unsqueeze(2).transpose(3, 4) * (scale if scale is not None else dim**-0.5)
     if extra.softcap is not None:
         scores_RKGTS = torch.tanh(scores_RKGTS / extra.softcap) * extra.softcap
-    if mask is None and new > 1:
-        mask = torch.ones(1, new, slots, dtype=torch.bool, device=query_NH1D.device).tril()
     if mask is not None:
         scores_RKGTS = scores_RKGTS.masked_fill(~mask[:, None, None], torch.finfo(scores_RKGTS.dtype).min)
     if extra.sinks is not None:
         sinks = extra.sinks.view(1, shared, -1, 1, 1).expand(sequences, -1, -1, new, 1).to(scores_RKGTS.dtype)
         scores_RKGTS = torch.cat([scores_RKGTS, sinks], dim=-1)
     weights = torch.softmax(scores_RKGTS.float(), dim=-1)[..., :slots].to(values_RKSD.dtype)
-    return (weights @ values_RKSD.unsqueeze(2)).permute(0, 3, 1, 2, 4)
+    return weights @ values_RKSD.unsqueeze(2)
 
 
 def _tensor(values: Sequence[int], device: torch.device) -> torch.Tensor:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.data_structures import StepLayout
+from swarm.models.attention import contiguous_attention
 from swarm.models.attention.multi_session_attention import PackingUnsupported
 from swarm.models.execution.session_cache import SessionCache, StepComputation, advance_steps
 from swarm.models.execution.span_model import SpanModel
@@ -104,6 +105,28 @@ def test_one_forward_serves_all_sessions(tmp_path_factory, monkeypatch):
     ]
     advance_steps([(work, work.tokens_left) for work in works])
     assert sizes == [9]
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_attention_that_is_written_out_keeps_few_scores_at_once(family, tmp_path_factory, monkeypatch):
+    model = load(family, tmp_path_factory)
+    whole, cut = SessionCache(model), SessionCache(model)
+    prompt, more = torch.randn(40, HIDDEN), torch.randn(23, HIDDEN)
+    expected = [whole.step(prompt, StepLayout((0,), (40,))), whole.step(more, StepLayout((40,), (23,)))]
+    softmax, sizes = torch.softmax, []
+
+    def note(scores, **options):
+        sizes.append(scores.numel())
+        return softmax(scores, **options)
+
+    monkeypatch.setattr(contiguous_attention, "MAX_SCORES", 1000)
+    monkeypatch.setattr(torch, "softmax", note)
+    found = [cut.step(prompt, StepLayout((0,), (40,))), cut.step(more, StepLayout((40,), (23,)))]
+    for one, other in zip(found, expected, strict=True):
+        close(one, other)
+    heads = 4
+    assert max(sizes) <= 1000 + heads * 64  # a learned sink is one more
+    assert len(sizes) > 2 * model.span.length
 
 
 def test_a_failed_forward_of_many_sessions_harms_none(tmp_path_factory, monkeypatch):
