@@ -121,6 +121,8 @@ class Peer:
             p2p = await cls._start_daemon(config, identity, str(folder.path), gate)
             stack.push_async_callback(p2p.shutdown)
             streams = PeerStreams(p2p, gate)
+            if gate is not None and not config.relay:
+                await streams.refuse_to_relay()
             if not config.is_client:
                 await streams.listen()
             if gate is not None:
@@ -169,7 +171,7 @@ class Peer:
             def _make_process_args(*args: object, **kwargs: object) -> list[str]:
                 # In a session of its own: Ctrl-C in a terminal then reaches only this process, which ends the daemon.
                 setsid = shutil.which("setsid")
-                # The daemon relays whatever -relay and -relayService say. Without a reservation nothing is relayed.
+                # For the relay that the daemon starts once it believes that it can be reached: see refuse_to_relay.
                 limits = {} if lock is None or config.relay else {"relayMaxReservations": 0, "relayMaxCircuits": 0}
                 command: list[str] = P2P._make_process_args(*args, **kwargs, **limits)
                 return [setsid, *command] if setsid is not None else command

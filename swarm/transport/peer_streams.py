@@ -29,6 +29,9 @@ ANSWER_TIMEOUT_S = 5.0
 START_TIME_S = 1.0
 """How long a peer that has just started its daemon may take to serve the members' protocol."""
 
+RELAY_PROTOCOL_ID = "/libp2p/circuit/relay/0.2.0/hop"
+"""By it peers reserve a place at a relay and are connected through it."""
+
 NOT_SPOKEN = "protocols not supported"
 """What libp2p says of a peer that is there, but does not serve a protocol."""
 
@@ -121,6 +124,14 @@ class PeerStreams:
         if self._gate is not None:
             await self._p2p.add_binary_stream_handler(MEMBERS_PROTOCOL_ID, self._accept_member)
             await self._p2p.add_binary_stream_handler(PROTOCOL_ID, self._refuse_stranger)
+
+    async def refuse_to_relay(self) -> None:
+        """Take the place of the daemon's own handler of requests to relay, which no option switches off."""
+
+        async def close(info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.close()
+
+        await self._p2p.add_binary_stream_handler(RELAY_PROTOCOL_ID, close)
 
     async def serve(self, handler: StreamHandler) -> None:
         """Call `handler` for every stream that another peer opens, and that may pass."""
