@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
@@ -148,6 +149,19 @@ class ServerInfo:
         """Tokens/s that it adds to each of its blocks: what it computes, or what its link carries if that is lower."""
         computed = self.throughput / self.span.length
         return min(computed, self.network_throughput) if self.network_throughput else computed
+
+
+@dataclass(frozen=True, slots=True)
+class WeightDigests:
+    """The digests that blocks must have.
+
+    Attributes:
+        by_block: of each block for which one is known.
+        origin: where they come from, for messages: "those in FOLDER".
+    """
+
+    by_block: Mapping[int, str]
+    origin: str
 
 
 @dataclass(frozen=True, order=True, slots=True)

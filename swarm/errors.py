@@ -37,6 +37,14 @@ class CheckpointError(UsageError):
     """The checkpoint exists but cannot be used (no safetensors, missing tensors, broken files)."""
 
 
+class UnknownWeights(UsageError):
+    """Nothing that this machine can read says which weights the model's servers must have."""
+
+
+class DigestFileError(UsageError):
+    """A file with the digests of a model's blocks cannot be used, or is for another model or revision."""
+
+
 class UnsupportedModel(UsageError):
     """The model's family cannot be cut into spans."""
 

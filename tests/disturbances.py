@@ -11,7 +11,8 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from swarm.client.session import InferenceSession
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
-from swarm.models.checkpoints.tokenizer import load_local_model, load_tokenizer
+from swarm.models.checkpoints.whole_model import load_local_model
+from swarm.models.tokenizers.tokenizer import load_tokenizer
 from tests.swarms import ServerProcess, TestSwarm
 
 Event = Callable[[InferenceSession], object]

@@ -10,7 +10,8 @@ import torch
 from scripts.wire_damage import Damage, InProcess, Variant, measure
 from swarm.data_structures import WireFormat
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
-from swarm.models.checkpoints.tokenizer import load_local_model, load_tokenizer
+from swarm.models.checkpoints.whole_model import load_local_model
+from swarm.models.tokenizers.tokenizer import load_tokenizer
 from swarm.models.wire_defaults import BLOCKWISE8_FAMILIES, MAX_PERPLEXITY_CHANGE_PERCENT
 from tests.swarms import run_client, run_swarm
 

@@ -25,7 +25,8 @@ from swarm.client.model.auto_model import AutoDistributedModelForCausalLM
 from swarm.client.session import InferenceSession
 from swarm.data_structures import Span
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
-from swarm.models.checkpoints.tokenizer import load_local_model, load_tokenizer
+from swarm.models.checkpoints.whole_model import load_local_model
+from swarm.models.tokenizers.tokenizer import load_tokenizer
 from swarm.server.placement.initial_blocks import weakest_window
 from tests.server_process import prepare
 from tests.swarms import FORKS, ServerProcess, TestSwarm, is_running, run_swarm

@@ -42,7 +42,7 @@ from benchmarks.common.worker import Worker
 from swarm import AutoDistributedModelForCausalLM
 from swarm.cli.local_swarm import LocalSwarm, PeerProcess
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
-from swarm.models.checkpoints.tokenizer import load_tokenizer
+from swarm.models.tokenizers.tokenizer import load_tokenizer
 from swarm.transport.p2p import quiet_hivemind
 
 MODEL = "swarm-demo"

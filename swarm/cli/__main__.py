@@ -21,6 +21,7 @@ COMMANDS = {
     "monitor": "swarm.monitor.__main__",
     "members": "swarm.cli.members",
     "keys": "swarm.cli.keys",
+    "digest": "swarm.cli.digest",
     "flash": "swarm.cli.flash",
 }
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from swarm.client.routes.weight_pins import WeightPins
 from swarm.data_structures import Span, WireFormat
 from swarm.errors import InvalidOption
 from swarm.membership.invite import Invite
@@ -27,6 +29,9 @@ class NetworkOptions:
         exact: use no server that computes with some neurons of its feed-forward layers only (`sparse`; docs/flash.md).
             By default no text depends on such a choice of neurons unless its user has agreed to it. Quantized weights
             are another question: the weights that a server announces are the ones with which it computes exactly.
+        digests: file of `swarm digest` with the digests that the blocks' weights must have; None for those of the
+            model's own source: its files here, or on the model hub.
+        trust_on_first_use: believe the servers that are met first, and pin what they announce, if there is no source.
     """
 
     request_timeout: float = 60.0
@@ -36,6 +41,8 @@ class NetworkOptions:
     push: bool = True
     quant: str | Collection[str] | None = None
     exact: bool = True
+    digests: str | Path | None = None
+    trust_on_first_use: bool = False
 
     def __post_init__(self) -> None:
         forms = self.weight_forms
@@ -82,10 +89,10 @@ class ModelIdentity:
         name: the name that servers announce.
         revision: the revision of its files.
         blocks: number of blocks of the whole model.
-        digests: the expected digest of each block; None if the client does not know them.
+        pins: the digests that blocks must have; None to compare none.
     """
 
     name: str
     revision: str
     blocks: int
-    digests: Sequence[str] | None = None
+    pins: WeightPins | None = None

@@ -70,6 +70,21 @@ def log_format_option(function: F) -> F:
     )(function)
 
 
+def weight_options(function: F) -> F:
+    """Add `--digests FILE` and `--trust-on-first-use`, for every command that uses servers' blocks."""
+    digests = click.option(
+        "--digests",
+        type=click.Path(dir_okay=False, path_type=Path),
+        help="File of `swarm digest`: the weights that servers must have.  [default: those of the model's own source]",
+    )
+    first_use = click.option(
+        "--trust-on-first-use",
+        is_flag=True,
+        help="If the model's own source cannot be read, believe the servers that are met first, and pin their weights.",
+    )
+    return digests(first_use(function))
+
+
 def metrics_option(function: F) -> F:
     """Add `--metrics [HOST:]PORT`, for peers without a web server of their own; see `swarm.metrics.endpoint`."""
     return click.option(

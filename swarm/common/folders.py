@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+
+def cache_folder() -> Path | None:
+    """`$XDG_CACHE_HOME/swarm`, by default under `~/.cache`; None where there is no home."""
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        folder = given if given.is_absolute() else Path.home() / ".cache"  # the standard ignores relative paths
+    except RuntimeError:
+        return None
+    return folder / "swarm"
 
 
 def nearest_folder(folder: Path) -> Path:

@@ -25,7 +25,16 @@ if TYPE_CHECKING:
 @click.option(
     "--keys",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Key file, see `swarm keys`. Without it, everyone who can reach the gateway may use it.",
+    help="Key file, see `swarm keys`. Required if other machines can reach the gateway, unless --open is given.",
+)
+@click.option("--open", is_flag=True, help="Let everyone who can reach the gateway use it, without a key.")
+@click.option(
+    "--host-name",
+    "host_names",
+    multiple=True,
+    metavar="NAME",
+    help="Name under which the gateway is reached, such as that of a proxy. May be repeated. Without keys, other names "
+    "than those of this machine are refused.",
 )
 @click.option(
     "--concurrent",
@@ -61,6 +70,7 @@ if TYPE_CHECKING:
     "--wait-for-blocks", type=click.FloatRange(0), default=60.0, help="Seconds that a request waits for missing blocks."
 )
 @click.option("--exact/--no-exact", default=True, help="Use no server that computes with some neurons only (sparse).")
+@console.weight_options
 @click.option(
     "--early-exit",
     type=click.FloatRange(0, 1),
@@ -113,7 +123,11 @@ def main(**options: Any) -> None:
     quiet_hivemind()
     if options["threads"] is not None:
         torch.set_num_threads(options["threads"])
-    network = NetworkOptions(wait_for_blocks=options["wait_for_blocks"], exact=options["exact"])
+    if options["digests"] is not None and len(options["models"]) > 1:
+        raise InvalidOption("--digests is for one model; put swarm-digests.json beside each checkpoint instead")
+    network = NetworkOptions(
+        **{name: options[name] for name in ("wait_for_blocks", "exact", "digests", "trust_on_first_use")}
+    )
     client = {"network": network, **{name: options[name] for name in ("wire", "cache_dir", "membership")}}
     peers = console.split_addresses(options["initial_peers"])
     if peers:
@@ -141,6 +155,8 @@ def _gateway_settings(options: Mapping[str, Any]) -> GatewaySettings:
         default_max_tokens=options["default_max_tokens"],
         max_request_bytes=max_request_bytes,
         cors_origins=options["cors"],
+        host_names=options["host_names"],
+        open=options["open"],
         max_concurrent_texts=options["concurrent"],
         max_waiting=options["queue"],
         public_status=options["public_status"],

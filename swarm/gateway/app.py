@@ -21,9 +21,9 @@ from swarm.gateway.http.responses import error_response, with_error_responses
 from swarm.gateway.info_endpoints import InfoEndpoints
 from swarm.gateway.openai.api_errors import ApiError, MethodNotAllowed, NotFound
 from swarm.web.page_files import PageFiles
-from swarm.web.security_headers import SecurityHeaders
 
 PAGE_FOLDER = Path(__file__).with_name("page")
+PAGE_HEADERS = {"Cache-Control": "no-cache"}
 
 
 def make_app(gateway: GatewayState, more_routes: Sequence[BaseRoute] = (), check_host: bool = False) -> Starlette:
@@ -31,7 +31,7 @@ def make_app(gateway: GatewayState, more_routes: Sequence[BaseRoute] = (), check
 
     Args:
         more_routes: such as the monitor's.
-        check_host: whether to accept only this machine's own names, and those of the allowed origins.
+        check_host: whether to accept only this machine's own names, and `GatewaySettings.host_names`.
     """
     info, generation = InfoEndpoints(gateway), GenerationEndpoints(gateway)
     routes: list[BaseRoute] = [
@@ -44,16 +44,15 @@ def make_app(gateway: GatewayState, more_routes: Sequence[BaseRoute] = (), check
         Route("/metrics", with_error_responses(info.metrics)),
         *more_routes,
         Route("/", _chat_page),
-        Mount("/page", PageFiles(PAGE_FOLDER)),
+        Mount("/page", PageFiles(PAGE_FOLDER, PAGE_HEADERS)),
     ]
     middleware = [
         Middleware(RequestDraining),
         Middleware(AccessLog, metrics=gateway.metrics),
-        Middleware(SecurityHeaders),
     ]
     origins = gateway.settings.cors_origins
     if check_host:
-        middleware.append(Middleware(HostCheck, origins=origins))
+        middleware.append(Middleware(HostCheck, host_names=gateway.settings.host_names))
     if origins:
         middleware.append(cors_middleware(origins, [DETAILS_HEADER]))
     return Starlette(
@@ -64,7 +63,7 @@ def make_app(gateway: GatewayState, more_routes: Sequence[BaseRoute] = (), check
 
 
 async def _chat_page(request: Request) -> Response:
-    return FileResponse(PAGE_FOLDER / "index.html")
+    return FileResponse(PAGE_FOLDER / "index.html", headers=PAGE_HEADERS)
 
 
 async def _routing_error(request: Request, error: Exception) -> Response:

@@ -15,7 +15,7 @@ from swarm.errors import SwarmError, format_blocks
 from swarm.gateway.admission.admission_control import AdmissionControl
 from swarm.gateway.admission.api_keys import ApiKey, KeyFile
 from swarm.gateway.http.disconnect import cancel_on_disconnect
-from swarm.gateway.http.request_body import BodyMemory
+from swarm.gateway.http.request_body import RequestMemory, RequestRoom
 from swarm.gateway.openai.api_errors import NotFound, ServiceUnavailable
 from swarm.gateway.settings import GatewaySettings
 from swarm.generation.served_model import ServedModel
@@ -28,8 +28,11 @@ T = TypeVar("T")
 PREPARATION_THREADS = 4
 """Threads for the work before a generation, such as tokenizing a prompt."""
 
-MAX_BODY_MEMORY_BYTES = 256 * 2**20
-"""For all bodies that are being read: without keys, thousands of connections could each send a large one."""
+REQUEST_MEMORY_BYTES = 256 * 2**20
+"""For all requests that are not admitted yet: without keys, thousands of connections could each send a large one."""
+
+REQUESTS_IN_MEMORY = 16
+"""Largest plain requests for which there is memory at least. One takes five times its bytes, with its decoded form."""
 
 READINESS_TTL_S = 5.0
 """How long the result of a readiness check is used again."""
@@ -59,7 +62,7 @@ class GatewayState:
         self.settings = settings
         self.registry = registry
         self.admission = AdmissionControl(settings.max_concurrent_texts, settings.max_waiting, time.monotonic)
-        self.body_memory = BodyMemory(max(MAX_BODY_MEMORY_BYTES, settings.max_request_bytes))
+        self.request_memory = RequestMemory(max(REQUEST_MEMORY_BYTES, REQUESTS_IN_MEMORY * settings.max_request_bytes))
         self.metrics = GatewayMetrics(registry, self.models)
         self.metrics.track_admission(lambda: self.admission.running, lambda: self.admission.waiting)
         # For what blocks or computes for long before a generation: not in the event loop.
@@ -112,6 +115,10 @@ class GatewayState:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work)
         finally:
             limit.release()
+
+    def request_room(self, key: ApiKey | None) -> RequestRoom:
+        """Room for one more request, which is empty at first."""
+        return RequestRoom(self.request_memory, key.name if key is not None else None)
 
     @contextmanager
     def abortable(self, request: AbortableRequest) -> Iterator[None]:

@@ -20,7 +20,7 @@ from swarm.gateway.admission.rate_limits import NotAdmitted
 from swarm.gateway.gateway_state import GatewayState
 from swarm.gateway.http.disconnect import cancel_on_disconnect
 from swarm.gateway.http.event_stream import DONE_EVENT, EventStreamResponse, await_first_event, encode_event
-from swarm.gateway.http.request_body import read_body
+from swarm.gateway.http.request_body import TOKEN_BYTES, RequestRoom, read_body
 from swarm.gateway.http.responses import JsonResponse
 from swarm.gateway.openai.api_errors import BadRequest
 from swarm.gateway.openai.request_conversion import chat_request_sequences, completion_request_sequences
@@ -47,6 +47,11 @@ class PreparedRequest:
 
     sequences: list[SequenceRequest]
     writer: ResponseWriter
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all different prompts; the answers to one share it."""
+        return sum({id(sequence.prompt): len(sequence.prompt) for sequence in self.sequences}.values())
 
     @property
     def reserved_tokens(self) -> int:
@@ -96,7 +101,22 @@ class GenerationEndpoints:
         key = await authenticate(self._gateway, request.headers)
         with self._count_rejections():
             self._gateway.admission.check_limits(key, 0)  # before anything is read or computed for the key
-        parsed = parse(await self._read_body(request))
+        with self._gateway.request_room(key) as room:
+            parsed = parse(await self._read_body(request, room))
+            prepared = await self._prepare(request, key, parsed, prepare)
+            room.hold(prepared.prompt_tokens * TOKEN_BYTES)
+            group = SequenceGroup(
+                self._gateway.model(parsed.model), prepared.sequences, parsed.n or 1, started_at, self._gateway.metrics
+            )
+            return await self._respond(request, key, parsed, prepared, group, room)
+
+    async def _prepare(
+        self,
+        request: Request,
+        key: ApiKey | None,
+        parsed: ParsedRequest,
+        prepare: Callable[[ParsedRequest, ServedModel], PreparedRequest],
+    ) -> PreparedRequest:
         if parsed.provisional and DETAILS_HEADER not in request.headers:
             raise BadRequest(
                 f"early_exit.provisional needs the header {DETAILS_HEADER}, with which its events are sent",
@@ -104,9 +124,7 @@ class GenerationEndpoints:
             )
         served = self._gateway.model(parsed.model)
         request.state.model = served.name
-        prepared = await self._gateway.run_in_thread(request.receive, key, partial(prepare, parsed, served))
-        group = SequenceGroup(served, prepared.sequences, parsed.n or 1, started_at, self._gateway.metrics)
-        return await self._respond(request, key, parsed, prepared, group)
+        return await self._gateway.run_in_thread(request.receive, key, partial(prepare, parsed, served))
 
     async def _respond(
         self,
@@ -115,11 +133,13 @@ class GenerationEndpoints:
         parsed: ChatRequest | CompletionRequest,
         prepared: PreparedRequest,
         group: SequenceGroup,
+        room: RequestRoom,
     ) -> Response:
         with_details = DETAILS_HEADER in request.headers
         async with AsyncExitStack() as stack:
             admission = self._admit(stack, key, prepared.reserved_tokens, len(group))
             ticket = await cancel_on_disconnect(request.receive, admission)
+            room.release()  # from here on, the number of requests that run is the limit
             stack.callback(lambda: ticket.report_usage(group.total_tokens))
             stack.enter_context(self._gateway.abortable(group))
             await stack.enter_async_context(group.generating())
@@ -151,10 +171,10 @@ class GenerationEndpoints:
             self._gateway.metrics.request_refused(error.scope)
             raise
 
-    async def _read_body(self, request: Request) -> bytes:
+    async def _read_body(self, request: Request, room: RequestRoom) -> bytes:
         settings = self._gateway.settings
-        check_origin(request.headers, settings.cors_origins)
-        body = await read_body(request, settings.max_request_bytes, settings.read_timeout_s, self._gateway.body_memory)
+        check_origin(request.headers, settings.cors_origins, settings.host_names)
+        body = await read_body(request, settings.max_request_bytes, settings.read_timeout_s, room)
         self._gateway.metrics.body_received(len(body))
         return body
 

@@ -16,7 +16,7 @@ from starlette.middleware import Middleware
 from starlette.routing import Mount
 
 from swarm.client.early_exit.options import EarlyExit
-from swarm.errors import AdapterMismatch, UsageError
+from swarm.errors import AdapterMismatch, InvalidOption, UsageError
 from swarm.gateway.access.authentication import RequireApiKey
 from swarm.gateway.access.host_check import is_loopback
 from swarm.gateway.admission.api_keys import KeyFile
@@ -66,6 +66,7 @@ def serve_gateway(
 
     Raises:
         KeyFileError: the key file cannot be used.
+        InvalidOption: other machines can reach the gateway, and it has neither keys nor `settings.open`.
         AddressUnavailable: the address is taken or does not exist.
         UsageError: a model cannot be loaded, or no initial peer answers, see `from_pretrained`; or early exit needs
             classifiers that are not given.
@@ -75,14 +76,13 @@ def serve_gateway(
     keys = KeyFile.read(key_file) if key_file is not None else None
     with ExitStack() as stack:
         listening = stack.enter_context(listen(address.host, address.port))
+        _require_keys(address, settings, has_keys=keys is not None, is_reachable=not is_loopback(listening))
         models = _load_models(stack, sources, options, exits, settings)
         gateway = GatewayState(models, settings, keys, new_registry())
         stack.callback(gateway.close)
         joined = models[0].model.swarm.config
         poller = SwarmPoller(joined.initial_peers, membership=joined.membership) if with_monitor else None
-        check_host = keys is None and is_loopback(listening)
-        if keys is None and not check_host:
-            logger.warning("Everyone who can reach %s may use this gateway: give it --keys", address.host)
+        check_host = keys is None or bool(settings.host_names)
         uvloop.run(_serve(gateway, poller, listening, check_host, on_ready))
         logger.info("Leaving the swarm")
 
@@ -115,6 +115,19 @@ async def _serve(
         readiness.cancel()
         if poller is not None:
             await poller.stop()
+
+
+def _require_keys(address: ListenAddress, settings: GatewaySettings, *, has_keys: bool, is_reachable: bool) -> None:
+    if has_keys and settings.open:
+        raise InvalidOption("--open lets everyone in, and --keys only those who have one; leave one of them out")
+    if has_keys or not is_reachable:
+        return
+    if not settings.open:
+        raise InvalidOption(
+            f"--host {address.host} lets other machines reach this gateway, and it has no keys: make some with `swarm "
+            "keys add NAME --file keys.yaml` and give it --keys keys.yaml, or let everyone use it with --open"
+        )
+    logger.warning("Everyone who can reach %s may use this gateway, as --open says", address.host)
 
 
 def _monitor_routes(gateway: GatewayState, poller: SwarmPoller) -> Mount:
@@ -151,7 +164,7 @@ def _load_models(
 def _load_model(stack: ExitStack, source: str | None, options: Mapping[str, Any]) -> ServedModel:
     served = ServedModel.load(source, **options)
     connection = served.model.swarm
-    stack.callback(connection.close)
+    stack.callback(served.close)
     logger.info("Model: %s, %d blocks, wire format %s", served.name, connection.blocks, connection.config.wire)
     return served
 

@@ -20,6 +20,8 @@ class GatewaySettings:
         read_timeout_s: within which a request's body has to arrive.
         send_timeout_s: within which a client has to take the next part of its response.
         cors_origins: other web sites whose pages may use this gateway; none by default.
+        host_names: names under which the gateway is reached, such as that of a proxy, besides those of this machine.
+        open: whether everybody who can reach the gateway may use it, if it listens for other machines without keys.
         max_concurrent_texts: texts that are generated at the same time; a request has one for each of its answers.
         max_waiting: requests that may wait.
         public_status: whether metrics and monitor are open to clients without a key, if there are keys.
@@ -35,6 +37,8 @@ class GatewaySettings:
     read_timeout_s: float = 30.0
     send_timeout_s: float = 60.0
     cors_origins: tuple[str, ...] = ()
+    host_names: tuple[str, ...] = ()
+    open: bool = False
     max_concurrent_texts: int = 64
     max_waiting: int = 256
     public_status: bool = False

@@ -12,7 +12,6 @@ from swarm.generation.formats.tool_calls import ToolCallParser, ToolOptions
 from swarm.generation.sampling import SamplingOptions
 from swarm.generation.sequence_generation import SequenceRequest
 from swarm.generation.served_model import ServedModel
-from swarm.models.checkpoints.chat_template import conversation_tokens, text_tokens
 
 DEFAULT_CHAT_TOKENS = 1024
 """New tokens of a chat answer if the request sets no limit."""
@@ -78,7 +77,7 @@ def chat_sequences(
     """
     tools = tools if tools is not None else ToolOptions()
     offered = _offered_tools(tools, served)
-    prompt = conversation_tokens(served.tokenizer, messages, offered)
+    prompt = served.prompts.conversation(messages, offered)
     max_tokens = _max_tokens(prompt, options.max_tokens, served, default_max_tokens, "messages")
     names = frozenset(function.name for function in tools.functions)
     return [
@@ -140,7 +139,7 @@ def prompt_texts(requests: Sequence[SequenceRequest], served: ServedModel) -> li
 
 def _prompt_tokens(prompt: Prompt, served: ServedModel) -> list[int]:
     if isinstance(prompt, str):
-        tokens = text_tokens(served.tokenizer, prompt)
+        tokens = served.prompts.text(prompt)
         start = served.tokenizer.bos_token_id if served.tokenizer.bos_token_id is not None else 0
         return tokens or [start]  # the first new token needs one before it
     invalid = next((token for token in prompt if token >= served.vocabulary_size), None)

@@ -14,8 +14,10 @@ from swarm.client.threads.compute_lock import ComputeLock
 from swarm.common.warn_once import WarnOnce
 from swarm.generation.formats.response_format import GrammarCompiler
 from swarm.generation.formats.tool_syntax import ToolSyntax, tool_syntax
-from swarm.models.checkpoints.chat_template import template_text
-from swarm.models.checkpoints.tokenizer import load_tokenizer
+from swarm.models.checkpoints.checkpoint import open_checkpoint
+from swarm.models.tokenizers.chat_template import template_text
+from swarm.models.tokenizers.prompt_process import PromptMaker, PromptProcess, TokenizerPrompts
+from swarm.models.tokenizers.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +32,7 @@ class ServedModel:
     Attributes:
         name: what clients call it.
         model: the distributed model.
+        prompt_maker: makes tokens of conversations and texts; None for this process, with `tokenizer`.
         compute_lock: lets one sequence at a time compute its local part.
         created: Unix time.
     """
@@ -37,6 +40,7 @@ class ServedModel:
     name: str
     model: Any
     tokenizer: Any
+    prompt_maker: PromptMaker | None = None
     compute_lock: ComputeLock = field(default_factory=ComputeLock)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -54,13 +58,27 @@ class ServedModel:
         Raises:
             UsageError: the model cannot be found or used, or no initial peer answers; see `from_pretrained`.
         """
-        model = AutoDistributedModelForCausalLM.from_pretrained(source, **options)
+        cache_dir = options.get("cache_dir")
+        checkpoint = open_checkpoint(source, revision=options.get("revision"), cache_dir=cache_dir)
         with ExitStack() as on_failure:
+            prompts = PromptProcess(checkpoint.source, checkpoint.revision, cache_dir)
+            on_failure.callback(prompts.close)
+            model = AutoDistributedModelForCausalLM.from_pretrained(source, **options)
             on_failure.callback(model.swarm.close)
-            checkpoint = model.trained.checkpoint
-            tokenizer = load_tokenizer(checkpoint.source, checkpoint.revision)
+            prompts.require_loaded()  # within limits, so that it can be loaded here
+            tokenizer = load_tokenizer(checkpoint.source, checkpoint.revision, cache_dir)
             on_failure.pop_all()
-        return cls(checkpoint.name, model, tokenizer)
+        return cls(checkpoint.name, model, tokenizer, prompts)
+
+    def close(self) -> None:
+        """Leave the swarm, and end the process that makes prompts."""
+        self.model.swarm.close()
+        self.prompts.close()
+
+    @cached_property
+    def prompts(self) -> PromptMaker:
+        """Makes tokens of conversations and texts."""
+        return self.prompt_maker or TokenizerPrompts(self.tokenizer)
 
     @property
     def context_length(self) -> int:

@@ -33,7 +33,7 @@ KEEP_ALIVE_S = 15.0
 """Time between keep-alive comments on a stream, so that proxies do not close it."""
 
 JSON = "application/json"
-HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
+HEADERS = SECURITY_HEADERS
 PAGE_HEADERS = {**SECURITY_HEADERS, "Cache-Control": "no-cache"}
 
 
@@ -135,4 +135,4 @@ def _encode_history(poller: SwarmPoller, model: str | None, hours: float) -> byt
 
 def _error(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
     content = msgspec.json.encode({"error": {"message": message}})
-    return Response(content, status, HEADERS | (headers or {}), JSON)
+    return Response(content, status, {**HEADERS, **(headers or {})}, JSON)

@@ -3,8 +3,9 @@
 The dataclasses are also the JSON of `/api/v1/swarm`, field by field: times are seconds, sizes tokens, rates tokens/s;
 `[start, end)` are blocks. Fields may be added; `VIEW_VERSION` changes when a field is removed or changes its meaning.
 
-**Only servers that clients would use count as coverage**: they are online, serve the revision that most peers serve,
-and have the weights that most of them have. Announced rates are capped as the servers themselves cap them
+**Only servers that clients would use count as coverage**: they are online, and serve the revision that most peers
+serve. A monitor does not know which weights are right; servers that disagree about them all count, and are marked.
+Announced rates are capped as the servers themselves cap them
 (`swarm.server.placement.initial_blocks`), so a false announcement cannot make the swarm look fast.
 """
 
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 
 from swarm.data_structures import ModelInfo, ServerInfo, ServerState
 from swarm.errors import sanitize_text
-from swarm.routing.compatibility import compatible_servers
+from swarm.routing.compatibility import compatible_servers, disputed_blocks
 from swarm.server.placement.initial_blocks import block_throughputs
 
 VIEW_VERSION = 1
@@ -78,6 +79,7 @@ class ServerView:
     Attributes:
         state: "joining", "online" or "offline".
         excluded: why clients do not use it although it is online; empty if they use it.
+        disputed: in which block its weights differ from others' of the same revision; empty if they do not.
         throughput: tokens/s that it adds to each of its blocks.
         compute: blocks x tokens/s, one token at a time.
         forward: blocks x tokens/s, many tokens at once; 0 if not announced.
@@ -98,6 +100,7 @@ class ServerView:
     end: int
     state: str
     excluded: str
+    disputed: str
     version: str
     revision: str
     dtype: str
@@ -196,7 +199,11 @@ def build_model_view(
         for server in found.servers
         if server.peer_id in compatible.excluded
     }
-    views = [_server_view(server, round_trips, reasons) for server in found.servers]
+    disputed = {
+        peer_id: f"its weights of block {block} differ from those of others; clients know which are right"
+        for peer_id, block in disputed_blocks(found.servers).items()
+    }
+    views = [_server_view(server, round_trips, reasons, disputed) for server in found.servers]
     views.sort(key=lambda view: (view.state == "offline", view.start, view.end, view.name, view.peer_id))
     return ModelView(
         name=name,
@@ -278,7 +285,9 @@ def _missing_ranges(
     )
 
 
-def _server_view(server: ServerInfo, round_trips: Mapping[str, float], excluded: Mapping[str, str]) -> ServerView:
+def _server_view(
+    server: ServerInfo, round_trips: Mapping[str, float], excluded: Mapping[str, str], disputed: Mapping[str, str]
+) -> ServerView:
     return ServerView(
         peer_id=server.peer_id,
         short_id=server.short_id,
@@ -287,6 +296,7 @@ def _server_view(server: ServerInfo, round_trips: Mapping[str, float], excluded:
         end=server.span.end,
         state=server.state.name.lower(),
         excluded=shorten(excluded.get(server.peer_id, ""), 256),
+        disputed=disputed.get(server.peer_id, ""),
         version=shorten(server.version),
         revision=shorten(server.revision),
         dtype=shorten(server.compute_dtype),

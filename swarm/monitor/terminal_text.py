@@ -98,6 +98,8 @@ def _table(servers: Sequence[ServerView]) -> str:
     for position, server in enumerate(servers, 1):
         if server.excluded:
             lines[position] += "\n    " + click.style(f"not used: {server.excluded}", fg="yellow")
+        elif server.disputed:
+            lines[position] += "\n    " + click.style(server.disputed, fg="yellow")
         if server.adapters:
             lines[position] += "\n    adapters: " + ", ".join(server.adapters)
     return "\n".join([click.style(lines[0], dim=True), *lines[1:]])

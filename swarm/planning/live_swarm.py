@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from swarm.data_structures import WeightDigests
 from swarm.dht.directory import fetch_servers
 from swarm.dht.validation import AnnouncementValidator
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
@@ -37,11 +38,15 @@ def open_model(
 
 
 async def fetch_compatible_servers(checkpoint: Checkpoint, config: P2PConfig) -> CompatibleServers:
-    """Fetch the servers of a model that are online and hold the same weights. Raises as `Peer.create`."""
+    """Fetch the servers of a model that are online and hold its weights, as far as these are on this machine.
+
+    Raises as `Peer.create`.
+    """
     peer = await Peer.create(config, AnnouncementValidator())
     try:
-        return compatible_servers(
-            await fetch_servers(peer.dht, checkpoint.name, checkpoint.blocks), checkpoint.revision
-        )
+        local = checkpoint.block_digests(0, checkpoint.blocks)
+        digests = WeightDigests(dict(enumerate(local)), f"those in {checkpoint.source}") if local is not None else None
+        servers = await fetch_servers(peer.dht, checkpoint.name, checkpoint.blocks)
+        return compatible_servers(servers, checkpoint.revision, digests)
     finally:
         await peer.shutdown()

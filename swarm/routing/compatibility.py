@@ -1,16 +1,16 @@
 """Selects the announced servers that may be chained: those with the same weights, in an accepted precision.
 
-A client that has the blocks' weights on its own disk knows their digests and trusts only those. Any other client goes
-by the revision. Where servers of one revision announce different digests for a block, the majority decides.
+A client knows the digest of each block from the model's own source (`swarm.models.checkpoints.known_digests`), or has
+pinned it at first use. Servers have no say in it: anybody can start more of them. Who only looks at a swarm knows no
+digests, and so excludes nobody for them, but sees who disagrees.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from swarm.data_structures import ServerInfo, ServerState
+from swarm.data_structures import ServerInfo, ServerState, WeightDigests
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class CompatibleServers:
 def compatible_servers(
     servers: Iterable[ServerInfo],
     revision: str,
-    digests: Sequence[str] | None = None,
+    digests: WeightDigests | None = None,
     quant: Collection[str] | None = None,
     exact: bool = False,
 ) -> CompatibleServers:
@@ -38,7 +38,7 @@ def compatible_servers(
     Args:
         servers: as fetched from the DHT, in any state.
         revision: the client's own revision of the model.
-        digests: the right digest of every block of the model, if the client knows them.
+        digests: that blocks must have; servers of other blocks are excluded. None to compare no digests.
         quant: the quantizations that the client accepts ("none", "int8", "int4", "nf4"); None for any. A digest is
             always that of the checkpoint, whatever the weights were quantized to.
         exact: whether the client refuses servers that compute with some neurons only.
@@ -51,12 +51,11 @@ def compatible_servers(
             same_revision.append(server)
         else:
             excluded[server.peer_id] = f"it serves revision {server.revision}, this client has {revision}"
-    expected = digests if digests is not None else _majority_digests(same_revision)
     usable = []
     for server in same_revision:
-        different = [b for b, digest in enumerate(server.digests, server.span.start) if digest != expected[b]]
-        if different:
-            excluded[server.peer_id] = f"its weights of block {different[0]} are not those that this model has"
+        problem = _wrong_weights(server, digests) if digests is not None else ""
+        if problem:
+            excluded[server.peer_id] = problem
         elif quant is not None and server.quantization not in quant:
             held = "not quantized" if server.quantization == "none" else server.quantization
             excluded[server.peer_id] = f"its weights are {held}, this client accepts {' or '.join(sorted(quant))}"
@@ -69,10 +68,32 @@ def compatible_servers(
     return CompatibleServers(tuple(usable), excluded)
 
 
-def _majority_digests(servers: Sequence[ServerInfo]) -> dict[int, str]:
-    votes: dict[int, Counter[str]] = {}
-    for server in servers:
+def _wrong_weights(server: ServerInfo, digests: WeightDigests) -> str:
+    """Why the server's weights are not the right ones; empty if they are."""
+    for block, digest in enumerate(server.digests, server.span.start):
+        expected = digests.by_block.get(block)
+        if expected is None:
+            return (
+                f"servers announce different weights of block {block}, and nothing here says which are right; give the "
+                "client a file of `swarm digest MODEL --output FILE`: NetworkOptions(digests=FILE), --digests FILE"
+            )
+        if digest != expected:
+            return f"its weights of block {block} are not {digests.origin}"
+    return ""
+
+
+def disputed_blocks(servers: Iterable[ServerInfo]) -> dict[str, int]:
+    """The servers that do not agree with others of the same revision: peer id -> the first block that is disputed."""
+    online = [server for server in servers if server.state is ServerState.ONLINE]
+    announced: dict[tuple[str, int], set[str]] = {}
+    for server in online:
         for block, digest in enumerate(server.digests, server.span.start):
-            votes.setdefault(block, Counter())[digest] += 1
-    # Ties go to the smallest digest, so that all clients decide alike.
-    return {block: min(counter, key=lambda d: (-counter[d], d)) for block, counter in votes.items()}
+            announced.setdefault((server.revision, block), set()).add(digest)
+    found = {}
+    for server in online:
+        disputed = [
+            b for b in range(server.span.start, server.span.end) if len(announced.get((server.revision, b), ())) > 1
+        ]
+        if disputed:
+            found[server.peer_id] = disputed[0]
+    return found

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 
 from swarm.errors import AddressUnavailable
 from swarm.web.connection_timeouts import TimeoutHttpProtocol
+from swarm.web.security_headers import SecurityHeaders
 
 SHUTDOWN_GRACE_S = 3
 """How long unfinished responses may take at the end."""
@@ -57,14 +58,14 @@ class SignalFreeServer(uvicorn.Server):
 async def serve_until_signal(
     app: ASGIApp, listening: socket.socket, max_connections: int, before_shutdown: Callable[[], None] = lambda: None
 ) -> None:
-    """Serve until SIGINT or SIGTERM.
+    """Serve until SIGINT or SIGTERM, with `SECURITY_HEADERS` on every response.
 
     Args:
         max_connections: open at the same time; further ones get status 503.
         before_shutdown: called when the signal arrives, before unfinished responses get their last seconds.
     """
     config = uvicorn.Config(
-        app,
+        SecurityHeaders(app),
         http=TimeoutHttpProtocol,
         ws="none",
         lifespan="off",

@@ -1,4 +1,4 @@
-"""Response headers that restrict what a browser does with the pages."""
+"""Response headers that restrict what browsers do with pages and answers, and what they and proxies keep of them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ SECURITY_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
+    "X-Frame-Options": "DENY",  # the same for browsers that do not know frame-ancestors
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
+    # Pages of other sites load nothing from here; those that --cors allows ask in another mode.
+    "Cross-Origin-Resource-Policy": "same-origin",
+    # Answers belong to who asked for them. The files of the pages, which are the same for everyone, say otherwise.
+    "Cache-Control": "no-store",
 }
 
 

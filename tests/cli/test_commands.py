@@ -27,7 +27,7 @@ OPTIONS = {
     },
     "chat": {
         "model", "--initial-peers", "--membership", "--url", "--key", "--exact", "--system", "--temperature",
-        "--max-tokens", "--seed", "--early-exit", "--help",
+        "--max-tokens", "--seed", "--early-exit", "--digests", "--trust-on-first-use", "--help",
     },
     "doctor": {
         "model", "--initial-peers", "--membership", "--device", "--host-maddrs", "--cache-dir", "--json", "--help",
@@ -37,10 +37,11 @@ OPTIONS = {
         "--membership", "--write", "--json", "--plot", "--help",
     },
     "gateway": {
-        "models", "--initial-peers", "--membership", "--host", "--port", "--keys", "--concurrent", "--queue",
-        "--max-request", "--default-max-tokens", "--cors", "--monitor", "--public-status", "--wire",
-        "--wait-for-blocks", "--exact", "--early-exit", "--exit-boundaries", "--exit-confidence", "--exits-from",
-        "--approximate-exits", "--cache-dir", "--threads", "--log-format", "--help",
+        "models", "--initial-peers", "--membership", "--host", "--port", "--keys", "--open", "--host-name",
+        "--concurrent", "--queue", "--max-request", "--default-max-tokens", "--cors", "--monitor", "--public-status",
+        "--wire", "--wait-for-blocks", "--exact", "--digests", "--trust-on-first-use", "--early-exit",
+        "--exit-boundaries", "--exit-confidence", "--exits-from", "--approximate-exits", "--cache-dir", "--threads",
+        "--log-format", "--help",
     },
     "demo": {"--prompt", "--tokens", "--temperature", "--seed", "--help"},
     "status": {"models", "--initial-peers", "--membership", "--json", "--watch", "--help"},
@@ -51,6 +52,7 @@ OPTIONS = {
     "simulate": {"scenario", "--list", "--plot", "--json", "--seed", "--help"},
     "members": {"--help"},
     "keys": {"--help"},
+    "digest": {"model", "--revision", "--output", "--cache-dir", "--help"},
     "flash": {"--help"},
 }  # fmt: skip
 

@@ -15,7 +15,7 @@ from swarm.gateway.admission import api_keys
 from swarm.gateway.admission.api_keys import KeyLimits
 from swarm.gateway.settings import GatewaySettings
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
-from swarm.models.checkpoints.tokenizer import load_tokenizer
+from swarm.models.tokenizers.tokenizer import load_tokenizer
 from tests.gateways import GatewayProcess, metric_at, run_gateway
 from tests.waiting import wait_until
 
@@ -197,8 +197,8 @@ def test_unknown_addresses_and_methods(gateway):
 def test_a_host_name_that_others_may_own(gateway, guarded):
     """The page of another site may point its own name at this machine. With keys, that does not help it."""
     message = (
-        "without keys this gateway only accepts this machine's own names: use 127.0.0.1, or start it with --keys, "
-        "or with --cors and the origin under which it is reached"
+        "this gateway does not accept requests under this name: use its IP address, or start it with --host-name and "
+        "the name under which it is reached, or with --keys"
     )
     reply = httpx.post(f"{gateway.api}/chat/completions", json=chat(), headers={"Host": "evil.example:8000"})
     assert refusal(reply) == (403, message, None, "wrong_host")

@@ -17,7 +17,7 @@ from swarm import EarlyExit
 from swarm.errors import AdapterMismatch, UsageError
 from swarm.gateway.settings import GatewaySettings
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
-from swarm.models.checkpoints.tokenizer import load_tokenizer
+from swarm.models.tokenizers.tokenizer import load_tokenizer
 from tests.gateways import GatewayProcess, run_gateway
 from tests.swarms import TestSwarm, run_client, run_swarm
 from tests.waiting import wait_until

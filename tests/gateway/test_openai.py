@@ -14,7 +14,8 @@ from langchain_openai import ChatOpenAI
 
 from swarm import NetworkOptions
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
-from swarm.models.checkpoints.tokenizer import load_local_model, load_tokenizer
+from swarm.models.checkpoints.whole_model import load_local_model
+from swarm.models.tokenizers.tokenizer import load_tokenizer
 from tests.gateways import GatewayProcess, metric_at, run_gateway
 from tests.swarms import TestSwarm, run_swarm
 from tests.waiting import wait_until

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from swarm.generation.detokenizer import IncrementalDetokenizer, token_text
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
-from swarm.models.checkpoints.tokenizer import load_tokenizer
+from swarm.models.tokenizers.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -107,15 +107,17 @@ def test_a_liar_does_not_make_a_block_look_quick():
     assert view.coverage[2].throughput < 10 * view.coverage[0].throughput
 
 
-def test_what_others_do_not_use_is_shown_and_does_not_count():
+def test_what_others_do_not_use_is_shown_and_does_not_count_and_disputed_weights_are_marked():
     odd = server_info(0, 2, "odd", digests=("ffffffffffff",) * 2)
     servers = [server_info(0, 2, "one"), server_info(0, 2, "two"), odd, server_info(2, 4, "old", revision="older")]
     view = build_model_view(found(4, *servers), {})
     reasons = {server.peer_id: server.excluded for server in view.servers if server.excluded}
-    assert set(reasons) == {"odd", "old"}
-    assert "weights of block 0" in reasons["odd"]
+    assert set(reasons) == {"old"}
     assert reasons["old"] == "it serves revision older, most serve main"
-    assert [block.servers for block in view.coverage] == [2, 2, 0, 0]
+    assert [block.servers for block in view.coverage] == [3, 3, 0, 0]
+    disputed = {server.peer_id: server.disputed for server in view.servers if server.disputed}
+    assert set(disputed) == {"one", "two", "odd"}
+    assert "weights of block 0 differ from those of others" in disputed["odd"]
 
 
 def test_what_is_coming_is_said_of_what_is_missing():

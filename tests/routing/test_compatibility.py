@@ -5,8 +5,8 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.data_structures import ServerInfo, ServerState, Span
-from swarm.routing.compatibility import compatible_servers
+from swarm.data_structures import ServerInfo, ServerState, Span, WeightDigests
+from swarm.routing.compatibility import compatible_servers, disputed_blocks
 
 
 def server(
@@ -33,7 +33,8 @@ def server(
 
 
 def usable(servers, digests=None, revision="main") -> list[str]:
-    return [one.peer_id for one in compatible_servers(servers, revision, digests).servers]
+    known = WeightDigests(dict(enumerate(digests)), "those of the test") if digests is not None else None
+    return [one.peer_id for one in compatible_servers(servers, revision, known).servers]
 
 
 def test_servers_of_the_same_weights_are_usable_together():
@@ -68,11 +69,6 @@ def test_servers_that_select_neurons_are_refused_if_results_have_to_be_exact():
     assert "NetworkOptions(exact=False) accepts that" in found.excluded["b"]
 
 
-def test_servers_of_an_unwanted_precision_still_say_which_weights_are_right():
-    servers = [server("a", 0, "q"), *(server(name, 0, "x", quantization="int8") for name in "bc")]
-    assert compatible_servers(servers, "main", quant={"none"}).servers == ()
-
-
 def test_only_online_servers_count_and_the_others_are_not_accused():
     servers = [server("a", 0, "x", state=ServerState.JOINING), server("b", 0, "x", state=ServerState.OFFLINE)]
     found = compatible_servers(servers, "main")
@@ -80,25 +76,27 @@ def test_only_online_servers_count_and_the_others_are_not_accused():
     assert found.excluded == {}
 
 
-def test_the_majority_decides_for_a_client_without_weights():
-    servers = [server("a", 0, "xy"), server("odd", 0, "xq"), server("b", 1, "y")]
-    found = compatible_servers(servers, "main")
-    assert [one.peer_id for one in found.servers] == ["a", "b"]
-    assert "block 1" in found.excluded["odd"]
+def test_who_knows_no_digests_excludes_nobody_for_them_but_sees_who_disagrees():
+    servers = [server("a", 0, "xy"), server("odd", 0, "xq"), server("b", 1, "y"), server("c", 2, "z")]
+    assert usable(servers) == ["a", "odd", "b", "c"]
+    assert disputed_blocks(servers) == {"a": 1, "odd": 1, "b": 1}
+
+
+def test_other_revisions_and_absent_servers_dispute_nothing():
+    servers = [
+        server("a", 0, "x"),
+        server("old", 0, "q", revision="old"),
+        server("gone", 0, "q", state=ServerState.OFFLINE),
+    ]
+    assert disputed_blocks(servers) == {}
 
 
 def test_a_server_that_is_odd_in_one_block_is_not_used_for_the_others():
-    servers = [server("a", 0, "xyz"), server("b", 0, "xyz"), server("odd", 0, "xyq")]
-    assert usable(servers) == ["a", "b"]
-
-
-def test_other_revisions_and_absent_servers_have_no_vote():
-    servers = [
-        server("a", 0, "x"),
-        *(server(f"old{n}", 0, "q", revision="old") for n in range(3)),
-        *(server(f"gone{n}", 0, "q", state=ServerState.OFFLINE) for n in range(3)),
-    ]
-    assert usable(servers) == ["a"]
+    servers = [server("a", 0, "xyz"), server("odd", 0, "xyq")]
+    known = WeightDigests({0: "x", 1: "y", 2: "z"}, "those in demo/")
+    found = compatible_servers(servers, "main", known)
+    assert found.servers == (servers[0],)
+    assert found.excluded == {"odd": "its weights of block 2 are not those in demo/"}
 
 
 def test_a_client_that_knows_the_weights_believes_nobody_else():
@@ -107,19 +105,30 @@ def test_a_client_that_knows_the_weights_believes_nobody_else():
     assert usable(servers, digests=["x", "n", "z"]) == []
 
 
-def test_a_draw_is_decided_alike_by_everybody():
-    servers = [server("a", 0, "x"), server("b", 0, "w")]
-    assert usable(servers) == usable(servers[::-1]) == ["b"]
+def test_a_block_whose_digest_is_not_known_is_not_used():
+    found = compatible_servers([server("a", 0, "xy")], "main", WeightDigests({0: "x"}, "those of the test"))
+    assert found.servers == ()
+    assert "different weights of block 1" in found.excluded["a"]
+    assert "--digests FILE" in found.excluded["a"]
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.text("xyz", min_size=1, max_size=3)), max_size=8))
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.text("xyz", min_size=1, max_size=3)), max_size=8),
+    st.dictionaries(st.integers(0, 5), st.sampled_from("xyz")),
+)
 @settings(deadline=None)
-def test_what_is_usable_never_disagrees_and_nobody_is_forgotten(specs):
+def test_what_is_usable_is_right_and_nobody_is_forgotten(specs, by_block):
     servers = [server(f"p{n}", start, digests) for n, (start, digests) in enumerate(specs)]
-    found = compatible_servers(servers, "main")
-    seen: dict[int, str] = {}
+    known = WeightDigests(by_block, "those of the test")
+    found = compatible_servers(servers, "main", known)
     for one in found.servers:
         for block, digest in enumerate(one.digests, one.span.start):
-            assert seen.setdefault(block, digest) == digest
+            assert by_block[block] == digest
     assert sorted([*(one.peer_id for one in found.servers), *found.excluded]) == sorted(s.peer_id for s in servers)
-    assert compatible_servers(servers[::-1], "main").excluded.keys() == found.excluded.keys()
+    assert compatible_servers(servers[::-1], "main", known).excluded.keys() == found.excluded.keys()
+
+
+@given(st.text("xy", min_size=1, max_size=3), st.lists(st.text("xyz", min_size=1, max_size=3), max_size=20))
+def test_no_number_of_others_excludes_a_server_with_the_right_weights(right, others):
+    servers = [server("honest", 0, right), *(server(f"p{n}", 0, digests) for n, digests in enumerate(others))]
+    assert "honest" in usable(servers, digests=list(right + "zzz"))

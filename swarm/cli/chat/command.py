@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,7 @@ KEY_VARIABLE = "SWARM_API_KEY"
     help="Use no server that computes with some neurons only (sparse). With --url the gateway decides.  "
     "[default: exact]",
 )
+@console.weight_options
 @click.option("--system", default="", help="System prompt: instructions for the model.")
 @click.option(
     "--temperature", type=click.FloatRange(0, 2), help="0 always takes the likeliest token.  [default: the model's]"
@@ -53,6 +55,8 @@ def main(
     url: str | None,
     key: str | None,
     exact: bool,
+    digests: Path | None,
+    trust_on_first_use: bool,
     system: str,
     temperature: float | None,
     max_tokens: int | None,
@@ -76,7 +80,9 @@ def main(
                 backend: ChatBackend = _gateway_backend(url, key, model)
             else:
                 peers = console.split_addresses(initial_peers)
-                backend = _swarm_backend(terminal.interactive, model, peers, membership, exact)
+                backend = _swarm_backend(
+                    terminal.interactive, model, peers, membership, exact, digests, trust_on_first_use
+                )
         try:
             Dialogue(backend, terminal, AnswerOptions(temperature, max_tokens, seed, early_exit), system).run()
         finally:
@@ -90,7 +96,13 @@ def _gateway_backend(url: str, key: str | None, model: str | None) -> ChatBacken
 
 
 def _swarm_backend(
-    interactive: bool, model: str | None, peers: tuple[str, ...], membership: str | None, exact: bool
+    interactive: bool,
+    model: str | None,
+    peers: tuple[str, ...],
+    membership: str | None,
+    exact: bool,
+    digests: Path | None,
+    trust_on_first_use: bool,
 ) -> ChatBackend:
     if not peers:
         raise InvalidOption(
@@ -107,7 +119,8 @@ def _swarm_backend(
     from swarm.transport.p2p import quiet_hivemind
 
     quiet_hivemind()
-    return SwarmBackend(model, initial_peers=peers, membership=membership, network=NetworkOptions(exact=exact))
+    network = NetworkOptions(exact=exact, digests=digests, trust_on_first_use=trust_on_first_use)
+    return SwarmBackend(model, initial_peers=peers, membership=membership, network=network)
 
 
 def _exit_on_signal(number: int, frame: FrameType | None) -> None:

@@ -44,7 +44,7 @@ class SwarmBackend:
     def close(self) -> None:
         """Leave the swarm."""
         self._runner.close()
-        self._served.model.swarm.close()
+        self._served.close()
 
     async def _answer(self, messages: Sequence[ConversationMessage], options: AnswerOptions, on_piece: OnPiece) -> None:
         sequences = chat_sequences(

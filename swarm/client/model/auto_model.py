@@ -17,6 +17,7 @@ from swarm.client.local_blocks import LocalBlocks, parse_local_blocks
 from swarm.client.model.generation_mixin import ActiveSessions, DistributedGenerationMixin, DistributedModelMixin
 from swarm.client.model.remote_sequential import RemoteLayer, RemoteSequential
 from swarm.client.model.transformers_hooks import ForwardHooks
+from swarm.client.routes.weight_pins import make_pins
 from swarm.client.threads.shared_head import share_head
 from swarm.client.tuning.options import TuningConfig, TuningOptions, resolve_tuning
 from swarm.client.tuning.trained import TrainedParameters
@@ -172,8 +173,8 @@ def _load_model(config: ClientConfig, request: _ModelRequest) -> Any:
     if config.local_blocks is not None:
         span_model = load_span(checkpoint, config.local_blocks, dtype=request.dtype, device=torch.device("cpu"))
         local = LocalBlocks(span_model)
-    digests = checkpoint.block_digests(0, checkpoint.blocks)
-    identity = ModelIdentity(checkpoint.name, checkpoint.revision, checkpoint.blocks, digests)
+    pins = make_pins(checkpoint, config.network.digests, config.network.trust_on_first_use)
+    identity = ModelIdentity(checkpoint.name, checkpoint.revision, checkpoint.blocks, pins)
     connection = SwarmConnection(config, identity, local)
     try:
         return _assemble_model(connection, request)

@@ -192,7 +192,8 @@ class RoutePlanner:
                 announced = await fetch_servers(self._peer.dht, model.name, model.blocks)
         except TimeoutError:
             raise DhtError(f"no answer within {REFRESH_TIMEOUT_S:.0f} s; the servers known before are used") from None
-        found = compatible_servers(announced, model.revision, model.digests, network.weight_forms, network.exact)
+        digests = await asyncio.to_thread(model.pins.learn, announced) if model.pins is not None else None
+        found = compatible_servers(announced, model.revision, digests, network.weight_forms, network.exact)
         self.router.update(found.servers, found.excluded)
         _ = self.router.snapshot.links  # computed now, so that no failover has to wait for it
         self._refreshed_at = time.monotonic()

@@ -1,9 +1,10 @@
-"""Checks the Host header of a gateway without keys that listens on loopback, against DNS rebinding.
+"""Checks the Host header of a gateway that asks for no key, against DNS rebinding.
 
-A page of another site cannot read responses of this machine. But the owner of a domain may point its name at 127.0.0.1
-once the page is loaded, and then this machine counts as the page's own origin. Its requests still carry the domain in
-`Host`. A name that nobody else can own is safe: an IP address, a name without a dot, or one that public DNS does not
-have.
+A page of another site cannot read this gateway's responses. But the owner of a domain may point its name at the
+gateway's address once the page is loaded, and then the gateway counts as the page's own origin. Its requests still
+carry the domain in `Host`. A name that nobody else can own is safe: an IP address, a name without a dot, or one that
+public DNS does not have. All others have to be named by the gateway's operator. It is the same on loopback and in a
+local network: the browser that is tricked is inside.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import ipaddress
 import logging
 import socket
 from collections.abc import Collection
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -26,18 +26,23 @@ PRIVATE_SUFFIXES = (".localhost", ".local", ".internal")
 """Top-level names that public DNS does not have."""
 
 REFUSAL = (
-    "without keys this gateway only accepts this machine's own names: use 127.0.0.1, or start it with --keys, "
-    "or with --cors and the origin under which it is reached"
+    "this gateway does not accept requests under this name: use its IP address, or start it with --host-name and the "
+    "name under which it is reached, or with --keys"
 )
 
 
 def is_local_name(host: str) -> bool:
     """Whether `host`, the value of a `Host` header, is a name that nobody else can own."""
+    name = name_of(host)
+    return "." not in name or name.startswith("[") or name.endswith(PRIVATE_SUFFIXES) or is_address(name)
+
+
+def name_of(host: str) -> str:
+    """The name or address in the value of a `Host` header, or in the part of a URL that it comes from: no port."""
     name = host.strip().lower()
     if name.startswith("["):
-        return name.find("]") > 0
-    name = name.partition(":")[0].rstrip(".")
-    return "." not in name or name.endswith(PRIVATE_SUFFIXES) or is_address(name)
+        return name[: name.find("]") + 1] or "."  # brackets that do not close are nobody's name
+    return name.partition(":")[0].rstrip(".")
 
 
 def is_address(host: str) -> bool:
@@ -51,23 +56,19 @@ def is_address(host: str) -> bool:
 
 def is_loopback(listening: socket.socket) -> bool:
     """Whether the socket is only reachable from this machine."""
-    return ipaddress.ip_address(listening.getsockname()[0]).is_loopback
+    return ipaddress.ip_address(listening.getsockname()[0].partition("%")[0]).is_loopback
 
 
 class HostCheck:
-    """Rejects requests whose Host header is not one of this machine's own names.
+    """Rejects requests whose Host header is neither one of this machine's own names nor one of `host_names`."""
 
-    Args:
-        origins: whose names are accepted, too, such as that of a reverse proxy on this machine; `*` accepts all.
-    """
-
-    def __init__(self, app: ASGIApp, origins: Collection[str] = ()) -> None:
+    def __init__(self, app: ASGIApp, host_names: Collection[str] = ()) -> None:
         self._app = app
-        self._also_accepted = {urlsplit(origin).netloc or origin for origin in origins}
+        self._host_names = {name_of(name) for name in host_names}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         host = Headers(scope=scope).get("host", "")
-        if is_local_name(host) or "*" in self._also_accepted or host.lower() in self._also_accepted:
+        if is_local_name(host) or name_of(host) in self._host_names:
             await self._app(scope, receive, send)
             return
         logger.info("Rejected a request for host %r", host[:100])

@@ -42,7 +42,7 @@ class EventStreamResponse(Response):
         self.init_headers(
             {
                 "Content-Type": "text/event-stream; charset=utf-8",
-                "Cache-Control": "no-cache",
+                "Cache-Control": "no-store",
                 "X-Accel-Buffering": "no",  # asks reverse proxies to pass each part on at once
             }
         )

@@ -1,8 +1,14 @@
-"""Reads request bodies that are bounded in size and time, and in memory for all of them together."""
+"""Reads request bodies that are bounded in size and time, and in memory for all requests together.
+
+What a request holds is charged from its first byte on until it is admitted, whatever it has become by then: bytes that
+are being read, decoded objects that wait for a thread, or tokens that wait for their turn. From admission on, the
+number of requests that run is what bounds them.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from types import TracebackType
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -12,63 +18,126 @@ from swarm.gateway.openai.api_errors import PayloadTooLarge, RequestTimeout, Ser
 MAX_CONTENT_LENGTH_DIGITS = 18
 """A longer Content-Length exceeds every limit and is not parsed as a number."""
 
+CHARACTER_BYTES = 4
+"""Python keeps a text with one character beyond the basic plane in 4 bytes for each."""
 
-class BodyMemory:
-    """Memory for all bodies that are being read at the same time.
+VALUE_BYTES = 96
+"""What a value of JSON takes in memory at most, beside its characters: the smallest are empty arrays and objects."""
+
+TOKEN_BYTES = 40
+"""What a token id takes in memory: a Python integer, and its place in a list."""
+
+
+class RequestMemory:
+    """Memory for all requests that are not admitted yet. For one event loop.
 
     Args:
         size_bytes: how much there is.
     """
 
     def __init__(self, size_bytes: int) -> None:
-        self._free_bytes = size_bytes
+        self._size_bytes = size_bytes
+        self._held: dict[str | None, int] = {}
 
-    def reserve(self, count: int) -> None:
-        """Take this many bytes.
+    @property
+    def free_bytes(self) -> int:
+        """How much nobody holds."""
+        return self._size_bytes - sum(self._held.values())
+
+    def charge(self, key_name: str | None, count: int) -> None:
+        """Take this many bytes for a request of this key. One key gets at most half, requests without keys all.
 
         Raises:
-            ServiceUnavailable: not so many are free.
+            PayloadTooLarge: they would never be free.
+            ServiceUnavailable: not so many are free now.
         """
-        if count > self._free_bytes:
+        share = self._size_bytes // 2 if key_name is not None else self._size_bytes
+        held = self._held.get(key_name, 0)
+        if count > min(share - held, self.free_bytes):
+            if count > share:
+                raise PayloadTooLarge("the request takes too much memory; send a shorter one", code="too_large")
             raise ServiceUnavailable(
-                "the gateway is reading too many large requests at once; try again in a moment",
+                "the gateway is holding too many large requests at once; try again in a moment",
                 code="too_much_at_once",
                 retry_after_s=1.0,
             )
-        self._free_bytes -= count
+        self._held[key_name] = held + count
 
-    def release(self, count: int) -> None:
+    def release(self, key_name: str | None, count: int) -> None:
         """Give this many bytes back."""
-        self._free_bytes += count
+        self._held[key_name] -= count
+        if not self._held[key_name]:
+            del self._held[key_name]
 
 
-async def read_body(request: Request, max_bytes: int, timeout_s: float, memory: BodyMemory) -> bytes:
-    """The request's body.
+class RequestRoom:
+    """What one request holds of a `RequestMemory`; given back when the context ends, or before by `release`.
+
+    Args:
+        memory: of all requests.
+        key_name: whose request it is; None without keys.
+    """
+
+    def __init__(self, memory: RequestMemory, key_name: str | None) -> None:
+        self._memory = memory
+        self._key_name = key_name
+        self._bytes = 0
+
+    def hold(self, count: int) -> None:
+        """Take this many bytes besides. Raises as `RequestMemory.charge`."""
+        self._memory.charge(self._key_name, count)
+        self._bytes += count
+
+    def release(self) -> None:
+        """Give everything back."""
+        if self._bytes:
+            self._memory.release(self._key_name, self._bytes)
+            self._bytes = 0
+
+    def __enter__(self) -> RequestRoom:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def decoded_bytes(body: bytes) -> int:
+    """The most that a JSON document takes in memory once it is decoded. Counts, and decodes nothing."""
+    values = body.count(b",") + body.count(b":") + body.count(b"{") + body.count(b"[")
+    return CHARACTER_BYTES * len(body) + VALUE_BYTES * values
+
+
+async def read_body(request: Request, max_bytes: int, timeout_s: float, room: RequestRoom) -> bytes:
+    """The request's body. `room` then holds what it takes, as it is and decoded.
 
     Raises:
-        PayloadTooLarge: the body is larger than `max_bytes`.
+        PayloadTooLarge: the body is larger than `max_bytes`, or takes more memory than one request gets.
         RequestTimeout: the body did not arrive within `timeout_s`.
-        ServiceUnavailable: too many other bodies are being read.
+        ServiceUnavailable: too many other requests hold memory.
         ClientDisconnected: the client disconnected before the body was complete.
     """
     announced = request.headers.get("content-length", "0")
     if len(announced) > MAX_CONTENT_LENGTH_DIGITS or (announced.isdigit() and int(announced) > max_bytes):
         raise _too_large(max_bytes)
-    body = bytearray()
+    parts: list[bytes] = []
+    size = 0
     try:
         async with asyncio.timeout(timeout_s):
             async for part in request.stream():
-                memory.reserve(len(part))
-                body += part
-                if len(body) > max_bytes:
+                size += len(part)
+                if size > max_bytes:
                     raise _too_large(max_bytes)
+                room.hold(len(part))
+                parts.append(part)
     except TimeoutError:
         raise RequestTimeout(f"the request did not arrive within {timeout_s:.0f} s") from None
     except ClientDisconnect:
         raise ClientDisconnected from None
-    finally:
-        memory.release(len(body))
-    return bytes(body)
+    body = b"".join(parts)
+    room.hold(decoded_bytes(body))
+    return body
 
 
 def _too_large(max_bytes: int) -> PayloadTooLarge:

@@ -157,7 +157,7 @@ class _AdapterReader:
     def __init__(self, source: str, config: AdapterConfig, checkpoint: Checkpoint, tensors: safe_open) -> None:
         self._source, self._config, self._checkpoint, self._tensors = source, config, checkpoint, tensors
         self._modules: LoraTargets = find_lora_targets(checkpoint.config)
-        place = rf"(?:[a-z_]+\.){{0,3}}?{re.escape(self._modules.layers_path)}\.(\d+)\.(.+)"
+        place = rf"(?:[a-z_]+\.){{0,3}}?{re.escape(self._modules.layers_path)}\.(\d{{1,9}})\.(.+)"
         self._lora = re.compile(rf"(?:base_model\.model\.)?({place})\.lora_(A|B)\.(?:default\.)?weight")
 
     def read(self, span: Span) -> StoredAdapter:

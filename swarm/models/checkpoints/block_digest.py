@@ -2,21 +2,37 @@
 
 The digest guards against mistakes (another fine-tune under the same name, a broken download). It does not guard against
 a server that lies, which could announce any digest. So large tensors are only sampled: a client can then afford to
-check the digest against its own copy of the weights. A tensor of at most `MAX_FULLY_HASHED_BYTES` is hashed completely;
-of a larger one, `SAMPLED_PAGES` evenly spread pages are hashed, including the first and the last.
+compute the digests of all blocks from the model's own files, also where these are on the hub (`hub_digests`). A tensor
+of at most `MAX_FULLY_HASHED_BYTES` is hashed completely; of a larger one, evenly spread pages are, including the first
+and the last.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
-MAX_FULLY_HASHED_BYTES = 1 << 20
-SAMPLED_PAGES = 256
+MAX_FULLY_HASHED_BYTES = 1 << 16
 PAGE_BYTES = 4096
+SAMPLED_PAGES = 4
+"""Of a large tensor."""
+
+MAX_BLOCK_PAGES = 128
+"""Of all large tensors of a block. Where a block has hundreds, for experts, each gets fewer pages, or some get none."""
+
 DIGEST_HEX_DIGITS = 12
+
+
+@dataclass(frozen=True)
+class TensorForm:
+    """What a digest covers of a tensor beside its values: `dtype` is torch's name of it, such as "torch.bfloat16"."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    size_bytes: int
 
 
 def block_digest(tensors: Mapping[str, torch.Tensor]) -> str:
@@ -25,20 +41,49 @@ def block_digest(tensors: Mapping[str, torch.Tensor]) -> str:
     Args:
         tensors: name inside the block (`self_attn.q_proj.weight`) to tensor, any dtype, CPU.
     """
+    forms = {name: TensorForm(tuple(one.shape), str(one.dtype), one.nbytes) for name, one in tensors.items()}
+
+    def read(name: str, offset: int, length: int) -> memoryview:
+        data = tensors[name].detach().contiguous().view(-1).view(torch.uint8)
+        return data[offset : offset + length].numpy().data
+
+    return digest_of(forms, read)
+
+
+def digest_of(forms: Mapping[str, TensorForm], read: Callable[[str, int, int], bytes | memoryview]) -> str:
+    """Digest of a block.
+
+    Args:
+        forms: of its tensors, by their names inside the block.
+        read: the bytes of a tensor from an offset on; called for `sampled_ranges`.
+    """
     state = hashlib.sha256()
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        state.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-        _update(state, tensor)
+    ranges = sampled_ranges({name: form.size_bytes for name, form in forms.items()})
+    for name in sorted(forms):
+        state.update(f"{name} {forms[name].shape} {forms[name].dtype}\n".encode())
+        for offset, length in ranges[name]:
+            state.update(read(name, offset, length))
     return state.hexdigest()[:DIGEST_HEX_DIGITS]
 
 
-def _update(state: hashlib._Hash, tensor: torch.Tensor) -> None:
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    if data.numel() <= MAX_FULLY_HASHED_BYTES:
-        state.update(data.numpy().data)
-        return
-    last = data.numel() - PAGE_BYTES
-    for page in range(SAMPLED_PAGES):
-        offset = last * page // (SAMPLED_PAGES - 1)
-        state.update(data[offset : offset + PAGE_BYTES].numpy().data)
+def sampled_ranges(sizes: Mapping[str, int]) -> dict[str, list[tuple[int, int]]]:
+    """Which bytes of each tensor of a block are hashed: (offset, length), ascending. Pure.
+
+    Args:
+        sizes: in bytes, by the tensor's name.
+    """
+    large = sorted(name for name, size in sizes.items() if size > MAX_FULLY_HASHED_BYTES)
+    pages = max(1, min(SAMPLED_PAGES, MAX_BLOCK_PAGES // max(1, len(large))))
+    count = min(len(large), MAX_BLOCK_PAGES)
+    looked_at = {large[len(large) * number // count] for number in range(count)}
+    ranges: dict[str, list[tuple[int, int]]] = {}
+    for name, size in sizes.items():
+        if size <= MAX_FULLY_HASHED_BYTES:
+            ranges[name] = [(0, size)] if size else []
+        elif name in looked_at:
+            last = size - PAGE_BYTES
+            steps = max(1, pages - 1)
+            ranges[name] = [(last * page // steps, PAGE_BYTES) for page in range(pages)]
+        else:
+            ranges[name] = []
+    return ranges

@@ -15,18 +15,21 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from huggingface_hub import constants, hf_hub_download
+from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
-from swarm.errors import CheckpointError, InvalidSpan, ModelNotFound
+from swarm.common.checked_json import parse_json
+from swarm.errors import CheckpointError, InvalidSpan, ModelNotFound, UnsupportedModel
+from swarm.models.checkpoints import config_limits
 from swarm.models.checkpoints.block_digest import block_digest
 from swarm.models.cutting import families
 from swarm.models.cutting.model_inspection import ModelStructure, inspect_model
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+MAX_INDEX_BYTES = 64 << 20
 _OTHER_TOWERS = re.compile(r"(?:^|.*\.)(?:vision|visual|audio|encoder|mtp)")
 DEMO_FOLDER = Path(__file__).parents[1] / "demo"
 """The small trained model that comes with the package."""
@@ -42,6 +45,7 @@ class Checkpoint:
         revision: what peers compare: the hub's commit, or for a folder a digest of its config and tensor index.
         config: transformers config; copy it before changing it.
         fetch: downloads one of the checkpoint's files if necessary, and returns its local path.
+        cached: the local path of one of its files if it is on this machine, else None.
     """
 
     name: str
@@ -49,15 +53,16 @@ class Checkpoint:
     revision: str
     config: PreTrainedConfig
     fetch: Callable[[str], Path] = field(repr=False)
+    cached: Callable[[str], Path | None] = field(repr=False)
 
     @cached_property
     def weight_map(self) -> dict[str, str]:
         """For each tensor's name, the file that holds the tensor."""
         try:
-            return _parse_weight_map(self.fetch(INDEX_FILE).read_bytes())
+            return _parse_weight_map(_read_small(self.fetch(INDEX_FILE), MAX_INDEX_BYTES))
         except EntryNotFoundError:
             pass
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{INDEX_FILE} of {self.source} cannot be read: {_first_line(error)}") from error
         try:
             with _open(self.fetch(SINGLE_FILE)) as shard:
@@ -90,7 +95,14 @@ class Checkpoint:
     @cached_property
     def structure(self) -> ModelStructure:
         """Where the model keeps its layers and how large they are, see `ModelStructure`."""
-        return inspect_model(self.config)
+        try:
+            return inspect_model(self.config)
+        except UnsupportedModel:
+            raise
+        except Exception as error:  # a family's code raises anything if the sizes of a config do not go together
+            raise CheckpointError(
+                f"no model can be built by config.json of {self.source}: {_first_line(error)}"
+            ) from error
 
     @property
     def blocks(self) -> int:
@@ -123,18 +135,17 @@ class Checkpoint:
         # A checkpoint may have been saved from the base model or from a model that wraps it; only a wrapper's name
         # ("model.", "transformer.", "language_model.model.") may precede the path.
         wrappers = rf"(?!{_OTHER_TOWERS.pattern})(?:[a-z_]+\.){{0,3}}?"
-        return re.compile(rf"^{wrappers}{re.escape(self.structure.layers_path)}\.(\d+)\.(.+)$")
+        return re.compile(rf"^{wrappers}{re.escape(self.structure.layers_path)}\.(\d{{1,9}})\.(.+)$")
 
     def block_digests(self, start: int, end: int) -> list[str] | None:
         """Digests of blocks [start, end), or None if some of their files are not on this machine."""
-        if not Path(self.source).is_dir():
-            return None
         blocks: dict[int, dict[str, str]] = {block: {} for block in range(start, end)}
         for name in self.weight_map:
             place = self.locate(name)
             if place is not None and place[0] in blocks:
                 blocks[place[0]][name] = place[1]
-        if any(not (Path(self.source) / self.weight_map[name]).exists() for names in blocks.values() for name in names):
+        files = {self.weight_map[name] for names in blocks.values() for name in names}
+        if any(self.cached(file) is None for file in files):
             return None
         # Each block opens its files again: pages that were read stay in memory until the files are closed.
         return [block_digest({names[name]: one for name, one in self._read(names)}) for names in blocks.values()]
@@ -152,7 +163,7 @@ class Checkpoint:
             return None
         try:
             return GenerationConfig.from_pretrained(str(path.parent), local_files_only=True)
-        except (OSError, ValueError, TypeError, AttributeError) as error:
+        except Exception as error:  # foreign input, which transformers validates in many places
             raise CheckpointError(f"{path.name} of {self.source} cannot be used: {_first_line(error)}") from error
 
 
@@ -203,8 +214,11 @@ def _open_folder(folder: Path, name: str) -> Checkpoint:
             raise EntryNotFoundError(file)
         return path
 
+    def cached(file: str) -> Path | None:
+        return folder / file if (folder / file).is_file() else None
+
     config = _read_config(fetch, str(folder))
-    return Checkpoint(name, str(folder), _folder_revision(folder), config, fetch)
+    return Checkpoint(name, str(folder), _folder_revision(folder), config, fetch, cached)
 
 
 def _folder_revision(folder: Path) -> str:
@@ -234,10 +248,14 @@ def _open_repository(repository: str, revision: str | None, cache_dir: str | Pat
         except OSError as error:
             raise _unreachable(repository, error) from error
 
+    def cached(file: str) -> Path | None:
+        found = try_to_load_from_cache(repository, file, cache_dir=cache_dir, revision=commit)
+        return Path(found) if isinstance(found, str) else None
+
     config = _read_config(fetch, repository)
     # The cache keeps files under snapshots/<commit>. From here on, every file comes from this commit.
     commit = fetch(constants.CONFIG_NAME).parent.name
-    return Checkpoint(name, repository, commit, config, fetch)
+    return Checkpoint(name, repository, commit, config, fetch, cached)
 
 
 def _read_config(fetch: Callable[[str], Path], source: str) -> PreTrainedConfig:
@@ -246,13 +264,29 @@ def _read_config(fetch: Callable[[str], Path], source: str) -> PreTrainedConfig:
     except EntryNotFoundError:
         raise ModelNotFound(f"{source} has no config.json, so it is not a transformers model") from None
     try:
-        config = AutoConfig.from_pretrained(str(path.parent), local_files_only=True, trust_remote_code=False)
+        problem = config_limits.json_problem(parse_json(_read_small(path, config_limits.MAX_CONFIG_BYTES)))
+        if not problem:
+            config = AutoConfig.from_pretrained(str(path.parent), local_files_only=True, trust_remote_code=False)
+            families.check_supported(config)
+            problem = config_limits.values_problem(lambda name: getattr(config, name, None))
+    except UnsupportedModel:
+        raise
     except Exception as error:  # foreign input; each family's config class raises its own errors
         raise ModelNotFound(f"config.json of {source} cannot be used: {_first_line(error)}") from error
-    families.check_supported(config)
+    if problem:
+        raise ModelNotFound(f"config.json of {source} cannot be used: {problem}")
     if getattr(config, "attn_logit_softcapping", None):
         config._attn_implementation = "eager"  # before 5.20, transformers let gemma2 use sdpa, which knows no soft cap
     return config
+
+
+def _read_small(path: Path, max_bytes: int) -> bytes:
+    """The content of a file. Raises `ValueError` if it is larger, and reads no more than that."""
+    with path.open("rb") as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise ValueError(f"it is larger than {max_bytes} bytes")
+    return data
 
 
 def _unreachable(repository: str, error: Exception) -> ModelNotFound:

@@ -13,7 +13,6 @@ import torch
 from swarm.data_structures import Span
 from swarm.errors import CheckpointError, PackedFileError, format_blocks
 from swarm.models.checkpoints.checkpoint import Checkpoint
-from swarm.models.checkpoints.tokenizer import load_tokenizer
 from swarm.models.flash.files.block_files import PackedModel
 from swarm.models.flash.files.planned_blocks import PlannedBlock, plan_span
 from swarm.models.flash.files.preparation import add_predictor, open_span
@@ -22,6 +21,7 @@ from swarm.models.flash.neurons.predictor import encode_predictor
 from swarm.models.flash.plans.block_choice import BlockPlanner
 from swarm.models.flash.plans.block_plan import RecordKind
 from swarm.models.loading.neuron_calibration import calibrate, calibration_text, calibration_tokens
+from swarm.models.tokenizers.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 

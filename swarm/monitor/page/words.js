@@ -54,6 +54,7 @@ const MOBILITY = { pinned: "keeps its blocks", cooling: "moved recently", free: 
 /** The state of a server. */
 export function stateOf(server) {
   if (server.excluded) return `not used: ${server.excluded}`;
+  if (server.disputed) return server.disputed;
   if (server.state === "joining") return "loading its blocks";
   if (server.state === "offline") return "has left";
   return MOBILITY[server.mobility] ?? server.mobility;

@@ -19,6 +19,7 @@ from dataclasses import fields as dataclass_fields
 from pathlib import Path
 
 from swarm.common.checked_json import fields, items, number, parse_json, text, to_json
+from swarm.common.folders import cache_folder
 
 logger = logging.getLogger(__name__)
 
@@ -88,12 +89,8 @@ class _CachedThroughput:
 
 def default_path() -> Path | None:
     """`$XDG_CACHE_HOME/swarm/throughput.json`, by default under `~/.cache`; None where there is no home."""
-    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    try:
-        folder = given if given.is_absolute() else Path.home() / ".cache"  # the standard ignores relative paths
-    except RuntimeError:
-        return None
-    return folder / "swarm" / "throughput.json"
+    folder = cache_folder()
+    return folder / "throughput.json" if folder is not None else None
 
 
 def lookup(path: Path, conditions: MeasurementConditions, now: float) -> Throughput | None:

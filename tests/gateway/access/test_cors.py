@@ -15,7 +15,6 @@ OURS = "https://chat.example"
     ("site", "origin", "origins", "may"),
     [
         (None, None, (), True),  # no browser
-        (None, "https://else.where", (), True),  # nor this: a browser says both
         ("same-origin", "http://127.0.0.1:8000", (), True),
         ("none", None, (), True),
         ("cross-site", "https://else.where", (), False),
@@ -35,3 +34,33 @@ def test_pages_from_elsewhere(site, origin, origins, may):
     else:
         with pytest.raises(OriginNotAllowed, match="pages of other sites may not use this gateway"):
             check_origin(headers, origins)
+
+
+@pytest.mark.parametrize(
+    ("origin", "host", "origins", "may"),
+    [
+        ("http://192.168.1.5:8000", "192.168.1.5:8000", (), True),
+        ("http://192.168.1.5", "192.168.1.5:80", (), True),
+        ("https://chat.example", "chat.example", (), True),  # behind a proxy
+        ("https://chat.example", "chat.example:443", (), True),
+        ("http://[::1]:8000", "[::1]:8000", (), True),
+        ("https://ours.example", "127.0.0.1:8000", (), True),  # a proxy that puts its own name into Host
+        ("https://else.where", "192.168.1.5:8000", (), False),
+        ("http://192.168.1.5:3000", "192.168.1.5:8000", (), False),  # another program of that machine
+        ("http://192.168.1.5", "192.168.1.5:8000", (), False),
+        ("https://192.168.1.5.else.where", "192.168.1.5:8000", (), False),
+        ("null", "192.168.1.5:8000", (), False),  # a file, or a frame without an origin
+        ("null", "192.168.1.5:8000", ("*",), True),
+        ("", "192.168.1.5:8000", (), False),
+        ("http://[", "192.168.1.5:8000", (), False),
+        ("https://else.where", "192.168.1.5:8000", ("https://else.where",), True),
+    ],
+)
+def test_browsers_that_do_not_say_where_a_request_comes_from(origin, host, origins, may):
+    """Old ones, and all of them where the gateway is reached over plain HTTP in a local network."""
+    headers = Headers({"origin": origin, "host": host})
+    if may:
+        check_origin(headers, origins, ["ours.example"])
+    else:
+        with pytest.raises(OriginNotAllowed):
+            check_origin(headers, origins, ["ours.example"])

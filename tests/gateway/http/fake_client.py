@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from swarm.gateway.http.request_body import BodyMemory, read_body
+from swarm.gateway.http.request_body import RequestMemory, RequestRoom, read_body
 
 
 class Client:
@@ -46,8 +46,9 @@ class Client:
     def body(self) -> bytes:
         return b"".join(message.get("body", b"") for message in self.got)
 
-    async def read(self, limit: int = 10, seconds: float = 5.0, room: BodyMemory | None = None) -> bytes:
-        return await read_body(Request(self.scope, self.receive), limit, seconds, room or BodyMemory(100))
+    async def read(self, limit: int = 10, seconds: float = 5.0, room: RequestRoom | None = None) -> bytes:
+        room = room or RequestRoom(RequestMemory(100), None)
+        return await read_body(Request(self.scope, self.receive), limit, seconds, room)
 
 
 def run(work: Callable[[], Awaitable[None]]) -> None:

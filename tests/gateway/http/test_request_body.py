@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
+import json
+import tracemalloc
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from swarm.gateway.http.disconnect import ClientDisconnected
-from swarm.gateway.http.request_body import BodyMemory
+from swarm.gateway.http.request_body import (
+    CHARACTER_BYTES,
+    RequestMemory,
+    RequestRoom,
+    decoded_bytes,
+)
 from swarm.gateway.openai.api_errors import PayloadTooLarge, RequestTimeout, ServiceUnavailable
 from tests.gateway.http.fake_client import Client, run
 
@@ -44,15 +53,76 @@ def test_a_client_that_disconnects_before_its_body_is_complete():
     run(work)
 
 
-def test_all_bodies_together_have_limited_memory():
+BODY = 10 * (1 + CHARACTER_BYTES)
+"""What a body of 10 characters takes, as it is and decoded."""
+
+
+def test_a_body_holds_its_room_until_it_is_given_back():
     async def work() -> None:
-        room = BodyMemory(10)
-        first = asyncio.create_task(Client([b"1234567"], leaves=True).read(room=room))
-        with pytest.raises(ClientDisconnected):
-            await first
-        for _ in range(3):  # whatever became of a body, its room is free again
-            assert await Client([b"12345", b"67890"]).read(room=room) == b"1234567890"
-            with pytest.raises(ServiceUnavailable, match="too many large requests at once"):
-                await Client([b"123456", b"78901"]).read(limit=20, room=room)
+        memory = RequestMemory(BODY)
+        for _ in range(3):
+            with RequestRoom(memory, None) as room, RequestRoom(memory, None) as other:
+                assert await Client([b"12345", b"67890"]).read(room=room) == b"1234567890"
+                assert memory.free_bytes == 0
+                with pytest.raises(ServiceUnavailable, match="too many large requests at once"):
+                    await Client([b"1"]).read(room=other)
+                room.release()
+                assert await Client([b"1"]).read(room=other) == b"1"
+            assert memory.free_bytes == BODY
 
     run(work)
+
+
+def test_whatever_becomes_of_a_body_its_room_is_free_again():
+    async def work() -> None:
+        memory = RequestMemory(BODY)
+        for client, error in (
+            (Client([b"1234567"], leaves=True), ClientDisconnected),
+            (Client([b"123456", b"78901"]), PayloadTooLarge),
+        ):
+            with pytest.raises(error), RequestRoom(memory, "ann") as room:
+                await client.read(room=room)
+            assert memory.free_bytes == BODY
+
+    run(work)
+
+
+def test_one_key_gets_half_of_the_room():
+    memory = RequestMemory(100)
+    with RequestRoom(memory, "ann") as first, RequestRoom(memory, "ann") as second, RequestRoom(memory, "bob") as other:
+        first.hold(40)
+        with pytest.raises(ServiceUnavailable):
+            second.hold(11)
+        second.hold(10)
+        other.hold(50)
+        with pytest.raises(ServiceUnavailable):
+            other.hold(1)
+    assert memory.free_bytes == 100
+
+
+def test_what_never_fits_is_refused_for_good():
+    memory = RequestMemory(100)
+    with RequestRoom(memory, "ann") as room, pytest.raises(PayloadTooLarge, match="takes too much memory"):
+        room.hold(51)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=8) | st.dictionaries(st.text(max_size=3), inner, max_size=8),
+    max_leaves=40,
+)
+
+
+@given(VALUES, st.integers(20, 200))
+def test_decoded_values_take_no_more_than_is_charged_for_them(value, times):
+    """Many copies, so that what Python shares between small values or keeps for itself does not count."""
+    body = json.dumps([value] * times, separators=(",", ":"), ensure_ascii=False).encode()
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        decoded = msgspec.json.decode(body)
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(decoded) == times
+    assert after - before <= decoded_bytes(body) + 4096

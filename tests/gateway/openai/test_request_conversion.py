@@ -14,7 +14,8 @@ from swarm.gateway.settings import GatewaySettings
 from swarm.generation.errors import InvalidGenerationRequest
 from swarm.generation.prompts import DEFAULT_COMPLETION_TOKENS, prompt_texts
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
-from swarm.models.checkpoints.tokenizer import load_tokenizer
+from swarm.models.tokenizers.prompt_process import TokenizerPrompts
+from swarm.models.tokenizers.tokenizer import load_tokenizer
 
 CONTEXT = 32
 
@@ -24,7 +25,10 @@ def served() -> Any:
     usual = SimpleNamespace(temperature=None, top_p=None, top_k=None)
     tokenizer = load_tokenizer(DEMO_FOLDER)
     model = SimpleNamespace(generation_config=usual)
-    return SimpleNamespace(name="m", tokenizer=tokenizer, model=model, context_length=CONTEXT, vocabulary_size=1000)
+    prompts = TokenizerPrompts(tokenizer)
+    return SimpleNamespace(
+        name="m", tokenizer=tokenizer, prompts=prompts, model=model, context_length=CONTEXT, vocabulary_size=1000
+    )
 
 
 @pytest.mark.parametrize(("prompt", "room"), [(4, DEFAULT_COMPLETION_TOKENS), (CONTEXT - 3, 3)])

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from swarm.models.checkpoints.block_digest import (
     DIGEST_HEX_DIGITS,
+    MAX_BLOCK_PAGES,
     MAX_FULLY_HASHED_BYTES,
     PAGE_BYTES,
     SAMPLED_PAGES,
     block_digest,
+    sampled_ranges,
 )
 
 SMALL = {"attention.weight": torch.arange(12.0).view(3, 4), "norm.weight": torch.ones(4)}
@@ -72,3 +76,24 @@ def test_large_tensors_are_sampled():
 @pytest.mark.parametrize("tensor", [torch.tensor(1.5), torch.empty(0, 4), torch.ones(3, dtype=torch.bfloat16)])
 def test_odd_tensors(tensor):
     assert len(block_digest({"w": tensor})) == DIGEST_HEX_DIGITS
+
+
+@given(st.lists(st.one_of(st.integers(0, 300), st.integers(60_000, 70_000), st.integers(2**20, 2**34)), max_size=400))
+def test_what_is_read_of_a_block_is_bounded_and_lies_inside_its_tensors(sizes):
+    named = {f"{number:03}": size for number, size in enumerate(sizes)}
+    ranges = sampled_ranges(named)
+    assert ranges.keys() == named.keys()
+    for name, found in ranges.items():
+        assert found == sorted(found)
+        assert all(0 <= offset < offset + length <= named[name] for offset, length in found)
+    small = {name: size for name, size in named.items() if size <= MAX_FULLY_HASHED_BYTES}
+    assert all(sum(length for _, length in ranges[name]) == size for name, size in small.items())
+    pages = [len(ranges[name]) for name in named.keys() - small.keys()]
+    assert sum(pages) <= MAX_BLOCK_PAGES
+    assert sum(pages) >= min(len(pages), MAX_BLOCK_PAGES)
+    assert max(pages, default=0) <= SAMPLED_PAGES
+
+
+def test_a_usual_block_is_sampled_in_all_its_matrices():
+    ranges = sampled_ranges({f"matrix {number}": 2**27 for number in range(7)})
+    assert [len(found) for found in ranges.values()] == [SAMPLED_PAGES] * 7

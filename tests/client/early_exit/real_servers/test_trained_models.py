@@ -14,7 +14,7 @@ from swarm import EarlyExit
 from swarm.client.early_exit import look_meter
 from swarm.client.routes.events import ExitTaken
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
-from swarm.models.checkpoints.tokenizer import load_tokenizer
+from swarm.models.tokenizers.tokenizer import load_tokenizer
 from tests.swarms import run_client, run_swarm
 from tests.waiting import wait_until
 

@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from swarm.errors import ChatTemplateError
-from swarm.models.checkpoints.chat_template import conversation_tokens, template_text, text_tokens
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
-from swarm.models.checkpoints.tokenizer import load_tokenizer
+from swarm.models.tokenizers.chat_template import conversation_tokens, template_text, text_tokens
+from swarm.models.tokenizers.tokenizer import load_tokenizer
 
 TEMPLATE = """{%- for message in messages -%}
 {%- if message.role == 'system' and not loop.first -%}{{ raise_exception('the system speaks first') }}{%- endif -%}

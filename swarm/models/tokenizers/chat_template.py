@@ -1,7 +1,8 @@
 """A conversation as the tokens that a model was trained to answer.
 
-transformers runs the checkpoint's template in a sandbox. A model without a template was not trained for conversations:
-it gets the texts as they are, separated by blank lines, and continues them.
+transformers runs the checkpoint's template in a sandbox, which bounds neither time nor memory: `prompt_process` does. A
+model without a template was not trained for conversations: it gets the texts as they are, separated by blank lines, and
+continues them.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2.exceptions import TemplateError
-
 from swarm.errors import ChatTemplateError
 
 ChatMessage = Mapping[str, Any]
+
+MAX_PROMPT_CHARACTERS = 1 << 24
+"""Of a conversation after the template has written it. No model has a context of so many tokens."""
 
 
 def template_text(tokenizer: Any) -> str | None:
@@ -42,8 +44,11 @@ def conversation_tokens(
     try:
         # Not tokenized here: the text that a template returns already contains the special tokens.
         text = tokenizer.apply_chat_template(list(messages), tools=tools, tokenize=False, add_generation_prompt=True)
-    except (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
-        raise ChatTemplateError(f"the model's chat template does not accept this conversation: {error}") from error
+    except Exception as error:  # a template is a stranger's program, which may raise anything
+        why = str(error) or type(error).__name__
+        raise ChatTemplateError(f"the model's chat template does not accept this conversation: {why}") from error
+    if len(text) > MAX_PROMPT_CHARACTERS:
+        raise ChatTemplateError(f"the model's chat template made a text of {len(text)} characters of this conversation")
     tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return tokens
 

@@ -1,0 +1,98 @@
+"""Files with the digests of a model's blocks, in JSON: beside a checkpoint, given by a user, or kept from before.
+
+    {"format": 1, "model": "org/model", "revision": "5c38…", "digests": ["0123456789ab", …]}
+
+A digest of a block whose weights are not known is null.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from swarm.common.checked_json import fields, integer, items, parse_json, text, to_json
+from swarm.errors import DigestFileError
+from swarm.models.checkpoints.block_digest import DIGEST_HEX_DIGITS
+from swarm.models.checkpoints.config_limits import MAX_BLOCKS
+
+FORMAT_VERSION = 1
+MAX_FILE_BYTES = 1 << 20
+MAX_NAME_CHARACTERS = 4096
+
+
+@dataclass(frozen=True)
+class DigestFile:
+    """The digests of a model's blocks.
+
+    Attributes:
+        model: its name.
+        revision: see `Checkpoint`.
+        digests: one for each block of the model, None where it is not known.
+    """
+
+    model: str
+    revision: str
+    digests: tuple[str | None, ...]
+
+    @property
+    def by_block(self) -> dict[int, str]:
+        """The digests that are known."""
+        return {block: one for block, one in enumerate(self.digests) if one is not None}
+
+    def require_for(self, path: Path, revision: str, blocks: int) -> None:
+        """Raise `DigestFileError` unless the file is for this revision of a model of so many blocks."""
+        if self.revision != revision or len(self.digests) != blocks:
+            raise DigestFileError(
+                f"{path} has digests of {len(self.digests)} blocks of {self.model}, revision {self.revision}; this "
+                f"model has {blocks} blocks and revision {revision}. Use that revision, or make the file again from a "
+                "checkpoint that you trust: swarm digest MODEL --output FILE"
+            )
+
+
+def read_digest_file(path: Path) -> DigestFile:
+    """Read a file of digests. Raises `DigestFileError` if it cannot be used."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise ValueError(f"it is larger than {MAX_FILE_BYTES} bytes")
+        return _parse(parse_json(data))
+    except (OSError, ValueError, RecursionError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise DigestFileError(
+            f"{path} is not a usable file of digests: {why}. `swarm digest MODEL --output FILE` makes one"
+        ) from None
+
+
+def _parse(value: object) -> DigestFile:
+    version, model, revision, digests = fields(value, ("format", "model", "revision", "digests"))
+    integer(version, FORMAT_VERSION, FORMAT_VERSION)
+    pattern = f"[0-9a-f]{{{DIGEST_HEX_DIGITS}}}"
+    found = [None if one is None else text(one, DIGEST_HEX_DIGITS, pattern) for one in items(digests, MAX_BLOCKS)]
+    return DigestFile(text(model, MAX_NAME_CHARACTERS), text(revision, MAX_NAME_CHARACTERS), tuple(found))
+
+
+def encode_digest_file(model: str, revision: str, digests: Sequence[str | None]) -> bytes:
+    """The content of a file of digests."""
+    value = {"format": FORMAT_VERSION, "model": model, "revision": revision, "digests": list(digests)}
+    return to_json(value, indent=1) + b"\n"
+
+
+def write_digest_file(path: Path, content: bytes) -> None:
+    """Write a file of digests, as a whole or not at all. Raises `DigestFileError`."""
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with open(descriptor, "wb") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    except OSError as error:
+        if temporary is not None:
+            with suppress(OSError):
+                os.unlink(temporary)
+        raise DigestFileError(f"{path} cannot be written: {error.strerror}") from None

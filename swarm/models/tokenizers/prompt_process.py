@@ -1,0 +1,190 @@
+"""From a conversation or a text to tokens, in a process that is ended when it takes too much time or memory.
+
+Chat templates and tokenizers are part of a checkpoint, which may be a stranger's: a template is a program, and the
+regular expressions of a tokenizer may take for ever on some texts. `prompt_worker` is the other side.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from swarm.errors import ChatTemplateError, CheckpointError
+from swarm.models.tokenizers.chat_template import ChatMessage, conversation_tokens, text_tokens
+from swarm.models.tokenizers.prompt_worker import PROMPT_CPU_S, PROMPT_MEMORY_BYTES, RECEIVE_BYTES
+
+logger = logging.getLogger(__name__)
+
+LOADING_TIMEOUT_S = 600.0
+"""Wall-clock limit for loading, which may include a download."""
+
+PROMPT_TIMEOUT_S = 30.0
+"""Wall-clock limit for a prompt, for machines that are busy."""
+
+MAX_ANSWER_BYTES = 1 << 26
+MAX_REPORT_BYTES = 1 << 16
+
+
+class PromptMaker(Protocol):
+    """Turns conversations and texts into tokens. May be called in several threads."""
+
+    def conversation(self, messages: Sequence[ChatMessage], tools: Sequence[Any] | None = None) -> list[int]:
+        """See `chat_template.conversation_tokens`."""
+
+    def text(self, text: str) -> list[int]:
+        """See `chat_template.text_tokens`."""
+
+    def close(self) -> None:
+        """End what it has started."""
+
+
+class TokenizerPrompts:
+    """Makes prompts in this process, without limits: for a tokenizer that this machine's owner has made."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def conversation(self, messages: Sequence[ChatMessage], tools: Sequence[Any] | None = None) -> list[int]:
+        return conversation_tokens(self._tokenizer, messages, tools)
+
+    def text(self, text: str) -> list[int]:
+        return text_tokens(self._tokenizer, text)
+
+    def close(self) -> None:
+        pass
+
+
+class PromptProcess:
+    """Makes prompts in another process, which begins to load the tokenizer at once; implements `PromptMaker`.
+
+    Args:
+        source: local folder or hub id.
+        revision: commit of a hub model; ignored for a folder.
+        cache_dir: folder for files of the hub.
+    """
+
+    def __init__(self, source: str, revision: str | None = None, cache_dir: str | Path | None = None) -> None:
+        self._source = source
+        self._arguments = (source, revision or "", str(cache_dir or ""))
+        self._lock = threading.Lock()
+        self._start()
+
+    def _start(self) -> None:
+        self._control, theirs = socket.socketpair()
+        descriptor = theirs.fileno()
+        command = [sys.executable, "-m", "swarm.models.tokenizers.prompt_worker", str(descriptor), *self._arguments]
+        with theirs:
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=(descriptor,),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                # Without threads of its own, a tokenizer can be forked.
+                env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+            )
+        self._loaded = False
+
+    def require_loaded(self) -> None:
+        """Wait until the tokenizer is loaded.
+
+        Raises:
+            CheckpointError: the checkpoint has no usable tokenizer, or loading it exceeds the limits.
+        """
+        with self._lock:
+            if self._loaded:
+                return
+            self._control.settimeout(LOADING_TIMEOUT_S)
+            try:
+                report = self._control.recv(MAX_REPORT_BYTES)
+                problem = json.loads(report)["error"]
+            except (OSError, ValueError):
+                problem = (
+                    f"loading the tokenizer and the chat template of {self._source} took too much time or memory, or "
+                    "broke down; use a checkpoint from a source that you trust"
+                )
+            if problem:
+                self._end()
+                raise CheckpointError(problem)
+            self._control.settimeout(None)
+            self._loaded = True
+
+    def conversation(self, messages: Sequence[ChatMessage], tools: Sequence[Any] | None = None) -> list[int]:
+        """See `PromptMaker`. Raises `ChatTemplateError` also where the limits are exceeded."""
+        return self._ask({"messages": list(messages), "tools": tools})
+
+    def text(self, text: str) -> list[int]:
+        """See `PromptMaker`. Raises `ChatTemplateError` where the limits are exceeded."""
+        return self._ask({"text": text})
+
+    def close(self) -> None:
+        """End the process. Prompts that are being made are refused."""
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
+        self._control.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _ask(self, request: Mapping[str, Any]) -> list[int]:
+        self.require_loaded()
+        with self._open() as connection:
+            deadline = time.monotonic() + PROMPT_TIMEOUT_S
+            try:
+                connection.settimeout(PROMPT_TIMEOUT_S)
+                connection.sendall(json.dumps(request).encode())
+                connection.shutdown(socket.SHUT_WR)
+                answer = json.loads(_read_answer(connection, deadline))
+            except (OSError, ValueError, RecursionError):  # the last, where tools are nested too deep
+                raise ChatTemplateError(
+                    f"the chat template or the tokenizer of {self._source} cannot make a prompt of this: it needs more "
+                    f"than {PROMPT_CPU_S:.0f} s or {PROMPT_MEMORY_BYTES >> 20} MiB, or breaks down; send less text"
+                ) from None
+        if "refused" in answer:
+            raise ChatTemplateError(answer["refused"])
+        tokens: list[int] = answer["tokens"]
+        return tokens
+
+    def _open(self) -> socket.socket:
+        """A connection to a new fork of the process, which is started again if something has ended it."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self._pass(theirs)
+            except OSError:
+                logger.warning("The process that makes prompts for %s has ended; it is started again", self._source)
+                with self._lock:
+                    self._end()
+                    self._start()
+                self.require_loaded()
+                self._pass(theirs)
+        return ours
+
+    def _pass(self, connection: socket.socket) -> None:
+        with self._lock:
+            socket.send_fds(self._control, [b"+"], [connection.fileno()])
+
+
+def _read_answer(connection: socket.socket, deadline: float) -> bytes:
+    """What arrives until the other side has ended. Raises `OSError` if that is too much or too late."""
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        part = connection.recv(RECEIVE_BYTES)
+        if not part:
+            return b"".join(parts)
+        size += len(part)
+        if size > MAX_ANSWER_BYTES:
+            raise OSError("the answer is too long")
+        parts.append(part)

@@ -1,0 +1,128 @@
+"""Prompts that are made in another process, and what ends there and not here."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import psutil
+import pytest
+
+from swarm.errors import ChatTemplateError, CheckpointError
+from swarm.models.tokenizers import prompt_worker
+from swarm.models.tokenizers.chat_template import conversation_tokens, text_tokens
+from swarm.models.tokenizers.prompt_process import PromptProcess
+from swarm.models.tokenizers.tokenizer import load_tokenizer
+from tests.models.tokenizers.hostile import ENDLESS, EXPONENTIAL_TEXT, HUGE, exponential, save_tokenizer
+from tests.waiting import wait_until
+
+HELLO = [{"role": "user", "content": "Hello"}]
+STRANGE = "{% if messages[0].content == 'loop' %}" + ENDLESS + "{% elif messages[0].content == 'huge' %}" + HUGE
+TEMPLATE = STRANGE + (
+    "{% endif %}{% if messages[0].role != 'user' %}{{ raise_exception('the user speaks first') }}{% endif %}"
+    "{% for message in messages %}[{{ message.role }}] {{ message.content | trim }}\n{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}{{ bos_token }}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"), template=TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def process(folder: Path) -> Iterator[PromptProcess]:
+    with closing(PromptProcess(str(folder))) as running:
+        running.require_loaded()
+        yield running
+
+
+def test_prompts_are_those_that_the_tokenizer_makes_here(folder, process):
+    tokenizer = load_tokenizer(folder)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"é": [1, 2.5, None, True]}}}]
+    talk = [*HELLO, {"role": "assistant", "content": "Hi \U0001f600 \u2028"}, {"role": "user", "content": ""}]
+    for messages, offered in ((HELLO, None), (talk, tools), (talk, []), (HELLO * 50, tools)):
+        assert process.conversation(messages, offered) == conversation_tokens(tokenizer, messages, offered)
+    for text in ("", "Once upon a time", "naïve café\n\0 日本", "x" * 100_000):
+        assert process.text(text) == text_tokens(tokenizer, text)
+
+
+def test_what_a_template_refuses_is_told(process):
+    with pytest.raises(ChatTemplateError, match="the user speaks first"):
+        process.conversation([{"role": "system", "content": "a"}])
+
+
+def test_prompts_of_several_threads(folder, process):
+    texts = [f"text number {number} " * 20 for number in range(24)]
+    tokenizer = load_tokenizer(folder)
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(process.text, texts)) == [text_tokens(tokenizer, text) for text in texts]
+
+
+def test_it_starts_again_when_something_has_ended_it(process):
+    os.kill(process._process.pid, signal.SIGKILL)
+    process._process.wait()
+    assert process.text("Once upon") == process.text("Once upon")
+
+
+def test_nothing_is_left_of_it(folder):
+    process = PromptProcess(str(folder))
+    process.text("Once")
+    worker = psutil.Process(process._process.pid)
+    process.close()
+    wait_until(lambda: not worker.is_running())
+
+
+@pytest.fixture(scope="module")
+def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PromptProcess]:
+    """A process with a tokenizer and a template that can be made to run for ever."""
+    folder = save_tokenizer(tmp_path_factory.mktemp("exponential"), exponential, TEMPLATE)
+    with closing(PromptProcess(str(folder))) as running:
+        running.require_loaded()
+        yield running
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("said", ["loop", "huge", EXPONENTIAL_TEXT], ids=["endless", "huge", "exponential"])
+def test_what_takes_too_long_or_too_much_is_ended_and_others_do_not_wait(strict, said):
+    with ThreadPoolExecutor(1) as pool:
+        bad = pool.submit(strict.conversation, [{"role": "user", "content": said}])
+        assert len(strict.conversation(HELLO)) > 1
+        with pytest.raises(ChatTemplateError, match=r"more than 10 s or 1024 MiB|MemoryError"):
+            bad.result()
+
+
+def test_a_template_that_takes_all_memory(tmp_path):
+    with closing(PromptProcess(str(save_tokenizer(tmp_path, template=HUGE)))) as running:
+        running.require_loaded()
+        with pytest.raises(ChatTemplateError):
+            running.conversation(HELLO)
+        assert running.text("Once upon")
+
+
+def test_a_process_that_ends_while_it_loads(folder):
+    """As the kernel ends it, if the tokenizer exceeds the limits."""
+    with closing(PromptProcess(str(folder))) as running:
+        running._process.kill()
+        with pytest.raises(CheckpointError, match="took too much time or memory"):
+            running.require_loaded()
+
+
+def test_a_checkpoint_without_tokenizer(tmp_path):
+    with closing(PromptProcess(str(tmp_path))) as running, pytest.raises(CheckpointError, match="no usable tokenizer"):
+        running.require_loaded()
+
+
+def test_limits_end_a_process():
+    """In a fork of this process, as the worker has them."""
+    child = os.fork()
+    if child == 0:
+        prompt_worker.limit_process(0.2, 1 << 30)
+        while True:
+            pass
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGPROF
