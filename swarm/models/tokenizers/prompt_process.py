@@ -159,13 +159,15 @@ class PromptProcess:
         """A connection to a new fork of the process, which is started again if something has ended it."""
         ours, theirs = socket.socketpair()
         with theirs:
+            control = self._control
             try:
                 self._pass(theirs)
             except OSError:
-                logger.warning("The process that makes prompts for %s has ended; it is started again", self._source)
                 with self._lock:
-                    self._end()
-                    self._start()
+                    if self._control is control:  # else another thread has started it again
+                        logger.warning("The process that makes prompts for %s has ended; starting it", self._source)
+                        self._end()
+                        self._start()
                 self.require_loaded()
                 self._pass(theirs)
         return ours
