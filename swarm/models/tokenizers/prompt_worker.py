@@ -106,7 +106,8 @@ def _serve(tokenizer: Any, control: socket.socket) -> None:
 def _take_one(tokenizer: Any, control: socket.socket, tell: int) -> int:
     """Take one connection, let the next fork be made, and answer. Returns the exit status."""
     byte, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-    os.write(tell, TAKEN if byte else CLOSED)
+    with suppress(OSError):  # the process that would make the next fork may have been killed
+        os.write(tell, TAKEN if byte else CLOSED)
     if descriptors:
         with socket.socket(fileno=descriptors[0]) as connection:
             control.close()
