@@ -16,7 +16,7 @@ from swarm.errors import AdapterError
 from swarm.models.adapters.adapter_files import read_adapter
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER, open_checkpoint
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 240.0
 MEMORY_BYTES = 6 << 30
 
 OPEN_BOTH = """
