@@ -160,6 +160,24 @@ class ProtocolViolation(RemoteError):
     code = "protocol_violation"
 
 
+class NotFiniteOutputs(ProtocolViolation):
+    """A server answered with NaN or infinity: it is at fault, or the one whose outputs it computed."""
+
+    code = "not_finite_outputs"
+
+
+class TooLargeReply(ProtocolViolation):
+    """A server's answer is larger than any that it was asked for, and was not read."""
+
+    code = "too_large_reply"
+
+
+class SuspectOutputs(RemoteError):
+    """A server's answer cannot be used, and it is not known whether it or the one before is at fault: use others."""
+
+    code = "suspect_outputs"
+
+
 class RequestRefused(RemoteError):
     """A server refused a request because the request is wrong: the peer that sent it is at fault."""
 

@@ -59,7 +59,7 @@ def test_an_unknown_code_is_the_servers_fault(code):
             {errors.CacheFull, errors.MemoryFull, errors.CacheReclaimed, errors.DriveFailed, errors.ServerClosing},
         ),
         (errors.PeerLost, {errors.PeerTimeout}),
-        (errors.ProtocolViolation, set()),
+        (errors.ProtocolViolation, {errors.NotFiniteOutputs, errors.TooLargeReply}),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "kinds",
 )

@@ -69,7 +69,9 @@ class FixedRoute:
         self._route = route
         self.failures: list[str] = []
 
-    async def route(self, span: Span, before: str | None, after: str | None, max_length: int) -> Route:
+    async def route(
+        self, span: Span, before: str | None, after: str | None, max_length: int, avoid: frozenset[str] = frozenset()
+    ) -> Route:
         return self._route
 
     async def refresh(self) -> None: ...
@@ -81,6 +83,11 @@ class FixedRoute:
 
     def timeout_factor(self, peer_id: str) -> float:
         return 1.0
+
+    def trusts_link(self, before: str, after: str) -> bool:
+        return True
+
+    def distrust_link(self, before: str, after: str) -> None: ...
 
     def report_route(self, route: Route) -> None: ...
 

@@ -60,7 +60,9 @@ class OneRoute:
     def __init__(self, route: Route) -> None:
         self._route = route
 
-    async def route(self, span: Span, before: str | None, after: str | None, max_length: int) -> Route:
+    async def route(
+        self, span: Span, before: str | None, after: str | None, max_length: int, avoid: frozenset[str] = frozenset()
+    ) -> Route:
         return self._route
 
     async def refresh(self) -> None:
@@ -73,6 +75,12 @@ class OneRoute:
 
     def timeout_factor(self, peer_id: str) -> float:
         return 1.0
+
+    def trusts_link(self, before: str, after: str) -> bool:
+        return True
+
+    def distrust_link(self, before: str, after: str) -> None:
+        raise SystemExit(f"{before} or {after} lied")
 
     def report_route(self, route: Route) -> None: ...
 

@@ -32,6 +32,7 @@ class PeerFailure(enum.Enum):
     FAULT = "reported a fault of its own"
     CACHE_FULL = "has no room in its cache"
     CLOSING = "is closing or moving"
+    SUSPECTED = "may have given a wrong answer"
 
     @property
     def ban_seconds(self) -> float:
@@ -52,6 +53,7 @@ _FIRST_BAN_S = {
     PeerFailure.FAULT: 30.0,
     PeerFailure.CACHE_FULL: 5.0,
     PeerFailure.CLOSING: 10.0,
+    PeerFailure.SUSPECTED: 10.0,
 }
 
 

@@ -12,6 +12,7 @@ from swarm.errors import MissingBlocks
 from swarm.routing.batch_split import BatchShare, split_batch
 from swarm.routing.beam_search import find_route
 from swarm.routing.cost_model import CostModel, RouteRequirements
+from swarm.routing.link_trust import LinkTrust
 from swarm.routing.peer_health import PeerHealth
 from swarm.routing.round_trips import RoundTrips
 from swarm.routing.swarm_snapshot import SwarmSnapshot
@@ -41,6 +42,7 @@ class Router:
         self.allowed_servers = allowed_servers
         self.blocked_servers = blocked_servers
         self.health = health if health is not None else PeerHealth()
+        self.links = LinkTrust()
         self.round_trips = RoundTrips()
         self._announced: tuple[ServerInfo, ...] = ()
         self._excluded: Mapping[str, str] = {}
@@ -136,7 +138,10 @@ class Router:
     def _with_health(self, now: float, requirements: RouteRequirements) -> RouteRequirements:
         """The requirements plus the bans and penalties of the peers."""
         avoid = requirements.avoid | self.health.banned_peers(now)
-        return replace(requirements, avoid=avoid, penalties=self.health.penalties(now))
+        penalties = self.health.penalties(now)
+        for peer_id, seconds in self.links.penalties(now).items():
+            penalties[peer_id] = penalties.get(peer_id, 0.0) + seconds
+        return replace(requirements, avoid=avoid, penalties=penalties)
 
     def _is_permitted(self, peer_id: str) -> bool:
         allowed = self.allowed_servers is None or peer_id in self.allowed_servers

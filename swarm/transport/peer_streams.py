@@ -14,7 +14,7 @@ from contextlib import suppress
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 
-from swarm.errors import MembershipError, NotAMember, PeerLost, ProtocolViolation, sanitize_text
+from swarm.errors import MembershipError, NotAMember, PeerLost, ProtocolViolation, SwarmError, sanitize_text
 from swarm.protocol import messages
 from swarm.protocol.messages import MEMBERS_PROTOCOL_ID, PROTOCOL_ID
 from swarm.transport.members.gate import MemberGate
@@ -181,12 +181,20 @@ class PeerStreams:
         task = asyncio.current_task()
         assert task is not None
         self._serving.add(task)
+        task.add_done_callback(_log_fault)
         try:
             await serve(stream)
-        except (PeerLost, ProtocolViolation, NotAMember) as error:
+        except (SwarmError, OSError, EOFError) as error:
             logger.debug("stream of …%s ended: %s", stream.peer_id[-6:], error)
         except asyncio.CancelledError:  # asyncio would log it with a traceback
             logger.debug("stream of …%s ended: this peer is shutting down", stream.peer_id[-6:])
         finally:
             self._serving.discard(task)
             stream.close()
+
+
+def _log_fault(task: asyncio.Task[None]) -> None:
+    """What a stream's handler raises against its rules is a fault of this peer; it ends that stream only."""
+    error = None if task.cancelled() else task.exception()
+    if error is not None:
+        logger.error("answering a stream failed", exc_info=error)

@@ -111,6 +111,7 @@ class RoutingPlanner:
 
     Attributes:
         failures: who failed, and why.
+        distrusted: links of which one end lied.
         routes: that were taken.
     """
 
@@ -118,14 +119,19 @@ class RoutingPlanner:
         self.missing_blocks_timeout = missing_blocks_timeout
         self.router = Router()
         self.failures: list[tuple[str, Exception]] = []
+        self.distrusted: list[tuple[str, str]] = []
         self.routes: list[str] = []
         self.refreshed = 0
         self._announced = announced
 
-    async def route(self, span: Span, before: str | None, after: str | None, max_length: int) -> Route:
+    async def route(
+        self, span: Span, before: str | None, after: str | None, max_length: int, avoid: frozenset[str] = frozenset()
+    ) -> Route:
         if not self.refreshed:
             await self.refresh()
-        return self.router.route(span, time.monotonic(), before=before, after=after, cache_tokens=max_length)
+        return self.router.route(
+            span, time.monotonic(), before=before, after=after, avoid=avoid, cache_tokens=max_length
+        )
 
     async def refresh(self) -> None:
         self.refreshed += 1
@@ -140,6 +146,13 @@ class RoutingPlanner:
 
     def timeout_factor(self, peer_id: str) -> float:
         return 1.0
+
+    def trusts_link(self, before: str, after: str) -> bool:
+        return self.router.links.trusts(before, after, time.monotonic())
+
+    def distrust_link(self, before: str, after: str) -> None:
+        self.distrusted.append((before, after))
+        self.router.links.distrust(before, after, time.monotonic())
 
     def report_route(self, route: Route) -> None:
         self.routes.append(" ".join(f"{hop.span}@{hop.server.peer_id}" for hop in route.hops))

@@ -15,6 +15,7 @@ from swarm.client.wire.request_options import RequestOptions
 from swarm.data_structures import Hop, Route, Span, StepLayout, WireFormat
 from swarm.errors import PeerLost
 from swarm.protocol import messages
+from swarm.protocol.input_checksum import input_checksum
 from swarm.transport.memory import MemoryHub, MemoryNetwork
 from swarm.transport.stream import Stream
 from tests import virtual_time
@@ -27,6 +28,9 @@ INPUT = PackedHidden(b"i" * 48, 3, HIDDEN, WireFormat.NONE, "float32")
 OUTPUT = b"o" * 24
 """Three tokens of four values in 16 bits."""
 
+RIGHT = bytes(16)
+"""Stands for the checksum of the request that is answered."""
+
 KEPT = (messages.AdaptersStored(600.0), b"")
 OPENED = (messages.SessionOpened(0), b"")
 Answer = tuple[Any, bytes] | str | None
@@ -34,7 +38,9 @@ Answer = tuple[Any, bytes] | str | None
 
 
 def reply(step: int = 0, payload: bytes = OUTPUT, **changes: object) -> Answer:
-    return msgspec.structs.replace(messages.StepReply(step, WireFormat.FLOAT16, "float32", 1.0), **changes), payload
+    return msgspec.structs.replace(
+        messages.StepReply(step, WireFormat.FLOAT16, "float32", 1.0, RIGHT), **changes
+    ), payload
 
 
 def forward_reply(payload: bytes = OUTPUT, **changes: object) -> Answer:
@@ -42,7 +48,7 @@ def forward_reply(payload: bytes = OUTPUT, **changes: object) -> Answer:
 
 
 def replay_reply(payload: bytes = OUTPUT, **changes: object) -> Answer:
-    return msgspec.structs.replace(messages.ReplayReply(WireFormat.FLOAT16, "float32", 1.0), **changes), payload
+    return msgspec.structs.replace(messages.ReplayReply(WireFormat.FLOAT16, "float32", 1.0, RIGHT), **changes), payload
 
 
 def backward_reply(payload: bytes = OUTPUT, **changes: object) -> Answer:
@@ -80,7 +86,7 @@ class FakeServer:
                 if answer == "hang up":
                     return
                 if answer is not None:
-                    await stream.send(*answer)
+                    await stream.send(*_with_checksum(answer, message, frame.payload))
         except PeerLost:
             pass
         finally:
@@ -95,6 +101,15 @@ class FakeServer:
     @property
     def asked(self) -> list[type]:
         return [type(message) for message, _ in self.requests]
+
+
+def _with_checksum(answer: Any, request: Any, payload: Any) -> Any:
+    reply, rest = answer
+    if getattr(reply, "input_checksum", None) == RIGHT and isinstance(
+        request, messages.StepRequest | messages.ReplayRequest
+    ):
+        return msgspec.structs.replace(reply, input_checksum=input_checksum(request, payload)), rest
+    return answer
 
 
 def hop(name: str = "server", span: Span | None = None, **announced: Any) -> Hop:
@@ -118,7 +133,9 @@ class NoRoutes:
 
     missing_blocks_timeout = 0.0
 
-    async def route(self, span: Span, before: str | None, after: str | None, max_length: int) -> Route:
+    async def route(
+        self, span: Span, before: str | None, after: str | None, max_length: int, avoid: frozenset[str] = frozenset()
+    ) -> Route:
         raise NotImplementedError
 
     async def refresh(self) -> None:
@@ -130,6 +147,11 @@ class NoRoutes:
 
     def timeout_factor(self, peer_id: str) -> float:
         return 1.0
+
+    def trusts_link(self, before: str, after: str) -> bool:
+        return True
+
+    def distrust_link(self, before: str, after: str) -> None: ...
 
     def report_route(self, route: Route) -> None: ...
 

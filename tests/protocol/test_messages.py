@@ -23,6 +23,7 @@ names = st.text(max_size=256)
 formats = st.sampled_from(WireFormat)
 milliseconds = st.floats(0, 1e9)
 session_ids = st.binary(min_size=16, max_size=16)
+checksums = st.binary(min_size=16, max_size=16)
 exit_terms = st.builds(
     messages.ExitTerms,
     confidence=st.sampled_from(["softmax", "similarity", "classifier"]),
@@ -33,7 +34,7 @@ exit_terms = st.builds(
 )
 steps = st.builds(
     messages.StepRequest,
-    step=counts,
+    step=st.integers(0, 2**31 - 2),
     starts=sequences,
     counts=sequences,
     format=formats,
@@ -78,6 +79,7 @@ CLIENT_MESSAGES: dict[type, st.SearchStrategy[messages.ClientMessage]] = {
         previous_peer=st.none() | names,
         next_peer=st.none() | names,
         next_session_id=st.none() | session_ids,
+        sequences=st.integers(1, MAX_SEQUENCES),
     ),
     messages.StepRequest: steps,
     messages.PushRequest: st.builds(messages.PushRequest, client=names, session_id=session_ids, step=steps),
@@ -133,10 +135,13 @@ SERVER_MESSAGES: dict[type, st.SearchStrategy[messages.ServerMessage]] = {
         format=formats,
         dtype=names,
         compute_ms=milliseconds,
+        input_checksum=checksums,
         pushed=st.booleans(),
         left=st.none() | sequences,
     ),
-    messages.ReplayReply: st.builds(messages.ReplayReply, format=formats, dtype=names, compute_ms=milliseconds),
+    messages.ReplayReply: st.builds(
+        messages.ReplayReply, format=formats, dtype=names, compute_ms=milliseconds, input_checksum=checksums
+    ),
     messages.ForwardReply: st.builds(messages.ForwardReply, format=formats, dtype=names, compute_ms=milliseconds),
     messages.BackwardReply: st.builds(messages.BackwardReply, format=formats, dtype=names, compute_ms=milliseconds),
     messages.AdaptersStored: st.builds(messages.AdaptersStored, lifetime_s=st.floats(0, 1e9)),
@@ -152,7 +157,7 @@ server_messages = st.one_of(*SERVER_MESSAGES.values())
 OPEN = ["OpenSession", b"0123456789abcdef", "main", 0, 3, 64, "none"]
 STEP = ["StepRequest", 0, [0, 4], [2, 1], "none", "float32", None]
 EXITS = ["ExitTerms", "softmax", [[4, 0.5], [8, 0.25]], "row"]
-REPLY = ["StepReply", 0, "none", "float32", 1.5, True]
+REPLY = ["StepReply", 0, "none", "float32", 1.5, b"0123456789abcdef", True]
 LINK = ["SetNeighbors", "before", "behind", b"0123456789abcdef"]
 PUSH = ["PushRequest", "client", b"0123456789abcdef", STEP]
 REPLAY = ["ReplayRequest", 7, [0, 4], [2, 0], "none", "float32", None, True]
@@ -380,10 +385,18 @@ def test_no_message_at_all(data):
         pytest.param(msgspec.msgpack.encode(REPLAY[:-1]), id="replay that wants neither"),
         pytest.param(changed(PROBE, 1, -1), id="negative bytes wanted"),
         pytest.param(changed(PROBE, 1, messages.MAX_PROBE_BYTES + 1), id="more bytes wanted than a probe may carry"),
-        pytest.param(changed(REPLY, 5, 1), id="pushed is a number"),
+        pytest.param(changed(REPLY, 6, 1), id="pushed is a number"),
         pytest.param(msgspec.msgpack.encode(["Refusal", "code", "why", -1]), id="refusal of a negative step"),
         pytest.param(msgspec.msgpack.encode(["ProbeReply", 0]), id="probe reply with a field"),
-        pytest.param(changed(["ReplayReply", "none", "float32", 1.5], 3, -1.0), id="replay took negative time"),
+        pytest.param(changed(REPLY, 5, b"short"), id="checksum too short"),
+        pytest.param(changed(REPLY, 5, None), id="no checksum"),
+        pytest.param(msgspec.msgpack.encode(REPLY[:5]), id="reply without a checksum"),
+        pytest.param(changed(STEP, 1, 2**31 - 1), id="a step that none can follow"),
+        pytest.param(changed([*LINK, 1], 4, 0), id="link without rows"),
+        pytest.param(changed([*LINK, 1], 4, MAX_SEQUENCES + 1), id="link with too many rows"),
+        pytest.param(
+            changed(["ReplayReply", "none", "float32", 1.5, bytes(16)], 3, -1.0), id="replay took negative time"
+        ),
         pytest.param(msgspec.msgpack.encode(["InfoRequest", 1]), id="info with a field"),
         pytest.param(msgspec.msgpack.encode(["CloseSession", None]), id="close with a field"),
     ],
@@ -408,8 +421,8 @@ def test_as_many_sequences_as_are_allowed():
 @pytest.mark.parametrize("number", [math.inf, math.nan, -0.1, 1e10])
 def test_a_time_that_cannot_be(number):
     for message in (
-        messages.StepReply(0, WireFormat.NONE, "float32", number),
-        messages.ReplayReply(WireFormat.NONE, "float32", number),
+        messages.StepReply(0, WireFormat.NONE, "float32", number, bytes(16)),
+        messages.ReplayReply(WireFormat.NONE, "float32", number, bytes(16)),
         messages.ForwardReply(WireFormat.NONE, "float32", number),
     ):
         refused_by_all(messages.encode(message))

@@ -18,6 +18,7 @@ from swarm.models.execution.span_model import SpanModel
 from swarm.models.loading.span_loading import load_span
 from swarm.protocol import messages
 from swarm.protocol.compression import decode_tensor, encode_tensor, payload_bytes
+from swarm.protocol.input_checksum import input_checksum
 from swarm.server.compute.compute_thread import ComputeThread
 from swarm.server.compute.engine import Engine
 from swarm.server.sessions.adapter_store import AdapterLimits, AdapterStore
@@ -131,8 +132,11 @@ class Client:
         """A step whose outputs are checked."""
         hidden = random(tokens, self.steps)
         request = self.next_step(tokens)
-        reply, payload = await self.ask(request, encode_tensor(hidden, WireFormat.NONE))
-        return self.check(reply, payload, hidden)
+        sent = encode_tensor(hidden, WireFormat.NONE)
+        reply, payload = await self.ask(request, sent)
+        checked = self.check(reply, payload, hidden)
+        assert checked.input_checksum == input_checksum(request, sent)
+        return checked
 
     def next_step(self, tokens: int = 1) -> messages.StepRequest:
         """What `right_step` would ask for; its inputs are `random(tokens, self.steps)`."""

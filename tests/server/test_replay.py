@@ -12,6 +12,7 @@ from swarm.data_structures import Span, WireFormat
 from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
 from swarm.protocol.compression import decode_tensor, encode_tensor, payload_bytes
+from swarm.protocol.input_checksum import input_checksum
 from tests.server.conversations import (
     CPU,
     HIDDEN,
@@ -29,7 +30,15 @@ from tests.server.conversations import (
 REPLAY = messages.ReplayRequest(7, [0], [4], WireFormat.NONE, "float32", None, False)
 """The past of a session whose next step is number 7."""
 
-DONE = messages.ReplayReply(WireFormat.NONE, "float32", 0.0)
+
+def done(request: messages.ReplayRequest, payload: Any) -> messages.ReplayReply:
+    """The answer to a replay that takes no time."""
+    return messages.ReplayReply(WireFormat.NONE, "float32", 0.0, input_checksum(request, payload))
+
+
+async def replay_is_done(client: Client, request: messages.ReplayRequest, hidden: torch.Tensor) -> None:
+    payload = encode_tensor(hidden, WireFormat.NONE)
+    assert await client.ask(request, payload) == (done(request, payload), b"")
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +86,9 @@ def test_a_session_that_goes_on_at_another_server(model, wanted, wire):
         client = await opened(server, reply_format=wire)
         hidden = random(4)
         request = changed(REPLAY, return_outputs=wanted)
-        reply, payload = await client.ask(request, encode_tensor(hidden, WireFormat.NONE))
-        assert reply == changed(DONE, format=wire)
+        sent = encode_tensor(hidden, WireFormat.NONE)
+        reply, payload = await client.ask(request, sent)
+        assert reply == changed(done(request, sent), format=wire)
         if wanted:
             output = decode_tensor(payload, 4, HIDDEN, wire, "float32", CPU)
             expected = alone(model, hidden)
@@ -110,8 +120,9 @@ def test_part_of_the_span(model):
         client = await opened(server, start=2)
         client.model = narrow
         hidden = random(4)
-        reply, payload = await client.ask(changed(REPLAY, return_outputs=True), encode_tensor(hidden, WireFormat.NONE))
-        assert reply == DONE
+        request, sent = changed(REPLAY, return_outputs=True), encode_tensor(hidden, WireFormat.NONE)
+        reply, payload = await client.ask(request, sent)
+        assert reply == done(request, sent)
         assert_close(decode_tensor(payload, 4, HIDDEN, WireFormat.NONE, "float32", CPU), alone(narrow, hidden))
         remembers(client, hidden)
         await client.right_step()
@@ -132,7 +143,7 @@ def test_several_requests_for_ragged_rows(model):
         ]
         for starts, counts, hidden in requests:
             request = changed(REPLAY, starts=starts, counts=counts)
-            assert await client.ask(request, encode_tensor(hidden, WireFormat.NONE)) == (DONE, b"")
+            await replay_is_done(client, request, hidden)
         await rows_are(client, model, rows, 7)
         assert server.sessions.free == 64 - 2 * 8
 
@@ -158,7 +169,7 @@ def test_rows_become_shorter(model):
         client = await (await server.client()).begin(tokens=6)
         hidden = torch.cat([client.history[:1], random(2, 9)])
         request = changed(REPLAY, starts=[1], counts=[2])
-        assert await client.ask(request, encode_tensor(hidden[1:], WireFormat.NONE)) == (DONE, b"")
+        await replay_is_done(client, request, hidden[1:])
         await client.refused("wrong_position", changed(STEP, step=7, starts=[4]), bytes_of(1))
         remembers(client, hidden)
         await client.right_step()
@@ -175,7 +186,7 @@ def test_a_row_of_which_nothing_is_replayed_is_cut_to_its_start(model):
         )
         rows = [rows[0][:2], random(3, 3)]
         request = changed(REPLAY, starts=[2, 0], counts=[0, 3])
-        assert await client.ask(request, encode_tensor(rows[1], WireFormat.NONE)) == (DONE, b"")
+        await replay_is_done(client, request, rows[1])
         for ahead in ([3, 3], [2, 4]):
             await client.refused("wrong_position", changed(STEP, step=7, starts=ahead, counts=[1, 1]), bytes_of(2))
         await rows_are(client, model, rows, 7)
@@ -246,7 +257,7 @@ def test_a_replay_waits_for_the_step_that_runs(model):
         step = asyncio.create_task(client.ask(client.next_step(), bytes_of(1)))
         await asyncio.sleep(0.5)
         hidden = random(4)
-        assert await again.ask(REPLAY, encode_tensor(hidden, WireFormat.NONE)) == (DONE, b"")
+        await replay_is_done(again, REPLAY, hidden)
         assert isinstance((await step)[0], messages.StepReply)
         remembers(client, hidden)
         await client.right_step()

@@ -23,6 +23,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from swarm.client.chain.awaited_steps import NO_STEP
+from swarm.client.chain.blame import checked_up_to
 from swarm.client.chain.hop_session import HopSession
 from swarm.client.chain.linked_hops import LinkedHops
 from swarm.client.chain.next_action import Deliver, Finished, Repair, WaitUntil, next_action
@@ -112,6 +113,7 @@ class Chain:
             self._window = 1
             await self._advance(everywhere=True)
         await self._hops.link_again()
+        await self._hops.allow_rows(parts[0][1].sequences)
         window = max_chunks_in_flight(parts[0][0].tokens) if len(parts) > 1 else 1
         numbers = self._take_in(parts, window)
         try:
@@ -140,6 +142,7 @@ class Chain:
         if self._hops.are_unlinked or (self._hops.are_catching_up and not self.appends(layout)):
             await self._advance(everywhere=True)
             await self._hops.link_again()
+        await self._hops.allow_rows(layout.sequences)
         (number,) = self._take_in(parts, MAX_STEPS_UNDER_WAY, exits, exit_block)
         try:
             await self._advance(lambda: self._hops[0].progress.is_handed(number), patient=False)
@@ -181,6 +184,7 @@ class Chain:
     def settle(self, number: int) -> None:
         """The steps up to `number` are answered, and stand: they will not be given up any more."""
         self._foldable = number
+        self._hops.on_settled()
         self._outputs = {later: outputs for later, outputs in self._outputs.items() if later > number}
         self._forget_answered()
 
@@ -292,6 +296,9 @@ class Chain:
         step = self._under_way.steps.get(number)
         if step is None or hop not in self._hops:
             return
+        self._check_inputs()
+        if not hop.is_sound:
+            return
         following = self._hops.behind(hop)
         if following is None:
             self._outputs[number] = outputs
@@ -304,14 +311,24 @@ class Chain:
             following.progress.on_pushed(number, reliable, time.perf_counter())
 
     def _on_change(self) -> None:
+        self._check_inputs()
         self._changed.set()
+
+    def _check_inputs(self) -> None:
+        """Compare what servers have computed with what this client knows; what is wrong is computed again.
+
+        Outputs that were taken before the copy came by which they are wrong cannot be taken back.
+        """
+        while (finding := self._hops.next_finding()) is not None:
+            if self._hops[-1].misled:
+                self._outputs = {number: one for number, one in self._outputs.items() if number < finding.number}
 
     def _forget_answered(self) -> None:
         """Steps that all hops have answered matter only as a part of the histories.
 
         Not those behind the last one that caches are filled with: a server that is replaced gets them once more.
         """
-        done = min(self._foldable, *(hop.progress.replied for hop in self._hops))
+        done = min(self._foldable, *(checked_up_to(hop) for hop in self._hops))
         self._under_way.forget(done)
         for hop in self._hops:
             hop.history.fold_if_long(done)

@@ -95,13 +95,19 @@ class Failover:
         return hops
 
     async def repair(
-        self, hops: Sequence[HopSession], index: int, contents: Callable[[range], CacheContents]
+        self,
+        hops: Sequence[HopSession],
+        index: int,
+        contents: Callable[[range], CacheContents],
+        *,
+        is_doubted: bool = False,
     ) -> tuple[range, list[HopSession]]:
         """What takes the place of which hops: of `hops[index]` itself, if that is possible; or other servers, that are
         not linked yet, of all successive hops at its server.
 
         Args:
             contents: what the caches of such hops have to hold together.
+            is_doubted: the server may be right, so it is only left, and not reported.
 
         Raises `MissingBlocks`, or the `RemoteError` that every server would answer with.
         """
@@ -111,7 +117,7 @@ class Failover:
             return alone, [hops[index]]
         which = next(run for run in _route(hops).runs if index in run)
         error = hops[index].progress.error
-        await self._report_lost(hops[index], hops[which.start : which.stop])
+        await self._leave(hops[index], hops[which.start : which.stop], is_doubted)
         wanted = contents(which)
         if wanted.done < wanted.history.folded:
             # The first of them was filled by a replay when others had not answered all of that: one after the other.
@@ -120,22 +126,65 @@ class Failover:
         before = hops[which.start - 1].peer_id if which.start else None
         after = hops[which.stop].peer_id if which.stop < len(hops) else None
         # If no other server has cache space either, say that, and not that blocks are missing.
-        full = error if isinstance(error, CacheFull) else None
-        fresh = await self._find_hops(_joined_span(lost), before, after, wanted, full)
+        reason = error if isinstance(error, CacheFull) or (is_doubted and isinstance(error, RemoteError)) else None
+        avoid = frozenset({hops[index].peer_id}) if is_doubted else frozenset[str]()
+        fresh = await self._find_hops(_joined_span(lost), before, after, wanted, reason, avoid)
         seconds = time.perf_counter() - began
         self._context.emit(Recovered(seconds))
         route = self._report_route([*hops[: which.start], *fresh, *hops[which.stop :]])
         logger.info("replaced in %.2f s; %s", seconds, route)
         return which, fresh
 
-    async def link(self, hops: Sequence[HopSession], which: range, silent: int | None = None) -> None:
-        """Tell the servers of `hops[which]` their neighbors; `hops[silent]` is told not to push."""
+    async def begin_again(
+        self, hops: Sequence[HopSession], index: int, contents: Callable[[range], CacheContents]
+    ) -> list[HopSession]:
+        """What takes the place of `hops[index]` and all behind it, which have computed what this client does not know:
+        new sessions at the same servers, or at others if these cannot.
+
+        Nobody but this client knows their ids, so what was pushed to the former ones does not reach them. Raises as
+        `repair` does.
+        """
+        misled, before = hops[index:], hops[index - 1].peer_id if index else None
+        wanted = contents(range(index, len(hops)))
+        for hop in misled:
+            hop.progress.on_replaced()
+        await _close_all(misled)
+        fresh, error = await self._prepare(_route(misled), wanted)
+        if error is not None:
+            fresh = await self._find_hops(_joined_span(misled), before, None, wanted, error)
+        self._report_route([*hops[:index], *fresh])
+        return fresh
+
+    async def link(self, hops: Sequence[HopSession], which: range, rows: int = 1, silent: int | None = None) -> None:
+        """Tell the servers of `hops[which]` their neighbors, as far as these are trusted with each other.
+
+        Args:
+            rows: how many a pushed step may have.
+            silent: `hops[silent]` is told not to push.
+        """
         if not self._context.options.push:
             return
         for index in which:
-            before = hops[index - 1] if index else None
+            before = hops[index - 1] if index and self._are_trusted(hops[index - 1], hops[index]) else None
             after = hops[index + 1] if index + 1 < len(hops) and index != silent else None
-            await hops[index].link(before, after)
+            if after is not None and not self._are_trusted(hops[index], after):
+                after = None
+            await hops[index].link(before, after, rows)
+
+    def _are_trusted(self, before: HopSession, after: HopSession) -> bool:
+        return before.peer_id == after.peer_id or self._routes.trusts_link(before.peer_id, after.peer_id)
+
+    async def has_others(self, hops: Sequence[HopSession], index: int) -> bool:
+        """Whether other servers than that of `hops[index]` can take its place."""
+        which = next(run for run in _route(hops).runs if index in run)
+        before = hops[which.start - 1].peer_id if which.start else None
+        after = hops[which.stop].peer_id if which.stop < len(hops) else None
+        span, avoid = _joined_span(hops[which.start : which.stop]), frozenset({hops[index].peer_id})
+        try:
+            await self._routes.route(span, before, after, self._context.max_length, avoid)
+        except MissingBlocks:
+            return False
+        return True
 
     def _report_route(self, hops: Sequence[HopSession]) -> Route:
         route = _route(hops)
@@ -143,11 +192,12 @@ class Failover:
         self._context.emit(RouteTaken(route))
         return route
 
-    async def _report_lost(self, failed: HopSession, lost: Sequence[HopSession]) -> None:
+    async def _leave(self, failed: HopSession, lost: Sequence[HopSession], is_doubted: bool) -> None:
         """Report the server and leave it: once, or a server that has come back would be kept out again.
 
         Args:
             lost: all successive hops at the server of the one that failed.
+            is_doubted: leave it without a report.
         """
         error = failed.progress.error
         if failed.progress.replaced or error is None:
@@ -158,7 +208,8 @@ class Failover:
         logger.info("%s; looking for a replacement", error)
         reason = error.code if isinstance(error, RemoteError) else RemoteError.code
         self._context.emit(HopLost(failed.peer_id, _joined_span(lost), reason))
-        self._routes.report_failure(failed.peer_id, error)
+        if not is_doubted:
+            self._routes.report_failure(failed.peer_id, error)
         await _close_all(lost)
 
     async def _try_same_server(self, hop: HopSession, contents: CacheContents) -> bool:
@@ -197,13 +248,14 @@ class Failover:
         after: str | None,
         contents: CacheContents,
         last_error: RemoteError | None = None,
+        avoid: frozenset[str] = frozenset(),
     ) -> list[HopSession]:
         """Open hops over `span` and fill their caches. `last_error` is why other servers were left."""
         tries = 0
         wait = MissingBlocksWait(self._routes, self._context.emit)
         while True:
             try:
-                route = await self._routes.route(span, before, after, self._context.max_length)
+                route = await self._routes.route(span, before, after, self._context.max_length, avoid)
                 hops, last_error = await self._prepare(cut_route(route, self._context.boundaries), contents)
                 if last_error is None:
                     return hops

@@ -240,6 +240,17 @@ class HopProgress:
         """A refill begins. What is under way may still be refused and counts no more."""
         self.delivered = self.pushed = self.replied
 
+    def on_misled(self, number: int, received: int) -> None:
+        """What it has computed from step `number` on does not count: a new session at the server does all that again.
+
+        Args:
+            received: the last step whose input is still known.
+        """
+        self.stale = True
+        self.steps.replied = self.delivered = self.pushed = min(self.replied, number - 1)
+        self.received = min(self.received, received)
+        self.clock.stop()
+
     def on_refilled(self, done: int) -> None:
         """The cache is as it was after step `done`; later steps have to be handed over again."""
         self.stale = False

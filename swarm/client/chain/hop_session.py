@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
+import msgspec
+
 from swarm.client.chain.awaited_steps import NO_STEP, ReplyKind
+from swarm.client.chain.blame import Claim, InputClaims
 from swarm.client.chain.hop_progress import HopProgress
 from swarm.client.chain.hop_stream import CLOSE_TIMEOUT_S, HopStream
 from swarm.client.chain.input_history import InputHistory, Step
@@ -24,9 +27,19 @@ from swarm.client.wire.reply_checks import (
     validate_left,
     validate_outputs,
 )
+from swarm.common.large_payloads import MAX_INLINE_BYTES, run_large
 from swarm.data_structures import Hop, StepLayout
-from swarm.errors import PeerLost, PeerTimeout, remote_error
+from swarm.errors import (
+    NotFiniteOutputs,
+    PeerLost,
+    PeerTimeout,
+    ProtocolViolation,
+    SuspectOutputs,
+    TooLargeReply,
+    remote_error,
+)
 from swarm.protocol import messages
+from swarm.protocol.input_checksum import input_checksum
 
 CACHE_WAIT_S = 1.0
 """Seconds that a full server may let this client wait for space in its cache, before another server is asked."""
@@ -46,6 +59,8 @@ class HopSession:
     Attributes:
         history: what went into these blocks so far.
         progress: which steps the server has and has answered.
+        claims: what it says that it has computed, and was not compared yet (see `blame`).
+        misled: what it has computed is not what this client knows, so its session has to begin again.
 
     Args:
         context: the constants of the session.
@@ -68,6 +83,8 @@ class HopSession:
         self.history = history if history is not None else InputHistory()
         factor = context.routes.timeout_factor(hop.server.peer_id)
         self.progress = HopProgress(describe_hop(hop), initial_estimate(hop, factor, context.options.timeout))
+        self.claims = InputClaims()
+        self.misled = False
         self._context = context
         self._on_reply = on_reply
         self._on_change = on_change
@@ -77,10 +94,22 @@ class HopSession:
         self._replay_outputs: OutputShape | None = None
         self._unanswered_replays = 0
         """Also those that were interrupted, so that nothing waits for their answers."""
+        self._neighbors = messages.SetNeighbors(None, None, None)
+        self._checksums: dict[int, asyncio.Task[bytes]] = {}  # of large inputs, computed in a thread
 
     @property
     def peer_id(self) -> str:
         return self.hop.server.peer_id
+
+    @property
+    def replied(self) -> int:
+        """Number of the last step that the server answered."""
+        return self.progress.replied
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether it goes on with what it has."""
+        return not self.misled and self.progress.error is None
 
     async def open(self) -> int:
         """Connect and reserve cache space; the number that the server expects of the next step.
@@ -111,15 +140,24 @@ class HopSession:
         self._stream.listen()
         return reply.next_step
 
-    async def link(self, before: HopSession | None, after: HopSession | None) -> None:
-        """Tell the server which server may push to it and to which it may push; None is this client."""
+    async def link(self, before: HopSession | None, after: HopSession | None, rows: int = 1) -> None:
+        """Tell the server which server may push to it, steps of so many rows, and to which it may push; None is this
+        client."""
         self.progress.on_linked(pushes_onward=after is not None)
-        request = messages.SetNeighbors(
+        self.claims.was_open = self.claims.was_open or before is not None
+        self._neighbors = messages.SetNeighbors(
             previous_peer=before.peer_id if before is not None else None,
             next_peer=after.peer_id if after is not None else None,
             next_session_id=after.session_id if after is not None else None,
+            sequences=rows,
         )
-        await self._send(request, b"", CLOSE_TIMEOUT_S)
+        await self._send(self._neighbors, b"", CLOSE_TIMEOUT_S)
+
+    async def allow_rows(self, rows: int) -> None:
+        """From now on pushed steps may have so many rows."""
+        if self._neighbors.previous_peer is not None:
+            self._neighbors = msgspec.structs.replace(self._neighbors, sequences=rows)
+            await self._send(self._neighbors, b"", CLOSE_TIMEOUT_S)
 
     def expect(self, number: int, outputs: OutputShape) -> None:
         """A step is going to come to the server, from this client or from the server before."""
@@ -134,7 +172,33 @@ class HopSession:
         """Forget the steps behind number `after`, up to `last`."""
         for number in range(after + 1, last + 1):
             self.history.drop(number)
+        self.claims.forget_after(after)
         self.progress.on_given_up(after, last, copied_rows)
+
+    def mislead(self, number: int, keeps_inputs: bool = False) -> None:
+        """What the server has computed from step `number` on does not count: its session has to begin again.
+        `keeps_inputs` if this client's copies of the inputs from there on are right."""
+        self.misled = True
+        self.claims.forget_after(number - 1)
+        self._checksums.clear()
+        if not keeps_inputs:
+            self.history.forget_from(number)
+        self.progress.on_misled(number, self.history.last)
+        self._fail_replay(SuspectOutputs(f"{describe_hop(self.hop)} has to begin again"))
+
+    def own_checksum(self, number: int) -> bytes | None:
+        """Of this client's copy of what goes in with a step; None if that, or its checksum, has yet to come."""
+        step = self.history.find(number)
+        if step is None or len(step.hidden.payload) <= MAX_INLINE_BYTES:
+            return input_checksum(step.request, step.hidden.payload) if step is not None else None
+        task = self._checksums.get(number)
+        if task is None:
+            work = asyncio.to_thread(input_checksum, step.request, step.hidden.payload)
+            task = self._checksums[number] = asyncio.get_running_loop().create_task(work)
+            task.add_done_callback(lambda _: self._on_change())
+        if not task.done():
+            return None
+        return self._checksums.pop(number).result()
 
     async def announce_given_up(self, first: int, end: int) -> None:
         """Tell the server that the steps from number `first` up to, but without, `end` need not be computed."""
@@ -152,21 +216,7 @@ class HopSession:
         The server reads the step when it has computed those before. This is waited for here.
         """
         self.progress.on_delivered(step.number, step.outputs, time.perf_counter())
-        request = messages.StepRequest(
-            step=step.number,
-            starts=list(step.layout.starts),
-            counts=list(step.layout.counts),
-            format=step.hidden.wire,
-            dtype=step.hidden.dtype,
-            sources=_list(step.layout.sources),
-            offsets=_list(step.layout.offsets),
-            epoch=step.epoch,
-            follows=step.follows,
-            exits=step.exits,
-            left=_list(step.hidden.left),
-            exit_block=step.exit_block,
-        )
-        await self._send(request, step.hidden.payload, self.progress.send_timeout(step.number))
+        await self._send(step.request, step.hidden.payload, self.progress.send_timeout(step.number))
 
     async def replay(
         self, layout: StepLayout, hidden: PackedHidden, next_step: int, want_outputs: bool, epoch: int = 0
@@ -181,7 +231,7 @@ class HopSession:
             counts=list(layout.counts),
             format=hidden.wire,
             dtype=hidden.dtype,
-            offsets=_list(layout.offsets),
+            offsets=list(layout.offsets) if layout.offsets is not None else None,
             return_outputs=want_outputs,
             epoch=epoch,
         )
@@ -201,11 +251,17 @@ class HopSession:
             self._replay_reply = self._replay_outputs = None
         if not isinstance(reply, messages.ReplayReply):
             raise unexpected_reply(self.hop, reply)
+        own = await run_large(len(hidden.payload), input_checksum, request, hidden.payload)
+        if reply.input_checksum != own:  # nobody else can replay
+            raise ProtocolViolation(f"{describe_hop(self.hop)} says that it was sent something else to replay")
         return validate_outputs(self.hop, outputs, payload, reply) if want_outputs else None
 
     async def close(self) -> None:
         """Free the session at the server, if it can still be told."""
         failed = self.progress.error is not None
+        for task in self._checksums.values():
+            task.cancel()
+        self._checksums.clear()
         await self._stream.close(
             drain=not failed and (self.progress.steps.may_be_answered or not self._stream.is_listening)
         )
@@ -237,21 +293,38 @@ class HopSession:
         self._on_change()
 
     def _on_step_reply(self, reply: messages.StepReply, payload: bytes | memoryview) -> None:
-        match self.progress.steps.classify_reply(reply.step):
-            case ReplyKind.LATE:
-                return
-            case ReplyKind.UNKNOWN:
-                raise unexpected_reply(self.hop, reply)
+        kind = self.progress.steps.classify_reply(reply.step)
+        if self.misled or kind is ReplyKind.LATE:
+            return
+        if kind is ReplyKind.UNKNOWN:
+            self._doubt(unexpected_reply(self.hop, reply))
+            return
         shape = self.progress.steps.outputs(reply.step)
-        left = validate_left(self.hop, self._context.span.start, shape.exits, reply.left)
-        outputs = replace(validate_outputs(self.hop, shape, payload, reply), left=left)
+        try:
+            left = validate_left(self.hop, self._context.span.start, shape.exits, reply.left)
+            outputs = replace(validate_outputs(self.hop, shape, payload, reply), left=left)
+        except ProtocolViolation as error:
+            if not self.claims.was_open and not isinstance(error, NotFiniteOutputs):
+                raise
+            # Perhaps it is what the server before has pushed that does not allow for better.
+            self.claims.add(reply.step, Claim(reply.input_checksum, error))
+            return
         now, is_full = time.perf_counter(), not any(left or ())
         if self.progress.on_reply(reply.step, reply.compute_ms / 1e3, reply.pushed, now, is_full):
+            self.claims.add(reply.step, Claim(reply.input_checksum))
             self._on_reply(self, reply.step, outputs)
         elif self.progress.error is not None:
             self._fail_replay(self.progress.error)
 
+    def _doubt(self, error: ProtocolViolation) -> None:
+        """An answer to no step of this client's. Raises the error if no other server may have sent one."""
+        if not self.claims.was_open:
+            raise error
+        self.claims.add(self.replied + 1, Claim(None, error))
+
     def _on_refusal(self, refusal: messages.Refusal) -> None:
+        if self.misled:
+            return
         error = remote_error(refusal.code, f"{describe_hop(self.hop)} refused: {refusal.message}")
         if self._unanswered_replays and refusal.step is None:
             self._on_replay_reply(lambda answer: answer.set_exception(error))
@@ -267,14 +340,13 @@ class HopSession:
             settle(self._replay_reply)
 
     def _on_lost(self, error: Exception) -> None:
-        self.progress.on_failed(error)
+        if isinstance(error, TooLargeReply) and self.claims.was_open:
+            self._doubt(error)
+        elif not self.misled:
+            self.progress.on_failed(error)
         self._fail_replay(error)
         self._on_change()
 
     def _fail_replay(self, error: Exception) -> None:
         if self._replay_reply is not None and not self._replay_reply.done():
             self._replay_reply.set_exception(error)
-
-
-def _list(values: Sequence[int] | None) -> list[int] | None:
-    return list(values) if values is not None else None

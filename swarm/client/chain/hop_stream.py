@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from swarm.client.wire.reply_checks import describe_hop
 from swarm.data_structures import Hop
-from swarm.errors import PeerLost, PeerTimeout, RemoteError
+from swarm.errors import PeerLost, PeerTimeout, ProtocolViolation, RemoteError, TooLargeReply
 from swarm.protocol import messages
 from swarm.transport.stream import Network, Stream
 
@@ -109,7 +109,10 @@ class HopStream:
     async def _listen(self, stream: Stream) -> None:
         try:
             while True:
-                frame = await stream.receive(self._max_reply_bytes)
+                try:
+                    frame = await stream.receive(self._max_reply_bytes)
+                except ProtocolViolation as error:
+                    raise TooLargeReply(f"{describe_hop(self._hop)}: {error}") from None
                 self._on_message(messages.decode_server(frame.header), frame.payload)
         except PeerLost as error:
             self._on_lost(PeerLost(f"{describe_hop(self._hop)} is gone: {error}"))

@@ -7,7 +7,7 @@ appended). What is folded for good, when the list has grown much longer than the
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from swarm.client.wire.reply_checks import AllowedExits, OutputShape
 from swarm.common.dtypes import dtype_name
 from swarm.data_structures import StepLayout, WireFormat
 from swarm.protocol.compression import decode_tensor, encode_tensor
-from swarm.protocol.messages import ExitTerms
+from swarm.protocol.messages import ExitTerms, StepRequest
 
 MAX_UNFOLDED_STEPS = 1024
 MAX_UNFOLDED_TOKENS = 4 * MAX_REQUEST_TOKENS
@@ -52,6 +52,24 @@ class Step:
         if self.exits is not None:
             exits = AllowedExits(self.layout.counts, tuple(block for block, _ in self.exits.thresholds))
         return OutputShape(self.hidden.tokens, self.hidden.hidden_size, exits)
+
+    @property
+    def request(self) -> StepRequest:
+        """How it is sent to the hop, by this client or by the server before."""
+        return StepRequest(
+            step=self.number,
+            starts=list(self.layout.starts),
+            counts=list(self.layout.counts),
+            format=self.hidden.wire,
+            dtype=self.hidden.dtype,
+            sources=_list(self.layout.sources),
+            offsets=_list(self.layout.offsets),
+            epoch=self.epoch,
+            follows=self.follows,
+            exits=self.exits,
+            left=_list(self.hidden.left),
+            exit_block=self.exit_block,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +120,12 @@ class InputHistory:
     def drop(self, number: int) -> None:
         """Forget a step that was given up."""
         self._steps.pop(number, None)
+
+    def forget_from(self, first: int) -> None:
+        """Forget the steps from number `first` on, which come again, perhaps with other values."""
+        for number in [number for number in self._steps if number >= first]:
+            del self._steps[number]
+        self.last = min(self.last, first - 1)
 
     def fold_if_long(self, done: int) -> None:
         """Fold the steps up to number `done`, which will not be asked for singly any more, if they have become many."""
@@ -189,3 +213,7 @@ def _packed(pieces: list[_TokenRun]) -> PackedHidden:
     hidden_TH = torch.cat([piece.hidden_TH for piece in pieces if len(piece.hidden_TH)])
     payload = encode_tensor(hidden_TH, WireFormat.NONE)
     return PackedHidden(payload, hidden_TH.shape[0], hidden_TH.shape[1], WireFormat.NONE, dtype_name(hidden_TH.dtype))
+
+
+def _list(values: Sequence[int] | None) -> list[int] | None:
+    return list(values) if values is not None else None

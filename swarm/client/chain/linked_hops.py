@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 
+from swarm.client.chain.blame import Finding, Verdict, checked_up_to, first_finding
 from swarm.client.chain.failover import CacheContents, Failover
 from swarm.client.chain.hop_session import HopSession
 from swarm.client.chain.session_constants import SessionContext
@@ -14,6 +15,7 @@ from swarm.client.routes.route_source import is_worth_another_server
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.client.wire.reply_checks import describe_hop
 from swarm.data_structures import HopTiming, Route
+from swarm.errors import ProtocolViolation, SuspectOutputs, TooLong, WrongDtype
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +41,11 @@ class LinkedHops:
         self._failover = Failover(context, on_reply, on_change)
         self._hops: list[HopSession] = []
         self._unlinked = False
+        self._rows = 1
+        self._refuser: tuple[str, Exception] | None = None
+        """A server that refused a step as one that every server would refuse, and why. Another one is asked now."""
+        self._nonsense: tuple[int, str] | None = None
+        """A step from which a server made NaN, and that server. Another one is asked now."""
 
     def __len__(self) -> int:
         return len(self._hops)
@@ -87,7 +94,50 @@ class LinkedHops:
         """Let all servers push. Only while no step is under way."""
         if self._unlinked:
             self._unlinked = False
-            await self._failover.link(self._hops, range(len(self._hops)))
+            await self._failover.link(self._hops, range(len(self._hops)), self._rows)
+
+    async def allow_rows(self, rows: int) -> None:
+        """Let all servers push steps of so many rows. A server takes no more from another one than its client says."""
+        if rows > self._rows:
+            self._rows = rows
+            await asyncio.gather(*(hop.allow_rows(rows) for hop in self._hops))
+
+    def on_settled(self) -> None:
+        """The steps so far are answered. If one was refused before, then by a server that alone thinks so."""
+        if self._refuser is not None:
+            self._context.routes.report_failure(*self._refuser)
+            self._refuser = None
+
+    def next_finding(self) -> Finding | None:
+        """Compare what servers say that they have computed with what this client knows, and draw the consequences."""
+        finding = first_finding(self._hops)
+        if finding is None:
+            return None
+        hop, behind, number = self._hops[finding.index], self._hops[finding.index + 1 :], finding.number
+        before = self._hops[finding.index - 1] if finding.index else hop
+        logger.warning("step %d at %s: %s", number, describe_hop(hop.hop), finding.verdict.value)
+        hop.mislead(number, keeps_inputs=True)
+        suspect: HopSession | None = None
+        match finding.verdict:
+            case Verdict.LIAR:
+                why = finding.claim.error or "it computed something else than it was sent, as it says itself"
+                hop.progress.on_failed(ProtocolViolation(f"{describe_hop(hop.hop)}: {why}"))
+            case Verdict.LINK:
+                self._context.routes.distrust_link(before.peer_id, hop.peer_id)
+            case Verdict.NONSENSE:
+                seen, self._nonsense = self._nonsense, (number, hop.peer_id)
+                suspect = hop
+                if seen is not None and seen[0] == number and seen[1] != hop.peer_id:
+                    suspect = before
+                    before.mislead(number, keeps_inputs=True)
+                    hop.mislead(number)
+        if suspect is not None:
+            suspect.progress.on_failed(SuspectOutputs(f"{describe_hop(suspect.hop)}: {finding.claim.error}"))
+        if finding.claim.error is None or suspect is before or finding.verdict in (Verdict.LINK, Verdict.AGAIN):
+            # They have taken over what is wrong. But a server that has computed the right thing has handed that on.
+            for one in behind:
+                one.mislead(number)
+        return finding
 
     async def repair(self, index: int, foldable: int, several: bool) -> None:
         """Repair a hop, or put other servers in the place of its server. Raises its error if none would do better.
@@ -98,11 +148,15 @@ class LinkedHops:
         """
         progress = self._hops[index].progress
         progress.on_departure_due()
-        if progress.error is not None and not is_worth_another_server(progress.error):
+        is_doubted = await self._is_doubted(index)
+        error = None if progress.replaced or is_doubted else progress.error
+        if error is not None and not is_worth_another_server(error):
             raise progress.take_error()
-        which, repaired = await self._failover.repair(self._hops, index, lambda hops: self._contents(hops, foldable))
+        which, repaired = await self._replacement(index, foldable, is_doubted)
         first, last = which.start, which.start + len(repaired)
         self._hops[first : which.stop] = repaired
+        if last < len(self._hops):
+            self._hops[last].claims.on_pusher_replaced(self._under_way.next_number - 1)
         for hop in repaired:
             hop.progress.on_joined(self._under_way.next_number - 1, hop.history.last)
             for number, step in self._under_way.steps.items():
@@ -113,15 +167,42 @@ class LinkedHops:
         if first and (several or len(repaired[0].progress.steps.numbers()) > 1):
             # It has to catch up first: it would refuse what the server before pushes meanwhile.
             self._unlinked = True
-            await self._failover.link(self._hops, neighbors, silent=first - 1)
+            await self._failover.link(self._hops, neighbors, self._rows, silent=first - 1)
         else:
-            await self._failover.link(self._hops, neighbors)
+            await self._failover.link(self._hops, neighbors, self._rows)
+
+    async def _replacement(self, index: int, foldable: int, is_doubted: bool) -> tuple[range, list[HopSession]]:
+        """What takes the place of which hops, see `Failover`."""
+        hop = self._hops[index]
+        if hop.misled and not isinstance(hop.progress.error, ProtocolViolation | SuspectOutputs):
+            which = range(index, len(self._hops))
+            return which, await self._failover.begin_again(
+                self._hops, index, lambda hops: self._contents(hops, foldable)
+            )
+        return await self._failover.repair(
+            self._hops, index, lambda hops: self._contents(hops, foldable), is_doubted=is_doubted
+        )
+
+    async def _is_doubted(self, index: int) -> bool:
+        """Whether a server refuses what, it says, every server would refuse, and another one can be asked."""
+        hop = self._hops[index]
+        error = hop.progress.error
+        if not isinstance(error, TooLong | WrongDtype) or hop.progress.replaced:
+            return False
+        if self._refuser is not None and self._refuser[0] != hop.peer_id:
+            self._refuser = None  # they agree
+            return False
+        if not await self._failover.has_others(self._hops, index):
+            return False
+        self._refuser = hop.peer_id, error
+        return True
 
     def _contents(self, which: range, foldable: int) -> CacheContents:
         """What the caches of some successive hops have to hold together: not more than all of them have answered, or
         their outputs of the steps behind that would never come."""
         hops = self._hops[which.start : which.stop]
-        done = min(foldable, hops[0].progress.received, *(hop.progress.replied for hop in hops))
+        checked = min(checked_up_to(hop) for hop in self._hops[: which.stop])
+        done = min(foldable, hops[0].progress.received, checked, *(hop.progress.replied for hop in hops))
         return CacheContents(hops[0].history, done, *self._under_way.upcoming(done))
 
     async def stop_pushes_to(self, index: int, several: bool) -> None:
@@ -132,6 +213,5 @@ class LinkedHops:
         """
         self._unlinked = self._unlinked or several
         self._hops[index].progress.on_pushes_stopped()
-        pusher = self._hops[index - 1]
-        logger.debug("%s no longer pushes: a push failed", describe_hop(pusher.hop))
-        await pusher.link(self._hops[index - 2] if index > 1 else None, None)
+        logger.debug("%s no longer pushes: a push failed", describe_hop(self._hops[index - 1].hop))
+        await self._failover.link(self._hops, range(index - 1, index), self._rows, silent=index - 1)

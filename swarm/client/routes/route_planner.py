@@ -27,6 +27,7 @@ from swarm.errors import (
     ProtocolViolation,
     RequestRefused,
     ServerClosing,
+    SuspectOutputs,
     WrongSpan,
 )
 from swarm.routing.batch_split import BatchShare
@@ -59,6 +60,7 @@ _FAILURES: tuple[tuple[type[Exception], PeerFailure], ...] = (
     (PeerTimeout, PeerFailure.TIMED_OUT),
     (PeerLost, PeerFailure.UNREACHABLE),
     (ProtocolViolation, PeerFailure.WRONG_ANSWER),
+    (SuspectOutputs, PeerFailure.SUSPECTED),
     (CacheFull, PeerFailure.CACHE_FULL),
     (ServerClosing, PeerFailure.CLOSING),
     (WrongSpan, PeerFailure.CLOSING),  # it has moved to other blocks since its last announcement
@@ -98,11 +100,18 @@ class RoutePlanner:
         """The servers that this client may use, from the current snapshot."""
         return self.router.snapshot.servers
 
-    async def route(self, span: Span, before: str | None, after: str | None, max_length: int) -> Route:
+    async def route(
+        self,
+        span: Span,
+        before: str | None,
+        after: str | None,
+        max_length: int,
+        avoid: frozenset[str] = frozenset(),
+    ) -> Route:
         """See `RouteSource.route`."""
 
         def plan(now: float) -> Route:
-            return self.router.route(span, now, before=before, after=after, cache_tokens=max_length)
+            return self.router.route(span, now, before=before, after=after, avoid=avoid, cache_tokens=max_length)
 
         return await self._plan(plan)
 
@@ -151,6 +160,14 @@ class RoutePlanner:
     def timeout_factor(self, peer_id: str) -> float:
         """2 to the power of the recent timeouts of the server: it may be slow, not dead."""
         return 2.0 ** self.router.health.reasons(peer_id).count(PeerFailure.TIMED_OUT)
+
+    def trusts_link(self, before: str, after: str) -> bool:
+        """See `RouteSource.trusts_link`."""
+        return self.router.links.trusts(before, after, time.monotonic())
+
+    def distrust_link(self, before: str, after: str) -> None:
+        """See `RouteSource.distrust_link`."""
+        self.router.links.distrust(before, after, time.monotonic())
 
     def report_route(self, route: Route) -> None:
         """Print the route that a session takes, if the configuration asks for it."""

@@ -32,8 +32,19 @@ class RouteSource(Protocol):
 
     missing_blocks_timeout: float
 
-    async def route(self, span: Span, before: str | None, after: str | None, max_length: int) -> Route:
-        """A route over `span` between two servers (None: this client). Raises `MissingBlocks`."""
+    async def route(
+        self,
+        span: Span,
+        before: str | None,
+        after: str | None,
+        max_length: int,
+        avoid: frozenset[str] = frozenset(),
+    ) -> Route:
+        """A route over `span` between two servers (None: this client). Raises `MissingBlocks`.
+
+        Args:
+            avoid: servers that it must not use.
+        """
 
     async def refresh(self) -> None:
         """Read the announcements of the swarm again."""
@@ -46,6 +57,12 @@ class RouteSource(Protocol):
 
     def timeout_factor(self, peer_id: str) -> float:
         """How many times longer than it announces the server should be given, because it was too slow before."""
+
+    def trusts_link(self, before: str, after: str) -> bool:
+        """Whether one server may push to the other."""
+
+    def distrust_link(self, before: str, after: str) -> None:
+        """One of two servers lied about what passed between them: keep them apart for a while."""
 
     def report_route(self, route: Route) -> None:
         """A session goes by this route from now on."""
@@ -90,6 +107,7 @@ def is_worth_another_server(error: Exception) -> bool:
 
     Not if every server would refuse: a sequence that may be too long for all, outputs that the wire format cannot hold,
     an adapter that does not fit the blocks. Whatever else could be wrong with a request was checked before it was sent,
-    so a server that refuses it errs or lies.
+    so a server that refuses it errs or lies. (A session takes one server's word for the first two only if it has no
+    other one to ask, see `LinkedHops`.)
     """
     return not isinstance(error, TooLong | WrongDtype | AdapterRefused)

@@ -12,7 +12,16 @@ import torch
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.client.wire.timeout_estimator import TimeoutEstimator
 from swarm.data_structures import Hop
-from swarm.errors import NotFinite, PeerLost, PeerTimeout, ProtocolViolation, WrongDtype, WrongShape, remote_error
+from swarm.errors import (
+    NotFinite,
+    NotFiniteOutputs,
+    PeerLost,
+    PeerTimeout,
+    ProtocolViolation,
+    WrongDtype,
+    WrongShape,
+    remote_error,
+)
 from swarm.protocol import messages
 from swarm.protocol.adapter_encoding import gradient_bytes, unpack_gradients
 from swarm.protocol.compression import is_finite, payload_bytes
@@ -94,7 +103,8 @@ def validate_outputs(
     payload: bytes | memoryview,
     reply: messages.StepReply | messages.ReplayReply | messages.ForwardReply | messages.BackwardReply,
 ) -> PackedHidden:
-    """The outputs in a reply. Raises `ProtocolViolation` if they do not have this shape or are not finite."""
+    """The outputs in a reply. Raises `ProtocolViolation` if they do not have this shape, `NotFiniteOutputs` if they are
+    not finite."""
     try:
         length = payload_bytes(shape.values, reply.format, reply.dtype)
     except WrongDtype as error:
@@ -102,7 +112,7 @@ def validate_outputs(
     if len(payload) != length:
         raise ProtocolViolation(f"{describe_hop(hop)} answered with {len(payload)} bytes where {length} were due")
     if not is_finite(payload, shape.values, reply.format, reply.dtype):
-        raise ProtocolViolation(f"{describe_hop(hop)} answered with values that are not finite")
+        raise NotFiniteOutputs(f"{describe_hop(hop)} answered with values that are not finite")
     return PackedHidden(payload, shape.tokens, shape.hidden_size, reply.format, reply.dtype)
 
 

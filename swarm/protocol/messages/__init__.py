@@ -8,7 +8,7 @@ A conversation is one libp2p stream:
     client                               server
     OpenSession        ->
                        <-                SessionOpened | Refusal
-    SetNeighbors       ->                (the servers before and after this one in the route)
+    SetNeighbors       ->                (the servers before and after this one in the route; rows of pushes)
     StepRequest + payload ->
                        <-                StepReply + payload | Refusal
     GiveUp             ->                (queued steps that need not be computed)
@@ -56,6 +56,7 @@ from swarm.protocol.messages.codec import (
 )
 from swarm.protocol.messages.fields import (
     ADAPTER_DIGEST_BYTES,
+    CHECKSUM_BYTES,
     MAX_BLOCKS_PER_REQUEST,
     MAX_EXITS,
     MAX_PEER_SESSIONS,
@@ -83,6 +84,7 @@ from swarm.protocol.messages.stateless import BackwardReply, BackwardRequest, Fo
 
 __all__ = [
     "ADAPTER_DIGEST_BYTES",
+    "CHECKSUM_BYTES",
     "MAX_BLOCKS_PER_REQUEST",
     "MAX_EXITS",
     "MAX_PEER_SESSIONS",

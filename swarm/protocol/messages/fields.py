@@ -24,7 +24,13 @@ session takes beside its cache (a stream, buffers, the last reply) does not depe
 
 ADAPTER_DIGEST_BYTES = 16
 
+CHECKSUM_BYTES = 16
+
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+StepNumber = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 2)]
+"""So that the number of the step behind is a `Count`, too."""
+
+Checksum = Annotated[bytes, msgspec.Meta(min_length=CHECKSUM_BYTES, max_length=CHECKSUM_BYTES)]
 PerSequence = Annotated[list[Count], msgspec.Meta(min_length=1, max_length=MAX_SEQUENCES)]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Text = Annotated[str, msgspec.Meta(max_length=2000)]

@@ -12,12 +12,14 @@ from swarm.protocol.messages.fields import (
     MAX_EXITS,
     MAX_SEQUENCES,
     AdapterDigests,
+    Checksum,
     Count,
     Message,
     Milliseconds,
     Name,
     PerSequence,
     SessionId,
+    StepNumber,
 )
 
 
@@ -89,7 +91,7 @@ class StepRequest(Message, frozen=True):
     one comes, or `Expedite`.
     """
 
-    step: Count
+    step: StepNumber
     starts: PerSequence
     counts: PerSequence
     format: WireFormat
@@ -125,15 +127,17 @@ class Expedite(Message, frozen=True):
 class StepReply(Message, frozen=True):
     """The outputs of a step, payload `[tokens, hidden]` in `format`.
 
-    `compute_ms` is the time spent in the blocks. `pushed` is true if the outputs were already sent to the next server.
-    `left` is that of the request, with the tokens that left in this span; None if none has left so far. Their outputs
-    are their hidden states in front of the block named there.
+    `compute_ms` is the time spent in the blocks. `input_checksum` is that of the request and payload that were computed
+    (see `swarm.protocol.input_checksum`), wherever they came from. `pushed` is true if the outputs were already sent to
+    the next server. `left` is that of the request, with the tokens that left in this span; None if none has left so
+    far. Their outputs are their hidden states in front of the block named there.
     """
 
     step: Count
     format: WireFormat
     dtype: Name
     compute_ms: Milliseconds
+    input_checksum: Checksum
     pushed: bool = False
     left: PerSequence | None = None
 
@@ -141,13 +145,14 @@ class StepReply(Message, frozen=True):
 class SetNeighbors(Message, frozen=True):
     """Tell a server its neighbors in the session's route; None stands for the client. There is no reply.
 
-    Only `previous_peer` may push steps into the session. The server pushes its outputs to the session
-    `next_session_id` at `next_peer`.
+    Only `previous_peer` may push steps into the session, and they may bring at most `sequences` sequences, or as many
+    as the session has already. The server pushes its outputs to the session `next_session_id` at `next_peer`.
     """
 
     previous_peer: Name | None
     next_peer: Name | None
     next_session_id: SessionId | None
+    sequences: Annotated[int, msgspec.Meta(ge=1, le=MAX_SEQUENCES)] = 1
 
 
 class PushRequest(Message, frozen=True):
@@ -177,11 +182,15 @@ class ReplayRequest(Message, frozen=True):
 
 
 class ReplayReply(Message, frozen=True):
-    """The cache holds what was replayed. Payload: `[tokens, hidden]` in `format` if outputs were requested."""
+    """The cache holds what was replayed. Payload: `[tokens, hidden]` in `format` if outputs were requested.
+
+    `input_checksum` is that of the request, as in a `StepReply`.
+    """
 
     format: WireFormat
     dtype: Name
     compute_ms: Milliseconds
+    input_checksum: Checksum
 
 
 class CloseSession(Message, frozen=True):

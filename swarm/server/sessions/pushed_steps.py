@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -10,6 +11,7 @@ from functools import partial
 from swarm.errors import PeerLost, RemoteError
 from swarm.protocol import messages
 from swarm.server.compute.compute_request import Bytes
+from swarm.server.sessions.pushing.dial_budget import DialBudget
 from swarm.server.sessions.pushing.local_push_link import LocalPushLink, Push
 from swarm.server.sessions.pushing.push_link import PushLink
 from swarm.server.sessions.pushing.unread_replies import UnreadReplies
@@ -43,14 +45,16 @@ class PushedSteps:
         self._unanswered = unanswered
         self._waiting_bytes: Counter[str] = Counter()
         self._unread = UnreadReplies(unanswered)
+        self._dials = DialBudget()
 
     def set_neighbors(self, session: Session, message: messages.SetNeighbors) -> None:
         """Who may push into the session, and where its outputs go. Raises `UnknownSession` if it is not open.
 
-        A link that leads there already stays, with the steps in it: the client counts them as pushed.
+        A link that leads there already stays, with the steps in it: the client counts them as pushed. There is no link
+        if the client has named too many peers (see `DialBudget`): then it delivers the outputs itself.
         """
         self._sessions.require_open(session)  # nothing would ever close the link of a session that is forgotten
-        session.allow_push_from(message.previous_peer)
+        session.allow_push_from(message.previous_peer, message.sequences)
         peer_id, session_id, client = message.next_peer, message.next_session_id, session.terms.peer_id
         if peer_id is None or session_id is None:
             session.close_push_link()
@@ -58,8 +62,8 @@ class PushedSteps:
             session.close_push_link()
             if peer_id == self._network.peer_id:
                 session.push_link = self._local_link(client, session_id)
-            else:
-                session.push_link = PushLink(self._network, client, peer_id, session_id)
+            elif (dial := self._dials.begin(client, peer_id, asyncio.get_running_loop().time())) is not None:
+                session.push_link = PushLink(self._network, client, peer_id, session_id, dial)
 
     def give_up(self, session: Session, message: messages.GiveUp) -> None:
         """The session's client does not want these steps any more."""
@@ -94,14 +98,17 @@ class PushedSteps:
     async def answer(self, peer_id: str, message: messages.PushRequest, payload: Bytes) -> None:
         """A step from the previous server. Its reply or refusal goes to the client, not to the server that pushed.
 
-        Raises `UnknownSession` if that server may not push there.
+        But for what that server can only do out of malice: it changes nothing, and the client does not hear of it.
+        Raises `UnknownSession` if that server may not push there, or not so many sequences; `WrongPosition` if the
+        step's number is beyond all that may come.
         """
         session, answer = await self._compute(peer_id, message, payload)
         await self._send(session, answer)
 
     async def _compute(self, peer_id: str, message: messages.PushRequest, payload: Bytes) -> tuple[Session, Answer]:
         """The session of a pushed step, and what to say to its client."""
-        session = await self._sessions.find_for_push(peer_id, message.client, message.session_id)
+        session = await self._find(peer_id, message)
+        session.require_near(message.step.step)
         handling = self._steps.run_step(session, message.step, payload, asked_by_client=False)
         return session, await self._replies.answer_or_refuse(handling, message, message.client, message.step.step)
 
@@ -112,13 +119,17 @@ class PushedSteps:
         """
         if len(pushes) > 1:
             message = pushes[0][0]
-            session = await self._sessions.find_for_push(self._network.peer_id, message.client, message.session_id)
+            session = await self._find(self._network.peer_id, message)
             outcomes = await self._steps.run_merged(session, [(push.step, payload) for push, payload in pushes])
             if outcomes is not None:
                 await self._push_and_answer(session, [push.step for push, _ in pushes], outcomes)
                 return
         for push, payload in pushes:
             await self._send_soon(*await self._compute(self._network.peer_id, push, payload))
+
+    async def _find(self, peer_id: str, message: messages.PushRequest) -> Session:
+        is_own, rows = peer_id == self._network.peer_id, len(message.step.counts)
+        return await self._sessions.find_for_push(peer_id, message.client, message.session_id, rows, is_own=is_own)
 
     async def _push_and_answer(
         self, session: Session, steps: Sequence[messages.StepRequest], outcomes: Sequence[StepOutcome]

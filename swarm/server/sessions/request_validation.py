@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from swarm.common.large_payloads import run_large
 from swarm.data_structures import Span, StepLayout, WireFormat
 from swarm.errors import ExitRefused, NotFinite, TooLong, WrongShape, WrongSpan
 from swarm.models.execution.span_model import SpanModel
@@ -120,17 +121,20 @@ class RequestValidator:
                     f"sequence {sequence} would be {start + count} tokens long; the session was opened for {max_length}"
                 )
 
-    def validate_payload(self, tokens: int, wire: WireFormat, dtype: str, payload: bytes | memoryview) -> None:
-        """Raise `TooLong`, `WrongDtype` or `WrongShape` if the payload is not `[tokens, hidden]` in that format."""
+    async def validate_payload(self, tokens: int, wire: WireFormat, dtype: str, payload: bytes | memoryview) -> None:
+        """Raise `TooLong`, `WrongDtype`, `WrongShape` or `NotFinite` unless the payload is `[tokens, hidden]` like
+        that."""
         self._validate_token_count(tokens, self._limits.step_tokens)
         hidden = self._model.hidden_size
         expected = payload_bytes(tokens * hidden, wire, dtype)
         if len(payload) != expected:
             raise WrongShape(f"{tokens} tokens of {hidden} values take {expected} bytes as {wire}, got {len(payload)}")
-        if not is_finite(payload, tokens * hidden, wire, dtype):
+        if not await run_large(len(payload), is_finite, payload, tokens * hidden, wire, dtype):
             raise NotFinite("the hidden states hold NaN or infinity, which would spoil the session's cache")
 
-    def validate_gradients(self, tokens: int, message: messages.BackwardRequest, payload: bytes | memoryview) -> None:
+    async def validate_gradients(
+        self, tokens: int, message: messages.BackwardRequest, payload: bytes | memoryview
+    ) -> None:
         """Raise `TooLong`, `WrongDtype`, `WrongShape` or `NotFinite` unless the payload is that of a backward.
 
         It consists of inputs and gradients, each `[tokens, hidden]` in its format.
@@ -145,9 +149,9 @@ class RequestValidator:
                 f"{message.gradient_format}, got {len(payload)}"
             )
         whole = memoryview(payload)
-        if not is_finite(whole[:inputs], values, message.format, dtype):
+        if not await run_large(inputs, is_finite, whole[:inputs], values, message.format, dtype):
             raise NotFinite("the hidden states hold NaN or infinity")
-        if not is_finite(whole[inputs:], values, message.gradient_format, dtype):
+        if not await run_large(gradients, is_finite, whole[inputs:], values, message.gradient_format, dtype):
             raise NotFinite("the gradients hold NaN or infinity; check the loss")
 
     def _validate_token_count(self, tokens: int, limit: int) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from swarm.data_structures import Span, WireFormat
+from swarm.errors import WrongPosition
 from swarm.models.execution.session_cache import SessionCache
 from swarm.protocol.messages import StepReply, StepRequest
 from swarm.server.compute.compute_request import ComputeResult
@@ -20,15 +21,18 @@ from swarm.server.sessions.reply_stream import ReplyStream
 LINK_TIMEOUT_S = 2.0
 """How long a push may be ahead of the client's message that allows it."""
 
+MAX_STEPS_AHEAD = 256
+"""How far the number of a pushed step may be ahead of what the session expects. Numbers are left out where a client
+gives steps up, at most the chunks of a prompt at once."""
+
 
 class StepGivenUp(Exception):
     """The client does not want the step any more that it waited for."""
 
 
 class KeptReply(NamedTuple):
-    """A reply that is kept so that it can be sent again, and the fingerprint of its request."""
+    """A reply that is kept so that it can be sent again. A request is the same if its checksum is."""
 
-    fingerprint: int
     reply: StepReply
     payload: bytes | memoryview
 
@@ -74,6 +78,7 @@ class Session:
         attached: number of open connections that use the session.
         client: the newest of them, to which replies to pushed steps go.
         previous_peer: the peer that may push steps into the session, besides the client itself.
+        push_sequences: number of sequences that its steps may bring, if the session has fewer.
         push_link: the link to the next server.
         fed_by: the link from the session before, if that is at this server: the one that may hold steps.
         lock: held by the step that is being answered, or the steps that are computed as one. One that was given up may
@@ -97,6 +102,7 @@ class Session:
         self.attached = 0
         self.client: ReplyStream | None = None
         self.previous_peer: str | None = None
+        self.push_sequences = 1
         self.push_link: PushLink | LocalPushLink | None = None
         self.fed_by: LocalPushLink | None = None
         self.lock = asyncio.Lock()
@@ -136,20 +142,32 @@ class Session:
         is_wanted = not any(step.step in self.given_up for step in steps)
         return is_wanted and may_wait(steps, self.terms.span.start, self.awaited)
 
-    def allow_push_from(self, peer_id: str | None) -> None:
-        """Accept pushed steps from this peer and from no other."""
-        self.previous_peer = peer_id
+    def allow_push_from(self, peer_id: str | None, sequences: int = 1) -> None:
+        """Accept pushed steps from this peer and from no other, of so many sequences."""
+        self.previous_peer, self.push_sequences = peer_id, sequences
         self._push_allowed.set()
         self._push_allowed = asyncio.Event()
 
-    async def may_push(self, peer_id: str) -> bool:
-        """Whether the peer is allowed to push, now or within `LINK_TIMEOUT_S`."""
-        if self.previous_peer != peer_id:
+    async def may_push(self, peer_id: str, sequences: int = 1) -> bool:
+        """Whether the peer is allowed to push a step of so many sequences, now or within `LINK_TIMEOUT_S`."""
+
+        def is_allowed() -> bool:
+            return self.previous_peer == peer_id and sequences <= max(self.sequences, self.push_sequences)
+
+        if not is_allowed():
             with suppress(TimeoutError):
                 async with asyncio.timeout(LINK_TIMEOUT_S):
-                    while self.previous_peer != peer_id:
+                    while not is_allowed():
                         await self._push_allowed.wait()
-        return self.previous_peer == peer_id
+        return is_allowed()
+
+    def require_near(self, step: int) -> None:
+        """Raise `WrongPosition` for a pushed step whose number is beyond all that the client may have under way."""
+        expected = max(self.next_step, self.given_up.stop)
+        if step > expected + MAX_STEPS_AHEAD:
+            raise WrongPosition(
+                f"step {step} was pushed where step {expected} was expected; at most {MAX_STEPS_AHEAD} may be left out"
+            )
 
     def close_push_link(self) -> None:
         """Push no more steps to the next server."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from swarm.common.dtypes import dtype_name
+from swarm.common.large_payloads import run_large
 from swarm.common.warn_once import WarnOnce
 from swarm.data_structures import ExitThresholds, StepLayout, WireFormat
 from swarm.errors import CacheFull, RemoteError, ServerClosing, WrongPosition
@@ -17,6 +18,7 @@ from swarm.metrics.server import ServerObserver
 from swarm.models.execution.span_pass import StepExits
 from swarm.protocol import messages
 from swarm.protocol.compression import payload_bytes
+from swarm.protocol.input_checksum import input_checksum
 from swarm.server.compute import compute_request
 from swarm.server.compute.compute_request import Bytes, ComputeResult
 from swarm.server.compute.engine import Engine
@@ -56,10 +58,10 @@ class SessionSteps:
         If the client asks again for the last step, or for one of those computed as one, it gets the reply that was
         kept.
         """
-        fingerprint = _fingerprint(message, payload)
+        checksum = await _checksum(message, payload)
         async with session.lock:
             kept = session.last.get(message.step)
-            if kept is not None and fingerprint == kept.fingerprint:
+            if kept is not None and checksum == kept.reply.input_checksum:
                 # The reply was lost, or both the client and the previous server have delivered the step.
                 return (kept.reply, kept.payload) if asked_by_client else (None, b"")
             if message.step < session.next_step and not asked_by_client:
@@ -83,7 +85,7 @@ class SessionSteps:
                 return None, b""
             self._observer.tokens_left(block for block in result.left if block > session.terms.span.start)
             session.last = {}
-            reply = _note_computed(session, message, fingerprint, result, result.payload)
+            reply = _note_computed(session, message, checksum, result, result.payload)
         return await self.push_outputs(session, message, reply, result.payload), result.payload
 
     async def run_merged(
@@ -94,8 +96,9 @@ class SessionSteps:
         The outcomes are those of `run_step`, one step after the other, and so is what the session remembers. None if
         there may be more to say about some of them than that; then nothing has happened.
         """
+        checksums = [await _checksum(message, payload) for message, payload in steps]
         async with session.lock:
-            merged = self._merge(session, steps)
+            merged = await self._merge(session, steps)
             if merged is None:
                 return None
             first, last = steps[0][0].step, steps[-1][0].step
@@ -107,7 +110,8 @@ class SessionSteps:
                 session.last = {}
             outcomes: list[StepOutcome] = []
             missing: int | None = None
-            for (message, payload), output in zip(steps, self._split(session, merged, result), strict=True):
+            outputs = self._split(session, merged, result)
+            for (message, _), checksum, output in zip(steps, checksums, outputs, strict=True):
                 if message.step in session.given_up:
                     missing = message.step
                     outcomes.append((None, b""))
@@ -115,7 +119,7 @@ class SessionSteps:
                     refusal = f"step {message.step} continues step {missing}, which was given up"
                     outcomes.append((WrongPosition(refusal), b""))
                 else:
-                    reply = _note_computed(session, message, _fingerprint(message, payload), result, output)
+                    reply = _note_computed(session, message, checksum, result, output)
                     outcomes.append((reply, output))
             return outcomes
 
@@ -123,6 +127,7 @@ class SessionSteps:
         self, session: Session, message: messages.ReplayRequest, payload: Bytes
     ) -> tuple[messages.ReplayReply, Bytes]:
         """Append the history that a client sends to a server which takes over its session."""
+        checksum = await _checksum(message, payload)
         async with session.lock:
             self._require_not_closed()
             layout = self._validator.validate_layout(message)
@@ -137,7 +142,7 @@ class SessionSteps:
             session.last = {}
             session.next_step, session.epoch = message.next_step, message.epoch
             session.given_up = range(0)
-            return messages.ReplayReply(reply_format, _dtype(session), result.milliseconds), result.payload
+            return messages.ReplayReply(reply_format, _dtype(session), result.milliseconds, checksum), result.payload
 
     def expedite(self, session: Session, last: int) -> None:
         """The client waits for the steps up to number `last` now: also for those that are in the engine already."""
@@ -185,9 +190,9 @@ class SessionSteps:
 
         Raises `StepGivenUp` if the client gives up the step meanwhile.
         """
-        self._sessions.require_open(session)  # a closed session has lost its cache, so that any step would seem wrong
         self._validator.validate_length(layout, session.terms.max_length)
-        self._validator.validate_payload(layout.tokens, message.format, message.dtype, payload)
+        await self._validator.validate_payload(layout.tokens, message.format, message.dtype, payload)
+        self._sessions.require_open(session)  # a closed session has lost its cache, so that any step would seem wrong
         session.cache.validate_layout(layout)
         number = message.step if isinstance(message, messages.StepRequest) else None
         try:
@@ -217,7 +222,7 @@ class SessionSteps:
         finally:
             session.computing = None
 
-    def _merge(self, session: Session, steps: Sequence[tuple[messages.StepRequest, Bytes]]) -> MergedSteps | None:
+    async def _merge(self, session: Session, steps: Sequence[tuple[messages.StepRequest, Bytes]]) -> MergedSteps | None:
         """How these steps are computed as one; None if one of them may have to be refused, dropped, or wait for cache.
 
         The caller holds the session's lock.
@@ -228,10 +233,10 @@ class SessionSteps:
         if self.closed or not comes_next or any(message.step in session.given_up for message, _ in steps):
             return None
         try:
-            self._sessions.require_open(session)
             for message, payload in steps:
                 layout = self._validator.validate_layout(message)
-                self._validator.validate_payload(layout.tokens, message.format, message.dtype, payload)
+                await self._validator.validate_payload(layout.tokens, message.format, message.dtype, payload)
+            self._sessions.require_open(session)
             merged = MergedSteps.of([message for message, _ in steps])
             self._validator.validate_length(merged.layout, session.terms.max_length)
             session.cache.validate_layout(merged.layout)
@@ -283,18 +288,18 @@ class SessionSteps:
             raise ServerClosing("this server is leaving; use another one")
 
 
-def _fingerprint(message: messages.StepRequest, payload: Bytes) -> int:
-    return hash((messages.encode(message), payload))
+async def _checksum(message: messages.StepRequest | messages.ReplayRequest, payload: Bytes) -> bytes:
+    return await run_large(len(payload), input_checksum, message, payload)
 
 
 def _note_computed(
-    session: Session, message: messages.StepRequest, fingerprint: int, result: ComputeResult, output: Bytes
+    session: Session, message: messages.StepRequest, checksum: bytes, result: ComputeResult, output: Bytes
 ) -> messages.StepReply:
     """The reply to a step. The session remembers it, and that the step was computed."""
     left = list(result.left) if any(result.left) else None
     reply_format = session.terms.reply_format
-    reply = messages.StepReply(message.step, reply_format, _dtype(session), result.milliseconds, left=left)
-    session.last[message.step] = KeptReply(fingerprint, reply, output)
+    reply = messages.StepReply(message.step, reply_format, _dtype(session), result.milliseconds, checksum, left=left)
+    session.last[message.step] = KeptReply(reply, output)
     session.next_step, session.epoch = message.step + 1, message.epoch
     return reply
 

@@ -22,7 +22,7 @@ from swarm.server.memory.leaving import HeldCache, choose_leaving
 from swarm.server.memory.peer_standing import PeerStanding
 from swarm.server.memory.pool import MAX_PEER_CACHE_SHARE, MemoryPool
 from swarm.server.sessions.reply_stream import ReplyStream
-from swarm.server.sessions.session import Session, SessionTerms
+from swarm.server.sessions.session import LINK_TIMEOUT_S, Session, SessionTerms
 
 RECONNECT_TIMEOUT_S = 30.0
 IDLE_TIMEOUT_S = 1800.0
@@ -129,15 +129,23 @@ class SessionTable:
         """The session that a client has under this id."""
         return self._sessions.get((client, session_id))
 
-    async def find_for_push(self, previous_peer: str, client: str, session_id: bytes) -> Session:
-        """The session of `client` into which `previous_peer` may push.
+    async def find_for_push(
+        self, previous_peer: str, client: str, session_id: bytes, sequences: int = 1, *, is_own: bool = False
+    ) -> Session:
+        """The session of `client` into which `previous_peer` may push a step of so many sequences.
 
-        Raises `UnknownSession`, also if the session exists but the peer may not push: it learns nothing about it.
+        Raises `UnknownSession`, after the same time whether there is no such session, or the peer may not push there:
+        it learns nothing about it.
+
+        Args:
+            is_own: another session of this server pushes, from which there is nothing to hide.
         """
         session = self.find(client, session_id)
-        if session is None or not await session.may_push(previous_peer):
-            raise UnknownSession("there is no session here into which this peer may push")
-        return session
+        if session is not None and await session.may_push(previous_peer, sequences):
+            return session
+        if session is None and not is_own:
+            await asyncio.sleep(LINK_TIMEOUT_S)
+        raise UnknownSession("there is no session here into which this peer may push")
 
     def clients(self) -> list[ReplyStream]:
         """The connections of all sessions."""

@@ -54,7 +54,7 @@ class StatelessRequests:
         """Compute the outputs of whole sequences."""
         span = self._validator.validate_span(message.revision, message.start, message.end)
         layout = self._validator.validate_layout(message)
-        self._validator.validate_payload(layout.tokens, message.format, message.dtype, payload)
+        await self._validator.validate_payload(layout.tokens, message.format, message.dtype, payload)
         cache = ForwardCache(self._model.narrowed(span), layout, self.find_adapter(peer, span, message.adapters))
         await self._warm_up(message.format, message.reply_format)
         result = await self._engine.compute(
@@ -71,7 +71,7 @@ class StatelessRequests:
         """Compute gradients of inputs and adapters."""
         span = self._validator.validate_span(message.revision, message.start, message.end)
         layout = self._validator.validate_layout(message)
-        self._validator.validate_gradients(layout.tokens, message, payload)
+        await self._validator.validate_gradients(layout.tokens, message, payload)
         await self._warm_up(message.format, message.gradient_format)
         result = await self._engine.compute(
             compute_request.backward_work(

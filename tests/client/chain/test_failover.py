@@ -365,7 +365,8 @@ def test_a_server_that_answers_wrongly_is_replaced(span_model, name, wrong):
         swarm.servers[name].tamper = tampering(WRONG[wrong])
         await talk.append(1, 1)
         assert [peer for peer, _ in swarm.planner.failures] == [name]
-        others_were_left_alone(swarm, name)
+        # An answer that is too large may be that to a step which another server has made up, and so may those behind.
+        others_were_left_alone(swarm, name, *("c" if (name, wrong) == ("b", "huge") else ""))
 
     run(span_model, TWICE, act)
 

@@ -21,6 +21,7 @@ from swarm.data_structures import StepLayout, WireFormat
 from swarm.errors import (
     CacheFull,
     NotFinite,
+    NotFiniteOutputs,
     PeerLost,
     PeerTimeout,
     ProtocolViolation,
@@ -31,6 +32,7 @@ from swarm.errors import (
     WrongPosition,
 )
 from swarm.protocol import messages
+from swarm.protocol.input_checksum import input_checksum
 from tests.client.fakes import (
     BAD_REPLIES,
     HIDDEN,
@@ -50,6 +52,7 @@ from tests.client.fakes import (
 )
 
 INF = float("inf")
+NOT_FINITE = "not finite"
 OUTPUTS = PackedHidden(OUTPUT, 3, HIDDEN, WireFormat.FLOAT16, "float32")
 
 
@@ -211,7 +214,7 @@ def cases(table: list[tuple[str, Any, str]]) -> Any:
     [
         *BAD_REPLIES,
         ("a number ahead", reply(1), "unexpected StepReply"),
-        *bad_payloads(lambda *a, **k: reply(0, *a, **k)),
+        *[case for case in bad_payloads(lambda *a, **k: reply(0, *a, **k)) if case[2] != NOT_FINITE],
     ]
 )
 def test_a_server_that_answers_a_step_wrongly(answer, why):
@@ -224,6 +227,56 @@ def test_a_server_that_answers_a_step_wrongly(answer, why):
         assert re.search(why, str(one.progress.error))
         assert (one.outputs, one.progress.replied, one.changes) == ([], -1, 1)
         await one.close()
+
+    run(scenario)
+
+
+@cases([case for case in bad_payloads(lambda *a, **k: reply(0, *a, **k)) if case[2] == NOT_FINITE])
+def test_nan_is_judged_by_the_chain_because_the_server_may_not_be_to_blame(answer, why):
+    async def scenario(swarm):
+        await swarm.add(OPENED, answer)
+        one = Session(swarm)
+        await one.open()
+        await one.ask(0)
+        number, claim = one.claims.first()
+        assert number == 0
+        assert isinstance(claim.error, NotFiniteOutputs)
+        assert claim.checksum == input_checksum(Step(0, LAYOUT, INPUT).request, INPUT.payload)
+        assert (one.progress.error, one.outputs, one.progress.replied, one.changes) == (None, [], -1, 1)
+        await one.close()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    "answer", [reply(1), reply(7), reply(0, b""), reply(0, OUTPUT + b"x"), reply(0, bytes(10 << 20))]
+)
+def test_what_another_server_may_have_pushed_is_no_fault_of_the_server(answer):
+    """Answers to steps that this client does not know, and outputs of another shape: the chain judges them."""
+
+    async def scenario(swarm):
+        await swarm.add(OPENED, answer)
+        one, before = Session(swarm), Session(swarm, name="before")
+        await one.open()
+        await one.link(before, None)
+        await one.ask(0)
+        number, claim = one.claims.first()
+        assert number == 0
+        assert isinstance(claim.error, ProtocolViolation)
+        assert (one.progress.error, one.outputs, one.progress.replied) == (None, [], -1)
+        await one.close()
+
+    run(scenario)
+
+
+@cases([("checksum", replay_reply(input_checksum=b"x" * 16), "sent something else")])
+def test_a_replay_is_this_clients_alone(answer, why):
+    async def scenario(swarm):
+        await swarm.add(OPENED, answer)
+        one = Session(swarm)
+        await one.open()
+        with pytest.raises(ProtocolViolation, match=why):
+            await one.replay(LAYOUT, INPUT, 1, want_outputs=True)
 
     run(scenario)
 

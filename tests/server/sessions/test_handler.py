@@ -220,7 +220,7 @@ def test_a_step_from_long_ago(model):
     scenario(model, act)
 
 
-@pytest.mark.parametrize("number", [2, 1000, 2**31 - 1])
+@pytest.mark.parametrize("number", [2, 1000, 2**31 - 2])
 def test_numbers_may_leave_gaps(model, number):
     """A step that its client gave up has a number that never comes."""
 
@@ -230,7 +230,7 @@ def test_numbers_may_leave_gaps(model, number):
         await client.right_step()
         late = changed(STEP, starts=[3])
         await client.refused("wrong_position", late, bytes_of(1))
-        if number < 2**31 - 1:
+        if number < 2**31 - 2:
             await client.right_step()
 
     scenario(model, act)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -133,10 +134,10 @@ def test_a_payload_passes_only_if_everything_about_it_is_right(tokens, wire, dty
     elif nan:
         wrong = NotFinite
     if wrong is None:
-        checks().validate_payload(tokens, wire, dtype, payload)
+        asyncio.run(checks().validate_payload(tokens, wire, dtype, payload))
     else:
         with pytest.raises(wrong):
-            checks().validate_payload(tokens, wire, dtype, payload)
+            asyncio.run(checks().validate_payload(tokens, wire, dtype, payload))
 
 
 @given(st.integers(1, 10**6), st.sampled_from(WireFormat), st.sampled_from(["float32", "bfloat16", "float16"]))
@@ -154,16 +155,16 @@ def backward_payload(inputs: int = 3, gradients: int = 3, bad: str = "") -> byte
 
 
 def test_the_payload_of_a_backward():
-    checks().validate_gradients(3, BACKWARD, backward_payload())
+    asyncio.run(checks().validate_gradients(3, BACKWARD, backward_payload()))
     for inputs, gradients in ((2, 3), (3, 2), (3, 0), (0, 3), (4, 4)):
         with pytest.raises(WrongShape, match=r"inputs and gradients of 3 tokens take 96 \+ 48 bytes"):
-            checks().validate_gradients(3, BACKWARD, backward_payload(inputs, gradients))
+            asyncio.run(checks().validate_gradients(3, BACKWARD, backward_payload(inputs, gradients)))
     with pytest.raises(NotFinite, match="hidden states"):
-        checks().validate_gradients(3, BACKWARD, backward_payload(bad="inputs"))
+        asyncio.run(checks().validate_gradients(3, BACKWARD, backward_payload(bad="inputs")))
     with pytest.raises(NotFinite, match="gradients"):
-        checks().validate_gradients(3, BACKWARD, backward_payload(bad="gradients"))
+        asyncio.run(checks().validate_gradients(3, BACKWARD, backward_payload(bad="gradients")))
     with pytest.raises(WrongDtype):
-        checks().validate_gradients(3, msgspec.structs.replace(BACKWARD, dtype="int8"), backward_payload())
+        asyncio.run(checks().validate_gradients(3, msgspec.structs.replace(BACKWARD, dtype="int8"), backward_payload()))
     for tokens in (0, 41):
         with pytest.raises(TooLong, match="this server takes 1 to 40"):
-            checks().validate_gradients(tokens, BACKWARD, b"")
+            asyncio.run(checks().validate_gradients(tokens, BACKWARD, b""))

@@ -180,7 +180,7 @@ def test_a_step_that_is_given_up_while_it_waits_is_dropped(model, computed):
 
     async def act(server):
         client = await (await server.client()).begin()
-        await client.stream.send(messages.SetNeighbors("before", None, None))
+        await client.stream.send(messages.SetNeighbors("before", None, None, 2))
         before, go_on = await server.client("before"), threading.Event()
         assert server.runtime.post(lambda: go_on.wait(PATIENCE) or None)
         computed.clear()
@@ -206,7 +206,7 @@ def test_a_step_that_is_given_up_while_it_waits_for_cache_is_dropped(model, comp
     async def act(server):
         hog = await (await server.client("hog")).begin()
         client = await (await server.client()).begin(changed(OPEN, wait_timeout_s=PATIENCE))
-        await client.stream.send(messages.SetNeighbors("before", None, None))
+        await client.stream.send(messages.SetNeighbors("before", None, None, 2))
         before = await server.client("before")
         computed.clear()
         unwanted = changed(client.next_step(), starts=[2, 0], counts=[1, 1])  # a second sequence
@@ -232,7 +232,7 @@ def test_a_step_that_is_given_up_while_it_waits_for_cache_is_not_refused_either(
     async def act(server):
         await (await server.client("hog")).begin()
         client = await (await server.client()).begin(changed(OPEN, wait_timeout_s=PATIENCE))
-        await client.stream.send(messages.SetNeighbors("before", None, None))
+        await client.stream.send(messages.SetNeighbors("before", None, None, 2))
         before = await server.client("before")
         unwanted = changed(client.next_step(), starts=[2, 0], counts=[1, 1])  # a second sequence
         payload = encode_tensor(random(2, 1), WireFormat.NONE)

@@ -11,6 +11,7 @@ import logging
 
 from swarm.errors import RemoteError
 from swarm.protocol import messages
+from swarm.server.sessions.pushing.dial_budget import Dial
 from swarm.transport.stream import Network, Stream
 
 logger = logging.getLogger(__name__)
@@ -39,17 +40,19 @@ class PushLink:
         client: peer id of the session's client.
         peer_id: the next server.
         session_id: the session there.
+        dial: is ended when the next server is reached, or cannot be.
     """
 
     reply_delay_s = PUSHED_REPLY_DELAY_S
 
-    def __init__(self, network: Network, client: str, peer_id: str, session_id: bytes) -> None:
+    def __init__(self, network: Network, client: str, peer_id: str, session_id: bytes, dial: Dial) -> None:
         self._client = client
         self._peer_id = peer_id
         self._session_id = session_id
         self._stream: Stream | None = None
         self._broken = False
         self._connected = asyncio.Event()
+        self._dial = dial
         self._task = asyncio.get_running_loop().create_task(self._watch(network))
 
     def leads_to(self, peer_id: str, session_id: bytes) -> bool:
@@ -76,6 +79,7 @@ class PushLink:
     def close(self) -> None:
         """Push no more steps."""
         self._broken = True
+        self._dial.end()
         self._task.cancel()
         if self._stream is not None:
             self._stream.close()
@@ -84,11 +88,13 @@ class PushLink:
         """Connect, then wait: the next server only ever sends an error, or closes the connection."""
         try:
             self._stream = await network.open_stream(self._peer_id)
+            self._dial.end(asyncio.get_running_loop().time())
             self._connected.set()
             await self._stream.receive(0)
         except RemoteError as error:
             logger.debug("the link to …%s is gone: %s", self._peer_id[-6:], error)
         finally:
+            self._dial.end()
             self._broken = True
             self._connected.set()
             if self._stream is not None:

@@ -246,7 +246,7 @@ def test_what_is_wrong_with_a_pushed_step_is_told_to_the_client(model, code, cha
     """It has to act: perhaps the server before has spoiled what it passed on."""
 
     async def act(server):
-        client, before = await linked(server), await server.client("before")
+        client, before = await linked(server, changed(LINK, sequences=9)), await server.client("before")
         await before.stream.send(push(changed(STEP, **changes)), payload)
         refusal, _ = await client.hear()
         assert isinstance(refusal, messages.Refusal)
