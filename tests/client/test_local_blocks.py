@@ -230,7 +230,7 @@ def test_only_the_weights_of_these_blocks_are_read(tmp_path: Path) -> None:
         for block in (3, 4, 5):
             for file in _files_of_block_alone(folder, block):
                 file.unlink()
-        with run_client(swarm, local_blocks="0:3") as model:
+        with run_client(swarm, local_blocks="0:3", trust_on_first_use=True) as model:
             assert model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=3).shape == (1, len(PROMPTS[0]) + 3)
             assert not any(".layers." in name for name, _ in model.named_parameters())
 

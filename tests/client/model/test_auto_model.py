@@ -16,6 +16,7 @@ from swarm.errors import (
     MissingBlocks,
     ModelNotFound,
     PeerUnreachable,
+    UnknownWeights,
     UnsupportedModel,
 )
 from tests.swarms import run_client, run_swarm
@@ -35,7 +36,9 @@ def test_it_loads_embeddings_norm_and_head_only(tmp_path: Path) -> None:
     with run_swarm(folder, ("0:6",)) as swarm:
         for file in set(index.values()) - own:
             (folder / file).unlink()  # shards that hold nothing but blocks
-        with run_client(swarm) as model:
+        with pytest.raises(UnknownWeights, match="--trust-on-first-use"):
+            swarm.client()
+        with run_client(swarm, trust_on_first_use=True) as model:
             names = {name for name, _ in model.named_parameters()}
             assert {name for name in index if ".layers." not in name} >= names
             assert not any(".layers." in name for name in names)
