@@ -36,7 +36,11 @@ REQUEST_TIMEOUT_S = 3.0
 
 MAX_CLOCK_DIFFERENCE_S = 3.0
 MAX_BAD_RECORDS = 8
-"""Records of one answer that may be invalid (clocks differ a little), before the rest of it is not looked at."""
+"""Records of one answer that may be invalid, before the rest of it is not looked at. Those that are over, or live too
+long, do not count: clocks differ, and they cost next to nothing."""
+
+CHECK_PERIOD_S = 15.0
+"""How often a node pings, in each bucket of its routing table, the node that it heard of longest ago."""
 
 CHECKED_AT_ONCE = 16
 """Records that are checked before other tasks have their turn."""
@@ -103,6 +107,16 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
             answer = functools.partial(self._answer, getattr(self, name))
             request_type = _BoundedType(handler.request_type, messages.MAX_REQUEST_BYTES[name])
             await self._p2p.add_protobuf_handler(self._get_handle_name(None, name), answer, request_type)
+
+    def watch_table(self) -> None:
+        """Find out from now on which known nodes are gone, and forget them. Others are told of the known nodes, and a
+        bootstrap peer looks nothing up by which it would notice."""
+        self._run(self._check_nodes())
+
+    async def _check_nodes(self) -> None:
+        while True:
+            await asyncio.sleep(CHECK_PERIOD_S)
+            await asyncio.gather(*map(self.call_ping, self.table.longest_unheard()))
 
     async def close(self) -> None:
         """End what runs in the background. Raises nothing while the daemon lives."""
@@ -233,7 +247,7 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
                 believed[key].append((verdict.owner, record))
             else:
                 self.observe_refusal(verdict)
-                bad += 1
+                bad += verdict is not Refusal.LIFETIME
                 if bad > MAX_BAD_RECORDS:
                     raise ProtocolViolation(f"an answer of the DHT has invalid records: {verdict}")
             if number % CHECKED_AT_ONCE == CHECKED_AT_ONCE - 1:
@@ -263,7 +277,8 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
 
     async def _ping_back(self, peer: PeerID) -> bool:
         if peer in self._pinging_back or len(self._pinging_back) >= MAX_PINGS_BACK:
-            return False
+            # Not "it cannot be reached", which would end the other one's attempts to join.
+            raise RequestRefused("too many peers want to be pinged now; try again in a few seconds")
         self._pinging_back.add(peer)
         try:
             return await self.call_ping(peer)

@@ -18,7 +18,12 @@ BUCKET_NODES = 20
 SILENT_S = 5.0
 """How long a node that did not answer is not asked again, doubled with each further time."""
 
+MAX_UNREACHABLE_S = 60.0
+"""The longest silence after a node that did not answer: one that is started again is soon asked again."""
+
 MAX_SILENT_S = 300.0
+"""The longest silence after a wrong answer."""
+
 MAX_SILENT_NODES = 1024
 
 
@@ -104,7 +109,7 @@ class RoutingTable:
     def failed(self, peer: PeerID, now: float, silence_s: float = SILENT_S) -> None:
         """A node did not answer, or wrongly: it loses its place, and is not asked for a while."""
         known = self._silent.pop(peer, None)
-        seconds = min(max(silence_s, 2 * known.seconds if known else 0.0), MAX_SILENT_S)
+        seconds = min(max(silence_s, 2 * known.seconds if known else 0.0), max(silence_s, MAX_UNREACHABLE_S))
         self._silent[peer] = _Silence(now + seconds, seconds)
         if len(self._silent) > MAX_SILENT_NODES:
             self._silent.popitem(last=False)
@@ -114,6 +119,10 @@ class RoutingTable:
         if bucket.waiting is not None:
             bucket.nodes[bucket.waiting] = position(node_id_of(bucket.waiting))
             bucket.waiting = bucket.asked = None
+
+    def longest_unheard(self) -> list[PeerID]:
+        """Of each bucket, the node that was heard of longest ago. If any of the bucket is gone, it is most likely."""
+        return [next(iter(bucket.nodes)) for bucket in self._buckets.values() if bucket.nodes]
 
     def is_silent(self, peer: PeerID, now: float) -> bool:
         """Whether the node has failed, and should not be asked yet."""

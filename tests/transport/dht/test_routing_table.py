@@ -10,6 +10,7 @@ from swarm.transport.dht.routing_table import (
     BUCKET_NODES,
     MAX_SILENT_NODES,
     MAX_SILENT_S,
+    MAX_UNREACHABLE_S,
     SILENT_S,
     RoutingTable,
     node_id_of,
@@ -90,7 +91,8 @@ def test_who_does_not_answer_is_left_alone_for_a_while():
     assert table.is_silent(one, 3 * SILENT_S - 0.1)
     for _ in range(30):
         table.failed(one, 100.0)
-    assert not table.is_silent(one, 100.0 + MAX_SILENT_S)
+    assert table.is_silent(one, 100.0 + MAX_UNREACHABLE_S - 0.1)
+    assert not table.is_silent(one, 100.0 + MAX_UNREACHABLE_S)  # it may have been started again
     table.answered(one)
     assert not table.is_silent(one, 100.0)
 
@@ -99,6 +101,22 @@ def test_who_answered_wrongly_is_left_alone_for_longer():
     table = RoutingTable(OWN)
     table.failed(PEERS[0], 0.0, MAX_SILENT_S)
     assert table.is_silent(PEERS[0], MAX_SILENT_S - 1)
+
+
+def test_each_bucket_names_the_node_that_was_heard_of_longest_ago():
+    table = RoutingTable(OWN)
+    assert table.longest_unheard() == []
+    far = far_half(5)
+    near = next(one for one in PEERS if one not in far_half(len(PEERS)))
+    for one in (*far, near):
+        table.add(one)
+    assert table.longest_unheard() == [far[0], near]
+    table.add(far[0])  # it asked something
+    assert table.longest_unheard() == [far[1], near]
+    table.answered(far[1])
+    table.failed(far[2], 0.0)
+    table.failed(near, 0.0)
+    assert table.longest_unheard() == [far[3]]
 
 
 def test_memory_is_bounded():
