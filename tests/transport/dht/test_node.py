@@ -16,6 +16,7 @@ from hivemind.proto import dht_pb2
 from swarm.errors import DhtError, ProtocolViolation
 from swarm.transport.dht import messages
 from swarm.transport.dht import node as module
+from swarm.transport.dht import protocol as protocol_module
 from swarm.transport.dht.node import FoundRecord
 from swarm.transport.dht.protocol import MAX_BAD_RECORDS, REQUEST_TIMEOUT_S
 from swarm.transport.dht.records import Refusal, key_bytes, sign
@@ -197,20 +198,76 @@ def test_a_wrong_answer_is_its_senders_fault_alone(kind):
     play(scenario)
 
 
-def test_a_few_invalid_records_spoil_no_answer():
-    """Clocks differ a little, so a record may have expired at the reader and not yet at the node."""
+def test_records_that_are_just_over_spoil_no_answer():
+    """Clocks differ a little, so records may have expired at the reader and not yet at the node: many, where many
+    servers end at once."""
 
     async def scenario(peers):
         first = await peers.add()
         client = await peers.add(listen=False)
         good = sign("a", b"x", time.time() + LONG_S, private_key(0))
         old = sign("a", b"x", time.time() - 1, private_key(1))
-        items = [(record.subkey, record.value, record.expires) for record in (old, good)]
+        many = 2 * MAX_BAD_RECORDS
+        items = [(record.subkey, record.value, record.expires) for record in (*[old] * many, good)]
         answer_finds(first, found_in(dictionary(items=items)))
         refused = []
         client.dht.protocol.observe_refusal = refused.append
         assert [record.payload for record in (await client.dht.find(["a"]))["a"]] == [b"x"]
-        assert refused == [Refusal.LIFETIME]
+        assert refused == [Refusal.LIFETIME] * many
+        assert not client.dht.protocol.table.is_silent(PeerID.from_base58(first.peer_id), time.monotonic())
+
+    play(scenario)
+
+
+def test_keys_whose_nodes_do_not_answer_hide_no_others(monkeypatch):
+    async def scenario(peers):
+        first = await peers.add()
+        assert await first.dht.store([("a", b"x", time.time() + LONG_S)]) == [True]
+        client = await peers.add(listen=False)
+        ask = client.dht.protocol.call_find
+
+        async def lose_b(peer, keys):
+            if key_bytes("b") in keys:
+                raise DhtError("lost")
+            return await ask(peer, keys)
+
+        monkeypatch.setattr(client.dht.protocol, "call_find", lose_b)
+        monkeypatch.setattr(module, "KEYS_PER_SEARCH", 1)
+        for names in (["a", "b"], ["b", "a"]):
+            found = await client.dht.find(names)
+            assert [record.payload for record in found["a"]] == [b"x"]
+            assert found["b"] == []
+        with pytest.raises(DhtError, match="none of the 1 known nodes"):
+            await client.dht.find(["b"])
+
+    play(scenario)
+
+
+def test_a_bootstrap_peer_that_looks_nothing_up_forgets_who_is_gone(monkeypatch):
+    """Otherwise it would name those that have gone to everybody who joins, until it knew nobody else."""
+    monkeypatch.setattr(protocol_module, "CHECK_PERIOD_S", 0.05)
+
+    async def scenario(peers):
+        first, stays, goes = [await peers.add() for _ in range(3)]
+        await goes.shutdown()
+        async with asyncio.timeout(30):
+            while goes.peer_id in first.dht.known_peers:
+                await asyncio.sleep(0.02)
+        assert stays.peer_id in first.dht.known_peers
+
+    play(scenario)
+
+
+def test_who_joins_in_a_crowd_is_told_to_try_again(monkeypatch):
+    """The answer "you cannot be reached" would end its attempts to join."""
+    monkeypatch.setattr(protocol_module, "MAX_PINGS_BACK", 0)
+
+    async def scenario(peers):
+        first, client = await peers.add(), await peers.add(listen=False)
+        stub = client.dht.protocol.get_stub(PeerID.from_base58(first.peer_id))
+        node = dht_pb2.NodeInfo(node_id=b"n" * 20)
+        with pytest.raises(P2PHandlerError, match="try again"):
+            await stub.rpc_ping(dht_pb2.PingRequest(peer=node, validate=True), timeout=REQUEST_TIMEOUT_S)
 
     play(scenario)
 
