@@ -24,7 +24,7 @@ from swarm.server.limits import (
     MAX_DEFAULT_ADAPTER_BYTES,
     MAX_MEMORY_SHARE,
     MAX_REQUEST_BYTES,
-    MIN_REQUEST_BYTES,
+    min_request_bytes,
 )
 
 logger = logging.getLogger(__name__)
@@ -190,11 +190,16 @@ def adapter_memory(requested: int | None, free: int) -> int:
     return requested if requested is not None else min(MAX_DEFAULT_ADAPTER_BYTES, int(free * DEFAULT_ADAPTER_SHARE))
 
 
-def request_memory(requested: int | None, free: int) -> int:
-    """Bytes for requests on their way, of `free` bytes before anything is loaded."""
+def request_memory(requested: int | None, free: int, hidden_size: int = 0, itemsize: int = 0) -> int:
+    """Bytes for requests on their way, of `free` bytes before anything is loaded.
+
+    Args:
+        hidden_size, itemsize: of the model's hidden states. However small the machine is, a peer can send as much as
+            clients send at once.
+    """
     if requested is not None:
         return requested
-    return min(max(MIN_REQUEST_BYTES, int(free * DEFAULT_REQUEST_SHARE)), MAX_REQUEST_BYTES)
+    return min(max(min_request_bytes(hidden_size, itemsize), int(free * DEFAULT_REQUEST_SHARE)), MAX_REQUEST_BYTES)
 
 
 def session_buffer_bytes(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, cache_tokens: int) -> int:

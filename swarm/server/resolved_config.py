@@ -104,7 +104,8 @@ def resolve_config(options: ServerConfig) -> ResolvedConfig:
         budget = _less_exits(budget, options, checkpoint, dtype, trained_exits)
     free = memory_budget.free_memory(device)
     adapter_memory = memory_budget.adapter_memory(options.adapter_memory, free)
-    request_memory = memory_budget.request_memory(options.request_memory, free)
+    hidden_size: int = checkpoint.config.get_text_config().hidden_size
+    request_memory = memory_budget.request_memory(options.request_memory, free, hidden_size, dtype.itemsize)
     logger.info("Model: %s, revision %s, %d blocks", checkpoint.name, checkpoint.revision, checkpoint.blocks)
     logger.info("Device: %s, computing in %s", device, dtype_name(dtype))
     if isinstance(budget, FlashBudget):

@@ -143,3 +143,12 @@ def test_room_for_adapters():
     assert memory.adapter_memory(0, free=10**12) == 0
     assert memory.adapter_memory(None, free=2 * 10**9) == 10**8
     assert memory.adapter_memory(None, free=10**12) == 1 << 30
+
+
+def test_room_for_requests():
+    assert memory.request_memory(123, free=10) == 123
+    assert memory.request_memory(None, free=10 * 10**9) == 5 * 10**8
+    assert memory.request_memory(None, free=10**13) == 8 << 30
+    assert memory.request_memory(None, free=0) == 64 << 20
+    # A machine of 2 GB that holds blocks of a 70B model: a peer can send two chunks of a prompt.
+    assert memory.request_memory(None, free=2 * 10**9, hidden_size=8192, itemsize=2) > 2 * 1024 * 8192 * (2 * 2 + 10)

@@ -23,6 +23,10 @@ MAX_UNFOLDED_STEPS = 1024
 MAX_UNFOLDED_TOKENS = 4 * MAX_REQUEST_TOKENS
 """Steps and tokens that are kept unfolded at most."""
 
+MAX_REPLAY_TOKENS = 1024
+"""Tokens of one request of a replay, unless there are more sequences. Servers have memory for as much of any peer; a
+whole long text at once would be too large for many (decision 36)."""
+
 _CPU = torch.device("cpu")
 
 
@@ -143,7 +147,7 @@ class InputHistory:
     def replay(self, done: int) -> Iterator[tuple[StepLayout, PackedHidden]]:
         """Requests that fill an empty cache with the steps up to number `done`. Lossless, whatever travelled before."""
         rows = self._rows_after(done)
-        size = max(1, MAX_REQUEST_TOKENS // max(1, len(rows)))
+        size = max(1, MAX_REPLAY_TOKENS // max(1, len(rows)))
         positions = [0] * len(rows)
         while any(position < _length(row) for position, row in zip(positions, rows, strict=True)):
             pieces = [_piece(row, position, size) for row, position in zip(rows, positions, strict=True)]

@@ -19,13 +19,11 @@ from swarm.models.execution.session_cache import forward_slots
 from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
 from swarm.protocol.adapter_encoding import count_values
+from swarm.server.limits import REQUEST_PEER_SHARE, step_token_bytes
 from swarm.server.memory.peer_standing import PeerStanding
 from swarm.server.memory.pool import REQUEST_BYTES, MemoryPool
 from swarm.server.sessions.adapter_store import AdapterStore
 from swarm.server.sessions.request_validation import RequestLimits
-
-PEER_SHARE = 0.5
-"""Share of the memory for requests that one peer may have."""
 
 NEW_PEERS_SHARE = 0.75
 """Share that peers of less than full standing may have together."""
@@ -39,8 +37,8 @@ STREAM_BYTES = 1 << 17
 LARGE_BYTES = 1 << 16
 """A payload beyond this exists twice for a moment, in the reader's buffer and as itself."""
 
-DECODED_BYTES = GRADIENT_BYTES = 4
-"""Bytes of a value that was just decoded, at most, and of an adapter's gradient."""
+GRADIENT_BYTES = 4
+"""Bytes of a value of an adapter's gradient."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +82,9 @@ class RequestMemory:
         self._observer = observer
         self._kinds: Counter[str] = Counter()
         if standing is None:
-            self.pool = MemoryPool(limits.memory, PEER_SHARE, REQUEST_BYTES)
+            self.pool = MemoryPool(limits.memory, REQUEST_PEER_SHARE, REQUEST_BYTES)
         else:
-            self.pool = MemoryPool(limits.memory, PEER_SHARE, REQUEST_BYTES, standing, NEW_PEERS_SHARE)
+            self.pool = MemoryPool(limits.memory, REQUEST_PEER_SHARE, REQUEST_BYTES, standing, NEW_PEERS_SHARE)
         self.report()
 
     def open_stream(self, stream: object, peer: str) -> Admission:
@@ -153,11 +151,8 @@ class RequestMemory:
         return RequestNeeds(received, computing + copied)
 
     def _tokens_bytes(self, tokens: int, limit: int) -> int:
-        """Inputs as decoded and as computed, outputs, and the reply, which is no larger than these."""
-        if tokens > limit:
-            return 0  # it is refused
-        itemsize = self._model.dtype.itemsize
-        return tokens * self._model.hidden_size * (DECODED_BYTES + 3 * itemsize)
+        """See `step_token_bytes`; nothing for what will be refused."""
+        return tokens * step_token_bytes(self._model.hidden_size, self._model.dtype.itemsize) if tokens <= limit else 0
 
     def _forward_bytes(self, message: messages.ForwardRequest) -> int:
         tokens, blocks = sum(message.counts), min(self._model.span.length, max(0, message.end - message.start))

@@ -17,6 +17,7 @@ from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.data_structures import Span, StepLayout, WireFormat
 from swarm.models.execution.session_cache import SessionCache
 from swarm.protocol.compression import decode_tensor, encode_tensor
+from swarm.server.limits import MIN_REQUEST_TOKENS
 
 HIDDEN, MAX_ROWS, MAX_COUNT = 2, 4, 5
 CPU = torch.device("cpu")
@@ -105,7 +106,7 @@ def test_a_replay_fills_a_cache_as_the_steps_did(data: st.DataObject) -> None:
     most = data.draw(st.integers(1, 12))
     patch = pytest.MonkeyPatch()
     with patch.context() as limits:
-        limits.setattr(record, "MAX_REQUEST_TOKENS", most)
+        limits.setattr(record, "MAX_REPLAY_TOKENS", most)
         limits.setattr(record, "MAX_UNFOLDED_STEPS", data.draw(st.integers(1, 5)))
         limits.setattr(record, "MAX_UNFOLDED_TOKENS", data.draw(st.integers(1, 20)))
         kept, cache = InputHistory(), Cache()
@@ -160,7 +161,7 @@ def test_only_the_steps_that_are_wanted_are_replayed(data: st.DataObject) -> Non
 def test_the_record_of_a_server_that_was_filled_by_a_replay(data: st.DataObject) -> None:
     """What comes out of one server's replay is the record of the next; later steps follow."""
     with pytest.MonkeyPatch().context() as limits:
-        limits.setattr(record, "MAX_REQUEST_TOKENS", data.draw(st.integers(1, 12)))
+        limits.setattr(record, "MAX_REPLAY_TOKENS", data.draw(st.integers(1, 12)))
         kept, following, cache = InputHistory(), InputHistory(), Cache()
         for number in range(data.draw(st.integers(1, 5))):
             layout = data.draw(layouts(cache.lengths))
@@ -174,6 +175,15 @@ def test_the_record_of_a_server_that_was_filled_by_a_replay(data: st.DataObject)
         following.add(Step(number + 1, layout, encoded(layout, 99)))
         cache.step(layout, encoded(layout, 99))
         assert_same(replayed(following, number + 1, 100), cache)
+
+
+def test_a_long_text_is_replayed_in_pieces_that_every_server_has_memory_for() -> None:
+    kept = InputHistory()
+    layout = StepLayout((0, 0), (2000, 500))
+    kept.add(Step(0, layout, encoded(layout, 0)))
+    pieces = [piece.tokens for piece, _ in kept.replay(0)]
+    assert sum(pieces) == 2500
+    assert max(pieces) <= MIN_REQUEST_TOKENS
 
 
 def test_nothing_is_replayed_of_nothing() -> None:
@@ -202,7 +212,7 @@ def test_a_real_cache_goes_on_as_if_it_had_seen_the_steps(span_model: Any, data:
         return torch.randn(layout.tokens, size, generator=random)
 
     with pytest.MonkeyPatch().context() as limits:
-        limits.setattr(record, "MAX_REQUEST_TOKENS", data.draw(st.integers(1, 12)))
+        limits.setattr(record, "MAX_REPLAY_TOKENS", data.draw(st.integers(1, 12)))
         kept, original, replacement = InputHistory(), SessionCache(model), SessionCache(model)
         for number in range(data.draw(st.integers(1, 5))):
             layout = data.draw(layouts(original.lengths))

@@ -15,9 +15,9 @@ from swarm.metrics.server import MEMORY_KINDS, ServerObserver
 from swarm.models.execution import gradients
 from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
+from swarm.server.limits import MIN_REQUEST_TOKENS, REQUEST_PEER_SHARE, min_request_bytes
 from swarm.server.sessions.adapter_store import AdapterStore
 from swarm.server.sessions.request_memory import (
-    PEER_SHARE,
     ROOM_TIMEOUT_S,
     STREAM_BYTES,
     RequestMemory,
@@ -93,6 +93,17 @@ def test_a_request_that_will_be_refused_takes_its_payload(memory):
         assert memory.needs("peer", message, 100) == RequestNeeds(received=100)
 
 
+def test_the_least_memory_is_enough_for_what_clients_send_at_once(model):
+    capacity = min_request_bytes(HIDDEN, model.dtype.itemsize)
+    memory = RequestMemory(model, RequestLimits(memory=capacity), AdapterStore(lambda: 0.0), None, ServerObserver())
+    for number in range(messages.MAX_PEER_SESSIONS):
+        memory.open_stream(number, "peer")
+    left = memory.pool.quota - memory.pool.held_by_peer("peer")
+    replay = messages.ReplayRequest(0, [0], [MIN_REQUEST_TOKENS], WireFormat.NONE, "float32", None, True)
+    for message in (changed(STEP, counts=[MIN_REQUEST_TOKENS]), replay):
+        assert memory.needs("peer", message, MIN_REQUEST_TOKENS * HIDDEN * 4).total <= left
+
+
 def test_a_large_payload_counts_twice_because_it_exists_twice(memory):
     needs = memory.needs("peer", messages.InfoRequest(), 1 << 20)
     assert needs.total == 2 << 20
@@ -147,7 +158,7 @@ def test_a_frame_that_can_never_fit_is_refused_at_once(memory):
     async def scenario() -> None:
         admission = memory.open_stream("stream", "a")
         with pytest.raises(TooLong, match="send fewer tokens at once"):
-            await admission.admit(header(messages.InfoRequest()), int(MEMORY * PEER_SHARE))
+            await admission.admit(header(messages.InfoRequest()), int(MEMORY * REQUEST_PEER_SHARE))
         admission.release()
         assert memory.pool.held_by_peer("a") == STREAM_BYTES
 
@@ -155,7 +166,7 @@ def test_a_frame_that_can_never_fit_is_refused_at_once(memory):
 
 
 def test_streams_are_charged_too(memory, told):
-    count = int(MEMORY * PEER_SHARE) // STREAM_BYTES
+    count = int(MEMORY * REQUEST_PEER_SHARE) // STREAM_BYTES
     for number in range(count):
         memory.open_stream(number, "a")
     with pytest.raises(MemoryFull):
