@@ -16,10 +16,10 @@ MAX_COALESCED_BYTES = 1 << 16
 twice."""
 
 FRAME_TIMEOUT_S = 10.0
-MIN_RECEIVED_BYTES_PER_S = 1 << 14
-"""A frame that others wait to be admitted to has to come within `FRAME_TIMEOUT_S` seconds for its header, and as many
-and its length divided by this for its payload. An uplink of 0.5 Mbit/s, which is what slow homes have, brings four
-streams as much at a time; whoever sends less keeps memory that others could use."""
+MIN_RECEIVED_BYTES_PER_S = 1 << 12
+"""Once a frame has begun, its header has to come within `FRAME_TIMEOUT_S` seconds, and its payload within as many more
+and its length divided by this: whoever sends more slowly keeps memory that others could use. An uplink of 0.5 Mbit/s,
+which is what slow homes have, brings fifteen streams as much at a time: lanes send their prompts all at once."""
 
 AdmitFrame = Callable[[bytes, int], Awaitable[None]]
 """Called with a frame's header and the length of its payload, before the payload is read."""

@@ -180,7 +180,7 @@ def test_frames_that_drip(model):
         clients = [await server.client() for _ in range(10)]
         for client in clients:
             await announce(client.stream, 1 << 20)
-        for _ in range(200):
+        for _ in range(300):
             for client in clients:
                 with suppress(ConnectionError):
                     client.stream._writer.write(b"x")
