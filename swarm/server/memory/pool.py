@@ -118,9 +118,13 @@ class MemoryPool:
         """What the holders of a peer have."""
         return self._peers[peer]
 
-    def allocate(self, holder: Hashable, peer: str, amount: int) -> None:
-        """Give a holder `amount` more. Raises `CacheFull`, and changes nothing, if that is not available now."""
-        first = self._next_in_queue() if self._queue else None
+    def allocate(self, holder: Hashable, peer: str, amount: int, *, may_overtake: bool = False) -> None:
+        """Give a holder `amount` more. Raises `CacheFull`, and changes nothing, if that is not available now.
+
+        Args:
+            may_overtake: whether it is so little that it need not wait behind others.
+        """
+        first = self._next_in_queue() if self._queue and not may_overtake else None
         overtakes = first is not None and self._rank(first.peer) <= self._rank(peer)
         if overtakes or amount > self.free or not self._within_quota(peer, amount):
             raise self._full(peer, amount)

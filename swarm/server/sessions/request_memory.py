@@ -31,6 +31,10 @@ NEW_PEERS_SHARE = 0.75
 ROOM_TIMEOUT_S = 10.0
 """How long a frame waits, unread, for memory."""
 
+TRAINING_ROOM_TIMEOUT_S = 300.0
+"""The same for forwards and backwards. Clients send several at once, each of which may take a slow server half a
+minute, and have deadlines of their own that allow for all before."""
+
 STREAM_BYTES = 1 << 17
 """What a stream takes before a frame is admitted: what was received of it, and its header."""
 
@@ -90,7 +94,7 @@ class RequestMemory:
     def open_stream(self, stream: object, peer: str) -> Admission:
         """Charge a stream, and admit its frames. Raises `MemoryFull`."""
         try:
-            self.pool.allocate(stream, peer, STREAM_BYTES)
+            self.pool.allocate(stream, peer, STREAM_BYTES, may_overtake=True)
         except MemoryFull:
             self.note_refused()
             raise
@@ -140,13 +144,14 @@ class RequestMemory:
     def _step_needs(self, step: messages.StepRequest, received: int) -> RequestNeeds:
         """What a step takes beside its session's cache. Sequences that are copied exist twice until it is computed.
 
-        Their session has reserved as much. So they are never too large, but take what a peer may have at most.
+        Their session has reserved as much. So they are never too large, but take half of what a peer may have at most:
+        its other streams need some of it too.
         """
         computing = self._tokens_bytes(sum(step.counts), self._limits.step_tokens)
         copied = 0
         if step.sources is not None and self._model.strategy.paging is None:
             slots = len(step.sources) * (max(step.starts, default=0) + max(step.counts))
-            room = self.pool.quota - STREAM_BYTES - received - computing
+            room = self.pool.quota // 2 - received - computing
             copied = max(0, min(slots * self._limits.slot_bytes * self._model.span.length, room))
         return RequestNeeds(received, computing + copied)
 
@@ -202,7 +207,7 @@ class Admission:
         Raises:
             ProtocolViolation: the header is no message of a client.
             TooLong: the request takes more memory than a peer may have here.
-            MemoryFull: there was not enough of it for `ROOM_TIMEOUT_S` seconds.
+            MemoryFull: there was not enough of it for `ROOM_TIMEOUT_S` or `TRAINING_ROOM_TIMEOUT_S` seconds.
         """
         self.message = messages.decode_client(header)
         needs, pool = self._memory.needs(self._peer, self.message, payload_length), self._memory.pool
@@ -211,8 +216,10 @@ class Admission:
                 f"the request takes {needs.total} bytes of this server's memory, which gives one peer {pool.quota}; "
                 "send fewer tokens at once"
             )
+        training = isinstance(self.message, messages.ForwardRequest | messages.BackwardRequest)
         try:
-            await pool.allocate_or_wait(self, self._peer, needs.total, ROOM_TIMEOUT_S)
+            timeout_s = TRAINING_ROOM_TIMEOUT_S if training else ROOM_TIMEOUT_S
+            await pool.allocate_or_wait(self, self._peer, needs.total, timeout_s)
         except MemoryFull:
             self._memory.note_refused()
             raise

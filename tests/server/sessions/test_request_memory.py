@@ -20,6 +20,7 @@ from swarm.server.sessions.adapter_store import AdapterStore
 from swarm.server.sessions.request_memory import (
     ROOM_TIMEOUT_S,
     STREAM_BYTES,
+    TRAINING_ROOM_TIMEOUT_S,
     RequestMemory,
     RequestNeeds,
 )
@@ -150,6 +151,57 @@ def test_a_frame_waits_for_memory_and_is_refused_in_the_end(memory, told):
         memory.report()
         assert told.charged == dict.fromkeys(MEMORY_KINDS, 0)
         assert memory.pool.free == told.capacity == MEMORY
+
+    virtual_time.run(scenario)
+
+
+@pytest.mark.parametrize("message", [FORWARD, BACKWARD], ids=["forward", "backward"])
+def test_training_waits_until_a_slow_server_has_computed_what_came_before(memory, message):
+    async def scenario() -> None:
+        busy, waiting = (memory.open_stream(stream, "a") for stream in ("busy", "waiting"))
+        size = int(0.4 * memory.pool.quota)
+        await busy.admit(header(message), size)
+        asking = asyncio.create_task(waiting.admit(header(message), size))
+        await asyncio.sleep(TRAINING_ROOM_TIMEOUT_S - 1)
+        assert not asking.done()
+        busy.release()
+        await asking
+        waiting.release()
+
+    virtual_time.run(scenario)
+
+
+def test_a_stream_need_not_wait_behind_frames_that_do(memory):
+    """Frames of its own peer, for which there is not enough memory, and others that wait before it."""
+
+    async def scenario() -> None:
+        holders = [memory.open_stream(number, peer) for number, peer in enumerate("abac")]
+        for admission in holders[:2]:
+            await admission.admit(header(messages.InfoRequest()), int(0.35 * memory.pool.quota))
+        waiting = [asyncio.create_task(one.admit(header(messages.InfoRequest()), 600_000)) for one in holders[2:]]
+        await asyncio.sleep(1)
+        assert not any(one.done() for one in waiting)
+        for peer in "abcd":
+            memory.open_stream(peer, peer)
+        for admission in holders:
+            admission.release()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    virtual_time.run(scenario)
+
+
+def test_a_step_that_copies_fits_beside_the_other_streams_of_its_peer(model):
+    memory = RequestMemory(
+        model, RequestLimits(memory=MEMORY, slot_bytes=1 << 16), AdapterStore(lambda: 0.0), None, ServerObserver()
+    )
+    beams = changed(STEP, starts=[100] * 8, counts=[1] * 8, sources=[0] * 8)
+
+    async def scenario() -> None:
+        admissions = [memory.open_stream(number, "a") for number in range(8)]
+        began = asyncio.get_running_loop().time()
+        await admissions[0].admit(header(beams), 8 * HIDDEN * 4)
+        assert asyncio.get_running_loop().time() == began
+        assert memory.pool.held_by_peer("a") == 8 * STREAM_BYTES + memory.pool.quota // 2
 
     virtual_time.run(scenario)
 
