@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from swarm.client.routes.route_source import MIN_ROUTES_TRIED, MissingBlocksWait, RouteSource, is_worth_another_server
 from swarm.data_structures import Hop, Span
-from swarm.errors import RemoteError
+from swarm.errors import CacheFull, MissingBlocks, RemoteError
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,12 @@ class Rerouter:
             logger.info("%s; trying another server", error)
         self._tries += 1
         is_last_try = self._tries >= MIN_ROUTES_TRIED and self._waiting.is_over
-        hops = await self.find_hops(span)
+        try:
+            hops = await self.find_hops(span)
+        except MissingBlocks:
+            if isinstance(error, CacheFull):  # the blocks are there
+                raise error from None
+            raise
         if is_last_try:
             raise error
         return hops

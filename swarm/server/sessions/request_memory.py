@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from swarm.common.dtypes import HIDDEN_DTYPES
+from swarm.common.units import format_bytes
 from swarm.errors import MemoryFull, TooLong
 from swarm.metrics.server import MEMORY_KINDS, ServerObserver
 from swarm.models.execution.gradients import MAX_GRAPH_BYTES, graph_bytes
@@ -206,17 +207,19 @@ class Admission:
 
         Raises:
             ProtocolViolation: the header is no message of a client.
-            TooLong: the request takes more memory than a peer may have here.
-            MemoryFull: there was not enough of it for `ROOM_TIMEOUT_S` or `TRAINING_ROOM_TIMEOUT_S` seconds.
+            TooLong: the step takes more memory than a peer may have here.
+            MemoryFull: so does the forward or backward, which cannot be cut, so that another server has to be asked; or
+                there was not enough of it for `ROOM_TIMEOUT_S` or `TRAINING_ROOM_TIMEOUT_S` seconds.
         """
         self.message = messages.decode_client(header)
         needs, pool = self._memory.needs(self._peer, self.message, payload_length), self._memory.pool
-        if needs.total + STREAM_BYTES > pool.quota:
-            raise TooLong(
-                f"the request takes {needs.total} bytes of this server's memory, which gives one peer {pool.quota}; "
-                "send fewer tokens at once"
-            )
         training = isinstance(self.message, messages.ForwardRequest | messages.BackwardRequest)
+        if needs.total + STREAM_BYTES > pool.quota:
+            self._memory.note_refused()
+            raise (MemoryFull if training else TooLong)(
+                f"the request takes {format_bytes(needs.total)} of this server's memory, and one peer gets "
+                f"{format_bytes(pool.quota)} for its requests; send fewer tokens at once, or ask another server"
+            )
         try:
             timeout_s = TRAINING_ROOM_TIMEOUT_S if training else ROOM_TIMEOUT_S
             await pool.allocate_or_wait(self, self._peer, needs.total, timeout_s)

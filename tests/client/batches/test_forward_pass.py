@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from swarm.client.batches.forward_pass import MicroBatch, PassContext, forward_b
 from swarm.client.batches.hop_requests import HopRequester
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.data_structures import Hop, Route, Span, StepLayout, WireFormat
-from swarm.errors import MissingBlocks, TooLong
+from swarm.errors import MemoryFull, MissingBlocks, TooLong
 from swarm.protocol import messages
 from swarm.protocol.compression import decode_tensor, encode_tensor
 from tests import virtual_time
@@ -166,6 +167,18 @@ def test_what_is_the_clients_fault_is_raised_and_the_rest_is_broken_off(span_mod
         assert not swarm.hub.tasks
 
     play(span_model, act)
+
+
+@pytest.mark.parametrize("others", [True, False], ids=["others can", "nobody can"])
+def test_a_server_whose_memory_is_too_small_is_left_for_another_one(span_model, others):
+    async def act(swarm, batch):
+        batch.add(5, "a", "b")
+        for name in ["a"] if others else ["a", "a2"]:
+            swarm.servers[name].tamper = lambda message, payload: (messages.refusal(MemoryFull("half of it")), b"")
+        with nullcontext() if others else pytest.raises(MemoryFull, match="half of it"):
+            await batch.run()
+
+    play(span_model, act, missing_blocks_timeout=0.0)
 
 
 def test_an_interrupted_batch_leaves_nothing_behind(span_model):

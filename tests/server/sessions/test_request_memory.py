@@ -217,6 +217,18 @@ def test_a_frame_that_can_never_fit_is_refused_at_once(memory):
     virtual_time.run(scenario)
 
 
+@pytest.mark.parametrize("message", [FORWARD, BACKWARD], ids=["forward", "backward"])
+def test_training_that_can_never_fit_here_may_fit_elsewhere(memory, message):
+    """Clients ask no other server after `TooLong`, which every one would answer with."""
+
+    async def scenario() -> None:
+        admission = memory.open_stream("stream", "a")
+        with pytest.raises(MemoryFull, match="ask another server"):
+            await admission.admit(header(message), int(MEMORY * REQUEST_PEER_SHARE))
+
+    virtual_time.run(scenario)
+
+
 def test_streams_are_charged_too(memory, told):
     count = int(MEMORY * REQUEST_PEER_SHARE) // STREAM_BYTES
     for number in range(count):
