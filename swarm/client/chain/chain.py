@@ -52,8 +52,9 @@ class Chain:
         self._context = context
         self._under_way = StepsUnderWay()
         self._hops = LinkedHops(context, self._under_way, self._on_reply, self._on_change)
-        self._foldable = NO_STEP
-        """Histories are folded up to this step at most: a later one may still be given up, and then is taken out."""
+        self._refillable = NO_STEP
+        """Caches are filled again up to this step at most: a later one may still be given up, and then is taken out. It
+        never goes back, because the record of what a replay has filled a cache with cannot be taken apart."""
         self._window = 1
         self._outputs: dict[int, PackedHidden] = {}
         self._changed = asyncio.Event()
@@ -183,10 +184,10 @@ class Chain:
 
     def settle(self, number: int) -> None:
         """The steps up to `number` are answered, and stand: they will not be given up any more."""
-        self._foldable = number
+        self._refillable = max(self._refillable, number)
         self._hops.on_settled()
         self._outputs = {later: outputs for later, outputs in self._outputs.items() if later > number}
-        self._forget_answered()
+        self._forget_answered(number)
 
     async def give_up_under_way(self, after: int) -> None:
         """Give up all steps behind number `after`, and tell the servers, which have not computed all of them yet."""
@@ -230,7 +231,7 @@ class Chain:
         steps = self._under_way.add(parts, exits, exit_block)
         if appended:
             # Whatever becomes of them: a later step sets back by itself what it does not continue.
-            self._foldable = steps[-1].number
+            self._refillable = steps[-1].number
         self._window = window
         for hop in self._hops:
             hop.progress.on_call_begun(steps[0].number)
@@ -289,7 +290,7 @@ class Chain:
         )
 
     async def _repair(self, index: int) -> None:
-        await self._hops.repair(index, self._foldable, self._window > 1)
+        await self._hops.repair(index, self._refillable, self._window > 1)
 
     def _on_reply(self, hop: HopSession, number: int, outputs: PackedHidden) -> None:
         """A hop has answered: its outputs are what goes into the next one."""
@@ -323,12 +324,9 @@ class Chain:
             if self._hops[-1].misled:
                 self._outputs = {number: one for number, one in self._outputs.items() if number < finding.number}
 
-    def _forget_answered(self) -> None:
-        """Steps that all hops have answered matter only as a part of the histories.
-
-        Not those behind the last one that caches are filled with: a server that is replaced gets them once more.
-        """
-        done = min(self._foldable, *(checked_up_to(hop) for hop in self._hops))
+    def _forget_answered(self, settled: int) -> None:
+        """Settled steps that all hops have answered matter only as a part of the histories."""
+        done = min(settled, *(checked_up_to(hop) for hop in self._hops))
         self._under_way.forget(done)
         for hop in self._hops:
             hop.history.fold_if_long(done)

@@ -137,23 +137,28 @@ class Failover:
 
     async def begin_again(
         self, hops: Sequence[HopSession], index: int, contents: Callable[[range], CacheContents]
-    ) -> list[HopSession]:
-        """What takes the place of `hops[index]` and all behind it, which have computed what this client does not know:
-        new sessions at the same servers, or at others if these cannot.
+    ) -> tuple[range, list[HopSession]]:
+        """What takes the place of which hops: of `hops[index]` and all behind it, which have computed what this client
+        does not know. New sessions at the same servers, or at others if these cannot.
 
         Nobody but this client knows their ids, so what was pushed to the former ones does not reach them. Raises as
         `repair` does.
         """
-        misled, before = hops[index:], hops[index - 1].peer_id if index else None
-        wanted = contents(range(index, len(hops)))
+        which = range(index, len(hops))
+        wanted = contents(which)
+        if wanted.done < wanted.history.folded:
+            # It was filled by a replay when those behind had not answered all of that: one after the other.
+            wanted = contents(which := range(index, index + 1))
+        misled, before = hops[index : which.stop], hops[index - 1].peer_id if index else None
+        after = hops[which.stop].peer_id if which.stop < len(hops) else None
         for hop in misled:
             hop.progress.on_replaced()
         await _close_all(misled)
         fresh, error = await self._prepare(_route(misled), wanted)
         if error is not None:
-            fresh = await self._find_hops(_joined_span(misled), before, None, wanted, error)
-        self._report_route([*hops[:index], *fresh])
-        return fresh
+            fresh = await self._find_hops(_joined_span(misled), before, after, wanted, error)
+        self._report_route([*hops[:index], *fresh, *hops[which.stop :]])
+        return which, fresh
 
     async def link(self, hops: Sequence[HopSession], which: range, rows: int = 1, silent: int | None = None) -> None:
         """Tell the servers of `hops[which]` their neighbors, as far as these are trusted with each other.

@@ -139,11 +139,11 @@ class LinkedHops:
                 one.mislead(number)
         return finding
 
-    async def repair(self, index: int, foldable: int, several: bool) -> None:
+    async def repair(self, index: int, refillable: int, several: bool) -> None:
         """Repair a hop, or put other servers in the place of its server. Raises its error if none would do better.
 
         Args:
-            foldable: the last step that caches are filled with; a later one may still be given up.
+            refillable: the last step that caches are filled with; a later one may still be given up.
             several: whether several steps may be under way.
         """
         progress = self._hops[index].progress
@@ -152,7 +152,7 @@ class LinkedHops:
         error = None if progress.replaced or is_doubted else progress.error
         if error is not None and not is_worth_another_server(error):
             raise progress.take_error()
-        which, repaired = await self._replacement(index, foldable, is_doubted)
+        which, repaired = await self._replacement(index, refillable, is_doubted)
         first, last = which.start, which.start + len(repaired)
         self._hops[first : which.stop] = repaired
         if last < len(self._hops):
@@ -171,16 +171,13 @@ class LinkedHops:
         else:
             await self._failover.link(self._hops, neighbors, self._rows)
 
-    async def _replacement(self, index: int, foldable: int, is_doubted: bool) -> tuple[range, list[HopSession]]:
+    async def _replacement(self, index: int, refillable: int, is_doubted: bool) -> tuple[range, list[HopSession]]:
         """What takes the place of which hops, see `Failover`."""
         hop = self._hops[index]
         if hop.misled and not isinstance(hop.progress.error, ProtocolViolation | SuspectOutputs):
-            which = range(index, len(self._hops))
-            return which, await self._failover.begin_again(
-                self._hops, index, lambda hops: self._contents(hops, foldable)
-            )
+            return await self._failover.begin_again(self._hops, index, lambda hops: self._contents(hops, refillable))
         return await self._failover.repair(
-            self._hops, index, lambda hops: self._contents(hops, foldable), is_doubted=is_doubted
+            self._hops, index, lambda hops: self._contents(hops, refillable), is_doubted=is_doubted
         )
 
     async def _is_doubted(self, index: int) -> bool:
@@ -197,12 +194,12 @@ class LinkedHops:
         self._refuser = hop.peer_id, error
         return True
 
-    def _contents(self, which: range, foldable: int) -> CacheContents:
+    def _contents(self, which: range, refillable: int) -> CacheContents:
         """What the caches of some successive hops have to hold together: not more than all of them have answered, or
         their outputs of the steps behind that would never come."""
         hops = self._hops[which.start : which.stop]
         checked = min(checked_up_to(hop) for hop in self._hops[: which.stop])
-        done = min(foldable, hops[0].progress.received, checked, *(hop.progress.replied for hop in hops))
+        done = min(refillable, hops[0].progress.received, checked, *(hop.progress.replied for hop in hops))
         return CacheContents(hops[0].history, done, *self._under_way.upcoming(done))
 
     async def stop_pushes_to(self, index: int, several: bool) -> None:

@@ -325,6 +325,58 @@ def test_a_step_that_is_not_settled_is_computed_once_more_if_a_server_is_lost(sp
     run(span_model, TWO, act)
 
 
+def test_a_replay_that_went_beyond_what_is_settled_is_not_taken_back(span_model):
+    """x is replaced by p and q after steps that are answered and not settled; then the first is settled, and q dies.
+    The record of what went into q begins behind all of them."""
+
+    async def act(swarm, talk):
+        assert swarm.planner.routes[-1] == "0:4@x 4:6@c"
+        begun = [await talk.begin_step(StepLayout((6 + n, 4 + n), (1, 1))) for n in range(3)]
+        await talk.chain.wait(lambda: False)
+        swarm.kill("x")
+        await asyncio.sleep(0.1)
+        await talk.chain.resume()
+        assert swarm.planner.routes[-1] == "0:2@p 2:4@q 4:6@c"
+        talk.chain.settle(begun[0])
+        swarm.kill("q")
+        await asyncio.sleep(0.1)
+        await talk.chain.resume()
+        number = await talk.begin_step(layout := StepLayout((9, 7), (1, 1)))
+        await talk.chain.wait(lambda: talk.chain.outputs(number, BLOCKS) is not None)
+        talk.check(layout, talk.chain.outputs(number, BLOCKS))
+        talk.chain.settle(number)
+        assert swarm.planner.routes[-1] == "0:2@p 2:4@z 4:6@c"
+
+    servers = {"x": (0, 4), "c": (4, 6), "p": (0, 2), "q": (2, 4), "z": (2, 4)}
+    run(span_model, servers, act, boundaries=())
+
+
+def test_a_part_that_a_replay_has_filled_further_than_the_next_one_is_begins_again_alone(span_model):
+    """c's answers are lost, x is replaced by p and q, and p pushes something else to q than it shows."""
+
+    async def act(swarm, talk):
+        assert swarm.planner.routes[-1] == "0:3@x 3:5@c 5:6@d"
+        swarm.on_message = lambda source, target, message: (
+            isinstance(message, messages.StepReply) and source == "c" and not swarm.planner.distrusted
+        )
+        await talk.append(1, 1)
+        swarm.kill("x")
+        await asyncio.sleep(0.1)
+        await talk.chain.resume()
+        assert swarm.planner.routes[-1] == "0:1@p 1:3@q 3:5@c 5:6@d"
+        swarm.servers["p"].tamper = push_something_else
+        await talk.append(1, 1)
+        assert swarm.planner.distrusted == [("p", "q")]
+        assert [peer for peer, _ in failed(swarm)] == ["x"]
+
+    def push_something_else(message: Any, payload: Any) -> Any:
+        is_push = isinstance(message, messages.PushRequest)
+        return message, bytes(len(payload)) if is_push else payload
+
+    servers = {"x": (0, 3), "c": (3, 5), "d": (5, 6), "p": (0, 1), "q": (1, 3)}
+    run(span_model, servers, act, boundaries=())
+
+
 def run_ahead(
     span_model: Any,
     servers: dict[str, tuple[int, int]],
