@@ -161,11 +161,8 @@ class Chain:
 
         Raises as `steps` does. Then those that are not settled have to be given up.
         """
-        if awaited is not None:
-            number, block = awaited
-            hops = (hop for hop in self._hops if hop.hop.span.start < block)
-            await asyncio.gather(*(hop.expedite(number) for hop in hops if self._is_not_urgent_at(hop, number)))
-        await self._advance(ready, everywhere=True)
+        await self._expedite(awaited)
+        await self._advance(ready, everywhere=True, awaited=awaited)
 
     def outputs(self, number: int, block: int) -> PackedHidden | None:
         """What a step under way is in front of `block` (or behind the last one), if that has come to this client."""
@@ -242,13 +239,19 @@ class Chain:
         return range(steps[0].number, self.next_number)
 
     async def _advance(
-        self, ready: Callable[[], bool] = lambda: False, *, everywhere: bool = False, patient: bool = True
+        self,
+        ready: Callable[[], bool] = lambda: False,
+        *,
+        everywhere: bool = False,
+        patient: bool = True,
+        awaited: tuple[int, int] | None = None,
     ) -> None:
         """Bring the steps that are under way to their end: at the last hop, or everywhere.
 
         Args:
             ready: end earlier, as soon as this is true.
             patient: whether to wait where there is nothing to do for now; else that is the end.
+            awaited: what servers that take over are told, see `wait`.
         """
         while not ready():
             self._changed.clear()
@@ -274,6 +277,7 @@ class Chain:
                     if overdue:
                         hop.progress.on_failed(PeerTimeout(f"{describe_hop(hop.hop)} has not answered in time"))
                     await self._repair(index)
+                    await self._expedite(awaited)
                 case WaitUntil(until):
                     if not patient:
                         return
@@ -281,13 +285,12 @@ class Chain:
                         async with asyncio.timeout(until - time.perf_counter() if until < math.inf else None):
                             await self._changed.wait()
 
-    def _is_not_urgent_at(self, hop: HopSession, number: int) -> bool:
-        """Whether a hop has not answered a step, and may let others go before it, or before an earlier one."""
-        return any(
-            step.exit_block is not None and step.exit_block <= hop.hop.span.start
-            for step in self._under_way.steps.values()
-            if hop.progress.replied < step.number <= number
-        )
+    async def _expedite(self, awaited: tuple[int, int] | None) -> None:
+        if awaited is not None:
+            number, block = awaited
+            hops = [(hop, hop.hop.span.start) for hop in self._hops if hop.hop.span.start < block]
+            told = (hop for hop, start in hops if self._under_way.may_yield(start, hop.progress.replied, number))
+            await asyncio.gather(*(hop.expedite(number) for hop in told))
 
     async def _repair(self, index: int) -> None:
         await self._hops.repair(index, self._refillable, self._window > 1)

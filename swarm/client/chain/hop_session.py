@@ -103,7 +103,6 @@ class HopSession:
 
     @property
     def replied(self) -> int:
-        """Number of the last step that the server answered."""
         return self.progress.replied
 
     @property
@@ -137,6 +136,7 @@ class HopSession:
             raise unexpected_reply(self.hop, reply)
         self.progress.on_opened()
         self._unanswered_replays = 0
+        self._expedited = NO_STEP  # it may have forgotten
         self._stream.listen()
         return reply.next_step
 
@@ -258,13 +258,11 @@ class HopSession:
 
     async def close(self) -> None:
         """Free the session at the server, if it can still be told."""
-        failed = self.progress.error is not None
         for task in self._checksums.values():
             task.cancel()
         self._checksums.clear()
-        await self._stream.close(
-            drain=not failed and (self.progress.steps.may_be_answered or not self._stream.is_listening)
-        )
+        may_answer = self.progress.steps.may_be_answered or not self._stream.is_listening
+        await self._stream.close(drain=may_answer and self.progress.error is None)
 
     async def _send(self, message: messages.Message, payload: bytes | memoryview, seconds: float) -> None:
         """Send a message. A server that does not read is as bad as one that does not answer."""

@@ -104,6 +104,24 @@ def test_servers_are_told_once_that_a_step_is_waited_for_which_might_have_left(s
     run(span_model, TWO, act)
 
 
+def test_a_server_that_takes_over_is_told_which_step_is_waited_for(span_model):
+    """a is lost while the client waits for steps that b would hold."""
+
+    async def act(swarm, talk):
+        begun = [await talk.begin_step(StepLayout((6 + n, 4 + n), (1, 1)), 2) for n in range(3)]
+        waiting = asyncio.ensure_future(talk.chain.wait(lambda: False, (begun[-1], BLOCKS)))
+        await asyncio.sleep(0.001)
+        swarm.kill("a")
+        async with asyncio.timeout(local_push_link.MAX_HOLD_S / 2):
+            await waiting
+        assert swarm.planner.routes[-1] == "0:2@b 2:4@b 4:6@b"
+        heard = [message.last for _, message in swarm.servers["b"].heard if isinstance(message, messages.Expedite)]
+        assert heard == [begun[-1]] * 2
+        talk.chain.settle(begun[-1])
+
+    run(span_model, TWO, act)
+
+
 def test_only_what_lies_inside_a_span_is_cut(span_model):
     async def act(swarm, talk):
         assert swarm.planner.routes == ["0:2@a 2:3@b 3:6@b"]
