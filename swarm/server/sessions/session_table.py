@@ -258,6 +258,8 @@ class SessionTable:
             return False
         del self._sessions[session.key]
         session.close_push_link()
+        if session.fed_by is not None:  # it asks this session what to hold, also if its client opens another like it
+            session.fed_by.close()
         session.abandon_step()  # before others get its cache
         session.cache.clear()  # its connection may stay open and keep the session in memory
         session.last.clear()

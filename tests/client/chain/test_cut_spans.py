@@ -122,6 +122,24 @@ def test_a_server_that_takes_over_is_told_which_step_is_waited_for(span_model):
     run(span_model, TWO, act)
 
 
+def test_steps_for_a_part_that_was_opened_anew_are_held_no_longer_than_the_client_wants(span_model):
+    """The link from the part before was made for the session that the server has forgotten."""
+
+    async def act(swarm, talk):
+        session = find_session(swarm.servers["a"], talk, 1)
+        session.client.close()
+        swarm.servers["a"].sessions.close(session)
+        await asyncio.sleep(0.1)
+        await talk.chain.resume()
+        begun = [await talk.begin_step(StepLayout((6 + n, 4 + n), (1, 1)), 2) for n in range(3)]
+        await asyncio.sleep(0.1)
+        async with asyncio.timeout(local_push_link.MAX_HOLD_S / 2):
+            await talk.chain.wait(lambda: False, (begun[-1], BLOCKS))
+        talk.chain.settle(begun[-1])
+
+    run(span_model, TWO, act)
+
+
 def test_only_what_lies_inside_a_span_is_cut(span_model):
     async def act(swarm, talk):
         assert swarm.planner.routes == ["0:2@a 2:3@b 3:6@b"]
