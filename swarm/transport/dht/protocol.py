@@ -138,7 +138,8 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
 
     async def _answer(self, method: Callable[..., Awaitable[Any]], request: Any, context: P2PContext) -> Any:
         sender = context.remote_id.to_bytes()
-        if not self._limits.allows(sender, time.monotonic()):
+        records = len(request.values) if isinstance(request, dht_pb2.StoreRequest) else 0
+        if not self._limits.allows(sender, time.monotonic(), records):
             raise RequestRefused("too many requests to the DHT; wait a few seconds")
         response = await method(request, context)
         self._limits.charge_answer(sender, response.ByteSize(), time.monotonic())

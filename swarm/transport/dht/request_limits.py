@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 
 BURST = 512.0
-"""Units that a peer may use at once. A request is one, and so is each `ANSWER_UNIT_BYTES` of an answer."""
+"""Units that a peer may use at once. A request is one, and so is each record that it brings, whose signature has to be
+verified, and each `ANSWER_UNIT_BYTES` of an answer."""
 
 REFILL_PER_S = 64.0
 ANSWER_UNIT_BYTES = 64 * 1024
@@ -22,12 +23,15 @@ class RequestLimits:
         self._max_peers = max_peers
         self._budgets: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
 
-    def allows(self, peer: bytes, now: float) -> bool:
-        """Whether the peer may ask; if so, its request is charged."""
+    def allows(self, peer: bytes, now: float, records: int = 0) -> bool:
+        """Whether the peer may ask; if so, its request is charged, with the records that it wants stored.
+
+        They may take the budget below zero.
+        """
         left = self._left(peer, now)
         if left < 1.0:
             return False
-        self._keep(peer, left - 1.0, now)
+        self._keep(peer, left - 1.0 - records, now)
         return True
 
     def charge_answer(self, peer: bytes, length: int, now: float) -> None:

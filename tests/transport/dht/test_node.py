@@ -324,3 +324,19 @@ def test_who_asks_too_much_is_refused_and_nobody_else():
         assert await other.dht.find(["a"]) == {"a": []}
 
     play(scenario)
+
+
+def test_who_stores_too_much_is_refused():
+    async def scenario(peers):
+        first, greedy = await peers.add(), await peers.add(listen=False)
+        record = sign("a", b"x", time.time() + LONG_S, greedy.identity.private_key)
+        request = messages.store_request([record] * messages.MAX_RECORDS_STORED, dht_pb2.NodeInfo())
+        stub = greedy.dht.protocol.get_stub(PeerID.from_base58(first.peer_id))
+        answers = await asyncio.gather(
+            *(stub.rpc_store(request, timeout=30) for _ in range(200)), return_exceptions=True
+        )
+        refused = [answer for answer in answers if isinstance(answer, P2PHandlerError)]
+        assert refused
+        assert all("too many requests" in str(answer) for answer in refused)
+
+    play(scenario)

@@ -22,6 +22,13 @@ def test_long_answers_cost_more():
     assert limits.allows(b"a", 5.0)
 
 
+def test_each_record_to_be_verified_costs_as_much_as_a_request():
+    limits = RequestLimits(burst=5, refill_per_s=1)
+    assert limits.allows(b"a", 0.0, records=16)
+    assert not limits.allows(b"a", 12.0)
+    assert limits.allows(b"a", 13.0)
+
+
 @given(st.lists(st.tuples(st.integers(0, 50), st.floats(0, 2), st.integers(0, 10**6)), max_size=200))
 def test_nobody_gets_more_than_the_rate_and_memory_is_bounded(asked):
     limits = RequestLimits(burst=5, refill_per_s=2, max_peers=60)
