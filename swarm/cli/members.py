@@ -141,6 +141,7 @@ def _publish(authority: Authority, initial_peers: tuple[str, ...]) -> None:
         config = P2PConfig(initial_peers, membership=authority.publisher(now))
         peer = await Peer.create(config, AnnouncementValidator())
         try:
+            authority.require_newest(peer.revocations, now)
             return await peer.hand_out_revocations(authority.revocation_list(now))
         finally:
             await peer.shutdown()

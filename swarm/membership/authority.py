@@ -25,7 +25,7 @@ from swarm.membership.certificates import (
     sign_certificate,
 )
 from swarm.membership.invite import Invite
-from swarm.membership.revocations import MAX_REVOKED, NUMBER_LIMIT, sign_revocations
+from swarm.membership.revocations import MAX_REVOKED, NUMBER_LIMIT, Revocations, sign_revocations
 from swarm.membership.signatures import public_bytes
 
 MAX_FILE_BYTES = 16 << 20
@@ -87,6 +87,22 @@ class Authority(msgspec.Struct, forbid_unknown_fields=True):
         """The newest list, signed. Certificates that expired a day ago are left out: they are refused anyway."""
         revoked = {one.serial for one in self.invitations if one.is_listed(now)}
         return sign_revocations(self.key, self.number, int(now), revoked)
+
+    def require_newest(self, seen: Revocations, now: float) -> None:
+        """Raise `MembershipError` if the list that peers have shows that this is an older copy of the authority's file.
+
+        From an older copy nothing should be published: peers ignore a list whose number they know, and a list with a
+        higher number would take back the revocations since.
+        """
+        revoked = {one.serial for one in self.invitations if one.revoked is not None}
+        listed = {one.serial for one in self.invitations if one.is_listed(now)}
+        is_same = seen.number == self.number
+        if seen.number > self.number or not seen.revoked <= revoked or (is_same and not listed <= seen.revoked):
+            raise MembershipError(
+                f"this is an older copy of the authority's file, with list {self.number} of revocations: list "
+                f"{seen.number}, which peers have, names others. Use the newest copy; if it is lost, make a new "
+                "authority and new invites"
+            )
 
     def publisher(self, now: float) -> Invite:
         """An invite for this process, which joins the swarm to hand out the newest list."""

@@ -27,6 +27,7 @@ from swarm.errors import (
 )
 from swarm.membership.invite import Invite
 from swarm.membership.membership import Membership
+from swarm.membership.revocations import Revocations
 from swarm.transport import addresses
 from swarm.transport.dht.node import DhtNode
 from swarm.transport.dht.records import RecordRules
@@ -222,6 +223,12 @@ class Peer:
 
     async def serve(self, handler: StreamHandler) -> None:
         await self._streams.serve(handler)
+
+    @property
+    def revocations(self) -> Revocations:
+        """The newest list of revocations that this peer of a private swarm has seen, at its initial peers too."""
+        assert self._gate is not None, "only in a private swarm"
+        return self._gate.membership.revocations
 
     async def hand_out_revocations(self, newest: bytes) -> int:
         """Give the peers that this one knows a list of revocations. Returns how many have it now.

@@ -123,12 +123,16 @@ def test_a_swarm_is_locked_with_these_commands(path, tmp_path):
     try:
         assert status(invites["anna"]) == status(invites["berta"]) == "found, 1"
         assert "this swarm is private: ask" in status("")
+        older = path.read_bytes()
         result = run("revoke", "anna", "--file", path, "--initial-peers", peer.address())
         assert result.exit_code == 0, result.output
         assert "Told 1 peer, which tells the others" in result.stderr
         assert "membership of anna was revoked" in status(invites["anna"])
         assert status(invites["berta"]) == "found, 1"
         assert run("publish", "--file", path, "--initial-peers", peer.address()).exit_code == 0
+        path.write_bytes(older)
+        result = run("revoke", "berta", "--file", path, "--initial-peers", peer.address())
+        assert (result.exit_code, "an older copy" in result.stderr) == (2, True), result.output
         assert not [line for line in peer.lines if "swarm-invite" in line]
     finally:
         peer.stop()

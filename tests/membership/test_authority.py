@@ -9,7 +9,7 @@ from swarm.errors import MembershipError, MembershipRevoked
 from swarm.membership import authority as module
 from swarm.membership.authority import DAY_S, create_authority, invite_member, read_authority, revoke_member
 from swarm.membership.membership import Membership
-from swarm.membership.revocations import open_revocations
+from swarm.membership.revocations import Revocations, open_revocations
 from swarm.membership.signatures import public_bytes
 
 NOW = 1_700_000_000.0
@@ -67,6 +67,35 @@ def test_each_change_has_a_higher_number(path):
         before = read_authority(path).number
         revoke_member(path, name, NOW)
         assert read_authority(path).number == before + 1
+
+
+def test_an_older_copy_of_the_file_is_noticed(path):
+    """A backup that was restored. Peers would ignore what it publishes, or take back those revoked since."""
+    first, _ = [invite_member(path, name, 1, NOW) for name in ("anna", "berta")]
+    revoke_member(path, "anna", NOW)
+    older = path.read_bytes()
+
+    def published():
+        return open_revocations(read_authority(path).revocation_list(NOW), first.authority)
+
+    def require_newest(seen, at=NOW):
+        read_authority(path).require_newest(seen, at)
+
+    require_newest(Revocations())
+    require_newest(published())
+    before = published()
+    revoke_member(path, "berta", NOW)
+    newer = published()
+    require_newest(before)
+    require_newest(newer)
+    require_newest(newer, NOW + 5 * DAY_S)  # of those that have expired by now too
+    path.write_bytes(older)
+    require_newest(before)
+    for _ in range(3):  # with a lower number than the peers', with the same, and with a higher one
+        with pytest.raises(MembershipError, match="an older copy of the authority's file"):
+            require_newest(newer)
+        invite_member(path, "dora", 1, NOW)
+        revoke_member(path, "dora", NOW)
 
 
 def test_what_expired_leaves_the_list_a_day_later(path):
