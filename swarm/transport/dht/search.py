@@ -12,6 +12,7 @@ import bisect
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from hivemind.p2p import PeerID
 
@@ -71,6 +72,8 @@ class Search:
         self._planned: list[Request] | None = None
         self._nearest: dict[bytes, list[tuple[int, PeerID]]] = {target: [] for target in targets}
         """For each target, the known nodes by their distance."""
+        self._own_nearest: dict[bytes, list[tuple[int, PeerID]]] = {target: [] for target in targets}
+        """For each target, those of them that this peer knew by itself: looking for them among all takes long."""
         for peer in known:
             self._learn(peer, None)
 
@@ -125,21 +128,14 @@ class Search:
 
     def _wanted(self, target: bytes) -> list[PeerID]:
         """The nodes that should be asked for the target now: of the nearest ones, and of the nearest of our own."""
-        found = []
-        places = own_places = self._breadth
-        for _, peer in self._nearest[target]:
-            node = self._nodes[peer]
-            if node.failed or not self._is_credible(node):
-                continue
-            if places <= 0 and not (node.own and own_places > 0):
-                if own_places <= 0:
-                    break
-                continue
-            places -= 1
-            own_places -= node.own
-            if target not in node.asked:
-                found.append(peer)
-        return found
+        nodes = self._nodes
+        nearest = (peer for _, peer in self._nearest[target] if self._is_worth_asking(nodes[peer]))
+        own = (peer for _, peer in self._own_nearest[target] if not nodes[peer].failed)
+        chosen = dict.fromkeys((*islice(nearest, self._breadth), *islice(own, self._breadth)))
+        return [peer for peer in chosen if target not in nodes[peer].asked]
+
+    def _is_worth_asking(self, node: _Node) -> bool:
+        return not node.failed and self._is_credible(node)
 
     def _is_credible(self, node: _Node) -> bool:
         return node.own or node.answered or any(self._false_names[one] < MAX_FALSE_NAMES for one in node.named_by)
@@ -154,7 +150,8 @@ class Search:
             node = self._nodes[peer] = _Node(own=named_by is None)
             self._planned = None
             place = position(node_id_of(peer))
-            for target, order in self._nearest.items():
-                bisect.insort(order, (place ^ position(target), peer), key=lambda pair: pair[0])
+            for orders in (self._nearest, self._own_nearest) if node.own else (self._nearest,):
+                for target, order in orders.items():
+                    bisect.insort(order, (place ^ position(target), peer), key=lambda pair: pair[0])
         if named_by is not None:
             node.named_by.add(named_by)
