@@ -199,7 +199,12 @@ def _locked_folder(path: Path) -> Iterator[None]:
     except OSError as error:
         raise MembershipError(f"{path.parent} cannot be used for an authority's file: {error.strerror}") from None
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        except OSError as error:
+            raise MembershipError(
+                f"{path.parent} cannot be locked: {error.strerror}. Keep the authority's file on a local drive"
+            ) from None
         yield
     finally:
         os.close(folder)

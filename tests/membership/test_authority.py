@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
 
@@ -30,6 +32,17 @@ def test_its_file_is_its_owners_alone_and_is_never_replaced(path):
     invite_member(path, "anna", 30, NOW)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert [one.name for one in path.parent.iterdir()] == ["members.json"]
+
+
+def test_a_folder_that_cannot_be_locked(path, monkeypatch):
+    """As on some network drives."""
+
+    def refuse(file, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(module.fcntl, "flock", refuse)
+    with pytest.raises(MembershipError, match=r"cannot be locked: .*local drive"):
+        invite_member(path, "anna", 30, NOW)
 
 
 def test_its_key_is_not_shown(path):
