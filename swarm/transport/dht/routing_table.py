@@ -69,7 +69,8 @@ class RoutingTable:
         self._silent: OrderedDict[PeerID, _Silence] = OrderedDict()
 
     def __len__(self) -> int:
-        return sum(len(bucket.nodes) for bucket in self._buckets.values())
+        """Known nodes. May be called from any thread: the copy keeps a bucket that is added meanwhile from harm."""
+        return sum(len(bucket.nodes) for bucket in list(self._buckets.values()))
 
     def __contains__(self, peer: PeerID) -> bool:
         bucket = self._buckets.get(self._bucket_of(position(node_id_of(peer))))
