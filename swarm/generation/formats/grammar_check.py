@@ -14,6 +14,8 @@ import sys
 
 from llguidance import LLMatcher, LLParserLimits
 
+from swarm.common.python_process import module_command
+
 MAX_CPU_S = 0.5
 MAX_MEMORY_BYTES = 2 << 30
 
@@ -33,7 +35,7 @@ TOO_COMPLEX = "it is too complex"
 
 def grammar_error(grammar: str) -> str:
     """Why the grammar (in llguidance's Lark) cannot be compiled; empty if it can."""
-    command = [sys.executable, "-m", __name__]
+    command = module_command(__name__)
     try:
         done = subprocess.run(
             command, input=grammar.encode(), capture_output=True, timeout=CHECK_TIMEOUT_S, check=False

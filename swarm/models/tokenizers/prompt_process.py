@@ -9,15 +9,17 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from swarm.common.python_process import module_command
 from swarm.errors import ChatTemplateError, CheckpointError
 from swarm.models.tokenizers.chat_template import ChatMessage, conversation_tokens, text_tokens
 from swarm.models.tokenizers.prompt_worker import PROMPT_CPU_S, PROMPT_MEMORY_BYTES, RECEIVE_BYTES
@@ -76,23 +78,29 @@ class PromptProcess:
         self._source = source
         self._arguments = (source, revision or "", str(cache_dir or ""))
         self._lock = threading.Lock()
+        """Held while the process is started, loaded, told of a connection, or ended."""
+        self._closed = False
         self._start()
 
     def _start(self) -> None:
-        self._control, theirs = socket.socketpair()
+        """Start a process. Raises `OSError` if the machine cannot."""
+        ours, theirs = socket.socketpair()
         descriptor = theirs.fileno()
-        command = [sys.executable, "-m", "swarm.models.tokenizers.prompt_worker", str(descriptor), *self._arguments]
-        with theirs:
-            self._process = subprocess.Popen(
-                command,
+        with theirs, ExitStack() as on_failure:
+            on_failure.callback(ours.close)
+            process = subprocess.Popen(
+                module_command("swarm.models.tokenizers.prompt_worker", str(descriptor), *self._arguments),
                 pass_fds=(descriptor,),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 # Without threads of its own, a tokenizer can be forked.
                 env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+                process_group=0,  # with its forks, so that `close` ends them all, and Ctrl-C none of them
             )
-        self._loaded = False
+            on_failure.pop_all()
+        self._control, self._process = ours, process
+        self._loaded = self._ended = False
 
     def require_loaded(self) -> None:
         """Wait until the tokenizer is loaded.
@@ -101,22 +109,35 @@ class PromptProcess:
             CheckpointError: the checkpoint has no usable tokenizer, or loading it exceeds the limits.
         """
         with self._lock:
-            if self._loaded:
-                return
-            self._control.settimeout(LOADING_TIMEOUT_S)
+            self._require_loaded()
+
+    def _require_loaded(self) -> None:
+        if self._ended and not self._closed:
             try:
-                report = self._control.recv(MAX_REPORT_BYTES)
-                problem = json.loads(report)["error"]
-            except (OSError, ValueError):
-                problem = (
-                    f"loading the tokenizer and the chat template of {self._source} took too much time or memory, or "
-                    "broke down; use a checkpoint from a source that you trust"
-                )
-            if problem:
-                self._end()
-                raise CheckpointError(problem)
-            self._control.settimeout(None)
-            self._loaded = True
+                self._start()
+            except OSError as error:
+                raise CheckpointError(
+                    f"the process that makes prompts for {self._source} cannot be started: {error.strerror}"
+                ) from error
+        if self._closed:  # looked at after the start: `close` may not have seen what was started
+            self._end()
+            raise CheckpointError(f"the process that makes prompts for {self._source} is closed")
+        if self._loaded:
+            return
+        self._control.settimeout(LOADING_TIMEOUT_S)
+        try:
+            report = self._control.recv(MAX_REPORT_BYTES)
+            problem = json.loads(report)["error"]
+        except (OSError, ValueError):
+            problem = (
+                f"loading the tokenizer and the chat template of {self._source} took too much time or memory, or "
+                "broke down; use a checkpoint from a source that you trust"
+            )
+        if problem:
+            self._end()
+            raise CheckpointError(problem)
+        self._control.settimeout(None)
+        self._loaded = True
 
     def conversation(self, messages: Sequence[ChatMessage], tools: Sequence[Any] | None = None) -> list[int]:
         """See `PromptMaker`. Raises `ChatTemplateError` also where the limits are exceeded."""
@@ -128,16 +149,24 @@ class PromptProcess:
 
     def close(self) -> None:
         """End the process. Prompts that are being made are refused."""
+        self._closed = True
+        self._kill_all()  # before the lock is taken: who has it may be waiting for the process
         with self._lock:
             self._end()
 
+    def _kill_all(self) -> None:
+        if self._process.returncode is None:  # so that its id is still its own
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
     def _end(self) -> None:
+        """End the process, but not the forks of it that make prompts now."""
+        self._ended = True
         self._control.close()
         self._process.kill()
         self._process.wait()
 
     def _ask(self, request: Mapping[str, Any]) -> list[int]:
-        self.require_loaded()
         with self._open() as connection:
             deadline = time.monotonic() + PROMPT_TIMEOUT_S
             try:
@@ -158,23 +187,24 @@ class PromptProcess:
     def _open(self) -> socket.socket:
         """A connection to a new fork of the process, which is started again if something has ended it."""
         ours, theirs = socket.socketpair()
-        with theirs:
-            control = self._control
-            try:
-                self._pass(theirs)
-            except OSError:
-                with self._lock:
-                    if self._control is control:  # else another thread has started it again
-                        logger.warning("The process that makes prompts for %s has ended; starting it", self._source)
-                        self._end()
-                        self._start()
-                self.require_loaded()
-                self._pass(theirs)
+        with theirs, ExitStack() as on_failure:
+            on_failure.callback(ours.close)
+            if not self._pass(theirs) and not self._pass(theirs):
+                raise CheckpointError(f"the process that makes prompts for {self._source} ends again and again")
+            on_failure.pop_all()
         return ours
 
-    def _pass(self, connection: socket.socket) -> None:
+    def _pass(self, connection: socket.socket) -> bool:
+        """Hand a connection to the process. False if that has ended; the next call starts another one."""
         with self._lock:
-            socket.send_fds(self._control, [b"+"], [connection.fileno()])
+            self._require_loaded()
+            try:
+                socket.send_fds(self._control, [b"+"], [connection.fileno()])
+            except OSError:
+                logger.warning("The process that makes prompts for %s has ended; starting it", self._source)
+                self._end()
+                return False
+        return True
 
 
 def _read_answer(connection: socket.socket, deadline: float) -> bytes:

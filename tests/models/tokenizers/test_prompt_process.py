@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -75,6 +76,52 @@ def test_nothing_is_left_of_it(folder):
     worker = psutil.Process(process._process.pid)
     process.close()
     wait_until(lambda: not worker.is_running())
+
+
+def test_closing_ends_what_is_being_made(folder):
+    """Without this, a gateway could not end before an endless template has used up its time."""
+    process = PromptProcess(str(folder))
+    process.require_loaded()
+    worker = psutil.Process(process._process.pid)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(process.conversation, [{"role": "user", "content": "loop"}])
+        wait_until(lambda: len(worker.children()) == 2)  # the one that makes the prompt, and the one that is ready
+        forks = worker.children()
+        process.close()
+        with pytest.raises(ChatTemplateError):
+            asked.result()
+    wait_until(lambda: not any(fork.is_running() for fork in forks))
+    with pytest.raises(CheckpointError, match="is closed"):
+        process.conversation(HELLO)
+
+
+def test_closing_does_not_wait_until_the_tokenizer_is_loaded(folder):
+    process = PromptProcess(str(folder))
+    os.kill(process._process.pid, signal.SIGSTOP)  # it never loads
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(process.text, "Once")
+        wait_until(process._lock.locked)
+        process.close()
+        with pytest.raises(CheckpointError):
+            asked.result()
+
+
+def test_a_process_that_could_not_load_again_is_started_once_more(folder, tmp_path):
+    """As when the machine's memory is full for a while."""
+    moved = tmp_path / "model"
+    shutil.copytree(folder, moved)
+    with closing(PromptProcess(str(moved))) as running:
+        tokens = running.text("Once upon")
+        moved.rename(tmp_path / "away")
+        os.killpg(running._process.pid, signal.SIGKILL)  # the fork that is ready too
+        running._process.wait()
+        (moved / "none").mkdir(parents=True)
+        for _ in range(2):
+            with pytest.raises(CheckpointError):
+                running.text("Once upon")
+        shutil.rmtree(moved)
+        (tmp_path / "away").rename(moved)
+        assert running.text("Once upon") == tokens
 
 
 @pytest.fixture(scope="module")
