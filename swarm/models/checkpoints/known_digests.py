@@ -1,9 +1,10 @@
 """Which digests the blocks of a model must have, from where its weights come. No server has a say in that.
 
-In this order: a file that the user names; the weights themselves, as far as they are on this machine; a file beside the
-checkpoint (`swarm-digests.json`), which whoever made the checkpoint put there; for a hub model, ranges of the files of
-its commit, which are read once and kept. If there is none of them, a client may agree to believe the servers that it
-meets first (`swarm.client.routes.weight_pins`).
+In this order: a file that the user names; the weights themselves, as far as they are on this machine; for a hub model,
+what was read of this commit before, for which the hub need not be there; a file beside the checkpoint
+(`swarm-digests.json`), which whoever made the checkpoint put there; for a hub model, ranges of the files of its commit,
+which are read once and kept. If there is none of them, a client may agree to believe the servers that it meets first
+(`swarm.client.routes.weight_pins`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from huggingface_hub.errors import EntryNotFoundError
 
 from swarm.common.folders import cache_folder
 from swarm.data_structures import WeightDigests
-from swarm.errors import CheckpointError, DigestFileError, UnknownWeights
+from swarm.errors import CheckpointError, DigestFileError, ModelNotFound, UnknownWeights
 from swarm.models.checkpoints.checkpoint import Checkpoint
 from swarm.models.checkpoints.digest_file import encode_digest_file, read_digest_file, write_digest_file
 from swarm.models.checkpoints.hub_digests import HubFiles, hub_block_digests
@@ -42,12 +43,12 @@ def known_digests(checkpoint: Checkpoint, file: str | Path | None = None) -> Wei
     local = checkpoint.block_digests(0, checkpoint.blocks)
     if local is not None:
         return WeightDigests(dict(enumerate(local)), f"those in {checkpoint.source}")
-    beside = _beside(checkpoint)
-    if beside is not None:
-        return beside
     if Path(checkpoint.source).is_dir():
-        raise UnknownWeights(_unknown(checkpoint, f"{checkpoint.source} does not hold the weights of all blocks"))
-    return _from_hub(checkpoint)
+        beside = _beside(checkpoint)
+        if beside is None:
+            raise UnknownWeights(_unknown(checkpoint, f"{checkpoint.source} does not hold the weights of all blocks"))
+        return beside
+    return _kept(checkpoint) or _from_hub(checkpoint)
 
 
 def _from_file(checkpoint: Checkpoint, path: Path, origin: str) -> WeightDigests:
@@ -68,31 +69,44 @@ def _beside(checkpoint: Checkpoint) -> WeightDigests | None:
     return WeightDigests(found.by_block, f"those in {FILE_BESIDE_CHECKPOINT} of {checkpoint.source}")
 
 
+def _kept(checkpoint: Checkpoint) -> WeightDigests | None:
+    """What was read from the hub before; None if that was never done, or cannot be used."""
+    path = kept_path("hub", checkpoint)
+    if path is None or not path.exists():
+        return None
+    try:
+        return _from_file(checkpoint, path, _hub_origin(checkpoint))
+    except DigestFileError as error:
+        logger.warning("%s; the digests are read again", error)
+        return None
+
+
 def _from_hub(checkpoint: Checkpoint) -> WeightDigests:
-    origin = f"those of {checkpoint.source} on the model hub"
-    kept = kept_path("hub", checkpoint)
-    if kept is not None and kept.exists():
-        try:
-            return _from_file(checkpoint, kept, origin)
-        except DigestFileError as error:
-            logger.warning("%s; the digests are read again", error)
-    logger.info("Reading the digests of %d blocks of %s from the model hub", checkpoint.blocks, checkpoint.source)
     blocks: list[dict[str, str]] = [{} for _ in range(checkpoint.blocks)]
     try:
+        beside = _beside(checkpoint)
+        if beside is not None:
+            return beside
+        logger.info("Reading the digests of %d blocks of %s from the model hub", checkpoint.blocks, checkpoint.source)
         for name in checkpoint.weight_map:
             place = checkpoint.locate(name)
             if place is not None:
                 blocks[place[0]][name] = place[1]
         files = HubFiles(checkpoint.source, checkpoint.revision)
         digests = hub_block_digests(files, checkpoint.weight_map, blocks)
-    except CheckpointError as error:
+    except (CheckpointError, ModelNotFound) as error:  # the latter, where the hub cannot be reached
         raise UnknownWeights(_unknown(checkpoint, str(error))) from error
-    if kept is not None:
+    path = kept_path("hub", checkpoint)
+    if path is not None:
         try:
-            write_digest_file(kept, encode_digest_file(checkpoint.name, checkpoint.revision, digests))
+            write_digest_file(path, encode_digest_file(checkpoint.name, checkpoint.revision, digests))
         except DigestFileError as error:
             logger.debug("%s", error)
-    return WeightDigests(dict(enumerate(digests)), origin)
+    return WeightDigests(dict(enumerate(digests)), _hub_origin(checkpoint))
+
+
+def _hub_origin(checkpoint: Checkpoint) -> str:
+    return f"those of {checkpoint.source} on the model hub"
 
 
 def kept_path(kind: str, checkpoint: Checkpoint) -> Path | None:
@@ -108,5 +122,5 @@ def _unknown(checkpoint: Checkpoint, why: str) -> str:
     return (
         f"nothing says which weights servers of {checkpoint.name} must have: {why}. Ask who has them for a file of "
         "`swarm digest MODEL --output FILE` and give it (--digests FILE), or believe the servers that are met first "
-        "(--trust-on-first-use)"
+        "(--trust-on-first-use). In Python: NetworkOptions(digests=FILE) or NetworkOptions(trust_on_first_use=True)"
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
-from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
 from swarm.errors import DigestFileError, UnknownWeights
 from swarm.models.checkpoints import checkpoint as checkpoint_module
@@ -112,6 +112,8 @@ def on_hub(whole, monkeypatch, tmp_path):
 
     def download(repository, file, revision, cache_dir):
         if not (whole / file).is_file():
+            if hub.mode == "broken":
+                raise LocalEntryNotFoundError(file)
             raise EntryNotFoundError(file)
         assert not file.endswith(".safetensors")
         return str(shutil.copy(whole / file, snapshot / file))
@@ -137,7 +139,13 @@ def test_of_a_hub_model_only_parts_are_read_and_once(on_hub, right):
 
 def test_a_hub_that_cannot_be_reached_says_what_to_do(on_hub):
     on_hub.mode = "broken"
-    with pytest.raises(UnknownWeights, match=r"cannot be read.*--digests FILE"):
+    with pytest.raises(UnknownWeights, match=r"cannot be reached.*--digests FILE.*trust_on_first_use=True"):
+        known_digests(open_checkpoint(REPOSITORY))
+
+
+def test_a_hub_whose_files_cannot_be_read_in_parts_says_what_to_do(on_hub):
+    on_hub.mode = "whole"
+    with pytest.raises(UnknownWeights, match=r"does not let parts of files be read.*--digests FILE"):
         known_digests(open_checkpoint(REPOSITORY))
 
 
