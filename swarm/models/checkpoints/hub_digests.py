@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 import torch
 from huggingface_hub import get_session, hf_hub_url
@@ -74,35 +75,47 @@ class StoredTensor:
 class HubFiles:
     """Files of one commit of a hub repository, over HTTP; implements `RangedFiles`.
 
+    A hub answers few requests of one address (HTTP 429), and redirects them to where it keeps its files. So it is asked
+    once for each file.
+
     Args:
         endpoint: of the hub; None for the usual one.
     """
 
     def __init__(self, repository: str, commit: str, endpoint: str | None = None) -> None:
         self._repository, self._commit, self._endpoint = repository, commit, endpoint
+        self._stores: dict[str, str] = {}
+        """Where the hub has redirected to, by file. Such a URL expires."""
 
     def read(self, file: str, offset: int, length: int) -> bytes:
-        url = hf_hub_url(self._repository, file, revision=self._commit, endpoint=self._endpoint)
-        headers = {
-            **build_hf_headers(),
-            "Range": f"bytes={offset}-{offset + length - 1}",
-            "Accept-Encoding": "identity",
-        }
         for attempt in range(ATTEMPTS):
+            store = self._stores.get(file)
             try:
-                return _fetch_range(url, headers, length)
+                return self._fetch(file, store, offset, length)
             except CheckpointError:
                 raise
             except Exception as error:  # which HTTP library it is, and so its errors, is the hub library's choice
                 if attempt == ATTEMPTS - 1:
                     reason = (str(error).splitlines() or [type(error).__name__])[0]
                     raise CheckpointError(f"{file} of {self._repository} cannot be read: {reason}") from error
+                if store is not None and self._stores.get(file) == store:
+                    self._stores.pop(file, None)
             time.sleep(RETRY_DELAY_S * (attempt + 1))
         raise AssertionError("unreachable")
 
+    def _fetch(self, file: str, store: str | None, offset: int, length: int) -> bytes:
+        hub = hf_hub_url(self._repository, file, revision=self._commit, endpoint=self._endpoint)
+        headers = {"Range": f"bytes={offset}-{offset + length - 1}", "Accept-Encoding": "identity"}
+        if store is None:
+            headers |= build_hf_headers()  # with the user's token, which is for the hub only
+        data, found = _fetch_range(store or hub, headers, length)
+        if store is None and urlsplit(found).netloc != urlsplit(hub).netloc:
+            self._stores[file] = found
+        return data
 
-def _fetch_range(url: str, headers: Mapping[str, str], length: int) -> bytes:
-    """One request. Reads no more than was asked for, whatever the other side sends."""
+
+def _fetch_range(url: str, headers: Mapping[str, str], length: int) -> tuple[bytes, str]:
+    """One request: the data, and the URL that it came from. Reads no more than was asked for, whatever is sent."""
     parts, size = [], 0
     with get_session().stream("GET", url, headers=dict(headers), timeout=REQUEST_TIMEOUT_S) as response:
         response.raise_for_status()
@@ -113,7 +126,7 @@ def _fetch_range(url: str, headers: Mapping[str, str], length: int) -> bytes:
             size += len(part)
             if size > length:
                 raise CheckpointError("the model hub sends more than was asked for")
-    return b"".join(parts)
+        return b"".join(parts), str(response.url)
 
 
 def parse_header(data: bytes) -> Mapping[str, StoredTensor]:

@@ -20,12 +20,17 @@ class LocalHub:
 
     Attributes:
         endpoint: its URL.
-        mode: "ranges", "whole" (it ignores ranges), "short" (it sends less), "long" (more), or "broken" (status 500).
+        mode: "ranges", "whole" (it ignores ranges), "short" (it sends less), "long" (more), "broken" (status 500),
+            "redirect" (to a store of files), or "expire" (the first URL in the store of each file works once).
+        redirected: files for which it was asked and named the store, in order.
+        store_tokens: what the store got as Authorization.
         sent: bytes of each part, with its file.
     """
 
     endpoint: str = ""
     mode: str = "ranges"
+    redirected: list[str] = field(default_factory=list)
+    store_tokens: list[str | None] = field(default_factory=list)
     sent: list[tuple[str, int]] = field(default_factory=list)
 
 
@@ -39,6 +44,15 @@ def run_hub(folder: Path) -> Iterator[LocalHub]:
 
         def do_GET(self) -> None:
             prefix = f"/{REPOSITORY}/resolve/{COMMIT}/"
+            if hub.mode in ("redirect", "expire") and self.path.startswith(prefix):
+                self.redirect(self.path.removeprefix(prefix))
+                return
+            if self.path.startswith("/store/"):
+                prefix = self.path.rpartition("/")[0] + "/"
+                hub.store_tokens.append(self.headers["Authorization"])
+                if hub.mode == "expire" and prefix == "/store/0/" and any(name in self.path for name, _ in hub.sent):
+                    self.answer(403, b"")
+                    return
             file = folder / self.path.removeprefix(prefix)
             if hub.mode == "broken" or not self.path.startswith(prefix) or not file.is_file():
                 self.answer(500 if hub.mode == "broken" else 404, b"")
@@ -52,6 +66,14 @@ def run_hub(folder: Path) -> Iterator[LocalHub]:
             part = {"short": part[:-1], "long": part + b"x"}.get(hub.mode, part)
             hub.sent.append((file.name, len(part)))
             self.answer(206, part)
+
+        def redirect(self, file: str) -> None:
+            place = f"http://localhost:{server.server_port}/store/{hub.redirected.count(file)}/{file}"
+            hub.redirected.append(file)
+            self.send_response(302)
+            self.send_header("Location", place)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
 
         def answer(self, status: int, body: bytes) -> None:
             self.send_response(status)

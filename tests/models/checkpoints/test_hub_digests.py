@@ -83,6 +83,25 @@ def test_they_are_those_of_the_tensors_and_little_is_read(blocks):
     assert sum(count for _, count in hub.sent) < size / 10
 
 
+def test_the_hub_is_asked_once_for_a_file_and_the_store_does_not_get_the_token(blocks, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    folder, made = blocks
+    with run_hub(folder) as hub:
+        hub.mode = "redirect"
+        assert digests_of(folder, hub.endpoint) == [block_digest(tensors) for tensors in made]
+    assert sorted(hub.redirected) == ["a.safetensors", "b.safetensors"]
+    assert len(hub.sent) > 10
+    assert set(hub.store_tokens) == {None}
+
+
+def test_a_place_in_the_store_that_has_expired_is_asked_for_again(blocks):
+    folder, made = blocks
+    with run_hub(folder) as hub:
+        hub.mode = "expire"
+        assert digests_of(folder, hub.endpoint) == [block_digest(tensors) for tensors in made]
+    assert len(hub.redirected) > 2
+
+
 @pytest.mark.parametrize(
     ("mode", "problem"),
     [
