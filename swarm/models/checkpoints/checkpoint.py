@@ -20,7 +20,6 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidat
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
-from swarm.common.checked_json import parse_json
 from swarm.errors import CheckpointError, InvalidSpan, ModelNotFound, UnsupportedModel
 from swarm.models.checkpoints import config_limits
 from swarm.models.checkpoints.block_digest import block_digest
@@ -264,7 +263,8 @@ def _read_config(fetch: Callable[[str], Path], source: str) -> PreTrainedConfig:
     except EntryNotFoundError:
         raise ModelNotFound(f"{source} has no config.json, so it is not a transformers model") from None
     try:
-        problem = config_limits.json_problem(parse_json(_read_small(path, config_limits.MAX_CONFIG_BYTES)))
+        # transformers writes infinities, for example as limits of time steps, so they are not refused here.
+        problem = config_limits.json_problem(json.loads(_read_small(path, config_limits.MAX_CONFIG_BYTES)))
         if not problem:
             config = AutoConfig.from_pretrained(str(path.parent), local_files_only=True, trust_remote_code=False)
             families.check_supported(config)

@@ -62,7 +62,7 @@ def _problems(name: str, value: object) -> Iterator[str]:
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         limit, what = _limit(name)
         # A size may also be written as 4096.0. Fractions without a name that says so may be anything.
-        if (isinstance(value, int) or limit < MAX_NUMBER) and abs(value) > limit:
+        if (isinstance(value, int) or limit < MAX_NUMBER) and not abs(value) <= limit:  # nor may it be NaN
             yield f"{name[:64]} is larger than {limit} {what}"
 
 

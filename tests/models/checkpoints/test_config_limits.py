@@ -72,6 +72,19 @@ def test_a_size_that_no_model_has(tmp_path, name, value):
         _ = open_checkpoint(write(tmp_path, {**DEMO, name: value})).structure
 
 
+def test_infinities_where_they_are_no_size(tmp_path):
+    """Configs of the hub have them, although JSON does not."""
+    folder = write(tmp_path, json.dumps({**DEMO, "time_step_limit": [0.0, float("inf")]}))
+    assert open_checkpoint(folder).blocks == DEMO["num_hidden_layers"]
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("name", ["num_hidden_layers", "intermediate_size"])
+def test_a_size_that_is_no_number(tmp_path, name, value):
+    with pytest.raises(UsageError, match=name):
+        open_checkpoint(write(tmp_path, json.dumps({**DEMO, name: value})))
+
+
 @pytest.mark.parametrize("text", ["[" * 10**5, '{"a":' * 10**5, '{"a": NaN}', "[]", " " * (MAX_CONFIG_BYTES + 1), ""])
 def test_a_file_that_is_no_config(tmp_path, text):
     with pytest.raises(UsageError, match=r"config\.json"):
