@@ -40,7 +40,7 @@ from swarm.server.compute.engine import Engine
 from swarm.server.sessions.adapter_store import AdapterStore
 from swarm.server.sessions.pushed_steps import PushedSteps
 from swarm.server.sessions.replies import Answer, Replies
-from swarm.server.sessions.reply_stream import ReplyStream
+from swarm.server.sessions.reply_stream import REFUSED_PAYLOAD_TIMEOUT_S, ReplyStream
 from swarm.server.sessions.request_memory import Admission, RequestMemory
 from swarm.server.sessions.request_validation import RequestLimits, RequestValidator
 from swarm.server.sessions.session import Session, SessionTerms
@@ -170,8 +170,12 @@ class MessageHandler:
                 self._sessions.standing.note_violation(stream.peer_id)
             await self._reject(stream, error)
         except (MemoryFull, TooLong) as error:  # the payload was not read, so nothing after it can be
-            await self._reject(stream, error, admission.step if admission is not None else None)
-            await stream.discard_incoming()
+            if admission is None:
+                await self._reject(stream, error)
+                await stream.discard_incoming()
+            else:
+                await self._reject(stream, error, admission.step)
+                await stream.discard_incoming(REFUSED_PAYLOAD_TIMEOUT_S)
         finally:
             if admission is not None:
                 admission.release()

@@ -17,6 +17,10 @@ from swarm.transport.stream import AdmitFrame, PayloadLimit, Stream
 DISCARD_TIMEOUT_S = 2.0
 """How long a peer gets to read why it is refused."""
 
+REFUSED_PAYLOAD_TIMEOUT_S = 60.0
+"""The same while it sends what will not be read. Many clients listen only once they have sent all; to one that is cut
+off before, this server is gone."""
+
 
 class ReplyStream:
     """A peer's stream, as the task that serves it sees it. Made in that task, which is the only one that receives.
@@ -68,14 +72,18 @@ class ReplyStream:
             self.abort()
             self._require_open()
 
-    async def discard_incoming(self) -> None:
-        """Discard incoming data until the peer hangs up or for `DISCARD_TIMEOUT_S`, so that our last reply arrives.
+    async def discard_incoming(self, seconds: float = DISCARD_TIMEOUT_S) -> None:
+        """Discard incoming data until the peer hangs up, for so many seconds at most, so that our last reply arrives.
 
         A stream that is closed while the peer still sends is reset, and the peer loses what it has not read yet.
         """
-        with suppress(TimeoutError):
-            async with asyncio.timeout(DISCARD_TIMEOUT_S):
-                await self._stream.discard_incoming()
+        self._receiving = True
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._stream.discard_incoming()
+        finally:
+            self._receiving = False
 
     def close(self) -> None:
         """Close the stream, and end the task that serves it once that has no computation to wait for."""

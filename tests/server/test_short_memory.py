@@ -1,0 +1,57 @@
+"""Honest clients of a server that has little memory for requests."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from swarm.models.execution.span_model import SpanModel
+from swarm.protocol import messages
+from swarm.protocol.framing import encode_prefix
+from tests.server.conversations import FORWARD, Client, Server, make_model, on_virtual_time
+
+MEMORY_BYTES = 1 << 20
+PAYLOAD_BYTES = 1 << 19
+"""More than one peer gets of that, because it counts twice."""
+
+PIECE_BYTES = 1 << 14
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> SpanModel:
+    return make_model(tmp_path_factory.mktemp("checkpoint"))
+
+
+async def send_slowly(client: Client, pieces: int) -> None:
+    """A request whose payload comes at 16 KiB/s, by a client that listens only once it has sent all."""
+    header = messages.encode(FORWARD)
+    client.stream._writer.write(encode_prefix(len(header), PAYLOAD_BYTES) + header)
+    for _ in range(pieces):
+        client.stream._writer.write(bytes(PIECE_BYTES))
+        await asyncio.sleep(1)
+
+
+def test_a_client_with_a_slow_uplink_hears_why_it_is_refused(model):
+    async def act(server: Server) -> None:
+        client = await server.client()
+        await send_slowly(client, PAYLOAD_BYTES // PIECE_BYTES)
+        refusal, _ = await client.hear()
+        assert isinstance(refusal, messages.Refusal)
+        assert refusal.code == "memory_full"
+        client.stream.close()
+        await asyncio.sleep(0)
+        assert not server.handler._streams
+
+    on_virtual_time(model, act, memory=MEMORY_BYTES)
+
+
+def test_a_server_that_hangs_up_does_not_wait_for_who_still_sends_what_was_refused(model):
+    async def act(server: Server) -> None:
+        client = await server.client()
+        await send_slowly(client, 3)
+        server.handler.hang_up()
+        await asyncio.wait(list(server.hub.tasks), timeout=1)
+        assert not server.handler._streams
+
+    on_virtual_time(model, act, memory=MEMORY_BYTES)
