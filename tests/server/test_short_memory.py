@@ -6,10 +6,21 @@ import asyncio
 
 import pytest
 
+from swarm.data_structures import WireFormat
 from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
 from swarm.protocol.framing import encode_prefix
-from tests.server.conversations import FORWARD, Client, Server, make_model, on_virtual_time
+from swarm.server.memory.leaving import IDLE_AFTER_S
+from tests.server.conversations import (
+    FORWARD,
+    OPEN,
+    Client,
+    Server,
+    bytes_of,
+    changed,
+    make_model,
+    on_virtual_time,
+)
 
 MEMORY_BYTES = 1 << 20
 PAYLOAD_BYTES = 1 << 19
@@ -55,3 +66,25 @@ def test_a_server_that_hangs_up_does_not_wait_for_who_still_sends_what_was_refus
         assert not server.handler._streams
 
     on_virtual_time(model, act, memory=MEMORY_BYTES)
+
+
+def test_a_session_whose_client_sends_slowly_is_not_idle(model):
+    """A prompt that takes longer to arrive than the time after which sessions have to leave for others."""
+    tokens = 2000
+
+    async def act(server: Server) -> None:
+        server.sessions._now = asyncio.get_running_loop().time
+        client, other = await server.client("slow"), await server.client("other")
+        await client.ask(changed(OPEN, max_length=tokens))
+        step = messages.StepRequest(0, [0], [tokens], WireFormat.NONE, "float32")
+        header, payload = messages.encode(step), bytes_of(tokens)
+        client.stream._writer.write(encode_prefix(len(header), len(payload)) + header)
+        await asyncio.sleep(IDLE_AFTER_S + 5)
+        await other.refused("cache_full", changed(OPEN, max_length=tokens))
+        client.stream._writer.write(payload)
+        reply, _ = await client.hear()
+        assert isinstance(reply, messages.StepReply)
+        await asyncio.sleep(IDLE_AFTER_S + 5)
+        assert await other.ask(changed(OPEN, max_length=tokens)) == (messages.SessionOpened(0), b"")
+
+    on_virtual_time(model, act, capacity=tokens, step_tokens=tokens)

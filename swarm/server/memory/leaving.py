@@ -39,7 +39,7 @@ class HeldCache(Generic[S]):
         session: which one.
         peer: its client.
         tokens: what it holds.
-        idle_s: seconds since anything came for it; 0 while it is computed.
+        idle_s: seconds since anything came for it; 0 while something comes, or is computed.
     """
 
     session: S

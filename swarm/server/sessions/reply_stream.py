@@ -27,6 +27,9 @@ class ReplyStream:
 
     A frame waits for those before it, so that the buffers of a slow peer hold only one at a time. A frame of n bytes
     has to be sent within `PUSH_TIMEOUT_S + n / MIN_BYTES_PER_S` seconds; the stream of a slower peer is closed.
+
+    Attributes:
+        is_arriving: whether a frame has begun to come, or waits to be admitted.
     """
 
     def __init__(self, stream: Stream) -> None:
@@ -35,6 +38,7 @@ class ReplyStream:
         self._task = asyncio.current_task()
         self._sending = asyncio.Lock()
         self._later: asyncio.Task[None] | None = None
+        self.is_arriving = False
         self._receiving = False
         self._over = False
 
@@ -53,10 +57,16 @@ class ReplyStream:
         """Wait for one frame; see `Stream.receive`."""
         self._require_open()
         self._receiving = True
+
+        async def begin(header: bytes, payload_length: int) -> None:
+            self.is_arriving = True
+            assert admit is not None
+            await admit(header, payload_length)
+
         try:
-            return await self._stream.receive(max_payload, admit)
+            return await self._stream.receive(max_payload, begin if admit is not None else None)
         finally:
-            self._receiving = False
+            self._receiving = self.is_arriving = False
 
     async def _send_after(self, delay: float, message: Message, payload: bytes | memoryview) -> None:
         await asyncio.sleep(delay)

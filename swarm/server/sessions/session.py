@@ -115,6 +115,11 @@ class Session:
         """What tells it from all other sessions of the server."""
         return self.terms.peer_id, self.terms.session_id
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a step of it is being answered, or something is on its way to it, which may take long."""
+        return self.lock.locked() or (self.client is not None and self.client.is_arriving)
+
     def give_up(self, first: int, end: int) -> None:
         """Drop the steps from number `first` up to, but without, `end`.
 

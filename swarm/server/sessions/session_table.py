@@ -223,7 +223,7 @@ class SessionTable:
                 one,
                 one.terms.peer_id,
                 self._allocator.held_by(one),
-                0.0 if one.lock.locked() else now - one.last_seen,
+                0.0 if one.is_busy else now - one.last_seen,
             )
             for one in self._sessions.values()
             if one is not session
