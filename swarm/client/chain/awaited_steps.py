@@ -26,10 +26,12 @@ class AwaitedSteps:
 
     Attributes:
         replied: number of the last step that the server answered; it has answered all before.
+        begun: number of the last step that had begun when the server took its place. Those that were given up before
+            may still be pushed to it.
     """
 
     def __init__(self) -> None:
-        self.replied = NO_STEP
+        self.replied = self.begun = NO_STEP
         self._expected: dict[int, OutputShape] = {}
         self._void: set[int] = set()
         self._newest = NO_STEP
@@ -66,7 +68,7 @@ class AwaitedSteps:
             return ReplyKind.LATE
         if number in self._expected:
             return ReplyKind.EXPECTED
-        return ReplyKind.LATE if number <= self._newest else ReplyKind.UNKNOWN
+        return ReplyKind.LATE if number <= max(self._newest, self.begun) else ReplyKind.UNKNOWN
 
     def expect(self, number: int, outputs: OutputShape) -> None:
         """A step is going to come to the server."""

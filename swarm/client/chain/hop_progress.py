@@ -34,7 +34,7 @@ gets a new number. Nothing but the events of this class changes its attributes.
 
 from __future__ import annotations
 
-from swarm.client.chain.awaited_steps import NO_STEP, AwaitedSteps
+from swarm.client.chain.awaited_steps import NO_STEP, AwaitedSteps, ReplyKind
 from swarm.client.chain.hop_clock import HopClock
 from swarm.client.wire.reply_checks import OutputShape
 from swarm.client.wire.timeout_estimator import TimeoutEstimator
@@ -188,7 +188,7 @@ class HopProgress:
 
     def on_refused(self, error: RemoteError, number: int | None) -> None:
         """The server refuses a step; None if it does not say which."""
-        if number is not None and self.steps.is_past(number):
+        if number is not None and self.steps.classify_reply(number) is ReplyKind.LATE:
             return
         if isinstance(error, ServerClosing) and number is None:
             self.leaving = error
@@ -270,7 +270,7 @@ class HopProgress:
             last_begun: number of the last step that has begun at the other hops.
             received: number of the last step whose input is known; some may have come during the repair.
         """
-        self.catch_up_to = last_begun
+        self.catch_up_to = self.steps.begun = last_begun
         self.received = received
 
     def on_replaced(self) -> None:

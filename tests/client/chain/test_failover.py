@@ -554,6 +554,31 @@ def test_a_hop_that_answered_before_its_input_was_known_is_filled_with_what_is_k
     run(span_model, TWICE, act)
 
 
+def test_a_new_server_that_is_pushed_what_was_given_up_before_is_not_suspected(span_model):
+    """It has not been filled with anything, so it computes that step, and answers it."""
+
+    async def scenario():
+        swarm = Swarm(span_model, TWICE)
+        await swarm.start()
+        talk = await swarm.chain()
+        delay = swarm.hub.delay
+        swarm.hub.delay = lambda source, target: 0.5 if (source, target) == ("a", "b") else delay(source, target)
+        step = asyncio.ensure_future(talk.append(3, 5))
+        await asyncio.sleep(0.05)  # on its way from a to b
+        step.cancel()
+        await asyncio.wait({step})
+        swarm.kill("c")
+        await talk.append(3, 5)
+        await talk.append(1, 1)
+        pushes = [one for _, one in swarm.servers["c2"].heard if isinstance(one, messages.PushRequest)]
+        assert [push.step.step for push in pushes] == [0, 1, 2]
+        assert swarm.planner.distrusted == []
+        assert [peer for peer, _ in swarm.planner.failures] == ["c"]
+        await talk.chain.close()
+
+    virtual_time.run(scenario)
+
+
 def test_nobody_holds_the_blocks_until_somebody_comes(span_model, caplog):
     async def act(swarm, talk):
         swarm.kill("b")
