@@ -323,7 +323,7 @@ class Chain:
 
         Outputs that were taken before the copy came by which they are wrong cannot be taken back.
         """
-        while (finding := self._hops.next_finding()) is not None:
+        while not self._closed and (finding := self._hops.next_finding()) is not None:
             if self._hops[-1].misled:
                 self._outputs = {number: one for number, one in self._outputs.items() if number < finding.number}
 

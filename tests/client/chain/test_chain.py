@@ -9,6 +9,7 @@ from contextlib import suppress
 import pytest
 import torch
 
+from swarm.client.chain import hop_session
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.data_structures import StepLayout, WireFormat
 from swarm.errors import NotFinite, SessionClosed, TooLong
@@ -94,6 +95,31 @@ def test_closing_frees_the_session_everywhere(span_model):
         assert not swarm.hub.tasks
         with pytest.raises(SessionClosed):
             await talk.append(1)
+
+    virtual_time.run(scenario)
+
+
+def test_closing_ends_the_comparison_of_large_inputs(span_model, monkeypatch):
+    begun: list[bool] = []
+
+    async def slowly(work, *args):
+        begun.append(True)
+        await asyncio.sleep(1)
+        return work(*args)
+
+    monkeypatch.setattr(hop_session, "MAX_INLINE_BYTES", 0)
+    monkeypatch.setattr(hop_session.asyncio, "to_thread", slowly)
+
+    async def scenario():
+        swarm = Swarm(span_model, ONCE)
+        await swarm.start()
+        talk = await swarm.chain()
+        await talk.append(3)
+        await asyncio.sleep(0.1)
+        before = len(begun)
+        await talk.chain.close()
+        await asyncio.sleep(0.1)
+        assert len(begun) == before > 0
 
     virtual_time.run(scenario)
 
