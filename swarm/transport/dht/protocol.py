@@ -10,6 +10,7 @@ import asyncio
 import functools
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from hivemind.p2p import P2P, PeerID, ServicerBase
 from hivemind.p2p.p2p_daemon import P2PContext
 from hivemind.proto import dht_pb2
 
+from swarm.common.warn_once import WarnOnce
 from swarm.errors import ClockDiffers, ProtocolViolation, RequestRefused, SwarmError
 from swarm.protocol.messages import PROTOCOL_ID
 from swarm.transport.dht import messages
@@ -96,6 +98,7 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
         self._p2p = p2p
         self._networks = PeerNetworks(p2p)
         self._limits = RequestLimits()
+        self._warn_once = WarnOnce(logger)
         self._pinging_back: set[PeerID] = set()
         self._background: set[asyncio.Task[Any]] = set()
 
@@ -241,18 +244,20 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
 
     async def _believed(self, found: dict[bytes, list[Record]]) -> dict[bytes, list[tuple[str, Record]]]:
         believed: dict[bytes, list[tuple[str, Record]]] = {key: [] for key in found}
-        bad = 0
+        refused: Counter[Refusal] = Counter()
         for number, (key, record) in enumerate((key, record) for key, records in found.items() for record in records):
             verdict = self.checker.check(record)
             if isinstance(verdict, Accepted):
                 believed[key].append((verdict.owner, record))
             else:
                 self.observe_refusal(verdict)
-                bad += verdict is not Refusal.LIFETIME
-                if bad > MAX_BAD_RECORDS:
+                refused[verdict] += 1
+                if refused.total() - refused[Refusal.LIFETIME] > MAX_BAD_RECORDS:
                     raise ProtocolViolation(f"an answer of the DHT has invalid records: {verdict}")
             if number % CHECKED_AT_ONCE == CHECKED_AT_ONCE - 1:
                 await asyncio.sleep(0)
+        if refused[Refusal.LIFETIME] and not any(believed.values()):
+            self._warn_once("all records of a node of the DHT are over, or live too long: check this machine's clock")
         return believed
 
     # Whom this node knows.

@@ -219,6 +219,24 @@ def test_records_that_are_just_over_spoil_no_answer():
     play(scenario)
 
 
+def test_whose_clock_is_wrong_is_told_so(caplog):
+    """All nodes answer, and no record holds: without a word the swarm would look empty."""
+
+    async def scenario(peers):
+        first = await peers.add()
+        client = await peers.add(listen=False)
+        old = sign("a", b"x", time.time() - LONG_S, private_key(1))
+        items = [(old.subkey, old.value, old.expires)]
+        answer_finds(first, found_in(dictionary(items=items)))
+        for _ in range(2):
+            assert await client.dht.find(["a"]) == {"a": []}
+        assert [one.getMessage() for one in caplog.records].count(
+            "all records of a node of the DHT are over, or live too long: check this machine's clock"
+        ) == 1
+
+    play(scenario)
+
+
 def test_keys_whose_nodes_do_not_answer_hide_no_others(monkeypatch):
     async def scenario(peers):
         first = await peers.add()
