@@ -38,8 +38,9 @@ CONCURRENCY = 32
 """Requests of one look-up that are under way at a time. In a swarm of a thousand nodes, reading 80 keys takes some 800
 requests to as many nodes, and most of their time goes into connecting."""
 
-KEYS_PER_SEARCH = 128
-"""Keys that are searched together. Choosing whom to ask next takes time in proportion to them."""
+KEYS_PER_SEARCH = 64
+"""Keys that are searched together. Choosing whom to ask next takes time in proportion to them, and all their
+neighborhoods have to fit into what one search learns."""
 
 MIN_SEARCH_S = 0.1
 """What is left to the last keys where the first ones took all of a look-up's time."""

@@ -21,8 +21,11 @@ from swarm.transport.dht.routing_table import BUCKET_NODES, node_id_of, position
 MAX_TARGETS = 16
 """Targets of one request."""
 
-MAX_NODES = 1024
+MAX_NODES = 2048
 """Nodes that one search learns of."""
+
+MAX_NODES_OF_ONE = 256
+"""Of these, as many as one node may name: more than an honest one knows, and too few to leave no room for others."""
 
 MAX_FALSE_NAMES = 5
 """A node may name so many others that do not answer, before it is not believed any more."""
@@ -69,6 +72,7 @@ class Search:
         self._is_silent = is_silent
         self._nodes: dict[PeerID, _Node] = {}
         self._false_names: Counter[PeerID] = Counter()
+        self._new_names: Counter[PeerID] = Counter()
         self._planned: list[Request] | None = None
         self._nearest: dict[bytes, list[tuple[int, PeerID]]] = {target: [] for target in targets}
         """For each target, the known nodes by their distance."""
@@ -147,6 +151,10 @@ class Search:
         if node is None:
             if len(self._nodes) >= MAX_NODES or (named_by is not None and self._is_silent(peer)):
                 return
+            if named_by is not None:
+                if self._new_names[named_by] >= MAX_NODES_OF_ONE:
+                    return
+                self._new_names[named_by] += 1
             node = self._nodes[peer] = _Node(own=named_by is None)
             self._planned = None
             place = position(node_id_of(peer))

@@ -129,6 +129,19 @@ def test_whatever_liars_say_the_nodes_that_this_peer_knew_are_asked(seed, parall
     assert all(len(request.targets) == len(set(request.targets)) <= MAX_TARGETS for request in asked)
 
 
+def test_one_liar_cannot_use_up_what_a_search_may_learn():
+    """It names twenty others for each of a hundred keys before anybody else answers."""
+    keys = [bytes([number]) * 20 for number in range(100)]
+    first, honest = PEERS[0], PEERS[1:10]
+    search = Search(keys, [first, honest[0]], 8, OWN)
+    waiting = list(iter(search.next_request, None))
+    for request in sorted(waiting, key=lambda one: one.peer != first):
+        fakes = {key: [peer(1000 * (1 + key[0]) + number) for number in range(20)] for key in request.targets}
+        search.answered(request, fakes if request.peer == first else dict.fromkeys(keys, honest))
+    asked = play(search, dict.fromkeys(honest, honest), parallel=8)
+    assert {request.peer for request in asked} >= set(honest[1:])
+
+
 def test_a_search_learns_of_so_many_nodes_and_no_more():
     search = Search(KEYS[:1], PEERS[:1], 8, OWN)
     for number in range(100):
