@@ -110,7 +110,7 @@ OPTIONS_AS_GIVEN = (
     "--request-memory",
     metavar="SIZE",
     help="Memory for requests on their way: what peers send, and what computing it takes beside blocks and cache.  "
-    "[default: a twentieth of the free memory, 64 MiB to 8 GiB]",
+    "[default: a twentieth of the free memory, 8 GiB at most, but enough for prompts of two peers]",
 )
 @click.option(
     "--new-peer-share",

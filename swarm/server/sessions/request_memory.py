@@ -29,8 +29,9 @@ from swarm.server.sessions.request_validation import RequestLimits
 NEW_PEERS_SHARE = 0.75
 """Share that peers of less than full standing may have together."""
 
-ROOM_TIMEOUT_S = 10.0
-"""How long a frame waits, unread, for memory."""
+ROOM_TIMEOUT_S = 60.0
+"""How long a frame waits, unread, for memory. After a restart all clients replay their texts at once, and a slow server
+takes many seconds for each piece; whoever is refused avoids the server, with all its sessions."""
 
 TRAINING_ROOM_TIMEOUT_S = 300.0
 """The same for forwards and backwards. Clients send several at once, each of which may take a slow server half a
