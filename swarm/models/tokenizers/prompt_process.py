@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from swarm.common.python_process import module_command
 from swarm.errors import ChatTemplateError, CheckpointError
 from swarm.models.tokenizers.chat_template import ChatMessage, conversation_tokens, text_tokens
-from swarm.models.tokenizers.prompt_worker import PROMPT_CPU_S, PROMPT_MEMORY_BYTES, RECEIVE_BYTES
+from swarm.models.tokenizers.prompt_worker import PROMPT_CPU_S, PROMPT_MEMORY_BYTES, RECEIVE_BYTES, TAKEN
 
 logger = logging.getLogger(__name__)
 
@@ -167,22 +167,33 @@ class PromptProcess:
         self._process.wait()
 
     def _ask(self, request: Mapping[str, Any]) -> list[int]:
-        with self._open() as connection:
-            deadline = time.monotonic() + PROMPT_TIMEOUT_S
-            try:
-                connection.settimeout(PROMPT_TIMEOUT_S)
-                connection.sendall(json.dumps(request).encode())
-                connection.shutdown(socket.SHUT_WR)
-                answer = json.loads(_read_answer(connection, deadline))
-            except (OSError, ValueError, RecursionError):  # the last, where tools are nested too deep
-                raise ChatTemplateError(
-                    f"the chat template or the tokenizer of {self._source} cannot make a prompt of this: it needs more "
-                    f"than {PROMPT_CPU_S:.0f} s or {PROMPT_MEMORY_BYTES >> 20} MiB, or breaks down; send less text"
-                ) from None
+        try:
+            sent = json.dumps(request).encode()
+            received = self._exchange(sent) or self._exchange(sent)
+            answer = json.loads(received.removeprefix(TAKEN))
+        except (OSError, ValueError, RecursionError):  # the last, where tools are nested too deep
+            raise ChatTemplateError(
+                f"the chat template or the tokenizer of {self._source} cannot make a prompt of this: it needs more "
+                f"than {PROMPT_CPU_S:.0f} s or {PROMPT_MEMORY_BYTES >> 20} MiB, or breaks down; send less text"
+            ) from None
         if "refused" in answer:
             raise ChatTemplateError(answer["refused"])
         tokens: list[int] = answer["tokens"]
         return tokens
+
+    def _exchange(self, sent: bytes) -> bytes:
+        """What a fork sends for a request: `TAKEN`, and the answer if there is one.
+
+        Empty if something ended the fork before, so that it was not this request. Raises `OSError` if the answer is too
+        long or too late.
+        """
+        with self._open() as connection:
+            deadline = time.monotonic() + PROMPT_TIMEOUT_S
+            connection.settimeout(PROMPT_TIMEOUT_S)
+            with suppress(ConnectionError):  # it has ended; what it has sent says when
+                connection.sendall(sent)
+                connection.shutdown(socket.SHUT_WR)
+            return _read_answer(connection, deadline)
 
     def _open(self) -> socket.socket:
         """A connection to a new fork of the process, which is started again if something has ended it."""
@@ -213,7 +224,10 @@ def _read_answer(connection: socket.socket, deadline: float) -> bytes:
     size = 0
     while True:
         connection.settimeout(max(0.001, deadline - time.monotonic()))
-        part = connection.recv(RECEIVE_BYTES)
+        try:
+            part = connection.recv(RECEIVE_BYTES)
+        except ConnectionError:
+            part = b""  # it has ended without reading all
         if not part:
             return b"".join(parts)
         size += len(part)

@@ -4,9 +4,9 @@
 so that it can be forked quickly; one fork is always ready. It ends when the other end of its control socket is closed.
 
 Control socket: first one report from here, JSON `{"error": TEXT}`; then any number of bytes from there, each with the
-descriptor of a socket. On each of these: a request, JSON `{"text"}` or `{"messages", "tools"}`, until the other side
-stops sending; then the answer, `{"tokens"}` or `{"refused": TEXT}`. A fork that exceeds its limits is ended by the
-kernel, without an answer.
+descriptor of a socket. On each of these: from here `TAKEN`; from there a request, JSON `{"text"}` or `{"messages",
+"tools"}`, until the other side stops sending; then the answer, `{"tokens"}` or `{"refused": TEXT}`. A fork that exceeds
+its limits is ended by the kernel, without an answer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ PROMPT_MEMORY_BYTES = 1 << 30
 RECEIVE_BYTES = 1 << 20
 
 TAKEN, CLOSED = b"+", b"-"
-"""What a fork tells the process: that it has taken a connection, or that there will be none."""
+"""What a fork tells the process: that it has taken a connection, or that there will be none. The first also tells the
+other side that whatever ends the fork from now on may be the request."""
 
 
 def read_all(connection: socket.socket) -> bytes:
@@ -105,13 +106,17 @@ def _serve(tokenizer: Any, control: socket.socket) -> None:
 
 def _take_one(tokenizer: Any, control: socket.socket, tell: int) -> int:
     """Take one connection, let the next fork be made, and answer. Returns the exit status."""
-    byte, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-    with suppress(OSError):  # the process that would make the next fork may have been killed
-        os.write(tell, TAKEN if byte else CLOSED)
-    if descriptors:
-        with socket.socket(fileno=descriptors[0]) as connection:
-            control.close()
-            _serve_one(tokenizer, connection)
+    _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+    if not descriptors:
+        os.write(tell, CLOSED)
+        return 0
+    with socket.socket(fileno=descriptors[0]) as connection:
+        with suppress(OSError):  # it does not wait for the answer any more
+            connection.sendall(TAKEN)
+        with suppress(OSError):  # the process that would make the next fork may have been killed
+            os.write(tell, TAKEN)
+        control.close()
+        _serve_one(tokenizer, connection)
     return 0
 
 

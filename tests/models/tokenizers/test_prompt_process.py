@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -68,6 +69,26 @@ def test_it_starts_again_when_something_has_ended_it(process):
     os.kill(process._process.pid, signal.SIGKILL)
     process._process.wait()
     assert process.text("Once upon") == process.text("Once upon")
+
+
+def test_a_request_that_no_fork_has_taken_is_made_by_another(process, monkeypatch):
+    """It must not be blamed for what ended the fork that was ready: here that has ended before it could look."""
+    expected = process.text("Once upon")
+    worker = psutil.Process(process._process.pid)
+    wait_until(lambda: len(worker.children()) == 1)
+    (ready,) = worker.children()
+    worker.suspend()  # it makes no other fork
+    ready.suspend()
+    make, ended = process._open, [ready, worker]
+
+    def open_and_end() -> socket.socket:
+        connection = make()
+        while ended:
+            ended.pop().kill()
+        return connection
+
+    monkeypatch.setattr(process, "_open", open_and_end)
+    assert process.text("Once upon") == expected
 
 
 def test_nothing_is_left_of_it(folder):
