@@ -1,8 +1,8 @@
 """Sessions under random faults, on virtual time: whatever happens to the servers, the outputs stay right.
 
 Every block is held by three servers or more. Messages are lost and delayed; servers die before or after anything they
-say, hang, answer garbage, push garbage, forget their sessions, leave, take very long; single streams break; the person
-interrupts. Half of the sessions cut their servers' spans. No exception may come out but the interruption.
+say, hang, answer garbage, push garbage, forget their sessions, take back a session's cache, leave, take very long;
+single streams break; the person interrupts. Half of the sessions cut their servers' spans. No exception may come out but the interruption.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Mischief:
         self.rate = rate
         self.log: list[str] = []
         self.stopped: set[str] = set()
-        self.kinds = [*FATAL, "garbage once", "forget", "leave", "slow", "break off"]
+        self.kinds = [*FATAL, "garbage once", "forget", "reclaim", "leave", "slow", "break off"]
         self.kinds += ["lose"] * 2 if lossy else []
 
     def __call__(self, source: str, target: str, message: messages.Message) -> bool:
@@ -80,6 +80,10 @@ class Mischief:
             )
         elif kind == "forget":
             server.sessions.clear()
+        elif kind == "reclaim":
+            if sessions := list(server.sessions._sessions.values()):
+                server.sessions.ask_to_leave(session := self.chance.choice(sessions))
+                server.sessions.close(session, "asked_to_leave")
         elif kind == "break off":
             sessions = [session for session in server.sessions._sessions.values() if session.client is not None]
             if sessions:
