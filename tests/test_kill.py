@@ -236,7 +236,7 @@ def test_a_session_waits_for_blocks_that_nobody_holds(
 @pytest.mark.slow
 def test_a_session_is_resumed_when_servers_return(swarm: TestSwarm, prompt: torch.Tensor, expected: list[int]) -> None:
     written = Written()
-    # The announcements of servers that other tests killed outlive them, and name spans of which no block would be missing.
+    # Servers that other tests killed are still announced, some with other spans: their blocks would not seem to miss.
     killed = [server.peer_id for server in swarm.servers if server.peer_id and not server.works]
     with (
         run_client(swarm, dtype="float32", wait_for_blocks=1.5, blocked_servers=killed) as model,

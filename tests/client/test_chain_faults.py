@@ -2,7 +2,8 @@
 
 Every block is held by three servers or more. Messages are lost and delayed; servers die before or after anything they
 say, hang, answer garbage, push garbage, forget their sessions, take back a session's cache, leave, take very long;
-single streams break; the person interrupts. Half of the sessions cut their servers' spans. No exception may come out but the interruption.
+single streams break; the person interrupts. Half of the sessions cut their servers' spans. No exception may come out
+but the interruption.
 """
 
 from __future__ import annotations

@@ -73,9 +73,12 @@ def test_it_starts_again_when_something_has_ended_it(process):
 
 def test_a_request_that_no_fork_has_taken_is_made_by_another(process, monkeypatch):
     """It must not be blamed for what ended the fork that was ready: here that has ended before it could look."""
-    expected = process.text("Once upon")
+    process.require_loaded()
     worker = psutil.Process(process._process.pid)
-    wait_until(lambda: len(worker.children()) == 1)
+    wait_until(worker.children)
+    used = worker.children()
+    expected = process.text("Once upon")
+    wait_until(lambda: [child in used for child in worker.children()] == [False])
     (ready,) = worker.children()
     worker.suspend()  # it makes no other fork
     ready.suspend()
