@@ -168,13 +168,18 @@ async def too_few(request: dht_pb2.FindRequest) -> dht_pb2.FindResponse:
     return dht_pb2.FindResponse(results=[])
 
 
-BAD_RECORDS = [[b"[owner:x]", b"x", time.time() + LONG_S + number] for number in range(2 * MAX_BAD_RECORDS)]
+async def invalid_records(request: dht_pb2.FindRequest) -> dht_pb2.FindResponse:
+    begin = time.time() + LONG_S
+    items = [[b"[owner:x]", b"x", begin + number] for number in range(2 * MAX_BAD_RECORDS)]
+    return await found_in(dictionary(items=items))(request)
+
+
 WRONG = {
     "no number": found_in(dictionary(maxsize="x")),
     "no dictionary": found_in(b"garbage"),
     "too few": too_few,
     "too many nodes": found_in(dictionary(), nearest_peer_ids=[b"x"] * 21),
-    "invalid records": found_in(dictionary(items=BAD_RECORDS)),
+    "invalid records": invalid_records,
 }
 
 
