@@ -15,7 +15,8 @@ from swarm.models.attention.page_pool import PagePool
 from swarm.models.execution.session_cache import SessionCache, advance_steps
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy import ExecutionStrategy
-from swarm.models.execution.strategy_trials import choose_forward, choose_layout
+from swarm.models.execution.trials.forward_trials import choose_forward
+from swarm.models.execution.trials.layout_trials import choose_layout
 from swarm.models.loading.random_span import llama_config, make_random_span
 from swarm.models.weights.quantization import NONE
 

@@ -21,7 +21,7 @@ from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from swarm.models.execution.cuda_graphs import GraphRecorder
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy import ExecutionStrategy
-from swarm.models.execution.strategy_trials import LayoutRequest
+from swarm.models.execution.trials.layout_trials import LayoutRequest
 from swarm.models.loading.span_loading import load_span
 from swarm.models.weights import quantization
 from tests import zoo

@@ -1,1 +1,1 @@
-"""Small helpers for all packages: console output, units, checked JSON, YAML files, dtypes, the version."""
+"""Small helpers for all packages: console output, units, files, processes, dtypes, the version."""

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import yaml
 
-from swarm.common import yaml_file
+from swarm.common.files import yaml_file
 from swarm.common.units import ByteSize, BytesPerSecond, Duration, format_bytes
 from swarm.errors import UsageError
 from swarm.planning.device_group import DeviceGroup, ModelSize, PlannedDevice, PlannedDrive, link_tables

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swarm.common.folders import nearest_folder
+from swarm.common.files.folders import nearest_folder
 from swarm.data_structures import Span
 from swarm.errors import DriveFailed, InvalidOption, NotEnoughSpace, PackedFileError
 from swarm.models.block_loading import return_freed_memory

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from swarm.common.available_memory import available_memory
 from swarm.common.dtypes import dtype_name
+from swarm.common.machine import available_memory
 from swarm.common.units import format_bytes
 from swarm.data_structures import Span
 from swarm.errors import InvalidOption, NotEnoughMemory

@@ -18,7 +18,8 @@ from swarm.metrics.server import ServerObserver
 from swarm.models.adapters.adapter_files import read_block_weights
 from swarm.models.block_loading import return_freed_memory
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.execution.strategy_trials import choose_exit_forwards, choose_forward
+from swarm.models.execution.trials.exit_trials import choose_exit_forwards
+from swarm.models.execution.trials.forward_trials import choose_forward
 from swarm.models.exits.model_head import ModelHead, head_bytes
 from swarm.models.exits.span_exits import NOTHING_TRAINED, SpanExits
 from swarm.models.loading.flash_loading import load_flash_span

@@ -17,7 +17,7 @@ from torch import nn, overrides
 
 from benchmarks.gpu.stand_in.devices import CARD, CardMode, is_on_card
 from benchmarks.gpu.stand_in.graphs import Captures, StandInGraph
-from swarm.common.available_memory import available_memory
+from swarm.common.machine import available_memory
 from swarm.models.attention.page_pool import PAGE_POSITIONS
 from swarm.models.attention.paged_kernels import reference_kernel
 

@@ -13,7 +13,7 @@ from benchmarks.gpu import schedules, spans, tiny
 from benchmarks.gpu.bench import Bench, Case, NotHere, Step, WrongResult, seconds_of
 from benchmarks.gpu.records import Measured
 from swarm.errors import InvalidOption
-from swarm.models.execution.strategy_trials import choose_forward
+from swarm.models.execution.trials.forward_trials import choose_forward
 from swarm.models.weights.gpu_linears import GPU_LINEARS
 from swarm.models.weights.quantization import INT4, INT8, NF4, form_for_device
 

@@ -14,7 +14,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 from swarm.cli.doctor import verdicts
 from swarm.cli.doctor.verdicts import Finding
-from swarm.common.folders import nearest_folder
+from swarm.common.files.folders import nearest_folder
 from swarm.common.version import VERSION
 from swarm.errors import DriveFailed, InvalidOption, NotEnoughMemory, NotEnoughSpace, SwarmError
 
@@ -102,7 +102,8 @@ def check_execution(requested: str) -> Finding:
     """Try on this GPU how blocks are computed on it, with a few blocks of random weights, and packed weights."""
     import torch
 
-    from swarm.models.execution.strategy_trials import choose_forward, choose_layout
+    from swarm.models.execution.trials.forward_trials import choose_forward
+    from swarm.models.execution.trials.layout_trials import choose_layout
     from swarm.models.loading.random_span import llama_config, make_random_span
     from swarm.models.weights.quantization import tried_products
     from swarm.server.memory_budget import resolve_device

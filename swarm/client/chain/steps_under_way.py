@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from swarm.client.chain.input_history import Step
+from swarm.client.hops.input_history import Step
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.data_structures import StepLayout
 from swarm.protocol.messages import ExitTerms

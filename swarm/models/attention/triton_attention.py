@@ -18,7 +18,7 @@ import torch
 import triton
 from triton import language as tl
 
-from swarm.common.gpu import multiprocessors
+from swarm.common.machine import multiprocessors
 from swarm.models.attention.paged_kernels import Window
 
 LOG2_E = 1.4426950408889634

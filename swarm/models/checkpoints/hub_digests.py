@@ -18,7 +18,7 @@ import torch
 from huggingface_hub import get_session, hf_hub_url
 from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
-from swarm.common.checked_json import fields, integer, items, mapping, parse_json
+from swarm.common.files.checked_json import fields, integer, items, mapping, parse_json
 from swarm.errors import CheckpointError
 from swarm.models.checkpoints.block_digest import TensorForm, digest_of, sampled_ranges
 

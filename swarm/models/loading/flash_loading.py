@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from swarm.common.available_memory import available_memory
+from swarm.common.machine import available_memory
 from swarm.common.units import format_bytes
 from swarm.data_structures import Span
 from swarm.errors import InvalidOption
@@ -18,7 +18,7 @@ from swarm.models.block_loading import return_freed_memory
 from swarm.models.checkpoints.checkpoint import Checkpoint
 from swarm.models.execution.hooked_module import HookedModule
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.execution.strategy_trials import LayoutRequest, choose_layout
+from swarm.models.execution.trials.layout_trials import LayoutRequest, choose_layout
 from swarm.models.flash.attach import attach_blocks
 from swarm.models.flash.files.planned_blocks import PlannedBlock
 from swarm.models.flash.files.prepared_block import PreparedBlock

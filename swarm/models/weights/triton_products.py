@@ -13,7 +13,7 @@ import torch
 import triton
 from triton import language as tl
 
-from swarm.common.gpu import multiprocessors
+from swarm.common.machine import multiprocessors
 from swarm.models.weights.weight_only import INT4_GROUP_SIZE
 
 FEW_TOKENS, MANY_TOKENS = 16, 64

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import msgspec
 
-from swarm.common import yaml_file
+from swarm.common.files import yaml_file
 from swarm.errors import ScenarioError
 from swarm.server.placement.move_decision import MovePolicy
 

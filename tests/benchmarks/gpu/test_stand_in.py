@@ -13,8 +13,8 @@ from benchmarks.gpu.stand_in.card import CARD, NAME, card
 from swarm.data_structures import StepLayout
 from swarm.models.execution.cuda_graphs import CudaGraphRecorder
 from swarm.models.execution.session_cache import SessionCache
-from swarm.models.execution.strategy_trials import choose_layout
 from swarm.models.execution.tracing.traced_forward import TracedForward
+from swarm.models.execution.trials.layout_trials import choose_layout
 from swarm.models.loading.random_span import llama_config, make_random_span
 from swarm.server.memory_budget import free_memory, resolve_device
 

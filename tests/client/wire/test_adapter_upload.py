@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.client.batches.hop_requests import HopRequester
-from swarm.client.chain.hop_session import HopSession
+from swarm.client.hops.hop_session import HopSession
 from swarm.client.wire import adapter_upload as adapter_upload
 from swarm.client.wire.adapter_upload import PackedAdapter, UploadLedger, pack_adapter
 from swarm.data_structures import Span

@@ -26,7 +26,7 @@ from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.cutting.lora_targets import linear_size
 from swarm.models.execution.session_cache import SessionCache, advance_steps, forward_without_cache
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.execution.strategy_trials import choose_forward
+from swarm.models.execution.trials.forward_trials import choose_forward
 from swarm.models.loading.span_loading import load_span
 from swarm.models.weights.frozen_linear import FrozenLinear
 from tests import zoo

@@ -20,8 +20,8 @@ from swarm.models.execution.session_cache import SessionCache, StepComputation, 
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.span_pass import StepExits, pass_pieces
 from swarm.models.execution.strategy import PADDED
-from swarm.models.execution.strategy_trials import choose_exit_forwards
 from swarm.models.execution.tracing.traced_fill import traced_fill
+from swarm.models.execution.trials.exit_trials import choose_exit_forwards
 from swarm.models.exits.confidence import state_similarity
 from swarm.models.exits.span_exits import SpanExits
 from tests.models.execution.test_session_cache import HIDDEN, close, load, load_as, slow

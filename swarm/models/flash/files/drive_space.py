@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from swarm.common.folders import nearest_folder
+from swarm.common.files.folders import nearest_folder
 from swarm.common.units import format_bytes
 from swarm.errors import NotEnoughSpace, format_blocks
 from swarm.models.flash.files.block_files import PackedModel, packed_files

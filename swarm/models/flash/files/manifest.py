@@ -17,8 +17,8 @@ from typing import TypeVar
 
 import torch
 
-from swarm.common.checked_json import fields, integer, items, mapping, parse_json, text, to_json
 from swarm.common.dtypes import HIDDEN_DTYPES, dtype_name
+from swarm.common.files.checked_json import fields, integer, items, mapping, parse_json, text, to_json
 from swarm.errors import PackedFileError
 from swarm.models.flash.files.block_files import BlockFiles, PackedModel
 from swarm.models.flash.files.content_digests import number_of_parts

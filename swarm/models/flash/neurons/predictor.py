@@ -17,7 +17,7 @@ from safetensors.torch import save
 from torch import nn
 from torch.nn import functional
 
-from swarm.common.checked_json import fields, integer, items, number, parse_json, text, to_json
+from swarm.common.files.checked_json import fields, integer, items, number, parse_json, text, to_json
 from swarm.errors import PackedFileError
 from swarm.models.flash.sparsity import Sparsity
 

@@ -16,6 +16,16 @@ T = TypeVar("T")
 MAX_FILE_BYTES = 1 << 20
 
 
+class _Loader(yaml.SafeLoader):
+    """Without merge keys (`<<`): a few lines of them, each merging the one before twice, make more entries than fit
+    into any memory."""
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        for key, _ in node.value:
+            if key.tag == "tag:yaml.org,2002:merge":
+                raise yaml.constructor.ConstructorError(None, None, "merge keys are not supported", key.start_mark)
+
+
 def read_file(path: Path, parse: Callable[[bytes], T], kind: str, error: type[UsageError]) -> T:
     """Read a file and parse its content with `parse`. Raises `error`, with the path in front.
 
@@ -42,11 +52,11 @@ def parse_yaml(data: bytes, kind: type[T], error: type[UsageError], **options: A
         options: passed to `msgspec.convert`.
     """
     try:
-        content = yaml.safe_load(data)
-    except (yaml.YAMLError, ValueError) as problem:  # ValueError: an impossible date, a number of thousands of digits
-        raise error(f"invalid YAML: {_describe_yaml_error(problem)}") from None
+        content = yaml.load(data, _Loader)
     except RecursionError:
         raise error("invalid YAML: it is nested too deeply") from None
+    except Exception as problem:  # foreign input: an impossible date or an empty number raises what it happens to raise
+        raise error(f"invalid YAML: {_describe_yaml_error(problem)}") from None
     try:
         converted: T = msgspec.convert(content, kind, **options)
     except msgspec.ValidationError as problem:
@@ -59,4 +69,5 @@ def parse_yaml(data: bytes, kind: type[T], error: type[UsageError], **options: A
 def _describe_yaml_error(problem: Exception) -> str:
     mark = getattr(problem, "problem_mark", None)
     where = f"line {mark.line + 1}: " if mark is not None else ""
-    return where + str(getattr(problem, "problem", None) or problem).splitlines()[0]
+    what = str(getattr(problem, "problem", None) or problem) or type(problem).__name__
+    return where + what.splitlines()[0]

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from swarm.common import available_memory as module
-from swarm.common.available_memory import available_memory
+from swarm.common import machine as module
+from swarm.common.machine import available_memory
 
 STAT = "anon 100\nfile 350\nkernel 20\nshmem 50\n"
 

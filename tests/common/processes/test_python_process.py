@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 
-from swarm.common.python_process import module_command
+from swarm.common.processes.python_process import module_command
 
 
 def test_nothing_is_imported_from_the_working_directory(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.common.checked_json import fields, integer, items, mapping, number, parse_json, text, to_json
+from swarm.common.files.checked_json import fields, integer, items, mapping, number, parse_json, text, to_json
 
 VALUES: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

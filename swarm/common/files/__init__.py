@@ -1,0 +1,1 @@
+"""Files and folders: replaced in one go, checked before they are believed."""

@@ -1,0 +1,1 @@
+"""Python processes that are started beside this one, and end with it."""

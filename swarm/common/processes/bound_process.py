@@ -1,0 +1,48 @@
+"""Runs a module in a process that ends when its parent does, however that ends.
+
+    python -m swarm.common.processes.bound_process -m MODULE [ARGUMENTS]
+
+Its standard input has to be a pipe that the parent keeps open and writes nothing to. The kernel closes it with the
+parent, also where that is killed or crashes and cannot end what it has started. The other end of it must not be
+inherited by other processes, which Python sees to.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+
+_STANDARD_INPUT = 0
+LEAVE_S = 20.0
+"""How long the process may take to leave in order."""
+
+
+def bound_command(*arguments: str) -> list[str]:
+    """The command for `python ARGUMENTS`, which begin with `-m`. Start it with a pipe as its standard input."""
+    return [sys.executable, "-m", "swarm.common.processes.bound_process", *arguments]
+
+
+def _leave_with_parent() -> None:
+    while os.read(_STANDARD_INPUT, 1 << 10):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(LEAVE_S)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    """Run the module that the command line names."""
+    _, option, module, *_ = sys.argv
+    if option != "-m":
+        sys.exit(f"{option} MODULE is not supported; use -m MODULE")
+    threading.Thread(target=_leave_with_parent, name="parent-watch", daemon=True).start()
+    del sys.argv[1:3]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""Callbacks that do not keep alive whom they call."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+_RAISE: Any = object()
+
+
+def weak_callback(method: Callable[P, T], gone: T = _RAISE) -> Callable[P, T]:
+    """A function that calls a bound method for as long as something else keeps the method's object.
+
+    Given to a part of that object, the method itself would make a cycle. Python frees cycles only when its collector
+    comes by, and that looks at a process's older objects seldom: by their number, however much memory they hold.
+
+    Args:
+        gone: returned when the object is gone; without it, `ReferenceError` is raised then.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        living = reference()
+        if living is not None:
+            return living(*args, **kwargs)
+        if gone is _RAISE:
+            raise ReferenceError("the object that should be called is gone")
+        return gone
+
+    return call
