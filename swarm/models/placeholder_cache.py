@@ -6,12 +6,14 @@ and sent with the next step as a `StepLayout`.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
 
 from swarm.data_structures import StepLayout
+from swarm.errors import SessionClosed
 
 
 class PlaceholderCache(Cache):
@@ -26,7 +28,8 @@ class PlaceholderCache(Cache):
 
     def __init__(self, session: Any) -> None:
         super().__init__(layers=[])
-        self.session = session
+        self._session = weakref.ref(session)  # which has this cache
+        self._kept_session: Any = None
         self.length = 0
         self.exact_length = 0
         """How many leading slots have passed all blocks. Behind them, what servers hold may be approximate."""
@@ -35,6 +38,20 @@ class PlaceholderCache(Cache):
         """Token ids `[sequences, length]` of all slots, or None after hidden states came without ids."""
         self._real: torch.Tensor | None = None  # bool [sequences, length]; None while every slot is real
         self._sources: list[int] | None = None  # where sequences were copied from since the last step
+
+    @property
+    def session(self) -> Any:
+        """The object that computes steps for this cache. Raises `SessionClosed` if nobody has it any more."""
+        session = self._session()
+        if session is None:
+            raise SessionClosed(
+                "the inference session of this cache is gone; keep the session for as long as you use its cache"
+            )
+        return session
+
+    def keep_session(self) -> None:
+        """Keep the session for as long as this cache exists: the caller has nothing but the cache."""
+        self._kept_session = self.session
 
     # The interface of a transformers cache.
 

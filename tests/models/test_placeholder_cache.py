@@ -7,7 +7,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarm.errors import SessionClosed
 from swarm.models.placeholder_cache import PlaceholderCache
+
+
+class Session:
+    """Stands for the object that has the cache."""
+
+
+SESSION = Session()
+
+
+def test_it_does_not_keep_its_session_and_says_so():
+    session = Session()
+    cache = PlaceholderCache(session)
+    assert cache.session is session
+    del session
+    with pytest.raises(SessionClosed, match="keep the session for as long"):
+        _ = cache.session
 
 
 def tokens_of(rows: list[list[int]]) -> torch.Tensor:
@@ -22,7 +39,7 @@ def step(cache: PlaceholderCache, tokens: torch.Tensor, mask: torch.Tensor | Non
 
 
 def test_rows_without_padding():
-    cache = PlaceholderCache(None)
+    cache = PlaceholderCache(SESSION)
     assert step(cache, tokens_of([[1, 2, 3], [4, 5, 6]])).starts == (0, 0)
     layout = step(cache, tokens_of([[7], [8]]))
     assert (layout.starts, layout.counts, layout.sources) == ((3, 3), (1, 1), None)
@@ -31,7 +48,7 @@ def test_rows_without_padding():
 
 
 def test_padding_is_never_sent():
-    cache = PlaceholderCache(None)
+    cache = PlaceholderCache(SESSION)
     mask = torch.tensor([[0, 0, 1], [1, 1, 1]])
     layout, fresh = cache.layout(2, 3, mask)
     assert (layout.starts, layout.counts) == ((0, 0), (1, 3))
@@ -43,7 +60,7 @@ def test_padding_is_never_sent():
 
 
 def test_what_is_exact_ends_at_the_first_slot_that_may_be_approximate():
-    cache = PlaceholderCache(None)
+    cache = PlaceholderCache(SESSION)
     step(cache, tokens_of([[1, 2, 3]]))
     assert cache.exact_length == 3
     cache.commit(1, 1, None, tokens_of([[4]]), is_exact=False)
@@ -57,7 +74,7 @@ def test_what_is_exact_ends_at_the_first_slot_that_may_be_approximate():
 
 
 def test_a_changed_mask_is_refused():
-    cache = PlaceholderCache(None)
+    cache = PlaceholderCache(SESSION)
     step(cache, tokens_of([[1, 2, 3]]), torch.tensor([[0, 1, 1]]))
     with pytest.raises(ValueError, match="mask changed"):
         cache.layout(1, 1, torch.tensor([[1, 1, 1, 1]]))
@@ -68,7 +85,7 @@ def test_a_changed_mask_is_refused():
 
 
 def test_reordering_travels_with_the_next_step_once():
-    cache = PlaceholderCache(None)
+    cache = PlaceholderCache(SESSION)
     step(cache, tokens_of([[1], [2], [3]]))
     cache.reorder_cache(torch.tensor([2, 2, 0]))
     cache.reorder_cache(torch.tensor([1, 0, 2]))
@@ -78,7 +95,7 @@ def test_reordering_travels_with_the_next_step_once():
 
 
 def test_rows_can_be_repeated_and_picked():
-    cache = PlaceholderCache(None)
+    cache = PlaceholderCache(SESSION)
     step(cache, tokens_of([[1], [2]]))
     cache.batch_repeat_interleave(2)
     assert cache.batch_size == 4
@@ -87,7 +104,7 @@ def test_rows_can_be_repeated_and_picked():
 
 
 def test_rolling_back():
-    cache = PlaceholderCache(None)
+    cache = PlaceholderCache(SESSION)
     step(cache, tokens_of([[1, 2, 3, 4]]), torch.tensor([[0, 1, 1, 1]]))
     cache.crop(-2)
     assert cache.get_seq_length() == 2
@@ -107,7 +124,7 @@ def test_rolling_back():
 def test_the_common_prefix_is_the_longest_one(known: list[list[int]], asked: list[list[int]], pad: int) -> None:
     width = min(map(len, asked))
     prompt = torch.tensor([row[:width] for row in asked])
-    cache = PlaceholderCache(None)
+    cache = PlaceholderCache(SESSION)
     mask = torch.ones(2, 6, dtype=torch.long)
     mask[0, :pad] = 0
     step(cache, torch.tensor(known), mask)
@@ -123,7 +140,7 @@ def test_the_common_prefix_is_the_longest_one(known: list[list[int]], asked: lis
 
 
 def test_tokens_are_unknown_once_hidden_states_came_without_them():
-    cache = PlaceholderCache(None)
+    cache = PlaceholderCache(SESSION)
     step(cache, tokens_of([[1, 2]]))
     cache.commit(1, 1, None, None)
     assert cache.tokens is None

@@ -215,7 +215,9 @@ class ForwardCache(SessionCache):
         strategy = self.model.strategy
         if strategy.paging is not None:
             return paged_sequences.WholePagedSequences(strategy.paging.pool)
-        return contiguous_sequences.WholeSequences() if strategy.packed else super()._empty_storage()
+        if strategy.packed:
+            return contiguous_sequences.WholeSequences()
+        return padded_sequences.PaddedSequences(max_length=0)  # room for no position that is not there yet
 
 
 def forward_slots(strategy: ExecutionStrategy, counts: Sequence[int]) -> int:

@@ -1,6 +1,6 @@
 """How a span computes: where keys and values lie, and what runs the tokens of a step.
 
-`swarm.models.execution.strategy_trials` finds the best strategy for some loaded blocks.
+`swarm.models.execution.trials` finds the best strategy for some loaded blocks.
 """
 
 from __future__ import annotations

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from swarm.data_structures import StepLayout
 from swarm.models.attention.page_pool import PagePool
-from swarm.models.execution import strategy_trials
 from swarm.models.execution.cuda_graphs import BATCH_SIZES, TABLE_WIDTHS, GraphRecorder
 from swarm.models.execution.session_cache import SessionCache, advance_steps
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy import ExecutionStrategy
-from swarm.models.execution.strategy_trials import choose_forward
+from swarm.models.execution.trials import forward_trials
+from swarm.models.execution.trials.forward_trials import choose_forward
 from tests.models.execution.test_session_cache import HIDDEN, close, load_in_pages, slow
 from tests.models.execution.test_traced_forward import trace_of, traced
 
@@ -238,17 +238,17 @@ def test_a_part_that_was_chosen_for_speed_has_recordings_of_its_own(model, recor
 
 def test_recordings_are_kept_if_they_are_right_and_faster(tmp_path_factory, monkeypatch):
     model = load_in_pages("llama", tmp_path_factory, PAGE)
-    monkeypatch.setattr(strategy_trials, "_try_traced_forwards", lambda model, folder: model)
-    monkeypatch.setattr(strategy_trials, "is_faster", lambda one, other: (one(), other(), True)[-1])
+    monkeypatch.setattr(forward_trials, "_try_traced_forwards", lambda model, folder: model)
+    monkeypatch.setattr(forward_trials, "is_faster", lambda one, other: (one(), other(), True)[-1])
     recorder = Again()
     chosen = choose_forward(model, recorder=recorder)
     assert chosen.strategy == replace(model.strategy, graph_recorder=recorder)
     assert chosen.graphs is not None
     assert chosen.graphs.works
     assert recorder.replayed
-    monkeypatch.setattr(strategy_trials, "is_faster", lambda one, other: (one(), other(), False)[-1])
+    monkeypatch.setattr(forward_trials, "is_faster", lambda one, other: (one(), other(), False)[-1])
     assert is_plain(choose_forward(model, recorder=Again()))
-    monkeypatch.setattr(strategy_trials, "is_faster", lambda one, other: True)
+    monkeypatch.setattr(forward_trials, "is_faster", lambda one, other: True)
     assert is_plain(choose_forward(model, recorder=lambda function: lambda: None))  # computes nothing
 
     def fails(function):
@@ -271,8 +271,8 @@ def test_what_is_recorded_as_a_constant_is_found_out(tmp_path_factory, monkeypat
     """A recording repeats what it did the first time. A family that reads a position in Python would be wrong."""
     model = load_in_pages("llama", tmp_path_factory, PAGE)
     run = SpanModel.run_modules
-    monkeypatch.setattr(strategy_trials, "_try_traced_forwards", lambda model, folder: model)
-    monkeypatch.setattr(strategy_trials, "is_faster", lambda one, other: True)
+    monkeypatch.setattr(forward_trials, "_try_traced_forwards", lambda model, folder: model)
+    monkeypatch.setattr(forward_trials, "is_faster", lambda one, other: True)
 
     def at_the_beginning(self, batch, hidden, positions):
         return run(self, batch, hidden, positions * 0)

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.data_structures import Span, StepLayout
-from swarm.models.execution import strategy_trials
 from swarm.models.execution.session_cache import SessionCache, advance_steps
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy import ForwardKind
-from swarm.models.execution.strategy_trials import choose_forward
 from swarm.models.execution.tracing.flat_forward import FlatForward
 from swarm.models.execution.tracing.traced_forward import TokenForward, TracedForward
+from swarm.models.execution.trials import forward_trials
+from swarm.models.execution.trials.forward_trials import choose_forward
 from swarm.models.weights.frozen_linear import prepack
 from tests.models.execution.test_session_cache import HIDDEN, close, load, slow
 
@@ -109,10 +109,10 @@ def test_compiled_is_what_the_modules_compute(tmp_path_factory, tmp_path):
 
 def test_what_is_wrong_or_slower_is_not_used(tmp_path_factory, monkeypatch):
     model = load("llama", tmp_path_factory)
-    monkeypatch.setattr(strategy_trials, "is_faster", lambda one, other: False)
+    monkeypatch.setattr(forward_trials, "is_faster", lambda one, other: False)
     found = choose_forward(model).strategy
     assert (found.forward, found.traced) == ("plain", None)
-    monkeypatch.setattr(strategy_trials, "is_faster", lambda one, other: True)
+    monkeypatch.setattr(forward_trials, "is_faster", lambda one, other: True)
     found = choose_forward(model).strategy
     assert found.forward == "flat"
     assert found.traced is not None
@@ -129,12 +129,12 @@ def test_what_is_faster_stays_in_use_after_the_comparison(tmp_path_factory, monk
         one(), other()
         return True
 
-    monkeypatch.setattr(strategy_trials, "is_faster", slower_last)
+    monkeypatch.setattr(forward_trials, "is_faster", slower_last)
     found = choose_forward(model).strategy
     assert found.forward == "flat"
     assert found.traced is not None
     used = found.traced
-    monkeypatch.setattr(strategy_trials, "is_faster", lambda one, other: (one(), other(), False)[-1])
+    monkeypatch.setattr(forward_trials, "is_faster", lambda one, other: (one(), other(), False)[-1])
     monkeypatch.setattr(TracedForward, "compiled", lambda self, folder: lambda *inputs: used(*inputs))
     found = choose_forward(model, "unused").strategy
     assert (found.forward, found.traced) == ("plain", None)
@@ -142,7 +142,7 @@ def test_what_is_faster_stays_in_use_after_the_comparison(tmp_path_factory, monk
 
 def test_trials_leave_the_model_as_it_was(tmp_path_factory, monkeypatch):
     model = load("llama", tmp_path_factory)
-    monkeypatch.setattr(strategy_trials, "is_faster", lambda one, other: True)
+    monkeypatch.setattr(forward_trials, "is_faster", lambda one, other: True)
     before = model.strategy
     chosen = choose_forward(model)
     assert model.strategy is before
@@ -160,7 +160,7 @@ def test_a_trial_that_fails_is_a_candidate_that_is_not_used(tmp_path_factory, mo
     monkeypatch.setattr(TracedForward, "flat", fails)
     assert choose_forward(model).strategy.forward == "plain"
     assert "A flat forward is not possible here: LookupError('no such operation')" in caplog.text
-    monkeypatch.setattr(strategy_trials, "TracedForward", fails)
+    monkeypatch.setattr(forward_trials, "TracedForward", fails)
     assert choose_forward(model).strategy.forward == "plain"
 
 

@@ -7,11 +7,11 @@ import torch
 
 from swarm.models.attention.page_pool import PAGE_POSITIONS
 from swarm.models.attention.paged_kernels import reference_kernel
-from swarm.models.execution import strategy_trials
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy import ExecutionStrategy
-from swarm.models.execution.strategy_trials import choose_layout
-from swarm.models.execution.trial_runs import ScheduleRun
+from swarm.models.execution.trials import layout_trials
+from swarm.models.execution.trials.layout_trials import choose_layout
+from swarm.models.execution.trials.trial_runs import ScheduleRun
 from tests.models.execution.test_session_cache import load
 
 
@@ -77,17 +77,17 @@ def test_a_cache_whose_single_tokens_are_wrong_is_not_used(model, layout, monkey
     monkeypatch.setattr(SpanModel, "run_packed", wrong)
     assert choose_layout(model, layout).strategy.layout == "padded"
     monkeypatch.undo()
-    monkeypatch.setattr(strategy_trials, "agrees_with_reference", lambda kernel, pages: True)
-    monkeypatch.setattr(strategy_trials, "candidate_kernels", lambda device: (wrong_for_single_tokens,))
+    monkeypatch.setattr(layout_trials, "agrees_with_reference", lambda kernel, pages: True)
+    monkeypatch.setattr(layout_trials, "candidate_kernels", lambda device: (wrong_for_single_tokens,))
     assert choose_layout(model, "paged").strategy.layout == "contiguous"
 
 
 @pytest.mark.parametrize("kernel", [refuses, ignores_windows, forgets])
 def test_a_kernel_that_does_not_do_what_it_should_is_not_used(model, kernel, monkeypatch):
     """Also where this model is computed right with it, until one with a window, or a longer sequence, comes."""
-    monkeypatch.setattr(strategy_trials, "candidate_kernels", lambda device: (kernel,))
+    monkeypatch.setattr(layout_trials, "candidate_kernels", lambda device: (kernel,))
     assert choose_layout(model, "paged").strategy == ExecutionStrategy("contiguous")
-    monkeypatch.setattr(strategy_trials, "candidate_kernels", lambda device: (kernel, reference_kernel))
+    monkeypatch.setattr(layout_trials, "candidate_kernels", lambda device: (kernel, reference_kernel))
     paging = choose_layout(model, "paged").strategy.paging
     assert paging is not None
     assert paging.kernel is reference_kernel
@@ -115,8 +115,8 @@ def only_others(kernel, keys, query_heads):
     ],
 )
 def test_kernels_that_cannot_be_timed_do_not_end_the_loading(model, monkeypatch, seconds, taken, said):
-    monkeypatch.setattr(strategy_trials, "candidate_kernels", lambda device: (same, reference_kernel))
-    monkeypatch.setattr(strategy_trials, "step_seconds", seconds)
+    monkeypatch.setattr(layout_trials, "candidate_kernels", lambda device: (same, reference_kernel))
+    monkeypatch.setattr(layout_trials, "step_seconds", seconds)
     strategy = choose_layout(model, "paged").strategy
     assert strategy.paging.kernel is taken
     assert (strategy.trials[-1].used, strategy.trials[-1].reason) == (True, said)
@@ -126,8 +126,8 @@ def test_kernels_that_cannot_be_timed_do_not_end_the_loading(model, monkeypatch,
 
 def test_kernels_are_timed_with_the_model_s_heads(model, monkeypatch):
     asked = []
-    monkeypatch.setattr(strategy_trials, "candidate_kernels", lambda device: (same, reference_kernel))
-    monkeypatch.setattr(strategy_trials, "step_seconds", lambda *args: asked.append(args[2]) or 1.0)
+    monkeypatch.setattr(layout_trials, "candidate_kernels", lambda device: (same, reference_kernel))
+    monkeypatch.setattr(layout_trials, "step_seconds", lambda *args: asked.append(args[2]) or 1.0)
     choose_layout(model, "paged")
     assert asked == [model.module.config.num_attention_heads] * 2
 
@@ -136,7 +136,7 @@ def test_without_a_kernel_sequences_are_contiguous(model, monkeypatch):
     def missing(device):
         raise ImportError("no module named torch.nn.attention.varlen")
 
-    monkeypatch.setattr(strategy_trials, "candidate_kernels", missing)
+    monkeypatch.setattr(layout_trials, "candidate_kernels", missing)
     assert choose_layout(model, "paged").strategy == ExecutionStrategy("contiguous")
 
 
@@ -147,8 +147,8 @@ def test_without_a_kernel_sequences_are_contiguous(model, monkeypatch):
 def test_by_itself_a_model_is_in_pages_on_a_gpu_in_16_bits(model, monkeypatch, device, dtype, paged):
     tried = []
     run = ScheduleRun(torch.zeros(2, 1), torch.ones(2, 1), torch.tensor([False, True]))
-    monkeypatch.setattr(strategy_trials, "run_schedule", lambda model, longer=0: run)
-    monkeypatch.setattr(strategy_trials, "_try_pages", tried.append)
+    monkeypatch.setattr(layout_trials, "run_schedule", lambda model, longer=0: run)
+    monkeypatch.setattr(layout_trials, "_try_pages", tried.append)
     model.device, model.dtype = torch.device(device), dtype
     choose_layout(model)
     assert [one.strategy.layout for one in tried] == (["contiguous"] if paged else [])
@@ -157,9 +157,9 @@ def test_by_itself_a_model_is_in_pages_on_a_gpu_in_16_bits(model, monkeypatch, d
 def test_trials_stay_within_a_models_table_of_positions(model, monkeypatch):
     """A position beyond a table would end a GPU's process."""
     tried = []
-    schedule = strategy_trials.run_schedule
+    schedule = layout_trials.run_schedule
     monkeypatch.setattr(
-        strategy_trials, "run_schedule", lambda model, longer=0: (tried.append(longer), schedule(model, longer))[1]
+        layout_trials, "run_schedule", lambda model, longer=0: (tried.append(longer), schedule(model, longer))[1]
     )
     choose_layout(model, "paged")
     assert max(tried) == PAGE_POSITIONS

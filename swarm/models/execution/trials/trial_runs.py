@@ -7,11 +7,18 @@ from typing import NamedTuple
 
 import torch
 
+from swarm.common.trials import Trial
 from swarm.data_structures import StepLayout
 from swarm.models.execution.session_cache import SessionCache, advance_steps
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.span_pass import StepExits
 from swarm.models.weights.frozen_linear import FrozenLinear
+
+DECODE_ROUNDS = 4
+"""Rounds of single tokens in the schedule."""
+
+FORWARD_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+"""Error of all outputs together, relative to their norm."""
 
 
 def decode_step(
@@ -34,10 +41,6 @@ def decode_step(
             torch.cuda.synchronize(model.device)
 
     return step
-
-
-DECODE_ROUNDS = 4
-"""Rounds of single tokens in the schedule."""
 
 
 class ScheduleRun(NamedTuple):
@@ -91,3 +94,8 @@ def rounding_dtype(model: SpanModel) -> torch.dtype:
     """The dtype whose rounding errors outputs may have: not fp32 where products of quantized weights round inputs."""
     rounds = any(isinstance(module, FrozenLinear) and module.rounds_inputs for module in model.module.modules())
     return torch.float16 if rounds and model.dtype == torch.float32 else model.dtype
+
+
+def with_trials(model: SpanModel, *trials: Trial) -> SpanModel:
+    """The model, whose strategy says that this was tried as well."""
+    return model.with_strategy(model.strategy.after(*trials))
